@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -188,6 +190,20 @@ def is_plain_name(name: str) -> bool:
         and name.isprintable()
         and len(os.fsencode(name)) <= LONGEST_NAME_BYTES
     )
+
+
+def open_regular(path: Path | str, folder: int | None = None, *, follow: bool = True) -> BinaryIO:
+    """Open a regular file for reading, in a place where others may put something else under its name.
+
+    A pipe would hold its reader for ever, a device has no end. folder: descriptor of the folder that `path` is in.
+    follow: False refuses a link. Raises: OSError.
+    """
+    links = 0 if follow else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 def read_at_most(path: Path, most_bytes: int) -> bytes:

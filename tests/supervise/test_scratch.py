@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from argosy.supervise import scratch
-from argosy.supervise.scratch import MEMORY, scratch_folder
+from argosy.supervise.scratch import LOCK, MEMORY, scratch_folder
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +54,24 @@ def test_the_folder_of_an_agent_that_was_killed_is_removed_and_one_of_another_th
         with scratch_folder():
             assert not folder.exists()
     assert list(tmp_path.iterdir()) == [other]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "another user's"])
+def test_what_another_user_puts_in_the_shared_folder_neither_holds_a_start_nor_is_removed(tmp_path, kind):
+    folder = tmp_path / "argosy-1-x"
+    folder.mkdir()
+    if kind == "another user's":
+        if os.geteuid():
+            pytest.skip("a file of another user's needs the rights of root")
+        (folder / LOCK).touch()
+        os.chown(folder, 65534, 65534)
+    else:
+        pipe = folder / LOCK if kind == "pipe" else tmp_path / "pipe"
+        os.mkfifo(pipe)
+        if not (folder / LOCK).exists():
+            (folder / LOCK).symlink_to(pipe)
+    started = subprocess.run([sys.executable, "-c", SWEEP, str(tmp_path)], timeout=20, check=False)
+    assert started.returncode == 0 and os.path.lexists(folder / LOCK)
 
 
 def test_an_agent_among_other_processes_does_not_remove_what_a_living_one_holds(tmp_path):

@@ -27,7 +27,7 @@ import tyro
 from argosy.cli.options import parse
 from argosy.config.load import load
 from argosy.errors import UserError
-from argosy.files import atomic_write
+from argosy.files import atomic_write, open_regular
 from argosy.observe.stacks import in_words
 from argosy.supervise.stack_gatherer import FOLDER, REQUEST
 
@@ -90,7 +90,7 @@ def _nodes(run_dir: Path) -> int:
 def _is_held(lock: Path) -> bool:
     """Return True if a process holds the run's lock; a process on another machine does too, where locks are shared."""
     try:
-        with lock.open("rb") as file:
+        with open_regular(lock) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, get_args
 
+from argosy.files import open_regular
 from argosy.observe import counters
 from argosy.observe.counters import Communication, Counters
 
@@ -286,7 +287,7 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
     Raises: ValueError if the file is no heartbeat, or one of another version.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             page = mmap.mmap(file.fileno(), 8 * WORDS, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         return None

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from argosy.files import open_regular
+
 SCRATCH = Path("/dev/shm")
 """Where the folders argosy-PID-... are; PID is the agent's process."""
 MEMORY = "memory"
@@ -41,8 +43,23 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _sweep() -> None:
-    """Remove the folders whose lock nobody holds. One without a lock is left alone: an older version made it."""
-    for folder in SCRATCH.glob("argosy-*-*"):
-        with suppress(OSError), (folder / LOCK).open("rb") as lock:  # it is held, another user's, or being removed
+    """Remove this user's folders whose lock nobody holds. One without a lock is left alone: an older version made it.
+
+    All users of the machine may make folders and pipes of these names here: what is not this user's is not touched.
+    """
+    for path in SCRATCH.glob("argosy-*-*"):
+        with suppress(OSError), _own_folder(path) as folder, open_regular(LOCK, folder, follow=False) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _own_folder(path: Path) -> Iterator[int]:
+    """Open a folder of this user's. Raises: OSError if it is a link or another user's."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(folder).st_uid != os.geteuid():
+            raise PermissionError(f"{path}: another user's")
+        yield folder
+    finally:
+        os.close(folder)
