@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import secrets
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from argosy.chaos.campaign import descendants
 from hostile import Recorder, babble, flood, guess, half_open, replay
 from matrix import ONE_THREAD, PLANS, Disturbed, free_port
 
@@ -65,6 +67,29 @@ def test_no_stranger_disturbs_a_run(disturbed, undisturbed):
         flood(run.port, 500, seconds=1)
         replay(run.port, run.recorded)
     run.check(healthy)
+
+
+def test_on_one_machine_strangers_find_no_store_and_workers_have_all_the_descriptors_they_may(disturbed):
+    """All users of the machine reach what listens on loopback: gloo's listeners cannot be closed to them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+    try:
+        run = disturbed(PLANS["replicas"], SLOW)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    run.wait_for_step(2)
+    workers = {event["pid"] for event in run.events("worker_started")}
+    known = workers | {event["pid"] for event in run.events("coordinator_started")}
+    assert {pid for pid in descendants(run.agents[0]) if listens(pid)} <= known
+    assert {resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in workers} == {(hard, hard)}
+    run.end()
+
+
+def listens(pid: int) -> bool:
+    """True if a socket of the process listens on a port."""
+    tables = "".join(Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    listening = {f"socket:[{line.split()[9]}]" for line in tables.splitlines() if line.split()[3] == "0A"}
+    return any(str(link.readlink()) in listening for link in Path(f"/proc/{pid}/fd").iterdir())
 
 
 @pytest.mark.slow

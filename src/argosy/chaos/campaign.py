@@ -48,7 +48,6 @@ KINDS = {
     "writer": Kind("SIGKILL to a process that writes checkpoints", 1, ("save_failed", "writer_died"), False),
     "coordinator": Kind("SIGKILL to the coordinator", 1, ("coordinator_lost",), False),
     "fork_server": Kind("SIGKILL to the process that workers are forked from", 0.5, ("fork_server_replaced",), True),
-    "store": Kind("SIGKILL to the rendezvous store", 0.5, (), False),
     "term": Kind("SIGTERM to the launcher, then the same command again", 1, ("signal",), True),
     "launcher": Kind("SIGKILL to the launcher, then the same command again", 0.5, (), True),
 }
@@ -211,19 +210,12 @@ def _fork_servers(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list
     return [pid for pid in children(launcher.pid) if FORK_SERVER in command_of(pid)]
 
 
-def _stores(campaign: Campaign, launcher: subprocess.Popen[bytes]) -> list[int]:
-    """Return processes of the fork server that do not train."""
-    forks = [pid for fork_server in _fork_servers(campaign, launcher) for pid in children(fork_server)]
-    return [pid for pid in forks if pid not in campaign.workers_seen]
-
-
 _TARGETS: dict[str, Callable[[Campaign, subprocess.Popen[bytes]], list[int]]] = {
     "kill": _of_workers,
     "stop": _of_workers,
     "writer": _of_module("argosy.checkpoint.writer"),
     "coordinator": _of_module("argosy.supervise.coordinator"),
     "fork_server": _fork_servers,
-    "store": _stores,
     "term": _of_launcher,
     "launcher": _of_launcher,
 }

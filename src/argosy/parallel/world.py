@@ -26,6 +26,8 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 HOST_TIMEOUT_S = 600.0
 """How long a rank in a world of GPUs waits for another's message in host memory."""
+STORE_FILE = "ARGOSY_STORE_FILE"
+"""Environment variable: the file at which the members of a world meet; without it, MASTER_ADDR and MASTER_PORT."""
 LAZY = "TORCH_GLOO_LAZY_INIT"
 """torch's environment variable (ProcessGroupGloo.cpp); it is read when a group is made."""
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
@@ -138,9 +140,11 @@ class Place:
     local_rank: int
     """Its number among the processes of its node."""
     local_size: int
-    host: str
+    host: str = ""
     """The host of the store."""
-    port: int
+    port: int | None = None
+    file: str = ""
+    """The file that is the store, if all members are on this machine."""
 
     def environment(self) -> dict[str, str]:
         """Return the environment that `join_world` reads."""
@@ -151,25 +155,42 @@ class Place:
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
+            STORE_FILE: self.file,
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's way to say that the store is there already
         }
 
 
 def join_world(launch: LaunchConfig) -> World:
-    """Join the processes that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...; torchrun's and ours)."""
+    """Join the processes that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...; torchrun's and ours).
+
+    Raises: DistError if a member does not come.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     fault("join", rank=rank)
     device = _device(launch)
     if device.type == "cpu":
         keep_freed_memory()
     torch.set_num_threads(threads_per_process(launch, processes_here(size)))
+    file = os.environ.get(STORE_FILE, "")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
+        store=_file_store(file) if file else None,
+        rank=rank,
+        world_size=size,
         timeout=datetime.timedelta(seconds=launch.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
     is_host_group_needed = device.type == "cuda" and size > 1
     return World(rank, size, device, group_in_host_memory(device, HOST_TIMEOUT_S) if is_host_group_needed else None)
+
+
+def _file_store(path: str) -> dist.FileStore:
+    """Open the store in a file. It is never destroyed: torch then writes to the file once more, and ends the process
+    with an error if that was closed by the agent meanwhile.
+    """
+    store = dist.FileStore(path, -1)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+    return store
 
 
 def group_in_host_memory(device: torch.device, timeout_s: float) -> dist.ProcessGroup:

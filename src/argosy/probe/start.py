@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 from argosy.config.schema import LaunchConfig
@@ -22,7 +24,7 @@ from argosy.plan.search.auto import Devices
 from argosy.probe.probe import ProbeRequest, measure
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import Entry, channel_to_parent, end_with_parent
-from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
+from argosy.processes.fork_server import ForkServer
 
 MEMBER = Entry("argosy.probe.start")
 """A process that measures."""
@@ -55,8 +57,8 @@ def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
             return held.enter_context(closing(fork_server.fork(key, entry, environment)))
 
         try:
-            port = fork("rendezvous", RENDEZVOUS, {STORE_HOST: "127.0.0.1"}).receive()["port"]
-            places = [Place(rank, processes, rank, processes, "127.0.0.1", port) for rank in range(processes)]
+            file = str(Path(held.enter_context(TemporaryDirectory(prefix="argosy-probe-"))) / "store")
+            places = [Place(rank, processes, rank, processes, file=file) for rank in range(processes)]
             members = [fork(str(place.rank), MEMBER, place.environment()) for place in places]
             for channel in members:
                 channel.send("measure", data=[encode(asked, ProbeRequest)])

@@ -40,7 +40,7 @@ from argosy.sinks.process import FollowerProcess
 from argosy.supervise import flight_recorder
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
-from argosy.supervise.generation_store import GenerationStore
+from argosy.supervise.generation_store import GenerationStore, store_file
 from argosy.supervise.newcomers import Newcomers
 from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.nodes import Cause, State
@@ -73,7 +73,8 @@ class Agent:
         self._processes: dict[int, WorkerProcess] = {}
         self._coordinator = CoordinatorClient(run_dir, run, plan, self._events)
         self._store = GenerationStore(
-            lambda generation, port: self._coordinator.tell(say.StoreOpened(generation=generation, port=port))
+            lambda generation, port: self._coordinator.tell(say.StoreOpened(generation=generation, port=port)),
+            is_file=run.launch.nodes == 1,
         )
         self._stopping = Stopping(run_dir, run.resilience.grace_s, is_asynchronous(run.plan))
         self._finish: say.EndRun | None = None
@@ -400,6 +401,7 @@ class Agent:
 
     def _join(self, world: say.JoinWorld) -> None:
         self._world_size = world.size
+        file = "" if world.port else str(store_file(self._scratch, world.generation))
         # Sinks are held where the first rank writes what they read, and the exchange where it looks for the ledger.
         self._follower.is_wanted = self._exchange.is_wanted = any(place.rank == 0 for place in world.places)
         for place in world.places:
@@ -411,6 +413,7 @@ class Agent:
                 process.channel.send(
                     "join", generation=world.generation, plan=world.plan, rank=place.rank, size=world.size,
                     local_rank=place.local_rank, local_size=len(world.places), host=world.host, port=world.port,
+                    file=file,
                 )  # fmt: skip
 
     def _hold(self, generation: int, on_disk: bool) -> None:
@@ -432,6 +435,7 @@ class Agent:
             self._events.write("stacks", generation=generation, why=why, folder=str(self._run_dir / FOLDER / name))
 
     def _break(self, generation: int, why: str) -> None:
+        self._store.end(generation, self._scratch)
         for process in self._processes.values():
             if process.generation == generation and process.state in (State.RUNNING, State.DONE):
                 process.leave_by = time.monotonic() + BREAK_S

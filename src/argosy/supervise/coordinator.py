@@ -294,7 +294,7 @@ class Coordinator:
                 self._membership.put_last(slow)
         self._membership.node_checked(name)
 
-    def _on_store(self, node: str, generation: int, port: int) -> None:
+    def _on_store(self, node: str, generation: int, port: int | None) -> None:
         """The rendezvous store of the generation being formed is open: let its members join."""
         join = self._pending
         if join is None or (join.generation, _opener(join)) != (generation, node) or not self._membership.in_force:

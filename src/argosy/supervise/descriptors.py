@@ -1,4 +1,4 @@
-"""How many connections a coordinator may have open: a shell's default, 1,024 files, is less than a large run needs."""
+"""How many connections a process may have open: a shell's default, 1,024 files, is less than a large run needs."""
 
 from __future__ import annotations
 

@@ -134,7 +134,8 @@ class StoreOpened(Record):
 
     kind: Literal["store"] = "store"
     generation: Count
-    port: Port
+    port: Port | None = None
+    """None on a run's only node: its workers meet at a file there."""
 
 
 class NodeChecked(Record):
@@ -194,8 +195,8 @@ class JoinWorld(Record):
     size: Count
     plan: str
     host: Host
-    port: Port
-    """The port of the rendezvous store."""
+    port: Port | None = None
+    """The port of the rendezvous store; None: a file of the only node."""
     places: tuple[WorldPlace, ...]
     """The places of all the members on this node."""
 

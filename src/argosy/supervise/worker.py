@@ -29,6 +29,7 @@ from argosy.parallel.world import Place, World, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import channel_to_parent
+from argosy.supervise.descriptors import raise_limit
 from argosy.training.loop import train
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
@@ -127,6 +128,7 @@ def main() -> None:
     # in it. Here the agent breaks the world off and aborts it (`parallel.connections`), which torch asks to be done
     # with this turned off (the notes of distributed_c10d._abort_process_group). The user's own setting comes first.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    raise_limit()  # strangers can open connections to gloo's listeners, each of which keeps a descriptor here
     run_dir, stop = Path(os.environ["ARGOSY_RUN_DIR"]), StopSignal().listen()
     agent = AgentClient(channel_to_parent(), stop)
     terminal = _to_log(run_dir)
