@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import UserError
-from argosy.files import PARTIAL, PartialFile, atomic_write, file_sha256, made_folder, read_at_most
+from argosy.files import PARTIAL, PartialFile, atomic_write, file_sha256, made_folder, make_folder, read_at_most
 
 
 def names(folder: Path) -> set[str]:
@@ -114,6 +114,16 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(tm
         file.write(b"x")
     partial = tmp_path / f"file{PARTIAL}"
     assert done == [("sync", partial), ("rename", tmp_path / "file"), ("sync", tmp_path)]
+
+
+def test_the_names_of_new_folders_are_on_the_disk_before_the_return(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(Path(f"/proc/self/fd/{file}").readlink()))
+    make_folder(tmp_path / "run" / "checkpoints")
+    assert set(done) == {tmp_path, tmp_path / "run"}
+    done.clear()
+    make_folder(tmp_path / "run" / "checkpoints")
+    assert done == []
 
 
 def test_a_process_killed_at_any_moment_leaves_a_whole_file(tmp_path):

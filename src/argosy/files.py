@@ -66,6 +66,18 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def make_folder(path: Path) -> None:
+    """Make the folder `path` and those above it, where they are missing; on return their names are on the disk.
+
+    For each folder that is to hold what must survive a power cut: a file that is synced is lost with its folder's name.
+    Raises: OSError.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
 @dataclass
 class MadeFolder:
     """A folder to write in. Set `is_kept` once it holds something that is worth keeping, or somebody else's."""
@@ -83,7 +95,7 @@ def made_folder(path: Path) -> Iterator[MadeFolder]:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     folder = MadeFolder(is_kept=path.exists() and any(path.iterdir()))
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         yield folder
     except UserError:
         if not folder.is_kept:

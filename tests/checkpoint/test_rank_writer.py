@@ -139,6 +139,16 @@ def test_no_rank_looks_at_the_notes_of_all(tmp_path, snapshot, monkeypatch):
     assert max(map(len, looked.values())) <= 3 + 3
 
 
+def test_folders_above_a_checkpoint_are_on_the_disk_when_it_is_committed(tmp_path, snapshot, monkeypatch):
+    synced: list[Path] = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink()) or fsync(file)
+    )
+    commit_part(order(tmp_path / "runs" / "mine"), snapshot)
+    assert {tmp_path, tmp_path / "runs", tmp_path / "runs/mine", tmp_path / "runs/mine/checkpoints"} <= set(synced)
+
+
 def test_whoever_waits_hears_that_it_goes_on(tmp_path, snapshot, monkeypatch):
     monkeypatch.setattr(rank_writer, "PROGRESS_S", 0.0)
     told: list[int] = []

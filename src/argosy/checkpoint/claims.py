@@ -15,7 +15,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from argosy.files import sync_folder
+from argosy.files import make_folder, sync_folder
 
 CLOSED = b"closed\n"
 """Content of a claim below which all are closed too."""
@@ -52,7 +52,7 @@ class Claims:
 
         Return at once if this owner has it already. Raises: Taken; OSError.
         """
-        self._folder.mkdir(exist_ok=True)
+        make_folder(self._folder)
         try:
             descriptor = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:

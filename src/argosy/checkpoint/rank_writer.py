@@ -27,7 +27,7 @@ from argosy.checkpoint.names import shard_name
 from argosy.credentials import redact
 from argosy.errors import ArgosyError
 from argosy.faults import fault
-from argosy.files import atomic_write
+from argosy.files import atomic_write, make_folder
 
 CHUNK_BYTES, CHUNKS = 4 * 2**20, 16
 """A file is written in chunks of at most so many bytes, and in at least so many chunks."""
@@ -152,10 +152,16 @@ def commit_part(order: SaveOrder, snapshot: int, progress: Callable[[], None] = 
 
 def leave_note(order: SaveOrder, note: Note) -> None:
     """Leave the note of how this rank's part went; a failure of a head's is one of its group. Raises: OSError."""
-    order.partial.mkdir(parents=True, exist_ok=True)
+    _make_partial(order)
     note.write(order.note_of(order.rank))
     if note.error and order.is_head:
         note.write(order.summary_of(order.rank))
+
+
+def _make_partial(order: SaveOrder) -> None:
+    """Make the folder that is to become the checkpoint; its own name is synced when it does."""
+    make_folder(order.partial.parent)
+    order.partial.mkdir(exist_ok=True)
 
 
 def words(problem: BaseException) -> str:
@@ -179,7 +185,7 @@ class _Pulse:
 def _write_and_tell(order: SaveOrder, snapshot: int, pulse: _Pulse) -> FileSum:
     try:
         order.check_generation()
-        order.partial.mkdir(parents=True, exist_ok=True)
+        _make_partial(order)
         order.file.unlink(missing_ok=True)  # a new file, so that a dying writer does not write to this one
         part = _write(order, snapshot, pulse)
         leave_note(order, Note(order.ticket, ((part.bytes, part.sha256),)))

@@ -19,6 +19,7 @@ from argosy.checkpoint.owner import claim
 from argosy.checkpoint.store import MANIFEST, Checkpoint
 from argosy.credentials import REMEDY, has_credentials
 from argosy.errors import ArgosyError, UserError
+from argosy.files import make_folder
 
 
 class Remote:
@@ -93,7 +94,8 @@ class Remote:
         partial = fence.partial_folder(self._run_dir, step, generation)
         fence.check_generation(self._run_dir, generation)
         store.discard(partial)
-        partial.mkdir(parents=True)
+        make_folder(partial.parent)
+        partial.mkdir()
         try:
             for name in manifest.files:
                 self._fs.get_file(self._path(step, name), str(partial / name))

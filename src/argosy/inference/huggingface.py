@@ -17,6 +17,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import StorageError, UserError
+from argosy.files import make_folder, sync_folder
 from argosy.inference.trained_model import open_checkpoint
 from argosy.models import hf
 from argosy.parallel.world import World
@@ -57,7 +58,7 @@ def import_checkpoint(folder: Path, run_dir: Path) -> None:
     partial = run_dir.absolute().with_name(f".{run_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        make_folder(partial)
         data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
         save_run(RunConfig(model=model, data=data), partial / "run.toml")
         if (folder / TOKENIZER).is_file():
@@ -72,6 +73,7 @@ def import_checkpoint(folder: Path, run_dir: Path) -> None:
         finally:
             saver.close()
         partial.rename(run_dir)
+        sync_folder(run_dir.absolute().parent)
     except OSError as problem:
         raise StorageError(
             f"{run_dir} could not be written ({problem}). Free some space or get the right to write there, or choose "

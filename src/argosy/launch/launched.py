@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.errors import UserError
-from argosy.files import made_folder
+from argosy.files import made_folder, make_folder
 from argosy.launch.engines.engine import FOLDER, RECORD, Engine, Job, Request
 from argosy.launch.engines.followed import follow as followed
 from argosy.launch.engines.table import ENGINES, engine_of
@@ -61,7 +61,7 @@ def launch_sites(requests: Sequence[tuple[str, str, Request]]) -> Iterator[tuple
     for name, engine, request in requests:
         try:
             whole = home_of(request.run_dir)
-            whole.mkdir(parents=True, exist_ok=True)
+            make_folder(whole)
             secret_of(whole)  # which all sites have
             yield request, launch(request, engine)
         except UserError as problem:

@@ -18,7 +18,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import StorageError, UserError
-from argosy.files import LOCK, atomic_write, lock_or_holder
+from argosy.files import LOCK, atomic_write, lock_or_holder, make_folder
 from argosy.launch.own_folder import own_folder
 from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan, is_asynchronous
@@ -144,7 +144,7 @@ def _with_copied_code(run_dir: Path, run: RunConfig) -> RunConfig:
     for code in run.extend.code:
         if code.module is None:
             copies.append(run_dir.absolute() / CODE / code.sha256[:8] / code.name)
-            copies[-1].parent.mkdir(parents=True, exist_ok=True)
+            make_folder(copies[-1].parent)
             with atomic_write(copies[-1]) as file:
                 file.write(code.source)
     extend = ExtendConfig(files=tuple(copies), packages=run.extend.packages, sha256=run.extend.checksums)

@@ -15,6 +15,7 @@ from argosy.config.servers import server_name, server_number
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Interrupted, RunFailed, UserError
 from argosy.faults import RUN_DIR
+from argosy.files import make_folder
 from argosy.launch import run_folder
 from argosy.launch.children import RUN_FILE, check_codes, free_port, held, started
 from argosy.launch.resolve import resolve
@@ -53,7 +54,7 @@ def settle_worker(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
     update: dict[str, object] = {"plan": own.plan} if own.plan else {}
     if own.processes:
         update["launch"] = run.launch.model_copy(update={"processes": own.processes})
-    group.mkdir(parents=True, exist_ok=True)
+    make_folder(group)
     secret_of(group)
     return run.model_copy(update=update), run_dir
 
@@ -167,7 +168,7 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     """
     check(run)
     progress = Progress(enabled=not quiet)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     run, _ = resolve(run, progress)  # once, not by each part at the same time
     check(run)
     progress.close()

@@ -9,6 +9,7 @@ from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
+from argosy.files import make_folder
 from argosy.launch.children import RUN_FILE, check_codes, free_port, held, started
 from argosy.launch.resolve import resolve, with_known_sizes
 from argosy.launch.servers import settle_worker, train_parts
@@ -41,7 +42,7 @@ def settle_site(run: RunConfig, run_dir: Path, say: Callable[[str], None]) -> tu
     run = with_rounds(run, (run_dir, group_folder(run_dir)), say)
     run = checked(_with_addresses(run, group_folder(run_dir)))
     check_addresses(run)
-    group_folder(run_dir).mkdir(parents=True, exist_ok=True)
+    make_folder(group_folder(run_dir))
     secret = secret_of(group_folder(run_dir))
     if run.sync.tls:
         contexts(secret)  # the package for it is there
@@ -139,7 +140,7 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     run = checked(with_rounds(run, (run_dir,), progress.say))
     for site in run.sites:
         check_length(site_folder(run_dir, site.name), run)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     run, _ = resolve(_with_addresses(run, run_dir), progress)  # once, not by each site at the same time
     progress.close()
     sites = tuple(s.model_copy(update={"address": s.address or f"127.0.0.1:{free_port()}"}) for s in run.sites)

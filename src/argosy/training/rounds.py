@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from argosy.faults import fault
-from argosy.files import atomic_write
+from argosy.files import atomic_write, make_folder
 from argosy.parallel.gradients import square_share
 from argosy.sync.sites.ledger import dealt_in
 from argosy.training.agreement import Agreement
@@ -167,7 +167,7 @@ class Rounds(Agreement):
     def _say_reached(self) -> None:
         """Tell the exchange how many rounds this site has made."""
         if self._world.is_first:
-            self._sites.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._sites.folder)
             with atomic_write(self._sites.reached) as file:
                 file.write(str(self._state.rounds).encode())
 

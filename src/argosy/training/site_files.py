@@ -18,7 +18,7 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
 from argosy.faults import fault
-from argosy.files import atomic_write
+from argosy.files import atomic_write, make_folder
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.sync.sites.adoption import checksum_of
@@ -66,7 +66,7 @@ class SiteFiles:
         sites, flat = self._sites, self._sites.flat(number)
         partial = sites.change(number).with_suffix(".partial")
         if self._world.is_first:
-            sites.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(sites.folder)
             with partial.open("wb") as file:
                 file.truncate(4 * flat.elements)
         self._world.barrier()

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from argosy.files import atomic_write
+from argosy.files import atomic_write, make_folder
 from argosy.sync.server.dealing import Update
 
 NAME = "ledger.jsonl"
@@ -45,7 +45,7 @@ class Ledger:
                 forgotten += "update" in line
         if [update.update for update in self.updates] != list(range(version)):
             raise ValueError(f"{self.path}: it has no line for each of the first {version} updates")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         with atomic_write(self.path) as file:
             file.write(b"".join(json.dumps(line).encode() + b"\n" for line in kept))
         return forgotten

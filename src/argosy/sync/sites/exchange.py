@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from argosy.faults import fault
-from argosy.files import atomic_write
+from argosy.files import atomic_write, make_folder
 from argosy.observe.events import Events
 from argosy.sync.sites.adoption import Adoption
 from argosy.sync.sites.assembly import Assembly, Proposal
@@ -54,7 +54,7 @@ class Exchange:
     ):
         """links(exchange): its connections. pool: where changes are encoded and summed."""
         self.sites, self._ledger, self._events = sites, ledger, events
-        sites.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(sites.folder)
         self._pool = pool or ThreadPoolExecutor(1, "argosy-exchange")
         self._kept = Kept(sites)
         self._sent_bytes = 0
