@@ -66,6 +66,27 @@ class Finished:
         return self.folder.path / "runs/tiny"
 
 
+def test_a_run_goes_on_when_the_reader_of_its_output_does_not(folder):
+    folder.write_run()
+    with folder.start("train", "run.toml") as process:
+        process.stdout.close()
+        process.stderr.close()
+    run_dir = folder.path / "runs/tiny"
+    assert process.returncode == 0
+    assert len(losses(run_dir)) == 10
+    assert not events(run_dir, "worker_died")
+    logs = [path.read_text() for path in (run_dir / "logs").glob("worker-*.log")]
+    assert [text.count("nobody reads") for text in logs if "10/10" in text] == [1]
+
+
+def test_a_run_without_standard_streams_trains(folder):
+    folder.write_run()
+    command = f"{sys.executable} -m argosy train run.toml <&- >&- 2>&-"
+    done = subprocess.run(["bash", "-c", command], cwd=folder.path, check=False)
+    assert done.returncode == 0
+    assert len(losses(folder.path / "runs/tiny")) == 10
+
+
 @pytest.fixture(scope="module")
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run of ten steps that nothing stopped; tests may read it, not change it."""

@@ -49,11 +49,22 @@ BROKEN_PIPE = 128 + 13
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: `argosy.errors.EXIT_CODES`."""
+    _open_what_is_closed()
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except BrokenPipeError:  # the reader (head, less) has seen enough; Python must not flush into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+
+
+def _open_what_is_closed() -> None:
+    """Let a standard stream that was closed (`>&-`) lead to /dev/null: a file or socket would take its number."""
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
 
 
 def _main(argv: list[str]) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 from argosy.cli.options import parse_run
 from argosy.config.identity import check_repeatable
 from argosy.errors import UserError
+from argosy.observe.terminal import lasting_output
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Options:
     """Print the report as JSON on the last line."""
 
 
+@lasting_output()
 def main(argv: list[str]) -> int:
     """`argosy chaos [RUN] ...`."""
     options, run = parse_run(argv, "argosy chaos", Options)

@@ -34,6 +34,7 @@ from argosy.config.load import OPTION_MARK, build
 from argosy.data.executors.table import ExecutorName, Machines
 from argosy.errors import ArgosyWarning, DataError, Interrupted, RunFailed, UserError
 from argosy.observe.progress import Progress
+from argosy.observe.terminal import lasting_output
 
 LITTLE_HELD_OUT = 8 * DataConfig().seq_len
 """Tokens: eight samples of the usual length."""
@@ -74,6 +75,7 @@ class Positional(PrepareConfig):
     """Files, folders, globs, fsspec URLs, or builtin:python."""
 
 
+@lasting_output()
 def main(argv: list[str]) -> None:
     """`argosy prepare INPUT ... --out DIR`."""
     options, config = parse_section(argv, "argosy prepare", Options, Positional)

@@ -23,6 +23,7 @@ import tyro
 
 from argosy.cli.options import parse
 from argosy.errors import RunFailed
+from argosy.observe.terminal import lasting_output
 from argosy.sweep.executor import Asked
 from argosy.sweep.executors.table import Place
 
@@ -58,6 +59,7 @@ class Options:
     """slurm, ray: an option of sbatch or `ray job submit` that is passed through, e.g. --extra=--constraint=h100."""
 
 
+@lasting_output()
 def main(argv: list[str]) -> None:
     """`argosy sweep SWEEP.toml`."""
     options = parse(argv, "argosy sweep", Options)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from argosy.cli.options import origin, parse_run
 from argosy.launch.slurm import with_slurm
+from argosy.observe.terminal import lasting_output
 from argosy.plan.plan import is_asynchronous
 from argosy.sync.server.layout import is_server
 
@@ -45,6 +46,7 @@ class Options:
     """Print the report as JSON on the last line."""
 
 
+@lasting_output()  # a run goes on when the reader of its output does not
 def main(argv: list[str]) -> None:
     """`argosy train [RUN] ...`."""
     argv = [word.replace(SHORT, LONG) if word == SHORT or word.startswith(f"{SHORT}=") else word for word in argv]

@@ -19,6 +19,7 @@ from argosy.launch.resolve import resolve
 from argosy.launch.sites import settle_site
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
+from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import World, join_world
 from argosy.plan.plan import Plan
 from argosy.processes.kept import kept_in_thread
@@ -43,7 +44,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
     run, run_dir = settle_site(run, run_dir, Progress(enabled=is_first).say)
     stop = StopSignal().listen()
     world = join_world(run.launch)
-    with ExitStack() as held:
+    with lasting_output(run_dir / "logs" / f"rank-{world.rank}.log"), ExitStack() as held:
         try:
             run, plan, generation = world.share_first(
                 lambda: _settle(run, run_dir, world, accept_changes, held), tuple[RunConfig, Plan, int]

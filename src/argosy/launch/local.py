@@ -22,6 +22,7 @@ from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.observe.report import Report
+from argosy.observe.terminal import lasting_output
 from argosy.plan.check import check_size
 from argosy.plan.plan import is_asynchronous
 from argosy.plan.search.auto import processes_of
@@ -66,6 +67,7 @@ def train(
     check_sinks(run.observe, run.extend)
     with (
         shown(quiet) as where,
+        lasting_output(run_dir / "logs" / f"{process_name(run.launch)}.log"),
         fork_server(where) as forks,
         run_folder.locked(run_dir, _name_of_node(run), run.launch.nodes),
     ):

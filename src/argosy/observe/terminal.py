@@ -1,13 +1,25 @@
-"""A terminal that the processes of a run share. Any of them may print a message while something is shown there."""
+"""A terminal that the processes of a run share. Any of them may print a message while something is shown there.
+
+It may go away, as may the reader of a pipe (`| head`): a run goes on without it.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 CLEAR_LINE = "\r\x1b[2K"
 """Back to the start of the line, and erase it (ECMA-48: CR, EL 2)."""
+
+
+MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
+"""Errors of an output that may take more later: a full disk, a slow reader of a pipe that does not wait."""
 
 
 class Owner(Protocol):
@@ -34,3 +46,67 @@ def print_message(text: str) -> None:
     start = CLEAR_LINE if has_live_line(sys.stderr) else ""
     sys.stderr.write(f"{start}{text}\n")  # at once: other processes write too
     sys.stderr.flush()
+
+
+@contextmanager
+def lasting_output(instead: Path = Path(os.devnull)) -> Iterator[None]:
+    """In this block, prints do not fail when nobody reads them any more: what follows goes to the file `instead`.
+
+    Streams without a descriptor (a notebook's, a StringIO) stay as they are.
+    """
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    for name, stream in before.items():
+        if isinstance(stream, io.TextIOWrapper):
+            with suppress(OSError, ValueError):
+                setattr(sys, name, _lasting(stream, instead))
+            with suppress(OSError, ValueError):
+                stream.flush()
+    try:
+        yield
+    finally:
+        for name, stream in before.items():
+            if stream is not None:
+                getattr(sys, name).flush()
+            setattr(sys, name, stream)
+
+
+def _lasting(stream: io.TextIOWrapper, instead: Path) -> TextIO:
+    raw = _LastingOutput(stream.fileno(), instead)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), stream.encoding, stream.errors,
+        line_buffering=stream.line_buffering, write_through=stream.write_through,
+    )  # fmt: skip
+
+
+class _LastingOutput(io.FileIO):
+    """A descriptor to which a write never fails: once it takes nothing any more, it leads to another file."""
+
+    def __init__(self, descriptor: int, instead: Path):
+        super().__init__(descriptor, "w", closefd=False)
+        self._instead = instead
+
+    def write(self, data: Any, /) -> int:
+        """Write `data`, or drop it."""
+        written = None
+        try:
+            written = super().write(data)
+        except OSError as problem:
+            if problem.errno not in MAY_PASS:
+                self._lead_elsewhere(problem)
+                with suppress(OSError):
+                    written = super().write(data)
+        return memoryview(data).nbytes if written is None else written
+
+    def _lead_elsewhere(self, problem: OSError) -> None:
+        """Replace the descriptor itself: other code of this process prints to it too."""
+        try:
+            self._instead.parent.mkdir(exist_ok=True)
+            spare = os.open(self._instead, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        except OSError:
+            spare = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(spare, self.fileno())
+        os.close(spare)
+        with suppress(OSError):
+            super().write(
+                f"argosy: nobody reads what is printed any more ({problem.strerror}): it goes here\n".encode()
+            )

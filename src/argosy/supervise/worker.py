@@ -24,6 +24,7 @@ from argosy.errors import FINAL, ArgosyError
 from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.observe.sequences import sequence_numbers
 from argosy.observe.stacks import write_when_asked
+from argosy.observe.terminal import lasting_output
 from argosy.parallel.connections import Connections
 from argosy.parallel.world import Place, World, join_world, leave_world
 from argosy.plan.plan import Plan
@@ -131,7 +132,13 @@ def main() -> None:
     raise_limit()  # strangers can open connections to gloo's listeners, each of which keeps a descriptor here
     run_dir, stop = Path(os.environ["ARGOSY_RUN_DIR"]), StopSignal().listen()
     agent = AgentClient(channel_to_parent(), stop)
-    terminal = _to_log(run_dir)
+    log = run_dir / "logs" / f"worker-{os.environ['ARGOSY_NODE']}-{os.environ['ARGOSY_SLOT']}.log"
+    with lasting_output(log):
+        _serve(run_dir, stop, agent, _to_log(log))
+
+
+def _serve(run_dir: Path, stop: StopSignal, agent: AgentClient, terminal: tuple[int, int]) -> None:
+    """Train in one world after the other. terminal: the descriptors to which rank 0 prints."""
     try:
         heartbeat = Heartbeat(Path(os.environ["ARGOSY_SCRATCH"]))
     except OSError as error:
@@ -178,13 +185,12 @@ def _fail(agent: AgentClient, error: Exception) -> NoReturn:
     sys.exit(code)
 
 
-def _to_log(run_dir: Path) -> tuple[int, int]:
+def _to_log(path: Path) -> tuple[int, int]:
     """Redirect what this process prints, and the stack that its agent asks for, to a file of the run's logs.
 
     Returns descriptors of the terminal.
     """
     terminal = os.dup(1), os.dup(2)
-    path = run_dir / "logs" / f"worker-{os.environ['ARGOSY_NODE']}-{os.environ['ARGOSY_SLOT']}.log"
     with suppress(OSError):  # the disk takes nothing: print to the terminal
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as log:

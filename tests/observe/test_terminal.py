@@ -1,0 +1,54 @@
+"""What a process prints when nobody reads it any more: the process goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PRINTS = """
+import os, subprocess, sys
+from pathlib import Path
+from rich.console import Console
+from argosy.observe.terminal import lasting_output
+with lasting_output(Path(sys.argv[1])):
+    print("one", flush=True)
+    sys.stdin.readline()
+    for number in range(3):
+        print("two", flush=True)
+        Console().print("three")
+        subprocess.run(["echo", "four"], stderr=subprocess.DEVNULL)
+        print("five", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("log", ["logs/launcher.log", "no/such/folder/log"])
+def test_prints_that_nobody_reads_go_to_the_log_or_nowhere(tmp_path, log):
+    path = tmp_path / log
+    with subprocess.Popen(
+        [sys.executable, "-c", PRINTS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"one\n"
+        process.stdout.close()
+        process.stderr.close()
+        process.stdin.write(b"go on\n")
+        process.stdin.close()
+    assert process.returncode == 0
+    if path.parent.is_dir():
+        lines = path.read_text().splitlines()
+        assert len([line for line in lines if "nobody reads" in line]) == 2, "once for each stream"
+        assert [lines.count(word) for word in ("two", "three", "four", "five")] == [3] * 4
+
+
+def test_a_full_disk_takes_what_is_printed_later(tmp_path):
+    """/dev/full refuses everything; it is not taken for a reader that is gone."""
+    path = tmp_path / "log"
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PRINTS, str(path)], stdin=subprocess.DEVNULL, stdout=full, check=False,
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr.splitlines()) == (0, ["five"] * 3)
+    assert not path.exists()
