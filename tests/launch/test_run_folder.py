@@ -139,6 +139,13 @@ def test_the_length_that_was_found_for_a_budget_of_minutes_is_kept_for_the_same_
     assert enter(tmp_path, longer).train.steps == 0
 
 
+def test_a_run_cannot_be_made_shorter_than_it_is(tmp_path):
+    hold(tmp_path, run(train={"steps": 20}), step=12)
+    with pytest.raises(UserError, match=r"train\.steps = 5: .* at step 12\. Give --train\.steps 12 .*--run-dir"):
+        enter(tmp_path, run(train={"steps": 5}))
+    assert enter(tmp_path, run(train={"steps": 12})).train.steps == 12
+
+
 def test_a_checkpoint_whose_manifest_is_damaged_does_not_keep_the_run_from_the_one_before_it(tmp_path):
     hold(tmp_path, run())
     (hold_newer := store.step_folder(tmp_path, 6)).mkdir()

@@ -112,6 +112,12 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
             f"{run_dir} holds another run, at step {checkpoints[-1].step}:\n" + "\n".join(lines) + "\n"
             f"  Use --run-dir for a folder of its own{remedy}."
         )
+    step = checkpoints[-1].step
+    if 0 < run.train.steps < step and not is_asynchronous(run.plan):
+        raise UserError(
+            f"train.steps = {run.train.steps}: {run_dir} is longer already, at step {step}. Give --train.steps {step} "
+            "to end it there, more to go on, or --run-dir for another run."
+        )
     if not run.train.steps and run.train.minutes == before.train.minutes:
         run = run.model_copy(update={"train": run.train.model_copy(update={"steps": before.train.steps})})
     return run
