@@ -11,7 +11,8 @@ import torch
 
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import ArgosyWarning, UserError
-from argosy.launch.devices import devices_of_run, find_devices
+from argosy.launch.devices import check_compiler, devices_of_run, find_devices
+from argosy.plan.plan import Plan
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -44,6 +45,21 @@ def test_rates_are_measured_only_for_a_plan_that_depends_on_them(plan, times, mo
     monkeypatch.setattr("argosy.launch.devices._bf16_is_fast", lambda: measured.append("now") or True)
     found = devices_of_run(RunConfig(plan=plan, launch=LaunchConfig(device="cpu", processes=1)))
     assert (len(measured), found.fast_bf16) == (times, bool(times))
+
+
+@pytest.mark.parametrize(("kind", "compiler", "variable"), [("cpu", "g++", "CXX"), ("cuda", "clang", "CC")])
+def test_a_plan_that_compiles_is_refused_where_no_compiler_is(kind, compiler, variable, tmp_path, monkeypatch):
+    compiled = Plan.parse("compile=true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(UserError, match=rf"compile=true, and .* no compiler: g.* not on the PATH.* {variable}.*=false"):
+        check_compiler(compiled, kind)
+    check_compiler(Plan.parse("compile=false"), kind)
+    (tmp_path / compiler).touch(0o755)
+    check_compiler(compiled, kind)
+    monkeypatch.setenv(variable, "another-compiler")
+    with pytest.raises(UserError, match="another-compiler is not on the PATH"):
+        check_compiler(compiled, kind)
 
 
 @pytest.mark.parametrize(("capability", "bf16", "fp16"), [((7, 5), False, True), ((8, 0), True, False)])

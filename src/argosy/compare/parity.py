@@ -16,7 +16,7 @@ from argosy.config.identity import check_repeatable
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError
 from argosy.inference.trained_model import open_checkpoint
-from argosy.launch.devices import find_devices, precision_is_open
+from argosy.launch.devices import check_compiler, find_devices, precision_is_open
 from argosy.launch.local import train
 from argosy.observe.metrics import Metrics
 from argosy.parallel.world import threads_per_process
@@ -160,7 +160,9 @@ def _complete(run: RunConfig) -> Plan:
         warnings.simplefilter("ignore", ArgosyWarning)  # more processes than cores: only the numbers matter here
         here = run.launch.model_copy(update={"processes": size})
         devices = find_devices(here, is_measured=precision_is_open(run))
-    return choose_plan(run, devices)
+    plan = choose_plan(run, devices)
+    check_compiler(plan, devices.kind)
+    return plan
 
 
 def _under(run: RunConfig, plan: str) -> RunConfig:

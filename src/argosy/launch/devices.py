@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Literal
 
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.plan.hardware.local_machine import host_memory_bytes
-from argosy.plan.plan import words_of
+from argosy.plan.plan import Plan, words_of
 from argosy.plan.search.auto import Devices, processes_of
 from argosy.processes.channel import Gone
 from argosy.processes.child import Entry, channel_to_parent
@@ -65,6 +67,21 @@ def _wanted(launch: LaunchConfig, planned: int) -> str:
         return f"launch.processes = {launch.processes}"
     nodes = f" (its share of launch.nodes = {launch.nodes})" if launch.nodes > 1 else ""
     return f"the plan's {planned} processes{nodes}"
+
+
+def check_compiler(plan: Plan, kind: Literal["cpu", "cuda"]) -> None:
+    """Raise UserError if `plan` compiles, and there is no compiler here that torch would take for such devices.
+
+    Inductor makes C++ for CPUs (`torch._inductor.config.cpp.cxx`); Triton has a C compiler build what starts kernels.
+    """
+    variable, usual = ("CXX", ["g++"]) if kind == "cpu" else ("CC", ["gcc", "clang"])
+    names = [os.environ[variable]] if os.environ.get(variable) else usual
+    if plan.compile and not any(map(shutil.which, names)):
+        raise UserError(
+            f"compile=true, and this machine has no compiler: {' or '.join(names)} is not on the PATH. Install g++ "
+            f"(Debian, Ubuntu: apt-get install g++), name another in {variable}, or train more slowly with "
+            "compile=false in the plan: --plan auto,compile=false."
+        )
 
 
 def precision_is_open(run: RunConfig) -> bool:

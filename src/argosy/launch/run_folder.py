@@ -19,6 +19,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import StorageError, UserError
 from argosy.files import LOCK, atomic_write, lock_or_holder, make_folder
+from argosy.launch.devices import check_compiler
 from argosy.launch.own_folder import own_folder
 from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan, is_asynchronous
@@ -174,13 +175,13 @@ def settle_plan(run_dir: Path, run: RunConfig, devices: Devices, say: Callable[[
     """
     before = _plan_before(store.committed(run_dir))
     if before is None:
-        plan, reasons = choose_with_reasons(run, devices)
-        if reasons:
-            say(reasons)
-        return plan
-    plan = plan_to_go_on(run, devices, before)
-    if other := other_choice(run, devices, plan):
-        say(other)
+        plan, words = choose_with_reasons(run, devices)
+    else:
+        plan = plan_to_go_on(run, devices, before)
+        words = other_choice(run, devices, plan)
+    check_compiler(plan, devices.kind)
+    if words:
+        say(words)
     return plan
 
 
