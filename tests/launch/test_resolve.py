@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 
 from argosy.config.load import load
-from argosy.data.manifest import Manifest
+from argosy.data.manifest import TOKENIZER, Manifest
 from argosy.errors import UserError
 from argosy.launch.resolve import resolve, with_known_sizes
 from argosy.observe.progress import Progress
 from argosy.plan.hardware.clusters import Cluster
-from tiny import MODEL, SOURCES, run_config
+from tiny import MODEL, SOURCES, prepare_corpus, run_config
 
 QUIET = Progress(enabled=False)
 
@@ -52,6 +56,37 @@ def test_a_run_that_says_what_to_prepare_gets_it_prepared_once(tmp_path):
     assert resolve(asked, QUIET)[0] == run
     assert (tmp_path / "manifest.json").stat().st_mtime_ns == first
     assert Manifest.load(tmp_path).tokens("train") > 0
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data of the same vocabulary as the corpus, prepared with a tokenizer of their own."""
+    return prepare_corpus(tmp_path_factory.mktemp("other"), input=(str(SOURCES / "_internal"),))
+
+
+@pytest.mark.parametrize("named", ["run", "checkpoint"])
+def test_weights_and_data_of_different_tokenizers_are_refused(corpus, other, named, tmp_path):
+    run_dir = tmp_path / "run"
+    weights = run_dir if named == "run" else run_dir / "checkpoints" / "step-00000004"
+    weights.mkdir(parents=True)
+    shutil.copy(corpus / TOKENIZER, run_dir)
+    assert resolve(run_config(corpus, model={"weights": weights}), QUIET)
+    wrong = run_config(other, model={"weights": weights, "vocab_size": 0})
+    remedy = re.escape(f"argosy prepare TEXT --tokenizer {weights} --out NEW-FOLDER")
+    with pytest.raises(UserError, match=rf"model\.weights = {weights}: {other} was prepared .*{remedy}"):
+        resolve(wrong, QUIET)
+    (run_dir / TOKENIZER).unlink()
+    assert resolve(wrong, QUIET), "nobody knows"
+
+
+def test_text_is_not_prepared_with_another_tokenizer_than_that_of_the_weights(corpus, tmp_path):
+    prepare = {"input": (str(SOURCES / "errors.py"),), "out": tmp_path / "new", "processes": 1}
+    with pytest.raises(UserError, match=r"data\.prepare\.tokenizer = none .*--tokenizer"):
+        resolve(run_config(corpus, data={"sources": {}, "prepare": prepare}, model={"weights": corpus}), QUIET)
+    assert not (tmp_path / "new").exists()
+    prepare["tokenizer"] = corpus
+    _, data = resolve(run_config(corpus, data={"sources": {}, "prepare": prepare}, model={"weights": corpus}), QUIET)
+    assert data.sources[0].manifest.tokenizer_sha256 == Manifest.load(corpus).tokenizer_sha256
 
 
 def test_a_cluster_that_is_none_is_refused_before_the_data_are_looked_at(tmp_path):

@@ -11,6 +11,7 @@ Examples:
   argosy prepare --out data/mine --verify                         read every byte back against its checksum
   argosy prepare source:poems --extend poems.py --out data/poems     documents out of a function of yours
   argosy prepare /shared/texts --out /shared/data --on slurm --processes 64     workers on a cluster
+  argosy prepare book.txt --out data/more --tokenizer runs/mine   for a model that is there: with its tokenizer
   argosy prepare megatron-shards/ --adopt --tokenizer tokenizer.json    use shards that another program wrote
 """
 

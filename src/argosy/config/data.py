@@ -88,7 +88,8 @@ class PrepareConfig(Section):
     """URL of a folder in an object store, e.g. s3://bucket/web, to which the prepared data are copied, their manifest
     last; data.sources may name it."""
     tokenizer: Path | None = None
-    """A tokenizer.json to use; without one a byte-level BPE is trained on the input."""
+    """A tokenizer.json to use, or a run or prepared data that have one; without it a byte-level BPE is trained on the
+    input."""
     vocab_size: PositiveInt = 4096
     """Size of the BPE that is trained when no tokenizer is given."""
     field: str = "text"

@@ -9,7 +9,7 @@ import numpy as np
 from argosy.data.checksum import write_checksums
 from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName
 from argosy.data.shards import ShardIndex, ShardReader
-from argosy.data.tokenizer import Tokenizer
+from argosy.data.tokenizer import Tokenizer, tokenizer_file
 from argosy.errors import UserError
 from argosy.files import atomic_write, file_sha256
 
@@ -18,7 +18,7 @@ SAMPLE_TOKENS = 200_000
 
 
 def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
-    """Give `folder` of foreign .bin/.idx shards a manifest; `tokenizer` is the tokenizer.json that made them.
+    """Give `folder` of foreign .bin/.idx shards a manifest; `tokenizer` is that which made them.
 
     Shards whose name contains "valid" or ends in "val" are the validation split, all others the train split, in the
     order of their names. Every file is read once, to hash it and to write its block checksums. The bytes of text are
@@ -29,7 +29,7 @@ def adopt(folder: Path | str, tokenizer: Path | str) -> Manifest:
     folder = Path(folder)
     if not (indices := sorted(folder.glob("*.idx"))):
         raise UserError(f"{folder}: no .idx files here. Name the folder that holds the .bin/.idx pairs to adopt.")
-    _copy_tokenizer(Path(tokenizer), folder)
+    _copy_tokenizer(tokenizer_file(Path(tokenizer)), folder)
     mine = Tokenizer.load(folder / TOKENIZER)
     dtypes = {path.name: ShardIndex.read(path).dtype for path in indices}
     if len(set(dtypes.values())) > 1:

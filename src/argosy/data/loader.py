@@ -23,7 +23,7 @@ from argosy.data.stores.cache import Cache
 from argosy.data.stores.source import open_source, stores_of
 from argosy.data.stores.store import is_url
 from argosy.data.stream import I32, Place, TokenSource
-from argosy.data.tokenizer import Tokenizer
+from argosy.data.tokenizer import Tokenizer, how_to_prepare
 from argosy.errors import DataError, UserError
 from argosy.faults import fault
 
@@ -327,6 +327,6 @@ def _check_same_tokenizer(sources: Sequence[TokenSource]) -> None:
         if other.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
             raise UserError(
                 f"data.sources: {first.name} and {other.name} were prepared with different tokenizers "
-                f"({first.manifest.tokenizer_sha256[:12]}, {other.manifest.tokenizer_sha256[:12]}). Prepare one of "
-                f"them again: argosy prepare --tokenizer {first.folder / TOKENIZER} --out {other.name}"
+                f"({first.manifest.tokenizer_sha256[:12]}, {other.manifest.tokenizer_sha256[:12]}). Prepare the "
+                f"text of one again with the tokenizer of the other: {how_to_prepare(first.folder)}"
             )

@@ -36,7 +36,7 @@ from argosy.data.sample import sample_texts
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, find_files
 from argosy.data.stages import DUPLICATES, KEYS, TOKENS, Job, Stages
-from argosy.data.tokenizer import Tokenizer, train
+from argosy.data.tokenizer import Tokenizer, tokenizer_file, train
 from argosy.data.work import FOLDER, LOGS, Task, WorkFolder
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.files import MadeFolder, atomic_write, made_folder
@@ -306,7 +306,7 @@ def _tokenizer(config: PrepareConfig, files: Sequence[InputFile], is_resumed: bo
     path = config.out / TOKENIZER
     if config.tokenizer:
         with atomic_write(path) as file:
-            file.write(config.tokenizer.read_bytes())
+            file.write(tokenizer_file(config.tokenizer).read_bytes())
     if config.tokenizer or (is_resumed and path.exists()):
         return Tokenizer.load(path)
     report(PrepareProgress("tokenizer"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.files import atomic_write, read_at_most
 
@@ -37,6 +39,19 @@ SPLIT = (
 """GPT-4's pattern: words with the space before them, up to three digits, punctuation, runs of white space."""
 
 
+def tokenizer_file(path: Path) -> Path:
+    """Return the tokenizer.json that `path` names: the file, or that of a run, a checkpoint or prepared data."""
+    if not path.is_dir():
+        return path
+    places = [path / TOKENIZER, path.parent.parent / TOKENIZER]
+    return next((place for place in places if place.is_file()), places[0])
+
+
+def how_to_prepare(tokenizer: Path | str) -> str:
+    """Return the command that prepares text with the tokenizer of a file or folder."""
+    return f"argosy prepare TEXT --tokenizer {shlex.quote(str(tokenizer))} --out NEW-FOLDER"
+
+
 class Tokenizer:
     """A loaded tokenizer.json that has a token to end documents.
 
@@ -62,7 +77,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """Load `path`. Raises: UserError if it is missing, no tokenizer.json, or has no token that ends a document."""
+        """Load `path`, as `tokenizer_file`.
+
+        Raises: UserError if it is missing, no tokenizer.json, or has no token that ends a document.
+        """
+        path = tokenizer_file(path)
         try:
             return cls(read_at_most(path, MOST_BYTES).decode(), str(path))
         except FileNotFoundError:

@@ -10,6 +10,7 @@ import torch
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.source import open_source
 from argosy.data.stores.store import is_url
+from argosy.data.tokenizer import how_to_prepare
 from argosy.errors import UserError
 from argosy.inference.trained_model import open_checkpoint
 from argosy.parallel.mesh import Meshes
@@ -47,7 +48,7 @@ def evaluate(
         if source.manifest.tokenizer_sha256 != opened.tokenizer.sha256:
             raise UserError(
                 f"{source.name}: prepared with another tokenizer than {opened.run_dir}/tokenizer.json. Prepare the "
-                f"text with --tokenizer {opened.run_dir}/tokenizer.json."
+                f"text again with that one: {how_to_prepare(opened.run_dir)}"
             )
     length = seq_len or opened.run.data.seq_len
     held_out = HeldOut.read(sources, length, max_tokens)

@@ -15,8 +15,9 @@ from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.store import is_url
 from argosy.data.stores.upload import upload
-from argosy.data.tokenizer import Tokenizer
+from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_file
 from argosy.errors import UserError
+from argosy.files import file_sha256
 from argosy.observe.progress import Progress
 from argosy.plan.hardware.devices import is_path
 from argosy.plan.hardware.local_machine import cluster_of
@@ -29,8 +30,11 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     if is_path(run.launch.cluster):
         path = Path(run.launch.cluster).expanduser().absolute()
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
+    _check_tokenizer_to_prepare(run)
     run = _with_data(run, progress)
     data = open_data(run.data, run.seed, run.train.batches)
+    first = data.sources[0]
+    _check_tokenizer(run, first.manifest.tokenizer_sha256, f"{first.name} was prepared with another tokenizer")
     if not run.model.vocab_size:
         run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": data.vocab_size})})
     if run.model.vocab_size < data.vocab_size:
@@ -70,6 +74,25 @@ def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
         progress.note(str(state), last=state.stage == "done")
 
     return prepare(run.data.prepare, show, run.extend)
+
+
+def _check_tokenizer_to_prepare(run: RunConfig) -> None:
+    """Refuse text that is still to be prepared with another tokenizer than that of the weights. Raises: UserError."""
+    if run.data.prepare.input:
+        given = run.data.prepare.tokenizer
+        sha256 = Tokenizer.load(given).sha256 if given else ""
+        _check_tokenizer(run, sha256, f"data.prepare.tokenizer = {given or 'none'} gives the data another tokenizer")
+
+
+def _check_tokenizer(run: RunConfig, sha256: str, what: str) -> None:
+    """Refuse weights that know other tokens than the data. Raises: UserError."""
+    weights = run.model.weights
+    if weights is None or not (path := tokenizer_file(weights)).is_file() or file_sha256(path) == sha256:
+        return
+    raise UserError(
+        f"model.weights = {weights}: {what}, whose tokens mean something else to these weights. Prepare the text with "
+        f"theirs ({how_to_prepare(weights)}), and name the new folder in data.sources."
+    )
 
 
 def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
