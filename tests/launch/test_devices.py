@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.sites import SiteConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.launch.devices import check_compiler, devices_of_run, find_devices
 from argosy.plan.plan import Plan
@@ -39,12 +40,28 @@ def test_processes_that_run_already_are_taken_as_they_are():
         assert find_devices(LaunchConfig(device="cpu", processes=1), processes=CORES + 1).count == CORES + 1
 
 
-@pytest.mark.parametrize(("plan", "times"), [("auto", 1), ("auto,precision=bf16", 0), ("precision=fp32", 0)])
-def test_rates_are_measured_only_for_a_plan_that_depends_on_them(plan, times, monkeypatch):
-    measured = []
-    monkeypatch.setattr("argosy.launch.devices._bf16_is_fast", lambda: measured.append("now") or True)
-    found = devices_of_run(RunConfig(plan=plan, launch=LaunchConfig(device="cpu", processes=1)))
-    assert (len(measured), found.fast_bf16) == (times, bool(times))
+ZEN_5 = "processor : 0\nflags\t\t: fpu vme avx512f avx512_bf16 avx512vbmi\n"
+HASWELL = "processor : 0\nflags\t\t: fpu vme avx2\n"
+
+
+@pytest.mark.parametrize(("text", "is_fast"), [(ZEN_5, True), (HASWELL, False), (None, False)])
+def test_the_number_format_follows_what_a_cpu_is_and_not_the_moment(text, is_fast, tmp_path, monkeypatch):
+    cpus = tmp_path / "cpuinfo"
+    if text is not None:
+        cpus.write_text(text)
+    monkeypatch.setattr("argosy.launch.devices.CPUS", cpus)
+    monkeypatch.setattr("argosy.observe.peak.matmul_peak_flops", None)  # nothing is measured
+    run = RunConfig(plan="auto", launch=LaunchConfig(device="cpu", processes=1))
+    assert devices_of_run(run).fast_bf16 is is_fast
+
+
+def test_parts_of_a_run_compute_alike_on_other_cpus(tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(ZEN_5)
+    monkeypatch.setattr("argosy.launch.devices.CPUS", tmp_path / "cpuinfo")
+    launch = LaunchConfig(device="cpu", processes=1)
+    assert devices_of_run(RunConfig(plan="auto", launch=launch)).fast_bf16
+    part = RunConfig(plan="auto", launch=launch, sites=(SiteConfig(name="oslo"), SiteConfig(name="lyon")))
+    assert not devices_of_run(part).fast_bf16
 
 
 @pytest.mark.parametrize(("kind", "compiler", "variable"), [("cpu", "g++", "CXX"), ("cuda", "clang", "CC")])

@@ -16,7 +16,7 @@ from argosy.config.identity import check_repeatable
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError
 from argosy.inference.trained_model import open_checkpoint
-from argosy.launch.devices import check_compiler, find_devices, precision_is_open
+from argosy.launch.devices import check_compiler, find_devices
 from argosy.launch.local import train
 from argosy.observe.metrics import Metrics
 from argosy.parallel.world import threads_per_process
@@ -159,7 +159,7 @@ def _complete(run: RunConfig) -> Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArgosyWarning)  # more processes than cores: only the numbers matter here
         here = run.launch.model_copy(update={"processes": size})
-        devices = find_devices(here, is_measured=precision_is_open(run))
+        devices = find_devices(here)
     plan = choose_plan(run, devices)
     check_compiler(plan, devices.kind)
     return plan

@@ -7,28 +7,27 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Literal
 
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.plan.hardware.local_machine import host_memory_bytes
-from argosy.plan.plan import Plan, words_of
+from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, processes_of
 from argosy.processes.channel import Gone
 from argosy.processes.child import Entry, channel_to_parent
 from argosy.processes.fork_server import ForkServer
 
-LAUNCH, PLANNED, MEASURED = "ARGOSY_LAUNCH", "ARGOSY_PLANNED", "ARGOSY_MEASURED"
-FAST_BF16 = 1.5
-"""bf16 pays where its matmuls are this much faster than fp32's: on GPUs, and on CPUs with AMX."""
+LAUNCH, PLANNED = "ARGOSY_LAUNCH", "ARGOSY_PLANNED"
+CPUS = Path("/proc/cpuinfo")
+BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
+"""Instructions, as Linux names them, with which a CPU's bf16 matmuls are at least 1.5 times as fast as those of fp32 (4
+times on a Zen 5)."""
 
 
-def find_devices(
-    launch: LaunchConfig, processes: int | None = None, planned: int = 0, is_measured: bool = True
-) -> Devices:
+def find_devices(launch: LaunchConfig, processes: int | None = None, planned: int = 0) -> Devices:
     """Return the devices for a plan: `processes` if they run already, else as many as `launch` says or the plan needs.
-
-    is_measured: False if the number format is settled, so that the rates of a CPU are not measured for it.
 
     Raises: UserError if `launch` asks for a GPU and there is none, or for more processes than GPUs.
     """
@@ -57,8 +56,7 @@ def find_devices(
             stacklevel=2,
         )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", count)) if processes else count
-    fast_bf16 = is_measured and _bf16_is_fast()
-    return Devices(count, "cpu", fast_bf16, memory_bytes=host_memory_bytes() / here, per_node=here)
+    return Devices(count, "cpu", _bf16_is_fast(), memory_bytes=host_memory_bytes() / here, per_node=here)
 
 
 def _wanted(launch: LaunchConfig, planned: int) -> str:
@@ -84,23 +82,18 @@ def check_compiler(plan: Plan, kind: Literal["cpu", "cuda"]) -> None:
         )
 
 
-def precision_is_open(run: RunConfig) -> bool:
-    """Return True if the run's plan leaves the number format to the devices. Raises: UserError."""
-    return "precision" not in words_of(run.plan)
-
-
-def devices_of_run(run: RunConfig, find: Callable[[LaunchConfig, int, bool], Devices] | None = None) -> Devices:
+def devices_of_run(run: RunConfig, find: Callable[[LaunchConfig, int], Devices] | None = None) -> Devices:
     """Return the devices of all nodes of a run that is to start, which are assumed to be like this one.
 
-    find: finds those here, for a plan that needs as many processes, and measures them if it is told to; None:
-        `find_devices`.
+    A part of a run (a site, a worker) takes no CPU's bf16 for fast: other parts may have other CPUs, and all are to
+    compute alike. find: finds those here, for a plan that needs as many processes; None: `find_devices`.
     Raises: UserError.
     """
     nodes = run.launch.nodes
     planned = -(-processes_of(run.plan) // nodes)
-    find = find or (lambda launch, planned, measured: find_devices(launch, None, planned, measured))
-    here = find(run.launch, planned, precision_is_open(run))
-    return replace(here, count=here.count * nodes)
+    here = find(run.launch, planned) if find else find_devices(run.launch, None, planned)
+    fast_bf16 = here.fast_bf16 and not (run.sites and here.kind == "cpu")
+    return replace(here, count=here.count * nodes, fast_bf16=fast_bf16)
 
 
 def tell() -> None:
@@ -110,16 +103,16 @@ def tell() -> None:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            devices = find_devices(launch, None, int(os.environ[PLANNED]), bool(int(os.environ[MEASURED])))
+            devices = find_devices(launch, None, int(os.environ[PLANNED]))
         except UserError as error:
             asker.send("refused", text=str(error))
             return
     asker.send("found", devices=asdict(devices), warned=[str(w.message) for w in warned])
 
 
-def ask(fork_server: ForkServer, launch: LaunchConfig, planned: int, is_measured: bool) -> Devices:
+def ask(fork_server: ForkServer, launch: LaunchConfig, planned: int) -> Devices:
     """Call `find_devices` in a process of `fork_server`, without torch in this one. Raises: UserError, RunFailed."""
-    settings = {LAUNCH: launch.model_dump_json(), PLANNED: str(planned), MEASURED: str(int(is_measured))}
+    settings = {LAUNCH: launch.model_dump_json(), PLANNED: str(planned)}
     channel = fork_server.fork("devices", Entry.of(tell), settings)
     try:
         answer = channel.receive()
@@ -135,9 +128,9 @@ def ask(fork_server: ForkServer, launch: LaunchConfig, planned: int, is_measured
 
 
 def _bf16_is_fast() -> bool:
-    import torch
-
-    from argosy.observe.peak import matmul_peak_flops
-
-    cpu = torch.device("cpu")
-    return matmul_peak_flops(cpu, torch.bfloat16) > FAST_BF16 * matmul_peak_flops(cpu, torch.float32)
+    """Return True if this CPU has instructions for bf16: what it is, since a measurement depends on the moment."""
+    try:
+        words = CPUS.read_text(errors="replace").split()
+    except OSError:  # no Linux
+        return False
+    return not BF16_FLAGS.isdisjoint(words)

@@ -12,7 +12,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import ArgosyError
 from argosy.launch import run_folder
-from argosy.launch.devices import find_devices, precision_is_open
+from argosy.launch.devices import find_devices
 from argosy.launch.joined_heartbeat import read_heartbeats
 from argosy.launch.profile import check_profile
 from argosy.launch.resolve import resolve
@@ -73,7 +73,7 @@ def _settle(
     progress = Progress(enabled=True)
     run, data = resolve(run, progress)
     run = run_folder.enter(run_dir, run, data.identity, accept_changes)
-    devices = find_devices(run.launch, processes=world.size, is_measured=precision_is_open(run))
+    devices = find_devices(run.launch, processes=world.size)
     plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
     check_profile(run, plan)
     run = run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)

@@ -42,7 +42,7 @@ class Devices:
     """Number of processes, one device each."""
     kind: Literal["cpu", "cuda"]
     fast_bf16: bool
-    """True if bf16 matmuls are at least 1.5 times as fast as fp32 ones; False, too, if nobody needed to know."""
+    """True if bf16 matmuls are at least 1.5 times as fast as fp32 ones, by what the device is."""
     fast_fp16: bool = False
     """True if fp16 ones are, and bf16 ones are not: GPUs before Ampere."""
     name: str = ""
