@@ -42,12 +42,13 @@ from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
 from argosy.processes.child import Child
 from argosy.processes.connection import Connection
 from argosy.processes.handshake import call
+from argosy.processes.messages import decoded, encoded
 from argosy.processes.secret import secret_of
 from argosy.resilience.node_health import Health
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import LEASE_S
 from argosy.supervise.coordinator_process import COORDINATOR
-from argosy.supervise.messages import FROM_COORDINATOR, decoded, encoded
+from argosy.supervise.messages import FROM_COORDINATOR
 from argosy.supervise.node_report import NodeReporter
 
 SLOTS = 8

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from argosy.processes.handshake import call
+from argosy.processes.messages import TEXT_CHARS
 from argosy.processes.tls import certificate_of
 from argosy.supervise import agent_connections as module
 from argosy.supervise import messages as say
@@ -173,7 +174,7 @@ def test_who_knows_the_secret_but_says_no_hello_first_is_refused(server):
 
 def test_an_agent_that_takes_nothing_is_dropped_and_holds_nobody_up(server):
     deaf, other = server.agent("deaf"), server.agent("other")
-    message = say.LeaveWorld(generation=1, why="x" * say.TEXT_CHARS)
+    message = say.LeaveWorld(generation=1, why="x" * TEXT_CHARS)
     server.turn_until(lambda: [server.connections.tell("deaf", message) for _ in range(100)] and server.left)
     assert "takes nothing" in server.left[0][1] and server.still_hears(other)
     deaf.close()

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.processes.messages import TEXT_CHARS, BadMessage, decoded, encoded
 from argosy.resilience.detect.finding import WorkerSeen
 from argosy.resilience.node_health import Health, Wrong
 from argosy.supervise import messages as say
-from argosy.supervise.messages import FROM_AGENT, FROM_COORDINATOR, BadMessage, decoded, encoded
+from argosy.supervise.messages import FROM_AGENT, FROM_COORDINATOR
 from argosy.supervise.node_report import Report
 from argosy.supervise.nodes import State
 
@@ -76,4 +77,4 @@ def test_random_bytes_are_refused_and_raise_nothing_else(frame):
 
 
 def test_a_long_explanation_is_cut_rather_than_refused():
-    assert len(say.LeaveWorld(generation=1, why="x" * 10**6).why) == say.TEXT_CHARS
+    assert len(say.LeaveWorld(generation=1, why="x" * 10**6).why) == TEXT_CHARS

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 
 from argosy.observe.heartbeat import HeartbeatReading
+from argosy.processes.messages import decoded, encoded
 from argosy.resilience.detect.finding import WorkerSeen
 from argosy.resilience.detect.sample import Sample
-from argosy.supervise.messages import FROM_AGENT, NodeHeartbeat, decoded, encoded
+from argosy.supervise.messages import FROM_AGENT, NodeHeartbeat
 from argosy.supervise.node_report import NodeReporter, Report
 from argosy.supervise.world_view import WorldView
 from resilience.detect.samples import READING, World

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 from argosy.processes.connection import Connection
 from argosy.processes.handshake import listen
-from argosy.supervise.messages import FROM_AGENT, AgentHello, BadMessage, FromAgent, Record, decoded, encoded
+from argosy.processes.messages import BadMessage, WireRecord, decoded, encoded
+from argosy.supervise.messages import FROM_AGENT, AgentHello, FromAgent
 
 LEASE_S = 10.0
 """An agent that says nothing for this long counts as unreachable."""
@@ -115,17 +116,17 @@ class AgentConnections:
         self._agents[name] = agent
         self._by_silence[agent] = None
 
-    def tell(self, name: str, message: Record) -> None:
+    def tell(self, name: str, message: WireRecord) -> None:
         """Send an agent a message, if it is connected."""
         if (agent := self._agents.get(name)) is not None:
             self.answer(agent, message)
 
-    def tell_all(self, message: Record) -> None:
+    def tell_all(self, message: WireRecord) -> None:
         """Send all agents a message."""
         for name in self.names:
             self.tell(name, message)
 
-    def answer(self, agent: AgentConnection, message: Record) -> None:
+    def answer(self, agent: AgentConnection, message: WireRecord) -> None:
         """Send a message over a connection, whether it has a name or not."""
         agent.connection.send(encoded(message))
         self._drop_if_broken(agent)
@@ -156,13 +157,9 @@ class AgentConnections:
             except OSError:  # no descriptor is left, or the other end is gone already
                 self._make_room()
                 return
-            try:
-                agent = AgentConnection(connected, f"{host}:{port}", self)
-            except OSError as problem:  # TLS looks at the other end, which may have cut the connection already
-                connected.close()
-                self.refused, self.last_refusal = self.refused + 1, f"{host}:{port}: {problem}"
-                continue
+            agent = AgentConnection(connected, f"{host}:{port}", self)
             self._strangers[agent] = None
+            self._drop_if_broken(agent)
             if len(self._strangers) > MOST_STRANGERS:
                 self.drop(next(iter(self._strangers)), "too many have not said who they are")
 

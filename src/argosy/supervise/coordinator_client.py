@@ -23,17 +23,10 @@ from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.connection import Address, Connection, call
 from argosy.processes.handshake import call as handshake
+from argosy.processes.messages import BadMessage, decoded, encoded
 from argosy.processes.secret import FILE, VALUE, secret_of
 from argosy.processes.tls import client_context
-from argosy.supervise.messages import (
-    EVERY_S,
-    FROM_COORDINATOR,
-    BadMessage,
-    FromAgent,
-    FromCoordinator,
-    decoded,
-    encoded,
-)
+from argosy.supervise.messages import EVERY_S, FROM_COORDINATOR, FromAgent, FromCoordinator
 from argosy.supervise.place import place_of
 
 SILENCE_S = 20.0
@@ -163,10 +156,13 @@ class CoordinatorClient:
         """Use a connection. Raises: OSError if the other end has cut it already."""
         try:
             address, host = connected.getpeername()[:2], connected.getsockname()[0]
-            connection = Connection(connected, handshake(self._secret), self._selector, self._hear, self._tls)
         except OSError:
             connected.close()
             raise
+        connection = Connection(connected, handshake(self._secret), self._selector, self._hear, self._tls)
+        if connection.problem:
+            connection.close()
+            raise ConnectionError(connection.problem)
         self._place.reached(address)
         self.host, self.interface = host, _interface_of(host)
         self._asked_s, self._connection = now, connection

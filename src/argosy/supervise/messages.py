@@ -6,23 +6,21 @@ the connection that it came on.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from argosy.observe.heartbeat import LAST_STEPS
+from argosy.processes.messages import Count, Text, WireRecord
 from argosy.resilience.node_health import Health
-from argosy.supervise.node_report import Count, Report, Step
+from argosy.supervise.node_report import Report, Step
 from argosy.supervise.nodes import State
 
-TEXT_CHARS = 20_000
-"""Longer explanations, with what a program printed in them, are cut."""
 EVERY_S = 0.5
 """How often an agent sends a heartbeat, in all but the largest runs."""
 MOST_WORKERS = 4096
 """On one node."""
 
-Text = Annotated[str, BeforeValidator(lambda text: text[:TEXT_CHARS] if isinstance(text, str) else text)]
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=255)]
 Slot = Annotated[int, Field(ge=0, lt=MOST_WORKERS)]
 ExitCode = Annotated[int, Field(ge=-255, le=255)]
@@ -31,20 +29,10 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+$", max_length=255)]
 
 
-class BadMessage(Exception):
-    """What came is no message."""
-
-
-class Record(BaseModel):
-    """Base of the messages and their parts."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
 # ---- from an agent --------------------------------------------------------------------------------------------------
 
 
-class KnownWorker(Record):
+class KnownWorker(WireRecord):
     """A worker that an agent has when it connects."""
 
     slot: Slot
@@ -54,7 +42,7 @@ class KnownWorker(Record):
     pid: Count
 
 
-class AgentHello(Record):
+class AgentHello(WireRecord):
     """An agent has connected, for the first time or again."""
 
     kind: Literal["hello"] = "hello"
@@ -80,7 +68,7 @@ class AgentHello(Record):
         return self
 
 
-class WorkerStarted(Record):
+class WorkerStarted(WireRecord):
     """A worker process was started."""
 
     kind: Literal["started"] = "started"
@@ -88,7 +76,7 @@ class WorkerStarted(Record):
     pid: Count
 
 
-class WorkerReady(Record):
+class WorkerReady(WireRecord):
     """A worker waits for a world."""
 
     kind: Literal["ready"] = "ready"
@@ -98,14 +86,14 @@ class WorkerReady(Record):
     why: Text = ""
 
 
-class WorkerDone(Record):
+class WorkerDone(WireRecord):
     """A worker has reached the end of the run."""
 
     kind: Literal["done"] = "done"
     slot: Slot
 
 
-class WorkerLost(Record):
+class WorkerLost(WireRecord):
     """A worker process has ended before the run did. The rest is that of `nodes.Cause`."""
 
     kind: Literal["lost"] = "lost"
@@ -116,20 +104,20 @@ class WorkerLost(Record):
     step: Step = -1
 
 
-class RunStopping(Record):
+class RunStopping(WireRecord):
     """A signal asked the run to end."""
 
     kind: Literal["stopping"] = "stopping"
 
 
-class NodeHeartbeat(Record):
+class NodeHeartbeat(WireRecord):
     """What has changed on a node. The coordinator answers it."""
 
     kind: Literal["heartbeat"] = "heartbeat"
     report: Report = Report()
 
 
-class StoreOpened(Record):
+class StoreOpened(WireRecord):
     """The rendezvous store of a generation is open."""
 
     kind: Literal["store"] = "store"
@@ -138,7 +126,7 @@ class StoreOpened(Record):
     """None on a run's only node: its workers meet at a file there."""
 
 
-class NodeChecked(Record):
+class NodeChecked(WireRecord):
     """A node health check has ended."""
 
     kind: Literal["node_checked"] = "node_checked"
@@ -153,7 +141,7 @@ FromAgent = (
 # ---- from the coordinator -------------------------------------------------------------------------------------------
 
 
-class Heard(Record):
+class Heard(WireRecord):
     """The answer to a heartbeat, and to a hello. It says what the next heartbeats are to be like."""
 
     kind: Literal["heard"] = "heard"
@@ -165,21 +153,21 @@ class Heard(Record):
     """True if they are to have all that each rank shows."""
 
 
-class StartWorker(Record):
+class StartWorker(WireRecord):
     """Start a worker in a slot."""
 
     kind: Literal["start"] = "start"
     slot: Slot
 
 
-class OpenStore(Record):
+class OpenStore(WireRecord):
     """Open the rendezvous store of a generation."""
 
     kind: Literal["open_store"] = "open_store"
     generation: Count
 
 
-class WorldPlace(Record):
+class WorldPlace(WireRecord):
     """The rank of a worker of the node."""
 
     slot: Slot
@@ -187,7 +175,7 @@ class WorldPlace(Record):
     local_rank: Slot
 
 
-class JoinWorld(Record):
+class JoinWorld(WireRecord):
     """Have workers join the world of a generation."""
 
     kind: Literal["join"] = "join"
@@ -201,7 +189,7 @@ class JoinWorld(Record):
     """The places of all the members on this node."""
 
 
-class LeaveWorld(Record):
+class LeaveWorld(WireRecord):
     """The generation is over: its members leave its world and wait."""
 
     kind: Literal["break"] = "break"
@@ -209,7 +197,7 @@ class LeaveWorld(Record):
     why: Text
 
 
-class HoldWorld(Record):
+class HoldWorld(WireRecord):
     """Have the members of a generation hold after a step."""
 
     kind: Literal["hold"] = "hold"
@@ -218,7 +206,7 @@ class HoldWorld(Record):
     """Save a checkpoint before that: in-memory ones would go with the nodes that leave."""
 
 
-class KillWorker(Record):
+class KillWorker(WireRecord):
     """Kill a worker, if it is still in that generation."""
 
     kind: Literal["kill"] = "kill"
@@ -227,13 +215,13 @@ class KillWorker(Record):
     why: Text
 
 
-class RunNodeCheck(Record):
+class RunNodeCheck(WireRecord):
     """Run a node health check."""
 
     kind: Literal["check_node"] = "check_node"
 
 
-class EndRun(Record):
+class EndRun(WireRecord):
     """The run is over. The rest is that of `orders.Finish`."""
 
     kind: Literal["finish"] = "finish"
@@ -246,22 +234,5 @@ FromCoordinator = (
     Heard | StartWorker | OpenStore | JoinWorld | LeaveWorld | HoldWorld | KillWorker | RunNodeCheck | EndRun
 )
 
-# ---- as bytes -------------------------------------------------------------------------------------------------------
-
-M = TypeVar("M")
 FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(Annotated[FromAgent, Field(discriminator="kind")])
 FROM_COORDINATOR: TypeAdapter[FromCoordinator] = TypeAdapter(Annotated[FromCoordinator, Field(discriminator="kind")])
-
-
-def encoded(message: Record) -> bytes:
-    """Return a message as a frame."""
-    return message.model_dump_json().encode()
-
-
-def decoded(frame: bytes, kinds: TypeAdapter[M]) -> M:
-    """Return the message of a frame; `kinds` is FROM_AGENT or FROM_COORDINATOR. Raises: BadMessage."""
-    try:
-        return kinds.validate_json(frame)
-    except ValidationError as problem:
-        first: dict[str, Any] = dict(problem.errors(include_url=False, include_input=False)[0])
-        raise BadMessage(f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None

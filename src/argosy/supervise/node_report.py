@@ -13,9 +13,9 @@ from typing import Annotated
 from pydantic import Field, FiniteFloat
 
 from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
+from argosy.processes.messages import Count
 from argosy.resilience.detect.finding import WorkerSeen, process_state
 
-Count = Annotated[int, Field(ge=0, lt=2**53)]
 Rank = Count
 Step = Annotated[int, Field(ge=-1, lt=2**53)]
 """-1: none."""
