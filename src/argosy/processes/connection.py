@@ -53,18 +53,10 @@ class Connection:
         """Register with `selector`, which reports `data`.
 
         handshake: this end's part, not begun. tls: encrypts everything, the handshake included; of a client or of a
-        server, as this end is.
+        server, as this end is. A socket that the other end has cut already raises nothing: `problem` says it.
         """
-        connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-        self._socket = connected
-        self._is_secured = tls is None
-        if tls is not None:
-            is_server = tls.protocol == ssl.PROTOCOL_TLS_SERVER
-            self._socket = tls.wrap_socket(connected, server_side=is_server, do_handshake_on_connect=False)
+        self._socket, self._is_secured = connected, tls is None
         self._selector, self._data, self._interest = selector, data, selectors.EVENT_READ
-        selector.register(self._socket, selectors.EVENT_READ, data)
         self._unread, self._unsent = bytearray(), bytearray()
         self._bulk: deque[bytes] = deque()
         self._bulk_bytes = 0
@@ -76,8 +68,24 @@ class Connection:
         self.is_stranger = False
         """True if the problem is that the other end did not prove that it knows the secret."""
         self._handshake = handshake
-        self._advance(b"")
-        self._attempt(self._flush)
+        try:
+            self._prepare(tls)
+        except OSError as problem:  # TLS looks at the other end, which may be gone
+            self.problem = str(problem)
+            connected.close()
+        else:
+            self._advance(b"")
+            self._attempt(self._flush)
+
+    def _prepare(self, tls: ssl.SSLContext | None) -> None:
+        """Set the socket's options, encrypt it, and have the selector report it. Raises: OSError."""
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        if tls is not None:
+            is_server = tls.protocol == ssl.PROTOCOL_TLS_SERVER
+            self._socket = tls.wrap_socket(self._socket, server_side=is_server, do_handshake_on_connect=False)
+        self._selector.register(self._socket, selectors.EVENT_READ, self._data)
 
     @property
     def is_proven(self) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import selectors
 import socket
+import struct
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -109,3 +112,47 @@ def test_one_whose_certificate_follows_from_another_secret_is_told_so() -> None:
 def test_nonsense_ends_the_conversation(told: Callable[..., Any], frame: bytes) -> None:
     refusals, _, links = told(frame)
     assert refusals and not links.sites
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "tls"])
+def test_a_connection_that_is_cut_before_it_is_accepted_ends_alone(is_encrypted: bool) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    addresses = {"A": listener.getsockname()[:2], "B": ("127.0.0.1", 1)}
+    tls = contexts(SECRET) if is_encrypted else None
+    links = Links("A", addresses, listener, SECRET, tls, lambda: {"run": "r", "model": "m"}, lambda who, why: None)
+    stranger = socket.create_connection(addresses["A"])
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it resets the connection
+    stranger.close()
+    for _ in range(20):
+        links.turn(0.01)
+    other = Connection(
+        socket.create_connection(addresses["A"]), call(SECRET), selectors.DefaultSelector(), None, tls and tls[0]
+    )
+    for _ in range(200):
+        links.turn(0.01)
+        other.take()
+        if other.is_proven:
+            break
+    links.close()
+    assert other.is_proven
+
+
+def test_a_site_that_cuts_a_call_is_called_again() -> None:
+    listener, called = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    addresses = {"A": called.getsockname()[:2], "B": listener.getsockname()[:2]}
+    tls = contexts(SECRET)
+    links = Links("B", addresses, listener, SECRET, tls, lambda: {"run": "r", "model": "m"}, lambda who, why: None)
+    called.settimeout(0.2)  # links do nothing between a call that is answered and its reset
+    cut = 0
+    for _ in range(100):
+        links.turn(0.0)
+        with suppress(TimeoutError):
+            stranger, _ = called.accept()
+            time.sleep(0.05)  # it has connected, and is cut before it is looked at
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.close()
+            cut += 1
+        if cut == 2:
+            break
+    links.close()
+    assert cut == 2
