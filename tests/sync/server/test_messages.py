@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from argosy.processes.messages import BadMessage
 from argosy.sync.server import messages as say
-from argosy.sync.server.messages import HEAD_BYTES, PIECE_BYTES, Malformed, packed, unpacked
+from argosy.sync.server.messages import HEAD_BYTES, PIECE_BYTES, packed, unpacked
 
 
 def test_a_message_comes_back_with_its_bytes():
@@ -37,5 +38,5 @@ def test_a_message_comes_back_with_its_bytes():
     ids=lambda frames: repr(frames)[:60],
 )
 def test_anything_else_is_malformed(frames):
-    with pytest.raises(Malformed):
+    with pytest.raises(BadMessage):
         unpacked(frames)

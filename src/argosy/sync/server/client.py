@@ -19,10 +19,11 @@ import numpy as np
 
 from argosy.config.servers import server_name
 from argosy.errors import ArgosyError, RunFailed, UserError
+from argosy.processes.messages import BadMessage
 from argosy.sync.server import messages as say
 from argosy.sync.server.keys import KeyPair, settle, zeromq
 from argosy.sync.server.layout import Layout
-from argosy.sync.server.messages import AHEAD_BYTES, PIECE_BYTES, Malformed, Message, Said, packed, unpacked
+from argosy.sync.server.messages import AHEAD_BYTES, PIECE_BYTES, Message, Said, packed, unpacked
 from argosy.sync.sites.wire import F32
 
 PING_S = 1.0
@@ -182,7 +183,7 @@ class Client:
             return None
         try:
             message, data = unpacked(socket.recv_multipart())
-        except Malformed as problem:
+        except BadMessage as problem:
             raise RunFailed(f"{server_name(number)} said what is no message of this version: {problem}") from None
         self._heard_s[number] = time.monotonic()
         self.received_bytes += len(data)

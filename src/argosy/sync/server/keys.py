@@ -1,7 +1,8 @@
 """The keys with which servers and workers prove themselves to each other and encrypt: CURVE, from the run's secret.
 
 CURVE (CurveZMQ, ZeroMQ RFC 26) is Curve25519 with XSalsa20-Poly1305. Whoever knows the secret derives both key pairs:
-a worker knows the servers' public key, and servers let in the workers' alone, before a byte of a message is read.
+a worker knows the servers' public key, and servers let in the workers' alone, before a byte of a message is read. The
+first server, which the other servers obey, proves itself to them with a key pair of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class KeyPair:
     secret: bytes
 
     @classmethod
-    def of(cls, secret: bytes, who: Literal["server", "worker"]) -> KeyPair:
-        """Return the pair of all servers, or of all workers, of the run with this secret. Raises: UserError."""
+    def of(cls, secret: bytes, who: Literal["server", "worker", "first"]) -> KeyPair:
+        """Return the pair of all servers, of all workers, or of the first server where it tells the others what to do,
+        of the run with this secret. Raises: UserError."""
         lib = zeromq()
         from zmq.utils import z85
 
@@ -49,14 +51,14 @@ def zeromq() -> Any:
 
 
 class AllowedKeys:
-    """Lets in who has the workers' key (ZeroMQ RFC 27, ZAP)."""
+    """Lets in who has the workers' key, or that of the first server (ZeroMQ RFC 27, ZAP)."""
 
-    def __init__(self, public: bytes):
+    def __init__(self, *public: bytes):
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return True for the one key that is let in."""
-        return hmac.compare_digest(key, self._public)
+        """Return True for a key that is let in."""
+        return any(hmac.compare_digest(key, one) for one in self._public)
 
 
 def settle(socket: zmq.Socket[bytes]) -> None:

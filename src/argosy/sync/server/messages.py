@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from argosy.config.servers import MOST_LOCAL_STEPS
+from argosy.processes.messages import BadMessage, Count, WireRecord, decoded, encoded
 
 VERSION = 2
 PIECE_BYTES = 1 << 20
@@ -21,21 +22,13 @@ HEAD_BYTES = 1 << 15
 """No head is longer."""
 
 Id = Annotated[str, Field(max_length=64)]
-Text = Annotated[str, Field(max_length=1000)]
-Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Losses = Annotated[list[Finite], Field(min_length=1, max_length=MOST_LOCAL_STEPS)]
-Norms = Annotated[list[Annotated[Finite, Field(ge=0)]], Field(min_length=1, max_length=MOST_LOCAL_STEPS)]
+Reason = Annotated[str, Field(max_length=1000)]
+Losses = Annotated[list[float], Field(min_length=1, max_length=MOST_LOCAL_STEPS)]
+Norms = Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1, max_length=MOST_LOCAL_STEPS)]
 
 
-class Malformed(Exception):
-    """What came is no message of this program."""
-
-
-class Said(BaseModel):
+class Said(WireRecord, strict=True):
     """A message without its bytes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 # ---- a worker says ----------------------------------------------------------------------------------------------
@@ -102,7 +95,7 @@ class Bad(Said):
     kind: Literal["bad"] = "bad"
     ask: Count
     lease: Id
-    why: Text
+    why: Reason
 
 
 class Scored(Said):
@@ -110,8 +103,8 @@ class Scored(Said):
 
     kind: Literal["scored"] = "scored"
     version: Count
-    loss: Finite | None
-    bits_per_byte: Finite | None
+    loss: float | None
+    bits_per_byte: float | None
 
 
 class Bye(Said):
@@ -138,7 +131,7 @@ class Apply(Said):
     epoch: Id
     update: Count
     lease: Id
-    rate: Finite
+    rate: float
     save: bool
 
 
@@ -169,7 +162,7 @@ class Refused(Said):
     """You cannot take part."""
 
     kind: Literal["refused"] = "refused"
-    why: Text
+    why: Reason
     is_input: bool = True
     """False if the run has failed, and nobody can."""
 
@@ -241,7 +234,7 @@ class Committed(Said):
     ask: Count
     update: Count | None
     staleness: Count = 0
-    rate: Finite = 0.0
+    rate: float = 0.0
 
 
 class At(Said):
@@ -250,7 +243,7 @@ class At(Said):
     kind: Literal["at"] = "at"
     epoch: Id
     version: Count
-    problem: Text = ""
+    problem: Reason = ""
 
 
 Message = (
@@ -262,19 +255,15 @@ _READER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminat
 
 def packed(message: Said, data: bytes | memoryview = b"") -> list[Any]:
     """Return the frames of a message."""
-    head = message.model_dump_json().encode()
+    head = encoded(message)
     return [head, data] if len(data) else [head]
 
 
 def unpacked(frames: list[bytes]) -> tuple[Message, bytes]:
-    """Return the message of these frames, and its bytes. Raises: Malformed."""
+    """Return the message of these frames, and its bytes. Raises: BadMessage."""
     if not 1 <= len(frames) <= 2 or len(frames[0]) > HEAD_BYTES:
-        raise Malformed("it is no head with bytes behind it")
+        raise BadMessage("it is no head with bytes behind it")
     data = frames[1] if len(frames) > 1 else b""
     if len(data) > PIECE_BYTES:
-        raise Malformed(f"a piece of {len(data)} bytes, where {PIECE_BYTES} are the most")
-    try:
-        return _READER.validate_json(frames[0]), data
-    except ValidationError as problem:
-        first = problem.errors(include_url=False, include_input=False)[0]
-        raise Malformed(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise BadMessage(f"a piece of {len(data)} bytes, where {PIECE_BYTES} are the most")
+    return decoded(frames[0], _READER), data

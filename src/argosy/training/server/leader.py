@@ -205,7 +205,7 @@ class Leader:
 
     def scored(self, site: str, message: say.Scored) -> None:
         """Write down how good weights are."""
-        if self._scoring != site:
+        if self._scoring != site or message.version > self.version:
             return
         self._scoring = None
         step = self._layout.step_of(message.version) - 1

@@ -30,11 +30,12 @@ from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.processes.channel import Gone
 from argosy.processes.child import channel_to_parent, messages
+from argosy.processes.messages import BadMessage
 from argosy.processes.secret import secret_of
 from argosy.sync.server import messages as say
 from argosy.sync.server.keys import AllowedKeys, KeyPair, settle, zeromq
 from argosy.sync.server.layout import AGAIN, Layout
-from argosy.sync.server.messages import PIECE_BYTES, Malformed, Said, packed, unpacked
+from argosy.sync.server.messages import PIECE_BYTES, Said, packed, unpacked
 from argosy.training.server.leader import Leader
 from argosy.training.server.port import wait_for_port
 from argosy.training.server.shard import Refuses, Shard
@@ -81,6 +82,7 @@ class Server:
         self._zmq = zeromq()
         self._context = self._zmq.Context()
         self._keys, self._workers = KeyPair.of(secret, "server"), KeyPair.of(secret, "worker")
+        self._first = KeyPair.of(secret, "first")
         self._doorman = self._open_door()
         self._router = self._bound()
         self._links = {} if number else {n: self._link(n) for n in range(1, self._layout.servers)}
@@ -131,8 +133,10 @@ class Server:
                 self._hear_server(number, link.recv_multipart())
         budget = 64
         while self._router in found and budget and self._router.poll(0):
-            identity, *frames = self._router.recv_multipart()
-            self._hear(identity, frames)
+            parts = self._router.recv_multipart(copy=False)
+            identity, *frames = (bytes(part) for part in parts)
+            is_first = parts[0].get("User-Id") == self._first.public.decode()  # the key that the other end has proven
+            self._hear(identity, frames, is_first)
             budget -= 1
         self._answer_pulls()
         self._shard.poll()
@@ -158,12 +162,15 @@ class Server:
     # ---- sockets ------------------------------------------------------------------------------------------------
 
     def _open_door(self) -> Any:
-        """Start what lets in workers alone: before anything is bound, since nobody is asked otherwise."""
+        """Start what lets in workers and the first server alone: before anything is bound, since nobody is asked
+        otherwise."""
         from zmq.auth.thread import ThreadAuthenticator
 
         doorman = ThreadAuthenticator(self._context)
         doorman.start()
-        doorman.configure_curve_callback(domain="argosy", credentials_provider=AllowedKeys(self._workers.public))
+        doorman.configure_curve_callback(
+            domain="argosy", credentials_provider=AllowedKeys(self._workers.public, self._first.public)
+        )
         return doorman
 
     def _bound(self) -> Any:
@@ -181,7 +188,7 @@ class Server:
         socket = self._context.socket(self._zmq.DEALER)
         settle(socket)
         socket.curve_serverkey = self._keys.public
-        socket.curve_publickey, socket.curve_secretkey = self._workers.public, self._workers.secret
+        socket.curve_publickey, socket.curve_secretkey = self._first.public, self._first.secret
         host, port = self._layout.addresses[number]
         socket.connect(f"tcp://{host}:{port}")
         return socket
@@ -194,13 +201,14 @@ class Server:
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
-    def _hear(self, identity: bytes, frames: list[bytes]) -> None:
+    def _hear(self, identity: bytes, frames: list[bytes], is_first: bool) -> None:
+        """Do what a message asks for. is_first: it is from the first server."""
         try:
             message, data = unpacked(frames)
-        except Malformed as problem:
+        except BadMessage as problem:
             self._refuse(identity, "?", f"what it says is no message of this version ({problem})")
             return
-        if isinstance(message, say.Begin | say.Apply | say.Look | say.Finish):
+        if is_first and isinstance(message, say.Begin | say.Apply | say.Look | say.Finish):
             self._obey(identity, message)
             return
         if isinstance(message, say.Hello):
@@ -271,6 +279,10 @@ class Server:
         if peer is not None and self._leader is not None:
             self._leader.left(peer.site, peer.session, "it was refused")
         self._send(identity, say.Refused(why=why[:1000]))
+        self._refused(site, why)
+
+    def _refused(self, site: str, why: str) -> None:
+        """Report a refusal, once in a while."""
         now, key = time.monotonic(), f"{site} {why}"
         if now - self._refused_s.get(key, -REFUSED_AGAIN_S) >= REFUSED_AGAIN_S and len(self._refused_s) < 1000:
             self._refused_s[key] = now
@@ -300,9 +312,6 @@ class Server:
     def _obey(self, identity: bytes, message: say.Begin | say.Apply | say.Look | say.Finish) -> None:
         """Do what the first server says."""
         shard, problem = self._shard, ""
-        if self._leader is not None:
-            self._refuse(identity, "?", f"{message.kind} is nothing that {self._name} is told")
-            return
         try:
             match message:
                 case say.Begin():
@@ -324,7 +333,11 @@ class Server:
         self._send(identity, say.At(epoch=shard.epoch, version=shard.version, problem=problem))
 
     def _hear_server(self, number: int, frames: list[bytes]) -> None:
-        message, _ = unpacked(frames)
+        try:
+            message, _ = unpacked(frames)
+        except BadMessage as problem:
+            self._refused(server_name(number), f"what it says is no message of this version ({problem})")
+            return
         if isinstance(message, say.At) and self._leader is not None:
             self._leader.hear_server(number, message)
 
