@@ -95,9 +95,9 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
     A number of steps that the folder's run has chosen for the same budget of minutes is kept.
     Raises: UserError, which names what differs from the run in the folder.
     """
-    if run.site and not is_asynchronous(run.plan):
-        check_length(run_dir, run)
     checkpoints = store.committed(run_dir)
+    if run.site and not is_asynchronous(run.plan):
+        check_length(run_dir, run, max((one.step for one in checkpoints), default=0))
     if not checkpoints:
         return run
     before = load(run_dir / "run.toml")

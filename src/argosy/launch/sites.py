@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from argosy.checkpoint import store
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -139,7 +140,8 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     progress = Progress(enabled=not quiet)
     run = checked(with_rounds(run, (run_dir,), progress.say))
     for site in run.sites:
-        check_length(site_folder(run_dir, site.name), run)
+        folder = site_folder(run_dir, site.name)
+        check_length(folder, run, max((one.step for one in store.committed(folder)), default=0))
     make_folder(run_dir)
     run, _ = resolve(_with_addresses(run, run_dir), progress)  # once, not by each site at the same time
     progress.close()
