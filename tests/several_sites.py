@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
-from argosy.sync.sites.deal import RESERVE, merged
+from argosy.config.load import load
+from argosy.sync.sites.deal import RESERVE
+from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Ledger
 from commands import Folder
+from dealt_samples import assert_each_sample_once
 from matrix import free_port
 from network import Network
 from tiny import weights
@@ -119,12 +122,13 @@ class SitesOfARun:
         return {name: (len(self.ledger(name).lines), self.events(name)[-3:]) for name in self.names}
 
     def check_ledger(self) -> Ledger:
-        """All sites have the same ledger, in which no sample is there twice."""
+        """All sites have the same ledger, in which no sample is there twice or lost."""
         ledger = self.ledger(self.names[0])
         for name in self.names[1:]:
             assert [line.chain for line in self.ledger(name).lines] == [line.chain for line in ledger.lines]
+        run = load(self.path(self.names[0]) / "run.toml")
+        assert_each_sample_once(Sites.of(run, self.path(self.names[0])).shares, ledger.lines)
         trained = [some for line in ledger.lines for ranges in line.samples.values() for some in ranges]
-        assert sum(end - first for first, end in trained) == sum(end - first for first, end in merged(trained))
         assert all(end < RESERVE for _, end in trained)
         return ledger
 

@@ -15,12 +15,13 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.observe.events import Events, read_lines
+from argosy.processes.messages import BadMessage, WireRecord
 from argosy.sync.sites.adoption import checksum_of
 from argosy.sync.sites.exchange import Exchange
 from argosy.sync.sites.layout import Sites, at_site
 from argosy.sync.sites.ledger import Ledger, dealt_in
 from argosy.sync.sites.links import SILENT_S
-from argosy.sync.sites.messages import packed, unpacked
+from argosy.sync.sites.messages import FROM_SITE, FromSite, packed, unpacked
 
 TURN_S = 0.1
 H, ROWS = 2, 2
@@ -44,29 +45,41 @@ class Wires:
         self.sites: dict[str, None] = {}
         self.heard_s = {name: country.now_s for name in country.names if name != me}
         self.inbox: deque[tuple[str, bytes]] = deque()
+        self.refusals: list[str] = []
+        """What was refused, by whom it was said."""
         self._held: dict[str, list[tuple[Any, bytes]]] = {}
         """What was said to which connection while its link was cut: TCP sends it again if the link is mended soon."""
 
-    def turn(self, _: float) -> list[tuple[str, dict[str, Any]]]:
+    def turn(self, _: float) -> list[tuple[str, FromSite, bytes]]:
         for name in self.heard_s:
             if self._country.is_joined(self._me, name):
                 self.heard_s[name] = self._country.now_s
                 if name not in self.sites:
                     self.sites[name] = None
-                    self.tell(name, "hello", **self._exchange.hello())
+                    self.tell(name, self._exchange.hello())
                 self._send_again(name)
             elif name in self.sites and self._country.now_s - self.heard_s[name] > SILENT_S:
                 del self.sites[name]
                 self._held.pop(name, None)
         heard, self.inbox = self.inbox, deque()
         assert len(heard) < 300, "they flood each other"
-        said = [(name, unpacked(frame)) for name, frame in heard if name in self.sites]
-        return [(name, message) for name, message in said if not self._country.is_lost(name, message)]
+        said: list[tuple[str, FromSite, bytes]] = []
+        for name, frame in heard:
+            if name in self.sites:
+                try:
+                    said.append((name, *unpacked(frame, FROM_SITE)))
+                except BadMessage as problem:
+                    self.refuse(name, str(problem))
+        return [one for one in said if not self._country.is_lost(*one)]
 
-    def tell(self, name: str, kind: str, data: bytes | memoryview = b"", /, **facts: Any) -> None:
+    def refuse(self, name: str, why: str) -> None:
+        self.refusals.append(f"{name}: {why}")
+        self.sites.pop(name, None)
+
+    def tell(self, name: str, message: WireRecord, data: bytes = b"") -> None:
         if name not in self.sites:
             return
-        frame = packed(kind, data, **facts)
+        frame = packed(message, data)
         if self._country.is_joined(self._me, name):
             self._send_again(name)
             self._country.sites[name].wires.inbox.append((self._me, frame))
@@ -78,9 +91,9 @@ class Wires:
             if wires is self._country.sites[name].wires:
                 wires.inbox.append((self._me, frame))
 
-    def tell_all(self, kind: str, **facts: Any) -> None:
+    def tell_all(self, message: WireRecord) -> None:
         for name in self.sites:
-            self.tell(name, kind, **facts)
+            self.tell(name, message)
 
     def close(self) -> None: ...
 
@@ -142,6 +155,9 @@ class Site:
         """Do what the ranks do in a turn."""
         known, sites = self.run_dir_ledger, self.sites
         known.refresh()
+        if known.damage:
+            sites.damaged.touch()
+            return
         if self._adopt() or self.is_done:
             return
         if len(known.lines) > self.rounds:
@@ -200,7 +216,7 @@ class Country:
         self.now_s = 1000.0
         self.cut: set[frozenset[str]] = set()
         """Pairs of sites that do not hear each other."""
-        self.is_lost: Callable[[str, dict[str, Any]], bool] = lambda sender, message: False
+        self.is_lost: Callable[[str, FromSite, bytes], bool] = lambda sender, message, data: False
         """Messages that get lost, by who sends them."""
         self.sites: dict[str, Site] = {}
         keys = {"every_steps": H, "patience_s": 20.0, **sync}
@@ -256,7 +272,7 @@ class Country:
         """What each site has, for messages."""
         return json.dumps({
             name: {"up": site.is_up, "ranks": site.rounds, "ledger": len(site.ledger.lines),
-                   "number": site.exchange._number, "adopts": site.exchange._adoption.is_under_way,
+                   "number": site.exchange._number, "adopts": site.exchange._recovery.is_under_way,
                    "status": json.loads(site.sites.status.read_text())}
             for name, site in self.sites.items()
         })  # fmt: skip

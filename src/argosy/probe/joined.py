@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,8 +15,9 @@ from argosy.launch.sites import check_addresses
 from argosy.observe.progress import Progress
 from argosy.plan.hardware.clusters import Cluster, SiteLink, Tier
 from argosy.plan.hardware.measurements import Measurements
-from argosy.probe.sites import SitesProbe
+from argosy.probe.sites import FROM_PROBE, SitesProbe
 from argosy.sync.sites.listening import open_links
+from argosy.sync.sites.messages import VERSION, SiteHello
 
 
 def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Cluster:
@@ -30,21 +30,18 @@ def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Clus
     check_addresses(run)
     home = (Path("runs") / run.name).absolute()
     home.mkdir(parents=True, exist_ok=True)
-    open_at = open_links(run, run.site, home)
+    open_at = open_links(run, run.site, home, FROM_PROBE)
     names = "\n".join(f"{site.name} {site.address}" for site in run.sites)
     identity = f"probe {hashlib.sha256(names.encode()).hexdigest()[:16]}"
     part = Cluster(groups=own.groups, network=own.network, measured=own.measured).model_dump_json(exclude_none=True)
     progress, refusals = Progress(enabled=not quiet), list[str]()
-
-    def hello() -> dict[str, Any]:
-        return {"run": identity, "model": "probe", "cluster": part}
+    hello = SiteHello(version=VERSION, site=run.site, run=identity, model="probe", cluster=part)
 
     def refused(who: str, why: str) -> None:
-        if (told := f"{who} is not let in: {why}") not in refusals:
-            refusals.append(told)
-            progress.say(told)
+        refusals.append(f"{who} is not let in: {why}")
+        progress.say(refusals[-1])
 
-    with closing(open_at(hello, refused)) as links:
+    with closing(open_at(lambda: hello, refused)) as links:
         probe = SitesProbe(run, links, progress.say)
         found = probe.measure(seconds, lambda: f"{refusals[-1]}. " if refusals else "")
     parts = {run.site: own} | {name: _part_of(name, hello) for name, hello in probe.hellos.items()}
@@ -67,10 +64,10 @@ def _own_part(run: RunConfig, file: Path) -> Cluster:
     return cluster
 
 
-def _part_of(name: str, hello: Mapping[str, Any]) -> Cluster:
+def _part_of(name: str, hello: SiteHello) -> Cluster:
     try:
-        return Cluster.model_validate_json(hello["cluster"])
-    except (KeyError, ValidationError) as problem:
+        return Cluster.model_validate_json(hello.cluster)
+    except ValidationError as problem:
         raise RunFailed(
             f"{name} does not describe its devices as this version does ({problem}). Nothing was written."
         ) from None

@@ -13,15 +13,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import permutations
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
 
 from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed
 from argosy.plan.hardware.clusters import SiteLink
 from argosy.plan.hardware.measurements import four_digits
+from argosy.processes.messages import WireRecord
+from argosy.sync.sites.ledger import SiteName
 from argosy.sync.sites.links import Links
-from argosy.sync.sites.messages import Message
-from argosy.sync.sites.pull import AHEAD_BYTES, PIECE_BYTES
+from argosy.sync.sites.messages import PIECE_BYTES, SiteHello, SitePing, SiteRefused
+from argosy.sync.sites.pull import AHEAD_BYTES
 
 PIECE = bytes(PIECE_BYTES)
 AHEAD = AHEAD_BYTES // PIECE_BYTES
@@ -31,6 +35,71 @@ STREAM_S, FEWEST = 4.0, 16
 """How long pieces are sent for; and pieces that are sent however long it takes."""
 TURN_S = 0.05
 SAID_AGAIN_S = 10.0
+
+
+Rate = Annotated[float, Field(gt=0)]
+
+
+class MeasureOrder(WireRecord):
+    """The first site has another measure the way to a third."""
+
+    kind: Literal["measure"] = "measure"
+    to: SiteName
+
+
+class EchoRequest(WireRecord):
+    """It is to be sent back."""
+
+    kind: Literal["echo"] = "echo"
+
+
+class EchoAnswer(WireRecord):
+    """It is sent back."""
+
+    kind: Literal["echoed"] = "echoed"
+
+
+class ProbePiece(WireRecord):
+    """Bytes, which lie behind the message."""
+
+    kind: Literal["piece"] = "piece"
+    last: bool
+
+
+class PieceTaken(WireRecord):
+    """A piece has come. With the last one: at which rate all did."""
+
+    kind: Literal["taken"] = "taken"
+    bytes_per_s: Rate | None
+
+
+class WayMeasured(WireRecord):
+    """How fast the way to a site is, for the first one."""
+
+    kind: Literal["measured"] = "measured"
+    to: SiteName
+    bytes_per_s: Rate
+    latency_s: Rate
+
+
+class LinksMeasured(WireRecord):
+    """All links."""
+
+    kind: Literal["links"] = "links"
+    links: Annotated[tuple[SiteLink, ...], Field(min_length=1)]
+
+
+class ProbeEnd(WireRecord):
+    """The site has all links."""
+
+    kind: Literal["bye"] = "bye"
+
+
+FromProbe = (
+    SiteHello | SiteRefused | SitePing | MeasureOrder | EchoRequest | EchoAnswer | ProbePiece | PieceTaken | WayMeasured
+    | LinksMeasured | ProbeEnd
+)  # fmt: skip
+FROM_PROBE: TypeAdapter[FromProbe] = TypeAdapter(Annotated[FromProbe, Field(discriminator="kind")])
 
 
 @dataclass
@@ -50,17 +119,17 @@ class _Stream:
 class SitesProbe:
     """One site's part in the measurement."""
 
-    def __init__(self, run: RunConfig, links: Links, say: Callable[[str], None]):
+    def __init__(self, run: RunConfig, links: Links[FromProbe], say: Callable[[str], None]):
         self.names = [site.name for site in run.sites]
         self.me, self._links, self._say = run.site, links, say
-        self.hellos: dict[str, Message] = {}
+        self.hellos: dict[str, SiteHello] = {}
         """What each other site said of itself."""
-        self._found: dict[tuple[str, str], dict[str, float]] = {}
+        self._found: dict[tuple[str, str], Mapping[str, float]] = {}
         self._stream: _Stream | None = None
         self._left = list(permutations(self.names, 2)) if self.me == self.names[0] else []
         self._measuring: tuple[str, str] | None = None
         self._done: set[str] = set()
-        self._result: list[dict[str, Any]] = []
+        self._result: tuple[SiteLink, ...] = ()
         self._received: dict[str, tuple[int, float]] = {}
 
     def measure(self, seconds: float, refused: Callable[[], str]) -> tuple[SiteLink, ...]:
@@ -81,16 +150,11 @@ class SitesProbe:
             if missing and not self._result and now - said_s > SAID_AGAIN_S:
                 self._say(f"waiting for {', '.join(missing)}")
                 said_s = now
-            for name, message in self._links.turn(TURN_S):
-                try:
-                    self._hear(name, message)
-                except (KeyError, TypeError, ValueError) as problem:
-                    raise RunFailed(
-                        f"what {name} says is no part of a probe ({problem!r}). Nothing was written."
-                    ) from None
+            for name, message, _ in self._links.turn(TURN_S):
+                self._hear(name, message)
             self._lead()
             self._send()
-        return tuple(SiteLink(**link) for link in self._result)
+        return self._result
 
     def _is_over(self) -> bool:
         if not self._result:
@@ -110,64 +174,62 @@ class SitesProbe:
             if sender == self.me:
                 self._begin(to)
             else:
-                self._links.tell(sender, "measure", to=to)
+                self._links.tell(sender, MeasureOrder(to=to))
             return
-        self._result = joined_links(self._found)
-        self._links.tell_all("links", links=self._result)
+        self._result = tuple(SiteLink(**link) for link in joined_links(self._found))
+        self._links.tell_all(LinksMeasured(links=self._result))
 
-    def _note(self, sender: str, to: str, facts: Mapping[str, float]) -> None:
+    def _note(self, sender: str, to: str, bytes_per_s: float, latency_s: float) -> None:
         if self._measuring == (sender, to):
-            self._found[sender, to] = {key: float(facts[key]) for key in ("bytes_per_s", "latency_s")}
+            self._found[sender, to] = {"bytes_per_s": bytes_per_s, "latency_s": latency_s}
             self._measuring = None
 
     # ---- a pair ---------------------------------------------------------------------------------------------------
 
     def _begin(self, to: str) -> None:
         self._stream = _Stream(to, asked_s=time.monotonic())
-        self._links.tell(to, "echo")
+        self._links.tell(to, EchoRequest())
 
-    def _hear(self, name: str, message: Message) -> None:
+    def _hear(self, name: str, message: FromProbe) -> None:
         stream = self._stream
-        match message["kind"]:
-            case "hello":
+        match message:
+            case SiteHello():
                 self.hellos[name] = message
                 self._say(f"{name} is there")
-            case "measure":
-                self._begin(str(message["to"]))
-            case "echo":
+            case MeasureOrder() if name == self.names[0]:
+                self._begin(message.to)
+            case EchoRequest():
                 self._received.pop(name, None)
-                self._links.tell(name, "echoed")
-            case "echoed" if stream is not None and stream.to == name:
+                self._links.tell(name, EchoAnswer())
+            case EchoAnswer() if stream is not None and stream.to == name:
                 self._echoed(stream)
-            case "piece":
-                self._links.tell(name, "taken", **self._take(name, message))
-            case "taken" if stream is not None and stream.to == name:
+            case ProbePiece():
+                self._links.tell(name, PieceTaken(bytes_per_s=self._take(name, message.last)))
+            case PieceTaken() if stream is not None and stream.to == name:
                 stream.taken += 1
-                if message["last"]:
-                    self._report(stream, float(message["bytes_per_s"]))
-            case "measured" if self.me == self.names[0]:
-                self._note(name, str(message["to"]), message)
-            case "links":
-                self._result = list(message["links"])
-                self._links.tell(name, "bye")
-            case "bye":
+                if message.bytes_per_s is not None and stream.trips_s:
+                    self._report(stream, message.bytes_per_s)
+            case WayMeasured() if self.me == self.names[0]:
+                self._note(name, message.to, message.bytes_per_s, message.latency_s)
+            case LinksMeasured() if name == self.names[0]:
+                self._result = message.links
+                self._links.tell(name, ProbeEnd())
+            case ProbeEnd():
                 self._done.add(name)
 
-    def _take(self, name: str, message: Message) -> dict[str, Any]:
+    def _take(self, name: str, is_last: bool) -> float | None:
         """Count a piece. With the last one, return the rate from the first one's arrival to the last one's."""
         pieces, first_s = self._received.get(name, (0, time.monotonic()))
         self._received[name] = pieces + 1, first_s
-        if not message["last"]:
-            return {"last": False}
         took_s = max(1e-6, time.monotonic() - first_s)
-        return {"last": True, "bytes_per_s": pieces * len(PIECE) / took_s}
+        return max(1, pieces) * len(PIECE) / took_s if is_last else None
 
     def _echoed(self, stream: _Stream) -> None:
         now = time.monotonic()
         stream.trips_s.append(now - stream.asked_s)
         stream.asked_s = now
         if len(stream.trips_s) < ECHOES:
-            self._links.tell(stream.to, "echo")
+            self._links.tell(stream.to, EchoRequest())
         else:
             stream.began_s = now
 
@@ -177,15 +239,16 @@ class SitesProbe:
         while stream is not None and stream.began_s and not stream.ended and stream.sent - stream.taken < AHEAD:
             stream.sent += 1
             stream.ended = stream.sent >= FEWEST and time.monotonic() - stream.began_s > STREAM_S
-            self._links.tell(stream.to, "piece", PIECE, last=stream.ended)
+            self._links.tell(stream.to, ProbePiece(last=stream.ended), PIECE)
 
     def _report(self, stream: _Stream, bytes_per_s: float) -> None:
-        facts = {"bytes_per_s": bytes_per_s, "latency_s": statistics.median(stream.trips_s) / 2}
+        latency_s = statistics.median(stream.trips_s) / 2
         self._stream = None
         if self.me == self.names[0]:
-            self._note(self.me, stream.to, facts)
+            self._note(self.me, stream.to, bytes_per_s, latency_s)
         else:
-            self._links.tell(self.names[0], "measured", to=stream.to, **facts)
+            found = WayMeasured(to=stream.to, bytes_per_s=bytes_per_s, latency_s=latency_s)
+            self._links.tell(self.names[0], found)
 
 
 def joined_links(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ class Rounds(Agreement):
         """
         if not self._world.is_first:
             return False
-        self._ledger.refresh()
+        self._look()
         return self._outer.is_left_out(self._state.rounds) or self._sites.adoption.exists()
 
     @property
@@ -69,6 +69,8 @@ class Rounds(Agreement):
             self._outer.begin(self._state.model.masters)
         self._batches.again()
         self._records.progress.doing("meeting the other sites")
+        if not self._wait_for_ledger():
+            return False
         if self._has_gone_apart() and self._adoptable() is None and not self._wait_for_state():
             return False
         return self.settle()
@@ -156,12 +158,39 @@ class Rounds(Agreement):
     def _is_decided(self, number: int) -> bool:
         """Return True once the round is in the ledger, the same on all ranks."""
         if self._world.is_first:
-            self._ledger.refresh()
+            self._look()
         decided = torch.tensor(float(len(self._ledger.lines) > number), device=self._world.device)
         is_decided = (decided if self._world.is_first else torch.zeros_like(decided)).clone()
         if self._world.sum(is_decided).item() == 0:
             return False
         self._follow(number)
+        return True
+
+    def _look(self) -> None:
+        """Read the ledger, on rank 0; have the exchange mend one that is damaged."""
+        self._ledger.refresh()
+        if self._ledger.damage and not self._sites.damaged.exists():
+            self._sites.folder.mkdir(parents=True, exist_ok=True)
+            self._sites.damaged.touch()
+
+    def _wait_for_ledger(self) -> bool:
+        """Wait until no line of the ledger is damaged, on any rank. Return False if a signal came first.
+
+        Rounds that it seems not to have would be made again, with other samples.
+        """
+        waiting = Waiting(self._records.progress)
+        while True:
+            self._look() if self._world.is_first else self._ledger.refresh()
+            is_damaged = torch.tensor(float(bool(self._ledger.damage)), device=self._world.device)
+            if self._world.sum(is_damaged).item() == 0:
+                break
+            if self._has_signal():
+                return False
+            self._heartbeat.advance()
+            if self._world.is_first:
+                waiting.is_for(self._ledger.damage)
+            time.sleep(LOOK_S)
+        waiting.ends()
         return True
 
     def _say_reached(self) -> None:
@@ -280,6 +309,8 @@ class Rounds(Agreement):
         status: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             status = json.loads(self._sites.status.read_bytes())
+        if self._ledger.damage:
+            return self._ledger.damage
         names = status.get("waiting_for", [])
         if not names:
             return f"the sum of round {self._state.rounds} is on its way"
@@ -355,7 +386,7 @@ class Rounds(Agreement):
             "ratio": round(whole / sent, 3),
             "steps": sites.end_of(number) - sites.shares.start(before),
             "staleness_steps": sites.end_of(number) - since,
-            **({} if sites.sums_gradients(number) else {"distance": self._distance(number), **line.extra}),
+            **({} if sites.sums_gradients(number) else {"distance": self._distance(number)} | dict(line.extra)),
         }
 
     def _distance(self, number: int) -> float:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from argosy.sync.sites import pull
-from argosy.sync.sites.deal import merged
+from argosy.sync.sites.messages import FromSite, LineNotice, packed
+from dealt_samples import assert_each_sample_once
 from simulated_sites import AtOnce, Country
+from wrong_messages import altered
 
 
 def test_sites_that_are_left_alone_all_take_part_in_every_round(country: Callable[..., Country]) -> None:
@@ -26,9 +28,8 @@ def test_sites_that_are_left_alone_all_take_part_in_every_round(country: Callabl
 
 def check_samples(run: Country) -> None:
     """Each sample is in one round, or still to come."""
-    lines = run.sites[run.names[0]].ledger.lines
-    trained = [some for line in lines for ranges in line.samples.values() for some in ranges]
-    assert sum(end - first for first, end in trained) == sum(end - first for first, end in merged(trained))
+    site = run.sites[run.names[0]]
+    assert_each_sample_once(site.sites.shares, site.ledger.lines)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -80,11 +81,11 @@ def test_a_site_that_loses_its_folder_after_it_was_ready_makes_its_change_again(
 ) -> None:
     run = country(names="AB", rounds=12)
     run.start()
-    run.is_lost = lambda sender, message: sender == "B" and message["kind"] == "data" and message["round"] == 5
+    run.is_lost = lambda sender, message, data: sender == "B" and message.kind == "data" and message.round == 5
     run.until(lambda: run.sites["A"].sites.sent(5).exists() and run.sites["B"].sites.sent(5).exists())
     run.pass_time(2)
     run.sites["B"].lose_folder()
-    run.is_lost = lambda sender, message: False
+    run.is_lost = lambda sender, message, data: False
     run.finish()
     lines = run.sites["A"].ledger.lines
     assert all(list(line.tokens) == ["A", "B"] for line in lines)
@@ -97,14 +98,14 @@ def test_what_was_left_of_a_change_is_not_sent_before_it_is_encoded_anew(
     """A machine that lost its power may have files that are not what was written."""
     run = country(names="AB", rounds=6)
     run.start()
-    run.is_lost = lambda sender, message: sender == "B" and message["kind"] == "data" and message["round"] == 3
+    run.is_lost = lambda sender, message, data: sender == "B" and message.kind == "data" and message.round == 3
     left = run.sites["B"].sites.sent(3)
     run.until(lambda: run.sites["A"].sites.sent(3).exists() and left.exists())
     run.pass_time(1)
     run.sites["B"].kill()
     torn = bytes(left.stat().st_size)
     left.write_bytes(torn)
-    run.is_lost = lambda sender, message: False
+    run.is_lost = lambda sender, message, data: False
     with monkeypatch.context() as patched:
         patched.setattr(AtOnce, "submit", lambda *_: Future())  # it does not come to it
         run.sites["B"].start()
@@ -184,15 +185,12 @@ def test_without_a_quorum_nobody_goes_on(country: Callable[..., Country]) -> Non
 def test_a_line_that_only_its_leader_has_the_average_of_holds_nobody_up(country: Callable[..., Country]) -> None:
     run = country(rounds=40)
     run.start()
-    run.is_lost = lambda sender, message: (
-        sender == "A"
-        and message["kind"] == "data"
-        and message["what"] in ("slice", "average")
-        and message["round"] == 5
+    run.is_lost = lambda sender, message, data: (
+        sender == "A" and message.kind == "data" and message.what in ("slice", "average") and message.round == 5
     )
     run.until(lambda: len(run.sites["A"].ledger.lines) == 6)
     run.sites["A"].kill()
-    run.is_lost = lambda sender, message: False
+    run.is_lost = lambda sender, message, data: False
     assert len(run.sites["B"].ledger.lines) == len(run.sites["C"].ledger.lines) == 5
     run.until(lambda: run.sites["B"].rounds == 12, 80)
     run.sites["A"].start()
@@ -242,9 +240,9 @@ def test_a_transfer_goes_on_from_where_the_link_was_cut(
     run.start()
     came = [0]
 
-    def count(sender: str, message: dict[str, Any]) -> bool:
-        if sender == "A" and message["kind"] == "data" and message["what"] == "sent" and message["round"] == 1:
-            came[0] += len(message["data"])
+    def count(sender: str, message: FromSite, data: bytes) -> bool:
+        if sender == "A" and message.kind == "data" and message.what == "sent" and message.round == 1:
+            came[0] += len(data)
         return False
 
     run.is_lost = count
@@ -257,3 +255,54 @@ def test_a_transfer_goes_on_from_where_the_link_was_cut(
     run.finish()
     rounds = run.sites["A"].events("round")
     assert rounds[1]["sent_bytes"] <= rounds[0]["sent_bytes"] + 2 * 128  # what was under way, and no more
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+def test_wrong_messages_of_a_site_of_the_run_end_no_exchange(country: Callable[..., Country], seed: int) -> None:
+    luck = random.Random(seed)
+    run = country(names="ABC", rounds=60, patience_s=5.0, overlap_steps=seed % 2)
+    run.start()
+    said: dict[str, list[bytes]] = {}
+
+    def note(_: str, message: FromSite, data: bytes) -> bool:
+        said.setdefault(message.kind, []).append(packed(message, data))
+        return False
+
+    run.is_lost = note
+    run.until(lambda: run.sites["B"].rounds == 8)
+    run.sites["C"].lose_folder()
+    run.until(lambda: bool(run.sites["C"].events("state_taken")))
+    assert len(said) >= 11  # of 12 kinds, all but "gone" at least
+    for _ in range(300):
+        for to, sender in ("AB", "BC", "CA"):
+            head, _, data = luck.choice(said[luck.choice(list(said))][-20:]).partition(b"\n")
+            wrong = json.dumps(altered(json.loads(head), luck)).encode()
+            run.sites[to].wires.inbox.append((sender, wrong + b"\n" + data[: luck.choice([0, 1, len(data)])]))
+        run.turn()
+    assert any(site.wires.refusals for site in run.sites.values())
+    for site in run.sites.values():  # what they lied to each other is not in their folders
+        site.kill()
+        site.start()
+    run.finish()
+    check_samples(run)
+
+
+def test_a_line_that_goes_with_the_checksum_and_with_nothing_else_is_refused(country: Callable[..., Country]) -> None:
+    run = country(names="AB", rounds=12)
+    run.start()
+    run.until(lambda: run.sites["A"].rounds == 3 and run.sites["B"].rounds == 3)
+    site = run.sites["A"]
+    last = site.ledger.lines[-1]
+    for wrong in (
+        {"tokens": {}}, {"tokens": {"A": 16, "X": 16}}, {"by": "X"}, {"samples": {}}, {"members": ["X"]},
+        {"dealt": {"A": [(0, 1)]}}, {"returned": [(0, 1)]}, {"sums": []}, {"sums": [1] * 1000},
+    ):  # fmt: skip
+        line = last.model_copy(update={"round": 3, **wrong})
+        line = line.model_copy(update={"chain": line.chained(last.chain)})
+        site.wires.refusals.clear()
+        site.wires.inbox.append(("B", packed(LineNotice(line=line))))
+        run.turn()
+        assert "the line of round 3 does not follow" in site.wires.refusals[0], wrong
+        run.until(lambda: "B" in site.wires.sites)
+    run.finish()
+    check_samples(run)

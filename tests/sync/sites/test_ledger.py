@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from argosy.data.order import Samples
 from argosy.sync.sites.deal import RESERVE, Shares, SiteOrder, merged
 from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line, weights_of
+from dealt_samples import assert_each_sample_once
 
 SHARES = Shares(("A", "B", "C"), (4, 3, 1), round_steps=5)
 AHEAD = replace(SHARES, ahead=2, from_step=3)
@@ -31,19 +31,13 @@ def test_each_sample_is_dealt_to_one_site_and_trained_on_once(
     shares: Shares, rounds: list[tuple[set[str], set[str]]]
 ) -> None:
     lines: list[Line] = []
-    trained: list[tuple[int, int]] = []
     for number, (delivered, connected) in enumerate(rounds):
         dealt = dealt_in(shares, lines, number)
         for name, ranges in dealt.items():
             assert sum(end - first for first, end in ranges) == shares.steps_of(number) * shares.batch(name)
         lines.append(line_after(lines, delivered, connected, shares))
         assert lines[-1].samples == {name: dealt[name] for name in dealt if name in delivered}
-        trained += [some for ranges in lines[-1].samples.values() for some in ranges]
-    later = [dealt_in(shares, lines, len(lines) + n) for n in range(shares.ahead)]
-    coming = [some for dealt in later for ranges in dealt.values() for some in ranges]
-    whole = sorted(some for some in [*trained, *coming, *lines[-1].returned] if some[0] < some[1])
-    assert all(one[1] <= other[0] for one, other in pairwise(whole))  # nothing twice
-    assert merged(whole) == [(0, shares.start(len(lines) + shares.ahead) * shares.global_batch)]  # nothing left out
+    assert_each_sample_once(shares, lines)
 
 
 def test_rounds_are_of_one_step_until_sites_train_alone() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from argosy.sync.sites.messages import FROM_SITE, StandingNotice, packed, unpacked
 from argosy.sync.sites.standing import Standing, gives_way
 
 NAMES = ("A", "B")
@@ -13,10 +13,8 @@ TOKENS = st.integers(0, 5)
 
 
 def test_what_is_said_is_understood() -> None:
-    said = Standing(3, "c", 12, 2, True)
-    assert Standing.from_json({"kind": "at", **said.to_json()}) == said
-    with pytest.raises(KeyError):
-        Standing.from_json({"rounds": 3})
+    said = StandingNotice(standing=Standing(rounds=3, chain="c" * 16, tokens=12, reached=2, adopts=True))
+    assert unpacked(packed(said), FROM_SITE) == (said, b"")
 
 
 @given(TOKENS, TOKENS)

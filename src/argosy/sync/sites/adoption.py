@@ -12,15 +12,16 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from argosy.files import atomic_write
+from argosy.processes.messages import BadMessage, WireRecord
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Ledger, Line
-from argosy.sync.sites.messages import Message
+from argosy.sync.sites.ledger import Ledger, Line, checked_line, is_next
+from argosy.sync.sites.messages import FilePiece, NotThere, Source, StateOffer, StateRequest
 from argosy.sync.sites.pull import Pull, Wanted
 
-Tell = Callable[..., None]
+Tell = Callable[[str, WireRecord], None]
+"""Sends a site a message."""
 
 
 class Adoption:
@@ -42,12 +43,12 @@ class Adoption:
     def begin(self, peer: str, tell: Tell) -> None:
         """Ask a site for its state."""
         self._wanted_from = peer
-        tell(peer, "want_state")
+        tell(peer, StateRequest())
 
     def again(self, tell: Tell) -> None:
         """Ask again, in case that what was said was lost."""
         if self._wanted_from is not None and not self._pulls:
-            tell(self._wanted_from, "want_state")
+            tell(self._wanted_from, StateRequest())
 
     def check(self, is_alive: Callable[[str], bool]) -> None:
         """Give up a site that is gone."""
@@ -67,27 +68,29 @@ class Adoption:
         if number is None:
             return
         about = json.loads(self._sites.state_about(number).read_bytes())
-        facts = {"size": about["bytes"], "sum": about["sum"], "ledger_size": self._ledger.size_of(number + 1)}
+        size = self._ledger.size_of(number + 1)
         for name in self._askers:
-            tell(name, "state", round=number, **facts)
+            tell(name, StateOffer(round=number, size=about["bytes"], sum=about["sum"], ledger_size=size))
         self._askers.clear()
 
-    def hear(self, name: str, message: Message) -> None:
+    def hear(self, name: str, message: StateOffer | FilePiece | NotThere, data: bytes) -> None:
         """Hear of a state that was asked for, or a piece of it or of its ledger."""
         if name != self._wanted_from:
             return
-        if message["kind"] == "state":
-            self._drop()
-            number, self._checksum = int(message["round"]), int(message["sum"])
-            for what, size in (("state", int(message["size"])), ("ledger", int(message["ledger_size"]))):
-                path = self._sites.folder / f"taken-{number:08d}-{self._checksum:08x}-{name}-{what}.bin"
-                self._pulls.append(Pull(Wanted(what, number, 0, 0, size), name, path))
-        elif message["kind"] == "data":
-            for pull in self._pulls:
-                if (pull.wanted.what, pull.wanted.round) == (message["what"], message["round"]):
-                    pull.take(int(message["at"]), message["data"])
-        elif message["kind"] == "gone":
-            self._drop()
+        match message:
+            case StateOffer():
+                self._drop()
+                number, self._checksum = message.round, message.sum
+                wanted: dict[Source, int] = {"state": message.size, "ledger": message.ledger_size}
+                for what, size in wanted.items():
+                    path = self._sites.folder / f"taken-{number:08d}-{self._checksum:08x}-{name}-{what}.bin"
+                    self._pulls.append(Pull(Wanted(what, number, 0, 0, size), name, path))
+            case FilePiece():
+                for pull in self._pulls:
+                    if (pull.wanted.what, pull.wanted.round) == (message.what, message.round):
+                        pull.take(message.at, data)
+            case NotThere():
+                self._drop()
 
     def connected_again(self, name: str) -> None:
         """Ask that site again for what has not come."""
@@ -102,10 +105,11 @@ class Adoption:
         if not self._pulls or not all(pull.is_done for pull in self._pulls):
             return False
         state, ledger = self._pulls
-        lines = _lines_of(ledger.content())
+        lines = self._lines_of(ledger.content())
         if state.checksum() != self._checksum or lines is None or len(lines) != state.wanted.round + 1:
             state.forget()
             ledger.forget()
+            self._drop()  # what was said of it may be wrong too: it is asked for anew
             return False
         self._take_over(state, lines)
         return True
@@ -121,6 +125,19 @@ class Adoption:
         self._wanted_from = None
         for path in self._sites.folder.glob("taken-*"):
             path.unlink()
+
+    def _lines_of(self, ledger: bytes) -> list[Line] | None:
+        """Return the lines of a ledger, None if they are not each the next of the one before."""
+        lines: list[Line] = []
+        for text in ledger.split(b"\n")[:-1]:
+            try:
+                line = checked_line(lines, text)
+            except BadMessage:
+                return None
+            if not is_next(self._sites.shares, lines, line):
+                return None
+            lines.append(line)
+        return lines
 
     def _drop(self) -> None:
         for pull in self._pulls:
@@ -141,19 +158,3 @@ class Adoption:
 def checksum_of(data: bytes) -> int:
     """Return the checksum of a state."""
     return zlib.crc32(data)
-
-
-def _lines_of(ledger: bytes) -> list[Line] | None:
-    """Return the lines of a ledger, None if they are not each the next of the one before."""
-    lines: list[Line] = []
-    before = ""
-    with suppress(ValueError, KeyError, TypeError):
-        for number, text in enumerate(ledger.splitlines()):
-            record: Any = json.loads(text)
-            line = Line.from_json(record)
-            if line.round != number or line.chained(before) != line.chain:
-                return None
-            lines.append(line)
-            before = line.chain
-        return lines
-    return None

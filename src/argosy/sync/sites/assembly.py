@@ -10,16 +10,15 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from argosy.files import atomic_write
-from argosy.sync.sites.average import Reduced, Slices, reduce_slice
+from argosy.sync.sites.average import Reduced, reduce_slice, slices_of
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Line
 from argosy.sync.sites.links import Links
-from argosy.sync.sites.messages import Message
+from argosy.sync.sites.messages import FilePiece, FromSite, NotThere, SliceSummed, Source
 from argosy.sync.sites.pull import Pull, Wanted
 
 Transfer = tuple[str, int, str]
@@ -40,15 +39,20 @@ class Assembly:
     """The average of one proposal, as far as this site has it."""
 
     def __init__(
-        self, sites: Sites, number: int, proposal: Proposal, weights: Mapping[str, int], links: Links, pool: Executor
+        self,
+        sites: Sites,
+        number: int,
+        proposal: Proposal,
+        weights: Mapping[str, int],
+        links: Links[FromSite],
+        pool: Executor,
     ):
         """weights: tokens that each site trained on; those of the proposal if this site sums slices."""
         self.proposal, self._sites, self._number = proposal, sites, number
         self._links, self._pool = links, pool
         self.weights = [weights.get(name, 0) for name in proposal.names]
         self._wire = sites.wire_of(number)
-        blocks = self._wire.blocks(sites.flat(number).elements)
-        self.slices = Slices(blocks, self._wire.block_bytes, len(proposal.names))
+        self.slices = slices_of(sites, number, len(proposal.names))
         self.reduced: dict[int, Reduced] = {}
         """What is known of slices that were summed."""
         self._here: set[int] = set()
@@ -107,18 +111,19 @@ class Assembly:
             elif holder is not None:
                 self._fetch_slice(part, "average", holder, checksum)
 
-    def take(self, what: str, peer: str, start: int, at: int, data: bytes) -> None:
+    def take(self, peer: str, piece: FilePiece, data: bytes) -> None:
         """Take a piece that came."""
         for key, pull in self._pulls.items():
-            if pull.peer == peer and pull.wanted.what == what and pull.wanted.start == start:
+            if pull.peer == peer and pull.wanted.what == piece.what and pull.wanted.start == piece.start:
                 before = pull.received
-                pull.take(at, data)
+                pull.take(piece.at, data)
                 self.received_bytes += pull.received - before
                 self._not_before_s.pop(key, None)
                 return
 
-    def gone(self, what: str, peer: str, start: int) -> None:
+    def gone(self, peer: str, message: NotThere) -> None:
         """Note that the peer does not have it, or not yet."""
+        what, start = message.what, message.start
         for key, pull in self._pulls.items():
             if pull.peer == peer and pull.wanted.what == what and pull.wanted.start == start:
                 pull.again()
@@ -146,12 +151,13 @@ class Assembly:
             pull.close()
         self._pulls.clear()
 
-    def hear_reduced(self, name: str, message: Message) -> None:
-        """Note that a site has summed a slice."""
-        part = int(message["part"])
-        is_its = 0 <= part < self.slices.parts and self.owner(part) == name
-        if message["attempt"] == self.proposal.attempt and is_its:
-            self.reduced[part] = Reduced(int(message["sum"]), [[float(x) for x in row] for row in message["products"]])
+    def hear_reduced(self, name: str, message: SliceSummed) -> None:
+        """Note that a site has summed a slice; of another proposal with the same number it may be another slice."""
+        part, sites = message.part, len(self.proposal.names)
+        is_its = part < self.slices.parts and self.owner(part) == name
+        is_of_as_many = [len(row) for row in message.products] == [sites] * sites
+        if message.attempt == self.proposal.attempt and is_its and is_of_as_many:
+            self.reduced[part] = Reduced(message.sum, message.products)
 
     def slice_file(self, attempt: int, start: int) -> tuple[Path, int] | None:
         """Return the file of the slice from byte `start` on, if this site has summed it, and that byte."""
@@ -159,11 +165,10 @@ class Assembly:
             return None
         return next(((self._slice(part), start) for part in self.summed if self.slices.of(part)[0] == start), None)
 
-    def summary(self, part: int) -> dict[str, Any]:
+    def summary(self, part: int) -> SliceSummed:
         """Return what the others are told of a slice that this site has summed, as `hear_reduced` reads it."""
-        facts = self.reduced[part]
-        key = {"round": self._number, "attempt": self.proposal.attempt, "part": part}
-        return {**key, "sum": facts.checksum, "products": facts.products}
+        facts, number, attempt = self.reduced[part], self._number, self.proposal.attempt
+        return SliceSummed(round=number, attempt=attempt, part=part, sum=facts.checksum, products=facts.products)
 
     def _reduce(self, part: int) -> None:
         """Go on with a slice that this site sums: fetch the others' changes, sum them, say that it is done."""
@@ -172,7 +177,7 @@ class Assembly:
         elif work.done():
             self.reduced[part] = work.result()
             self._here.add(part)
-            self._links.tell_all("reduced", **self.summary(part))
+            self._links.tell_all(self.summary(part))
 
     def _begin_sum(self, part: int) -> None:
         """Fetch a slice of each other site's change; once all are here, have them summed."""
@@ -199,7 +204,7 @@ class Assembly:
             self._ask(key)
         return pull
 
-    def _fetch_slice(self, part: int, what: str, peer: str, checksum: int) -> None:
+    def _fetch_slice(self, part: int, what: Source, peer: str, checksum: int) -> None:
         wanted = Wanted(what, self._number, self.proposal.attempt, self.slices.of(part)[0], self.slices.size(part))
         key = ("slice", part, "")
         if key in self._pulls and (self._pulls[key].peer, self._pulls[key].wanted.what) != (peer, what):

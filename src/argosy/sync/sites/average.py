@@ -9,15 +9,18 @@ so that it does not matter who sums.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from argosy.plan.cost.outer_traffic import BLOCK
+from argosy.sync.sites.layout import Sites
+from argosy.sync.sites.ledger import Line
 from argosy.sync.sites.wire import WireFormat
 
 CHUNK_BLOCKS = 512
@@ -55,6 +58,23 @@ class Slices:
 
     def _block(self, part: int) -> int:
         return self.blocks * part // self.parts
+
+
+def slices_of(sites: Sites, number: int, count: int) -> Slices:
+    """Return how the change of a round is cut up if `count` sites take part."""
+    wire = sites.wire_of(number)
+    return Slices(wire.blocks(sites.flat(number).elements), wire.block_bytes, count)
+
+
+def has_average(sites: Sites, line: Line) -> bool:
+    """Return True if the average of a round in this site's folder is the one that `line` is about."""
+    slices = slices_of(sites, line.round, len(line.tokens))
+    try:
+        with sites.average(line.round).open("rb") as file:
+            sums = [zlib.crc32(file.read(slices.size(part))) for part in range(slices.parts)]
+    except OSError:
+        return False
+    return sums == line.sums
 
 
 def encode_file(numbers: Path, wire: WireFormat, out: Path) -> None:
@@ -100,7 +120,7 @@ def reduce_slice(
 
 def distances(
     names: Sequence[str], products: Sequence[Sequence[float]], weights: Sequence[float]
-) -> dict[str, Mapping[str, float]]:
+) -> dict[Literal["norms", "spread", "cosines"], dict[str, float]]:
     """Return how far the sites' weights are from each other, for the inner products of their changes.
 
     `norms`: of each site's difference to the outer parameters; `cosines`: between those of each pair; `spread`: norm

@@ -10,7 +10,7 @@ Each second every exchange says where it stands (`Standing`). From that follows 
 - A site that is behind asks another for the line of the round at hand, then for its average, one round after another.
 - Members of the next round are the sites that took part in this one, and those whose ranks have nearly caught up
   (`others.BEHIND`). Nobody waits for a site that is further away.
-- Of sites that have gone apart, one gives way (`standing`) and takes the other's state (`adoption`).
+- Of sites that have gone apart, one gives way (`standing`) and takes the other's state (`recovery`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any
 
 from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
 from argosy.observe.events import Events
-from argosy.sync.sites.adoption import Adoption
+from argosy.processes.messages import BadMessage
+from argosy.sync.sites import messages as say
 from argosy.sync.sites.assembly import Assembly, Proposal
-from argosy.sync.sites.average import distances, encode_file
+from argosy.sync.sites.average import distances, encode_file, slices_of
 from argosy.sync.sites.kept import Kept
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line, weights_of
+from argosy.sync.sites.ledger import Delivery, Ledger, Line, chain_of, dealt_in, is_next, next_line, weights_of
 from argosy.sync.sites.links import Links
-from argosy.sync.sites.messages import Message
 from argosy.sync.sites.others import Others
-from argosy.sync.sites.pull import PIECE_BYTES
-from argosy.sync.sites.standing import Standing, gives_way
+from argosy.sync.sites.pull import read_piece
+from argosy.sync.sites.recovery import SiteRecovery
+from argosy.sync.sites.standing import Standing
 
 REPEAT_S = 1.0
 """How often what matters is said again."""
+MOST_ATTEMPTS = 1 << 20
+"""No site is so many attempts at a round ahead of another."""
 
 
 class Exchange:
@@ -49,7 +50,7 @@ class Exchange:
         sites: Sites,
         ledger: Ledger,
         events: Events,
-        links: Callable[[Exchange], Links],
+        links: Callable[[Exchange], Links[say.FromSite]],
         pool: Executor | None = None,
     ):
         """links(exchange): its connections. pool: where changes are encoded and summed."""
@@ -59,8 +60,6 @@ class Exchange:
         self._kept = Kept(sites)
         self._sent_bytes = 0
         self._status = ""
-        self._said: set[str] = set()
-        self._adoption = Adoption(sites, ledger)
         self._repeated_s = 0.0
         self._attempts = self._began_bytes = 0
         self._ready_s = 0.0
@@ -72,6 +71,7 @@ class Exchange:
         self._begin()
         self._links = links(self)
         self._others = Others(sites, self._links)
+        self._recovery = SiteRecovery(sites, ledger, events, self._links, self._others)
 
     # ---- what it says of itself ---------------------------------------------------------------------------------
 
@@ -80,16 +80,16 @@ class Exchange:
         """Rounds in its ledger."""
         return len(self._ledger.lines)
 
-    def hello(self) -> dict[str, Any]:
+    def hello(self) -> say.SiteHello:
         """Return what this site says of itself."""
-        return {"run": self.sites.identity, "model": self.sites.whole.identity, **self._standing().to_json()}
+        sites = self.sites
+        about = {"run": sites.identity, "model": sites.whole.identity}
+        return say.SiteHello(version=say.VERSION, site=sites.me, standing=self._recovery.standing(), **about)
 
     def refused(self, who: str, why: str) -> None:
-        """Note that a connection was refused, once for each reason."""
-        if (said := f"{who}: {why}") not in self._said:
-            self._said.add(said)
-            self._events.write("site_refused", site=who, why=why)
-            print(f"argosy: site {self.sites.me}: {who} is not let in: {why}; the run goes on", flush=True)
+        """Note that a connection was refused."""
+        self._events.write("site_refused", site=who, why=why)
+        print(f"argosy: site {self.sites.me}: {who} is not let in: {why}; the run goes on", flush=True)
 
     @property
     def is_over(self) -> bool:
@@ -102,9 +102,11 @@ class Exchange:
     def turn(self, timeout_s: float) -> None:
         """Wait for something to happen, up to `timeout_s`, and do what follows from it."""
         before = set(self._links.sites)
-        for name, message in self._links.turn(timeout_s):
-            with suppress(KeyError, IndexError, TypeError, ValueError):  # what a site says wrongly has no effect
-                self._hear(name, message)
+        for name, message, data in self._links.turn(timeout_s):
+            try:
+                self._hear(name, message, data)
+            except BadMessage as problem:
+                self._links.refuse(name, f"what it says cannot be so ({problem})")
         for name in before ^ set(self._links.sites):
             is_here = name in self._links.sites
             self._events.write("site_connected" if is_here else "site_lost", site=name)
@@ -118,77 +120,73 @@ class Exchange:
 
     # ---- what the others say ------------------------------------------------------------------------------------
 
-    def _hear(self, name: str, message: Message) -> None:
-        match message["kind"]:
-            case "hello":
-                self._note_at(name, message)
+    def _hear(self, name: str, message: say.FromSite, data: bytes) -> None:
+        """Do what follows from a message. Raises: BadMessage if no site of this run can say it."""
+        match message:
+            case say.SiteHello():
+                self._note_at(name, message.standing)
                 self._introduce(name)
-                self._adoption.connected_again(name)
+                self._recovery.connected_again(name)
                 if self._assembly is not None:
                     self._assembly.connected_again(name)
-            case "want_state":
+            case say.StateRequest():
                 self._kept.read(name, self.rounds - 1)
-                self._adoption.asked(name)
-            case "state":
-                self._adoption.hear(name, message)
-            case "data" | "gone" if message["what"] in ("state", "ledger"):
-                self._adoption.hear(name, message)
-            case "at":
-                self._note_at(name, message)
-            case "want_line":
-                for line in self._ledger.lines[int(message["round"]) :][:1]:
-                    self._links.tell(name, "line", line=line.to_json())
-            case "line":
-                self._take_line(name, Line.from_json(message["line"]))
-            case "get":
+                self._recovery.asked(name)
+            case say.StateOffer() | say.FilePiece(what="state" | "ledger") | say.NotThere(what="state" | "ledger"):
+                self._recovery.hear(name, message, data)
+            case say.StandingNotice():
+                self._note_at(name, message.standing)
+            case say.LineRequest():
+                for line in self._ledger.lines[message.round :][:1]:
+                    self._links.tell(name, say.LineNotice(line=line))
+            case say.LineNotice():
+                self._take_line(name, message.line)
+            case say.PieceRequest():
                 self._serve(name, message)
-            case _ if message.get("round") == self._number:
-                self._hear_of_round(name, message)
+            case say.ReadyNotice() | say.ProposalNotice() | say.SliceSummed() | say.FilePiece() | say.NotThere():
+                if message.round == self._number:
+                    self._hear_of_round(name, message, data)
 
-    def _hear_of_round(self, name: str, message: Message) -> None:
+    def _hear_of_round(self, name: str, message: say.OfRound, data: bytes) -> None:
         """Hear something about the round at hand."""
-        if message["kind"] == "ready" and message["chain"] == self._chain():
-            skipped = [(int(a), int(b)) for a, b in message["skipped"]]
-            self._ready[name] = Delivery(int(message["tokens"]), skipped)
-            self._attempts = max(self._attempts, int(message["attempt"]))
-        elif (
-            message["kind"] == "propose"
-            and name == self._others.leader(self._number)
-            and message["chain"] == self._chain()
-        ):
-            proposal = Proposal(int(message["attempt"]), tuple(map(str, message["names"])))
-            self._work_on(proposal, {str(site): int(tokens) for site, tokens in message["tokens"].items()})
-        elif self._assembly is None:
-            return
-        elif message["kind"] == "reduced":
-            self._assembly.hear_reduced(name, message)
-        elif message["kind"] == "data":
-            what, start, at = str(message["what"]), int(message["start"]), int(message["at"])
-            self._assembly.take(what, name, start, at, message["data"])
-        elif message["kind"] == "gone":
-            self._assembly.gone(str(message["what"]), name, int(message["start"]))
+        is_leader = name == self._others.leader(self._number)
+        match message:
+            case say.ReadyNotice(chain=chain) if chain == self._chain():
+                self._count(message.attempt)
+                self._ready[name] = Delivery(message.tokens, message.skipped)
+            case say.ProposalNotice(chain=chain) if chain == self._chain() and is_leader:
+                names = tuple(message.weights)
+                if names != tuple(site for site in self.sites.names if site in names):
+                    raise BadMessage("it proposes sites that are not this run's, or in another order")
+                self._work_on(Proposal(message.attempt, names), message.weights)
+            case say.SliceSummed() if self._assembly is not None:
+                self._assembly.hear_reduced(name, message)
+            case say.FilePiece() if self._assembly is not None:
+                self._assembly.take(name, message, data)
+            case say.NotThere() if self._assembly is not None:
+                self._assembly.gone(name, message)
 
     def _introduce(self, name: str) -> None:
         """Tell a site what it may have missed."""
-        self._links.tell(name, "at", **self._standing().to_json())
+        self._links.tell(name, say.StandingNotice(standing=self._recovery.standing()))
         if self.sites.me in self._ready:
-            self._links.tell(name, "ready", **self._my_ready())
+            self._links.tell(name, self._my_ready())
         if self._assembly is not None:
             if self._line is None and self._is_leader():
-                self._links.tell(name, "propose", **self._my_proposal())
+                self._links.tell(name, self._my_proposal(self._assembly.proposal))
             for part in self._assembly.summed:
-                self._links.tell(name, "reduced", **self._assembly.summary(part))
+                self._links.tell(name, self._assembly.summary(part))
 
-    def _note_at(self, name: str, message: Message) -> None:
+    def _note_at(self, name: str, its: Standing) -> None:
         """Note where a site stands."""
-        its = Standing.from_json(message)
+        if its.rounds > self.sites.rounds:
+            raise BadMessage(f"its ledger has {its.rounds} rounds, and the run {self.sites.rounds}")
         self._others.note(name, its)
         if its.rounds < self._number or its.adopts:
             self._has_lost_its_change(name)
         if its.rounds <= self.rounds:
-            mine = self._ledger.lines[its.rounds - 1].chain if its.rounds else ""
-            if its.chain != mine:
-                self._went_apart(name)
+            if its.chain != chain_of(self._ledger.lines[: its.rounds]):
+                self._recovery.went_apart(name)
             else:
                 self._others.apart.discard(name)
 
@@ -203,34 +201,27 @@ class Exchange:
         if self._assembly is not None and name in self._assembly.proposal.names:
             self._let_go()
 
-    def _went_apart(self, name: str) -> None:
-        """Give way to a site that has gone on without this one and otherwise, or leave that to it."""
-        self._others.apart.add(name)
-        its = self._others.standing(name)
-        if not self._adoption.is_under_way and gives_way(self.sites.me, self._standing(), name, its, self.sites.names):
-            self._events.write("site_gives_way", site=name, rounds=self.rounds, its_rounds=its.rounds)
-            self._adopt_from(name)
-
-    def _adopt_from(self, name: str) -> None:
-        self._adoption.begin(name, self._links.tell)
-        self._links.tell_all("at", **self._standing().to_json())
-
     def _take_line(self, name: str, line: Line) -> None:
         """Take the line of the round at hand; the average is fetched before it counts."""
+        if self._recovery.is_under_way:
+            self._recovery.hear_line(name, line)
+            return
         if line.round != self._number or self._line is not None:
             return
         if line.chained(self._chain()) != line.chain:
-            self._went_apart(name)
+            self._recovery.went_apart(name)
             return
+        is_sound = is_next(self.sites.shares, self._ledger.lines, line)
+        if not is_sound or len(line.sums) != slices_of(self.sites, self._number, len(line.tokens)).parts:
+            raise BadMessage(f"the line of round {line.round} does not follow from those before")
+        self._count(line.attempt)
         self._line, self._line_from = line, name
         proposal = Proposal(line.attempt, tuple(site for site in self.sites.names if site in line.tokens))
         self._work_on(proposal, self._weights_of(line.tokens))
 
-    def _serve(self, name: str, message: Message) -> None:
+    def _serve(self, name: str, wanted: say.PieceRequest) -> None:
         """Send a piece of something that this site has."""
-        what, number, start = str(message["what"]), int(message["round"]), int(message["start"])
-        at, size = int(message["at"]), min(int(message["bytes"]), PIECE_BYTES)
-        key = {"what": what, "round": number, "start": start}
+        what, number, start = wanted.what, wanted.round, wanted.start
         path, base = None, 0
         if what in ("average", "state"):
             self._kept.read(name, number)
@@ -243,20 +234,13 @@ class Exchange:
         elif what == "ledger":
             path = self._ledger.path
         elif what == "slice" and number == self._number and self._assembly is not None:
-            path, base = self._assembly.slice_file(int(message["attempt"]), start) or (None, 0)
-        try:
-            if path is None:
-                raise FileNotFoundError
-            with path.open("rb") as file:
-                file.seek(start + at - base)
-                data = file.read(size)
-            if len(data) < size:
-                raise FileNotFoundError  # another one lies there by now
-        except FileNotFoundError:
-            self._links.tell(name, "gone", **key)
+            path, base = self._assembly.slice_file(wanted.attempt, start) or (None, 0)
+        data = None if path is None else read_piece(path, start + wanted.at - base, wanted.bytes)
+        if data is None:
+            self._links.tell(name, say.NotThere(what=what, round=number, start=start))
             return
         self._sent_bytes += len(data)
-        self._links.tell(name, "data", data, **key, at=at)
+        self._links.tell(name, say.FilePiece(what=what, round=number, start=start, at=wanted.at), data)
 
     # ---- the round at hand --------------------------------------------------------------------------------------
 
@@ -277,17 +261,9 @@ class Exchange:
     def _tend(self) -> None:
         """Do what can be done now."""
         self._repeat()
-        self._adoption.offer(self._links.tell)
-        self._adoption.check(self._others.is_alive)
-        if self.sites.lost.exists() and self._links.sites and not self._adoption.is_under_way:
-            self._adopt_from(max(self._links.sites, key=lambda name: self._others.standing(name).rounds))
-        if self._adoption.is_under_way:
-            if self._adoption.tend(self._links.tell):
-                self._events.write("state_taken", rounds=self.rounds)
-                self._others.apart.clear()
-                self._begin()
-            return
-        if self._number >= self.sites.rounds:
+        if self._recovery.tend():
+            self._begin()
+        if self._recovery.is_under_way or self._number >= self.sites.rounds:
             return
         if self.sites.me not in self._ready:
             self._make_ready()
@@ -299,7 +275,7 @@ class Exchange:
         if self._line is not None:
             holder = self._others.holder(self._number)
             if self._assembly.is_lost and holder is not None:
-                self._adopt_from(holder)
+                self._recovery.adopt_from(holder)
                 return
             self._assembly.complete(self._line, holder)
         self._assembly.tend()
@@ -315,7 +291,7 @@ class Exchange:
         if self._line is None:
             if holder is not None and now - self._asked_s > REPEAT_S:
                 self._asked_s = now
-                self._links.tell(holder, "want_line", round=self._number)
+                self._links.tell(holder, say.LineRequest(round=self._number))
         elif holder is None and not self._others.is_alive(self._line_from):
             self._line = None  # who told it is gone: the others decide again
             self._let_go()
@@ -326,7 +302,7 @@ class Exchange:
             self._repeated_s = time.monotonic()
             for name in list(self._links.sites):
                 self._introduce(name)
-            self._adoption.again(self._links.tell)
+            self._recovery.again()
 
     def _make_ready(self) -> None:
         """Encode what the ranks changed, once it is there, and tell the others."""
@@ -345,7 +321,7 @@ class Exchange:
             self._ready[self.sites.me] = Delivery(int(about["tokens"]), skipped)
             self._ready_s = time.monotonic()
             fault("site_ready", step=self._number)
-            self._links.tell_all("ready", **self._my_ready())
+            self._links.tell_all(self._my_ready())
 
     def _lead(self) -> None:
         """Say who takes part, once all members are ready, or a quorum is and the others were waited for."""
@@ -360,8 +336,9 @@ class Exchange:
         elif not self._expected() <= set(here) and now - self._quorum_s < self.sites.run.sync.patience_s:
             return
         tokens = {name: self._ready[name].tokens for name in here}
-        self._work_on(Proposal(self._attempts + 1, tuple(here)), self._weights_of(tokens))
-        self._links.tell_all("propose", **self._my_proposal())
+        proposal = Proposal(self._attempts + 1, tuple(here))
+        self._work_on(proposal, self._weights_of(tokens))
+        self._links.tell_all(self._my_proposal(proposal))
 
     def _expected(self) -> set[str]:
         """Return the members of the round at hand, without those that were waited for in the last one and are gone."""
@@ -370,7 +347,7 @@ class Exchange:
 
     def _near(self) -> set[str]:
         """Return the sites whose ranks have nearly come to the round at hand."""
-        mine = self._standing()
+        mine = self._recovery.standing()
         return {name for name in self.sites.names if self._others.is_near(name, self._number, mine)}
 
     def _work_on(self, proposal: Proposal, weights: dict[str, int]) -> None:
@@ -379,10 +356,16 @@ class Exchange:
             at_hand = self._assembly.proposal
             if at_hand == proposal or (proposal.attempt < at_hand.attempt and self._line is None):
                 return
+        self._count(proposal.attempt)
         self._let_go()
-        self._attempts = max(self._attempts, proposal.attempt)
         self._weights = weights
         self._assembly = Assembly(self.sites, self._number, proposal, weights, self._links, self._pool)
+
+    def _count(self, attempt: int) -> None:
+        """Note that others are at this attempt at the round. Raises: BadMessage."""
+        if attempt > self._attempts + MOST_ATTEMPTS:
+            raise BadMessage(f"attempt {attempt}")
+        self._attempts = max(self._attempts, attempt)
 
     def _let_go(self) -> None:
         if self._assembly is not None:
@@ -392,7 +375,6 @@ class Exchange:
     def _agreed(self, assembly: Assembly) -> Line:
         """Return the line of the round: this site leads, and has all of the average."""
         names = assembly.proposal.names
-        extra: dict[str, Any] = distances(names, assembly.products, assembly.weights)
         return next_line(
             self.sites.shares,
             self._ledger.lines,
@@ -401,7 +383,7 @@ class Exchange:
             self._near(),
             assembly.proposal.attempt,
             [assembly.reduced[part].checksum for part in range(assembly.slices.parts)],
-            extra,
+            distances(names, assembly.products, assembly.weights),
         )
 
     def _finish(self, assembly: Assembly, line: Line) -> None:
@@ -413,8 +395,8 @@ class Exchange:
         with atomic_write(self.sites.traffic(line.round)) as file:
             file.write(json.dumps({"sent_bytes": sent, "received_bytes": received}).encode())
         self._ledger.append(line)
-        self._links.tell_all("line", line=line.to_json())
-        self._links.tell_all("at", **self._standing().to_json())
+        self._links.tell_all(say.LineNotice(line=line))
+        self._links.tell_all(say.StandingNotice(standing=self._recovery.standing()))
         left_out = sorted(set(self._members) - set(line.tokens))
         facts = {"participants": list(line.tokens), "left_out": left_out, "by": line.by}
         took_s = round(time.monotonic() - self._ready_s, 3) if self._ready_s else None
@@ -432,32 +414,17 @@ class Exchange:
         return weights_of(self._ledger.lines, tokens, self.sites.rounds_of_change(self._number))
 
     def _chain(self) -> str:
-        return "" if self._ledger.last is None else self._ledger.last.chain
+        return chain_of(self._ledger.lines)
 
-    def _standing(self) -> Standing:
-        """Return where this site stands."""
-        reached = 0
-        with suppress(OSError, ValueError):
-            reached = int(self.sites.reached.read_text())
-        adopts = self._adoption.is_under_way
-        return Standing(self.rounds, self._chain(), self._ledger.tokens, reached, adopts)
+    def _my_ready(self) -> say.ReadyNotice:
+        mine, number, attempt = self._ready[self.sites.me], self._number, self._attempts
+        return say.ReadyNotice(
+            round=number, chain=self._chain(), attempt=attempt, tokens=mine.tokens, skipped=mine.skipped
+        )  # fmt: skip
 
-    def _my_ready(self) -> dict[str, Any]:
-        mine = self._ready[self.sites.me]
-        return {
-            "round": self._number,
-            "tokens": mine.tokens,
-            "skipped": mine.skipped,
-            "attempt": self._attempts,
-            "chain": self._chain(),
-        }
-
-    def _my_proposal(self) -> dict[str, Any]:
-        assert self._assembly is not None
-        proposal = self._assembly.proposal
-        names = list(proposal.names)
-        facts = {"attempt": proposal.attempt, "names": names, "tokens": self._weights}
-        return {"round": self._number, "chain": self._chain(), **facts}
+    def _my_proposal(self, proposal: Proposal) -> say.ProposalNotice:
+        weights = {name: self._weights[name] for name in proposal.names}
+        return say.ProposalNotice(round=self._number, chain=self._chain(), attempt=proposal.attempt, weights=weights)
 
     def _show(self) -> None:
         """Leave for the ranks whom the round waits for."""

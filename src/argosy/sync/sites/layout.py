@@ -194,6 +194,11 @@ class Sites:
         return self.folder / "lost"
 
     @property
+    def damaged(self) -> Path:
+        """A file, there when the ranks have found a line of the ledger that is not what was written."""
+        return self.folder / "damaged"
+
+    @property
     def status(self) -> Path:
         """The file that says which sites are connected, and what is waited for."""
         return self.folder / "status.json"

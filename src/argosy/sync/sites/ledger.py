@@ -2,7 +2,8 @@
 
 Each site has the same lines in its `ledger.jsonl`. A line holds all that the next one depends on, so that a site that
 comes back needs no more than the last. `chain` is a checksum of the line and of all before it: two sites that have gone
-on without each other differ in it from the first round on that they disagree about.
+on without each other differ in it from the first round on that they disagree about, and a line that is not what was
+written does not go with it.
 """
 
 from __future__ import annotations
@@ -11,74 +12,63 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+from pydantic import Field, TypeAdapter
+
+from argosy.config.sites import SITE_NAME
 from argosy.data.order import Range
 from argosy.files import atomic_write
+from argosy.processes.messages import BadMessage, Count, WireRecord, decoded, encoded
 from argosy.sync.sites.deal import Shares, deal, merged
 
 NAME = "ledger.jsonl"
+SiteName = Annotated[str, Field(pattern=SITE_NAME, max_length=64)]
+Chain = Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
+"""Empty: of no line."""
+Tokens = Annotated[int, Field(ge=1, lt=2**53)]
+Crc = Annotated[int, Field(ge=0, lt=2**32)]
+Ranges = list[tuple[Count, Count]]
+AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
+"""Not finite if a site's weights are not."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(WireRecord, ser_json_inf_nan="constants"):
     """What was agreed on in a round."""
 
-    round: int
+    round: Count
     """Counted from 0."""
-    by: str
+    by: SiteName
     """The site that decided."""
-    tokens: dict[str, int]
+    tokens: dict[SiteName, Tokens]
     """Tokens that each site that took part trained on in the round: the weight of its change."""
-    samples: dict[str, list[Range]]
+    samples: dict[SiteName, Ranges]
     """The samples of the sites that took part."""
-    skipped: dict[str, list[Range]]
+    skipped: dict[SiteName, Ranges]
     """Those of them that no update was made from, because of bad steps."""
-    members: list[str]
+    members: list[SiteName]
     """The sites that the round that this line deals out is dealt out to."""
-    dealt: dict[str, list[Range]] | None
+    dealt: dict[SiteName, Ranges] | None
     """The samples of the next round (`Shares.ahead`: or the one after it); None: each site its own share of it."""
-    returned: list[Range]
+    returned: Ranges
     """Samples that are still to be handed out: sites that did not deliver had them."""
-    attempt: int
-    sums: list[int]
+    attempt: Count
+    sums: list[Crc]
     """CRC-32 of each slice of the average."""
-    chain: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """What was measured: `norms`, `cosines`; not part of the chain."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Line:
-        """Return the line whose `to_json` this is. Raises: KeyError, TypeError, ValueError if it is none."""
-
-        def by_site(value: Mapping[str, Any]) -> dict[str, list[Range]]:
-            return {str(name): [(int(a), int(b)) for a, b in ranges] for name, ranges in value.items()}
-
-        return cls(
-            round=int(record["round"]),
-            by=str(record["by"]),
-            tokens={str(name): int(n) for name, n in record["tokens"].items()},
-            samples=by_site(record["samples"]),
-            skipped=by_site(record["skipped"]),
-            members=[str(name) for name in record["members"]],
-            dealt=None if record["dealt"] is None else by_site(record["dealt"]),
-            returned=[(int(a), int(b)) for a, b in record["returned"]],
-            attempt=int(record["attempt"]),
-            sums=[int(n) for n in record["sums"]],
-            chain=str(record["chain"]),
-            extra=dict(record["extra"]),
-        )
+    chain: Chain = ""
+    extra: dict[Literal["norms", "spread", "cosines"], dict[str, AnyFloat]] = {}
+    """What was measured; not part of the chain."""
 
     def chained(self, before: str) -> str:
         """Return the chain after this line, given the one before it."""
-        record = {key: value for key, value in self.to_json().items() if key not in ("chain", "extra")}
+        record = self.model_dump(mode="json", exclude={"chain", "extra"})
         return hashlib.sha256((before + json.dumps(record, sort_keys=True)).encode()).hexdigest()[:16]
+
+
+LINE: TypeAdapter[Line] = TypeAdapter(Line)
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,7 @@ def next_line(
     present: Collection[str],
     attempt: int,
     sums: Sequence[int],
-    extra: Mapping[str, Any],
+    extra: Mapping[Literal["norms", "spread", "cosines"], Mapping[str, float]],
 ) -> Line:
     """Return the line of the round after `lines`, in which the sites of `delivered` took part.
 
@@ -123,9 +113,21 @@ def next_line(
         returned=left,
         attempt=attempt,
         sums=list(sums),
-        extra=dict(extra),
+        extra={key: dict(values) for key, values in extra.items()},
     )
-    return Line(**{**line.__dict__, "chain": line.chained("" if last is None else last.chain)})
+    return line.model_copy(update={"chain": line.chained(chain_of(lines))})
+
+
+def chain_of(lines: Sequence[Line]) -> str:
+    """Return the chain after these lines."""
+    return lines[-1].chain if lines else ""
+
+
+def is_next(shares: Shares, lines: Sequence[Line], line: Line) -> bool:
+    """Return True if `line` is what `next_line` returns after `lines` for those whom it names, one at least."""
+    delivered = {name: Delivery(tokens, line.skipped.get(name, [])) for name, tokens in line.tokens.items()}
+    facts = delivered, line.members, line.attempt, line.sums, line.extra
+    return bool(delivered) and line.by in shares.names and line == next_line(shares, lines, line.by, *facts)
 
 
 def dealt_in(shares: Shares, lines: Sequence[Line], number: int) -> dict[str, list[Range]]:
@@ -150,18 +152,18 @@ def weights_of(lines: Sequence[Line], tokens: Mapping[str, int], rounds: int) ->
     return weights
 
 
-def _text(line: Line) -> bytes:
-    return json.dumps(line.to_json(), separators=(",", ":")).encode() + b"\n"
-
-
 class Ledger:
     """A site's ledger, in its folder."""
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
         self.lines: list[Line] = []
+        """Those up to the first that is damaged."""
         self.tokens = 0
         """Tokens that it counts, of all sites."""
+        self.damage = ""
+        """Which line of the file is not what was written, in words; empty if all are."""
+        self._rest: list[bytes] = []
         self._read_bytes = 0
         self._file_id: tuple[int, int] | None = None
         self.refresh()
@@ -177,6 +179,21 @@ class Ledger:
         """The newest line."""
         return self.lines[-1] if self.lines else None
 
+    @property
+    def rounds(self) -> int:
+        """Rounds that the file has a line of, damaged ones too."""
+        return len(self.lines) + len(self._rest)
+
+    def beyond_damage(self) -> dict[int, Line]:
+        """Return the lines after the first that is damaged, by the round that they name, as far as they can be read."""
+        found: dict[int, Line] = {}
+        for text in self._rest[1:]:
+            with suppress(BadMessage):
+                line = decoded(text, LINE)
+                if line.round <= self.rounds:  # else that is what is damaged in it
+                    found[line.round] = line
+        return found
+
     def refresh(self) -> None:
         """Read what was written since; a last line that is cut off is left out."""
         try:
@@ -190,23 +207,33 @@ class Ledger:
         except FileNotFoundError:
             self._forget()
             return
-        whole = data[: data.rfind(b"\n") + 1]
-        for text in whole.splitlines():
-            line = Line.from_json(json.loads(text))
-            if line.round != len(self.lines):
-                break
+        texts = data.split(b"\n")[:-1]
+        self.damage, self._rest = "", []
+        for at, text in enumerate(texts):
+            try:
+                line = checked_line(self.lines, text)
+            except BadMessage as problem:
+                self.damage = f"line {len(self.lines) + 1} of {self.path} is not what was written ({problem})"
+                self._rest = texts[at:]
+                return
             self.lines.append(line)
             self.tokens += sum(line.tokens.values())
-        self._read_bytes += len(whole)
+            self._read_bytes += len(text) + 1
+
+    def read_again(self) -> None:
+        """Read the whole file again: what was read of it before may have changed since."""
+        self._file_id = None
+        self.refresh()
 
     def append(self, line: Line) -> None:
         """Add the next line, on the disk when this returns."""
         self.refresh()
         assert line.round == len(self.lines), f"round {line.round} after {len(self.lines)} rounds"
+        assert not self.damage, self.damage
         with self.path.open("r+b" if self.path.exists() else "w+b") as file:
             file.truncate(self._read_bytes)  # what was cut off
             file.seek(0, os.SEEK_END)
-            file.write(_text(line))
+            file.write(encoded(line) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         self.refresh()
@@ -222,9 +249,19 @@ class Ledger:
             aside = self.path.with_name(f"ledger-discarded-{len(self.lines)}-{self.lines[-1].chain}.jsonl")
             aside.write_bytes(self.path.read_bytes())
         with atomic_write(self.path) as file:
-            file.write(b"".join(_text(line) for line in lines))
-        self._file_id = None
-        self.refresh()
+            file.write(b"".join(encoded(line) + b"\n" for line in lines))
+        self.read_again()
 
     def _forget(self) -> None:
         self.lines, self.tokens, self._read_bytes = [], 0, 0
+        self.damage, self._rest = "", []
+
+
+def checked_line(lines: Sequence[Line], text: bytes) -> Line:
+    """Return the line that follows `lines` from the text that was written of it. Raises: BadMessage if it is none."""
+    line = decoded(text, LINE)
+    if line.round != len(lines):
+        raise BadMessage(f"it is of round {line.round}")
+    if line.chained(chain_of(lines)) != line.chain:
+        raise BadMessage("its checksum is another")
+    return line

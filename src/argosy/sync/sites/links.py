@@ -12,12 +12,15 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Generic
+
+from pydantic import TypeAdapter
 
 from argosy.processes.connection import FRAME_BYTES, Address, Connection, call
 from argosy.processes.handshake import call as called
 from argosy.processes.handshake import listen
-from argosy.sync.sites.messages import VERSION, Malformed, Message, packed, unpacked
+from argosy.processes.messages import BadMessage, WireRecord
+from argosy.sync.sites.messages import M, SiteHello, SitePing, SiteRefused, packed, unpacked
 
 PING_S = 1.0
 SILENT_S = 10.0
@@ -27,8 +30,10 @@ AGAIN_S, REFUSED_AGAIN_S = 1.0, 5.0
 """How long after a failed call the next one is made; and after a refusal."""
 MOST_STRANGERS = 16
 """Connections that have not said who they are."""
+MOST_REFUSALS = 256
+"""So many refusals are told, each once; a run lasts for months, and whoever reaches the port can be refused."""
 SAME_KEYS = "all sites need the same secret (ARGOSY_SECRET_FILE) and the same sync.tls"
-Hello = Callable[[], dict[str, Any]]
+Hello = Callable[[], SiteHello]
 """Returns what this site says of itself."""
 Refused = Callable[[str, str], None]
 """Hears who was refused, here or there, and why."""
@@ -37,7 +42,7 @@ Refused = Callable[[str, str], None]
 class Link:
     """One connection. `name`: the site at the other end, once it has said it."""
 
-    def __init__(self, connected: socket.socket, where: str, name: str, links: Links):
+    def __init__(self, connected: socket.socket, where: str, name: str, links: Links[M]):
         self.where, self.name, self.expected = where, "", name
         self.since_s = self.heard_s = time.monotonic()
         self.has_said_hello = False
@@ -46,14 +51,14 @@ class Link:
         else:
             self.connection = Connection(connected, listen(links.secret), links.selector, self, links.server_tls)
 
-    def send(self, kind: str, data: bytes | memoryview = b"", /, **facts: Any) -> None:
+    def send(self, message: WireRecord, data: bytes = b"") -> None:
         """Send a message, at once or later."""
-        frame = packed(kind, data, **facts)
+        frame = packed(message, data)
         assert len(frame) <= FRAME_BYTES
         self.connection.send(frame, is_bulk=bool(data))
 
 
-class Links:
+class Links(Generic[M]):
     """All connections of a site."""
 
     def __init__(
@@ -63,14 +68,17 @@ class Links:
         listener: socket.socket,
         secret: bytes,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
+        kinds: TypeAdapter[M],
         hello: Hello,
         refused: Refused,
     ):
         """addresses: of all sites, in order. tls: what encrypts the end that calls, and the one that is called.
 
-        What `hello` says as "run" and "model" must be the same at both ends.
+        kinds: the messages that sites send each other, with `SiteHello`, `SiteRefused` and `SitePing`. refused: called
+        once for each reason, of who is called by name or by host.
         """
-        self.me, self.secret, self._hello, self._refused = me, secret, hello, refused
+        self.me, self.secret, self._kinds, self._hello, self._refused = me, secret, kinds, hello, refused
+        self._told: set[tuple[str, str]] = set()
         self.client_tls: ssl.SSLContext | None = None if tls is None else tls[0]
         self.server_tls: ssl.SSLContext | None = None if tls is None else tls[1]
         names = list(addresses)
@@ -89,9 +97,9 @@ class Links:
         """When each was heard last; at the beginning, now."""
         self._pinged_s = 0.0
 
-    def turn(self, timeout_s: float) -> list[tuple[str, Message]]:
-        """Wait for something to happen, up to `timeout_s`. Return what the sites said: a "hello" comes first."""
-        heard: list[tuple[str, Message]] = []
+    def turn(self, timeout_s: float) -> list[tuple[str, M, bytes]]:
+        """Wait for something to happen, up to `timeout_s`. Return what the sites said: a `SiteHello` comes first."""
+        heard: list[tuple[str, M, bytes]] = []
         for key, _ in self.selector.select(timeout_s):
             if key.fileobj is self._listener:
                 self._accept()
@@ -101,15 +109,20 @@ class Links:
         self._look_after(time.monotonic())
         return heard
 
-    def tell(self, name: str, kind: str, data: bytes | memoryview = b"", /, **facts: Any) -> None:
+    def tell(self, name: str, message: WireRecord, data: bytes = b"") -> None:
         """Send a site a message, if it is connected."""
         if (link := self.sites.get(name)) is not None:
-            link.send(kind, data, **facts)
+            link.send(message, data)
 
-    def tell_all(self, kind: str, **facts: Any) -> None:
+    def tell_all(self, message: WireRecord) -> None:
         """Send all connected sites a message."""
         for name in list(self.sites):
-            self.tell(name, kind, **facts)
+            self.tell(name, message)
+
+    def refuse(self, name: str, why: str) -> None:
+        """End the connection to a site that says what it must not."""
+        if (link := self.sites.get(name)) is not None:
+            self._refuse(link, why)
 
     def close(self) -> None:
         """End all of them."""
@@ -120,13 +133,13 @@ class Links:
 
     def _accept(self) -> None:
         try:
-            connected, (host, port, *_) = self._listener.accept()
+            connected, (host, *_) = self._listener.accept()
         except OSError:
             return
         strangers = [link for link in self._links if not link.name and not link.expected]
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
-        self._begin(Link(connected, f"{host}:{port}", "", self))
+        self._begin(Link(connected, host, "", self))  # each connection has a port of its own
 
     def _call(self) -> None:
         now = time.monotonic()
@@ -137,50 +150,43 @@ class Links:
                     answered = self._calls.pop(name)
                     self._next_call_s[name] = now + AGAIN_S
                     if answered.exception() is None:
-                        self._begin(Link(answered.result(), f"{address[0]}:{address[1]}", name, self))
+                        self._begin(Link(answered.result(), address[0], name, self))
             elif name not in under_way and now >= self._next_call_s[name]:
                 self._calls[name] = call(address)
 
     def _begin(self, link: Link) -> None:
         self._links.append(link)
 
-    def _hear(self, link: Link) -> list[tuple[str, Message]]:
+    def _hear(self, link: Link) -> list[tuple[str, M, bytes]]:
         frames = link.connection.take()
         if link.connection.is_proven and not link.has_said_hello and not link.connection.problem:
             link.has_said_hello = True
-            link.send("hello", version=VERSION, site=self.me, **self._hello())
-        heard: list[tuple[str, Message]] = []
+            link.send(self._hello())
+        heard: list[tuple[str, M, bytes]] = []
         for frame in frames:
             link.heard_s = time.monotonic()
             try:
-                message = unpacked(frame)
-                if not link.name and (problem := self._problem(link, message)) is not None:
-                    self._refuse(link, problem)
-                    return heard
-                heard.append((link.name, message))
-            except (Malformed, KeyError, TypeError, ValueError) as problem_of_it:
+                message, data = unpacked(frame, self._kinds)
+            except BadMessage as problem_of_it:
                 self._refuse(link, f"what it says is no message ({problem_of_it})")
                 return heard
+            if (problem := self._problem(link, message)) is not None:
+                self._refuse(link, problem)
+                return heard
+            if not isinstance(message, SitePing):
+                heard.append((link.name, message, data))
             self.heard_s[link.name] = link.heard_s
-        return [said for said in heard if said[1]["kind"] != "ping"]
+        return heard
 
-    def _problem(self, link: Link, message: Message) -> str | None:
-        """Admit the site that says hello, or return why it is not admitted."""
-        if message["kind"] == "refused":
-            return f"it refuses this site: {message['why']}"
-        if message["kind"] != "hello":
+    def _problem(self, link: Link, message: M) -> str | None:
+        """Admit the site that says hello, or return why it is not admitted, or is no longer heard."""
+        if isinstance(message, SiteRefused):
+            return f"it refuses this site: {message.why}"
+        if link.name:
+            return None
+        if not isinstance(message, SiteHello):
             return "it says no hello"
-        mine, name = self._hello(), str(message["site"])
-        if message["version"] != VERSION:
-            return f"it speaks version {message['version']} of the exchange, and this site {VERSION}: use one version"
-        if message["model"] != mine["model"]:
-            return f"it trains another model ({message['model']}, here {mine['model']}): use the same model section"
-        if message["run"] != mine["run"]:
-            return (
-                f"it is of another run ({message['run']}, here {mine['run']}): all sites need the same run file, with "
-                "the same train.steps, seed, data, batches, optimizer and sync, that of the plan too"
-            )
-        return self._admit(link, name)
+        return _of_another_run(self._hello(), message) or self._admit(link, message.site)
 
     def _admit(self, link: Link, name: str) -> str | None:
         if name != link.expected and (link.expected or name not in self._awaits):
@@ -193,8 +199,11 @@ class Links:
 
     def _refuse(self, link: Link, why: str) -> None:
         if not why.startswith("it refuses") and link.connection.is_proven:
-            link.send("refused", why=why)
-        self._refused(link.name or link.expected or link.where, why)
+            link.send(SiteRefused(why=why))
+        who = link.name or link.expected or link.where
+        if (who, why) not in self._told and len(self._told) < MOST_REFUSALS:
+            self._told.add((who, why))
+            self._refused(who, why)
         if link.expected:
             self._next_call_s[link.expected] = time.monotonic() + REFUSED_AGAIN_S
         self._drop(link)
@@ -202,7 +211,7 @@ class Links:
     def _look_after(self, now: float) -> None:
         if now - self._pinged_s > PING_S:
             self._pinged_s = now
-            self.tell_all("ping")
+            self.tell_all(SitePing())
         for link in list(self._links):
             if link.connection.problem:
                 if link.connection.is_stranger:
@@ -218,3 +227,16 @@ class Links:
             self._links.remove(link)
         if self.sites.get(link.name) is link:
             del self.sites[link.name]
+
+
+def _of_another_run(mine: SiteHello, its: SiteHello) -> str | None:
+    if its.version != mine.version:
+        return f"it speaks version {its.version} of the exchange, and this site {mine.version}: use one version"
+    if its.model != mine.model:
+        return f"it trains another model ({its.model}, here {mine.model}): use the same model section"
+    if its.run != mine.run:
+        return (
+            f"it is of another run ({its.run}, here {mine.run}): all sites need the same run file, with "
+            "the same train.steps, seed, data, batches, optimizer and sync, that of the plan too"
+        )
+    return None

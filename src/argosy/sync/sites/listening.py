@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from argosy.config.address import host_and_port, interface_of
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
@@ -16,6 +18,7 @@ from argosy.processes.connection import Address
 from argosy.processes.secret import secret_of
 from argosy.sync.sites.keys import contexts
 from argosy.sync.sites.links import Hello, Links, Refused
+from argosy.sync.sites.messages import M
 
 BIND_S = 10.0
 """The port is tried for this long: the process that had it before may not have let go of it."""
@@ -34,10 +37,10 @@ def _listener_at(address: Address) -> socket.socket:
             time.sleep(0.2)
 
 
-def open_links(run: RunConfig, me: str, folder: Path) -> Callable[[Hello, Refused], Links]:
+def open_links(run: RunConfig, me: str, folder: Path, kinds: TypeAdapter[M]) -> Callable[[Hello, Refused], Links[M]]:
     """Listen where the site `me` is called, and return what makes its `Links`. Raises: UserError.
 
-    folder: where the secret of the run is.
+    folder: where the secret of the run is. kinds: the messages of the sites.
     """
     secret = secret_of(folder)
     tls = contexts(secret) if run.sync.tls else None
@@ -50,4 +53,4 @@ def open_links(run: RunConfig, me: str, folder: Path) -> Callable[[Hello, Refuse
             f"sites: {me} cannot listen at {host}:{port} ({os.strerror(problem.errno or 0)}). Is the run training "
             "there already? Else end the program that has the port, or give the site another address."
         ) from None
-    return partial(Links, me, addresses, listener, secret, tls)
+    return partial(Links, me, addresses, listener, secret, tls, kinds)

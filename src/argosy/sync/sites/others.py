@@ -6,6 +6,7 @@ import time
 
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.links import Links
+from argosy.sync.sites.messages import FromSite
 from argosy.sync.sites.standing import Standing
 
 BEHIND = 1
@@ -15,7 +16,7 @@ BEHIND = 1
 class Others:
     """The other sites, as one of them sees them."""
 
-    def __init__(self, sites: Sites, links: Links):
+    def __init__(self, sites: Sites, links: Links[FromSite]):
         self._sites, self._links = sites, links
         self._standings: dict[str, Standing] = {}
         self.apart: set[str] = set()

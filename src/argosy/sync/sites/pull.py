@@ -7,11 +7,11 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from argosy.files import sync
+from argosy.processes.messages import WireRecord
+from argosy.sync.sites.messages import PIECE_BYTES, PieceRequest, Source
 
-PIECE_BYTES = 1 << 18
 AHEAD_BYTES = 1 << 23
 """Bytes that are asked for before they come: what a link of 1 Gbit/s and 60 ms holds."""
 
@@ -20,17 +20,12 @@ AHEAD_BYTES = 1 << 23
 class Wanted:
     """Bytes that another site has."""
 
-    what: str
-    """sent: its change; slice: a slice of the average, which it has summed; average; state; ledger."""
+    what: Source
     round: int
     attempt: int
     start: int
     """First byte within the whole."""
     size: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return {"what": self.what, "round": self.round, "attempt": self.attempt, "start": self.start, "size": self.size}
 
 
 class Pull:
@@ -57,11 +52,14 @@ class Pull:
         """Bytes that were asked for and have not come."""
         return self._asked - self.received
 
-    def ask(self, send: Callable[..., None], others: int = 0) -> None:
-        """Ask for as much as may be under way. `send(kind, **facts)`. others: bytes of other transfers that are."""
+    def ask(self, send: Callable[[WireRecord], None], others: int = 0) -> None:
+        """Ask for as much as may be under way. others: bytes of other transfers that are."""
+        of = self.wanted
         while self._asked < self.wanted.size and self.under_way + others < AHEAD_BYTES:
             size = min(PIECE_BYTES, self.wanted.size - self._asked)
-            send("get", **self.wanted.to_json(), at=self._asked, bytes=size)
+            send(PieceRequest(
+                what=of.what, round=of.round, attempt=of.attempt, start=of.start, at=self._asked, bytes=size
+            ))  # fmt: skip
             self._asked += size
 
     def take(self, at: int, data: bytes) -> None:
@@ -95,3 +93,14 @@ class Pull:
         self._file.truncate(0)
         self._file.seek(0)
         self.received = self._asked = 0
+
+
+def read_piece(path: Path, at: int, size: int) -> bytes | None:
+    """Return `size` bytes of a file, from byte `at` on; None if it is not there, or ends before them."""
+    try:
+        with path.open("rb") as file:
+            file.seek(at)
+            data = file.read(size)
+    except OSError:
+        return None
+    return data if len(data) == size else None

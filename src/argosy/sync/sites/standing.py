@@ -7,35 +7,25 @@ state, and what a ledger counts only grows: so two sites never give way to each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+
+from argosy.processes.messages import Count, WireRecord
+from argosy.sync.sites.ledger import Chain
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(WireRecord):
     """How far a site has come."""
 
-    rounds: int = 0
+    rounds: Count = 0
     """Rounds in its ledger."""
-    chain: str = ""
+    chain: Chain = ""
     """Checksum of its ledger."""
-    tokens: int = 0
+    tokens: Count = 0
     """Tokens that its ledger counts, of all sites."""
-    reached: int = 0
+    reached: Count = 0
     """Rounds that its ranks have made; they train in the next one, or wait for it."""
     adopts: bool = False
-    """True while it is to take over another site's state: it decides nothing."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, message: Mapping[str, Any]) -> Standing:
-        """Return what `to_json` made. Raises: KeyError, TypeError, ValueError if it is none."""
-        numbers = {key: int(message[key]) for key in ("rounds", "tokens", "reached")}
-        return cls(chain=str(message["chain"]), adopts=bool(message["adopts"]), **numbers)
+    """True while it is to take over another site's state, or lines of its ledger: it decides nothing."""
 
 
 def gives_way(me: str, mine: Standing, other: str, its: Standing, names: Sequence[str]) -> bool:
