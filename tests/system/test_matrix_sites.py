@@ -103,6 +103,23 @@ def test_the_others_go_on_without_a_site_and_it_comes_back(sites: Callable[..., 
     run.same_weights()
 
 
+def test_a_site_whose_ledger_has_a_flipped_bit_takes_the_line_of_another(sites: Callable[..., SitesOfARun]) -> None:
+    run = sites(names="AB", steps=8 * H, is_paced=True)
+    processes = {name: run.start(name) for name in run.names}
+    run.wait(lambda: all(len(run.ledger(name).lines) >= 3 for name in run.names))
+    run.kill(processes["A"])
+    path = run.ledger("A").path
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.index(b'"round"') + 3] ^= 1
+    path.write_bytes(damaged)
+    run.start("A")
+    run.wait(lambda: any(event["event"] == "ledger_mended" for event in run.events("A")))
+    run.end()
+    assert not any(event["event"] in ("exchange_died", "state_taken") for event in run.events("A"))
+    assert all(list(line.tokens) == ["A", "B"] for line in run.check_ledger().lines)
+    run.same_weights()
+
+
 def test_a_site_whose_folder_is_lost_takes_the_state_of_another(sites: Callable[..., SitesOfARun]) -> None:
     run = sites(names="ABC", steps=40 * H, sync={"patience_s": 5.0}, is_paced=True)
     options = ("--train.global-batch", 12, "--checkpoint.every-steps", 6)
