@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from argosy.config.data import CacheConfig
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
-from argosy.data.stores.store import Store, is_url, words
+from argosy.data.stores.store import Store, Unreachable, is_url, words
 from argosy.errors import UserError
 from object_store import KEYS, ObjectStore, Proxy, environment, needs_server
 
@@ -57,6 +59,48 @@ def test_a_long_error_is_one_short_line() -> None:
     assert words(OSError(f"{text}, retry_timeout: 30s  - HTTP error: error sending request\nmore")) == (
         "Generic S3 error: GET http://h/x: HTTP error: error sending request"
     )
+
+
+@needs_server
+def test_an_outage_is_no_damage_whatever_the_names(tmp_path: Path) -> None:
+    server = ObjectStore(tmp_path / "log")
+    name = "train-00416.bin"
+    try:
+        with environment(server.endpoint):
+            store = Store("s3://data/Range-416-NoSuchBucket")
+            store.put(name, b"12345")
+            assert store.get_range(name, 1, 3) == b"23"
+            for start in (3, 10):
+                with pytest.raises(FileNotFoundError, match=rf"{name}: has no bytes {start} to 20"):
+                    store.get_range(name, start, 20)
+    finally:
+        server.stop()
+    with environment(server.endpoint), pytest.raises(Unreachable, match="error sending request"):
+        Store("s3://data/Range-416-NoSuchBucket").get_range(name, 1, 3)
+
+
+def test_bytes_behind_the_end_of_a_file_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "train-00000.bin").write_bytes(b"12345")
+    with pytest.raises(FileNotFoundError, match="has no bytes 10 to 20"):
+        Store(tmp_path.as_uri()).get_range("train-00000.bin", 10, 20)
+
+
+def test_a_server_that_sends_no_parts_of_files_is_refused() -> None:
+    class WholeFiles(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "5")
+            self.end_headers()
+            self.wfile.write(b"12345")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), WholeFiles) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(UserError, match="Use a server that serves parts of files"):
+            Store(f"http://127.0.0.1:{server.server_port}/web").get_range("train-00000.bin", 1, 3)
+        server.shutdown()
 
 
 @needs_server

@@ -20,6 +20,11 @@ CONNECT_S, ANSWER_S = 5, 30
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/(?=[^/])")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_TOO_SHORT = re.compile(
+    r"Generic \w+ error: (Requested range was invalid"
+    r"|Error performing GET \S+ in [^-]*- Server returned non-2xx status code: 416 )"
+)
+"""The first words of an error for bytes behind an object's end; the URL it quotes says nothing."""
 _ATTEMPTS = re.compile(r" in [0-9.]+[mµn]?s(, after \d+ retries, max_retries: \d+, retry_timeout: \w+)? +- +")
 _WRONG_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthFailure")
 
@@ -95,7 +100,7 @@ class Store:
         try:
             data = bytes(self._store.get_range(name, start=start, end=stop))
         except Exception as problem:
-            if "Range" in str(problem)[:400] or "416" in str(problem)[:400]:  # of the object's length
+            if _TOO_SHORT.match(str(problem)):
                 raise FileNotFoundError(f"{self.url}/{name}: has no bytes {start} to {stop}") from None
             self._raise_unless_absent(problem)
             raise FileNotFoundError(f"{self.url}/{name}: is missing") from None
@@ -140,7 +145,7 @@ class Store:
         code = (_CODE.search(str(problem)) or ["", ""])[1]
         if isinstance(problem, ArgosyError | AssertionError):
             raise problem
-        if code == "NoSuchBucket" or "NoSuchBucket" in str(problem):
+        if code == "NoSuchBucket":
             raise UserError(f"{self._named}{self.url}: there is no such bucket. Name one that exists.") from None
         if code in _WRONG_KEYS or isinstance(problem, exceptions.UnauthenticatedError):
             raise UserError(
@@ -152,6 +157,11 @@ class Store:
             raise UserError(
                 f"{self._named}{self.url}: no permission ({code or 'forbidden'}). Give the account the right to list "
                 "the bucket and to read its objects (s3:ListBucket, s3:GetObject; to write there, s3:PutObject)."
+            ) from None
+        if isinstance(problem, exceptions.NotSupportedError):
+            raise UserError(
+                f"{self._named}{self.url}: {words(problem)}. Use a server that serves parts of files, or copy the "
+                "folder here."
             ) from None
         if isinstance(problem, exceptions.NotFoundError | FileNotFoundError):
             return
