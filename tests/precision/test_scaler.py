@@ -31,6 +31,16 @@ def test_scale_does_not_fall_below_its_floor():
     assert scaler.scale == 2.0 and scaler.is_at_floor
 
 
+def test_scale_does_not_rise_above_its_ceiling_nor_resume_there():
+    higher, scaler = (LossScaler(4.0, growth_steps=1, ceiling=ceiling) for ceiling in (64.0, 16.0))
+    for _ in range(9):
+        higher.update(1.0)
+        scaler.update(1.0)
+    assert (higher.scale, scaler.scale) == (64.0, 16.0)
+    scaler.load_state(higher.state())
+    assert scaler.scale == 16.0
+
+
 def test_resumed_scaler_grows_when_the_first_would_have():
     first, resumed = LossScaler(growth_steps=4), LossScaler(growth_steps=4)
     for _ in range(3):

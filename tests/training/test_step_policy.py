@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from argosy.errors import RunFailed
+from argosy.precision.scaler import LossScaler
 from argosy.training.bad_steps import Action
 from argosy.training.step import Requests, StepOutcome
 from argosy.training.step_policy import MOST_RETRIES
@@ -45,6 +46,26 @@ def test_an_overflow_halves_the_loss_scale_and_is_no_bad_step(trainer, monkeypat
     for _ in range(2):
         assert made.policy.decide(replace(GOOD, gradient_norm=math.inf)) is Action.RETRY
     assert made.state.scaler.scale == before / 4
+
+
+def test_a_step_that_overflows_at_every_loss_scale_is_skipped(trainer, monkeypatch):
+    monkeypatch.setattr("argosy.training.records.matmul_peak_flops", lambda *_: 1e9)
+    made = trainer("precision=fp16")
+    made.state.scaler = LossScaler(2.0 ** (MOST_RETRIES + 4))
+    overflow, actions = replace(GOOD, gradient_norm=math.inf), []
+    while Action.SKIP not in actions:
+        actions.append(made.decide(overflow))
+        made.drop_step(overflow, actions[-1])
+    assert len(actions) == MOST_RETRIES + 4 + 2, "each halving, once more as any bad step, and then it is skipped"
+
+
+def test_a_loss_that_is_not_finite_is_a_bad_step_whatever_the_loss_scale(trainer, monkeypatch):
+    monkeypatch.setattr("argosy.training.records.matmul_peak_flops", lambda *_: 1e9)
+    made = trainer("precision=fp16")
+    before = made.state.scaler.scale
+    bad = replace(GOOD, loss=math.nan, gradient_norm=math.nan)
+    assert [made.decide(bad) for _ in range(2)] == [Action.RETRY, Action.SKIP]
+    assert made.state.scaler.scale == before
 
 
 def test_a_step_that_is_dropped_leaves_the_state_as_it_was(trainer):

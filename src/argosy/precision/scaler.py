@@ -16,10 +16,10 @@ class LossScaler:
     and not part of the state: a run that continues in another precision starts with its own scale.
     """
 
-    def __init__(self, scale: float = 2.0**16, growth_steps: int = 2000, floor: float = 1.0):
+    def __init__(self, scale: float = 2.0**16, growth_steps: int = 2000, floor: float = 1.0, ceiling: float = 2.0**24):
         self.scale = scale
         """The factor of the loss, and the divisor of the gradients and their norm."""
-        self._growth_steps, self._floor = growth_steps, floor
+        self._growth_steps, self._floor, self._ceiling = growth_steps, floor, ceiling
         self._good_steps = 0
 
     def update(self, gradient_norm: float) -> bool:
@@ -33,7 +33,7 @@ class LossScaler:
             return False
         self._good_steps += 1
         if self._good_steps == self._growth_steps:
-            self.scale *= 2
+            self.scale = min(self.scale * 2, self._ceiling)
             self._good_steps = 0
         return True
 
@@ -55,4 +55,5 @@ class LossScaler:
         """Restore what `state` returned."""
         if not self._growth_steps:
             return
-        self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
+        self.scale = min(float(state["scale"]), self._ceiling)
+        self._good_steps = int(state["good_steps"])

@@ -11,7 +11,7 @@ from argosy.training.restore import Restorer
 from argosy.training.step import StepOutcome
 
 MOST_RETRIES = 20
-"""How often a step is done again with the same samples: a loss scale is found in fewer."""
+"""How often a step is done again with the same samples and at the same loss scale."""
 
 
 class StepPolicy:
@@ -27,8 +27,10 @@ class StepPolicy:
         step, scaler = self._state.step, self._state.scaler
         if outcome.replicas_differ or outcome.requests.quarantine or outcome.requests.retry:
             return Action.RETRY
-        if not math.isfinite(outcome.gradient_norm) and not scaler.is_at_floor:
+        overflows = math.isfinite(outcome.loss) and not math.isfinite(outcome.gradient_norm)  # no scale is in the loss
+        if overflows and not scaler.is_at_floor:
             scaler.update(outcome.gradient_norm)
+            self._retries = 0
             self._records.tell("loss_scale", step=step, scale=scaler.scale)
             return Action.RETRY
         action, bad = self._bad_steps.decide(step, outcome.loss, outcome.gradient_norm)
