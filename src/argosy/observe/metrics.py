@@ -42,6 +42,11 @@ class Metrics:
         steps = (record for record in from_the_end(self.path) if "loss" in record)
         return list(islice(steps, count))[::-1]
 
+    def newest(self, key: str, before: int, among: int) -> dict[str, Any] | None:
+        """Return the newest record with `key` of the `among` steps before `before`; None if there is none."""
+        last = takewhile(lambda record: record["step"] >= before - among, from_the_end(self.path))
+        return next((record for record in last if record["step"] < before and key in record), None)
+
     def has(self, step: int, key: str) -> bool:
         """Return True if any record of `step`, which is among the last ones, has `key`."""
         last = takewhile(lambda record: record["step"] >= step, from_the_end(self.path))
