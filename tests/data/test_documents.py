@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import tracemalloc
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ def test_compressed_files_are_read_alike(write: Any) -> None:
     frames = zstandard.compress(data[:17]) + zstandard.compress(data[17:])  # several frames, as pzstd writes
     plain, gz, zst = write("a.jsonl", data), write("b.jsonl.gz", gzip.compress(data)), write("c.ndjson.zst", frames)
     assert texts(plain) == texts(gz) == texts(zst) == ["one", "two"]
+
+
+def test_a_byte_order_mark_costs_no_record(write: Any) -> None:
+    data = jsonl({"text": "one"}, {"text": "two"})
+    assert texts(write("a.jsonl", BOM_UTF8 + data)) == ["one", "two"]
+    assert texts(write("b.jsonl", BOM_UTF8 + b"\n" + data)) == ["one", "two"]
 
 
 def test_parquet_column_is_read(tmp_path: Path) -> None:

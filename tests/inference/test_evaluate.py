@@ -7,9 +7,11 @@ import pytest
 from argosy.checkpoint import store
 from argosy.errors import UserError
 from argosy.inference.evaluate import evaluate
+from argosy.launch import run_folder
 from argosy.observe.metrics import Metrics
 from argosy.observe.report import Report
-from tiny import SOURCES, prepare_corpus, run_config
+from argosy.parallel.world import World
+from tiny import EAGER, SOURCES, prepare_corpus, run_config, train_in
 
 
 def test_the_score_is_that_of_the_run_itself(trained, corpus):
@@ -18,6 +20,17 @@ def test_the_score_is_that_of_the_run_itself(trained, corpus):
     assert found.loss == pytest.approx(validation["loss"], rel=1e-6)
     assert found.bits_per_byte == pytest.approx(validation["bits_per_byte"], rel=1e-6)
     assert found.tokens == validation["tokens"]
+
+
+def test_sources_that_only_stages_name_are_scored_as_in_the_run(corpus, tmp_path):
+    other = prepare_corpus(tmp_path / "other", tokenizer=corpus / "tokenizer.json", input=(str(SOURCES / "v1"),))
+    stages = [{"from_step": 1, "sources": {str(other): 1.0}}]
+    run = run_config(corpus, data={"stages": stages}, train={"steps": 2})
+    (folder := tmp_path / "run").mkdir()
+    run_folder.write(folder, run, EAGER, corpus / "tokenizer.json")
+    train_in(World(), run, EAGER, folder)
+    validation = Report.load(folder).validation
+    assert validation["loss"] == pytest.approx(evaluate(folder, max_tokens=run.evaluate.tokens).loss, rel=1e-6)
 
 
 def test_one_checkpoint_and_other_text_may_be_named(trained, corpus):

@@ -48,6 +48,18 @@ def test_lines_that_are_forgotten_are_taken_back_and_told_again(tmp_path):
     assert feed.take().rewound_to == 0
 
 
+def test_a_step_stays_whose_evaluation_is_done_again(tmp_path):
+    run = RunFolder(tmp_path)
+    feed = Feed(tmp_path, {})
+    run.step(*range(10))
+    feed.take()
+    run.lose_from(5)
+    run.evaluation(4, 3.0)
+    run.step(5, 6, 7)
+    news = feed.take()
+    assert (news.rewound_to, steps(news)) == (5, [5, 6, 7])
+
+
 def test_another_process_goes_on_where_the_last_one_was(tmp_path):
     run = RunFolder(tmp_path)
     first = Feed(tmp_path, {})

@@ -138,3 +138,10 @@ class DataConfig(Section):
     cache: CacheConfig = CacheConfig()
     prepare: PrepareConfig = PrepareConfig()
     """If its `input` is given, the run first prepares the data, once."""
+
+    @property
+    def folders(self) -> list[str]:
+        """Prepared folders that any mixture names: those of `sources`, then those that only stages name."""
+        return list(
+            dict.fromkeys(name for names in (self.sources, *(stage.sources for stage in self.stages)) for name in names)
+        )

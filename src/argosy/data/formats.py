@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -126,9 +127,7 @@ def _zstandard() -> Any:
 
 
 def _read_text(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[Text | BadInput]:
-    data = _read_all(stream, name, most_bytes).removeprefix(
-        b"\xef\xbb\xbf"
-    )  # the byte order mark that some editors write before UTF-8
+    data = _read_all(stream, name, most_bytes).removeprefix(BOM_UTF8)
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -158,7 +157,8 @@ def _read_jsonl(
 ) -> Iterator[Text | BadInput]:
     without: int | None = 0 if within[0] == 0 else None  # records without the field, as long as there was no other
     after = f" after byte {within[0]}" if within[0] else ""
-    for number, line in enumerate(_lines_within(stream, name, most_bytes, within), 1):
+    for number, raw in enumerate(_lines_within(stream, name, most_bytes, within), 1):
+        line = raw.removeprefix(BOM_UTF8) if number == 1 and within[0] == 0 else raw
         if not line.strip():
             continue
         found = _record_text(line, f"{name}, line {number}{after}", fields)

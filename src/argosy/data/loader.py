@@ -302,13 +302,15 @@ def open_data(config: DataConfig, seed: int, batch: int | BatchSizes) -> OpenDat
     DataError if a shard is missing or cut off, unless config.on_bad_shard is "skip".
     """
     batches = BatchSizes(batch) if isinstance(batch, int) else batch
-    mixtures = [(0, config.sources or {str(config.prepare.out): 1.0})]
+    if not config.sources:
+        config = config.model_copy(update={"sources": {str(config.prepare.out): 1.0}})
+    mixtures = [(0, config.sources)]
     mixtures += [(stage.from_step, stage.sources) for stage in config.stages]
     starts = [step for step, _ in mixtures]
     if starts != sorted(set(starts)):
         raise UserError(f"data.stages: from_step = {starts[1:]} must ascend. Put the stages in order of from_step.")
 
-    folders = list(dict.fromkeys(folder for _, weights in mixtures for folder in weights))
+    folders = config.folders
     check_shards = config.on_bad_shard == "stop"
     cache = Cache(config.cache) if any(map(is_url, folders)) else None
     sources = tuple(open_source(folder, "train", check_shards, cache) for folder in folders)

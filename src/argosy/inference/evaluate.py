@@ -39,7 +39,7 @@ def evaluate(
     Raises: UserError if the data has another tokenizer, or is too short.
     """
     opened = open_checkpoint(Path(path))
-    folders = [str(data)] if data is not None else list(opened.run.data.sources)
+    folders = [str(data)] if data is not None else opened.run.data.folders
     if not folders:
         raise UserError(f"{path}: the run names no data. Give a prepared folder with --data.")
     cache = Cache(opened.run.data.cache) if any(map(is_url, folders)) else None

@@ -27,6 +27,8 @@ class NewLines:
         self._starts, self._ends, self._sums = array("Q"), array("Q"), array("Q")
         self.was_cut = False
         """True if the last `take` found that known lines are gone, or changed."""
+        self.kept: dict[str, Any] | None = None
+        """The record of the last known line that stayed, if the last `take` found a cut; None if none stayed."""
         for start, end, line_sum in marks or ():
             self._know(start, end, line_sum)
         if marks is None:
@@ -38,9 +40,11 @@ class NewLines:
         try:
             with self._path.open("rb") as file:
                 self._forget_what_changed(file)
+                self.kept = record_of(self._read(file, -1)) if self.was_cut and self._ends else None
                 return list(islice(self._records(file), most))
         except FileNotFoundError:
             self._forget_from(0)
+            self.kept = None
             return []
 
     def marks(self) -> list[Mark]:
@@ -56,14 +60,6 @@ class NewLines:
                 stride *= 2
             index -= stride
         return kept[::-1]
-
-    def newest(self) -> dict[str, Any] | None:
-        """Return the record of the last known line; None if there is none."""
-        try:
-            with self._path.open("rb") as file:
-                return record_of(self._read(file, -1)) if self._ends else None
-        except FileNotFoundError:
-            return None
 
     def _records(self, file: BinaryIO) -> Iterator[dict[str, Any]]:
         end = self._ends[-1] if self._ends else 0

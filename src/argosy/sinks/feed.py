@@ -67,7 +67,7 @@ class Feed:
         lines = self._lines("metrics.jsonl")
         records = lines.take(MOST_LINES)
         if lines.was_cut:
-            news.rewound_to = self._next_step(lines, records)
+            news.rewound_to = 0 if lines.kept is None else int(lines.kept["step"]) + 1
         news.metrics = records
         news.samples = self._lines("samples.jsonl").take(MOST_LINES)
         for name in self._event_files():
@@ -85,13 +85,6 @@ class Feed:
         if name not in self._files:
             self._files[name] = NewLines(self._folder / name, self._marks.get(name, []))
         return self._files[name]
-
-    def _next_step(self, lines: NewLines, records: list[Record]) -> int:
-        """Return the first step that was forgotten: lines are in the order of their steps."""
-        if records:
-            return int(records[0]["step"])
-        newest = lines.newest()
-        return 0 if newest is None else int(newest["step"]) + 1
 
     def _event_files(self) -> list[str]:
         files = sorted(path.name for path in (self._folder / "events").glob("*.jsonl"))
