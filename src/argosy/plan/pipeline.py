@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
+
+import numpy as np
 
 from argosy.config.model import ModelConfig
 from argosy.plan.flops import train_flops_per_token
@@ -41,32 +44,34 @@ SPLITTING = tuple(name for name, rule in SCHEDULES.items() if rule.splits_backwa
 """INTERLEAVED schedules take any number of stages on a rank; SPLITTING schedules split backward."""
 
 
-def split_layers(config: ModelConfig, seq_len: int, stages: int) -> list[range]:
+@lru_cache(64)
+def split_layers(config: ModelConfig, seq_len: int, stages: int) -> tuple[range, ...]:
     """Return the layers of each stage, at least one each, such that the slowest stage is as fast as possible.
 
     A layer costs its FLOPs; the last stage also computes the head. The split is optimal (dynamic programming over where
     the last stage begins); of equally good splits it is the one whose stages are most alike.
     """
-    upto = [train_flops_per_token(config.model_copy(update={"layers": n}), seq_len) for n in range(config.layers + 1)]
-    head = upto[0]
+    upto = np.array(
+        [train_flops_per_token(config.model_copy(update={"layers": n}), seq_len) for n in range(config.layers + 1)]
+    )
+    cost = upto[None, :] - upto[:, None]  # of a stage from its first layer [rows] to before its end [columns]
+    cost[:, -1] += upto[0]
+    after_first = np.triu(np.ones(cost.shape, bool), 1)
 
-    def cost(first: int, end: int) -> float:
-        return upto[end] - upto[first] + (head if end == config.layers else 0.0)
-
-    # best[n] for the first `stage` stages over n layers: (slowest stage, sum of squares, begin of the last stage)
-    best: list[tuple[float, float, list[int]]] = [(cost(0, n), cost(0, n) ** 2, [0]) for n in range(config.layers + 1)]
+    # Of the first `stage` stages over n layers [n]: the slowest, the sum of squares, and where each begins.
+    slowest, squares = cost[0], cost[0] ** 2
+    begins: list[list[int]] = [[0]] * (config.layers + 1)
     for stage in range(1, stages):
-        best = [
-            min(
-                (max(best[first][0], cost(first, n)), best[first][1] + cost(first, n) ** 2, [*best[first][2], first])
-                for first in range(stage, n)
-            )
-            if n > stage
-            else (float("inf"), 0.0, [])
-            for n in range(config.layers + 1)
-        ]
-    begins = [*best[config.layers][2], config.layers]
-    return [range(first, end) for first, end in pairwise(begins)]
+        allowed = after_first & (np.arange(config.layers + 1) >= stage)[:, None]
+        slower = np.where(allowed, np.maximum(slowest[:, None], cost), np.inf)
+        slowest = slower.min(0)
+        sums = np.where(allowed & (slower == slowest), squares[:, None] + cost**2, np.inf)
+        squares = sums.min(0)
+        equal: list[list[list[int]]] = [[] for _ in begins]
+        for first, n in np.argwhere(allowed & (sums == squares)).tolist():
+            equal[n].append([*begins[first], first])
+        begins = [min(some, default=[]) for some in equal]
+    return tuple(range(first, end) for first, end in pairwise([*begins[-1], config.layers]))
 
 
 def stages_of_rank(rank: int, pp: int, per_rank: int, v_shaped: bool) -> list[int]:
