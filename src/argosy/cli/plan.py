@@ -205,7 +205,7 @@ def _within(options: Options, limit_s: float) -> None:
         return
     requests = [request for _, request, _ in asked]
     run = requests[0].run
-    show(found, model_name(run.model, run.name), list(dict.fromkeys(a for r in requests for a in r.assumed)))
+    show(found, model_name(run.model, run.name), list(dict.fromkeys(line for each in found for line in each.assumed)))
 
 
 def _nodes_of(named: str | None) -> tuple[str | None, bool]:

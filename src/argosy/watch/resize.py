@@ -97,7 +97,7 @@ def resizing(
                 rest_s = propagate(lambda step: left * step * beside + RESTART_S, alternative.step_s)
                 found.append(_option("", devices, words, alternative.step_s, rest_s, machine))
     for name, cluster in others:
-        _, sizes = best_by_size(PlanRequest(free, cluster, tokens, pins=pins))
+        *_, sizes = best_by_size(PlanRequest(free, cluster, tokens, pins=pins))
         for size in sizes:
             rest_s = propagate(lambda took: took + RESTART_S, size.run.time_s)
             found.append(_option(name, size.devices, size.plan, size.step_s, rest_s, cluster))
@@ -121,7 +121,7 @@ def rest_of(run: RunConfig, left: int) -> RunConfig:
 
 def _own_sizes(request: PlanRequest) -> list[tuple[int, str]]:
     try:
-        return [(size.devices, size.plan) for size in best_by_size(request)[1]]
+        return [(size.devices, size.plan) for size in best_by_size(request)[-1]]
     except UserError:
         return []
 

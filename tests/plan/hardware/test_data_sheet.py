@@ -67,4 +67,4 @@ def test_a_card_of_the_catalogue_comes_out_of_its_sheet():
     ours = DataSheet({"bf16": 165.2}, 24, 1008, usable_gb=23.52, efficiency=0.85, link_gb_s=32).device("mine")
     assert ours.matmul_flops_per_s("bf16") == card.matmul_flops_per_s("bf16")
     assert ours.usable_bytes == pytest.approx(card.usable_bytes, rel=1e-3)
-    assert ours.ring_bytes_per_s == card.ring_bytes_per_s
+    assert ours.link_bytes_per_s == card.link_bytes_per_s

@@ -122,3 +122,9 @@ def test_a_wrong_key_or_value_is_named_with_its_line(tmp_path, old, new, message
     path.write_text(preset_path("devices", "h100-sxm").read_text().replace(old, new, 1))
     with pytest.raises(UserError, match=rf"mine.toml:\d+: {message}"):
         find_device(str(path))
+
+
+@pytest.mark.parametrize("card", ["3090", "4090", "5090"])
+def test_geforce_cards_sum_through_the_host(card):
+    device = find_device(card)
+    assert device.ring_bytes_per_s < 0.5 * device.link_bytes_per_s

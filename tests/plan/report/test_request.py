@@ -78,6 +78,17 @@ def test_a_sequence_that_is_too_long_is_answered_with_the_model_that_takes_it(mo
     assert str(error.value).endswith(remedy)
 
 
+def test_a_sequence_may_be_as_long_as_yarn_stretches_the_model():
+    yarn = {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 32_768}
+    overrides = {"model.preset": "llama3.2-1b", "model.max_seq_len": 40_960, "model.rope_scaling": yarn}
+    model = load(None, overrides).model.model_copy(update={"preset": None})
+    request = of_model(model, "16xh100", Question(seq_len=131_072))
+    assert (request.run.data.seq_len, request.run.model.max_seq_len) == (131_072, 131_072)
+    assert any("YaRN" in line for line in request.assumed)
+    with pytest.raises(UserError, match="more than the model's longest"):
+        of_model(model, "16xh100", Question(seq_len=131_073))
+
+
 def test_the_user_s_price_takes_the_place_of_the_catalogue_s() -> None:
     assert of_model("llama3-8b", "8xh100", Question(price=1.5)).cluster.price_per_device_h == 1.5
     assert of_run(PARITY, Cluster.parse("2xh100"), Question(price=1.5)).cluster.price_per_device_h == 1.5

@@ -65,8 +65,16 @@ def test_the_cheapest_is_recommended_and_one_without_a_plan_spoils_nothing():
 
 
 def test_every_size_has_its_shortest_run():
-    _, sizes = best_by_size(request("32xh100"))
+    *_, sizes = best_by_size(request("32xh100"))
     assert [size.devices for size in sizes] == sorted({size.devices for size in sizes})
+
+
+def test_more_devices_are_named_only_where_they_pay_and_round_numbers_are_looked_at():
+    asked = of_model("llama3.1-70b", "8xh100", Question(tokens=2e12))
+    found = within("h100", asked, 30 * DAY, is_open=True)
+    times = [float(size.run.time_s.mid) for size in found.sizes]
+    assert times == sorted(times, reverse=True) and len(set(times)) == len(times)
+    assert {576, 704, 768} <= {size.devices for size in found.sizes}
 
 
 @pytest.mark.parametrize(("word", "seconds"), [("30d", 30 * DAY), ("1.5h", 5400), ("2W", 14 * DAY), ("90 m", 5400)])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from argosy.config.model_name import model_name
-from argosy.config.schema import RunConfig
+from argosy.config.schema import OPTIMIZERS, RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import price_per_device_h
@@ -26,9 +26,11 @@ from argosy.plan.plan import Plan, has_workers
 from argosy.plan.report.agreeing import ways_to_agree
 from argosy.plan.report.explain import Sensitivity, binding, sensitivities
 from argosy.plan.report.sums import sums_in_words
+from argosy.plan.search.best import OFFLOADS
 from argosy.plan.search.candidates import Candidate, Objective, WholeRunModel, first_of
 from argosy.plan.search.fitting import MemoryMisfit, misfit, nearest_that_fits
 from argosy.plan.search.search import SearchResult, search
+from argosy.plan.search.sizes import rounder
 from argosy.plan.search.space import Pins
 
 TOKENS_PER_PARAMETER = 20
@@ -37,6 +39,8 @@ FEWEST_HALVINGS = 10
 """Cost and energy may be least on fewer devices than there are: a half, a quarter, ...; so many halvings are tried."""
 REPAIR_H = 24.0
 """Hours until a failed node is back; assumed."""
+IN_HOST_MEMORY = "With state in host memory"
+IN_8_BITS = 'With 8-bit optimizer state (optimizer.state = "int8" in the run file)'
 MOST_DOUBLINGS = 12
 """Doublings of the cluster that are tried, to find one that is large enough."""
 BY_SPEED = "Unless it deals work out by speed: below stand the best such plans."
@@ -61,6 +65,8 @@ class PlanRequest:
     """A plan to explain in place of the best."""
     assumed: tuple[str, ...] = ()
     """Defaults that were filled in for the user, in words."""
+    assumed_batch: str = ""
+    """The one of these that names the batch; a smaller one may take its place. Empty: the batch was asked for."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ class PlanReport:
 
 def plan_report(request: PlanRequest) -> PlanReport:
     """Search, rank and explain. Raises: UserError with a remedy if nothing is legal, or nothing fits."""
-    economy, found = searched(request, lambda costs: _counts(costs, request.objective))
+    request, economy, found = searched(request, lambda costs: _counts(costs, request.objective))
     run, cluster = request.run, economy.cluster
     costs, tokens = economy.costs, economy.tokens
     best = found.best(economy.score(found, request.objective), max(request.top, 1))
@@ -154,25 +160,58 @@ def plan_report(request: PlanRequest) -> PlanReport:
         explanation=explanation,
         uneven=() if economy.sites > 1 else _uneven(costs, found, [*best, *front]),
         exchanges=() if economy.is_asynchronous else ways_to_agree(run, cluster, request.pins or {}),
-        notes=tuple(_notes(request, economy, inside_s)),
+        notes=tuple(_notes(request, economy, explained.world_size, inside_s)),
     )
 
 
-def searched(request: PlanRequest, counts_of: Callable[[CostModel], list[int]]) -> tuple[WholeRunModel, SearchResult]:
-    """Return the plans for some numbers of devices of a site, and the costs of whole runs.
+def searched(
+    request: PlanRequest, counts_of: Callable[[CostModel], list[int]]
+) -> tuple[PlanRequest, WholeRunModel, SearchResult]:
+    """Return the plans for some numbers of devices of a site, the costs of whole runs, and the request they answer.
 
-    Raises: UserError with a remedy if nothing is legal, or nothing fits.
+    If nothing is legal or fits with a batch that was assumed, that is the request with the largest half, quarter, ...
+    of it with which something does. Raises: UserError with a remedy if there is none.
     """
+    problem, tried = "", request
+    while True:
+        costs = _costs(tried)
+        counts, pins = counts_of(costs), tried.pins or {}
+        try:
+            found = search(costs, pins, counts)
+        except UserError as error:
+            problem = problem or str(error)
+        else:
+            if len(found):
+                return tried, _whole_runs(tried, costs), found
+            problem = problem or _nothing_fits(tried, costs, found, counts)
+        if not tried.assumed_batch or tried.run.train.global_batch == 1:
+            raise UserError("\n  ".join([problem, *request.assumed]))
+        tried = _with_batch(tried, tried.run.train.global_batch // 2)
+
+
+def _with_batch(request: PlanRequest, batch: int) -> PlanRequest:
+    """Return the request with another batch in place of the one that was assumed."""
+    train = request.run.train.model_copy(update={"global_batch": batch})
+    said = f"Assumed: --global-batch {batch}, as with more nothing fits."
+    return replace(
+        request,
+        run=request.run.model_copy(update={"train": train}),
+        assumed=tuple(said if line == request.assumed_batch else line for line in request.assumed),
+        assumed_batch=said,
+    )
+
+
+def _costs(request: PlanRequest) -> CostModel:
+    """Return the cost model of the devices that have one plan: all, or those of a site."""
     run, cluster = request.run, _with_workers(request)
     whole = CostModel.of(run, cluster)
-    costs = within_site(whole, cluster) if run.sites and site_count(cluster) > 1 else whole
-    pins = request.pins or {}
-    counts = counts_of(costs)
-    found = search(costs, pins, counts)
-    if not len(found):
-        raise UserError(_nothing_fits(costs, found, pins, counts))
+    return within_site(whole, cluster) if run.sites and site_count(cluster) > 1 else whole
+
+
+def _whole_runs(request: PlanRequest, costs: CostModel) -> WholeRunModel:
+    run, cluster = request.run, _with_workers(request)
     tokens = request.tokens or TOKENS_PER_PARAMETER * float(active_parameters(run.model))
-    return WholeRunModel(run, cluster, costs, tokens), found
+    return WholeRunModel(run, cluster, costs, tokens)
 
 
 def _with_workers(request: PlanRequest) -> Cluster:
@@ -222,16 +261,19 @@ def _prices_of(cluster: Cluster) -> str:
 
 
 def _counts(costs: CostModel, objective: Objective) -> list[int]:
-    """Return the numbers of devices that a plan may be for: whole nodes, or parts of one."""
-    halves = [costs.devices >> n for n in range(FEWEST_HALVINGS if objective in ("cost", "energy") else 1)]
-    node = int(costs.rates.node)
-    return [
-        n for i, n in enumerate(halves) if n and costs.devices == n << i and (n % node == 0 or node % n == 0 or i == 0)
-    ]
+    """Return the numbers of devices that a plan may be for: whole nodes, or parts of one. The others stay idle."""
+    node, devices = int(costs.rates.node), costs.devices
+    unit = 1 if devices % node else node
+    most = [devices, *(n * unit for n in rounder(devices // unit))]
+    halvings = range(FEWEST_HALVINGS if objective in ("cost", "energy") else 1)
+    halves = {n >> k for n in most for k in halvings if n == n >> k << k}
+    return sorted((n for n in halves if n and (n in most or n % node == 0 or node % n == 0)), reverse=True)
 
 
-def _notes(request: PlanRequest, economy: WholeRunModel, inside_s: float) -> list[str]:
+def _notes(request: PlanRequest, economy: WholeRunModel, used: int, inside_s: float) -> list[str]:
     notes, costs = [], economy.costs
+    if used < costs.devices:
+        notes.append(f"The plan is for {used} of {costs.devices} devices: the others stay idle, or can wait as spares.")
     if not request.cluster.uniform:
         notes.append(f"All plans wait for the slowest device, {request.cluster.device.name}. {BY_SPEED}")
     if economy.is_asynchronous:
@@ -258,7 +300,7 @@ def _of_rounds(economy: WholeRunModel, inside_s: float) -> str:
     )
 
 
-def _nothing_fits(costs: CostModel, found: SearchResult, pins: Pins, counts: Sequence[int]) -> str:
+def _nothing_fits(request: PlanRequest, costs: CostModel, found: SearchResult, counts: Sequence[int]) -> str:
     """Explain by how much the leanest plan does not fit, and what would."""
     missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found
@@ -268,12 +310,13 @@ def _nothing_fits(costs: CostModel, found: SearchResult, pins: Pins, counts: Seq
         f"{missing.has_bytes / GIB:.1f} GiB that it may (with a margin for the prediction); "
         f"{missing.largest} takes {missing.largest_bytes / GIB:.1f} GiB."
     ]
-    remedies = _remedies(costs, found.leanest, pins, counts)
+    remedies = _remedies(request, costs, found.leanest, counts)
     return "\n  ".join([*lines, *(remedies or ["A larger device, or a smaller model, would do."])])
 
 
-def _remedies(costs: CostModel, leanest: Plan, pins: Pins, counts: Sequence[int]) -> list[str]:
+def _remedies(request: PlanRequest, costs: CostModel, leanest: Plan, counts: Sequence[int]) -> list[str]:
     """Describe what would make a plan fit."""
+    pins = request.pins or {}
     remedies = []
     if pins:
         free = search(costs, {}, counts)
@@ -281,13 +324,18 @@ def _remedies(costs: CostModel, leanest: Plan, pins: Pins, counts: Sequence[int]
         if row is not None:
             needs = free.memory_bytes[row] / GIB
             remedies.append(f'With nothing fixed, the nearest that fits: "{free.plans.plan(row)}" ({needs:.1f} GiB).')
-    if "offload" not in pins:
-        offloaded = search(costs, {**pins, "offload": ("all", "optimizer")}, counts)
-        if len(offloaded):
-            row = int(np.argmin(offloaded.step_s))
-            remedies.append(
-                f'With state in host memory: --fix offload=all|optimizer, e.g. "{offloaded.plans.plan(row)}".'
-            )
+    ways = [(f"{IN_HOST_MEMORY}: --fix offload=all|optimizer", costs, {**pins, "offload": OFFLOADS})]
+    if request.run.optimizer.state != "int8" and request.run.optimizer.kind in OPTIMIZERS:
+        optimizer = request.run.optimizer.model_copy(update={"state": "int8"})
+        small = _costs(replace(request, run=request.run.model_copy(update={"optimizer": optimizer})))
+        ways += [(IN_8_BITS, small, pins), (f"{IN_8_BITS}, {ways[0][0].lower()}", small, ways[0][2])]
+    for how, leaner, more in ways:
+        has_both = IN_8_BITS in how and "offload" in more
+        if ("offload" in pins and "offload" in how) or (has_both and remedies):
+            continue
+        found = search(leaner, more, counts)
+        if len(found):
+            remedies.append(f'{how}, e.g. "{found.plans.plan(int(np.argmin(found.step_s)))}".')
     for doublings in range(1, MOST_DOUBLINGS):
         count = costs.devices << doublings
         try:

@@ -61,9 +61,11 @@ def of_model(model: str | ModelConfig, cluster: str, asked: Question, name: str 
     place = _priced(Cluster.parse(cluster), asked)
     pins = dict(parse_pins(asked.fix))
     _check_precisions(pins, place)
-    run, assumed = _run_of_model(model, name, asked, place.devices)
+    run, assumed, of_batch = _run_of_model(model, name, asked, place.devices)
     tokens, more = _tokens(asked)
-    return PlanRequest(run, place, tokens, asked.objective, pins, asked.top, assumed=(*assumed, *more))
+    assumed = [*assumed, *of_batch, *more]
+    batch = "" if asked.serving else "".join(of_batch)
+    return PlanRequest(run, place, tokens, asked.objective, pins, asked.top, None, tuple(assumed), batch)
 
 
 def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanRequest:
@@ -128,9 +130,11 @@ def _numbers(plan: str) -> dict[str, tuple[object, ...]]:
     return {key: (getattr(Plan.from_words({key: value}), key),) for key, value in words.items()}
 
 
-def _run_of_model(model: str | ModelConfig, name: str, asked: Question, devices: int) -> tuple[RunConfig, list[str]]:
-    """Return the run, and what was assumed."""
-    assumed = []
+def _run_of_model(
+    model: str | ModelConfig, name: str, asked: Question, devices: int
+) -> tuple[RunConfig, list[str], list[str]]:
+    """Return the run, what was assumed, and what was assumed of its batch."""
+    assumed, of_batch = [], []
     chosen: dict[str, object] = {"model.preset": model}
     if isinstance(model, ModelConfig):
         named = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
@@ -140,7 +144,11 @@ def _run_of_model(model: str | ModelConfig, name: str, asked: Question, devices:
     if seq_len is None:
         seq_len = min(USUAL_SEQ_LEN if asked.finetune is None else FINETUNE_SEQ_LEN, longest)
         assumed.append(f"Assumed: --seq-len {seq_len}.")
-    if seq_len > longest:
+    if seq_len > longest and seq_len <= _stretched(run.model):
+        chosen |= {"model.max_seq_len": seq_len}
+        run = run.model_copy(update={"model": run.model.model_copy(update={"max_seq_len": seq_len})})
+        assumed.append(f"Assumed: model.max_seq_len = {seq_len}, to which YaRN stretches the model's {longest} tokens.")
+    elif seq_len > longest:
         raise UserError(_too_long(seq_len, run.model))
     run, more = _with_vocabulary(run)
     if batch is None:
@@ -148,10 +156,16 @@ def _run_of_model(model: str | ModelConfig, name: str, asked: Question, devices:
         if asked.finetune is not None:
             law, why = FINETUNE_BATCH, "usual for fine-tuning"
         batch, why = (devices, "one for each device") if asked.serving else (law, why)
-        assumed.append(f"Assumed: --global-batch {batch} ({why}).")
+        of_batch.append(f"Assumed: --global-batch {batch} ({why}).")
     sizes = {"data.seq_len": seq_len, "train.global_batch": batch}
     whole = load(None, chosen | sizes, overrides_mark="--")
-    return whole.model_copy(update={"model": run.model}), assumed + more
+    return whole.model_copy(update={"model": run.model}), assumed + more, of_batch
+
+
+def _stretched(model: ModelConfig) -> float:
+    """Return the longest sequence that the model's YaRN is for, whatever `max_seq_len` says: configs leave it as is."""
+    yarn = model.rope_scaling
+    return yarn.factor * yarn.original_max_seq_len if yarn.kind == "yarn" else 0
 
 
 def _too_long(seq_len: int, model: ModelConfig) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class Within:
     currency: str
     tokens: float = 0.0
     """Tokens of the run."""
+    assumed: tuple[str, ...] = ()
+    """Defaults that were filled in for the user, in words."""
     problem: str = ""
     """Why there is no plan at all."""
 
@@ -63,7 +65,7 @@ def within(named: str, request: PlanRequest, limit_s: float, is_open: bool = Fal
     if is_open:
         size = _large_enough(request, limit_s)
         request = _on(request, grown(request.cluster, OPEN_MORE * (size or FEW_NODES)))
-    tokens, sizes = best_by_size(request)
+    request, tokens, sizes = best_by_size(request)
     in_time = fewest([float(each.run.time_s.mid) <= limit_s for each in sizes])
     surely = fewest([float(each.run.time_s.high) <= limit_s for each in sizes])
     beyond = None
@@ -83,6 +85,7 @@ def within(named: str, request: PlanRequest, limit_s: float, is_open: bool = Fal
         beyond=beyond,
         currency=request.cluster.currency,
         tokens=tokens,
+        assumed=request.assumed,
     )
 
 
@@ -99,16 +102,19 @@ def of_each(requests: Sequence[tuple[str, PlanRequest, bool]], limit_s: float) -
     return found
 
 
-def best_by_size(request: PlanRequest) -> tuple[float, tuple[Candidate, ...]]:
-    """Return the tokens of the run, and for each number of devices the plan whose whole run, failures included, is
-    shortest; the fewest first.
+def best_by_size(request: PlanRequest) -> tuple[PlanRequest, float, tuple[Candidate, ...]]:
+    """Return the request that is answered (`searched`), the tokens of the run, and for each number of devices the plan
+    whose whole run, failures included, is shortest; the fewest first. Numbers that are no faster than fewer are left
+    out.
 
     Raises: UserError if nothing is legal or fits.
     """
-    economy, found = searched(request, counts_up_to)
+    request, economy, found = searched(request, counts_up_to)
     tokens_per_day = -economy.score(found, "goodput")
-    rows = best_of_each(economy.tokens / tokens_per_day, np.asarray(found.devices))
-    return economy.tokens, economy.choices(found.plans[rows])
+    days = economy.tokens / tokens_per_day
+    rows = best_of_each(days, np.asarray(found.devices))
+    before = np.concatenate([[np.inf], np.minimum.accumulate(days[rows])[:-1]])
+    return request, economy.tokens, economy.choices(found.plans[rows[days[rows] < before]])
 
 
 def recommended(found: Sequence[Within]) -> Within | None:
@@ -164,16 +170,14 @@ def _large_enough(request: PlanRequest, limit_s: float, start: int = 1) -> int |
 def _shortest_s(request: PlanRequest) -> float | None:
     """Return the shortest run on all devices; None if no plan is legal there, or none fits."""
     try:
-        economy, found = searched(request, lambda costs: [costs.devices])
+        _, economy, found = searched(request, lambda costs: [costs.devices])
     except UserError:
         return None
     return float(np.min(economy.tokens / -economy.score(found, "goodput"))) * 86_400
 
 
 def _on(request: PlanRequest, cluster: Cluster) -> PlanRequest:
-    return PlanRequest(
-        request.run, cluster, request.tokens, request.objective, request.pins, request.top, assumed=request.assumed
-    )
+    return replace(request, cluster=cluster, given=None)
 
 
 def in_words(one: Within) -> str:

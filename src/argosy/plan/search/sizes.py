@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 
-MOST_COUNTS = 256
+MOST_COUNTS = 128
 """More numbers of whole nodes are thinned out."""
+ROUND = (1, 3, 5, 7, 9, 11, 13, 15)
+"""Numbers of nodes that are these times a power of two are not thinned out: most plans are for them."""
 
 
 def counts_up_to(costs: CostModel) -> list[int]:
@@ -22,9 +24,19 @@ def counts_up_to(costs: CostModel) -> list[int]:
     whole = list(range(1, nodes + 1))
     if nodes > MOST_COUNTS:
         even = np.linspace(1, nodes, MOST_COUNTS).round().astype(int).tolist()
-        powers = [1 << n for n in range(nodes.bit_length())]  # most plans are for these
-        whole = sorted({*even, *powers, *(3 * n for n in powers if 3 * n <= nodes)})
+        powers = [1 << n for n in range(nodes.bit_length())]
+        most_plans = (odd * n for n in powers for odd in ROUND if odd * n <= nodes)
+        whole = sorted({*even, *most_plans})
     return sorted({*parts, *(n * node for n in whole), devices})
+
+
+def rounder(count: int) -> list[int]:
+    """Return the largest numbers up to `count` that are 1, 3 and 9 times a power of two; none if `count` is nearly one.
+
+    There are more plans for these, so that the rest may stay idle.
+    """
+    odd = count // (count & -count)
+    return [] if odd <= 3 else [n << ((count // n).bit_length() - 1) for n in (1, 3, 9) if n <= count]
 
 
 def grown(cluster: Cluster, times: int) -> Cluster:

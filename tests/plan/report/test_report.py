@@ -1,0 +1,39 @@
+"""A plan is found where there is one: what was assumed gives way, devices may stay idle, and remedies are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from argosy.errors import UserError
+from argosy.plan.report.report import plan_report
+from argosy.plan.report.request import Question, of_model
+
+
+def test_an_assumed_batch_gives_way_before_nothing_fits():
+    found = plan_report(of_model("llama3.1-405b", "512xh100", Question(tokens=1e12)))
+    assert found.fitting > 0 and found.global_batch == 4096
+    assert "Assumed: --global-batch 4096, as with more nothing fits." in found.assumed
+
+
+def test_a_batch_that_was_asked_for_stays_and_what_was_assumed_is_named():
+    asked = of_model("llama3.1-405b", "512xh100", Question(tokens=1e12, global_batch=8192))
+    with pytest.raises(UserError, match=r"nothing fits(.|\n)*Assumed: --seq-len 8192\."):
+        plan_report(asked)
+
+
+@pytest.mark.parametrize("objective", ["time", "cost", "goodput"])
+def test_devices_that_do_not_divide_stay_idle(objective):
+    asked = of_model("llama3.1-70b", "600xh100", Question(tokens=2e12, objective=objective))
+    found = plan_report(asked)
+    assert found.choices[0].devices < 600
+    assert float(found.choices[0].run.time_s.mid) < 45 * 86_400, "with all 600 it takes 67 days"
+    assert any(f"The plan is for {found.choices[0].devices} of 600 devices" in note for note in found.notes)
+
+
+def test_nothing_fits_says_what_would_do():
+    with pytest.raises(UserError) as refused:
+        plan_report(of_model("llama3-8b", "1xh100-96gb-hbm2e-500w", Question(seq_len=2048, global_batch=8)))
+    said = str(refused.value)
+    assert "With state in host memory: --fix offload=all|optimizer" in said
+    assert 'With 8-bit optimizer state (optimizer.state = "int8" in the run file), e.g.' in said
+    assert "On 2 such devices" in said
