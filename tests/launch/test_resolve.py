@@ -11,9 +11,11 @@ import pytest
 from argosy.config.load import load
 from argosy.data.manifest import TOKENIZER, Manifest
 from argosy.errors import UserError
-from argosy.launch.resolve import resolve, with_known_sizes
+from argosy.launch.resolve import check_memory, resolve, with_known_sizes
 from argosy.observe.progress import Progress
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.plan import Plan
+from argosy.plan.search.auto import Devices
 from tiny import MODEL, SOURCES, prepare_corpus, run_config
 
 QUIET = Progress(enabled=False)
@@ -109,3 +111,38 @@ def test_the_vocabulary_of_data_that_are_not_prepared_yet_is_the_one_that_prepar
     without = load("demo", {"data.prepare.input": [], "data.prepare.out": str(out)})
     assert with_known_sizes(without).model.vocab_size == 0
     assert not out.exists()
+
+
+CPU = Devices(2, "cpu", fast_bf16=False)
+LARGE = {"layers": 32, "width": 4096, "heads": 32, "head_width": 128, "ffn_width": 14336}
+
+
+def test_a_plan_that_cannot_fit_the_host_is_refused_before_weights_are_made(corpus, monkeypatch):
+    large = run_config(corpus, model=LARGE)
+    monkeypatch.setattr("argosy.launch.resolve.host_memory_bytes", lambda: 23 * 2.0**30)
+    with pytest.raises(
+        UserError, match=r"of the host's memory for each process, which may take 11\.5 GiB\. No plan fits"
+    ):
+        check_memory(large, Plan(dp_replicate=2), CPU)
+    check_memory(run_config(corpus, model=LARGE, launch={"allow_memory": True}), Plan(dp_replicate=2), CPU)
+    check_memory(run_config(corpus), Plan(dp_replicate=2), CPU)
+
+
+def test_the_nearest_plan_that_fits_is_named(corpus, monkeypatch):
+    monkeypatch.setattr("argosy.launch.resolve.host_memory_bytes", lambda: 800 * 2.0**30)
+    gpus = Devices(4, "cuda", fast_bf16=True, name="NVIDIA H100 80GB HBM3", memory_bytes=79 * 2.0**30)
+    with pytest.raises(
+        UserError, match=r"of each device, which may take 79\.0 GiB\. The nearest plan that fits: \""
+    ) as no:
+        check_memory(run_config(corpus, model=LARGE), Plan(dp_replicate=4, precision="bf16"), gpus)
+    plan = Plan.parse(str(no.value).split('"')[3])
+    check_memory(run_config(corpus, model=LARGE), plan, gpus)
+
+
+def test_the_limit_of_a_process_and_what_is_offloaded_count(corpus, monkeypatch):
+    monkeypatch.setattr("argosy.launch.resolve.process_memory_bytes", lambda: 2.0**27)
+    with pytest.raises(UserError, match=r"which may take 0\.1 GiB"):
+        check_memory(run_config(corpus, model={**LARGE, "layers": 2}), Plan(dp_replicate=2), CPU)
+    gpu = Devices(1, "cuda", fast_bf16=True, name="NVIDIA H100 80GB HBM3", memory_bytes=79 * 2.0**30)
+    with pytest.raises(UserError, match=r"of the host's memory for each process"):
+        check_memory(run_config(corpus, model={**LARGE, "layers": 8}), Plan(offload="optimizer", precision="bf16"), gpu)

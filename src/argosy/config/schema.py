@@ -188,6 +188,8 @@ class LaunchConfig(Section):
     cluster: str = ""
     """Cluster that predictions are made for: NxDEVICE, a preset or a file; empty: ./cluster.toml if `argosy probe`
     wrote it on this machine, else the catalogue's figures for the devices at hand."""
+    allow_memory: bool = False
+    """Start even if the plan is predicted to need more memory than devices and host have."""
 
     @model_validator(mode="after")
     def _has_one_place(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from argosy.config.parameter_groups import check_groups
@@ -19,9 +20,15 @@ from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_file
 from argosy.errors import UserError
 from argosy.files import file_sha256
 from argosy.observe.progress import Progress
+from argosy.plan.cost.formatting import GIB
 from argosy.plan.hardware.devices import is_path
-from argosy.plan.hardware.local_machine import cluster_of
+from argosy.plan.hardware.local_machine import cluster_of, host_memory_bytes, process_memory_bytes
 from argosy.plan.parameters import parameter_table
+from argosy.plan.plan import Plan
+from argosy.plan.search.auto import Devices, costs_of, machine_for
+from argosy.plan.search.best import search_to_run
+from argosy.plan.search.fitting import least_memory_bytes, nearest_that_fits, with_memory
+from argosy.plan.search.space import pins_of
 
 
 def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
@@ -113,3 +120,36 @@ def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
         return run
     sources = {str(run.data.prepare.out): 1.0}
     return run.model_copy(update={"data": run.data.model_copy(update={"sources": sources})})
+
+
+def check_memory(run: RunConfig, plan: Plan, devices: Devices) -> None:
+    """Refuse a plan that is predicted, nine times of ten, to need more memory than device, host or process may have.
+
+    Raises: UserError with the nearest plan that fits.
+    """
+    if run.launch.allow_memory:
+        return
+    costs = costs_of(run, machine_for(run, devices), devices.count)
+    here = min(devices.count, devices.per_node or -(-devices.count // run.launch.nodes))
+    on_device, on_host = least_memory_bytes(costs, plan)
+    host = min(host_memory_bytes() / here, process_memory_bytes())
+    if devices.kind == "cpu":
+        on_host, device = on_device + on_host, host
+    else:
+        device = float(costs.rates.memory_bytes)
+    if on_device <= device and on_host <= host:
+        return
+    if devices.kind == "cpu" or on_device <= device:
+        needs, has, what = on_host, host, "of the host's memory for each process"
+    else:
+        needs, has, what = on_device, device, "of each device"
+    remedy = "No plan fits here: take a smaller model or more devices (`argosy plan` says how many)."
+    with suppress(UserError):  # no plan is legal
+        found = search_to_run(with_memory(costs, device), pins_of(plan, {"precision", "sync"}, is_auto=True))
+        row = nearest_that_fits(plan, found)
+        if row is not None and least_memory_bytes(costs, near := found.plans.plan(row))[1] <= host:
+            remedy = f'The nearest plan that fits: "{near}".'
+    raise UserError(
+        f'plan = "{plan}" needs at least {needs / GIB:.1f} GiB {what}, which may take {has / GIB:.1f} GiB. {remedy} '
+        "--launch.allow-memory starts it all the same."
+    )

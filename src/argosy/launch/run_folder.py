@@ -21,6 +21,7 @@ from argosy.errors import StorageError, UserError
 from argosy.files import LOCK, atomic_write, lock_or_holder, make_folder
 from argosy.launch.devices import check_compiler
 from argosy.launch.own_folder import own_folder
+from argosy.launch.resolve import check_memory
 from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on
@@ -167,7 +168,7 @@ def _write_plan(run_dir: Path, plan: Plan) -> None:
 
 
 def settle_plan(run_dir: Path, run: RunConfig, devices: Devices, say: Callable[[str], None]) -> Plan:
-    """Return the plan to train `run` with in `run_dir`, for these devices.
+    """Return the plan to train `run` with in `run_dir`, for these devices, which have the memory for it.
 
     A run that goes on keeps what changes its numbers; `say` is told what a new run would choose instead, and why a new
     run agrees as it does if that was left open.
@@ -180,6 +181,7 @@ def settle_plan(run_dir: Path, run: RunConfig, devices: Devices, say: Callable[[
         plan = plan_to_go_on(run, devices, before)
         words = other_choice(run, devices, plan)
     check_compiler(plan, devices.kind)
+    check_memory(run, plan, devices)
     if words:
         say(words)
     return plan

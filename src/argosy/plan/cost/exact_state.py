@@ -168,7 +168,7 @@ def stages_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Stage]:
         return {0: Stage(range(run.model.layers))}
     if plan.layers:
         ends = [0, *accumulate(numbers_of(plan.layers))]
-        layers = [range(first, end) for first, end in pairwise(ends)]
+        layers = tuple(range(first, end) for first, end in pairwise(ends))
     else:
         layers = split_layers(run.model, run.data.seq_len, plan.stages)
     per_rank, v_shaped = plan.stages // plan.pp, SCHEDULES[plan.schedule].v_shaped

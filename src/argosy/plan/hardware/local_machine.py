@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import resource
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,6 +83,12 @@ def host_memory_bytes() -> float:
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
     return float(whole if limit == "max" else min(whole, int(limit)))
+
+
+def process_memory_bytes() -> float:
+    """Return the most memory that one process of this user may have (`ulimit -v`, `-d`)."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return min((float(limit) for limit in limits if limit != resource.RLIM_INFINITY), default=math.inf)
 
 
 def device_named(driver_s: str) -> str:

@@ -28,7 +28,7 @@ from argosy.plan.report.explain import Sensitivity, binding, sensitivities
 from argosy.plan.report.sums import sums_in_words
 from argosy.plan.search.best import OFFLOADS
 from argosy.plan.search.candidates import Candidate, Objective, WholeRunModel, first_of
-from argosy.plan.search.fitting import MemoryMisfit, misfit, nearest_that_fits
+from argosy.plan.search.fitting import MemoryMisfit, least_memory_bytes, misfit, nearest_that_fits
 from argosy.plan.search.search import SearchResult, search
 from argosy.plan.search.sizes import rounder
 from argosy.plan.search.space import Pins
@@ -160,7 +160,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         explanation=explanation,
         uneven=() if economy.sites > 1 else _uneven(costs, found, [*best, *front]),
         exchanges=() if economy.is_asynchronous else ways_to_agree(run, cluster, request.pins or {}),
-        notes=tuple(_notes(request, economy, explained.world_size, inside_s)),
+        notes=tuple(_notes(request, economy, explained, inside_s)),
     )
 
 
@@ -270,8 +270,11 @@ def _counts(costs: CostModel, objective: Objective) -> list[int]:
     return sorted((n for n in halves if n and (n in most or n % node == 0 or node % n == 0)), reverse=True)
 
 
-def _notes(request: PlanRequest, economy: WholeRunModel, used: int, inside_s: float) -> list[str]:
-    notes, costs = [], economy.costs
+def _notes(request: PlanRequest, economy: WholeRunModel, plan: Plan, inside_s: float) -> list[str]:
+    notes, costs, used = [], economy.costs, plan.world_size
+    if plan.offload != "none":
+        host = min(used, request.cluster.device.devices_per_host) * least_memory_bytes(costs, plan)[1]
+        notes.append(f"Offloading takes {host / GIB:,.0f} GiB or more of each host's memory.")
     if used < costs.devices:
         notes.append(f"The plan is for {used} of {costs.devices} devices: the others stay idle, or can wait as spares.")
     if not request.cluster.uniform:
@@ -324,7 +327,9 @@ def _remedies(request: PlanRequest, costs: CostModel, leanest: Plan, counts: Seq
         if row is not None:
             needs = free.memory_bytes[row] / GIB
             remedies.append(f'With nothing fixed, the nearest that fits: "{free.plans.plan(row)}" ({needs:.1f} GiB).')
-    ways = [(f"{IN_HOST_MEMORY}: --fix offload=all|optimizer", costs, {**pins, "offload": OFFLOADS})]
+    ways: list[tuple[str, CostModel, Pins]] = [
+        (f"{IN_HOST_MEMORY}: --fix offload=all|optimizer", costs, {**pins, "offload": OFFLOADS})
+    ]
     if request.run.optimizer.state != "int8" and request.run.optimizer.kind in OPTIMIZERS:
         optimizer = request.run.optimizer.model_copy(update={"state": "int8"})
         small = _costs(replace(request, run=request.run.model_copy(update={"optimizer": optimizer})))

@@ -123,7 +123,7 @@ def _chosen(
     if auto and devices.kind == "cuda":
         raise UserError(
             f'plan = "{run.plan}": {why_nothing_fits(costs, found)} `argosy plan` suggests what would fit; '
-            "a plan that names its axes is tried anyway."
+            "a plan that names its axes is tried with --launch.allow-memory."
         )
     return found.leanest
 
