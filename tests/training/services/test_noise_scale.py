@@ -195,7 +195,6 @@ def test_the_estimates_have_no_bias():
         ("dp_replicate=2,microbatch=4,sync=int4", "int4 changes the norm of the sum. Try sync=exact, bf16 or int8"),
         ("dp_replicate=2,microbatch=4,sync=powersgd", "powersgd changes"),
         ("dp_replicate=2,microbatch=4,sync=topk", "topk changes"),
-        ("dp_replicate=2,microbatch=4,sync=randomk", "randomk changes"),
         ("dp_replicate=2,microbatch=4,sync=sign", "sign changes"),
         ("microbatch=8", "one rank with one microbatch"),
         ("pp=2,schedule=zbv,microbatch=1", "zbv splits backward"),
