@@ -1,4 +1,4 @@
-"""What a process prints when nobody reads it any more: the process goes on."""
+"""What a process prints: it goes on when nobody reads that any more, and text of a run can only be read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from argosy.observe.terminal import print_message, printable
 
 PRINTS = """
 import os, subprocess, sys
@@ -52,3 +54,23 @@ def test_a_full_disk_takes_what_is_printed_later(tmp_path):
         )  # fmt: skip
     assert (done.returncode, done.stderr.splitlines()) == (0, ["five"] * 3)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("step 1\tloss 2.5\nüöß 語 \u200d", "step 1\tloss 2.5\nüöß 語 \u200d"),
+        ("\x1b]0;title\x07\x1b[2J", "\\x1b]0;title\\x07\\x1b[2J"),
+        ("over\rwritten\r\n", "over\\rwritten\n"),
+        ("c1 \x9b2J \x7f", "c1 \\x9b2J \\x7f"),
+        ("\u202etxt.exe \u2066", "\\u202etxt.exe \\u2066"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_what_steers_a_terminal_is_escaped_and_the_rest_stays(text, shown):
+    assert printable(text) == shown
+
+
+def test_messages_are_printed_so(capsys):
+    print_message("runs/\x1b[2J: no run")
+    assert capsys.readouterr().err == "runs/\\x1b[2J: no run\n"

@@ -25,6 +25,7 @@ import tyro
 from argosy.cli.help import ALL, SHORT, fitted
 from argosy.cli.options import must_be_folder, parse
 from argosy.errors import ArgosyError, UserError
+from argosy.observe.terminal import printable
 
 if TYPE_CHECKING:
     from argosy.checkpoint.store import Checkpoint
@@ -118,7 +119,7 @@ def _list(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(rows, indent=2))
     else:
-        print("\n".join(map(_line, rows)) or f"{options.path}: no committed checkpoint")
+        print(printable("\n".join(map(_line, rows))) or f"{options.path}: no committed checkpoint")
     return 0
 
 
@@ -164,7 +165,7 @@ def _verify(argv: list[str]) -> int:
         except Damaged as damage:
             problems[checkpoint.folder.name] = str(damage)
         if not options.json:
-            print(problems[checkpoint.folder.name] or f"{checkpoint.folder.name}: whole")
+            print(printable(problems[checkpoint.folder.name] or f"{checkpoint.folder.name}: whole"))
     if options.json:
         print(json.dumps(problems, indent=2))
     return 1 if any(problems.values()) else 0

@@ -18,6 +18,7 @@ import tyro
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
 from argosy.errors import UserError
+from argosy.observe.terminal import printable
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ def main(argv: list[str]) -> None:
         print(json.dumps({"prompt": options.prompt, "text": "".join(pieces)}))
         return
     first = next(pieces, "")  # what is wrong with the input is said before anything is printed
-    print(options.prompt + first, end="", flush=True)
+    print(printable(options.prompt + first), end="", flush=True)
     for piece in pieces:
-        print(piece, end="", flush=True)
+        print(printable(piece), end="", flush=True)
     print()
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from argosy.cli.options import parse
+from argosy.observe.terminal import printable
 
 if TYPE_CHECKING:
     from argosy.compare.replay import Replay
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
     from argosy.compare.replay import replay
 
     found = replay(options.run, options.step, say=None if options.json else _say)
-    print(json.dumps(asdict(found) | {"equal": found.is_equal}) if options.json else _in_words(found))
+    print(json.dumps(asdict(found) | {"equal": found.is_equal}) if options.json else printable(_in_words(found)))
     return 0 if found.is_equal else 1
 
 

@@ -29,6 +29,7 @@ from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.files import atomic_write, open_regular
 from argosy.observe.stacks import in_words
+from argosy.observe.terminal import printable
 from argosy.supervise.stack_gatherer import FOLDER, REQUEST
 
 LOOK_S = 0.1
@@ -67,10 +68,10 @@ def main(argv: list[str]) -> int:
     if options.json:
         print(json.dumps(answers))
         return 0
-    print(in_words(workers, options.threads) or f"{run_dir}: no worker process runs just now")
+    print(printable(in_words(workers, options.threads)) or f"{run_dir}: no worker process runs just now")
     if len(answers) < nodes:
         known = ", ".join(sorted(answer["node"] for answer in answers))
-        print(f"\nonly {len(answers)} of {nodes} nodes answered within {options.wait_s:g} s: {known}")
+        print(printable(f"\nonly {len(answers)} of {nodes} nodes answered within {options.wait_s:g} s: {known}"))
     print(f"\nkept in {folder}")
     return 0
 

@@ -23,7 +23,7 @@ import tyro
 
 from argosy.cli.options import parse
 from argosy.errors import RunFailed
-from argosy.observe.terminal import lasting_output
+from argosy.observe.terminal import lasting_output, printable
 from argosy.sweep.executor import Asked
 from argosy.sweep.executors.table import Place
 
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
             extra=options.extra,
         )
         result = run_sweep(sweep, folder, options.on, asked, quiet=options.json)
-    print(result.json() if options.json else result.in_words())
+    print(result.json() if options.json else printable(result.in_words()))
     if options.show:
         return
     if result.best is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,17 @@ CLEAR_LINE = "\r\x1b[2K"
 
 MAY_PASS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EAGAIN})
 """Errors of an output that may take more later: a full disk, a slow reader of a pipe that does not wait."""
+STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that steer a terminal or turn the order of text (Unicode's control and bidirectional ones), and what is no
+character; all but ends of lines and tabs."""
+
+
+def printable(text: str) -> str:
+    """Return text that came from a run's files with such characters escaped: printed, it can only be read.
+
+    So no name, message or log can write over other lines of a terminal, or set it up.
+    """
+    return STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
 class Owner(Protocol):
@@ -40,6 +52,7 @@ def has_live_line(stream: TextIO) -> bool:
 
 def print_message(text: str) -> None:
     """Print to stderr, in place of the live line if there is one: whoever has that line writes it again below."""
+    text = printable(text)
     if owner is not None and has_live_line(sys.stderr):
         owner.take({"say": text})
         return

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from argosy.observe.terminal import printable
 from argosy.plan.cost.formatting import count, seconds, within
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.terminal import PIPE_WIDTH
@@ -30,7 +31,7 @@ def show(found: Resizing, folder: Path, console: Console | None = None) -> None:
         console.width = PIPE_WIDTH
 
     def line(text: str, style: str = "") -> None:
-        console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+        console.print(printable(text), style=style, highlight=False, soft_wrap=True, markup=False)
 
     limit = "" if found.limit_s is None else f", to be done within {seconds(found.limit_s)}"
     line(f"{folder}: {found.steps_left} steps are left{limit}", "bold")
@@ -39,7 +40,7 @@ def show(found: Resizing, folder: Path, console: Console | None = None) -> None:
     for name in ("", "devices", "step", "left (nine times of ten)", "device-hours", "cost", "plan"):
         table.add_column(name, justify="left" if name in ("", "plan") else "right", no_wrap=True)
     for option in found.options:
-        table.add_row(*_row(option, option is found.recommended))
+        table.add_row(*map(printable, _row(option, option is found.recommended)))
     console.print(table, highlight=False, crop=False)
     line("")
     line(found.words, "bold")

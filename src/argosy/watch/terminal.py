@@ -18,7 +18,7 @@ from argosy.errors import UserError
 from argosy.observe.folder_view import FolderView
 from argosy.observe.panel import one_line
 from argosy.observe.run_view import RunView
-from argosy.observe.terminal import has_live_line
+from argosy.observe.terminal import has_live_line, printable
 from argosy.observe.terminal_surface import TerminalSurface
 from argosy.observe.words import duration
 from argosy.watch.run_files import RunFiles
@@ -54,7 +54,7 @@ def main(root: Path) -> int:
 
 def seen(folder: FolderView, run_dir: Path) -> RunView:
     """Return the run as it is now, with a word on whether it still trains."""
-    view = folder.look()
+    view = _in_printable_words(folder.look())
     if (run_dir / "report.json").exists():
         return replace(view, doing="ended", left_s=0.0 if view.step == view.steps else None)
     files = _files(run_dir)  # what its events say of its end: the folder of parameter servers has no report
@@ -68,6 +68,18 @@ def seen(folder: FolderView, run_dir: Path) -> RunView:
     if silent_s <= SILENT_S:
         return view
     return replace(view, doing=f"silent for {duration(silent_s)}")
+
+
+def _in_printable_words(view: RunView) -> RunView:
+    """Return the view with what the run's files say in text only as text: they may be a stranger's."""
+    return replace(
+        view,
+        name=printable(view.name),
+        model=printable(view.model),
+        plan=printable(view.plan),
+        doing=printable(view.doing),
+        events=[(time_s, printable(words), style) for time_s, words, style in view.events],
+    )
 
 
 @cache
