@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.envir
 from workers import WorkerPool, make_the_tests_process_light
 
 make_the_tests_process_light()
+
+_STATE = tempfile.TemporaryDirectory(prefix="argosy-tests-")
+os.environ["XDG_STATE_HOME"] = _STATE.name  # what tests approve is not approved for their user
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

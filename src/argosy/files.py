@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import pwd
 import shutil
 import stat
 import time
@@ -23,6 +24,9 @@ PARTIAL = ".partial"
 LOCK = ".lock"
 """File in a run's folder that the process that holds it has locked; with a node's name behind it, on several."""
 LOCK_TRIES, LOCK_TRY_S = 5, 0.02
+
+OTHERS_WRITE = 0o022
+"""The permission bits that let others than the owner write."""
 
 LONGEST_NAME_BYTES = 240
 """Length of a file's name that is given from outside: file systems take 255 bytes, suffixes included."""
@@ -131,7 +135,7 @@ def lock_or_holder(file: TextIO) -> str | None:
         file.seek(0)
         return (file.read().split() or ["unknown"])[0]
     file.truncate(0)
-    file.write(f"{os.getpid()}\n{_boot()}\n")
+    file.write(f"{os.getpid()}\n{boot_id()}\n")
     file.flush()
     return None
 
@@ -143,7 +147,7 @@ def is_abandoned(path: Path) -> bool:
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            if file.read(200).split()[1:] != [_boot().encode()]:
+            if file.read(200).split()[1:] != [boot_id().encode()]:
                 return False
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:  # it is held, or may not be read
@@ -151,7 +155,7 @@ def is_abandoned(path: Path) -> bool:
     return True
 
 
-def _boot() -> str:
+def boot_id() -> str:
     """Return what tells this machine, since it was started, from others; empty if it does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -189,6 +193,35 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def state_folder() -> Path:
+    """Return Argosy's folder for what it keeps for this user, in $XDG_STATE_HOME or ~/.local/state; it may be missing.
+
+    Raises: RuntimeError if the user has no home.
+    """
+    states = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (states if states.is_absolute() else Path.home() / ".local" / "state") / "argosy"
+
+
+def read_own(path: Path, most_bytes: int) -> tuple[bytes, str]:
+    """Return a file's first `most_bytes`, and whose it is: "" if nobody but this user can have written it.
+
+    Nothing is followed or waited for: what is no plain file (a link, a pipe) is refused. Raises: OSError.
+    """
+    with open_regular(path, follow=False) as file:
+        found = os.fstat(file.fileno())
+        whose = "" if found.st_uid == os.geteuid() else _name_of_user(found.st_uid)
+        if not whose and found.st_mode & OTHERS_WRITE:
+            whose = f"others too, who may write it (mode {found.st_mode & 0o777:04o}; chmod go-w {path.name})"
+        return file.read(most_bytes), whose
+
+
+def _name_of_user(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
 
 
 def is_plain_name(name: str) -> bool:

@@ -1,46 +1,67 @@
-"""What `argosy stop` does with the jobs of a run."""
+"""What `argosy stop` does with the jobs of a run, and what it says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from argosy.cli import stop
 from argosy.errors import UserError
-from argosy.launch import site_jobs
-from argosy.launch.engines import table
+from argosy.launch.engines.engine import Engine, Request
+from argosy.launch.engines.job import FOLDER, Job, JobState
+from argosy.launch.engines.table import ENGINES
 
 
-@dataclass
-class Job:
-    id: str
-    engine: str = "ssh"
+class Memory(Engine):
+    """An engine whose jobs are called as their states are."""
 
+    name = "memory"
+    takes = frozenset()
+    stopped: list[str] = []
 
-@dataclass
-class Engine:
-    stopped: list[str] = field(default_factory=list)
+    def check_job(self, job: Job) -> None:
+        return
 
-    def state(self, job: Job) -> tuple[str, str]:
-        if job.id == "unreachable":
-            raise UserError("there is no way to it")
-        return "ended" if job.id == "over" else "running", ""
+    def script(self, request: Request) -> str:
+        raise NotImplementedError
+
+    def submit(self, request: Request) -> Job:
+        raise NotImplementedError
+
+    def state(self, job: Job) -> tuple[JobState, str]:
+        states: dict[str, JobState] = {"over": "ended", "queued": "waiting"}
+        if job.id in ("cut-off", "silent"):
+            raise UserError("its controller is away.")
+        return states.get(job.id, "running"), ""
 
     def stop(self, job: Job) -> None:
+        if job.id == "cut-off":
+            raise UserError("there is no way to it.")
         self.stopped.append(job.id)
 
 
-def test_a_site_that_cannot_be_reached_does_not_keep_the_others_from_stopping(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    engine = Engine()
-    jobs = {"lyon": Job("unreachable"), "oslo": Job("1"), "rome": Job("over"), "wien": Job("2")}
-    monkeypatch.setattr(site_jobs, "jobs_of", lambda _: jobs)
-    monkeypatch.setattr(table, "engine_of", lambda _: engine)
-    with pytest.raises(UserError, match="site lyon: there is no way to it"):
-        stop.main([str(tmp_path)])
-    assert engine.stopped == ["1", "2"]
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split("site ")[1][:4] for line in said] == ["oslo", "rome", "wien"]
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A run of several sites, each with a job."""
+    monkeypatch.setitem(ENGINES, "memory", Memory)
+    for site, job in {"lyon": "cut-off", "oslo": "1", "rome": "over", "wien": "queued", "york": "silent"}.items():
+        folder = tmp_path / "run/sites" / site
+        (folder / FOLDER).mkdir(parents=True)
+        Job(engine="memory", id=job, submitted_s=0, nodes=1).save(folder)
+    yield tmp_path / "run"
+    Memory.stopped.clear()
+
+
+def test_each_site_is_told_and_what_becomes_of_it_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(
+        UserError, match=r"site lyon: its job cut-off on memory may not have been stopped: there is no way to it"
+    ):
+        stop.main([str(run)])
+    assert Memory.stopped == ["1", "queued", "silent"]
+    said = [line.split("site ")[1] for line in capsys.readouterr().out.splitlines()]
+    assert [line[:4] for line in said] == ["oslo", "rome", "wien", "york"]
+    assert "saves and ends" in said[0] and "has ended already" in said[1]
+    assert "is taken out of the queue" in said[2] and "saves" not in said[2]
+    assert "whether it still runs is not known: its controller is away." in said[3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import pytest
 from argosy.cli.launch import _what_next
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Job, JobState, Request
+from argosy.launch.engines.engine import Engine, Request
+from argosy.launch.engines.job import Job, JobState
 from argosy.launch.engines.table import ENGINES
 from argosy.launch.launched import launch, launch_sites, launched_in, printed
 from argosy.launch.site_jobs import jobs_of
@@ -25,6 +27,9 @@ class Memory(Engine):
     takes = frozenset()
     jobs: dict[str, JobState] = {}
 
+    def check_job(self, job: Job) -> None:
+        return
+
     def script(self, request: Request) -> str:
         return request.command
 
@@ -34,6 +39,8 @@ class Memory(Engine):
         return job
 
     def state(self, job: Job) -> tuple[JobState, str]:
+        if self.jobs[job.id] == "unknown":
+            raise UserError("its controller\nis away.")
         return self.jobs[job.id], ""
 
     def stop(self, job: Job) -> None:
@@ -88,6 +95,38 @@ def test_a_run_that_is_under_way_is_not_launched_again(tmp_path):
         launch(request_in(tmp_path, "a"), "memory")
     Memory().stop(job)
     launch(request_in(tmp_path, "a"), "memory")
+
+
+def test_a_run_whose_engine_gives_no_answer_is_not_launched_again(tmp_path):
+    launch(request_in(tmp_path, "a"), "memory")
+    Memory.jobs["a"] = "unknown"
+    with pytest.raises(UserError, match=r"may still be there.*its controller is away\..*remove .*launch/job.json"):
+        launch(request_in(tmp_path, "a"), "memory")
+    (found,) = launched_in(tmp_path / "runs")
+    assert (found.state, found.why) == ("unknown", "its controller is away.")
+    (tmp_path / "runs/a/launch/job.json").unlink()
+    launch(request_in(tmp_path, "a"), "memory")
+
+
+def test_a_record_that_cannot_be_read_does_not_hide_the_other_runs(tmp_path):
+    launch(request_in(tmp_path, "a"), "memory")
+    (tmp_path / "runs/b/launch").mkdir(parents=True)
+    (tmp_path / "runs/b/launch/job.json").write_text("{")
+    (tmp_path / "runs/c/launch").mkdir(parents=True)
+    os.mkfifo(tmp_path / "runs/c/launch/job.json")
+    found = {run.id: run for run in launched_in(tmp_path / "runs")}
+    assert {name: run.state for name, run in found.items()} == {"a": "running", "b": "unknown", "c": "unknown"}
+    assert "is no record of a launched run" in found["b"].why and "not a regular file" in found["c"].why
+
+
+def test_only_a_job_that_printed_something_is_said_to_have_logs(tmp_path, monkeypatch):
+    monkeypatch.setattr(Memory, "files", lambda self, job: {"": tmp_path / "out"})
+    job = launch(request_in(tmp_path, "a"), "memory").model_copy(update={"log": "memory.out"})
+    job.save(tmp_path / "runs/a")
+    Memory().stop(job)
+    assert [run.why for run in launched_in(tmp_path / "runs")] == [""]
+    (tmp_path / "out").write_text("one\n")
+    assert "argosy logs" in launched_in(tmp_path / "runs")[0].why
 
 
 def test_a_run_that_was_not_launched_prints_what_its_folder_has(tmp_path):

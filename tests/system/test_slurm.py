@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -156,6 +157,43 @@ def test_what_slurm_refuses_is_said_and_leaves_nothing(launched):
         and "#SBATCH --exclusive" in script
     )
     assert not launched.run_dir.exists()
+
+
+def test_a_folder_of_any_name_is_launched_into(launched, cluster):
+    name = 'it\'s 50%j of "a b"'
+    launch(launched, "--run-dir", f"runs/{name}", "--extra=--begin=now+1hour")
+    assert state(launched)["state"] == "waiting" and state(launched)["id"] == name
+    cluster.ask("scontrol", "update", f"JobId={state(launched)['job']}", "StartTime=now")
+    log = launched.folder.path / "runs" / name / "launch" / f"slurm-{state(launched)['job']}.out"
+    end = time.monotonic() + 60
+    while not log.exists():
+        assert time.monotonic() < end, state(launched)
+        time.sleep(0.2)
+
+
+def test_a_job_that_is_stopped_while_it_waits_has_nothing_to_save_and_no_log(launched):
+    launch(launched, "--extra=--begin=now+1hour")
+    said = launched.folder.argosy_here("stop", "runs/tiny")
+    assert "is taken out of the queue" in said and "saves" not in said
+    wait_for(launched, "ended")
+    assert "argosy logs" not in state(launched)["why"] and "cancelled" in state(launched)["why"]
+    assert "nothing was printed: ended cancelled" in launched.folder.argosy("logs", "runs/tiny")
+    refused = launched.folder.argosy_here("launch", "run.toml", "--on", "slurm", "--launch.nodes", "3", code=2)
+    assert "launch.nodes = 3, and --nodes 1. Give --nodes 3 or more" in refused
+
+
+@pytest.mark.slow
+def test_a_controller_that_is_away_has_ended_no_job(launched, cluster):
+    launch(launched, "--extra=--begin=now+1hour")
+    controller = int((cluster.folder / "slurmctld.pid").read_text())
+    os.kill(controller, signal.SIGSTOP)
+    try:
+        assert state(launched)["state"] == "unknown" and "squeue says" in state(launched)["why"]
+        refused = launched.folder.argosy_here("launch", "run.toml", "--on", "slurm", code=2)
+        assert "may still be there, and nothing says that it has ended" in refused
+        assert "may not have been stopped" in launched.folder.argosy_here("stop", "runs/tiny", code=2)
+    finally:
+        os.kill(controller, signal.SIGCONT)
 
 
 @pytest.mark.slow

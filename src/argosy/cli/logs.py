@@ -8,6 +8,7 @@ Examples:
 from __future__ import annotations
 
 import sys
+from codecs import getincrementaldecoder
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,8 @@ from typing import Annotated
 import tyro
 
 from argosy.cli.options import parse
+
+ENDED = {"ended", "finished", "failed", "stopped"}
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,23 @@ class Options:
 def main(argv: list[str]) -> None:
     """`argosy logs RUN`."""
     options = parse(argv, "argosy logs", Options)
-    from argosy.launch.launched import printed
+    from argosy.launch.launched import launched_in, one_line, printed
     from argosy.observe.folder_view import retold
+    from argosy.observe.terminal import printable
 
+    characters = getincrementaldecoder("utf-8")("backslashreplace")
     is_empty = True
-    for text in printed(options.run, options.follow):
-        sys.stdout.buffer.write(text)
+    for piece in printed(options.run, options.follow):
+        sys.stdout.write(printable(characters.decode(piece)))
         sys.stdout.flush()
         is_empty = False
     for line in retold(options.run) if is_empty and not options.follow else ():  # it printed to a terminal
-        print(line)
+        print(printable(line))
         is_empty = False
     if is_empty:
-        print(f"{options.run}: nothing yet; `argosy runs` says what it waits for", file=sys.stderr)
+        states = {run.state: run.why for run in launched_in(options.run)}
+        if states.keys() <= ENDED:
+            said = f"nothing was printed: {one_line(', '.join(f'{state} {why}' for state, why in states.items()))}"
+        else:
+            said = "nothing yet; `argosy runs` says what it waits for"
+        print(printable(f"{options.run}: {said}"), file=sys.stderr)

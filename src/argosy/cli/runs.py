@@ -38,6 +38,7 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy runs", Options)
     must_be_folder(options.folder)
     from argosy.launch.launched import launched_in
+    from argosy.observe.terminal import printable
 
     found = launched_in(options.folder)
     if options.json:
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> None:
     for run in found:
         where = f"{run.engine} {run.job}" if run.engine else ""
         step = "" if run.step is None else f"step {run.step}"
-        print(fitting(f"{run.id:{width}}  {run.state:9} {step:>12}  {where:16}  {run.why}"))
+        print(fitting(printable(f"{run.id:{width}}  {run.state:9} {step:>12}  {where:16}  {run.why}")))
 
 
 def fitting(line: str) -> str:

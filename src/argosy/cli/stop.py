@@ -16,6 +16,13 @@ import tyro
 from argosy.cli.options import parse
 from argosy.errors import UserError
 
+WILL = {
+    "waiting": "is taken out of the queue; it trained nothing there that would have to be saved",
+    "running": "saves and ends; `argosy runs` shows when it has",
+    "unknown": "was told to end; whether it still runs is not known: {}",
+}
+"""State of a job that was told to stop -> what is said of it."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -28,22 +35,22 @@ class Options:
 def main(argv: list[str]) -> None:
     """`argosy stop RUN`."""
     options = parse(argv, "argosy stop", Options)
-    from argosy.launch.engines.table import engine_of
+    from argosy.launch.engines.table import engine_of, state_of
     from argosy.launch.site_jobs import jobs_of
+    from argosy.observe.terminal import printable
 
     problems = []
     for name, job in jobs_of(options.run).items():
-        site = f"site {name}: " if name else ""
-        whose = f"{options.run}: {site}its job {job.id} on {job.engine}"
-        try:
-            engine = engine_of(job)
-            if engine.state(job)[0] == "ended":
-                print(f"{whose} has ended already")
-                continue
-            engine.stop(job)
-        except UserError as problem:  # the other sites are to stop nevertheless
-            problems.append(f"{site}{problem}")
+        whose = f"{options.run}: {f'site {name}: ' if name else ''}its job {job.id} on {job.engine}"
+        state, words = state_of(job)
+        if state == "ended":
+            print(printable(f"{whose} has ended already"))
             continue
-        print(f"{whose} saves and ends; `argosy runs` shows when it has")
+        try:
+            engine_of(job).stop(job)
+        except UserError as problem:  # the other sites are to stop nevertheless
+            problems.append(f"{whose} may not have been stopped: {problem}")
+            continue
+        print(printable(f"{whose} {WILL[state].format(words)}"))
     if problems:
         raise UserError("\n".join(problems))

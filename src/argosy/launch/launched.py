@@ -10,9 +10,10 @@ from pathlib import Path
 
 from argosy.errors import UserError
 from argosy.files import made_folder, make_folder
-from argosy.launch.engines.engine import FOLDER, RECORD, Engine, Job, Request
+from argosy.launch.engines.engine import Engine, Request
 from argosy.launch.engines.followed import follow as followed
-from argosy.launch.engines.table import ENGINES, engine_of
+from argosy.launch.engines.job import FOLDER, RECORD, Job, user_key
+from argosy.launch.engines.table import ENGINES, engine_of, state_of
 from argosy.launch.own_folder import check_is_own
 from argosy.launch.site_jobs import are_there, jobs_of, printed_by
 from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of, secret_of
@@ -32,7 +33,8 @@ class Launched:
     """Empty if the run was not launched."""
     job: str
     state: str
-    """waiting or running, as the engine says; else what its folder says: finished, stopped, failed, silent, dead."""
+    """waiting or running, as the engine says; else what its folder says: finished, stopped, failed, silent, dead;
+    unknown if the engine gives no answer and the folder does not say."""
     why: str
     step: int | None
     """The steps that it has made; None before the first."""
@@ -75,12 +77,24 @@ def _check(request: Request, on: Engine) -> None:
     on.check(request)
     check_is_own(request.run_dir)
     check_is_own(kept_in(request.run_dir))
+    if on.needs_seal:
+        user_key()  # else the job could not be asked about
     before = Job.load(request.run_dir)
-    if before is not None and (state := engine_of(before).state(before)[0]) != "ended":
+    state, words = ("ended", "") if before is None else state_of(before)
+    if before is None or state == "ended":
+        return
+    its_job = f"{request.run_dir}: its job {before.id} on {before.engine}"
+    if state == "unknown":
+        record = shlex.quote(str(request.run_dir / FOLDER / RECORD))
         raise UserError(
-            f"{request.run_dir}: its job {before.id} on {before.engine} is {state}. "
-            f"`argosy stop {shlex.quote(str(request.run_dir))}` stops it; --run-dir gives this run another folder."
+            f"{its_job} may still be there, and nothing says that it has ended: {one_line(words).rstrip('.')}. Try "
+            f"again when its engine answers. If you know that it has ended, remove {record}; --run-dir gives this run "
+            "another folder."
         )
+    raise UserError(
+        f"{its_job} is {state}. `argosy stop {shlex.quote(str(request.run_dir))}` stops it; --run-dir gives this run "
+        "another folder."
+    )
 
 
 def _own_secret(run_dir: Path) -> str:
@@ -88,10 +102,12 @@ def _own_secret(run_dir: Path) -> str:
     mine = fingerprint_of(run_dir)
     for other in _records(run_dir.parent) if mine else ():
         folder = other.parent.parent
-        job = Job.load(folder)
-        if job is None or home_of(folder) == run_dir or mine not in (job.secret, fingerprint_in(home_of(folder))):
+        if home_of(folder) == run_dir:
             continue
-        if engine_of(job).state(job)[0] != "ended":
+        job, _ = _record_in(folder)
+        if job is None or mine not in (job.secret, fingerprint_in(home_of(folder))):
+            continue
+        if state_of(job)[0] != "ended":
             raise UserError(
                 f"{run_dir} and {folder} have one secret, and who knows it may join both runs. Unset {VALUE} and "
                 f"{FILE}: each run makes its own; if one folder is a copy of the other, delete {NAME} in it."
@@ -113,21 +129,35 @@ def _records(root: Path) -> list[Path]:
     return [path for level in levels for path in root.glob(f"{level}{FOLDER}/{RECORD}")]
 
 
+def _record_in(folder: Path) -> tuple[Job | None, str]:
+    """Return the record of a run's job, and what is wrong with it: a list has other runs too."""
+    try:
+        return Job.load(folder), ""
+    except UserError as problem:
+        return None, one_line(problem)
+
+
 def _launched(name: str, folder: Path) -> Launched:
-    job, state, why, step = Job.load(folder), "", "", None
+    (job, problem), state, why, step = _record_in(folder), "", "", None
     if is_run(kept_in(folder)):
         reader = RunReader(kept_in(folder))
         reader.refresh()
         last = reader.last_line.get("step")
-        state, why, step = reader.state, reader.why, None if last is None else int(last) + 1
+        state, why, step = reader.state, reader.why, last + 1 if isinstance(last, int) else None
     if job is not None:
-        with suppress(UserError):  # it was launched from another machine: only the folder can tell
-            engine_state, words = engine_of(job).state(job)
-            if engine_state == "waiting" or (engine_state == "running" and state != "training"):
-                state, why = engine_state, words
-            elif engine_state == "ended" and state in ("", "training", "silent"):
-                state, why = "ended", f"{words}; `argosy logs {shlex.quote(str(folder))}` says more".lstrip("; ")
-            step = engine_of(job).step(job) if step is None else step
+        engine_state, words = state_of(job)
+        if engine_state == "waiting" or (engine_state == "running" and state != "training"):
+            state, why = engine_state, words
+        elif engine_state == "unknown" and state in ("", "training", "silent"):
+            state, why = state if state == "training" else "unknown", one_line(words)
+        elif engine_state == "ended" and state in ("", "training", "silent"):
+            more = f"`argosy logs {shlex.quote(str(folder))}` says more" if _has_printed(job) else ""
+            state, why = "ended", "; ".join(filter(None, (words, more)))
+        if step is None and engine_state != "unknown":
+            with suppress(UserError):
+                step = engine_of(job).step(job)
+    elif problem:
+        state, why = state or "unknown", why or problem
     return Launched(
         id=name,
         folder=folder,
@@ -139,22 +169,38 @@ def _launched(name: str, folder: Path) -> Launched:
     )
 
 
+def _has_printed(job: Job) -> bool:
+    """Return True if `argosy logs` has something to show, as far as that is known here."""
+    if not job.log:
+        return True  # its engine has it
+    paths = engine_of(job).files(job).values()
+    return any(path.is_file() and path.stat().st_size for path in paths)
+
+
+def one_line(text: object) -> str:
+    """Return a message of several lines in one."""
+    return " ".join(str(text).split())
+
+
 def printed(run_dir: Path, follow: bool) -> Iterator[bytes]:
     """Yield what a run prints, in pieces; follow: until it has ended.
 
     Of a run that was not launched, the first worker prints to its user's terminal, and its folder has only what the
-    others and the coordinator print.
+    others and the coordinator print. Of one that another user has launched, its folder is read, and no engine asked.
 
     Raises: UserError if there is neither a job nor a run.
     """
-    if not is_run(run_dir) or are_there(run_dir):
-        jobs = jobs_of(run_dir)
+    jobs = {} if is_run(run_dir) and not are_there(run_dir) else jobs_of(run_dir)
+    if jobs and not any(job.foreign for job in jobs.values()):
         yield from engine_of(jobs[""]).logs(jobs[""], follow) if "" in jobs else printed_by(jobs, follow)
         return
-    reader = RunReader(run_dir)
+    reader = RunReader(run_dir) if is_run(run_dir) else None
 
     def has_ended() -> bool:
+        if not follow or reader is None:
+            return True
         reader.refresh()
-        return not follow or reader.state != "training"
+        return reader.state != "training"
 
-    yield from followed({path.stem: path for path in sorted((run_dir / "logs").glob("*"))}, has_ended)
+    paths = [*run_dir.glob(f"{FOLDER}/*.out"), *run_dir.glob("logs/*")]
+    yield from followed({path.stem: path for path in sorted(paths)}, has_ended)

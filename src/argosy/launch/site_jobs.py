@@ -16,7 +16,8 @@ from argosy.config.schema import RunConfig
 from argosy.config.servers import server_name
 from argosy.config.sites import SiteLaunch
 from argosy.errors import UserError
-from argosy.launch.engines.engine import FOLDER, RECORD, Job, Request
+from argosy.launch.engines.engine import Request
+from argosy.launch.engines.job import FOLDER, RECORD, Job
 from argosy.launch.engines.login import Login
 from argosy.launch.engines.table import engine_of
 from argosy.launch.servers import check, check_addresses_of_servers

@@ -32,11 +32,19 @@ def secret_of(run_dir: Path) -> bytes:
         return _read(Path(given), f"{FILE} = {given}")
     path = run_dir / NAME
     try:
-        kept_text(path, lambda: secrets.token_hex(32) + "\n", mode=0o600)
+        return kept_secret(path)
     except OSError as problem:
         raise UserError(
             f"{path}: the run's secret cannot be kept there ({problem}). Make the folder writable, or set {FILE}"
         ) from None
+
+
+def kept_secret(path: Path) -> bytes:
+    """Return the secret in a file that only its user may read, which the first call makes.
+
+    Raises: OSError if it cannot be made; UserError as `secret_of`.
+    """
+    kept_text(path, lambda: secrets.token_hex(32) + "\n", mode=0o600)
     return _read(path, str(path))
 
 

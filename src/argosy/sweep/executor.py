@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from argosy.config.schema import RunConfig
-from argosy.launch.engines.engine import Job, JobState
+from argosy.launch.engines.job import Job, JobState
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import pytest
 from argosy.config.launch_options import EngineOptions
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Job, JobState, Request
+from argosy.launch.engines.engine import Engine, Request
+from argosy.launch.engines.job import Job, JobState
 from argosy.launch.engines.local import Local
 from argosy.launch.engines.table import ENGINES
 

@@ -9,7 +9,7 @@ import pytest
 
 from argosy.config.schema import RunConfig
 from argosy.launch.engines.engine import Request
-from argosy.launch.engines.jobset import Place, access, belongings, jobset
+from argosy.launch.engines.jobset import Place, access, belongings, in_yaml, jobset
 from published_models import check
 
 pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: pip install 'argosy[dev]'")
@@ -75,3 +75,22 @@ def test_extra_lines_are_merged_into_the_pod():
     pod = pod_of(request(extra=lines))
     assert pod["nodeSelector"] == {"gpu": "h100", "zone": "a"} and "affinity" not in pod
     assert pod["restartPolicy"] == "Never"
+
+
+def test_objects_are_printed_in_yaml_that_means_the_same():
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+    run = RunConfig.model_validate({"name": "mine", "train": {"steps": 7}})
+    asked = request(run=run, nodes=2, gpus_per_node=8, extra=('{"nodeSelector": {"on": "yes", "a b": "1", "t": ""}}',))
+    made = [*access(PLACE), *belongings(asked, PLACE, "s: #" * 9, ""), jobset(asked, PLACE)]
+    text = in_yaml(made)
+    assert list(yaml.safe_load_all(text)) == made
+    assert "kind: JobSet" in text.splitlines() and "  run.toml: |" in text.splitlines()  # a run file that people read
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nb\n", "a\n\nb\n", " a\nb\n", "\na\n", "a\nb", "a\nb\n\n", "a\tb\nc\n", "\x1b[2J\n\n", "x: y\n"]
+)
+def test_any_text_is_the_same_in_yaml(text):
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+    made = [{"a": text, "b": [text, [1, {"c": text}], [], {}, None, True, 1.5], "null": "null"}]
+    assert list(yaml.safe_load_all(in_yaml(made))) == made

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and the record of what was launched."""
+"""What is asked of an engine."""
 
 from __future__ import annotations
 
@@ -8,20 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import ClassVar
 
 from argosy.config.launch_options import EngineOptions
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.files import atomic_write
 from argosy.launch.engines.followed import follow as followed
-
-FOLDER = "launch"
-"""The folder in a run's folder for what was launched, and what that printed."""
-RECORD = "job.json"
-JobState = Literal["waiting", "running", "ended"]
+from argosy.launch.engines.job import FOLDER, Job, JobState
 
 
 @dataclass(frozen=True)
@@ -72,49 +65,14 @@ class Request(EngineOptions):
         return shlex.join(words)
 
 
-class Job(BaseModel):
-    """What was launched, as it stands in the run's folder."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    engine: str
-    id: str
-    """The engine's name for it."""
-    submitted_s: float
-    """Seconds since 1970."""
-    nodes: int
-    log: str = ""
-    """The file that it prints to, or the folder of several, if there is one."""
-    secret: str = ""
-    """The fingerprint of the secret that the environment or the run's folder gave it; empty: it made its own."""
-    place: dict[str, str] = {}
-    """Where the engine finds it again: an address, a namespace, hosts, ..."""
-
-    def save(self, run_dir: Path) -> None:
-        """Write it to the run's folder."""
-        with atomic_write(run_dir / FOLDER / RECORD) as file:
-            file.write(self.model_dump_json(indent=1).encode() + b"\n")
-
-    @classmethod
-    def load(cls, run_dir: Path) -> Job | None:
-        """Return the last one that was launched in a run's folder; None if none was. Raises: UserError."""
-        path = run_dir / FOLDER / RECORD
-        try:
-            return cls.model_validate_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValidationError) as problem:
-            raise UserError(
-                f"{path}: is no record of a launched run ({problem}). Remove it, and launch again."
-            ) from None
-
-
 class Engine(ABC):
     """An engine. Each method raises UserError if the engine is not there, or refuses."""
 
     name: ClassVar[str]
     takes: ClassVar[frozenset[str]]
     """The fields of a request with a default that have a meaning there."""
+    needs_seal: ClassVar[bool] = False
+    """True if a job's record says where programs go, or what they do there: it must have this user's seal."""
 
     def check(self, request: Request) -> None:
         """Raises: UserError for options that have no meaning there."""
@@ -126,6 +84,10 @@ class Engine(ABC):
             )
 
     @abstractmethod
+    def check_job(self, job: Job) -> None:
+        """Raises: UserError for a record that this engine cannot have written; no other is asked about or stopped."""
+
+    @abstractmethod
     def script(self, request: Request) -> str:
         """Return what would be submitted."""
 
@@ -135,7 +97,14 @@ class Engine(ABC):
 
     @abstractmethod
     def state(self, job: Job) -> tuple[JobState, str]:
-        """Return what the engine knows of a job, and a few words on it."""
+        """Return what the engine knows of a job, and a few words on it. Raises: UserError if it gives no answer."""
+
+    def known(self, job: Job) -> tuple[JobState, str]:
+        """Return `state`; unknown, and why, if the engine gives no answer."""
+        try:
+            return self.state(job)
+        except UserError as problem:
+            return "unknown", str(problem)
 
     @abstractmethod
     def stop(self, job: Job) -> None:
@@ -151,4 +120,14 @@ class Engine(ABC):
 
     def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
         """Yield what the job prints, in pieces; follow: until it has ended."""
-        yield from followed(self.files(job), lambda: not follow or self.state(job)[0] == "ended")
+        yield from followed(self.files(job), lambda: not follow or self.known(job)[0] == "ended")
+
+
+def check_nodes(request: Request) -> None:
+    """Raises: UserError if the run needs more nodes than are asked for."""
+    needed, asked = request.run.launch.nodes, request.nodes
+    if needed > asked:
+        raise UserError(
+            f"launch.nodes = {needed}, and --nodes {asked}. Give --nodes {needed} or more (the others are spares), or "
+            "leave launch.nodes out."
+        )

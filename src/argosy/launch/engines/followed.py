@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from argosy.files import open_regular
+
 PIECE_BYTES = 1 << 16
 LOOK_S = 0.5
 """How often a file that is followed is looked at."""
@@ -34,9 +36,9 @@ class Followed:
     def new(self, is_marked: bool, is_last: bool) -> Iterator[bytes]:
         """Yield what was added, in pieces. is_marked: whole lines only, with the mark before each."""
         try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return
+            file = open_regular(self._path)
+        except OSError:
+            return  # not there yet, or not to be read
         with file:
             file.seek(self._at)
             while text := file.read(PIECE_BYTES):

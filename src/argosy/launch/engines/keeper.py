@@ -24,7 +24,7 @@ from argosy.errors import (
     UnfitNode,
     UserError,
 )
-from argosy.launch.engines.engine import FOLDER
+from argosy.launch.engines.job import FOLDER
 from argosy.launch.engines.requeue import MOST_IDLE, last_step, outcome
 
 PAUSE_S = 2.0

@@ -19,14 +19,16 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Job, JobState, Request
+from argosy.launch.engines.engine import Engine, Request, check_nodes
 from argosy.launch.engines.followed import LOOK_S, PIECE_BYTES
+from argosy.launch.engines.job import Job, JobState
 from argosy.launch.engines.jobset import (
     JOBSET_LABEL,
     Object,
     Place,
     access,
     belongings,
+    in_yaml,
     jobset,
     lease_of,
     needs_access,
@@ -37,6 +39,8 @@ ANSWER_S = 60.0
 MOUNT = "/data"
 NAME_CHARS = 30
 """Letters of the run's name in the names of its objects, which may have 63 with what JobSet adds."""
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+"""A DNS label (RFC 1123), as Kubernetes takes it for a JobSet and a namespace."""
 MADE_AT_LAUNCH = "made when the run is launched"
 STEP = re.compile(rb"\bstep\s+(\d+)/")
 TAIL_LINES = 200
@@ -63,18 +67,18 @@ class Kubernetes(Engine):
                 "--on kubernetes: no volume is given. Name a PersistentVolumeClaim that all pods can write to, for the "
                 "data and the run's folder: --volume CLAIM."
             )
-        if request.run.launch.nodes > request.nodes:
-            raise UserError(
-                f"launch.nodes = {request.run.launch.nodes}, and --nodes {request.nodes}. Give --nodes "
-                f"{request.run.launch.nodes} or more (the others are spares), or leave launch.nodes out."
-            )
+        check_nodes(request)
+
+    def check_job(self, job: Job) -> None:
+        """Raises: UserError for what cannot be the name of an object, or of a namespace."""
+        job.check(id=(job.id, NAME), namespace=(job.place.get("namespace"), NAME))
 
     def script(self, request: Request) -> str:
-        """Return the objects, as a list that `kubectl create -f -` takes."""
+        """Return the objects in YAML, as `kubectl create -f -` takes them."""
         namespace = request.namespace or (_own_namespace() if shutil.which("kubectl") else "default")
         place = _place(request, namespace, "00000")
         made = access(place) if needs_access(lease_of(request, place)) else []
-        return _listed([*made, *belongings(request, place, MADE_AT_LAUNCH, ""), jobset(request, place)])
+        return in_yaml([*made, *belongings(request, place, MADE_AT_LAUNCH, ""), jobset(request, place)])
 
     def submit(self, request: Request) -> Job:
         """Make the objects; none is left if one is refused."""
@@ -139,7 +143,7 @@ class Kubernetes(Engine):
                     since = [f"--since-time={asked}"]
                     yield text
                     asked = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-            if not follow or self.state(job)[0] == "ended":
+            if not follow or self.known(job)[0] == "ended":
                 return
             time.sleep(LOOK_S)
 
@@ -208,10 +212,6 @@ def _where(job: Job) -> list[str]:
 
 def _selected(job: Job) -> list[str]:
     return [f"--selector={JOBSET_LABEL}={job.id}"]
-
-
-def _listed(objects: list[Object]) -> str:
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=1) + "\n"
 
 
 def _ask(*words: str, text: str | None = None, may_fail: bool = False) -> str:

@@ -7,6 +7,7 @@ paths in the run file mean that machine's.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import time
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Job, JobState, Request
-from argosy.launch.engines.ssh_hosts import CONNECT_S, Answer, ask_all
+from argosy.launch.engines.engine import Engine, Request
+from argosy.launch.engines.job import Job, JobState
+from argosy.launch.engines.ssh_hosts import HOST, Answer, ask_all, command
 from argosy.processes.secret import secret_of
 from argosy.sync.sites.layout import group_folder, site_folder
 
@@ -36,6 +38,9 @@ printf 'argosy:runs=%s\\n' "$(printf '%s' "$said" | tr -d '\\n')"
 """
 STOP = "cd {folder} && {program} stop {run_dir}\n"
 READ_BYTES = 1 << 16
+LINE = re.compile(r".+")
+GOES_ON: dict[str, JobState] = {"waiting": "waiting", "training": "running", "running": "running", "unknown": "unknown"}
+"""States of a run that has not ended there -> of its job; unknown: `argosy runs` there could not tell."""
 
 
 class Login(Engine):
@@ -43,6 +48,12 @@ class Login(Engine):
 
     name = "login"
     takes: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(Request))
+    needs_seal = True
+
+    def check_job(self, job: Job) -> None:
+        """Raises: UserError for what is no machine, or a record without folder and program there."""
+        job.check(login=(job.place.get("login"), HOST))
+        job.check(**{name: (job.place.get(name), LINE) for name in ("folder", "program", "run_dir")})
 
     def script(self, request: Request) -> str:
         """Return the command that is given there."""
@@ -77,19 +88,20 @@ class Login(Engine):
 
     def state(self, job: Job) -> tuple[JobState, str]:
         """Return what `argosy runs` says there."""
-        answer = _ask(job, RUNS)
+        answer, login = _ask(job, RUNS), job.place["login"]
         if not answer.is_reached:
-            return "running", f"no way to {job.place['login']} ({answer.problem})"
-        run = _run_of(answer)
-        state, why = str(run.get("state", "")), str(run.get("why", "")) or answer.problem
-        if state == "waiting":
-            return "waiting", why
-        return ("running", why) if state in ("training", "running") else ("ended", f"{state} {why}".strip())
+            return "unknown", f"no way to {login} ({answer.problem})"
+        if (run := _run_of(answer)) is None:
+            return "unknown", f"{login} does not say what became of it ({answer.problem or 'it lists no such run'})"
+        state, why = str(run.get("state", "")), str(run.get("why", ""))
+        if state in GOES_ON:
+            return GOES_ON[state], why
+        return "ended", f"{state} {why}".strip()
 
     def step(self, job: Job) -> int | None:
         """Return the steps that it has made."""
-        step = _run_of(_ask(job, RUNS)).get("step")
-        return None if step is None else int(step)
+        step = (_run_of(_ask(job, RUNS)) or {}).get("step")
+        return int(step) if isinstance(step, int) else None
 
     def stop(self, job: Job) -> None:
         """Give `argosy stop` there. Raises: UserError with what it says."""
@@ -99,10 +111,11 @@ class Login(Engine):
 
     def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
         """Yield what `argosy logs` prints there."""
-        words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
-        text = f"{job.place['program']} logs {shlex.quote(job.place['run_dir'])}" + (" -f" if follow else "")
+        text = f"{shlex.quote(job.place['program'])} logs {shlex.quote(job.place['run_dir'])}" + (
+            " -f" if follow else ""
+        )
         with subprocess.Popen(
-            [*words, *shlex.split(job.place["options"]), job.place["login"], text],
+            command(job.place["login"], shlex.split(job.place.get("options", "")), text),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         ) as process:  # fmt: skip
             assert process.stdout is not None
@@ -125,13 +138,15 @@ def _command(request: Request) -> str:
 
 def _ask(job: Job, script: str) -> Answer:
     quoted = {key: shlex.quote(job.place[key]) for key in ("folder", "program", "run_dir")}
-    return ask_all({job.place["login"]: script.format(**quoted)}, shlex.split(job.place["options"]))[job.place["login"]]
+    return ask_all({job.place["login"]: script.format(**quoted)}, shlex.split(job.place.get("options", "")))[
+        job.place["login"]
+    ]
 
 
-def _run_of(answer: Answer) -> dict[str, Any]:
-    """Return the run that `argosy runs` lists there."""
+def _run_of(answer: Answer) -> dict[str, Any] | None:
+    """Return the run that `argosy runs` lists there; None if it lists none."""
     try:
-        runs: list[dict[str, Any]] = json.loads(answer.said.get("runs", "[]"))
+        runs = json.loads(answer.said.get("runs", "[]"))
     except ValueError:
-        return {}
-    return runs[0] if runs else {}
+        return None
+    return runs[0] if isinstance(runs, list) and runs and isinstance(runs[0], dict) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shlex
 import sys
@@ -14,13 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Job, JobState, Request
+from argosy.launch.engines.engine import Engine, Request, check_nodes
+from argosy.launch.engines.job import Job, JobState
 from argosy.launch.engines.ray_job import SPARE_S, STOP_WAIT, WAITING
 from argosy.processes.ray_cluster import ADDRESS, knock, need_ray, no_cluster
-from argosy.processes.secret import VALUE as SECRET
 
 API_ADDRESS, HEADERS = "RAY_API_SERVER_ADDRESS", "RAY_JOB_HEADERS"
 """Environment variables: of the client of jobs, and of `ray job`."""
+NUMBER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+DASHBOARD = re.compile(r"https?://[A-Za-z0-9_.:\[\]-]+(/[A-Za-z0-9_./~-]*)?")
+"""Ray takes other addresses too, and imports the module that one begins with."""
+SECRETS = ("_SECRET", "_TOKEN")
+"""Environment variables that end so are in no job's environment, which Ray's dashboard shows."""
 ANSWER_S = 10.0
 NOT_YET = "No available agent"
 """What Ray answers before the head has all of its processes."""
@@ -43,6 +49,16 @@ class Ray(Engine):
 
     name = "ray"
     takes = frozenset(("nodes", "cpus_per_node", "gpus_per_node", "address", "extra"))
+    needs_seal = True
+
+    def check(self, request: Request) -> None:
+        """Raises: UserError for more nodes in the run than are asked for."""
+        super().check(request)
+        check_nodes(request)
+
+    def check_job(self, job: Job) -> None:
+        """Raises: UserError for what is no number of a job, or no address."""
+        job.check(id=(job.id, NUMBER), address=(job.place.get("address"), DASHBOARD))
 
     def script(self, request: Request) -> str:
         """Return the command of Ray that submits the same job."""
@@ -141,7 +157,9 @@ def _given(request: Request) -> dict[str, Any]:
         except ValueError as problem:
             raise UserError(f"--extra={word}: {problem}. Try --extra='--{option}=...'.") from None
     environment = given.get("runtime_env", {})
-    ours = {name: value for name, value in os.environ.items() if name.startswith("ARGOSY_") and name != SECRET}
+    ours = {
+        name: value for name, value in os.environ.items() if name.startswith("ARGOSY_") and not name.endswith(SECRETS)
+    }
     ours[STOP_WAIT] = str(round(request.grace_s) + SPARE_S + CLUSTER_S)
     given["runtime_env"] = {**environment, "env_vars": {**ours, **environment.get("env_vars", {})}}
     return given

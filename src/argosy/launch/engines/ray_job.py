@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 
 from argosy.errors import ArgosyError, Interrupted, Retryable, UserError
 from argosy.files import made_folder
-from argosy.launch.engines.engine import Job, Request
+from argosy.launch.engines.engine import Request
+from argosy.launch.engines.job import Job
 from argosy.launch.engines.requeue import decide
 from argosy.plan.search.auto import processes_of
 from argosy.processes.ray_cluster import Share, connect, node_and_address, reserve
@@ -251,11 +252,6 @@ class _Agents:
 def words_of_launch(request: Request, share: Share) -> list[str]:
     """Return the options of `argosy train` that follow from the nodes, where the run does not say them."""
     launch, words = request.run.launch, []
-    if launch.nodes > share.nodes:
-        raise UserError(
-            f"launch.nodes = {launch.nodes}, and --nodes {share.nodes} are asked for. Give --nodes {launch.nodes}, or "
-            "leave launch.nodes out."
-        )
     if share.nodes > 1 and launch.nodes == 1:
         words += ["--launch.nodes", str(share.nodes)]
     if share.nodes > 1 and not (launch.coordinator or launch.lease):

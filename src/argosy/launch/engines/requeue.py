@@ -14,7 +14,7 @@ from pathlib import Path
 
 from argosy.errors import Retryable, RunFailed
 from argosy.files import atomic_write
-from argosy.launch.engines.engine import FOLDER
+from argosy.launch.engines.job import FOLDER
 from argosy.observe.events import from_the_end
 from argosy.sync.sites.layout import kept_in
 from argosy.watch.reader import RunReader, is_run

@@ -7,20 +7,21 @@ started again; and whether the job is requeued follows from what became of the r
 
 from __future__ import annotations
 
+import re
 import shlex
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Job, JobState, Request
+from argosy.launch.engines.engine import Engine, Request, check_nodes
+from argosy.launch.engines.job import Job, JobState
+from argosy.processes.slurm import ask, directives, in_words, listed, meaning, output
 
 SPARE_S = 30
 """SLURM may send a signal up to 60 s early, and looks at the time every 30 s: so much is added to `grace_s`."""
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "SPECIAL_EXIT")
-ANSWER_S = 60.0
+NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
+"""A job's number; of a task of an array with that task's."""
 AGENT = """
 trap '' USR1 TERM
 for start in {{1..5}}; do
@@ -41,6 +42,16 @@ class Slurm(Engine):
         ("nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "time", "account", "partition", "image", "extra")
     )
 
+    def check(self, request: Request) -> None:
+        """Raises: UserError for more nodes in the run than in the job, or a folder that sbatch cannot be told."""
+        super().check(request)
+        check_nodes(request)
+        self.script(request)
+
+    def check_job(self, job: Job) -> None:
+        """Raises: UserError for what is no number of a job."""
+        job.check(id=(job.id, NUMBER))
+
     def script(self, request: Request) -> str:
         """Return the batch script."""
         options = {
@@ -53,11 +64,11 @@ class Slurm(Engine):
             "time": request.time,
             "account": request.account,
             "partition": request.partition,
-            "output": f"{request.folder}/slurm-%j.out",
+            "output": output(str(request.folder), "slurm-%j.out"),
             "open-mode": "append",
             "signal": f"USR1@{round(request.grace_s) + SPARE_S}",
         }
-        lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
+        lines = directives(options)
         lines += [] if request.cpus_per_node else ["#SBATCH --exclusive"]
         lines += ["#SBATCH --requeue", "#SBATCH --no-kill", *(f"#SBATCH {line}" for line in request.extra)]
         step = ["srun", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
@@ -91,13 +102,8 @@ class Slurm(Engine):
 
     def state(self, job: Job) -> tuple[JobState, str]:
         """Return what squeue says of the job."""
-        answer = ask("squeue", "--noheader", "--states=all", "--format=%T %r", f"--jobs={job.id}", may_fail=True)
-        state, _, reason = answer.partition(" ")
-        if state in WAITING:
-            return "waiting", f"{state.lower()}: {reason}" if reason not in ("", "None") else state.lower()
-        if state in ("RUNNING", "COMPLETING", "STOPPED"):
-            return "running", state.lower()
-        return "ended", state.lower() or "no longer known to SLURM"
+        state, _, reason = next(iter(listed("--format=%T %r", f"--jobs={job.id}")), "").partition(" ")
+        return meaning(state), in_words(state, reason)
 
     def stop(self, job: Job) -> None:
         """Send SIGTERM to the agents, which save; SLURM kills what is left after its KillWait."""
@@ -117,17 +123,3 @@ def _check_image(image: str) -> None:
             f"--image {image}: this SLURM knows no container images (srun has no --container-image). Its administrator "
             "can install the plugin pyxis; without it, leave --image out and use a Python that all nodes see."
         )
-
-
-def ask(program: str, *words: str, may_fail: bool = False) -> str:
-    """Return what a program of SLURM prints. Raises: UserError with what it says, if it fails."""
-    if shutil.which(program) is None:
-        raise UserError(f"--on slurm: there is no {program} here. Give the command on a machine of the SLURM cluster.")
-    try:
-        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=ANSWER_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"--on slurm: {program} did not answer within {ANSWER_S:.0f} s. Try again later.") from None
-    if done.returncode and not may_fail:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise UserError(f"--on slurm: {program} refuses: {said}. Mend that, or pass what is missing with --extra.")
-    return done.stdout.strip()

@@ -17,15 +17,18 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Job, JobState, Request
+from argosy.launch.engines.engine import Engine, Request
+from argosy.launch.engines.job import Job, JobState
 from argosy.launch.engines.keeper import STOP
-from argosy.launch.engines.ssh_hosts import Answer, ask_all, unreachable
+from argosy.launch.engines.ssh_hosts import HOST, Answer, ask_all, unreachable
 from argosy.processes.secret import FILE, VALUE, secret_of
 
-HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+PROCESS = re.compile(r"[1-9][0-9]{0,9}@[0-9]{1,20}")
 PASSED_ON = ("ARGOSY_", "OMP_", "NCCL_", "GLOO_", "UCX_", "TORCH", "PYTORCH_", "CUDA_", "HF_", "AWS_", "PYTHONPATH")
 """Environment variables that begin so are those of the agents too. They go through ssh's input: the words of a command
 can be read by all users of a machine."""
+AGENT = "agent of "
+"""In a job's place: begins what says which process a host's agent is."""
 LOOK = """\
 printf 'argosy:boot=%s\\n' "$(cat /proc/sys/kernel/random/boot_id)"
 printf 'argosy:reached=%s\\n' "$SSH_CONNECTION"
@@ -52,16 +55,26 @@ class Ssh(Engine):
 
     name = "ssh"
     takes = frozenset(("hosts", "gpus_per_node", "extra"))
+    needs_seal = True
 
     def check(self, request: Request) -> None:
         """Raises: UserError for hosts that are missing, no names, or there twice."""
         super().check(request)
         _hosts(request)
 
+    def check_job(self, job: Job) -> None:
+        """Raises: UserError for what is no host, or no process."""
+        for host in job.id.split(","):
+            job.check(id=(host, HOST))
+        for name, agent in job.place.items():
+            if name.startswith(AGENT):
+                job.check(host=(name.removeprefix(AGENT), HOST), agent=(agent, PROCESS))
+
     def script(self, request: Request) -> str:
         """Return the command of each host."""
+        folder = shlex.quote(str(request.work_dir))
         return "".join(
-            f"# {host}\ncd {request.work_dir} && {_command(request, host, 'the address of ' + host)}\n"
+            f"# {host}\ncd {folder} && {_command(request, host, 'the address of ' + host)}\n"
             for host in _hosts(request)
         )
 
@@ -88,7 +101,7 @@ class Ssh(Engine):
             submitted_s=round(time.time(), 3),
             nodes=len(hosts),
             log=str(request.folder),
-            place={"options": shlex.join(options), **{f"agent of {host}": agent for host, agent in agents.items()}},
+            place={"options": shlex.join(options), **{f"{AGENT}{host}": agent for host, agent in agents.items()}},
         )
         if missing := [f"{host} ({answers[host].problem})" for host in hosts if host not in agents]:
             self.stop(job)
@@ -101,7 +114,9 @@ class Ssh(Engine):
         there = [host for host, answer in answers.items() if "is_there" in answer.said]
         away = unreachable(answers)
         words = f"on {len(there)} of {job.nodes} hosts" + (f"; no way to {away}" if away else "")
-        return ("running", words) if there else ("ended", f"no way to {away}" if away else "")
+        if there:
+            return "running", words
+        return ("unknown", f"no way to {away}") if away else ("ended", "")
 
     def stop(self, job: Job) -> None:
         """Send SIGTERM to the agents. Raises: UserError with the hosts that cannot be reached."""
@@ -119,10 +134,10 @@ class Ssh(Engine):
         """Ask the host of each agent, with {pid} and {started} of that agent."""
         scripts = {}
         for name, agent in job.place.items():
-            if name.startswith("agent of "):
+            if name.startswith(AGENT):
                 pid, _, started = agent.partition("@")
-                scripts[name.removeprefix("agent of ")] = script.format(pid=int(pid), started=int(started))
-        return ask_all(scripts, shlex.split(job.place["options"]))
+                scripts[name.removeprefix(AGENT)] = script.format(pid=int(pid), started=int(started))
+        return ask_all(scripts, shlex.split(job.place.get("options", "")))
 
 
 @dataclass(frozen=True)

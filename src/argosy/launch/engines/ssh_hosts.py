@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from argosy.errors import UserError
 
 CONNECT_S, ANSWER_S = 10, 60.0
+HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""A name that ssh takes: an option, which begins with "-", is none."""
 AT_ONCE = 32
 """Hosts that are asked at a time."""
 MARK = "argosy:"
@@ -45,11 +48,22 @@ def unreachable(answers: Mapping[str, Answer]) -> str:
     return ", ".join(f"{host} ({answer.problem})" for host, answer in answers.items() if not answer.is_reached)
 
 
+def command(host: str, options: Sequence[str], text: str) -> list[str]:
+    """Return the words of ssh that give a shell's command on a host. options: of ssh."""
+    own = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
+    return ["ssh", *own, *options, "--", host, text]
+
+
 def _ask(host: str, script: str, options: Sequence[str]) -> Answer:
-    words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}", *options, host, "bash", "-s"]
     try:
         done = subprocess.run(
-            words, input=script, capture_output=True, text=True, errors="replace", timeout=ANSWER_S, check=False
+            command(host, options, "bash -s"),
+            input=script,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ANSWER_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return Answer(problem=f"no answer within {ANSWER_S:.0f} s", is_reached=False)

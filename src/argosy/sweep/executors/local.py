@@ -6,14 +6,14 @@ import fcntl
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from argosy.files import LOCK
-from argosy.launch.engines.engine import FOLDER, Job, JobState
-from argosy.launch.engines.local import Local, job_id
+from argosy.launch.engines.job import FOLDER, Job, JobState
+from argosy.launch.engines.local import Local, job_of
+from argosy.launch.engines.table import state_of
 from argosy.sweep.executor import Executor, Task
 from argosy.sweep.needs import Limits, Room
 
@@ -50,9 +50,9 @@ class LocalTrials(Executor):
 
     def found(self, task: Task, job: Job | None) -> Job | None:
         """Return the job that trains this trial already: of its record, or of the process that holds its folder."""
-        if job is None or self._engine.state(job)[0] == "ended":
+        if job is None or job.engine != self.name or state_of(job)[0] != "running":
             owner = _owner(task.run_dir)
-            job = self._job(task, owner) if owner else None
+            job = job_of(owner, _log(task)) if owner else None
         if job is None:
             return None
         gpus = task.run_dir / FOLDER / GPUS
@@ -88,19 +88,19 @@ class LocalTrials(Executor):
         if gpus:
             (folder / GPUS).write_text(" ".join(gpus))
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        with (folder / LOG).open("ab") as out:
+        with _log(task).open("ab") as out:
             child = subprocess.Popen(
                 [sys.executable, "-m", "argosy", "train", *task.words], env=environment,
                 stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-        job = self._job(task, child.pid)
+        job = job_of(child.pid, _log(task))
         self._children[job.id] = child
         self._numbers[job.id] = task.number
         return job
 
-    def _job(self, task: Task, pid: int) -> Job:
-        log = str(task.run_dir / FOLDER / LOG)
-        return Job(engine=self.name, id=job_id(pid), submitted_s=round(time.time(), 3), nodes=1, log=log)
+
+def _log(task: Task) -> Path:
+    return task.run_dir / FOLDER / LOG
 
 
 def _owner(run_dir: Path) -> int | None:

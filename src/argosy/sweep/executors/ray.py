@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import FOLDER, Job, JobState, Request
+from argosy.launch.engines.engine import Request
+from argosy.launch.engines.job import FOLDER, Job, JobState
 from argosy.launch.engines.ray import Ray, client_of, refusals, submit
 from argosy.sweep.executor import Asked, Executor, Needs, Task
 from argosy.sweep.needs import Limits, Room
@@ -101,8 +102,7 @@ class RayTrials(Executor):
         self._list()
         for job_id, details in self._listed.items():
             if job_id.startswith(self._number(task)) and _state(details) != "ended":
-                known = job if job is not None and job.id == job_id else None
-                return self._take(task, known or self._job(task, job_id))
+                return self._take(task, self._job(task, job_id))  # not the record's words: its folder may be a copy
         return None
 
     def states(self, jobs: Sequence[Job]) -> list[JobState]:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.launch.engines.engine import FOLDER, Job, JobState, Request
-from argosy.launch.engines.slurm import WAITING, Slurm, ask
+from argosy.launch.engines.engine import Request
+from argosy.launch.engines.job import FOLDER, Job, JobState
+from argosy.launch.engines.slurm import Slurm
+from argosy.processes.slurm import ask, directives, meaning
 from argosy.sweep.executor import Asked, Executor, Task
 
 ARRAYS, RECORD, SCRIPT = "arrays", "array.json", "array.sh"
 """The folder in a sweep's for what was submitted; in it, a folder for each array, with its record and its script."""
-RUNNING = ("RUNNING", "COMPLETING", "STOPPED")
 PATIENCE_S = 600.0
 """A controller that does not answer for so long ends the sweep; its trials go on."""
 
@@ -59,7 +61,7 @@ class SlurmTrials(Executor):
             if time.monotonic() - self._answered_s > PATIENCE_S:
                 raise
             return ["running"] * len(jobs)
-        return [_state(listed.get(job.id, ("", ""))[0]) for job in jobs]
+        return [meaning(listed.get(job.id, ("", ""))[0]) for job in jobs]
 
     def stop(self, jobs: Sequence[Job]) -> None:
         """Send SIGTERM to their agents, which save."""
@@ -80,7 +82,7 @@ class SlurmTrials(Executor):
             named = (id_ for id_, (_, name) in listed.items() if name == self._name_of(array))
             job_id = record["job"] or next(named, "").partition("_")[0]
             job = _job(task, job_id, record["trials"].index(task.number))
-            return job if _state(listed.get(job.id, ("", ""))[0]) != "ended" else None
+            return job if meaning(listed.get(job.id, ("", ""))[0]) != "ended" else None
         return None
 
     def _listed(self) -> dict[str, tuple[str, str]]:
@@ -96,7 +98,8 @@ class SlurmTrials(Executor):
         """Return the batch script of an array: with the options of one of its trials, it runs the script of each."""
         scripts = [Slurm().script(self._request(task)) for task in tasks]
         for place, (task, script) in enumerate(zip(tasks, scripts, strict=True)):
-            log = f'"{task.run_dir}/{FOLDER}/slurm-${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}.out"'
+            folder = shlex.quote(str(task.run_dir / FOLDER))
+            log = f'{folder}/"slurm-${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}.out"'
             text = script.replace("#!/bin/bash\n", f"#!/bin/bash\nexec >> {log} 2>&1\n", 1)
             (array / f"{place}.sh").write_text(text)
         options = [line for line in scripts[0].splitlines() if line.startswith("#SBATCH ")]
@@ -104,12 +107,14 @@ class SlurmTrials(Executor):
         own = {
             "job-name": self._name_of(array),
             "array": f"0-{len(tasks) - 1}{most}",
-            "cpus-per-task": max(task.needs.cores for task in tasks),
+            "cpus-per-task": str(max(task.needs.cores for task in tasks)),
             "output": "/dev/null",
         }
         options = [line for line in options if line.removeprefix("#SBATCH --").partition("=")[0] not in own]
-        options += [f"#SBATCH --{name}={value}" for name, value in own.items()]
-        return "\n".join(["#!/bin/bash", *options, f'exec bash "{array}/$SLURM_ARRAY_TASK_ID.sh"', ""])
+        options += directives(own)
+        return "\n".join(
+            ["#!/bin/bash", *options, f'exec bash {shlex.quote(str(array))}/"$SLURM_ARRAY_TASK_ID.sh"', ""]
+        )
 
     def _request(self, task: Task) -> Request:
         return Request(
@@ -135,9 +140,3 @@ def _job(task: Task, job_id: str, place: int) -> Job:
 def _record(array: Path, numbers: list[int], job_id: str) -> None:
     with atomic_write(array / RECORD) as file:
         file.write(json.dumps({"trials": numbers, "job": job_id}).encode())
-
-
-def _state(listed: str) -> JobState:
-    if listed in WAITING:
-        return "waiting"
-    return "running" if listed in RUNNING else "ended"
