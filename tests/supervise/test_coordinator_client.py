@@ -39,7 +39,8 @@ class Client:
         self.run_dir, self.greeted, self.heard = run_dir, list[str](), list[FromCoordinator]()
         self.selector, self.wants_to_ask = selectors.DefaultSelector(), False
         self.client = CoordinatorClient(run_dir, run, Plan(), Events(run_dir, "agent"))
-        self.client.open(self.selector, self._greet, self.heard.append)
+        self.said = list[str]()
+        self.client.open(self.selector, self._greet, self.heard.append, self.said.append)
 
     def _greet(self, host: str) -> None:
         self.greeted.append(host)
@@ -156,7 +157,8 @@ def test_it_calls_again_when_the_connection_breaks_and_says_so(client, elsewhere
         coordinator.say("heard")
         coordinator.close()
     answered(elsewhere, client)
-    assert len(client.events("coordinator_lost")) == 3
+    assert len(client.events("coordinator_lost")) == len(client.said) == 3
+    assert all(said.startswith("the coordinator is lost: ") for said in client.said)
 
 
 def test_without_a_coordinator_nothing_that_is_told_raises(client, elsewhere):

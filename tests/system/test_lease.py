@@ -101,13 +101,15 @@ def test_the_same_without_etcd(cluster, undisturbed, lease, tmp_path, monkeypatc
         monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig))
         nodes = cluster("folder" if lease == "folder" else "kubernetes://training/run", "abc", *of_length(60))
         run = nodes.run.wait_for_step(6)
-        nodes.watch("b")
+        (survivor,) = {place.partition("/")[0] for place in run.events("generation")[0]["ranks"]} - {"a"}
+        nodes.watch(survivor)
         lost_s = nodes.lose("a")
         took_s = nodes.wait_for_takeover("bc", lost_s)
         nodes.end()
     print(f"taken over after {took_s:.1f} s")
     assert took_s < TAKEN_OVER_S + BUSY_S
     assert nodes.sizes() == [2, 2] and {e["source"] for e in run.events("recovered")} == {"live"}
+    assert run.text.count(f"argosy: {survivor}: the coordinator is lost: ") == 1
     run.check(undisturbed(PLANS["replicas"], *of_length(60), *ONE_THREAD), "coordinator_lost")
 
 

@@ -52,3 +52,4 @@ def test_survivors_that_wait_for_a_lost_node_save_what_they_have(nodes):
     made = run.steps()
     assert stop(nodes) == [STOPPED], run.text
     assert store.committed(run.run_dir)[-1].step >= made
+    assert "argosy: node b is lost: " in run.text and "another is waited for, 300 s at most" in run.text

@@ -56,6 +56,8 @@ TICK_S = 0.05
 """How often it looks at the clock; messages and ended processes wake it at once."""
 MOST_FAILED_STARTS = 3
 """So many fork servers in a row that die before they have forked anything end the run."""
+SPEAKERS = 3
+"""Nodes that say in the log that the coordinator is lost: each of a thousand would."""
 BREAK_S = 10.0
 """A worker that takes longer to leave a broken world is killed."""
 
@@ -106,7 +108,7 @@ class Agent:
             try:
                 with self._stopping.listening(), selectors.DefaultSelector() as self._selector:
                     self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
-                    self._coordinator.open(self._selector, self._say_hello, self._obey)
+                    self._coordinator.open(self._selector, self._say_hello, self._obey, self._tell_of_nodes)
                     self._check_node()
                     while not self._is_over():
                         self._turn()
@@ -384,6 +386,7 @@ class Agent:
             case say.LeaveWorld(generation=generation, why=why):
                 self._write_down_a_hang(generation, why)
                 self._break(generation, why)
+                self._tell_why_world_ends(why)
             case say.HoldWorld(generation=generation, on_disk=on_disk):
                 self._hold(generation, on_disk)
             case say.KillWorker(slot=slot, generation=generation, why=why):
@@ -422,6 +425,19 @@ class Agent:
             if process.generation == generation and process.state is State.RUNNING:
                 with suppress(Gone):
                     process.channel.send("hold", generation=generation, on_disk=on_disk)
+
+    def _tell_why_world_ends(self, why: str) -> None:
+        """Say in the log of a run on several nodes why training pauses; the agent does that has the coordinator."""
+        if self._launch.nodes > 1 and self._coordinator.is_ours:
+            is_loss = why.startswith("node") and "lost" in why
+            wait_s = self._run.resilience.wait_for_nodes_s
+            print_message(f"argosy: {why}" + (f"; another is waited for, {wait_s:g} s at most" if is_loss else ""))
+
+    def _tell_of_nodes(self, text: str) -> None:
+        """Say it in the log of a run on several nodes; of many nodes only the first ones do, with their names."""
+        ranks = [process.rank for process in self._processes.values() if process.rank is not None]
+        if self._launch.nodes > 1 and any(rank < SPEAKERS * self._slots for rank in ranks):
+            print_message(f"argosy: {self._name}: {text}")
 
     def _write_down_a_hang(self, generation: int, why: str) -> None:
         """Keep where the workers of a world are that stood still, before it ends; once for each world."""

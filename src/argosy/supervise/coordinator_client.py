@@ -73,11 +73,15 @@ class CoordinatorClient:
         """The network interface that leads to it, by name."""
 
     def open(
-        self, selector: selectors.BaseSelector, greet: Callable[[str], None], obey: Callable[[FromCoordinator], None]
+        self,
+        selector: selectors.BaseSelector,
+        greet: Callable[[str], None],
+        obey: Callable[[FromCoordinator], None],
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Call `greet` with this machine's address whenever the coordinator was reached, and `obey` with each message.
-        Both happen when `selector` reports the connection."""
-        self._selector, self._greet, self._obey = selector, greet, obey
+        Both happen when `selector` reports the connection. say: told when the coordinator is lost."""
+        self._selector, self._greet, self._obey, self._say = selector, greet, obey, say
 
     def keep(self, now: float) -> bool:
         """Do what is due; call this all the time. Return True if it is time to `ask`.
@@ -90,7 +94,7 @@ class CoordinatorClient:
             self._asked_s += slept_s  # this process was stopped, and could hear no answer
         if self._connection is None:
             self._reach(now)
-        elif self._is_ours and self._place.process.has_ended:
+        elif self.is_ours and self._place.process.has_ended:
             self._lose("its process has ended")
         elif self._asked_s is not None:  # messages must not pile up while it does not answer
             self._check_silence(now, now - self._asked_s)
@@ -117,14 +121,14 @@ class CoordinatorClient:
         self._place.process.close()
 
     @property
-    def _is_ours(self) -> bool:
+    def is_ours(self) -> bool:
         """True if the coordinator that is called, or connected, is the one that this agent has started."""
         return self._address is not None and self._address == self._place.process.address
 
     def _check_silence(self, now: float, silent_s: float) -> None:
         """Give up a coordinator that does not answer, and end one of this agent's."""
         assert self._address is not None
-        limit_s = HANG_S if self._is_ours and self._place.process.is_alive else SILENCE_S
+        limit_s = HANG_S if self.is_ours and self._place.process.is_alive else SILENCE_S
         if silent_s > limit_s:
             self._check_patience(now)
             self._lose(f"it did not answer for {limit_s:.0f} s")
@@ -183,6 +187,7 @@ class CoordinatorClient:
         self._connection, self._lost_since = None, self._lost_since or self._asked_s
         if connection.is_proven and not self.is_ending:
             self._events.write("coordinator_lost", why=why)
+            self._say(f"the coordinator is lost: {why}. Another one is looked for; training waits if it lost a node")
 
     def _hear(self) -> None:
         connection = self._connection
@@ -199,7 +204,7 @@ class CoordinatorClient:
             return
         if messages:
             self._asked_s, self._lost_since, self._was_heard = None, None, True
-            if self._is_ours:
+            if self.is_ours:
                 self._place.process.heard()
         for message in messages:
             self._obey(message)
