@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from argosy.cli.options import origin, parse_run
-from argosy.launch.slurm import with_slurm
+from argosy.launch.slurm import is_first_task, with_slurm
 from argosy.observe.terminal import lasting_output
 from argosy.plan.plan import is_asynchronous
 from argosy.sync.server.layout import is_server
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
     report = train(run, options.run_dir, accept_changes=options.accept_changes, origin=partial(origin, argv))
     if options.json:
         print(report.model_dump_json())
-    elif report.status == "finished" and not (run.site and is_asynchronous(run.plan)):
+    elif report.status == "finished" and not (run.site and is_asynchronous(run.plan)) and is_first_task(os.environ):
         print(_what_next(report.run_dir, prompt) if argv else _what_next_after_the_demo(report.run_dir))
 
 
@@ -80,8 +80,11 @@ def _what_next(run_dir: Path, prompt: str) -> str:
 
 
 def _argosy() -> str:
-    """Return the command as it can be typed here."""
-    return "argosy" if shutil.which("argosy") else os.path.relpath(sys.argv[0])
+    """Return the command as it can be typed here; also of a process that was started as `python -m argosy`."""
+    if shutil.which("argosy"):
+        return "argosy"
+    beside = Path(sys.executable).with_name("argosy")
+    return shlex.quote(str(beside)) if os.access(beside, os.X_OK) else f"{shlex.quote(sys.executable)} -m argosy"
 
 
 def _what_next_after_the_demo(run_dir: Path) -> str:

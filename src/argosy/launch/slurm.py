@@ -12,11 +12,17 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 
 TASKS, NODES, NODE = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"
+TASK = "SLURM_PROCID"
 
 
 def is_step(environment: Mapping[str, str]) -> bool:
     """Return True in a process that srun has started; False in a batch script, or a shell of salloc."""
     return TASKS in environment
+
+
+def is_first_task(environment: Mapping[str, str]) -> bool:
+    """Return True in the first task of a job step, and outside of one: the tasks of a step print to one place."""
+    return not is_step(environment) or environment.get(TASK, "0") == "0"
 
 
 def with_slurm(run: RunConfig, environment: Mapping[str, str]) -> RunConfig:
