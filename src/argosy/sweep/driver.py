@@ -20,7 +20,7 @@ from typing import Any
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.errors import Interrupted, RunFailed, UserError
-from argosy.launch.engines.engine import FOLDER, Job
+from argosy.launch.engines.job import FOLDER, Job
 from argosy.sweep.executor import Executor, Task
 from argosy.sweep.folder import trial_folder
 from argosy.sweep.load import Sweep
@@ -197,12 +197,13 @@ class Driver:
         self._begin(task, self._executor.start([task])[0])
         return True
 
-    def _begin(self, task: Task, job: Job) -> None:
+    def _begin(self, task: Task, job: Job, was_found: bool = False) -> None:
+        """Take a job for a trial's. was_found: a sweep before has started it, and it never stopped."""
         job.save(task.run_dir)
         self._jobs[task.number] = job
         done = steps_of(task.run_dir)
-        goes_on = f" goes on from step {done}" if done else ""
-        self._say(f"trial {task.number:04d}{goes_on}: {self._words[task.number]}")
+        how = (f" goes on from step {done}" if done else "") if not was_found else f" never stopped, at step {done}"
+        self._say(f"trial {task.number:04d}{how}: {self._words[task.number]}")
 
     def _settle(self, trial: Trial, until: int) -> Task | None:
         """Return the task of a trial that is to be started; None if it has its result without that, or trains already.
@@ -225,7 +226,7 @@ class Driver:
         self._tasks[trial.number] = task
         self._words[trial.number] = in_words(trial.values)
         if (job := self._executor.found(task, Job.load(task.run_dir))) is not None:
-            self._begin(task, job)
+            self._begin(task, job, was_found=True)
             return None
         if has_reached(task.run_dir, until):
             self._record(trial.number, task.run)
