@@ -31,11 +31,16 @@ from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.measurements import Measurements
 from argosy.plan.plan import Plan
-from argosy.probe.cluster import as_cluster
 from argosy.probe.collectives import measure_collectives
-from argosy.probe.compression import measure_compression
-from argosy.probe.compute import matmuls_to_measure, measure_copy, measure_layer_host, measure_matmuls
+from argosy.probe.compute import (
+    matmuls_to_measure,
+    measure_compression,
+    measure_copy,
+    measure_layer_host,
+    measure_matmuls,
+)
 from argosy.probe.machine import machine_of
+from argosy.probe.probe import as_cluster
 from argosy.training.state import TrainState
 from argosy.training.step import Step
 from thin_link_model import ROWS, configuration, rows

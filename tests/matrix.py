@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from argosy.chaos.run import read_ledger
 from argosy.checkpoint import store
 from argosy.config.load import load
 from argosy.observe.events import read_lines
-from argosy.observe.ledger import read_ledger
 from commands import Folder
 
 STEPS = 24

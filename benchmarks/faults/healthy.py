@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from argosy.chaos.run import read_ledger
 from argosy.checkpoint import store
 from argosy.observe.events import read_lines
-from argosy.observe.ledger import read_ledger
 
 EXPECTED = {
     "worker_started", "coordinator_started", "agent_came", "agent_left", "node_checked", "generation", "finish",

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from argosy.observe.progress import Progress
+from argosy.observe.run_view import duration
 from argosy.observe.terminal import print_message
-from argosy.observe.words import duration
 
 RECORD = {"step": 139, "loss": 3.4123, "tokens_per_s": 5120.0, "mfu": 0.614, "step_time_s": 0.402}
 

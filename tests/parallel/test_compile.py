@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from argosy.models.decoder import Decoder, Microbatch, microbatches
-from argosy.parallel.compile import compile_blocks
+from argosy.parallel.apply import compile_blocks
 from tiny import decoder
 
 

@@ -1,24 +1,34 @@
-"""What is measured of a device is what a model of these sizes does, and the figures are those of the clock."""
+"""What is measured of a device is what a model of these sizes does, and the figures are those of the clock.
+
+The work of compressing is measured for each word, by processes that send nothing to each other.
+"""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from argosy.parallel.world import World
+from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.measurements import Measurements
+from argosy.plan.sync import COMPRESSED
 from argosy.probe.compute import (
     Matmul,
     matmuls_to_measure,
     measure_attention,
+    measure_compression,
     measure_copy,
     measure_launch,
     measure_layer_host,
     measure_matmuls,
 )
 from argosy.probe.timing import seconds
-from tiny import model_config
+from tiny import model_config, run_config
+from workers import WorkerPool
 
 CPU = torch.device("cpu")
 
@@ -73,3 +83,22 @@ def test_the_host_and_the_memory_have_likely_figures() -> None:
     launch_s, layer_s = measure_launch(World(), 0.02), measure_layer_host(World(), 0.05)
     assert 1e-7 < launch_s < layer_s < 1
     assert 1e8 < measure_copy(World(), 0.05) < 1e12
+
+
+def measured(world: World) -> list[tuple[str, float]]:
+    return [(rate.sync, rate.number_s) for rate in measure_compression(world, slice_s=0.01)]
+
+
+def test_each_word_is_measured_the_same_on_all_processes(workers: WorkerPool) -> None:
+    first, second = workers.run(2, measured)
+    assert first == second
+    assert [word for word, _ in first] == list(COMPRESSED)
+    assert all(1e-12 < number_s < 1e-4 for _, number_s in first)
+
+
+def test_the_planner_takes_what_was_measured(tmp_path: Path) -> None:
+    cluster = Cluster.parse("8xh100")
+    found = Measurements.model_validate({"compression": [{"sync": "int8", "number_s": 3e-9}]})
+    cluster.model_copy(update={"measured": found}).save(tmp_path / "cluster.toml")
+    costs = CostModel.of(run_config(tmp_path), Cluster.load(tmp_path / "cluster.toml"))
+    assert costs.compression.measured_s == {"int8": 3e-9}

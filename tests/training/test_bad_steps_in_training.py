@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from argosy import faults
+from argosy.chaos.run import read_ledger
 from argosy.checkpoint import store
 from argosy.config.schema import RunConfig
 from argosy.errors import DataError, Retryable, RunFailed, UserError
 from argosy.models.decoder import Microbatch
 from argosy.observe.events import read_lines
 from argosy.observe.heartbeat import BESIDE
-from argosy.observe.ledger import read_ledger
 from argosy.observe.report import Report
 from argosy.parallel.world import World
 from argosy.training.bad_steps import MOST_IN_A_ROW

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from argosy.chaos.run import read_ledger
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
-from argosy.observe.ledger import read_ledger
 from argosy.observe.metrics import Metrics
 from argosy.parallel.world import World
 from argosy.plan.check import check_plan

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from argosy import faults
+from argosy.chaos.run import read_ledger
 from argosy.checkpoint import store
 from argosy.checkpoint.memory import FOLDER, NODE
 from argosy.config.schema import RunConfig
 from argosy.observe.events import read_lines
-from argosy.observe.ledger import read_ledger
 from argosy.observe.metrics import Metrics, peak_memory_bytes
 from argosy.observe.report import Report
 from argosy.parallel.world import World

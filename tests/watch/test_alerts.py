@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from argosy.config.observe import ALL, AlertKind, AlertsConfig
-from argosy.watch.alerts import CALM_S, Alert, Alerts, standing
-from argosy.watch.conditions import LOOKS
+from argosy.watch.alerts import CALM_S, LOOKS, Alert, Alerts, standing
 from argosy.watch.facts import DiskSeen, Facts
 from watched import BEGAN_S, STEPS, columns, continued, event, healthy, small_run
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from argosy.watch import gather
-from argosy.watch.advice import advise
-from argosy.watch.conclusions import advice_of, alerts_of, forecast_of
+from argosy.watch.conclusions import advice_of, advise, alerts_of, forecast_of
 from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader
 from watched import BEGAN_S, STEPS, columns, start

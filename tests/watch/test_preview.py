@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from argosy.watch import preview as preview_module
-from argosy.watch.preview import LINES, preview
+from argosy.watch import metrics_table as preview_module
+from argosy.watch.metrics_table import LINES, preview
 from run_folders import Made, append
 from watch.served import served
 

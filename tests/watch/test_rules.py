@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.watch.advice import RULES, advise
+from argosy.watch.conclusions import RULES, advise
 from argosy.watch.facts import DeviceSeen, Facts
 from argosy.watch.forecast import forecast
 from argosy.watch.rules.planner import Planner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.watch.state import condition
+from argosy.watch.run_files import condition
 from argosy.watch.timeline import timeline
 
 

@@ -174,7 +174,7 @@ def _limit_s(limit: str) -> float:
 
 def _resize(options: Options, folder: Path) -> None:
     from argosy.watch.reader import RunReader
-    from argosy.watch.resize_terminal import resizing_of, show
+    from argosy.watch.resize import resizing_of, show
 
     limit_s = None if options.within is None else _limit_s(options.within)
     others = [

@@ -21,9 +21,9 @@ from argosy.plan.plan import NOT_OF_SITES, Plan, is_asynchronous, said_in, way_o
 from argosy.plan.search.rounds import CHOSEN, check_sites_of, choose_rounds
 from argosy.plan.sync import LOCAL
 from argosy.processes.secret import secret_of
-from argosy.sync.sites.keys import contexts
 from argosy.sync.sites.layout import Sites, at_site, group_folder, site_folder
 from argosy.sync.sites.length import check_length
+from argosy.sync.sites.listening import contexts
 
 
 def settle_site(run: RunConfig, run_dir: Path, say: Callable[[str], None]) -> tuple[RunConfig, Path]:

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.text import Text
 
-from argosy.observe.run_view import RunView
-from argosy.observe.words import duration, mfu_in_words, short
+from argosy.observe.run_view import RunView, duration, mfu_in_words, short
 from argosy.plan.calibration.reconcile import COMMUNICATION, OPTIMIZER, PASSES, REST
 from argosy.plan.cost.formatting import seconds
 

@@ -6,8 +6,10 @@ the optimizer and the checkpoint do not ask: they see pieces of parameters.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +21,6 @@ from argosy.models.experts import moe_layers
 from argosy.models.initialize import materialize
 from argosy.models.own_family import load_family
 from argosy.models.own_loss import own_loss
-from argosy.parallel.compile import compile_blocks
 from argosy.parallel.context import RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
 from argosy.parallel.expert import SplitRows, split_experts
 from argosy.parallel.mesh import Meshes, lay_out_meshes
@@ -27,13 +28,35 @@ from argosy.parallel.model import DTYPES, ParallelModel
 from argosy.parallel.offload import offload_activations
 from argosy.parallel.recompute import apply_recompute
 from argosy.parallel.shard import shard_fully
-from argosy.parallel.tensor import GatheredLoss, split_over_ranks
+from argosy.parallel.tensor import GatheredLoss, VocabularyLoss, split_over_ranks
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import stages_on
 from argosy.plan.parameters import Stage
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.precision.fp8 import use_fp8
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "argosy" / "inductor"
+
+
+def compile_blocks(model: Decoder, enabled: bool) -> None:
+    """Compile `model`'s blocks (once, as they are alike), the last norm, and the loss of a chunk, in place."""
+    if enabled:
+        keep_compile_cache()
+        for block in model.blocks.values():
+            block.compile()
+        if model.norm is not None:
+            model.norm.compile()
+        if isinstance(model.loss_of_chunk, VocabularyLoss):
+            model.loss_of_chunk.compile()
+        else:
+            model.loss_of_chunk = torch.compile(model.loss_of_chunk)
+
+
+def keep_compile_cache() -> None:
+    """Keep compiled kernels on disk, so that only the first run of a model waits for them."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
+
 
 Materialize = Callable[[Decoder, ModelConfig, torch.device, int], None]
 """`models.initialize.materialize` or its replacement: gives a model memory, and weights."""

@@ -1,16 +1,20 @@
-"""The gradient's global norm, in parts that stand around the one exchange of a step (`training.step.Step.exchange`).
-
-Each rank adds up the squares of what it holds; all ranks' sums are added; each rank clips its part by the norm.
+"""The gradient's global norm, in parts that stand around the one exchange of a step (`training.step.Step.exchange`):
+each rank adds up the squares of what it holds; all ranks' sums are added; each rank clips its part by the norm. And the
+squares of a rank's own gradients, before they are summed over data-parallel ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from argosy.models.layers import local
 from argosy.parallel.pieces import Held
+from argosy.plan.plan import Plan
 
 
 def unscale(pieces: Sequence[Held], scale: float) -> None:
@@ -43,3 +47,49 @@ def clip(pieces: Sequence[Held], max_norm: float, norm: float) -> None:
         total = torch.tensor(norm, device=device)
         # By default torch clips a simulator's tensors one by one, and real ones all at once.
         nn.utils.clip_grads_with_norm_([p.value for p in pieces], max_norm, total, foreach=True)
+
+
+def has_own_gradients(plan: Plan) -> bool:
+    """Return True if each data-parallel rank has the whole gradient of its own samples before any sum."""
+    return plan.cp == plan.ep == 1 and not plan.shards_parameters
+
+
+class LocalSquares:
+    """Adds up squares as autograd hands gradients over."""
+
+    def __init__(self) -> None:
+        self._at, self._sum = 0, torch.zeros(())
+        self._arrivals: dict[int, int] = {}
+
+    def watch(self, pieces: Sequence[Held]) -> None:
+        """Watch these parameters too. Call it before the rules are made that sum gradients: they free them, and hooks
+        of one parameter run in the order in which they were made."""
+        for piece in pieces:
+            piece.parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
+
+    def arm(self, at: int, device: torch.device) -> None:
+        """Begin a step in which each parameter's gradient is taken after its backward number `at`; 0 takes none."""
+        self._at, self._arrivals = at, {}
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+
+    def take(self) -> Tensor:
+        """Return the sum of squares since `arm`, fp64, no dims, and take no more."""
+        self._at = 0
+        return self._sum
+
+    @torch.no_grad()
+    def arrived(self, parameter: Tensor) -> None:
+        """Count a gradient of `parameter`."""
+        if not self._at or parameter.grad is None:
+            return
+        count = self._arrivals.get(id(parameter), 0) + 1
+        self._arrivals[id(parameter)] = count
+        if count == self._at:  # in fp32: the norm of a bf16 gradient would be rounded to bf16
+            norm = torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float32)
+            self._sum = self._sum + norm.double().square()
+
+
+def _tell(squares: Callable[[], LocalSquares | None], parameter: Tensor) -> None:
+    """Tell of a gradient. The reference is weak: else a parameter would hold itself through autograd."""
+    if (alive := squares()) is not None:
+        alive.arrived(parameter)

@@ -19,8 +19,7 @@ from argosy.observe.clock import StepClock
 from argosy.parallel.buckets import Agreement, Bucket, Ranks
 from argosy.parallel.context import shard_sequence
 from argosy.parallel.data import GradientSum
-from argosy.parallel.gradients import square_share
-from argosy.parallel.local_squares import LocalSquares, has_own_gradients
+from argosy.parallel.gradients import LocalSquares, has_own_gradients, square_share
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
 from argosy.parallel.pieces import Held, pieces_of

@@ -1,4 +1,4 @@
-"""How fast a device computes: matmuls, attention, memory, and the host that launches its work.
+"""How fast a device computes: matmuls, attention, memory, compression, and the host that launches its work.
 
 All processes measure the same at the same time, as they would in training, and each figure is the mean over them.
 """
@@ -11,16 +11,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from argosy.config.model import ModelConfig
+from argosy.config.sync import SyncConfig
 from argosy.models.attention import causal_attention
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.rope import rotary_table
 from argosy.parallel.world import World
-from argosy.plan.hardware.measurements import AttentionRate, MatmulRate
+from argosy.plan.hardware.measurements import AttentionRate, CompressionRate, MatmulRate
 from argosy.plan.parameters import block_table
+from argosy.plan.sync import COMPRESSED
 from argosy.probe.timing import mean, seconds
+from argosy.sync.compressor import BucketFacts, Compressor, Moment, Segment
+from argosy.sync.table import COMPRESSORS
 
 NumberFormat = Literal["fp32", "bf16", "fp16"]
 Kind = Literal["square", "forward", "input_gradient", "weight_gradient"]
@@ -169,3 +174,32 @@ def measure_layer_host(world: World, slice_s: float) -> float:
 
     world.barrier()
     return mean(world, seconds(step, world.device, slice_s))
+
+
+SIDE = 1024
+"""A bucket of the usual 4 MiB is one square matrix."""
+
+
+def measure_compression(world: World, slice_s: float) -> list[CompressionRate]:
+    """Measure each word with the usual settings, each process in a group of its own, so that nothing is sent."""
+    alone, _ = dist.new_subgroups(1)
+    rates = []
+    for word in COMPRESSED:
+        compressor = COMPRESSORS[word](SyncConfig())
+        world.barrier()
+        took_s = mean(world, _sum_s(compressor, alone, world.device, slice_s))
+        rates.append(CompressionRate(sync=word, number_s=took_s / SIDE**2))
+    return rates
+
+
+def _sum_s(compressor: Compressor, group: dist.ProcessGroup, device: torch.device, slice_s: float) -> float:
+    segment = Segment(1, SIDE, SIDE)
+    bucket = BucketFacts(0, (segment,), compressor.memory([segment], device), seed=0)
+    gradient = torch.randn(segment.elements, device=device)
+
+    def one_sum() -> None:
+        for work in compressor.sum(gradient.clone(), [group] * compressor.messages, bucket, Moment()):
+            work.wait()
+        bucket.memory.commit()
+
+    return seconds(one_sum, device, slice_s)

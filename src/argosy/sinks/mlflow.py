@@ -17,8 +17,7 @@ from typing import Any
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from argosy.sinks.sink import About, Record, Sink
-from argosy.sinks.values import evaluation_values, flat_config, is_noteworthy, step_values
+from argosy.sinks.sink import About, Record, Sink, evaluation_values, flat_config, is_noteworthy, step_values
 
 MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500
 """Limits of MLflow's REST API in one request, and of a value."""

@@ -26,8 +26,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
-from argosy.sinks.sink import About, Record, Sink
-from argosy.sinks.values import OF_EACH_RANK, is_of_another_rank
+from argosy.sinks.sink import OF_EACH_RANK, About, Record, Sink, is_of_another_rank
 
 ROOT = "run"
 FROM_SECONDS = {"save": "save", "verified": "verify", "settled": "data"}

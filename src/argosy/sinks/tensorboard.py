@@ -16,8 +16,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from argosy.sinks.sink import About, Record, Sink
-from argosy.sinks.values import evaluation_values, is_noteworthy, step_values
+from argosy.sinks.sink import About, Record, Sink, evaluation_values, is_noteworthy, step_values
 
 
 class TensorBoard(Sink):

@@ -12,8 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from argosy.sinks.sink import About, Record, Sink
-from argosy.sinks.values import evaluation_values, flat_config, is_noteworthy, step_values
+from argosy.sinks.sink import About, Record, Sink, evaluation_values, flat_config, is_noteworthy, step_values
 
 
 class Trackio(Sink):

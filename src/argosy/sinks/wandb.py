@@ -13,8 +13,7 @@ from typing import Any
 
 import wandb
 
-from argosy.sinks.sink import About, Record, Sink
-from argosy.sinks.values import evaluation_values, is_noteworthy, step_values
+from argosy.sinks.sink import About, Record, Sink, evaluation_values, is_noteworthy, step_values
 
 
 class Wandb(Sink):

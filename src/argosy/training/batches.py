@@ -68,7 +68,7 @@ class Batches:
         return bisect_right(starts, self.samples(step)[0][0])
 
     def line(self, step: int) -> dict[str, Any]:
-        """Return what the step's line of metrics says of its samples (`observe.ledger`)."""
+        """Return what the step's line of metrics says of its samples (`chaos.run`)."""
         if self._site is not None:
             return {"sample_ranges": [list(some) for some in self.samples(step)]}
         line: dict[str, Any] = {"first_sample": self.samples(step)[0][0], "samples": self._run.train.batches.at(step)}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from argosy.parallel.pieces import Held
-from argosy.sync.sites.flat import Flat
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Ledger
+from argosy.sync.sites.wire import Flat
 
 
 class OuterState:

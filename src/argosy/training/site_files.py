@@ -22,8 +22,7 @@ from argosy.files import atomic_write, make_folder
 from argosy.parallel.pieces import Held
 from argosy.parallel.world import World
 from argosy.sync.sites.adoption import checksum_of
-from argosy.sync.sites.flat import Flat
-from argosy.sync.sites.wire import F32
+from argosy.sync.sites.wire import F32, Flat
 from argosy.training.outer_state import OuterState
 from argosy.training.state import TrainState, boxes_written
 

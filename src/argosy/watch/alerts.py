@@ -1,17 +1,308 @@
 """Alerts: what a person should know now. Each begins, may go on, and ends; each of these is said once.
 
-`conditions` says what is wrong. An alert ends only when all was right for a while, so that it does not flap.
+Conditions look at the facts and say of their subjects what is wrong, and what is right again; between the two (less
+than enough, more than little) they say nothing. An alert ends only when all was right for a while, so that it does not
+flap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from argosy.config.observe import AlertKind, AlertsConfig
-from argosy.watch.conditions import LOOKS, Condition, conditions, newest_step
-from argosy.watch.facts import Event, Facts
+from argosy.plan.cost.formatting import percent, seconds
+from argosy.watch.facts import Event, Facts, median
+from argosy.watch.rules.learning import spikes
+from argosy.watch.rules.ranks import node_of
+
+STALL_STEPS, STALL_LONGEST = 20.0, 3.0
+"""A run stalls if no step ends for so many usual ones, and for so many times the longest of the last ones: evaluations
+and saves are part of those."""
+LAST = 50
+"""Steps whose pace a stall is judged by."""
+ENOUGH = 1.5
+"""A limit that was passed must be left behind by this factor."""
+DOUBT_S = 600.0
+"""A node is in doubt until nothing was found on it for so long, or a new world began."""
+UNVERIFIED_S = 1800.0
+INTERVALS = 3.0
+FINDINGS = {
+    "straggler": "Advice names what it costs; look at the machine.",
+    "slow_link": "Look at the network between the nodes.",
+    "suspect": "Its numbers were found wrong: its machine is checked, and is best taken out of the run.",
+    "node_refused": "It computes wrongly: have it repaired.",
+    "node_slow": "It is much slower than the others: look at clocks and at other programs.",
+    "oom_kill": "Its memory is too small for its processes.",
+    "memory_low": "Its memory runs out: end other programs, or use fewer processes there.",
+    "disk_failed": "Its disk fails: have it replaced.",
+    "disk_slow": "Its disk is slow: look for other programs that write.",
+    "limit_near": "Raise the limit, or end other programs there.",
+    "clock_jump": "Let the machine keep its time (chrony, ntp).",
+    "hang": "The ranks are replaced; if it comes back, look at the machine.",
+    "frozen": "The ranks are replaced; if it comes back, look at the machine.",
+    "stopped": "The ranks are replaced; somebody has stopped them (SIGSTOP).",
+    "stuck_loader": "Look at the storage of the data.",
+    "corruption": "Replicas differ: have the machine checked.",
+    "gradient_corrupt": "A gradient was wrong: have the machine checked.",
+    "collective_corrupt": "A sum was wrong: have network and machine checked.",
+}
+"""Findings of detectors that put a node in doubt -> what to do."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a look at the facts says of one subject."""
+
+    alert: AlertKind
+    is_wrong: bool
+    """False: it is right again."""
+    why: str
+    do: str = ""
+    subject: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+Look = Callable[[Facts, AlertsConfig], Iterable[Condition]]
+
+
+def newest_step(facts: Facts) -> int:
+    """Return the run's newest step; -1 before the first."""
+    return int(facts.column("step", slice(-1, None))[0]) if len(facts) else -1
+
+
+def conditions(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+    """Yield what the facts say of all alerts that the settings ask for."""
+    for alert in settings.on:
+        yield from LOOKS[alert](facts, settings)
+
+
+def spike(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+    """Tell of a loss or a gradient norm far above those before it."""
+    bad = [event for event in facts.of("bad_step") if event.get("reason") != "not_finite"]
+    applied = spikes(facts)
+    newest = max([int(event["step"]) for event in bad[-1:]] + list(applied)[-1:], default=None)
+    if newest is None:
+        return
+    if newest_step(facts) - newest < settings.spike_steps:
+        seen = [event for event in bad if int(event["step"]) == newest]
+        what = (
+            f"loss {seen[0]['loss']}, gradient norm {seen[0]['grad_norm']}"
+            if seen
+            else f"loss {applied[newest][0]:.4g}"
+        )
+        done = f"; its samples: {seen[0].get('outcome', '')}" if seen else ", and it was applied"
+        do = "Nothing, if it stays at one. If they repeat: lower optimizer.lr, or look at the samples."
+        yield Condition("spike", True, f"step {newest} spiked: {what}{done}", do, evidence={"step": newest})
+    else:
+        yield Condition("spike", False, f"{settings.spike_steps} good steps since step {newest}")
+
+
+def nan(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+    """Tell of a loss or a gradient norm that is not finite."""
+    lost = [int(event["step"]) for event in facts.of("bad_step") if event.get("reason") == "not_finite"]
+    loss = facts.column("loss", slice(max(0, len(facts) - 4 * settings.spike_steps), None))
+    steps = facts.column("step", slice(max(0, len(facts) - 4 * settings.spike_steps), None))
+    lost += steps[~np.isfinite(loss)].astype(int).tolist()
+    if not lost:
+        return
+    newest = max(lost)
+    if newest_step(facts) - newest < settings.spike_steps:
+        do = (
+            "Lower optimizer.lr or raise schedule.warmup_steps; with fp16 or fp8 try bf16. The events name its samples."
+        )
+        yield Condition("nan", True, f"step {newest} was not finite", do, evidence={"steps": sorted(set(lost))[-10:]})
+    else:
+        yield Condition("nan", False, f"{settings.spike_steps} finite steps since step {newest}")
+
+
+def stall(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+    """Tell that no step has ended for long, by the run's own pace."""
+    if facts.state not in ("training", "silent"):
+        if facts.has_ended:
+            yield Condition("stall", False, "the run has ended")
+        return
+    last_s, limit_s = _pace(facts, settings)
+    silent_s = facts.now_s - last_s
+    if not np.isfinite(silent_s):
+        return
+    if silent_s > limit_s:
+        do = "See what each rank waits for: `argosy stacks RUN`. Hanging ranks are replaced after resilience.hang_s."
+        evidence = {"silent_s": round(silent_s, 1), "limit_s": round(limit_s, 1)}
+        why = (
+            f"no step has ended for {seconds(silent_s)}; a usual one takes {seconds(facts.step_s)}"
+            if len(facts)
+            else (f"no step has ended in {seconds(silent_s)} since the start")
+        )
+        yield Condition("stall", True, why, do, evidence=evidence)
+    else:
+        yield Condition("stall", False, f"step {newest_step(facts)} has ended")
+
+
+def dead(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+    """Tell that a run failed, or that nothing of it lives that would write."""
+    if facts.state == "failed":
+        ends = facts.of("finish", "replan_failed")
+        why = str(ends[-1].get("why", "")) if ends else ""
+        yield Condition(
+            "dead",
+            True,
+            f"the run has failed{f': {why}' if why else ''}",
+            "Look at its logs; the same command goes on.",
+        )
+    elif facts.state == "dead":
+        do = "The same command goes on from the newest checkpoint."
+        yield Condition("dead", True, "its processes are gone, and no event says why", do)
+    elif facts.state == "silent":
+        silent_s = facts.now_s - facts.last_line_s
+        do = "Its machine or its launcher is gone: the same command goes on from the newest checkpoint."
+        yield Condition("dead", True, f"nothing was written for {seconds(silent_s)}, and no end", do)
+    else:
+        yield Condition("dead", False, "the run goes on" if facts.state == "training" else f"the run has {facts.state}")
+
+
+def disk_filling(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+    """Tell that a disk is nearly full, or will be soon at the rate at which it fills."""
+    for event in _newest_by(facts.of("disk_full"), lambda event: str(event.get("process", ""))):
+        if facts.now_s - float(event["time_s"]) < DOUBT_S:
+            yield Condition("disk_filling", True, str(event.get("why", "")), _DISK, _node(facts, event))
+    for disk in facts.disks:
+        free_gb = float(disk.free_bytes[-1]) / 1e9
+        left_h = _hours_left(disk.time_s, disk.free_bytes)
+        soon = f", and at the present rate it is full in {seconds(3600 * left_h)}" if np.isfinite(left_h) else ""
+        evidence = {"free_gb": round(free_gb, 2), "hours_left": round(left_h, 2) if np.isfinite(left_h) else None}
+        why = f"{free_gb:.1f} GB are free on the disk of {disk.node}{soon}"
+        if free_gb < settings.disk_free_gb or left_h < settings.disk_hours:
+            yield Condition("disk_filling", True, why, _DISK, disk.node, evidence)
+        elif free_gb > ENOUGH * settings.disk_free_gb and left_h > ENOUGH * settings.disk_hours:
+            yield Condition("disk_filling", False, why, subject=disk.node)
+
+
+_DISK = "Delete old checkpoints or other files, or lower checkpoint.keep_last; saves fail on a full disk."
+
+
+def node_in_doubt(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+    """Tell what detectors found wrong with ranks or nodes."""
+    worlds = [float(event["time_s"]) for event in facts.of("generation")[-1:]]
+    for event in _newest_by(facts.of(*FINDINGS), lambda event: f"{event['event']} {_subject(facts, event)}"):
+        kind, subject, at_s = str(event["event"]), _subject(facts, event), float(event["time_s"])
+        named = f"{kind} {subject}".strip()
+        is_new_world = bool(worlds) and worlds[0] > at_s
+        if facts.now_s - at_s < DOUBT_S and not is_new_world and not facts.has_ended:
+            why = str(event.get("why") or f"{kind} was found")
+            where = "" if subject in why or not subject else f" ({subject})"
+            evidence = dict(event.get("evidence") or {}) | {"ranks": list(event.get("ranks") or [])[:64]}
+            yield Condition("node_in_doubt", True, f"{why}{where}", FINDINGS[kind], named, evidence)
+        else:
+            yield Condition("node_in_doubt", False, f"nothing more was found ({named})", subject=named)
+
+
+def low_goodput(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+    """Tell that little of the last time went into steps that count."""
+    window_s = 60 * settings.goodput_minutes
+    if facts.state != "training" or not facts.now_s - facts.continued_s >= window_s:
+        return
+    times, took = facts.column("time_s"), facts.column("step_time_s")
+    first = int(np.searchsorted(times, facts.now_s - window_s))
+    if not len(times) or not np.isfinite(times[-1]):
+        return
+    share = min(1.0, float(np.nansum(took[first:])) / window_s)
+    why = f"{percent(share)} of the last {settings.goodput_minutes:g} minutes went into steps that count"
+    if share < settings.goodput:
+        do = "Advice and the events say what took the rest: stops, steps made again, checkpoints, evaluation."
+        yield Condition("low_goodput", True, why, do, evidence={"goodput": round(share, 4)})
+    elif share > min(1.0, 1.2 * settings.goodput):
+        yield Condition("low_goodput", False, why)
+
+
+def checkpoint_unverified(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+    """Tell that for long no checkpoint was read back and found whole."""
+    run = facts.run
+    if run is None or facts.state != "training" or not (run.checkpoint.every_steps or run.checkpoint.every_minutes):
+        return
+    whole = [float(event["time_s"]) for event in (*facts.of("verified")[-1:], *facts.of("resume")[-1:])]
+    since_s = float(np.fmax(max(whole, default=float("nan")), facts.continued_s))
+    limit_s = 60 * settings.unverified_minutes or max(UNVERIFIED_S, INTERVALS * _save_interval_s(facts))
+    age_s = facts.now_s - since_s
+    if age_s > limit_s:
+        what = "since the start" if not whole else "since the last one"
+        do = "Look at the disk and at events save_failed and damaged_checkpoint: a failure now loses all since then."
+        why = f"no checkpoint was found whole in {seconds(age_s)}, {what}"
+        yield Condition("checkpoint_unverified", True, why, do, evidence={"age_s": round(age_s, 1)})
+    elif age_s <= limit_s:
+        yield Condition("checkpoint_unverified", False, "a checkpoint was read back and is whole")
+
+
+LOOKS: dict[AlertKind, Look] = {
+    "spike": spike,
+    "nan": nan,
+    "stall": stall,
+    "dead": dead,
+    "disk_filling": disk_filling,
+    "node_in_doubt": node_in_doubt,
+    "low_goodput": low_goodput,
+    "checkpoint_unverified": checkpoint_unverified,
+}
+"""Alert -> what looks for it."""
+
+
+def _pace(facts: Facts, settings: AlertsConfig) -> tuple[float, float]:
+    """Return when the newest step ended, and how long the next may take."""
+    start_s = max([float(start["time_s"]) for start in facts.starts[-1:]], default=float("nan"))
+    first_s = facts.run.resilience.first_step_s if facts.run is not None else 600.0
+    if not len(facts):
+        return start_s, first_s
+    times = facts.column("time_s", slice(-LAST, None))
+    since = times[~(times < start_s) & np.isfinite(times)]  # a pause before the newest start is no step
+    longest = float(np.diff(since).max(initial=0.0))
+    usual = facts.step_s if facts.step_s > 0 else median(facts.column("step_time_s"))
+    last_s = float(np.fmax(facts.last_line_s, start_s))
+    return last_s, max(settings.stall_s, STALL_STEPS * usual, STALL_LONGEST * longest, 0.0 if len(since) else first_s)
+
+
+def _save_interval_s(facts: Facts) -> float:
+    assert facts.run is not None
+    by_time = 60 * facts.run.checkpoint.every_minutes
+    by_steps = facts.run.checkpoint.every_steps * (facts.step_s if facts.step_s > 0 else 0.0)
+    return min(each for each in (by_time, by_steps) if each > 0) if by_time or by_steps else 0.0
+
+
+def _hours_left(time_s: np.ndarray, free_bytes: np.ndarray) -> float:
+    """Return the hours until a disk is full at the rate of the last lines; infinite if it does not fill.
+
+    Saves write much at once and old checkpoints are deleted, so that the line is fitted by the median of slopes between
+    points half the window apart (Theil 1950), and wants ten minutes.
+    """
+    if len(time_s) < 6 or time_s[-1] - time_s[0] < 600:
+        return float("inf")
+    half = len(time_s) // 2
+    slopes = (free_bytes[half:] - free_bytes[: len(free_bytes) - half]) / (time_s[half:] - time_s[: len(time_s) - half])
+    slope = float(np.median(slopes))
+    return float(free_bytes[-1]) / -slope / 3600 if slope < 0 else float("inf")
+
+
+def _newest_by(events: Iterable[Event], key: Callable[[Event], str]) -> Iterator[Event]:
+    """Yield the newest event of each key."""
+    yield from {key(event): event for event in events}.values()
+
+
+def _subject(facts: Facts, event: Event) -> str:
+    """Return what a finding is about: ranks, or the node of the agent that found it."""
+    ranks = [int(rank) for rank in event.get("ranks") or ([event["rank"]] if event.get("rank") is not None else [])]
+    if not ranks:
+        return _node(facts, event)
+    named = ", ".join(map(str, ranks[:4])) + (" and more" if len(ranks) > 4 else "")
+    node = node_of(facts, ranks[0])
+    return f"rank {named}{f' on {node}' if node else ''}"
+
+
+def _node(facts: Facts, event: Event) -> str:
+    by = str(event.get("process", ""))
+    return str(event.get("node") or (by.removeprefix("launcher-") if by.startswith("launcher-") else ""))
+
 
 CALM_S = 30.0
 """All must be right for so long before an alert ends: a node that comes and goes is one alert."""

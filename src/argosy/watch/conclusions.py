@@ -1,22 +1,74 @@
-"""What is concluded from a run's folder: advice, forecast, alerts. Computed anew only when the folder tells more."""
+"""The conclusions of a run's page: advice by rules that state their evidence, forecast, and alerts.
+
+They are drawn anew only when the folder tells more.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from argosy.watch.advice import advise
 from argosy.watch.alerts import Alert, standing
 from argosy.watch.facts import Facts
 from argosy.watch.forecast import Forecast, forecast
 from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader
+from argosy.watch.rules import learning, memory, ranks, reliability, times
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.ranks import slow_ranks
-from argosy.watch.rules.rule import Advice
+from argosy.watch.rules.rule import Advice, Rule
+
+RULES: tuple[Rule, ...] = (
+    ranks.straggler,
+    ranks.slow_link,
+    ranks.throttled_device,
+    reliability.lost_ranks,
+    learning.bad_steps,
+    learning.growing_gradients,
+    learning.learning_rate_ended,
+    learning.overfits,
+    learning.skewed_experts,
+    memory.memory_near_limit,
+    times.waiting_for_data,
+    times.exposed_communication,
+    times.pipeline_bubble,
+    memory.memory_left_over,
+    times.recompiles,
+    times.slower_than_planned,
+    times.idle_devices,
+    times.evaluation_share,
+    reliability.checkpoint_stalls,
+    reliability.checkpoint_interval,
+    reliability.low_goodput,
+    times.faster_plan,
+)
+"""All rules. Of those that name the same better plan, the first says it: it knows why."""
+
+
+def advise(facts: Facts, planner: Planner | None = None, rules: Sequence[Rule] = RULES) -> tuple[Advice, ...]:
+    """Return what the rules say, warnings first, and of these what costs most first."""
+    planner = planner or Planner(facts)
+    said: list[Advice] = []
+    for rule in rules:
+        advice = rule(facts, planner)
+        if advice is not None and not _is_said(advice, said):
+            said.append(advice)
+    return tuple(sorted(said, key=lambda each: (each.severity != "warning", -(each.gain_share or 0.0))))
+
+
+def _is_said(advice: Advice, said: Sequence[Advice]) -> bool:
+    """Return True if another rule has said the same with its reason."""
+    names = {each.rule for each in said}
+    if advice.plan and advice.severity == "info":
+        return any(each.plan == advice.plan for each in said)
+    if advice.rule == "checkpoint_interval":
+        return "checkpoint_stalls" in names
+    # A slow rank makes the others wait, and makes steps longer than planned.
+    return advice.rule in ("exposed_communication", "slower_than_planned") and "straggler" in names
+
 
 AnswerT = TypeVar("AnswerT")
 

@@ -16,7 +16,7 @@ from argosy.observe.events import plan_since
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.watch.state import State
+from argosy.watch.run_files import State
 from argosy.watch.timeline import Stretch, timeline
 
 Floats = NDArray[np.float64]

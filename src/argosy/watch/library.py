@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.records import encodable
 from argosy.watch.energy import EnergyMeter
-from argosy.watch.preview import Preview, preview
+from argosy.watch.metrics_table import Preview, preview
 from argosy.watch.reader import RunReader
-from argosy.watch.run_files import RunTail
-from argosy.watch.runs import find_runs, run_folder
+from argosy.watch.run_files import RunTail, find_runs, run_folder
 
 AnswerT = TypeVar("AnswerT")
 

@@ -1,31 +1,124 @@
-"""What a list of runs needs of each: its documents, its events, and the ends of its metrics."""
+"""The runs under a folder, and what a list of runs shows of each: its documents, its events, the ends of its metrics,
+and its state, told from its last events and the time of its last sign of life.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
-from argosy.errors import UserError
+from argosy.errors import STOP_SIGNALS, UserError
 from argosy.files import LOCK, is_abandoned
 from argosy.observe.events import from_the_end
 from argosy.observe.records import encodable, evaluation_line, record_of, report_of, step_line
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.watch.documents import Document, leads_away, table_of
-from argosy.watch.event_log import Event, EventLog
-from argosy.watch.linefile import spread_lines
+from argosy.watch.linefile import Document, Event, EventLog, leads_away, spread_lines, table_of
 from argosy.watch.node_series import NodeSeries
-from argosy.watch.state import Condition, State, condition
+
+State = Literal["training", "finished", "stopped", "failed", "silent", "dead"]
+
+SILENT_AFTER_S = 120.0
+"""A run that shows no sign of life for so long is silent, or for SILENT_STEPS of its steps if that is longer."""
+SILENT_STEPS = 20
+STARTING_S = 900.0
+"""Until its first step after a start, it may be compiling."""
+BEGINNINGS = ("start", "generation", "agent_came", "coordinator_started", "worker_started")
+STOPPED_BY_SIGNAL = tuple(128 + number for number in STOP_SIGNALS)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The state of a run, and why."""
+
+    state: State
+    why: str = ""
+    is_gone: bool = False
+    """True if its processes ended without a word."""
+
+
+def condition(
+    events: Iterable[dict[str, Any]],
+    report: dict[str, Any] | None,
+    alive_s: float,
+    now_s: float,
+    step_s: float | None,
+    is_gone: Callable[[], bool] = lambda: False,
+) -> Condition:
+    """Return the state of a run.
+
+    events: in the order of time; at least the last ones of rank 0, agents and coordinator. alive_s: its last sign of
+    life, and now_s the time, in seconds since 1970. step_s: of its last steps; None if there is none. is_gone: returns
+    True if the processes that held the run are known to be gone; asked of a run that has not said that it ended.
+    """
+    begun_s, ended_s = -1.0, -1.0
+    finish: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    end: dict[str, Any] = {}
+    for event in events:
+        if event["event"] in BEGINNINGS:
+            begun_s = event["time_s"]
+        elif event["event"] == "signal":
+            asked = event
+        elif event["event"] == "finish":
+            finish, ended_s = event, event["time_s"]
+        elif event["event"] == "end" and event.get("process") == "rank-0":
+            end, ended_s = event, event["time_s"]
+    if ended_s >= begun_s and (finish or end):
+        return _ended(finish if finish.get("time_s", -1.0) >= begun_s else {}, end, report)
+    if begun_s < 0 and report:
+        return _ended({}, {}, report)
+    if is_gone():
+        if asked and asked["time_s"] >= begun_s:
+            return Condition("stopped", f"{_signal(asked)} stopped it before its state was saved", True)
+        return Condition("dead", "its processes are gone, and no event says why", True)
+    quiet_s, allowed_s = now_s - alive_s, SILENT_AFTER_S
+    if step_s is None or alive_s - begun_s < STARTING_S:
+        allowed_s = STARTING_S if step_s is None else max(allowed_s, STARTING_S - (alive_s - begun_s))
+    allowed_s = max(allowed_s, SILENT_STEPS * (step_s or 0.0))
+    if quiet_s > allowed_s:
+        return Condition("silent", f"no sign of life for {_duration(quiet_s)}, and no event says that it ended")
+    return Condition("training")
+
+
+def _ended(finish: dict[str, Any], end: dict[str, Any], report: dict[str, Any] | None) -> Condition:
+    code, why = finish.get("exit_code", 0), str(finish.get("why", ""))
+    if code in STOPPED_BY_SIGNAL:
+        return Condition("stopped", why)
+    if code:
+        return Condition("failed", why)
+    finished = end.get("finished", finish.get("finished", (report or {}).get("status") == "finished"))
+    if finished:
+        return Condition("finished")
+    paused = end.get("paused_at")
+    by = f"paused at step {paused}, as train.pause_at says" if paused else "a signal stopped it"
+    return Condition("stopped", f"{by}; its state is saved")
+
+
+def _signal(event: dict[str, Any]) -> str:
+    try:
+        return signal.Signals(event["number"]).name
+    except (KeyError, ValueError):
+        return "a signal"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
 
 MARKS = ("metrics.jsonl", "events", "plan.toml", "report.json")
 """A folder with run.toml and any of these, or with the first, holds a run."""
@@ -257,3 +350,71 @@ class RunTail(RunFiles):
             self.spark = [float(loss) for loss in losses if isinstance(loss, int | float)]
             self._spark_bytes = found.st_size
         return True
+
+
+MOST_RUNS = 5000
+DEEPEST = 4
+"""A run is looked for in so many levels of folders."""
+MOST_FOLDERS = 50_000
+"""Most folders that are looked into."""
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """Return the runs in and under `root`: path relative to it -> folder, in alphabetical order.
+
+    A link is not followed, so nothing outside of `root` is found. A run within a run's folder is none of its own.
+    """
+    if is_run(root):
+        return {own_id(root): root}
+    found = dict(_runs_under(root))
+    return dict(sorted(found.items()))
+
+
+def own_id(run: Path) -> str:
+    """Return the id of a run that was named itself, and is no run under a folder: its folder's name."""
+    return run.resolve().name.lstrip(".") or "run"
+
+
+def run_folder(root: Path, run_id: str) -> Path:
+    """Return the folder of the run with this id. Raises: UserError if `root` has no such run, or it lies outside."""
+    unknown = UserError(f"no run {run_id!r} in {root}")
+    if "\0" in run_id or run_id.startswith(("/", "\\")):
+        raise unknown
+    parts = run_id.split("/")
+    if is_run(root) and run_id == own_id(root):
+        return root.resolve()
+    if any(not part or part.startswith(".") for part in parts):
+        raise unknown
+    try:
+        home = root.resolve(strict=True)
+        folder = (home / run_id).resolve(strict=True)
+    except (OSError, RuntimeError, ValueError):  # a circle of links, a name that is too long
+        raise unknown from None
+    if not folder.is_relative_to(home) or not is_run(folder):
+        raise unknown
+    return folder
+
+
+def _runs_under(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield runs, level by level, so that in a huge tree the nearest ones are found."""
+    level, seen, count = [root], 0, 0
+    for _ in range(DEEPEST):
+        below: list[Path] = []
+        for folder in level:
+            for child in _folders_in(folder):
+                seen += 1
+                if seen > MOST_FOLDERS or count >= MOST_RUNS:
+                    return
+                if is_run(child):
+                    count += 1
+                    yield child.relative_to(root).as_posix(), child
+                else:
+                    below.append(child)
+        level = below
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    with suppress(OSError), os.scandir(folder) as entries:  # one that may not be read is passed over
+        found = [Path(e.path) for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
+    return sorted(found)

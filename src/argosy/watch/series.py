@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.watch.columns import STEP, Columns, Floats
-from argosy.watch.preview import Preview
+from argosy.watch.metrics_table import Preview
 from argosy.watch.reader import RunReader
 
 MOST_POINTS = 5000

@@ -30,15 +30,14 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from argosy.errors import UserError
-from argosy.watch import conclusions, more_views, overview, rank_view, series, step_parts
+from argosy.watch import conclusions, overview, rank_view, series, step_parts
 from argosy.watch.auth import OWN_NAMES, Guard
-from argosy.watch.documents import leads_away
 from argosy.watch.library import Library, Open, Unreadable
-from argosy.watch.preview import Preview
+from argosy.watch.linefile import leads_away
+from argosy.watch.metrics_table import Preview
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 from argosy.watch.reader import RunReader
-from argosy.watch.run_files import RunTail
-from argosy.watch.runs import run_folder
+from argosy.watch.run_files import RunTail, run_folder
 from argosy.watch.timeline import goodput, run_timeline, shown_events
 
 PAGE = Path(__file__).parent / "page"
@@ -148,11 +147,11 @@ VIEWS: dict[str, View] = {
     "ranks": _ranks,
     "devices": lambda asked, run: rank_view.devices(run.reader, *asked.steps),
     "events": _events,
-    "model": lambda asked, run: more_views.model(run.reader, *asked.steps),
+    "model": lambda asked, run: overview.model(run.reader, *asked.steps),
     "advice": _advice,
-    "energy": lambda asked, run: more_views.energy(run.reader, run.meter),
-    "profiles": lambda asked, run: more_views.profiles(run.reader),
-    "log": lambda asked, run: more_views.logs(run.reader),
+    "energy": lambda asked, run: overview.energy(run.reader, run.meter),
+    "profiles": lambda asked, run: overview.profiles(run.reader),
+    "log": lambda asked, run: overview.logs(run.reader),
 }
 """The last part of an address -> what answers it."""
 

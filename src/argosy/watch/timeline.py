@@ -10,9 +10,9 @@ import numpy as np
 
 from argosy.observe.heartbeat import BESIDE
 from argosy.watch.columns import Floats
-from argosy.watch.event_log import Event
+from argosy.watch.linefile import Event
 from argosy.watch.reader import RunReader
-from argosy.watch.state import BEGINNINGS
+from argosy.watch.run_files import BEGINNINGS
 
 Phase = Literal["startup", "training", "recovery", "stopped"]
 """startup: from the first process to the first step; recovery: from a break to the next step; stopped: nobody runs."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from argosy.sync.sites import assembly, average, exchange, kept, mending, others
+from argosy.sync.sites import assembly, average, exchange, mending, others
 from simulated_sites import Country
 
 
@@ -23,7 +23,7 @@ def country(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Co
     def make(**keys: Any) -> Country:
         made.append(Country(tmp_path, **keys))
         clock = SimpleNamespace(monotonic=lambda: made[-1].now_s)
-        for module in (assembly, exchange, kept, mending, others):
+        for module in (assembly, average, exchange, mending, others):
             monkeypatch.setattr(module, "time", clock)
         return made[-1]
 

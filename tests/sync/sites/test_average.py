@@ -1,17 +1,23 @@
-"""Changes are encoded and summed piece by piece, as if at once; slices are dealt out evenly."""
+"""Changes are encoded and summed piece by piece, as if at once; slices are dealt out evenly.
+
+What is kept of past rounds.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from argosy.sync.sites import average
-from argosy.sync.sites.average import Slices, encode_file, reduce_slice
+from argosy.sync.sites.average import Kept, Slices, encode_file, reduce_slice
 from argosy.sync.sites.wire import WireFormat
+from simulated_sites import Country
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4"])
@@ -48,3 +54,30 @@ def test_a_site_has_several_slices_of_what_is_large(blocks: int, sites: int, eac
     assert bounds[0][0] == 0 and bounds[-1][1] == blocks * 1024
     assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
     assert [slices.owner(part) for part in range(slices.parts)].count(0) == each
+
+
+def test_averages_are_kept_for_checkpoints_and_for_who_reads_them(country: Callable[..., Country]) -> None:
+    run = country(names="AB", patience_s=5.0)
+    run.start("A")
+    sites = run.sites["A"].sites
+    for number in range(10):
+        sites.average(number).touch()
+        sites.sent(number).touch()
+    sites.state(7).touch()
+
+    def averages() -> list[int]:
+        return [number for number in range(10) if sites.average(number).exists()]
+
+    kept = Kept(sites)
+    kept.sweep(8)  # it did not take part: nothing is known
+    assert averages() == list(range(10))
+    assert [n for n in range(10) if sites.sent(n).exists()] == [9] and not sites.state(7).exists()
+    sites.about(8).write_text(json.dumps({"needs_round": 6}))
+    kept.read("B", 4)
+    sites.state(5).touch()
+    kept.sweep(8)
+    assert averages() == [4, 5, 6, 7, 8, 9] and sites.state(5).exists()
+    run.now_s += 6.0  # nothing was read for sync.patience_s
+    sites.about(8).write_text(json.dumps({"needs_round": 6}))
+    kept.sweep(8)
+    assert averages() == [6, 7, 8, 9] and not sites.state(5).exists()

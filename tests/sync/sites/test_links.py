@@ -15,8 +15,8 @@ import pytest
 
 from argosy.processes.connection import Connection
 from argosy.processes.handshake import call
-from argosy.sync.sites.keys import contexts
 from argosy.sync.sites.links import Links
+from argosy.sync.sites.listening import contexts
 from argosy.sync.sites.messages import (
     FROM_SITE,
     VERSION,

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.sync.sites.flat import Flat, flats_of
-from argosy.sync.sites.wire import BLOCK, WireFormat
+from argosy.sync.sites.wire import BLOCK, Flat, WireFormat, flats_of
 
 
 def numbers(n: int) -> np.ndarray:

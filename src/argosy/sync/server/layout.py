@@ -13,8 +13,7 @@ from argosy.config.identity import lasting_values
 from argosy.config.schema import RunConfig
 from argosy.config.servers import server_number
 from argosy.plan.parameters import parameter_table
-from argosy.sync.sites.flat import Flat
-from argosy.sync.sites.wire import WireFormat
+from argosy.sync.sites.wire import Flat, WireFormat
 
 OF_A_PART = ("site", "sites", "sync", "train.steps")
 """Keys that may differ between the parts of a run, or that servers check otherwise."""

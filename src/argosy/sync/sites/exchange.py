@@ -26,15 +26,14 @@ from argosy.observe.events import Events
 from argosy.processes.messages import BadMessage
 from argosy.sync.sites import messages as say
 from argosy.sync.sites.assembly import Assembly, Proposal
-from argosy.sync.sites.average import distances, encode_file, slices_of
-from argosy.sync.sites.kept import Kept
+from argosy.sync.sites.average import Kept, distances, encode_file, slices_of
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Delivery, Ledger, Line, chain_of, dealt_in, is_next, next_line, weights_of
 from argosy.sync.sites.links import Links
+from argosy.sync.sites.mending import SiteRecovery
+from argosy.sync.sites.messages import Standing
 from argosy.sync.sites.others import Others
 from argosy.sync.sites.pull import read_piece
-from argosy.sync.sites.recovery import SiteRecovery
-from argosy.sync.sites.standing import Standing
 
 REPEAT_S = 1.0
 """How often what matters is said again."""

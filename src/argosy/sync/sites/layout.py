@@ -16,8 +16,7 @@ from argosy.config.sites import batches_of
 from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import way_of_sites, with_sync, words_of
 from argosy.sync.sites.deal import Shares
-from argosy.sync.sites.flat import Flat, flats_of
-from argosy.sync.sites.wire import WireFormat
+from argosy.sync.sites.wire import Flat, WireFormat, flats_of
 
 FOLDER = "exchange"
 SITES = "sites"

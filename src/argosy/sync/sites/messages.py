@@ -2,17 +2,43 @@
 
 A frame is one line of JSON, with bytes behind it if the message is a `FilePiece`. One that is no message ends the
 connection on which it came.
+
+`Standing` is how far a site has come. Sites have gone apart if their ledgers differ in a round that both have. The one
+whose ledger counts fewer tokens gives way; of as many, the later one of the run file. A site that gives way decides no
+more rounds until it has the other's state, and what a ledger counts only grows: so two sites never give way to each
+other, whatever they heard too late.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter
 
 from argosy.processes.messages import Count, Text, WireRecord, decoded, encoded
 from argosy.sync.sites.ledger import AnyFloat, Chain, Crc, Line, Ranges, SiteName, Tokens
-from argosy.sync.sites.standing import Standing
+
+
+class Standing(WireRecord):
+    """How far a site has come."""
+
+    rounds: Count = 0
+    """Rounds in its ledger."""
+    chain: Chain = ""
+    """Checksum of its ledger."""
+    tokens: Count = 0
+    """Tokens that its ledger counts, of all sites."""
+    reached: Count = 0
+    """Rounds that its ranks have made; they train in the next one, or wait for it."""
+    adopts: bool = False
+    """True while it is to take over another site's state, or lines of its ledger: it decides nothing."""
+
+
+def gives_way(me: str, mine: Standing, other: str, its: Standing, names: Sequence[str]) -> bool:
+    """Return True if the site `me` gives way to `other`, from which it has gone apart. names: as in the run file."""
+    return (its.tokens, -names.index(other)) > (mine.tokens, -names.index(me))
+
 
 VERSION = 4
 PIECE_BYTES = 1 << 18

@@ -6,8 +6,7 @@ import time
 
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.links import Links
-from argosy.sync.sites.messages import FromSite
-from argosy.sync.sites.standing import Standing
+from argosy.sync.sites.messages import FromSite, Standing
 
 BEHIND = 1
 """Rounds that a site's ranks may be behind when a round is decided, and be dealt samples of the next one."""

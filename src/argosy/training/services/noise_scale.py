@@ -29,8 +29,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.models.decoder import Microbatch
 from argosy.observe.metrics import Metrics
-from argosy.parallel.gradients import square_share
-from argosy.parallel.local_squares import LocalSquares, has_own_gradients
+from argosy.parallel.gradients import LocalSquares, has_own_gradients, square_share
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
 from argosy.plan.sync import Sync

@@ -1,0 +1,78 @@
+"""Rules of the house that no linter knows: unique names, files of readable length, commits that say the change.
+
+python .ci/house.py    exits with 1 and a line for each rule that is broken
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+SOURCE = Path(__file__).parent.parent / "src" / "argosy"
+MOST_LINES = 450
+SHARED_NAMES = {
+    "Options": "each command's options are called so: it is what `cli` looks for",
+    "Update": "extend.views.Update is the public name that users' optimizers see",
+}
+"""Class names that may be defined more than once -> why."""
+LONGER = {
+    "supervise/agent.py": "one process's whole life; no seam was found that does not share its state",
+    "supervise/membership.py": "one state machine",
+}
+"""Modules that may be longer -> why."""
+SINCE = "775ee0b"
+"""The last commit from before subjects had a form."""
+MOST_SUBJECT = 72
+NO_VERB = re.compile(r"(An?|The|This|What|Which|Who|Whose|Where|When|How|No|One|Two|Each|All|Some|Its?) |\w+ing\b")
+
+
+def names_defined_twice() -> list[str]:
+    """Return a line for each class name that two modules define."""
+    places = defaultdict(list)
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name not in SHARED_NAMES:
+                places[node.name].append(str(path.relative_to(SOURCE)))
+    return [f"class {name} is defined in {', '.join(where)}" for name, where in places.items() if len(where) > 1]
+
+
+def long_modules() -> list[str]:
+    """Return a line for each module that is too long to be read at once."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        lines, name = path.read_text().count("\n"), str(path.relative_to(SOURCE))
+        if lines > MOST_LINES and name not in LONGER:
+            found.append(f"{name} has {lines} lines, more than {MOST_LINES}")
+    return found
+
+
+def vague_subjects() -> list[str]:
+    """Return a line for each commit whose subject is long, or does not say the change in the imperative."""
+    known = subprocess.run(["git", "cat-file", "-e", SINCE], cwd=SOURCE, capture_output=True, check=False)
+    if known.returncode:
+        return []  # a shallow clone, or no repository
+    log = subprocess.run(
+        ["git", "log", "--no-merges", "--format=%h %s", f"{SINCE}..HEAD"],
+        cwd=SOURCE,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = []
+    for line in log.stdout.splitlines():
+        number, _, subject = line.partition(" ")
+        if len(subject) > MOST_SUBJECT:
+            found.append(f"commit {number}: {len(subject)} characters, more than {MOST_SUBJECT}: {subject}")
+        elif not subject[:1].isupper() or NO_VERB.match(subject) or subject.endswith("."):
+            found.append(f'commit {number}: say the change, as in "Check a job record": {subject}')
+    return found
+
+
+if __name__ == "__main__":
+    problems = [*names_defined_twice(), *long_modules(), *vague_subjects()]
+    print("\n".join(problems) or "The house keeps its rules: names, lengths, subjects.")
+    sys.exit(bool(problems))
