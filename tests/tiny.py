@@ -16,6 +16,7 @@ from argosy.config.data import PrepareConfig
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.data.prepare import prepare
+from argosy.extend.trust import approve
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.observe.clock import StepClock
@@ -56,7 +57,7 @@ def prepare_corpus(out: Path, **keys: Any) -> Path:
 
 
 def run_config(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
-    """A run of 8 steps on `corpus`; `sections` override single keys."""
+    """A run of 8 steps on `corpus`; `sections` override single keys. Its code is approved, as by `argosy train`."""
     base: dict[str, dict[str, Any]] = {
         "model": MODEL,
         "data": {"sources": {str(corpus): 1.0}, "seq_len": 32},
@@ -67,7 +68,9 @@ def run_config(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
         "checkpoint": {"every_minutes": 0},
     }
     merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections}
-    return RunConfig.model_validate({"name": "tiny", **merged})
+    run = RunConfig.model_validate({"name": "tiny", **merged})
+    approve(run.extend.code)
+    return run
 
 
 def model_config(**keys: Any) -> ModelConfig:

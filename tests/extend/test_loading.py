@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import UserError
-from argosy.extend.declared import read_code
+from argosy.extend.declared import CodeFile, read_code
 from argosy.extend.loading import load_code
 from argosy.extend.packages import read_package
+from argosy.extend.trust import approve
 
 HEAD = "from argosy import extend\n\n"
 
@@ -20,9 +21,15 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+def approved(path: Path) -> list[CodeFile]:
+    code = [read_code(path)]
+    approve(code)
+    return code
+
+
 def test_a_file_is_imported_once_and_gives_what_it_declares(tmp_path):
     path = write(tmp_path, "calls = []\n@extend.metric('m')\ndef f(run):\n    calls.append(run)\n    return len(calls)")
-    code = [read_code(path)]
+    code = approved(path)
     (first,), (second,) = load_code(code), load_code(code)
     assert [first.function(0), second.function(0)] == [1, 2]
     assert first.declared == code[0].declarations[0]
@@ -30,32 +37,32 @@ def test_a_file_is_imported_once_and_gives_what_it_declares(tmp_path):
 
 def test_the_bytes_that_were_checked_are_run(tmp_path):
     path = write(tmp_path, "@extend.metric('m')\ndef f(run): return 1")
-    code = [read_code(path)]
+    code = approved(path)
     write(tmp_path, "@extend.metric('m')\ndef f(run): return 2")
     assert load_code(code)[0].function(None) == 1
 
 
 def test_an_error_while_importing_is_told_with_its_line_and_again(tmp_path):
-    code = [read_code(write(tmp_path, "import nothing_of_that_name\n@extend.metric('m')\ndef f(run): ..."))]
+    code = approved(write(tmp_path, "import nothing_of_that_name\n@extend.metric('m')\ndef f(run): ..."))
     for _ in range(2):
         with pytest.raises(UserError, match=r"mine.py:3: ModuleNotFoundError: .*nothing_of_that_name"):
             load_code(code)
 
 
 def test_what_the_text_does_not_show_is_refused(tmp_path):
-    code = [read_code(write(tmp_path, "def f(run): ...\nextend.metric('b')(f)\n@extend.metric('a')\ndef g(run): ..."))]
+    code = approved(write(tmp_path, "def f(run): ...\nextend.metric('b')(f)\n@extend.metric('a')\ndef g(run): ..."))
     with pytest.raises(UserError, match="registers a metric b that its text does not show"):
         load_code(code)
 
 
 def test_what_importing_does_not_define_is_refused(tmp_path):
     text = "raise_early = True\n@extend.metric('a')\ndef f(run): ...\n"
-    code = [read_code(write(tmp_path, text.replace("@", "@(lambda r: lambda f: f)(0)\n@")))]
+    code = approved(write(tmp_path, text.replace("@", "@(lambda r: lambda f: f)(0)\n@")))
     assert load_code(code)  # a decorator around it is none of our business
     (tmp_path / "other").mkdir()
     path = write(tmp_path / "other", "class extend:\n    metric = staticmethod(lambda name: lambda f: f)\n" + text)
     with pytest.raises(UserError, match="metric a is declared, but importing"):
-        load_code([read_code(path)])
+        load_code(approved(path))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import torch
 
 from argosy.errors import UserError
 from argosy.extend.declared import CodeFile, read_code
+from argosy.extend.trust import approve
 from argosy.models.loss import chunk_loss_and_gradient
 from argosy.models.own_loss import check_loss, own_loss
 
@@ -19,7 +20,9 @@ def code(folder: Path, body: str, arguments: str = "'mine'") -> list[CodeFile]:
     path = folder / "mine.py"
     head = f"import torch\nfrom argosy import extend\n@extend.loss({arguments})\n"
     path.write_text(f"{head}def f(logits, targets):\n    return {body}\n")
-    return [read_code(path)]
+    found = [read_code(path)]
+    approve(found)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ import torch
 from argosy.config.schema import OptimizerConfig
 from argosy.errors import RunFailed, UserError
 from argosy.extend.declared import CodeFile, read_code
+from argosy.extend.trust import approve
 from argosy.optim.optimizer import Optimizer
 from argosy.optim.own import check_rule, own_rule
 from argosy.optim.piece import Piece
@@ -25,7 +26,9 @@ def {name}(u):
 def code(folder: Path, text: str) -> list[CodeFile]:
     path = folder / "mine.py"
     path.write_text(f"import torch\nfrom argosy import extend\n{text}")
-    return [read_code(path)]
+    found = [read_code(path)]
+    approve(found)
+    return found
 
 
 def pieces(dtype: torch.dtype) -> list[Piece]:

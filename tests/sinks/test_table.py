@@ -7,6 +7,7 @@ import pytest
 from argosy.config.extend import ExtendConfig
 from argosy.config.observe import ObserveConfig
 from argosy.errors import UserError
+from argosy.extend.trust import approve
 from argosy.sinks import table
 from argosy.sinks.sink import Sink
 
@@ -45,6 +46,7 @@ def test_a_sink_of_the_user_s_is_declared_in_a_file_of_the_run(tmp_path):
     head = "from argosy import extend\nfrom argosy.sinks.sink import Sink\n\n"
     path.write_text(f"{head}@extend.sink('mine')\nclass Mine(Sink): ...\n\n@extend.sink('odd')\nclass Odd: ...\n")
     extend = ExtendConfig(files=(path,))
+    approve(extend.code)
     table.check_sinks(observe("mine"), extend)
     assert table.entry_of("mine", extend).load().__name__ == "Mine"
     with pytest.raises(UserError, match=r"mine.py:7: the sink odd must be a subclass"):

@@ -146,3 +146,41 @@ def test_a_file_that_fails_to_import_ends_the_run_with_its_line(folder):
     (folder.path / "mine.py").write_text(f"{HEAD}import nothing_here\n@extend.metric('a')\ndef f(run): return 1\n")
     said = folder.argosy("train", write_run(folder, "mine.py", processes=1), code=2)
     assert "mine.py:3: ModuleNotFoundError" in said
+
+
+def test_code_of_a_foreign_run_is_run_only_where_the_user_trusts_it(folder, monkeypatch):
+    mark = folder.path / "ran"
+    (folder.path / "mine.py").write_text(
+        f"{HEAD}import torch\nopen({str(mark)!r}, 'a').close()\n"
+        "@extend.family('evil')\ndef f(x): return torch.nn.functional.silu(x)\n"
+    )
+    run = write_run(folder, "mine.py", steps=3, processes=1)
+    text = run.read_text().replace("[model]", '[model]\nfamily = "evil"')
+    run.write_text(f"{text}\n[observe.alerts]\ncommand = ['touch', '{folder.path / 'alerted'}']\ndisk_free_gb = 1e9\n")
+    folder.argosy("train", run)
+    (folder.path / "runs" / "tiny").rename(folder.path / "theirs")
+    mark.unlink()
+    (folder.path / "alerted").unlink()  # the owner's
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder.path / "state of another user"))
+    commands = {
+        "generate": ("theirs",),
+        "evaluate": ("theirs",),
+        "checkpoint": ("export", "theirs", "--out", "hf"),
+        "replay": ("theirs", "--step", 2),
+        "parity": ("theirs/run.toml",),
+        "simulate": ("theirs/run.toml",),
+        "chaos": ("theirs/run.toml",),
+    }
+    for command, words in commands.items():
+        said = folder.argosy_here(command, *words, code=2)
+        assert "mine.py: code of the run (sha256" in said, command
+        assert "--trust-code" in said
+    folder.argosy_here("plan", "theirs/run.toml", "--cluster", "1xh100")
+    assert not mark.exists()
+    assert not any((folder.path / name).exists() for name in ("hf", "runs/tiny-chaos"))
+
+    assert "the same, bit for bit" in folder.argosy("replay", "theirs", "--step", 2, "--trust-code")
+    assert mark.exists()
+    assert not (folder.path / "alerted").exists()  # a repetition tells nobody
+    assert "loss" in folder.argosy("evaluate", "theirs")

@@ -23,6 +23,7 @@ from pathlib import Path
 from argosy.cli.options import parse_run
 from argosy.config.identity import check_repeatable
 from argosy.errors import UserError
+from argosy.extend.trust import check_approved
 from argosy.observe.terminal import lasting_output
 
 
@@ -40,6 +41,8 @@ class Options:
     """kill, stop, point, writer, coordinator, fork_server, store, term, launcher; none given: all."""
     folder: Path | None = None
     """Folder of both trainings; runs/NAME-chaos if not given."""
+    trust_code: bool = False
+    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
     """Print the report as JSON on the last line."""
 
@@ -51,6 +54,7 @@ def main(argv: list[str]) -> int:
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
     check_repeatable(run, run.name)
+    check_approved(run.extend.code, options.trust_code)
     from argosy.chaos.campaign import KINDS
     from argosy.chaos.run import run_chaos
     from argosy.config.dump import save_run

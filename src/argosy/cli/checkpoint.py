@@ -66,6 +66,8 @@ class Exporting:
     """The Hugging Face folder to write; it must not exist yet."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the weights; training keeps them in fp32."""
+    trust_code: bool = False
+    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def _export(argv: list[str]) -> int:
     must_be_folder(options.path)
     from argosy.inference.huggingface import export_checkpoint
 
-    export_checkpoint(options.path, options.out, options.dtype)
+    export_checkpoint(options.path, options.out, options.dtype, options.trust_code)
     print(f"wrote {options.out}", file=sys.stderr)
     return 0
 

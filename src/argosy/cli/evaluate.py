@@ -33,6 +33,8 @@ class Options:
     """Largest number of tokens to read."""
     seq_len: WholeCount | None = None
     """Tokens per window; data.seq_len of the run if not given."""
+    trust_code: bool = False
+    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -51,6 +53,7 @@ def main(argv: list[str]) -> None:
         split=options.split,
         max_tokens=options.max_tokens,
         seq_len=options.seq_len,
+        trust_code=options.trust_code,
     )
     if options.json:
         print(json.dumps(asdict(score)))

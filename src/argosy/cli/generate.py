@@ -39,6 +39,8 @@ class Options:
     """The same seed gives the same text."""
     stop: tuple[str, ...] = ()
     """Texts to stop before."""
+    trust_code: bool = False
+    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
     """Print {"prompt", "text"} as JSON."""
 
@@ -58,6 +60,7 @@ def main(argv: list[str]) -> None:
         top_p=options.top_p,
         seed=options.seed,
         stop=options.stop,
+        trust_code=options.trust_code,
     )
     if options.json:
         print(json.dumps({"prompt": options.prompt, "text": "".join(pieces)}))

@@ -41,6 +41,8 @@ class Options:
     tolerance: float | None = None
     """Largest relative difference of the loss: 1e-5 in fp32, else none. Gradient norm and weights get 10 and 100
     times as much."""
+    trust_code: bool = False
+    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
     """Print the result as one JSON object."""
 
@@ -54,7 +56,13 @@ def main(argv: list[str]) -> int:
     check_written(run)  # before torch is imported, which takes seconds
     from argosy.compare.parity import parity
 
-    found = parity(run, steps=options.steps, tolerance=options.tolerance, say=None if options.json else _say)
+    found = parity(
+        run,
+        steps=options.steps,
+        tolerance=options.tolerance,
+        trust_code=options.trust_code,
+        say=None if options.json else _say,
+    )
     print(json.dumps(asdict(found) | {"holds": found.holds}) if options.json else _in_words(found))
     return 0 if found.holds else 1
 

@@ -34,6 +34,8 @@ class Options:
     """A run's folder."""
     step: int
     """The last step to run again, counted from 0 as in metrics.jsonl."""
+    trust_code: bool = False
+    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
     """Print the result as one JSON object."""
 
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv, "argosy replay", Options)
     from argosy.compare.replay import replay
 
-    found = replay(options.run, options.step, say=None if options.json else _say)
+    found = replay(options.run, options.step, trust_code=options.trust_code, say=None if options.json else _say)
     print(json.dumps(asdict(found) | {"equal": found.is_equal}) if options.json else printable(_in_words(found)))
     return 0 if found.is_equal else 1
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from argosy.cli.options import parse_run
 from argosy.errors import UserError
+from argosy.extend.trust import check_approved
 
 if TYPE_CHECKING:
     from argosy.simulate.simulate import Simulated
@@ -55,6 +56,8 @@ class Options:
     8."""
     trace: Path | None = None
     """Write the timeline to this file, in the format of Chrome and Perfetto."""
+    trust_code: bool = False
+    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
     """Print the results as one JSON array."""
 
@@ -62,6 +65,7 @@ class Options:
 def main(argv: list[str]) -> None:
     """Run `argosy simulate [RUN] --plan PLAN ...`."""
     options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options, idle=IDLE)
+    check_approved(run.extend.code, options.trust_code)
     from argosy.plan.hardware.clusters import Cluster
     from argosy.simulate.simulate import nodes_for, ranks_of_stages, settle, simulate
     from argosy.simulate.timeline import write_chrome_trace

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from argosy.config.identity import check_repeatable
+from argosy.config.identity import TOLD_TO_NOBODY, check_repeatable
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError
+from argosy.extend.trust import check_approved
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.devices import check_compiler, find_devices
 from argosy.launch.local import train
@@ -80,7 +81,12 @@ class Parity:
 
 
 def parity(
-    run: RunConfig, *, steps: int = 5, tolerance: float | None = None, say: Callable[[str], None] | None = None
+    run: RunConfig,
+    *,
+    steps: int = 5,
+    tolerance: float | None = None,
+    trust_code: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> Parity:
     """Train `steps` steps of `run` in one process and as `run.plan` says, from the same weights on the same data.
 
@@ -90,7 +96,8 @@ def parity(
     wrong updates show.
 
     tolerance: largest relative difference of the loss (`LOOSER` gives the others'); None means `TOLERANCE` for a plan
-    in fp32, and no limit for others. say: called with a line when each half is done.
+    in fp32, and no limit for others. trust_code: approve and run code that the run brings along. say: called with a line
+    when each half is done.
 
     Raises: UserError, before any process starts, if the plan cannot train the run or nothing repeats it; RunFailed if a
     process dies; Interrupted after SIGTERM or SIGINT.
@@ -99,6 +106,7 @@ def parity(
     if steps < 1:
         raise UserError(f"steps = {steps}: must be at least 1. Try 5.")
     check_repeatable(run, run.name)
+    check_approved(run.extend.code, trust_code)
     run = _brief(run, steps)
     plan = _complete(run)
     threads = threads_per_process(
@@ -142,6 +150,7 @@ def _brief(run: RunConfig, steps: int) -> RunConfig:
         "schedule": {"kind": "constant", "warmup_steps": 0},
         "evaluate": {"every_steps": 0, "tokens": 1, "sample_prompt": None},  # a window at the end, and no more
         "checkpoint": {"every_steps": 0, "every_minutes": 0.0},  # only the last state: weights are compared by it
+        "observe": TOLD_TO_NOBODY,
         "launch": {"max_restarts": 0},
     }
     sections = {name: getattr(run, name).model_copy(update=keys) for name, keys in changes.items()}

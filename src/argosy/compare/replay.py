@@ -16,10 +16,11 @@ from typing import Any
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import Damaged
 from argosy.checkpoint.store import Checkpoint
-from argosy.config.identity import check_repeatable
+from argosy.config.identity import TOLD_TO_NOBODY, check_repeatable
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, UserError
+from argosy.extend.trust import check_approved
 from argosy.launch import run_folder
 from argosy.launch.local import train
 from argosy.observe.events import each_line
@@ -60,19 +61,22 @@ class Replay:
         return all(step.is_equal for step in self.steps)
 
 
-def replay(run_dir: Path, step: int, *, say: Callable[[str], None] | None = None) -> Replay:
+def replay(run_dir: Path, step: int, *, trust_code: bool = False, say: Callable[[str], None] | None = None) -> Replay:
     """Run the steps of the run in `run_dir` up to `step` (0-based) again, from the newest checkpoint before them.
 
     Processes of this machine run them, under the plan that the steps had, in a temporary folder beside the run's;
     nothing is written to the run's folder. The bits can only be equal on the same kind of device, with the same
-    versions and the same number of threads in each process. say: called with a line when the steps begin.
+    versions and the same number of threads in each process. trust_code: approve and run code that the run brings along.
+    say: called with a line when the steps begin.
 
     Raises: UserError if the run has no such step, or the step cannot be run here; RunFailed if a process dies;
     Interrupted after SIGTERM or SIGINT.
     """
     if not (run_dir / "run.toml").is_file():
         raise UserError(f"{run_dir}: no run there (run.toml is missing). Give a run's folder, such as runs/NAME.")
-    check_repeatable(load(run_dir / "run.toml"), run_dir)
+    run = load(run_dir / "run.toml")
+    check_repeatable(run, run_dir)
+    check_approved(run.extend.code, trust_code)
     last = next((record["step"] for record in Metrics(run_dir).last(1)), -1)
     if not 0 <= step <= last:
         counted = f"counted from 0, it has 0 to {last} (training shows the last as step {last + 1})"
@@ -80,7 +84,7 @@ def replay(run_dir: Path, step: int, *, say: Callable[[str], None] | None = None
     checkpoint = _newest_before(run_dir, step)
     start = 0 if checkpoint is None else checkpoint.step
     plan = _plan_of(run_dir, start, step)
-    run = _until(load(run_dir / "run.toml"), plan, step)
+    run = _until(run, plan, step)
     if say:
         begin = "the initial weights" if checkpoint is None else checkpoint.folder.name
         say(f"steps {start} to {step} again, from {begin}: {plan}")
@@ -151,6 +155,7 @@ def _until(run: RunConfig, plan: Plan, step: int) -> RunConfig:
         "data": {"prepare": run.data.prepare.model_copy(update={"input": ()})},
         "evaluate": {"every_steps": 0, "tokens": 1, "sample_prompt": None},
         "checkpoint": {"every_steps": 0, "every_minutes": 0.0, "remote": ""},
+        "observe": TOLD_TO_NOBODY,
         "launch": {"max_restarts": 0, "processes": plan.world_size, "nodes": 1, "coordinator": "", "port": 0},
     }
     sections = {name: getattr(run, name).model_copy(update=keys) for name, keys in changes.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from argosy.config.keys import dotted, flatten
 from argosy.config.model import MuPConfig
+from argosy.config.observe import AlertsConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 
@@ -30,6 +31,9 @@ ADDED = {
     **{f"model.mup.{name}": 0 for name in MuPConfig.model_fields},
 }
 """Keys that older versions did not have, with the value that says what these did: it is left out, as they left it."""
+
+TOLD_TO_NOBODY: dict[str, Any] = {"alerts": AlertsConfig(), "sinks": (), "sample_every_steps": 0}
+"""Values of the section `observe` with which a repetition runs no command of the run's and sends nothing away."""
 
 
 def lasting_values(run: RunConfig) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from argosy.data.stages import DUPLICATES, KEYS, TOKENS, Job, Stages
 from argosy.data.tokenizer import Tokenizer, tokenizer_file, train
 from argosy.data.work import FOLDER, LOGS, Task, WorkFolder
 from argosy.errors import ArgosyWarning, RunFailed, UserError
+from argosy.extend import trust
 from argosy.files import MadeFolder, atomic_write, made_folder
 
 TRAINING_CHARS = 10_000_000
@@ -75,13 +76,14 @@ def prepare(
     Args:
         config: the options.
         report: called with the progress, at most ten times a second.
-        extend: where sources of the user's are declared.
+        extend: where sources of the user's are declared; these files are approved, and run.
         machines: where the workers run. All of them must see `out`, and the input where it is not a URL.
 
     Raises: UserError if an option or the input is wrong, or `out` holds something else; RunFailed if `out` cannot be
     written (disk full) or workers die again and again. After any interruption, the same call resumes.
     """
     report = report or (lambda progress: None)
+    trust.approve(extend.code)
     options = _options(config, extend)
     if _is_prepared(config.out):
         return _load_prepared(config.out, options)
@@ -222,6 +224,7 @@ def _executor(folder: WorkFolder, machines: Machines, workers: int) -> Executor:
                 "TOKENIZERS_PARALLELISM": "true" if int(threads) > 1 else "false",
                 "RAYON_NUM_THREADS": threads,
                 "OMP_NUM_THREADS": "1",
+                **trust.environment(),
             },
             cpus=machines.cpus,
             time=machines.time,

@@ -15,6 +15,7 @@ from typing import Any
 from argosy.errors import UserError
 from argosy.extend.declared import CodeFile, Declaration
 from argosy.extend.register import Kind, registered_by
+from argosy.extend.trust import check_approved
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Extension:
 def load_code(code: Sequence[CodeFile]) -> list[Extension]:
     """Import the files, each once in a process, and return all that they declare, in order.
 
-    Raises: UserError that names file and line, if one raises an error, or registers other than it declares.
+    Raises: UserError that names file and line, if one raises an error, registers other than it declares, or is not
+    approved (`extend.trust`).
     """
     return [extension for file in code for extension in _load(file)]
 
@@ -63,6 +65,7 @@ def _module(file: CodeFile) -> ModuleType:
     name = file.module or f"argosy_extend_{file.path.stem}_{identity[:8]}"
     if name in sys.modules:
         return sys.modules[name]
+    check_approved([file])
     try:
         if file.module:
             return importlib.import_module(file.module)

@@ -30,15 +30,16 @@ def evaluate(
     split: Literal["train", "validation"] = "validation",
     max_tokens: int = 1_000_000,
     seq_len: int | None = None,
+    trust_code: bool = False,
 ) -> Score:
     """Return loss, perplexity and bits per byte of the model of a run or checkpoint at `path`.
 
     data: a folder that `argosy prepare` wrote, or its URL in a store; by default the run's own sources. seq_len: tokens
-    per window; by default those that the run trained with.
+    per window; by default those that the run trained with. trust_code: approve and run code that the run brings along.
 
     Raises: UserError if the data has another tokenizer, or is too short.
     """
-    opened = open_checkpoint(Path(path))
+    opened = open_checkpoint(Path(path), trust_code)
     folders = [str(data)] if data is not None else opened.run.data.folders
     if not folders:
         raise UserError(f"{path}: the run names no data. Give a prepared folder with --data.")

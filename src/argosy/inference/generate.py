@@ -19,9 +19,19 @@ def generate(
     top_p: float = 0.95,
     seed: int = 0,
     stop: Sequence[str] = (),
+    trust_code: bool = False,
 ) -> str:
     """Continue `prompt` with the model of a run or checkpoint at `path`; see `stream` for the arguments."""
-    pieces = stream(path, prompt, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop)
+    pieces = stream(
+        path,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        trust_code=trust_code,
+    )
     return "".join(pieces)
 
 
@@ -34,15 +44,17 @@ def stream(
     top_p: float,
     seed: int,
     stop: Sequence[str],
+    trust_code: bool = False,
 ) -> Iterator[str]:
     """Yield the continuation of `prompt`, piece by piece, as the model generates it.
 
     It ends with the end-of-document token, after `max_tokens`, or before the first of the strings `stop`.
-    temperature 0 takes the most likely token each time; top_p as in `sample_tokens`.
+    temperature 0 takes the most likely token each time; top_p as in `sample_tokens`. trust_code: approve and run code
+    that the run brings along.
 
     Raises: UserError if there is no such checkpoint, or the prompt leaves no room in the model's context.
     """
-    opened = open_checkpoint(Path(path))
+    opened = open_checkpoint(Path(path), trust_code)
     tokenizer = opened.tokenizer
     ids = [tokenizer.eod_id, *tokenizer.encode(prompt)]
     room = opened.run.model.max_seq_len - len(ids)

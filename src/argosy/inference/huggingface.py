@@ -26,13 +26,14 @@ ExportDtype = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export_checkpoint(path: Path, out: Path, dtype: ExportDtype = "fp32") -> None:
+def export_checkpoint(path: Path, out: Path, dtype: ExportDtype = "fp32", trust_code: bool = False) -> None:
     """Write the model of a run or checkpoint at `path` as the Hugging Face folder `out`.
 
+    trust_code: approve and run code that the run brings along.
     Raises: UserError if there is no checkpoint, `out` exists, or the family's class cannot express the model;
     StorageError if it cannot be written.
     """
-    opened = open_checkpoint(path)
+    opened = open_checkpoint(path, trust_code)
     tokenizer = opened.run_dir / TOKENIZER
     known = tokenizer.is_file()
     hf.export_folder(

@@ -16,6 +16,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
+from argosy.extend.trust import approve
 from argosy.models.decoder import Decoder
 from argosy.models.own_family import load_family
 
@@ -45,11 +46,18 @@ class TrainedModel:
         return model.eval()
 
 
-def open_checkpoint(path: Path) -> TrainedModel:
-    """Open what a user names: a run folder (its newest whole checkpoint) or one checkpoint. Raises: UserError."""
+def open_checkpoint(path: Path, trust_code: bool = False) -> TrainedModel:
+    """Open what a user names: a run folder (its newest whole checkpoint) or one checkpoint.
+
+    trust_code: approve the code that the run brings along. Otherwise a model that needs code which this user has not
+    approved is refused when it is made. Raises: UserError.
+    """
     checkpoint = store.find(path)
     run_dir = checkpoint.folder.parent.parent
-    return TrainedModel(checkpoint, load(run_dir / "run.toml"), run_dir)
+    run = load(run_dir / "run.toml")
+    if trust_code:
+        approve(run.extend.code)
+    return TrainedModel(checkpoint, run, run_dir)
 
 
 def default_device() -> torch.device:

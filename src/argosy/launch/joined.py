@@ -11,6 +11,7 @@ from argosy.checkpoint import fence
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import ArgosyError
+from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
 from argosy.launch.joined_heartbeat import read_heartbeats
@@ -41,6 +42,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
     is_first = os.environ["RANK"] == "0"
     run_dir = (run_dir or Path("runs") / run.name).absolute()
     run_folder.check_parts(run_dir, run)
+    approve(run.extend.code)
     run, run_dir = settle_site(run, run_dir, Progress(enabled=is_first).say)
     stop = StopSignal().listen()
     world = join_world(run.launch)

@@ -12,6 +12,7 @@ from argosy.checkpoint.store import committed
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import RunFailed, UserError
+from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
 from argosy.launch.following import Following, OnStep
@@ -59,6 +60,7 @@ def train(
     if is_server(run):
         raise UserError(f'site = "{run.site}" is a parameter server: hold it with the command argosy train --site')
     run_folder.check_parts(run_dir, run)
+    approve(run.extend.code)  # before any process of the run starts, which inherits that
     if run.sites and not run.site:
         return train_sites(run, run_dir, accept_changes=accept_changes, quiet=quiet)
     run, run_dir = settle_site(run, run_dir, Progress(enabled=not quiet).say)

@@ -14,6 +14,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.servers import server_name, server_number
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Interrupted, RunFailed, UserError
+from argosy.extend.trust import approve
 from argosy.faults import RUN_DIR
 from argosy.files import make_folder
 from argosy.launch import run_folder
@@ -136,6 +137,7 @@ def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False)
     if not is_asynchronous(run.plan):
         raise UserError(f'site = "{run.site}": only a run with plan.sync = async has parameter servers')
     check(run)
+    approve(run.extend.code)
     run = _with_addresses(run, run_dir)
     number, servers = server_number(run.site), len(run.sync.servers)
     assert number is not None

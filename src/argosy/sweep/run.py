@@ -7,6 +7,7 @@ from pathlib import Path
 
 from argosy.compare.results import SWEEP_FILE
 from argosy.errors import UserError
+from argosy.extend.trust import approve
 from argosy.launch.resolve import prepare_shown
 from argosy.observe.progress import Progress
 from argosy.sweep.driver import Driver
@@ -26,6 +27,7 @@ def run_sweep(sweep: Sweep, folder: Path, on: Place, asked: Asked, quiet: bool =
     SIGTERM, once its trials have saved.
     """
     check_optuna()
+    approve(sweep.base.extend.code)
     limits = limits_on(on, sweep.config)
     progress = Progress(enabled=not quiet)
     executor = executor_on(on, sweep.config, folder, limits, asked)

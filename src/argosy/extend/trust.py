@@ -1,0 +1,102 @@
+"""Approval of code: a run's own files are imported only if this user knows them, by their checksums.
+
+A run's folder may come from somebody else, and `argosy generate` on it must not run what lies there. Starting a run
+(`argosy train`, `sweep`, `prepare --extend`) approves the files that it names; all other commands ask. Approvals are
+kept in one file of the user's. Child processes, on machines with another home too, get those of this process by an
+environment variable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from argosy.errors import UserError
+from argosy.extend.declared import CodeFile
+from argosy.files import atomic_write
+
+APPROVED = "ARGOSY_APPROVED_CODE"
+"""Environment variable: checksums that this process or its parent has approved, with commas between them."""
+APPROVED_FILE = Path("argosy", "approved-code")
+"""In the user's folder for state: a checksum and a path on each line."""
+MOST_APPROVED, LONGEST_LINE = 10_000, 256
+"""Lines that are kept, the newest ones, and their characters."""
+
+
+def approve(code: Iterable[CodeFile]) -> None:
+    """Let this user's processes import these files, now and later. Without a home to write in, only this process and
+    its children may."""
+    new = {file.sha256: file.path for file in _files(code) if file.sha256 not in _of_environment()}
+    if not new:
+        return
+    os.environ[APPROVED] = ",".join([*sorted(_of_environment()), *new])
+    with suppress(OSError, RuntimeError):
+        _write(new)
+
+
+def check_approved(code: Iterable[CodeFile], trust_code: bool = False) -> None:
+    """Raise UserError that names a file which this user has not approved; with `trust_code`, approve it instead."""
+    if trust_code:
+        approve(code)
+        return
+    for file in _files(code):
+        if file.sha256 not in _of_environment() and file.sha256 not in _of_user():
+            raise UserError(
+                f"{file.path}: code of the run (sha256 {file.sha256[:12]}...) which you have neither trained with nor "
+                "approved, and which would run with your rights. Read it; if you trust it, give --trust-code (in "
+                "Python: trust_code=True), which approves it for good."
+            )
+
+
+def environment() -> dict[str, str]:
+    """Return what a child process on another machine needs in its environment to import what is approved here."""
+    return {APPROVED: os.environ[APPROVED]} if APPROVED in os.environ else {}
+
+
+def _files(code: Iterable[CodeFile]) -> Sequence[CodeFile]:
+    """Return those that a run brings along: installed packages are the user's choice already."""
+    return [file for file in code if file.module is None]
+
+
+def _of_environment() -> set[str]:
+    return set(filter(None, os.environ.get(APPROVED, "").split(",")))
+
+
+def _of_user() -> set[str]:
+    with suppress(OSError, RuntimeError):
+        return {line.split()[0] for line in _lines(_path())}
+    return set()
+
+
+def _path() -> Path:
+    """Return the file's place. Raises: RuntimeError if the user has no home."""
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".local" / "state") / APPROVED_FILE
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of the file, none if others may write it: then it approves nothing. Raises: OSError."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), errors="replace") as file:
+        found = os.fstat(file.fileno())
+        is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+        text = file.read(MOST_APPROVED * LONGEST_LINE) if is_own else ""
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _write(new: dict[str, Path]) -> None:
+    """Add to the file, whole. Raises: OSError; RuntimeError."""
+    path = _path()
+    if new.keys() <= _of_user():
+        return
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other runs may begin now
+        lines = _lines(path) if path.exists() else []
+        lines += [f"{sha256}  {str(place)!r}"[: LONGEST_LINE - 1] for sha256, place in new.items()]
+        with atomic_write(path) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write("".join(f"{line}\n" for line in lines[-MOST_APPROVED:]).encode(errors="replace"))
