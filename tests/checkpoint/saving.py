@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
+from argosy.checkpoint.checksums import file_sum
 from argosy.checkpoint.load import load_into
 from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
+from argosy.checkpoint.store import MANIFEST, VERIFIED, Checkpoint
 from argosy.checkpoint.writer import Upkeep
 from argosy.parallel.world import World
 
@@ -87,3 +93,16 @@ def flip_a_bit(path: Path, bit: int) -> None:
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
+
+
+def rewrite(checkpoint: Checkpoint, change: Callable[[dict[str, Tensor], dict[str, str]], None]) -> None:
+    """Change tensors and metadata of a checkpoint's first file, so that all checksums are right."""
+    path = checkpoint.folder / shard_name(0)
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    tensors = load_file(path)
+    change(tensors, metadata)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    files = {**checkpoint.manifest.files, path.name: file_sum(path)}
+    (checkpoint.folder / VERIFIED).unlink(missing_ok=True)
+    (checkpoint.folder / MANIFEST).write_bytes(replace(checkpoint.manifest, files=files).to_bytes())

@@ -11,7 +11,7 @@ from torch import Tensor
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.checksums import Damaged
-from argosy.checkpoint.load import load_into, missing_from
+from argosy.checkpoint.load import load_into, missing_from, problem_of
 from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import part_box, wholes
@@ -45,14 +45,14 @@ def write(world: World, run_dir: Path, dim: int = 0) -> None:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
     write(ALONE, tmp_path)
-    return store.find(tmp_path)
+    return store.find(tmp_path, problem_of)
 
 
 def read(world: World, run_dir: Path, dim: int) -> tuple[bool, list[int]]:
     """True if the model came back, and this rank's own number."""
     expected = cut(world.rank, world.size, dim)
     blank = {box: torch.zeros_like(tensor) for box, tensor in expected.items()}
-    load_into(blank, store.find(run_dir))
+    load_into(blank, store.find(run_dir, problem_of))
     same = all(torch.equal(blank[box], tensor) for box, tensor in expected.items() if box.name.startswith("model."))
     return same, blank[next(box for box in blank if box.name.startswith("rng."))].tolist()
 

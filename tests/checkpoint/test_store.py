@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_a_folder_without_its_manifest_does_not_exist(tmp_path, marker):
     assert store.newest_whole(tmp_path) is None
     for named in (tmp_path, folder):
         with pytest.raises(UserError, match="no committed checkpoint there"):
-            store.find(named)
+            store.find(named, Checkpoint.problem)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_checkpoint_of_the_format_before_is_refused_and_not_taken_for_damaged(
     folder = write(tmp_path, 4)
     record = {"format": 1, "step": 4, "tokens": 0, "files": {}}
     (folder / MANIFEST).write_bytes(signed(record))
-    for look in (store.newest_whole, store.find):
+    for look in (store.newest_whole, partial(store.find, check=Checkpoint.problem)):
         with pytest.raises(UserError, match=r"manifest\.json: format = 1, and this version reads .* format 2\. Go on"):
             look(tmp_path)
 
@@ -175,15 +176,15 @@ def test_if_all_are_damaged_the_run_does_not_silently_start_again(tmp_path):
 
 def test_a_user_names_a_run_or_one_of_its_checkpoints(tmp_path):
     older, newer = write(tmp_path, 2), write(tmp_path, 4)
-    assert store.find(tmp_path).folder == newer
-    assert store.find(older).folder == older
+    assert store.find(tmp_path, Checkpoint.problem).folder == newer
+    assert store.find(older, Checkpoint.problem).folder == older
 
 
 def test_a_damaged_checkpoint_is_refused_even_by_name(tmp_path):
     folder = write(tmp_path, 4)
     (folder / "rank-00001.safetensors").unlink()
     with pytest.raises(UserError, match=r"rank-00001\.safetensors is missing\. Name the run's folder instead"):
-        store.find(folder)
+        store.find(folder, Checkpoint.problem)
 
 
 def test_a_checkpoint_that_is_withdrawn_keeps_its_files_and_leaves_its_place(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from argosy.checkpoint import store
+from argosy.checkpoint.boxes import PLACES
 from argosy.checkpoint.history import History
 from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.remote import Remote
@@ -24,7 +25,7 @@ from argosy.parallel.world import World
 from argosy.precision.scaler import LossScaler
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.state import TrainState
-from checkpoint.saving import flip_a_bit
+from checkpoint.saving import flip_a_bit, rewrite
 from tiny import EAGER, run_config
 
 ALONE = World()
@@ -119,6 +120,35 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_it_and_the_even
     assert _same(restored, state(4, seed=4))
     (event,) = events(tmp_path, "damaged_checkpoint")
     assert "step-00000006" in event["problem"] and "does not match its checksum" in event["problem"]
+
+
+def test_places_that_cannot_be_give_way_to_the_checkpoint_before_though_every_checksum_is_right(tmp_path):
+    save(tmp_path, 4, 6)
+    rewrite(Checkpoint(store.step_folder(tmp_path, 6)), _misplace)
+    restored = state(seed=1)
+    assert checkpointer(tmp_path).restore(restored).step == 4
+    assert _same(restored, state(4, seed=4))
+    (event,) = events(tmp_path, "damaged_checkpoint")
+    assert "step-00000006: file rank-00000.safetensors cannot be read (its metadata argosy.places" in event["problem"]
+    assert kept(tmp_path) == [4]
+
+
+def test_places_that_cannot_be_in_a_remote_copy_give_way_too_and_the_run_never_starts_anew(tmp_path):
+    run_dir, there = tmp_path / "run", str(tmp_path / "there")
+    save(run_dir, 4, 6, remote=there)
+    (copy,) = (tmp_path / "there").glob("**/step-00000006")
+    rewrite(Checkpoint(copy), _misplace)
+    store.remove(store.step_folder(run_dir, 6))
+    assert checkpointer(run_dir, remote=there).restore(state()).step == 4
+    store.remove(store.step_folder(run_dir, 4))
+    for copy in (tmp_path / "there").glob("**/step-00000004"):
+        rewrite(Checkpoint(copy), _misplace)
+    with pytest.raises(StorageError, match=r"(?s)rank-00000.*cannot be read.*leave the key out"):
+        checkpointer(run_dir, remote=there).restore(state())
+
+
+def _misplace(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    metadata[PLACES] = '{"model.head.weight": ["model.head.weight", [4], [-2]]}'
 
 
 def test_processes_share_the_reading_and_agree_on_what_is_damaged(workers, tmp_path):

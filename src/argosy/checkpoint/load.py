@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -25,27 +25,45 @@ def opened(checkpoint: Checkpoint) -> Iterator[Held]:
     held: dict[str, list[tuple[ShardFile, Box]]] = {}
     with ExitStack() as files:
         for name in checkpoint.manifest.files:
-            try:
-                file = files.enter_context(ShardFile(checkpoint.folder / name))
-            except (OSError, SafetensorError) as problem:
-                raise Damaged(f"{checkpoint.folder}: file {name} cannot be read ({problem})") from None
+            file = files.enter_context(_shard(checkpoint, name))
             for box in file.boxes:
                 held.setdefault(box.name, []).append((file, box))
         yield held
 
 
+def unusable(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> str | None:
+    """Return why a file, of `names` or of all, cannot be used although it may be as it was written; None if all can."""
+    try:
+        for name in checkpoint.manifest.files if names is None else names:
+            with _shard(checkpoint, name):
+                pass
+    except Damaged as problem:
+        return str(problem)
+    return None
+
+
+def problem_of(checkpoint: Checkpoint, rank: int = 0, size: int = 1) -> str | None:
+    """Return what keeps a state from being loaded from a reader's share of `checkpoint`: bytes that are not those that
+    were written, or files that cannot be used. None if there is nothing."""
+    return checkpoint.problem(rank, size) or unusable(checkpoint, checkpoint.share(rank, size))
+
+
 @torch.no_grad()
-def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> None:
+def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint, may_lack: bool = True) -> None:
     """Fill the tensors of `parts`, this rank's, in place; a tensor that the checkpoint lacks stays as it is.
 
-    Numbers are converted to the dtypes of the tensors. Raises: UserError if a tensor is of another shape there, before
-    anything is read.
+    Numbers are converted to the dtypes of the tensors. may_lack: False if every tensor must be there.
+
+    Raises: UserError if a tensor is of another shape there, or must be there and is not, before anything is read.
     """
     with opened(checkpoint) as held:
-        found = {box: cover(box, held[box.name]) for box in parts if box.name in held}
+        found = {box: cover(box, held.get(box.name, [])) for box in parts if box.name in held or not may_lack}
         problems = [str(way) for way in found.values() if isinstance(way, Misfit)]
         if problems:
-            raise UserError(f"{checkpoint.folder} does not fit: {'; '.join(problems)}.")
+            raise UserError(
+                f"{checkpoint.folder} does not fit: {first_of(problems)}. Name another checkpoint, or use the model "
+                "section that this one was saved with."
+            )
         for box, way in found.items():
             for file, source, part in way if not isinstance(way, Misfit) else ():
                 parts[box][part.within(box)].copy_(file.read(source, part))
@@ -55,6 +73,19 @@ def boxes_in(checkpoint: Checkpoint) -> list[Box]:
     """Return what the files of `checkpoint` hold. Raises: Damaged."""
     with opened(checkpoint) as held:
         return [box for boxes in held.values() for _, box in boxes]
+
+
+def first_of(problems: Sequence[str], most: int = 3) -> str:
+    """Return the first few in words, and how many more there are."""
+    more = f" (and {len(problems) - most} more)" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more
+
+
+def _shard(checkpoint: Checkpoint, name: str) -> ShardFile:
+    try:
+        return ShardFile(checkpoint.folder / name)
+    except (OSError, SafetensorError) as problem:
+        raise Damaged(f"{checkpoint.folder}: file {name} cannot be read ({problem})") from None
 
 
 def missing_from(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> list[str]:

@@ -13,6 +13,7 @@ library is needed: the process that writes checkpoints has no torch.
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from argosy.checkpoint.checksums import RECORD_BYTES, Damaged, check_files, chec
 from argosy.checkpoint.fence import GONE, check_generation, partial_folders, take_name
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.names import step_name, step_of
-from argosy.errors import ArgosyError, StorageError, UserError
+from argosy.errors import ArgosyError, ArgosyWarning, StorageError, UserError
 from argosy.faults import fault
 from argosy.files import atomic_write, sync_folder
 
@@ -192,28 +193,24 @@ def newest_whole(
     return None
 
 
-def find(path: Path) -> Checkpoint:
+def find(path: Path, check: Callable[[Checkpoint], str | None]) -> Checkpoint:
     """Return the checkpoint that a user names by its folder, or by a run folder (the newest whole one there).
 
-    Raises: UserError.
+    check: as of `newest_whole`. Warns of newer ones that are damaged. Raises: UserError.
     """
     if step_of(path.name) is not None and Checkpoint(path).is_there:
-        return _verified(Checkpoint(path))
-    choice = newest_whole(path)
+        if problem := check(Checkpoint(path)):
+            raise UserError(f"{problem}. Name the run's folder instead: its newest whole checkpoint is taken.")
+        return Checkpoint(path)
+    choice = newest_whole(path, check=check)
     if choice is None:
         raise UserError(
             f"{path}: no committed checkpoint there. Give a run folder (runs/NAME) or one of its "
             "checkpoints (runs/NAME/checkpoints/step-...)."
         )
+    if choice.damaged:
+        warnings.warn(str(choice), ArgosyWarning, stacklevel=2)
     return choice.checkpoint
-
-
-def _verified(checkpoint: Checkpoint) -> Checkpoint:
-    try:
-        checkpoint.verify()
-    except Damaged as problem:
-        raise UserError(f"{problem}. Name the run's folder instead: its newest whole checkpoint is taken.") from None
-    return checkpoint
 
 
 def prune(

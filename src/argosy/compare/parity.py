@@ -96,8 +96,8 @@ def parity(
     wrong updates show.
 
     tolerance: largest relative difference of the loss (`LOOSER` gives the others'); None means `TOLERANCE` for a plan
-    in fp32, and no limit for others. trust_code: approve and run code that the run brings along. say: called with a line
-    when each half is done.
+    in fp32, and no limit for others. trust_code: approve and run code that the run brings along. say: called with a
+    line when each half is done.
 
     Raises: UserError, before any process starts, if the plan cannot train the run or nothing repeats it; RunFailed if a
     process dies; Interrupted after SIGTERM or SIGINT.

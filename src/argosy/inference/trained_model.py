@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from argosy.checkpoint import store
-from argosy.checkpoint.load import load_into
+from argosy.checkpoint.load import load_into, problem_of
 from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.load import load
@@ -38,11 +38,14 @@ class TrainedModel:
         return Tokenizer.load(path)
 
     def model(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
-        """Return the model with the checkpoint's fp32 weights, computing in `dtype` on `device` (default: a GPU)."""
+        """Return the model with the checkpoint's fp32 weights, computing in `dtype` on `device` (default: a GPU).
+
+        Raises: UserError if the checkpoint lacks one of them, or the model needs code that is not approved.
+        """
         load_family(self.run)
         model = Decoder(self.run.model, dtype)
         model.to_empty(device=device or default_device())
-        load_into(wholes(model.state_dict(), "model."), self.checkpoint)
+        load_into(wholes(model.state_dict(), "model."), self.checkpoint, may_lack=False)
         return model.eval()
 
 
@@ -52,7 +55,7 @@ def open_checkpoint(path: Path, trust_code: bool = False) -> TrainedModel:
     trust_code: approve the code that the run brings along. Otherwise a model that needs code which this user has not
     approved is refused when it is made. Raises: UserError.
     """
-    checkpoint = store.find(path)
+    checkpoint = store.find(path, problem_of)
     run_dir = checkpoint.folder.parent.parent
     run = load(run_dir / "run.toml")
     if trust_code:

@@ -10,7 +10,7 @@ from typing import Any
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.checksums import Damaged
-from argosy.checkpoint.load import boxes_in, load_into, missing_from
+from argosy.checkpoint.load import boxes_in, first_of, load_into, missing_from, problem_of, unusable
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
@@ -191,7 +191,7 @@ class Checkpointer:
 
     def read_weights(self, state: TrainState, folder: Path) -> Checkpoint:
         """Read only the weights, from a checkpoint or run at `folder`. Raises: UserError."""
-        checkpoint = self._world.share_first(lambda: store.find(folder), Checkpoint)
+        checkpoint = self._world.share_first(lambda: store.find(folder, problem_of), Checkpoint)
         weights = state.weights()
         _check_fits(weights, checkpoint, SIZES_OF_WEIGHTS)
         load_into(weights, checkpoint)
@@ -209,7 +209,8 @@ class Checkpointer:
         world = self._world
 
         def check(checkpoint: Checkpoint) -> str | None:
-            return next((p for p in world.gather(checkpoint.problem(world.rank, world.size), str | None) if p), None)
+            found = world.gather(problem_of(checkpoint, world.rank, world.size), str | None)
+            return next((problem for problem in found if problem), None)
 
         there = world.share_first(lambda: store.committed(self._run_dir), list[Checkpoint])
         return store.newest_whole(self._run_dir, at_most, there, check)
@@ -253,8 +254,17 @@ class Checkpointer:
             except Damaged as problem:
                 damaged = (*damaged, str(problem))
                 continue
+            if why := unusable(checkpoint):
+                store.withdraw(checkpoint)
+                damaged = (*damaged, why)
+                continue
             self._events.write("fetched", step=step, remote=self._settings.remote)
             return Choice(checkpoint, damaged)
+        if here is None and damaged:  # a run never silently starts again
+            raise StorageError(
+                "\n".join(damaged) + f"\n  No checkpoint of checkpoint.remote = {self._settings.remote} is whole. "
+                "Restore one, or leave the key out to start without what is there."
+            )
         return Choice(here.checkpoint, damaged) if here else None
 
     def _remote_steps(self, remote: Remote, may_fail: bool) -> list[int]:
@@ -293,5 +303,4 @@ class Checkpointer:
 def _check_fits(weights: dict[Box, Any], checkpoint: Checkpoint, remedy: str = SAME_MODEL) -> None:
     problems = missing_from(weights, checkpoint)
     if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise UserError(f"{checkpoint.folder} is of another model: {'; '.join(problems[:3])}{more}.\n  {remedy}")
+        raise UserError(f"{checkpoint.folder} is of another model: {first_of(problems)}.\n  {remedy}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import store
-from argosy.checkpoint.load import load_into
+from argosy.checkpoint.load import load_into, problem_of
 from argosy.checkpoint.shards import wholes
 from argosy.config.model_name import model_name
 from argosy.config.schema import RunConfig
@@ -178,11 +178,11 @@ def _full_steps(run: RunConfig, found: dict[str, Any]) -> float:
 
 def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
     """Return text that the model of the checkpoint just saved writes, whole on this process under any layout."""
-    choice = store.newest_whole(run_dir)
+    choice = store.newest_whole(run_dir, check=problem_of)
     assert choice is not None
     load_family(run)
     model = Decoder(run.model).to_empty(device="cpu")
-    load_into(wholes(model.state_dict(), "model."), choice.checkpoint)
+    load_into(wholes(model.state_dict(), "model."), choice.checkpoint, may_lack=False)
     prompt = run.evaluate.sample_prompt or ""
     ids = [data.eod_id, *data.tokenizer.encode(prompt)]
     room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))

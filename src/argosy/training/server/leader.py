@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from argosy.checkpoint import store
+from argosy.checkpoint.load import problem_of
 from argosy.config.schema import RunConfig
 from argosy.config.servers import server_name
 from argosy.errors import RunFailed
@@ -83,7 +84,7 @@ class Leader:
 
     def begin(self, why: str) -> None:
         """Have all servers go to the newest checkpoint. Raises: StorageError, UserError, Damaged."""
-        choice = store.newest_whole(self._run_dir)
+        choice = store.newest_whole(self._run_dir, check=problem_of)
         step = choice.checkpoint.step if choice else 0
         version = self._layout.version_of(step)
         for words in choice.damaged if choice else ():

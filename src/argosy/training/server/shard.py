@@ -12,7 +12,7 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.history import History
-from argosy.checkpoint.load import load_into, missing_from
+from argosy.checkpoint.load import load_into, missing_from, problem_of
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
@@ -222,7 +222,7 @@ class Shard:
             origin = (0,) * piece.value.ndim
             fill_initial(piece.value, piece.name, table[piece.name], origin, self._run.model, self._run.seed)
         if self._run.model.weights is not None:
-            self._load(find(Path(self._run.model.weights)), only_weights=True)
+            self._load(find(Path(self._run.model.weights), problem_of), only_weights=True)
 
     def _load(self, checkpoint: Checkpoint, only_weights: bool = False) -> None:
         parts = self._parts()
