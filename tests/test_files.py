@@ -184,6 +184,16 @@ def test_sha256_is_of_all_bytes(tmp_path, size):
     assert file_sha256(tmp_path / "file") == hashlib.sha256(data).hexdigest()
 
 
+def test_what_is_no_regular_file_is_refused_and_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    for name in ("pipe", "endless", "."):
+        with pytest.raises(OSError, match="not a regular file"):
+            file_sha256(tmp_path / name)
+        with pytest.raises(OSError, match="not a regular file"):
+            read_at_most(tmp_path / name, 10)
+
+
 def test_it_stands_below_every_room_but_errors():
     below = "('argosy.credentials', 'argosy.errors', 'argosy.files')"
     loaded = f"[m for m in sys.modules if m.startswith(('argosy.', 'torch', 'numpy')) and m not in {below}]"

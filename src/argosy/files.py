@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -237,7 +238,7 @@ def is_plain_name(name: str) -> bool:
     )
 
 
-def open_regular(path: Path | str, folder: int | None = None, *, follow: bool = True) -> BinaryIO:
+def open_regular(path: Path | str, folder: int | None = None, *, follow: bool = True) -> BufferedReader:
     """Open a regular file for reading, in a place where others may put something else under its name.
 
     A pipe would hold its reader for ever, a device has no end. folder: descriptor of the folder that `path` is in.
@@ -253,7 +254,7 @@ def open_regular(path: Path | str, folder: int | None = None, *, follow: bool = 
 
 def read_at_most(path: Path, most_bytes: int) -> bytes:
     """Return the content of a file that comes from outside. Raises: UserError if it has more bytes; OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise UserError(f"{path} has more than {most_bytes >> 20} MiB: it is not what its name says. Get it again.")
@@ -261,6 +262,6 @@ def read_at_most(path: Path, most_bytes: int) -> bytes:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
+    """Return the SHA-256 of a file's bytes, in hexadecimal. Raises: OSError, also if it is not a regular file."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -180,6 +180,21 @@ def test_a_user_names_a_run_or_one_of_its_checkpoints(tmp_path):
     assert store.find(older, Checkpoint.problem).folder == older
 
 
+@pytest.mark.parametrize("kind", ["pipe", "endless", "longer"])
+def test_no_more_is_read_than_the_manifest_says(tmp_path, kind):
+    path = write(tmp_path, 4) / "rank-00001.safetensors"
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(2**42)  # a hole that would take hours
+    with pytest.raises(UserError, match=r"rank-00001\.safetensors (cannot be read \(.*regular|has \d+ bytes, its man)"):
+        store.find(path.parent, Checkpoint.problem)
+
+
 def test_a_damaged_checkpoint_is_refused_even_by_name(tmp_path):
     folder = write(tmp_path, 4)
     (folder / "rank-00001.safetensors").unlink()

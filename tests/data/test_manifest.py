@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,27 @@ def test_shards_without_manifest_are_recognised(folder: Path) -> None:
     (folder / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"interrupted.*--adopt"):
         Manifest.load(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "a-00000.bin", "a-00000.idx"])
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+def test_what_is_no_regular_file_is_refused_whatever_its_length(folder: Path, name: str, kind: str) -> None:
+    path = folder / "manifest.json"
+    record = json.loads(path.read_text())
+    shard = record["splits"]["train"][0]
+    for file in folder.glob(f"{shard['name']}.*"):
+        file.write_bytes(b"")
+    empty = hashlib.sha256().hexdigest()
+    shard |= {"tokens": 0, "documents": 0, "idx_bytes": 0, "bin_sha256": empty, "idx_sha256": empty}
+    path.write_text(json.dumps(record))
+    replaced = folder / name.replace("a-00000", shard["name"])
+    replaced.unlink()
+    if kind == "pipe":
+        os.mkfifo(replaced)
+    else:
+        replaced.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=rf"{replaced.name} cannot be read \(not a regular"):
+        verify(folder)
 
 
 @pytest.mark.parametrize("content", ["{", '{"format": 2}', "[]"])

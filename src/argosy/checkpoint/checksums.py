@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.errors import ArgosyError
+from argosy.files import open_regular
 
 READERS = 8
 """Threads that read files back: hashing releases Python's lock."""
@@ -41,7 +42,7 @@ def check_files(folder: Path, files: Mapping[str, FileSum]) -> None:
     def problem(name: str) -> str | None:
         wanted = files[name]
         try:
-            found = file_sum(folder / name)
+            found = file_sum(folder / name, wanted.bytes)
         except FileNotFoundError:
             return "is missing"
         except OSError as error:
@@ -58,11 +59,17 @@ def check_files(folder: Path, files: Mapping[str, FileSum]) -> None:
                 raise Damaged(f"{folder}: file {name} {found}")
 
 
-def file_sum(path: Path) -> FileSum:
-    """Return size and SHA-256 of a file, read from the disk where the kernel drops what it has cached."""
+def file_sum(path: Path, only_of_bytes: int | None = None) -> FileSum:
+    """Return size and SHA-256 of a file, read from the disk where the kernel drops what it has cached.
+
+    only_of_bytes: a file of another size is not read, and has no checksum. Raises: OSError, also if it is not a regular
+    file.
+    """
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
+        if only_of_bytes not in (None, size):
+            return FileSum(bytes=size, sha256="")
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         chunk = bytearray(CHUNK_BYTES)
         while count := file.readinto(chunk):

@@ -62,4 +62,4 @@ def write_checksums(bin_path: Path) -> None:
 
 def read_checksums(path: Path) -> npt.NDArray[np.uint32] | None:
     """Return the checksums in `path`, or None if there is no such file (shards of other programs)."""
-    return np.fromfile(path, "<u4") if path.exists() else None
+    return np.fromfile(path, "<u4") if path.is_file() else None

@@ -201,7 +201,7 @@ class Manifest(_Record):
         path = folder / TOKENIZER
         if not path.exists():
             raise UserError(f"{path} is missing. Restore it, or prepare again: {self._again(folder)}")
-        if (found := file_sha256(path)) != self.tokenizer_sha256:
+        if (found := _sha256(path)) != self.tokenizer_sha256:
             raise UserError(
                 f"{folder}: manifest of another tokenizer: its shards were made with tokenizer "
                 f"{self.tokenizer_sha256[:12]}, but {TOKENIZER} is {found[:12]}. Restore {path}, or delete {folder} "
@@ -251,12 +251,19 @@ def verify(folder: Path) -> Manifest:
     for shard in manifest._shards():
         for suffix, expected in ((".bin", shard.bin_sha256), (".idx", shard.idx_sha256)):
             path = folder / (shard.name + suffix)
-            if (found := file_sha256(path)) != expected:
+            if (found := _sha256(path)) != expected:
                 raise DataError(
                     f"{path} does not match its checksum (manifest {expected[:12]}, file {found[:12]}). Restore the "
                     f"file, or delete {folder} and prepare it again: {manifest._again(folder)}"
                 )
     return manifest
+
+
+def _sha256(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except OSError as problem:
+        raise DataError(f"{path} cannot be read ({problem.strerror}). Restore the file.") from None
 
 
 def _how_to_fill(folder: Path) -> str:

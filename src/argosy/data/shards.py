@@ -30,7 +30,7 @@ import numpy.typing as npt
 from argosy.data.checksum import BLOCK_BYTES, BlockChecksums, read_checksums
 from argosy.data.manifest import Shard
 from argosy.errors import DataError, UserError
-from argosy.files import PartialFile, atomic_write, file_sha256
+from argosy.files import PartialFile, atomic_write, file_sha256, open_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -123,7 +123,11 @@ class ShardIndex:
     @classmethod
     def read(cls, path: Path) -> ShardIndex:
         """Read an .idx. Raises: UserError if `path` is no Megatron index, or its .bin has another length."""
-        data = path.read_bytes()
+        try:
+            with open_regular(path) as file:
+                data = file.read()
+        except OSError as problem:
+            raise UserError(f"{path}: cannot be read ({problem.strerror}). Restore the file.") from None
         if len(data) < HEADER.size or data[: len(MAGIC)] != MAGIC:
             raise UserError(
                 f"{path}: not an index of Megatron token shards (it must begin with MMIDIDX). "

@@ -143,9 +143,9 @@ def test_a_manifest_damaged_on_its_way_is_asked_for_again(
 ) -> None:
     real, asked = Store.get_newer, []
 
-    def damaged(store: Store, name: str, etag: str) -> tuple[bytes, str] | None:
+    def damaged(store: Store, name: str, etag: str, most_bytes: int) -> tuple[bytes, str] | None:
         asked.append(etag)
-        found = real(store, name, etag)
+        found = real(store, name, etag, most_bytes)
         return (found[0][:-3], found[1]) if found and len(asked) < 3 else found
 
     monkeypatch.setattr(Store, "get_newer", damaged)

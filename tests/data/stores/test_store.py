@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -59,6 +61,24 @@ def test_a_long_error_is_one_short_line() -> None:
     assert words(OSError(f"{text}, retry_timeout: 30s  - HTTP error: error sending request\nmore")) == (
         "Generic S3 error: GET http://h/x: HTTP error: error sending request"
     )
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json"])
+def test_of_an_object_without_end_only_what_it_may_have_is_read(
+    name: str, tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    shutil.copytree(prepared, tmp_path / "there")
+    with (tmp_path / "there" / name).open("r+b") as file:
+        file.truncate(3 * 2**30)  # most of it is a hole
+    url = f"file://{tmp_path / 'there'}"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert len(Store(url).get(name, 2**20)) == 2**20 + 1
+    monkeypatch.setattr("argosy.data.stores.folder.MOST_BYTES", 2**20)
+    with pytest.raises(UserError, match=rf"there/{name} has more than 1 MiB: it is not what its name says"):
+        StoreFolder(url, Cache(CacheConfig(folder=str(tmp_path / "cache"))))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+    assert not list((tmp_path / "cache").glob(f"folders/*/{name}"))
 
 
 @needs_server

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.data.checksum import BLOCK_BYTES, BlockChecksums, read_checksums
+from argosy.data.manifest import MOST_BYTES, TOKENIZER, Manifest, Shard
 from argosy.data.manifest import NAME as MANIFEST
-from argosy.data.manifest import TOKENIZER, Manifest, Shard
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.store import Store, Unreachable
 from argosy.errors import ArgosyError, ArgosyWarning, DataError, Retryable, UserError
@@ -112,7 +112,7 @@ class StoreFolder:
         etag = self.local / "etag"
         known = etag.read_text() if etag.exists() and (self.local / MANIFEST).exists() else ""
         try:
-            newer = self.store.get_newer(MANIFEST, known)
+            newer = self.store.get_newer(MANIFEST, known, MOST_BYTES)
         except FileNotFoundError:
             raise UserError(
                 f"data.sources: {self.url}: no prepared data here ({MANIFEST} is missing). Prepare it: argosy prepare "
@@ -120,9 +120,15 @@ class StoreFolder:
             ) from None
         if newer is None:
             return False
-        tokenizer = self.store.get(TOKENIZER)
+        tokenizer = self.store.get(TOKENIZER, MOST_BYTES)
         if tokenizer is None:
             raise UserError(f"data.sources: {self.url}/{TOKENIZER} is missing. Put it there again.")
+        for name, content in ((TOKENIZER, tokenizer), (MANIFEST, newer[0])):
+            if len(content) > MOST_BYTES:
+                raise UserError(
+                    f"data.sources: {self.url}/{name} has more than {MOST_BYTES >> 20} MiB: it is not what its name "
+                    "says. Put the prepared data there again."
+                )
         for name, content in ((TOKENIZER, tokenizer), (MANIFEST, newer[0]), ("url", self.url.encode())):
             _put(self.local / name, content)
         _put(etag, newer[1].encode())
@@ -153,7 +159,7 @@ class StoreFolder:
         blocks = -(-shard.tokens * np.dtype(self.manifest.dtype).itemsize // BLOCK_BYTES)
         if not again and (found := read_checksums(path)) is not None and len(found) == blocks:
             return found
-        data = self.store.get(f"{shard.name}.crc32")
+        data = self.store.get(f"{shard.name}.crc32", 4 * blocks)
         if data is None or len(data) != 4 * blocks:
             data = self._computed(shard)
         with suppress(OSError):  # a full disk: they are asked for again

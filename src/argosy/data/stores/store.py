@@ -17,6 +17,8 @@ SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "ht
 CONNECT_S, ANSWER_S = 5, 30
 """How long one request waits for a connection, and for its answer. Who asks tries again."""
 
+CHUNK_BYTES = 2**20
+
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/(?=[^/])")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -74,21 +76,24 @@ class Store:
         except (BaseError, ValueError) as problem:
             raise UserError(f"{named}{url}: {words(problem)}. Give a URL such as s3://bucket/folder.") from None
 
-    def get(self, name: str) -> bytes | None:
-        """Return the whole object; None if there is none."""
+    def get(self, name: str, most_bytes: int) -> bytes | None:
+        """Return the object; None if there is none. Of a longer one, its first `most_bytes` + 1 bytes."""
         try:
-            return bytes(self._store.get(name).bytes())
+            return _beginning(self._store.get(name), most_bytes)
         except Exception as problem:
             self._raise_unless_absent(problem)
             return None
 
-    def get_newer(self, name: str, etag: str) -> tuple[bytes, str] | None:
-        """Return the object and its ETag; None if it still has `etag`. Raises: FileNotFoundError if there is none."""
+    def get_newer(self, name: str, etag: str, most_bytes: int) -> tuple[bytes, str] | None:
+        """Return the object, as `get` does, and its ETag; None if it still has `etag`.
+
+        Raises: FileNotFoundError if there is none.
+        """
         from obstore.exceptions import NotModifiedError
 
         try:
             found = self._store.get(name, options={"if_none_match": etag} if etag else {})
-            return bytes(found.bytes()), found.meta["e_tag"] or ""
+            return _beginning(found, most_bytes), found.meta["e_tag"] or ""
         except NotModifiedError:
             return None
         except Exception as problem:
@@ -166,6 +171,16 @@ class Store:
         if isinstance(problem, exceptions.NotFoundError | FileNotFoundError):
             return
         raise Unreachable(words(problem)) from None
+
+
+def _beginning(found: Any, most_bytes: int) -> bytes:
+    """Return the first bytes of an object, at most one more than `most_bytes`; no more of it is held."""
+    data = bytearray()
+    for chunk in found.stream(min_chunk_size=CHUNK_BYTES):
+        data += memoryview(chunk)[: most_bytes + 1 - len(data)]
+        if len(data) > most_bytes:
+            break
+    return bytes(data)
 
 
 def words(problem: BaseException) -> str:

@@ -34,7 +34,7 @@ def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda d
     manifest = Manifest.load(folder)
     content = (folder / MANIFEST).read_bytes()
     store = Store(url, NAMED)
-    there = _patiently(store, lambda: store.get(MANIFEST))
+    there = _patiently(store, lambda: store.get(MANIFEST, len(content)))
     if there == content:
         return False
     if there is not None:
