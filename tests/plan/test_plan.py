@@ -136,3 +136,9 @@ def test_planning_starts_without_torch():
 def test_a_plan_is_read_without_numpy():
     code = "import sys, argosy.plan.plan; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_plan_file_that_would_take_hours_to_read_is_refused(tmp_path):
+    (tmp_path / "plan.toml").write_text("a" + ".a" * 200_000 + " = 1\n")
+    with pytest.raises(UserError, match="more than 32 names in one key"):
+        Plan.load(tmp_path / "plan.toml")

@@ -2,6 +2,9 @@
 
 `tomllib` reads values and tells no positions, and neither `tomli` nor `tomlkit` does: so the text is cut into
 its statements (a header, or one key and its value), each read by `tomllib` itself.
+
+A run file may be a stranger's (`argosy watch` reads it), so its size and depth are bounded: `tomllib` takes a time that
+grows with the square of the names in one key.
 """
 
 from __future__ import annotations
@@ -14,23 +17,54 @@ from typing import Any
 
 from argosy.config.keys import Key
 from argosy.errors import UserError
+from argosy.files import read_at_most
+
+MOST_TOML_BYTES = 2**20
+MOST_DEPTH = 32
+"""Most brackets inside of each other, and most names in one key."""
+_SHOWN = 100
+"""Characters of a line that a message shows, at most."""
+
+_BASIC, _LITERAL = r'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"', r"'[^'\n]*+'"
+_NAME = re.compile(rf"[\w-]++|{_BASIC}|{_LITERAL}")
+_TOKEN = re.compile(
+    r'(?P<text>"""[^\\]*?(?:\\.[^\\]*?)*?"{3,5}|\'\'\'.*?\'{3,5})|(?P<unclosed>"""|\'\'\')|(?P<comment>\#[^\n]*+)'
+    rf"|(?P<names>(?:{_NAME.pattern})(?:[ \t]*+\.[ \t]*+(?:{_NAME.pattern}))*+)"
+    r"|(?P<open>[\[{])|(?P<close>[\]}])|(?P<end>\n)|(?P<cut>[\"\'])",
+    re.DOTALL,
+)
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     """What the file says, and the line (from 1) of each of its keys and tables.
 
-    Raises: UserError if the file cannot be read, is not UTF-8 or is not TOML.
+    Raises: UserError if the file cannot be read, is not UTF-8, is not TOML, or is larger than any run file.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file (byte {error.start} is not UTF-8).") from None
+        text, table = _read(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from None
+    return table, key_lines(text)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """What the file says. Raises: OSError if it cannot be read; UserError as `read_toml`."""
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        return tomllib.loads(text), key_lines(text)
+        text = read_at_most(path, MOST_TOML_BYTES).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file (byte {error.start} is not UTF-8).") from None
+    if line := _too_deep(text):
+        raise UserError(f"{path}:{line}: more than {MOST_DEPTH} names in one key, or brackets inside of each other.")
+    try:
+        return text, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(_syntax_error(path, text, str(error))) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{path}: not TOML: {error}.") from None
 
 
 def key_lines(text: str) -> dict[Key, int]:
@@ -51,20 +85,36 @@ def key_lines(text: str) -> dict[Key, int]:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(line, text, meaning) of each statement: the fewest lines from there on that are TOML."""
-    lines = text.split("\n")
-    start = 0
-    while start < len(lines):
-        for end in range(start + 1, len(lines) + 1):
-            source = "\n".join(lines[start:end])
-            try:
-                content = tomllib.loads(source)
-            except tomllib.TOMLDecodeError:
-                continue
-            if content:
-                yield start + 1, source.strip(), content
-            break
-        start = end
+    """(line, text, meaning) of each statement of valid TOML: it ends where a line ends outside of all brackets."""
+    line, start = 1, 0
+    ends = [match.end() for match, depth in _tokens(text) if match.lastgroup == "end" and not depth]
+    for end in [*ends, len(text)]:
+        source = text[start:end].strip(" \t\n")
+        if source and not source.startswith("#"):
+            yield line, source, tomllib.loads(source)
+        line, start = line + text.count("\n", start, end), end
+
+
+def _tokens(text: str) -> Iterator[tuple[re.Match[str], int]]:
+    """Yield the tokens that say where statements end, with the brackets that are open after each.
+
+    A text that is not closed is the last: what follows is not TOML.
+    """
+    depth = 0
+    for match in _TOKEN.finditer(text):
+        if match.lastgroup in ("cut", "unclosed"):
+            return
+        depth += (match.lastgroup == "open") - (match.lastgroup == "close")
+        yield match, depth
+
+
+def _too_deep(text: str) -> int:
+    """Return the line with more names in one key, or brackets inside of each other, than a file of ours has; else 0."""
+    for match, depth in _tokens(text):
+        names = match["names"] or ""
+        if depth > MOST_DEPTH or (names.count(".") >= MOST_DEPTH and len(_NAME.findall(names)) > MOST_DEPTH):
+            return text.count("\n", 0, match.start()) + 1
+    return 0
 
 
 def _keys_in(content: dict[str, Any], above: Key = (), innermost: bool = False) -> Iterator[Key]:
@@ -93,4 +143,6 @@ def _syntax_error(path: Path, text: str, message: str) -> str:
     numbers = [int(n) for n in re.findall(r"\d+", place)]
     line, column = numbers if len(numbers) == 2 else (len(lines), len(lines[-1]) + 1)
     hint = "\n  Text needs quotes, and a list [brackets]." if what == "Invalid value" else ""
-    return f"{path}:{line}:{column}: {what}.\n    {lines[line - 1]}\n    {' ' * (column - 1)}^{hint}"
+    first = max(0, column - _SHOWN)
+    shown = lines[line - 1][first : first + _SHOWN]
+    return f"{path}:{line}:{column}: {what[:_SHOWN]}.\n    {shown}\n    {' ' * (column - 1 - first)}^{hint}"

@@ -24,6 +24,8 @@ from argosy.errors import UserError
 DEFAULT_RUN = "demo"
 OPTION_MARK = "--"
 """Stands before a key in messages about the command line."""
+MOST_PROBLEMS = 20
+"""Most wrong keys and values that one message names: to look for what was meant takes time."""
 _NO_DEFAULT = "default_factory_not_called"
 """pydantic's error for a key whose default depends on a key that is itself wrong."""
 
@@ -85,7 +87,9 @@ def origin_of(source: str | Path | None, key: str, options: Collection[str] = ()
 def build(schema: type[SectionT], entries: Layer) -> SectionT:
     """Build a `schema` from these values. Raises: UserError that names everything that is wrong with them."""
     known = {key: entry for key, entry in entries.items() if key in fields(schema) or key in sections(schema)}
-    problems = [_unknown_key(key, entry, schema) for key, entry in entries.items() if key not in known]
+    unknown = [key for key in entries if key not in known]
+    problems = [_unknown_key(key, entries[key], schema) for key in unknown[:MOST_PROBLEMS]]
+    more = len(unknown) - len(problems)
     # Strict, so that "100" is no number; as JSON, since strict Python input refuses text for a path. In turn
     # strict JSON input refuses a default that is a Path already, so those are passed as text too.
     values: dict[Key, object] = {
@@ -96,11 +100,14 @@ def build(schema: type[SectionT], entries: Layer) -> SectionT:
     try:
         config = schema.model_validate_json(json.dumps(nest(values), default=str), strict=True)
     except ValidationError as error:
-        problems += [
-            problem_of(e, schema, lambda key: _place(key, known)) for e in error.errors() if e["type"] != _NO_DEFAULT
-        ]
+        errors = [e for e in error.errors(include_url=False) if e["type"] != _NO_DEFAULT]
+        problems += [problem_of(e, schema, lambda key: _place(key, known)) for e in errors[:MOST_PROBLEMS]]
+        more += len(errors[MOST_PROBLEMS:])
     if problems:
-        raise UserError("\n".join(str(p) for p in sorted(problems, key=lambda p: (p.is_rule, p.place.line))))
+        problems.sort(key=lambda p: (p.is_rule, p.place.line))
+        more += len(problems[MOST_PROBLEMS:])
+        lines = [*map(str, problems[:MOST_PROBLEMS]), *([f"... and {more} more problems"] if more else [])]
+        raise UserError("\n".join(lines))
     return config
 
 

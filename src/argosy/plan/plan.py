@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 
+from argosy.config.lines import read_table
 from argosy.config.problems import Place, problem_of
 from argosy.config.schema import RunConfig
 from argosy.config.section import Section
@@ -208,7 +208,7 @@ class Plan(Section, Quantities[int]):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read the plan that `save` wrote."""
-        table = tomllib.loads(path.read_text())
+        table = read_table(path)
         table.pop("prediction", None)
         return cls.model_validate(table)
 

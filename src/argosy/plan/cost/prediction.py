@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from argosy.config.lines import read_table
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate
@@ -72,7 +72,7 @@ class Prediction:
     @classmethod
     def load(cls, path: Path) -> Self | None:
         """Read the prediction of a plan.toml; None if it has none. Raises: ValueError if `toml` wrote no such one."""
-        table = tomllib.loads(path.read_text()).get(TABLE) if path.exists() else None
+        table = read_table(path).get(TABLE) if path.exists() else None
         if table is None:
             return None
         if not isinstance(table, dict):
