@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.extend import one_of_or_own
 from argosy.config.section import Section
@@ -36,6 +36,9 @@ class MuPConfig(Section):
         return self
 
 
+MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_STACKED = 2**13, 2**16, 2**16, 2**18
+"""Limits of layers, heads, experts of a layer, and experts of all layers: tables of parameters are made of them, also
+of models in files of others. The largest models have a tenth of each at most."""
 FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
 
 
@@ -61,7 +64,7 @@ class RopeScaling(Section):
 class MoEConfig(Section):
     """Mixture of experts in place of feed-forward layers, as in Mixtral, Qwen3-MoE and DeepSeek-V3."""
 
-    experts: NonNegativeInt = 0
+    experts: Annotated[NonNegativeInt, Field(le=MOST_EXPERTS)] = 0
     """Routed experts of a layer; 0 makes every layer dense."""
     experts_per_token: PositiveInt = 2
     """Routed experts per token."""
@@ -165,11 +168,11 @@ class ModelConfig(Section):
     family: Annotated[str, one_of_or_own(*FAMILIES)] = "llama"
     """The Hugging Face classes and weight names that the model maps to on export and import; or a family of your own,
     by its name (docs/extending.md)."""
-    layers: PositiveInt = 4
+    layers: Annotated[PositiveInt, Field(le=MOST_LAYERS)] = 4
     """Number of layers (decoder blocks)."""
     width: PositiveInt = 256
     """Hidden size: width of the residual stream."""
-    heads: PositiveInt = 4
+    heads: Annotated[PositiveInt, Field(le=MOST_HEADS)] = 4
     """Number of attention (query) heads."""
     kv_heads: PositiveInt = 4
     """Key/value heads; fewer than `heads` is grouped-query attention."""
@@ -184,7 +187,7 @@ class ModelConfig(Section):
     mup: MuPConfig = MuPConfig()
     vocab_size: NonNegativeInt = 0
     """Tokens in the vocabulary; 0 takes the size of the prepared data's tokenizer."""
-    max_seq_len: PositiveInt = 8192
+    max_seq_len: Annotated[PositiveInt, Field(le=2**40)] = 8192
     """Longest sequence of the model; data.seq_len may not exceed it."""
     rope_theta: PositiveFloat = 500_000.0
     """Base of the rotary frequencies."""
@@ -215,6 +218,11 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _experts_and_latents_fit(self) -> Self:
+        if self.layers * self.moe.experts > MOST_STACKED:
+            raise ValueError(
+                f"moe.experts = {self.moe.experts} with layers = {self.layers} makes "
+                f"{self.layers * self.moe.experts} experts; try {MOST_STACKED // self.layers} or less"
+            )
         if self.moe.experts and self.moe.first_dense_layers >= self.layers:
             raise ValueError(
                 f"moe.first_dense_layers = {self.moe.first_dense_layers} leaves none of layers = {self.layers} to "

@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, ValidationError, create_model
 
-from argosy.config.keys import dotted, nest
-from argosy.config.model import ModelConfig, RopeScaling
+from argosy.config.keys import dotted, fields, key_of, nest
+from argosy.config.load import MOST_PROBLEMS
+from argosy.config.model import MOST_LAYERS, ModelConfig, RopeScaling
 from argosy.errors import UserError
 from argosy.models.hf_families import DEFAULTS, FAMILIES, KEYS, family_of, value_of
 from argosy.models.rope import attention_scale
@@ -107,8 +108,11 @@ def _refuse_what_the_class_cannot_say(config: ModelConfig) -> None:
 
 def config_from_json(values: Mapping[str, Any], file: Path) -> ModelConfig:
     """Return the `ModelConfig` for the values of a config.json, which were read from `file`. Raises: UserError."""
+    _check_kinds(values, ConfigJson, file)
     family = _family(values, file)
     known = FAMILIES[family]
+    theirs = KEYS | known.keys
+    _check_kinds(values, _sizes_of({key: ours for ours, key in theirs.items()}), file)
     written = {known.aliases.get(key, key): value for key, value in values.items() if value is not None}
     given = DEFAULTS | known.defaults | written
     _refuse_what_differs(given, family, file)
@@ -117,25 +121,88 @@ def config_from_json(values: Mapping[str, Any], file: Path) -> ModelConfig:
             raise UserError(f"{file}: {key} is missing. Add it, as the model's authors give it.")
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
     given.setdefault("head_dim", given.get("qk_rope_head_dim", given["hidden_size"] // given["num_attention_heads"]))
-    theta, scaling = _rope_from_json(given, family, file)
-    fields = known.fixed | {ours: given[theirs] for ours, theirs in (KEYS | known.keys).items()}
-    fields |= _from_unlike_keys(values, family, file)
+    found = known.fixed | {ours: given[key] for ours, key in theirs.items()}
+    found |= _from_unlike_keys(values, family, file)
     try:
+        theta, scaling = _rope_from_json(given, family, file)
         return ModelConfig(
             family=family,
             qk_norm=family in HAS_QK_NORM,
             rope_theta=theta,
             rope_scaling=RopeScaling.model_validate(scaling),
-            **nest({tuple(ours.split(".")): value for ours, value in fields.items()}),
+            **nest({tuple(ours.split(".")): value for ours, value in found.items()}),
         )
     except ValidationError as error:
-        theirs = KEYS | known.keys | ROPE_KEYS["llama3"] | ROPE_KEYS["yarn"]
-        lines = [
-            f"{file}: {theirs.get(dotted(e['loc']), dotted(e['loc'])) or 'sizes'}: {e['msg']} "
-            f"(config.json says {e['input'] if e['loc'] else 'otherwise'}). Is the file the authors' own?"
-            for e in error.errors()
-        ]
-        raise UserError("\n".join(lines)) from None
+        raise _refusal(error, theirs | ROPE_KEYS["llama3"] | ROPE_KEYS["yarn"], file) from None
+
+
+class RopeJson(BaseModel):
+    """What is read of the rotary embedding; null stands for what is missing."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: PositiveFloat | None = None
+    factor: PositiveFloat | None = None
+    original_max_position_embeddings: Annotated[PositiveFloat, Field(le=2**53)] | None = None
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+    beta_fast: PositiveFloat | None = None
+    beta_slow: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None
+    partial_rotary_factor: PositiveFloat | None = None
+    truncate: bool | None = None
+
+
+class ConfigJson(BaseModel):
+    """What is read of any config.json beside the keys that are fields of `ModelConfig`."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    model_type: str | None = None
+    architectures: list[str] | None = None
+    layer_types: list[str] | None = None
+    mlp_only_layers: Annotated[list[NonNegativeInt], Field(max_length=MOST_LAYERS)] | None = None
+    q_lora_rank: NonNegativeInt | None = None
+    original_max_position_embeddings: Annotated[PositiveFloat, Field(le=2**53)] | None = None
+    quantization_config: dict[str, Any] | None = None
+    rope_theta: PositiveFloat | None = None
+    rope_scaling: RopeJson | None = None
+    rope_parameters: RopeJson | None = None
+
+
+def _sizes_of(ours: Mapping[str, str]) -> type[BaseModel]:
+    """Return the model of the keys of config.json that are fields of ours, with the limits of these."""
+    found = {key: fields(ModelConfig)[key_of(name)] for key, name in ours.items()}
+    kinds: dict[str, Any] = {
+        key: (Annotated[info.annotation, Field(), *info.metadata] | None, None) for key, info in found.items()
+    }
+    return create_model("SizesJson", __config__=ConfigDict(strict=True, allow_inf_nan=False), **kinds)
+
+
+def _check_kinds(values: Mapping[str, Any], kinds: type[BaseModel], file: Path) -> None:
+    """Raise UserError for values that are no numbers, texts or lists where `kinds` has these, or out of bounds."""
+    try:
+        kinds.model_validate(values)
+    except ValidationError as error:
+        raise _refusal(error, {}, file) from None
+
+
+def _refusal(error: ValidationError, theirs: Mapping[str, str], file: Path) -> UserError:
+    """Return the error that names what is wrong by the keys of config.json; theirs: our field -> their key."""
+    found = error.errors(include_url=False)
+    lines = [
+        f"{file}: {theirs.get(dotted(e['loc']), dotted(e['loc'])) or 'sizes'}: {e['msg'][:200]} "
+        f"(config.json says {_in_json(e['input']) if e['loc'] else 'otherwise'}). Is the file the authors' own?"
+        for e in found[:MOST_PROBLEMS]
+    ]
+    return UserError("\n".join([*lines, *(["..."] if found[MOST_PROBLEMS:] else [])]))
+
+
+def _in_json(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _from_unlike_keys(values: Mapping[str, Any], family: str, file: Path) -> dict[str, Any]:
@@ -221,4 +288,4 @@ def _refuse_rope_leftovers(rope: Mapping[str, Any], scaling: Mapping[str, Any], 
 
 def refuse(file: Path, key: str, value: object, why: str) -> NoReturn:
     """Raise the UserError for something in a folder that we cannot use."""
-    raise UserError(f"{file}: {key} = {json.dumps(value)}: {why}. Choose another model.")
+    raise UserError(f"{file}: {key[:100]} = {_in_json(value)}: {why}. Choose another model.")
