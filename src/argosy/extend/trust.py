@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from argosy.errors import UserError
 from argosy.extend.declared import CodeFile
-from argosy.files import atomic_write
+from argosy.files import atomic_write, read_own, state_folder
 
 APPROVED = "ARGOSY_APPROVED_CODE"
 """Environment variable: checksums that this process or its parent has approved, with commas between them."""
-APPROVED_FILE = Path("argosy", "approved-code")
+APPROVED_FILE = "approved-code"
 """In the user's folder for state: a checksum and a path on each line."""
 MOST_APPROVED, LONGEST_LINE = 10_000, 256
 """Lines that are kept, the newest ones, and their characters."""
@@ -74,17 +73,13 @@ def _of_user() -> set[str]:
 
 def _path() -> Path:
     """Return the file's place. Raises: RuntimeError if the user has no home."""
-    given = Path(os.environ.get("XDG_STATE_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".local" / "state") / APPROVED_FILE
+    return state_folder() / APPROVED_FILE
 
 
 def _lines(path: Path) -> list[str]:
     """Return the lines of the file, none if others may write it: then it approves nothing. Raises: OSError."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), errors="replace") as file:
-        found = os.fstat(file.fileno())
-        is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-        text = file.read(MOST_APPROVED * LONGEST_LINE) if is_own else ""
-    return [line for line in text.splitlines() if line.strip()]
+    text, whose = read_own(path, MOST_APPROVED * LONGEST_LINE)
+    return [] if whose else [line for line in text.decode(errors="replace").splitlines() if line.strip()]
 
 
 def _write(new: dict[str, Path]) -> None:
