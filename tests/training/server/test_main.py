@@ -1,9 +1,11 @@
-"""A server does what workers may ask for, and what the first server says; nothing else ends it."""
+"""A server does what workers may ask for and the first server says; nothing else ends it. It waits for its port."""
 
 from __future__ import annotations
 
 import json
 import random
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +14,14 @@ from typing import Any
 import pytest
 
 from argosy.config.schema import RunConfig
+from argosy.errors import UserError
 from argosy.observe.events import read_lines
 from argosy.processes.secret import secret_of
 from argosy.sync.server import messages as say
 from argosy.sync.server.keys import KeyPair, settle, zeromq
 from argosy.sync.server.layout import Layout
 from argosy.sync.server.messages import packed, unpacked
+from argosy.training.server import main
 from parameter_servers import asynchronous, serving, work
 from wrong_messages import altered
 
@@ -103,3 +107,29 @@ def test_wrong_messages_of_a_worker_end_no_server(corpus: Path, tmp_path: Path, 
                     pass
                 socket.send_multipart(packed(say.Bye()))
         assert work(run, tmp_path, "A")
+
+
+@pytest.fixture
+def taken() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+def test_a_port_that_somebody_leaves_is_waited_for(taken):
+    said: list[str] = []
+    address = ("127.0.0.1", taken.getsockname()[1])
+    threading.Timer(0.3, taken.close).start()
+    main.wait_for_port(address, lambda: False, said.append)
+    assert len(said) == 1 and f"port {address[1]} is in use" in said[0]
+    socket.create_server(address).close()
+
+
+def test_a_port_that_stays_taken_is_named(taken, monkeypatch):
+    monkeypatch.setattr(main, "PORT_S", 0.3)
+    number = taken.getsockname()[1]
+    with pytest.raises(UserError, match=f"sync.servers: cannot listen at port {number} .*in use"):
+        main.wait_for_port(("127.0.0.1", number), lambda: False, lambda _: None)
+
+
+def test_a_server_that_is_to_end_does_not_wait(taken):
+    main.wait_for_port(("127.0.0.1", taken.getsockname()[1]), lambda: True, lambda _: None)

@@ -6,8 +6,10 @@ away before that (`sync.server.keys`). Several servers share the run's folder, f
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,7 +27,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.config.servers import server_name
 from argosy.data.loader import open_data
-from argosy.errors import ArgosyError, RunFailed
+from argosy.errors import ArgosyError, RunFailed, UserError
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress
 from argosy.processes.channel import Gone
@@ -37,7 +39,6 @@ from argosy.sync.server.keys import AllowedKeys, KeyPair, settle, zeromq
 from argosy.sync.server.layout import AGAIN, Layout
 from argosy.sync.server.messages import PIECE_BYTES, Said, packed, unpacked
 from argosy.training.server.leader import Leader
-from argosy.training.server.port import wait_for_port
 from argosy.training.server.shard import Refuses, Shard
 
 TURN_MS = 50
@@ -49,6 +50,8 @@ FORGET_S = 60.0
 """A peer that says nothing for so long has to say hello again."""
 REFUSED_AGAIN_S = 30.0
 """The same refusal is reported so often at most."""
+PORT_S, PORT_LOOK_S = 120.0, 0.2
+"""A server whose command was killed saves its state, and then leaves the port: it is waited for so long."""
 
 
 @dataclass
@@ -92,8 +95,8 @@ class Server:
             self._events.write("coordinator_started", pid=os.getpid(), port=port, replaces=is_again)
             self._leader = Leader(self._layout, run_dir, self._shard, self._events, self._progress, self._tell_server)
         self._poller = self._zmq.Poller()
-        for socket in (self._router, *self._links.values()):
-            self._poller.register(socket, self._zmq.POLLIN)
+        for link in (self._router, *self._links.values()):
+            self._poller.register(link, self._zmq.POLLIN)
         size = self._shard.size_bytes / 2**20
         self._progress.say(f" {self._name} is at {run.sync.servers[number]}, with {size:.1f} MiB of weights")
 
@@ -153,8 +156,8 @@ class Server:
     def close(self) -> None:
         """Let go of all."""
         self._shard.close()
-        for socket in (self._router, *self._links.values()):
-            socket.close(linger=1000)
+        for link in (self._router, *self._links.values()):
+            link.close(linger=1000)
         self._doorman.stop()
         self._context.destroy(linger=1000)
         self._progress.close()
@@ -345,6 +348,33 @@ class Server:
         self._events.write(news, **facts)
         if news == "save_failed":
             self._progress.say(f"checkpoint of step {facts['step']} FAILED: {facts['error']}", "yellow")
+
+
+def wait_for_port(address: tuple[str, int], is_ending: Callable[[], bool], say: Callable[[str], None]) -> None:
+    """Wait until nobody listens at the address, which is this machine's, or `is_ending` returns True.
+
+    Raises: UserError if it stays taken, or may not be taken.
+    """
+    host, port = address
+    end_s = 0.0
+    while (problem := _port_problem(interface_of(host), port)) and not is_ending():
+        now = time.monotonic()
+        if problem.errno != errno.EADDRINUSE or (end_s and now > end_s):
+            raise UserError(f"sync.servers: cannot listen at port {port} ({problem.strerror}). Give another port.")
+        if not end_s:
+            end_s = now + PORT_S
+            say(f" port {port} is in use; waiting for up to {PORT_S:.0f} s")
+        time.sleep(PORT_LOOK_S)
+
+
+def _port_problem(interface: str, port: int) -> OSError | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((interface, port))
+        except OSError as problem:
+            return problem
+    return None
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from argosy.optim.piece import Piece
-from argosy.training.server.outer import DelayedNesterov
+from argosy.training.server.shard import DelayedNesterov
 
 SHAPE = (5, 3)
 
