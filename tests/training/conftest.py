@@ -13,7 +13,18 @@ from argosy.parallel.world import World
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
 from argosy.training.trainer import Trainer
-from tiny import eager, run_config
+from tiny import eager, prepare_corpus, run_config
+
+
+@pytest.fixture(scope="session")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The corpus in several shards, one of which has a flipped bit."""
+    folder = prepare_corpus(tmp_path_factory.mktemp("sharded") / "prepared", shard_tokens=90_000)
+    shard = sorted(folder.glob("train-*.bin"))[1]
+    data = bytearray(shard.read_bytes())
+    data[10] ^= 1
+    shard.write_bytes(data)
+    return folder
 
 
 @pytest.fixture

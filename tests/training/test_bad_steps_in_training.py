@@ -27,7 +27,7 @@ from argosy.training.bad_steps import MOST_IN_A_ROW
 from argosy.training.replay_check import check_can_replay
 from argosy.training.trainer import Trainer
 from argosy.watch.reader import RunReader
-from tiny import EAGER, eager, losses, prepare_corpus, run_config, train_in, weights
+from tiny import EAGER, eager, losses, run_config, train_in, weights
 
 ALONE = World()
 BATCH = 8
@@ -313,17 +313,6 @@ def test_a_run_pauses_where_it_is_told_and_goes_on_as_if_it_had_not(corpus, tmp_
     reader.refresh()
     assert (reader.state, reader.why) == ("stopped", "paused at step 5, as train.pause_at says; its state is saved")
     assert numbers(train_in(ALONE, run_config(corpus), EAGER, tmp_path / "run")) == numbers(whole)
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory) -> Path:
-    """The corpus in several shards, one of which has a flipped bit."""
-    folder = prepare_corpus(tmp_path_factory.mktemp("sharded") / "prepared", shard_tokens=90_000)
-    shard = sorted(folder.glob("train-*.bin"))[1]
-    data = bytearray(shard.read_bytes())
-    data[10] ^= 1
-    shard.write_bytes(data)
-    return folder
 
 
 def test_a_damaged_shard_ends_the_run_and_says_which_samples(sharded, tmp_path):

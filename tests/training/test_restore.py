@@ -28,7 +28,7 @@ def trainer(corpus: Path, tmp_path: Path) -> Iterator[Trainer]:
     with ExitStack() as stack:
         stack.callback(heartbeat.close)
         made = Trainer(run, EAGER, World(), tmp_path, StopSignal(), Survivor(), heartbeat)
-        stack.callback(made._saving.close)
+        stack.callback(made.agreement.saving.close)
         made.restore_or_initialize()
         yield made
 
@@ -46,7 +46,7 @@ def save(trainer: Trainer) -> None:
 def test_without_a_checkpoint_a_rewind_stays_where_it_is(trainer):
     steps(trainer, 2)
     before = {box: tensor.clone() for box, tensor in trainer.state.boxes().items()}
-    trainer._restorer.rewind()
+    trainer.agreement.restorer.rewind()
     assert trainer.state.step == 2
     assert all(torch.equal(tensor, before[box]) for box, tensor in trainer.state.boxes().items())
 
@@ -58,7 +58,7 @@ def test_a_rewind_takes_the_newest_checkpoint_and_keeps_what_is_skipped(trainer,
     history = trainer.state.history
     steps(trainer, 4)
     trainer._parts.batches.skip(4)
-    trainer._restorer.rewind()
+    trainer.agreement.restorer.rewind()
     state = trainer.state
     assert (state.step, state.skipped, state.last_update) == (2, ((32, 40),), None)
     assert all(torch.equal(tensor, saved[box]) for box, tensor in state.boxes().items())
@@ -72,15 +72,15 @@ def test_a_run_rewinds_to_the_same_step_only_so_often(trainer):
     save(trainer)
     for _ in range(MOST_REWINDS):
         steps(trainer, 1)
-        trainer._restorer.rewind()
+        trainer.agreement.restorer.rewind()
     steps(trainer, 1)
     with pytest.raises(RunFailed, match=f"step 1 is bad again after the run went back to step 0 {MOST_REWINDS} times"):
-        trainer._restorer.rewind()
+        trainer.agreement.restorer.rewind()
 
 
 def test_the_step_that_a_run_would_go_back_to_is_shown(trainer):
     steps(trainer, 2)
     assert read_heartbeat(trainer._parts.heartbeat.path).safe_step == -1
     save(trainer)
-    trainer._restorer.show_safe_step()
+    trainer.agreement.restorer.show_safe_step()
     assert read_heartbeat(trainer._parts.heartbeat.path).safe_step == 2

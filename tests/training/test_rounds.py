@@ -16,20 +16,22 @@ from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
 from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Delivery, Ledger, next_line
-from argosy.training import waiting
+from argosy.training import agreement
+from argosy.training.pace import Pace
 from argosy.training.rounds import Rounds
 from argosy.training.schedule import learning_rate_factor
-from argosy.training.state import TrainState, Update
-from argosy.training.step import Step
+from argosy.training.state import Survivor, TrainState, Update
 from one_site import gradient, run_of, site, train
 
 
 def rounds_of(state: TrainState, records: MagicMock | None = None, has_signal: Callable[[], bool] = bool) -> Rounds:
     """The rounds of a rank whose run has no checkpoints or batches."""
     assert state.outer is not None
-    parts = MagicMock(state=state, world=World(), records=records or MagicMock(), has_signal=has_signal)
+    run, records = state.outer.sites.run, records or MagicMock()
+    parts = MagicMock(run=run, state=state, world=World(), survivor=Survivor(), records=records, has_signal=has_signal)
     parts.checkpointer.committed = []
-    return Rounds(parts, Step(state.outer.sites.run, state, World(), StepClock(World().device)))
+    parts.clock = StepClock(World().device)
+    return Rounds(parts, Pace(run))
 
 
 def decide(sites: Sites, folder: Path, mean: np.ndarray, *names: str) -> None:
@@ -102,7 +104,7 @@ def test_a_site_keeps_a_share_of_its_own_weights(tmp_path: Path) -> None:
 
 
 def test_it_is_said_which_site_a_round_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "SAID_S", 0.01)
+    monkeypatch.setattr(agreement, "SAID_S", 0.01)
     state, _, sites = site(run_of(tmp_path, {"every_steps": 1}), tmp_path / "A")
     sites.status.write_text(json.dumps({"waiting_for": ["B"], "quorum_missing": True}))
     looks, records = iter([False] * 9 + [True]), MagicMock()

@@ -34,9 +34,9 @@ def step(trainer: Trainer) -> StepOutcome:
 )
 def test_a_step_that_is_not_to_be_trusted_is_repeated_whatever_its_numbers_are(trainer, outcome):
     made = trainer(resilience={"on_bad_step": "stop"})
-    assert made.policy.decide(outcome) is Action.RETRY
-    assert made.policy.decide(replace(outcome, loss=math.nan)) is Action.RETRY
-    assert made.policy.decide(GOOD) is Action.APPLY, "none of these counts as a bad step"
+    assert made.agreement.policy.decide(outcome) is Action.RETRY
+    assert made.agreement.policy.decide(replace(outcome, loss=math.nan)) is Action.RETRY
+    assert made.agreement.policy.decide(GOOD) is Action.APPLY, "none of these counts as a bad step"
 
 
 def test_an_overflow_halves_the_loss_scale_and_is_no_bad_step(trainer, monkeypatch):
@@ -44,7 +44,7 @@ def test_an_overflow_halves_the_loss_scale_and_is_no_bad_step(trainer, monkeypat
     made = trainer("precision=fp16", resilience={"on_bad_step": "stop"})
     before = made.state.scaler.scale
     for _ in range(2):
-        assert made.policy.decide(replace(GOOD, gradient_norm=math.inf)) is Action.RETRY
+        assert made.agreement.policy.decide(replace(GOOD, gradient_norm=math.inf)) is Action.RETRY
     assert made.state.scaler.scale == before / 4
 
 
@@ -71,10 +71,10 @@ def test_a_loss_that_is_not_finite_is_a_bad_step_whatever_the_loss_scale(trainer
 def test_a_step_that_is_dropped_leaves_the_state_as_it_was(trainer):
     made = trainer()
     before = {box: tensor.clone() for box, tensor in made.state.boxes().items()}
-    made.policy.drop(step(made), Action.RETRY)
+    made.agreement.policy.drop(step(made), Action.RETRY)
     assert all(torch.equal(tensor, before[box]) for box, tensor in made.state.boxes().items())
     assert (made.state.step, made.state.skipped, made.state.pending) == (0, (), False)
-    made.policy.drop(step(made), Action.SKIP)
+    made.agreement.policy.drop(step(made), Action.SKIP)
     assert (made.state.step, made.state.skipped) == (0, ((0, 8),))
 
 
@@ -82,14 +82,14 @@ def test_a_step_is_repeated_only_so_often(trainer):
     made = trainer()
     wrong = replace(GOOD, requests=Requests(retry=True))
     for _ in range(MOST_RETRIES):
-        made.policy.drop(wrong, Action.RETRY)
+        made.agreement.policy.drop(wrong, Action.RETRY)
     with pytest.raises(RunFailed, match=f"step 0 was done {MOST_RETRIES} times"):
-        made.policy.drop(wrong, Action.RETRY)
+        made.agreement.policy.drop(wrong, Action.RETRY)
 
 
 def test_a_step_that_is_applied_starts_the_count_of_repeats_again(trainer):
     made = trainer()
     for _ in range(2):
         for _ in range(MOST_RETRIES):
-            made.policy.drop(replace(GOOD, requests=Requests(retry=True)), Action.RETRY)
+            made.agreement.policy.drop(replace(GOOD, requests=Requests(retry=True)), Action.RETRY)
         made.update(step(made))

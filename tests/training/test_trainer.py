@@ -48,7 +48,7 @@ def test_a_world_that_is_to_end_holds_once_what_it_saves_is_on_disk(trainer, mon
     made = trainer()
     apply(made)
     held = []
-    monkeypatch.setattr(made._saving, "hold", lambda: held.append(made._parts.checkpointer.committed.copy()))
+    monkeypatch.setattr(made.agreement.saving, "hold", lambda: held.append(made._parts.checkpointer.committed.copy()))
     made.save_if_due(replace(GOOD, requests=Requests(hold=True, save=True)))
     assert held == [{1}]
 
@@ -69,10 +69,12 @@ def test_a_trainer_that_fails_ends_its_writer_and_hands_its_counts_to_the_next(t
         apply(made)
         made._parts.checkpointer.save(made.state, background=True)
         writer = made._parts.checkpointer._saver.writer_pid
-        assert made.policy.decide(replace(GOOD, loss=math.nan)) is Action.RETRY
+        assert made.agreement.policy.decide(replace(GOOD, loss=math.nan)) is Action.RETRY
         raise RuntimeError("Connection closed by peer")
     assert writer is not None and made._parts.checkpointer._saver.writer_pid is None
     assert survivor.state is made.state and survivor.last_save_s is not None
     after = trainer(survivor=survivor)
     assert after.state.step == 1
-    assert after.policy.decide(replace(GOOD, loss=math.nan)) is Action.SKIP, "its first try was in the world before"
+    assert after.agreement.policy.decide(replace(GOOD, loss=math.nan)) is Action.SKIP, (
+        "its first try was in the world before"
+    )

@@ -1,27 +1,87 @@
-"""How the replicas of a run come to the same weights."""
+"""How the replicas of a run come to the same weights: which steps they make, what makes one count, who keeps the state.
+
+The trainer calls each method at its place in the step, and knows no more of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from argosy.training.step import StepOutcome
+from argosy.observe.progress import Progress
+from argosy.training.bad_steps import Action, BadStepPolicy
+from argosy.training.integrity import Integrity
+from argosy.training.memory_checkpoints import MemoryCheckpointing
+from argosy.training.pace import Pace
+from argosy.training.parts import Parts
+from argosy.training.restore import Restorer
+from argosy.training.saving import Saving
+from argosy.training.services import SERVICES
+from argosy.training.services.service import Service
+from argosy.training.step import Requests, Step, StepOutcome, UpdateObserver
+from argosy.training.step_policy import StepPolicy
+
+SHOWN_S, SAID_S = 1.0, 15.0
 
 
 class Agreement:
-    """Replicas agree within the step: its gradients are sums over all of them. Other ways override what differs.
+    """Replicas agree within the step: its gradients are sums over all of them, and each rank keeps its part of the
+    state. Other ways override what differs.
 
     All ranks call each method together, unless it says otherwise.
     """
 
-    @property
-    def is_left_behind(self) -> bool:
-        """True if the other sites went on without this one. Any rank may ask."""
-        return False
+    services: Sequence[type[Service]] = SERVICES
+    """The services that take part in its steps."""
 
-    def begin(self, is_new: bool) -> bool:
-        """Meet the others. is_new: the run begins with the weights at hand. Returns False if a signal came before."""
+    def __init__(self, parts: Parts, pace: Pace):
+        """Raises: UserError if the run asks for what its plan does not allow."""
+        self._parts, self._pace = parts, pace
+        self._state, self._world, self._records = parts.state, parts.world, parts.records
+        self._memory, integrity = MemoryCheckpointing(parts), Integrity(parts)
+        self.step = Step(parts.run, parts.state, parts.world, parts.clock, integrity, parts.stop.check)
+        bad_steps = BadStepPolicy(parts.run.resilience, parts.batches.stage, parts.survivor.bad_steps)
+        self.restorer = Restorer(parts, self._memory, integrity, bad_steps)
+        self.saving = Saving(parts, self._memory, self.restorer, bad_steps)
+        self.policy = StepPolicy(parts, self.restorer, bad_steps)
+
+    def begin(self) -> bool:
+        """Go on from the newest state there is, and meet the others. Returns False if a signal came before."""
+        self.restorer.restore_or_initialize()
         return True
+
+    # ---- a step, in the order of the calls ----------------------------------------------------------------------
+
+    def steps(self) -> Iterator[int]:
+        """Yield the step at hand, 0-based, until there is none; again, if it did not count."""
+        while not self._pace.is_over(self._state.step):
+            yield self._state.step
+
+    def sample_step(self, step: int) -> int:
+        """Return the number that says which samples `step` reads."""
+        return step
+
+    def requests(self) -> Requests:
+        """Return what this rank asks for after the step at hand. Any rank may ask."""
+        stop, checkpointer = self._parts.stop, self._parts.checkpointer
+        return Requests(
+            stop=stop.is_requested(),
+            save=checkpointer.is_due_by_time or (stop.is_to_hold and stop.is_to_save),
+            quarantine=self._parts.batches.are_unreadable,
+            memory_checkpoint=self._memory.is_due(self._state.step + 1, self._pace.step_s),
+            hold=stop.is_to_hold,
+        )
+
+    def accepts(self, outcome: StepOutcome) -> bool:
+        """Decide whether the step counts, the same on all ranks; drop its gradient, and mend what is wrong, if not.
+
+        Raises: RunFailed, Retryable if the run cannot go on.
+        """
+        action = self.policy.decide(outcome)
+        if action is not Action.APPLY:
+            self.policy.drop(outcome, action)
+        return action is Action.APPLY
 
     def sum_gradients(self, outcome: StepOutcome) -> StepOutcome | None:
         """Return the outcome of the step over all that sum gradients with it; None: its gradient is to be dropped."""
@@ -31,15 +91,81 @@ class Agreement:
         """Go to where the others are, as the gradient was dropped. Returns False if a signal came before."""
         return True
 
+    def apply(self, outcome: StepOutcome, learning_rate: float, observer: UpdateObserver | None = None) -> None:
+        """Make the step count."""
+        self.step.apply(self.step.update(outcome, learning_rate), observer)
+        self.policy.applied()
+
     def after_step(self, outcome: StepOutcome) -> bool:
         """Agree on the weights, if it is time. Returns False if a signal came before."""
         return True
+
+    def is_score_due(self, done: int) -> bool:
+        """True if the model is to be scored after `done` steps. Any rank may ask."""
+        return self._parts.evaluator.is_due(done) or done == self._pace.steps
+
+    def line(self) -> Mapping[str, Any]:
+        """Return what the step's line of metrics says of it, once. Only rank 0 has something to say."""
+        return {}
+
+    def write_lines(self, seconds: Mapping[str, float], more: Mapping[str, Any]) -> bool:
+        """Write the lines of metrics that the step leads to, and show the last. Only rank 0 calls it.
+
+        seconds: where the step's time went. more: what services say of it. Returns False if there are none (yet).
+        """
+        parts, update, done = self._parts, self._state.last_update, self._state.step
+        if update is None:
+            return False
+        samples, more = parts.batches.line(update.step), {**more, **parts.batches.cache_line(), **self.line()}
+        record = self._records.step(update, self._state.tokens, samples, seconds, parts.clock.communication, more)
+        score, left_s = parts.evaluator.score, self._pace.left_s(done)
+        self._records.progress.step(record, self._pace.steps, score.loss if score else None, left_s)
+        if left_s is None and parts.plan.compile:
+            parts.show("compiling")
+        return True
+
+    def save_if_due(self, requests: Requests) -> bool:
+        """Save by steps, by minutes or for a world that is to end. Returns True if it was on disk."""
+        return self.saving.save_if_due(requests)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def save_last_state(self) -> None:
+        """Read no more, and leave nothing unsaved. Raises: StorageError if the state cannot be saved."""
+        self.saving.save_last_state()
 
     @property
     def is_due(self) -> bool:
         """True if weights are to be agreed on before the state counts as finished."""
         return False
 
-    def line(self) -> Mapping[str, Any]:
-        """Return what the step's line of metrics says of it, once. Only rank 0 has something to say."""
-        return {}
+    @property
+    def has_report(self) -> bool:
+        """True if this job has something to report at its end, finished or not."""
+        return True
+
+    def close(self) -> None:
+        """Leave the others, after an error too. Ranks do not call it together."""
+
+
+class Waiting:
+    """One wait for others: shown in the live line, and in a line that stays if it lasts, as most runs have no
+    terminal."""
+
+    def __init__(self, progress: Progress):
+        self._progress, self._began_s, self._shown, self._is_said = progress, time.monotonic(), "", False
+
+    def is_for(self, words: str) -> None:
+        """Show what is waited for, once it takes longer than SHOWN_S, and say it once, after SAID_S."""
+        waited_s = time.monotonic() - self._began_s
+        if waited_s > SHOWN_S and words != self._shown:
+            self._shown = words
+            self._progress.doing(words)
+        if waited_s > SAID_S and words and not self._is_said:
+            self._is_said = True
+            self._progress.say(f" waiting: {words}", "yellow")
+
+    def ends(self) -> None:
+        """Show it no more."""
+        if self._shown:
+            self._progress.doing("")

@@ -1,4 +1,4 @@
-"""The training loop: it is read from top to bottom, and knows nothing of layouts."""
+"""The training loop: it is read from top to bottom, and knows nothing of layouts, or of how replicas agree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from argosy.config.schema import RunConfig
 from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.asynchronous import train_asynchronously
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
 from argosy.training.trainer import Trainer
@@ -31,8 +30,6 @@ def train(
     `survivor`: what this process brings from the world before, and may bring to the next should this one end.
     `heartbeat`: where it shows its progress. Returns True if nothing is left to do.
     """
-    if plan.sync == "async":
-        return train_asynchronously(run, plan, world, run_dir, stop, survivor or Survivor(), heartbeat)
     with Trainer(run, plan, world, run_dir, stop, survivor or Survivor(), heartbeat) as trainer:
         trainer.restore_or_initialize()
         for step in trainer.remaining_steps():

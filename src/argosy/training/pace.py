@@ -33,7 +33,7 @@ class Pace:
         self.steps: int | None = run.train.steps or None
         self._batches = run.train.batches
         self._decide_at = run.schedule.warmup_steps
-        self._budget_s = run.train.minutes * 60
+        self._budget_s, self._pause_at = run.train.minutes * 60, run.train.pause_at
         self._began = time.monotonic()
         self._recent: deque[float] = deque(maxlen=20)
         self._steady: deque[float] = deque(maxlen=20)
@@ -48,6 +48,14 @@ class Pace:
             self._first_steps_left -= 1
         else:
             self._steady.append(step_s * self._batches.largest / self._batches.at(step))
+
+    def is_paused(self, done: int) -> bool:
+        """True if the run is to stop after `done` steps, for now (train.pause_at)."""
+        return 0 < self._pause_at <= done
+
+    def is_over(self, done: int) -> bool:
+        """True if no step comes after `done` steps, for now or for good."""
+        return self.is_paused(done) or (self.steps is not None and done >= self.steps)
 
     @property
     def step_s(self) -> float | None:

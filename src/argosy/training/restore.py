@@ -25,33 +25,31 @@ class Restorer:
         self._memory, self._integrity, self._bad_steps = memory, integrity, bad_steps
         self.is_new = False
         """True once the state was found nowhere: the run begins with its initial weights."""
+        self.is_survivors = False
+        """True once it was found with survivors: what was due after its last step may have been interrupted."""
 
-    def restore_or_initialize(self) -> bool:
-        """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights.
-
-        Returns True if it is a survivor's: then what was due after its last step may have been interrupted.
-        """
+    def restore_or_initialize(self) -> None:
+        """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights."""
         state, world = self._state, self._world
         found = recover(state, self._survivor.state, self._checkpointer, memory_folder(), world)
-        self.is_new = found.tier == "none"
-        if found.tier == "none" and self._run.model.weights is not None:
+        self.is_new, self.is_survivors = found.tier == "none", found.tier == "live"
+        if self.is_new and self._run.model.weights is not None:
             self._checkpointer.read_weights(state, self._run.model.weights)
         self._batches.follow()
         self._memory.begin()
         self._records.introduce()
-        if found.tier != "none":
+        if not self.is_new:
             self._records.recovered(found)
         if world.is_first:
             self._records.metrics.forget_from(state.step)
             if found.last_update is not None:
                 self._records.write_missing_line(found.last_update, state.tokens, self._batches.line)
         self._bad_steps.load_newest(world.gather(self._bad_steps.counts(), Counts))
-        if found.tier != "live":
+        if not self.is_survivors:
             self._bad_steps.forget_bad_steps()
         self._bad_steps.remember(self._records.last_steps())
         self._replace_survivor()
         self._records.started(state.step)
-        return found.tier == "live"
 
     def rewind(self) -> None:
         """Go back to the newest checkpoint, as the step at hand is bad again and again; stay if there is none.

@@ -20,12 +20,12 @@ from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
 from argosy.parallel.gradients import square_share
 from argosy.sync.sites.ledger import dealt_in
-from argosy.training.agreement import Agreement
+from argosy.training.agreement import Agreement, Waiting
+from argosy.training.pace import Pace
 from argosy.training.parts import Parts
 from argosy.training.schedule import learning_rate
 from argosy.training.site_files import SiteFiles
-from argosy.training.step import Requests, Step, StepOutcome
-from argosy.training.waiting import Waiting
+from argosy.training.step import Requests, StepOutcome
 
 FIRST_LOOK_S, LOOK_S = 0.005, 0.05
 """How often ranks look whether the average has come: at first, and after a while."""
@@ -34,12 +34,12 @@ FIRST_LOOK_S, LOOK_S = 0.005, 0.05
 class Rounds(Agreement):
     """Sites agree in rounds: each makes steps of its own, then an outer step on the mean of what all have changed."""
 
-    def __init__(self, parts: Parts, step: Step):
+    def __init__(self, parts: Parts, pace: Pace):
+        super().__init__(parts, pace)
         state = parts.state
         assert state.outer is not None
-        self._state, self._outer, self._world, self._step = state, state.outer, parts.world, step
-        self._sites, self._ledger = state.outer.sites, state.outer.ledger
-        self._checkpointer, self._batches, self._records = parts.checkpointer, parts.batches, parts.records
+        self._outer, self._sites, self._ledger = state.outer, state.outer.sites, state.outer.ledger
+        self._checkpointer, self._batches = parts.checkpointer, parts.batches
         self._heartbeat, self._has_signal = parts.heartbeat, parts.has_signal
         self._files = SiteFiles(state, state.outer, parts.world)
         self._line: dict[str, Any] | None = None
@@ -63,9 +63,10 @@ class Rounds(Agreement):
             return False
         return step == self._sites.end_of(number) or step >= self._sites.merge_after(number)
 
-    def begin(self, is_new: bool) -> bool:
+    def begin(self) -> bool:
         """Begin with the weights at hand, if the run is new; then go to where the sites are."""
-        if is_new:
+        super().begin()
+        if self.restorer.is_new:
             self._outer.begin(self._state.model.masters)
         self._batches.again()
         self._records.progress.doing("meeting the other sites")
@@ -121,6 +122,9 @@ class Rounds(Agreement):
         if state.rounds > before:
             self._line = self._measured(state.rounds - 1, before, time.monotonic() - began)
         return True
+
+    def requests(self) -> Requests:
+        return replace(super().requests(), left_behind=self.is_left_behind)
 
     def sum_gradients(self, outcome: StepOutcome) -> StepOutcome | None:
         """Replace the step's gradient by the mean over the sites, weighted by tokens, if it is summed (sync.from_step).
@@ -363,7 +367,7 @@ class Rounds(Agreement):
         state.drop_gradient()
         norm = self._take_gradient(number)
         unknown = StepOutcome(math.nan, norm, replicas_differ=False, requests=Requests(), loads=None)
-        self._step.apply(self._step.update(unknown, learning_rate(run, state.step, run.train.steps)))
+        self.step.apply(self.step.update(unknown, learning_rate(run, state.step, run.train.steps)))
         state.last_update = None  # this site knows no loss of it
 
     def _measured(self, number: int, before: int, seconds: float) -> dict[str, Any]:

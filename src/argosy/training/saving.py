@@ -44,10 +44,16 @@ class Saving:
 
     def repeat_save(self) -> None:
         """Save again what was to be saved before the last world ended, and was interrupted."""
-        if self._checkpointer.has_missed(self._state.step):
+        if self._restorer.is_survivors and self._checkpointer.has_missed(self._state.step):
             with self._parts.clock.time("checkpoint"):
                 self._restorer.make_replicas_agree()
                 self._checkpointer.save(self._state, self._in_background)
+
+    def poll(self) -> None:
+        """Report what has become of saves, and show how far they lead. Each process does so for itself."""
+        self._checkpointer.poll()
+        self._parts.heartbeat.has_written(self._checkpointer.written_bytes)
+        self._restorer.show_safe_step()
 
     def save_last_state(self) -> None:
         """Read no more, save the state if it is not saved yet, and wait for the disk.
@@ -57,7 +63,9 @@ class Saving:
         self._parts.heartbeat.enter("finishing")
         self._parts.batches.close()
         self._restorer.make_replicas_agree()
-        if error := self._checkpointer.finish(self._state):
+        error = self._checkpointer.finish(self._state)
+        self._parts.heartbeat.has_written(self._checkpointer.written_bytes)
+        if error:
             raise StorageError(
                 f"{self._parts.run_dir}: the state after step {self._state.step} could not be saved ({error}). Mend "
                 "that, and run the same command again to go on from the newest checkpoint."

@@ -96,13 +96,14 @@ def write_report(
             "unigram_bits_per_byte": baseline.bits_per_byte,
             "tokens": score.tokens,
         }
-    if run.evaluate.sample_prompt and finished:
+    is_worker = plan.sync == "async"
+    if run.evaluate.sample_prompt and finished and not is_worker:  # the servers have the checkpoints
         sample = _sample(run, run_dir, data)
     measured = Measured(plan_since(_starts(run_dir)))
     found = totals(measured.steps(Metrics(run_dir)), run.train.batches.at)
     if found is None:
         return  # stopped before the first step: there is nothing to report
-    if plan.sync == "async":
+    if is_worker:
         found["tokens"] = found["steps"] * run.tokens_per_step  # its lines count those of all workers
     wall_s = time.time() - _first_start(run_dir)
     report = Report(
@@ -123,7 +124,7 @@ def write_report(
         ),
         not_deterministic=(
             *(f"{declaration} ({declaration.place})" for declaration in run.not_deterministic),
-            *((ASYNCHRONOUS,) if plan.sync == "async" else ()),
+            *((ASYNCHRONOUS,) if is_worker else ()),
         ),
         **found,
         **facts,

@@ -15,21 +15,19 @@ from argosy.models.decoder import Microbatch
 from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.plan.sync import LOCAL
 from argosy.training.agreement import Agreement
-from argosy.training.bad_steps import Action, BadStepPolicy
-from argosy.training.integrity import Integrity
-from argosy.training.memory_checkpoints import MemoryCheckpointing
 from argosy.training.pace import Pace
 from argosy.training.parts import Parts
-from argosy.training.restore import Restorer
 from argosy.training.rounds import Rounds
-from argosy.training.saving import Saving
 from argosy.training.schedule import learning_rate
-from argosy.training.services import SERVICES
+from argosy.training.servers import Servers
 from argosy.training.state import Survivor
-from argosy.training.step import Requests, Step, StepOutcome
-from argosy.training.step_policy import StepPolicy
+from argosy.training.step import StepOutcome
 from argosy.training.stop import StoppedEarly, StopSignal
+
+AGREEMENTS: dict[str, type[Agreement]] = {**dict.fromkeys(LOCAL, Rounds), "async": Servers}
+"""plan.sync -> how replicas agree, if not within the step."""
 
 
 class Trainer:
@@ -47,18 +45,10 @@ class Trainer:
     ):
         self._began_s = time.monotonic()
         self._parts = parts = Parts.make(run, plan, world, run_dir, stop, survivor, heartbeat)
-        self.state = parts.state
-        self._evaluator = parts.evaluator
-        self._pace = Pace(run, self._evaluator.held_out.tokens, plan.compile)
-        self._memory = memory = MemoryCheckpointing(parts)
-        integrity = Integrity(parts)
-        self._step = Step(run, parts.state, world, parts.clock, integrity, stop.check)
-        bad_steps = BadStepPolicy(run.resilience, parts.batches.stage, survivor.bad_steps)
-        self._restorer = restorer = Restorer(parts, memory, integrity, bad_steps)
-        self._saving = Saving(parts, memory, restorer, bad_steps)
-        self.policy = StepPolicy(parts, restorer, bad_steps)
-        self._agreement = Agreement() if parts.state.outer is None else Rounds(parts, self._step)
-        self._services = [kind.of(parts) for kind in SERVICES]
+        self.state, self._evaluator = parts.state, parts.evaluator
+        self._pace = Pace(run, parts.evaluator.held_out.tokens, plan.compile)
+        self.agreement = AGREEMENTS.get(plan.sync, Agreement)(parts, self._pace)
+        self._services = [kind.of(parts) for kind in self.agreement.services]
         self._time_to_first_step_s: float | None = None
         self.is_stopped_early = False
         """True once a signal has interrupted something that need not be finished."""
@@ -72,14 +62,14 @@ class Trainer:
         for service in self._services:
             service.abandon()
         self._parts.meter.close()
+        self.agreement.close()
         if kind is not None:
-            self._saving.abandon()
+            self.agreement.saving.abandon()
 
     def restore_or_initialize(self) -> None:
         """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights."""
         self._parts.show("setting up the model and its state")
-        is_survivors = self._restorer.restore_or_initialize()
-        if not self._agreement.begin(self._restorer.is_new):
+        if not self.agreement.begin():
             self.is_stopped_early = True
             return
         self._parts.show("compiling" if self._parts.plan.compile else "the first step")
@@ -87,67 +77,59 @@ class Trainer:
         done = self.state.step
         if done and not self._parts.records.has_evaluated(done - 1):
             self.evaluate_if_due()  # it was interrupted
-        if is_survivors:
-            self._saving.repeat_save()
+        self.agreement.saving.repeat_save()
         for service in self._services:
             service.start(self.state.step)
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to do, 0-based; a run given in minutes learns their number on the way."""
-        parts, state, pace = self._parts, self.state, self._pace
+        parts, pace = self._parts, self._pace
         parts.stop.between_steps()
-        if self.is_stopped_early or (state.step and parts.has_signal()):
+        if self.is_stopped_early or (self.state.step and parts.has_signal()):
             return  # this world was formed for what survivors have to be saved
-        while not self._is_paused and (pace.steps is None or state.step < pace.steps):
-            parts.heartbeat.begin(state.step)
+        for step in self.agreement.steps():
+            parts.heartbeat.begin(step)
             for service in self._services:
-                service.before_step(state.step, pace.steps)
-            yield state.step
+                service.before_step(step, pace.steps)
+            yield step
             parts.stop.between_steps()
-            if steps := pace.decide_length(state.step, parts.world):
+            if steps := pace.decide_length(self.state.step, parts.world):
                 parts.records.length(steps)
 
     def batch(self, step: int) -> list[Microbatch]:
         """Return this process's share of the step's samples."""
         fault("batch", step=step, rank=self._parts.world.rank)
         with self._parts.clock.time("data"):
-            return self._parts.batches.read(step, self._parts.advance)
+            return self._parts.batches.read(self.agreement.sample_step(step), self._parts.advance)
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""
         for service in self._services:
             service.before_forward(self.state.step, batch)
-        loss = self._step.forward_backward(batch)
+        loss = self.agreement.step.forward_backward(batch)
         for service in self._services:
             service.after_backward()
         return loss
 
     def exchange(self, loss: Tensor) -> StepOutcome:
         """Return the step's outcome over all ranks, with what any of them asks for."""
+        step, requests = self.agreement.step, self.agreement.requests
         named = {type(service).__name__: service for service in self._services}
-        outcome = self._step.exchange(
-            loss, self._requests, lambda: {name: service.measure() for name, service in named.items()}
-        )
+        outcome = step.exchange(loss, requests, lambda: {name: service.measure() for name, service in named.items()})
         for name, service in named.items():
             service.after_exchange(outcome, outcome.sums[name])
         return outcome
 
     def accepts(self, outcome: StepOutcome) -> bool:
-        """Decide whether the step counts, the same on all ranks; drop its gradient, and mend what is wrong, if not.
-
-        Raises: RunFailed, Retryable if the run cannot go on.
-        """
-        action = self.policy.decide(outcome)
-        if action is not Action.APPLY:
-            self.policy.drop(outcome, action)
-        return action is Action.APPLY
+        """Decide whether the step counts, the same on all ranks; drop its gradient, and mend what is wrong, if not."""
+        return self.agreement.accepts(outcome)
 
     def update(self, outcome: StepOutcome) -> bool:
-        """Apply the gradients and agree with other sites; the step counts from then on.
+        """Apply the gradients and agree with others; the step counts from then on.
 
         Returns False if the gradient was dropped instead: the step is done again, unless a signal came meanwhile.
         """
-        agreement, clock = self._agreement, self._parts.clock
+        agreement, clock = self.agreement, self._parts.clock
         with clock.time("communication"):
             agreed = agreement.sum_gradients(outcome)
             if agreed is None:
@@ -158,8 +140,7 @@ class Trainer:
         fault("commit", step=step, rank=self._parts.world.rank)
         rate = learning_rate(self._parts.run, step, self._pace.steps)
         observers = (service.observer(step) for service in self._services)
-        self._step.apply(self._step.update(agreed, rate), next(filter(None, observers), None))
-        self.policy.applied()
+        agreement.apply(agreed, rate, next(filter(None, observers), None))
         for service in self._services:
             service.after_step(step, rate)
         with clock.time("communication"):
@@ -169,10 +150,10 @@ class Trainer:
     def evaluate_if_due(self) -> None:
         """Score the model on held-out text every evaluate.every_steps, and after the last step."""
         done, records = self.state.step, self._parts.records
-        if not (self._evaluator.is_due(done) or done == self._pace.steps):
+        if not self.agreement.is_score_due(done):
             return
         with self._parts.clock.time("evaluate"), records.progress.during("evaluating"):
-            self._restorer.make_replicas_agree()
+            self.agreement.restorer.make_replicas_agree()
             if self.state.step != done:
                 return  # it went back
             self._evaluate()
@@ -183,83 +164,57 @@ class Trainer:
                 service.evaluated(score)
 
     def observe(self) -> None:
-        """Write the line of the step that was applied, and show it."""
+        """Write the lines of metrics that the step leads to, and show the last."""
         parts, step = self._parts, self.state.step - 1
         seconds = parts.clock.lap()
         more: dict[str, Any] = {key: value for service in self._services for key, value in service.line(step).items()}
         if "profiled" not in more:
             self._pace.took(seconds["step"], step)
-        if self._time_to_first_step_s is None:
-            self._time_to_first_step_s = time.monotonic() - self._began_s
-        parts.checkpointer.poll()
-        parts.heartbeat.has_written(parts.checkpointer.written_bytes)
-        self._restorer.show_safe_step()
-        more |= {**parts.batches.cache_line(), **self._agreement.line()}
-        if parts.world.is_first and (update := self.state.last_update) is not None:
-            samples = parts.batches.line(update.step)
-            record = parts.records.step(update, self.state.tokens, samples, seconds, parts.clock.communication, more)
-            left_s, score = self._pace.left_s(self.state.step), self._evaluator.score
-            parts.records.progress.step(record, self._pace.steps, score.loss if score else None, left_s)
-            if left_s is None and parts.plan.compile:
-                parts.show("compiling")
+        self.agreement.saving.poll()
+        if parts.world.is_first and self.agreement.write_lines(seconds, more):
+            self._time_to_first_step_s = self._time_to_first_step_s or time.monotonic() - self._began_s
         for service in self._services:
             service.end_step(step, seconds)
 
     def save_if_due(self, outcome: StepOutcome) -> None:
         """Save by steps, by minutes or for a world that is to end; its time counts in the next step."""
-        if self._saving.save_if_due(outcome.requests):
+        if self.agreement.save_if_due(outcome.requests):
             for service in self._services:
                 service.saved()
         if outcome.requests.hold and not outcome.requests.stop:
-            self._saving.hold()
+            self.agreement.saving.hold()
 
     def finish(self) -> bool:
         """Save the last state, wait for the disk, write the report.
 
         Returns True if nothing is left to do. Raises: StorageError if the state cannot be saved.
         """
-        parts, records = self._parts, self._parts.records
+        parts, records, agreement, pace = self._parts, self._parts.records, self.agreement, self._pace
         parts.show("saving the last state")
-        self._saving.save_last_state()
-        done = self.state.step
-        if done == self._pace.steps and self._evaluator.score is None and not self.is_stopped_early:
+        agreement.save_last_state()
+        done, is_scored = self.state.step, self._evaluator.score is not None
+        if done == pace.steps and agreement.is_score_due(done) and not (is_scored or self.is_stopped_early):
             self._evaluate()
-        parts.heartbeat.has_written(parts.checkpointer.written_bytes)
-        finished = done == self._pace.steps and not (self.is_stopped_early or self._agreement.is_due)
+        finished = done == pace.steps and not (agreement.is_due or self.is_stopped_early)
         facts = {key: value for service in self._services for key, value in service.finish().items()}
         parts.show("writing the report")
-        records.report(parts.data, self._evaluator, finished, self._time_to_first_step_s)
+        if agreement.has_report:
+            records.report(parts.data, self._evaluator, finished, self._time_to_first_step_s)
         with records.progress.during("verifying what was saved"):
-            self._saving.close()
-        paused = {"paused_at": done} if self._is_paused and not finished else {}
+            agreement.saving.close()
+        paused = {"paused_at": done} if pace.is_paused(done) and not finished else {}
         records.events.write("end", step=done, finished=finished, **paused, **facts)
-        return finished or self._is_paused
+        return finished or bool(paused)
 
     def _evaluate(self) -> None:
         """Score the model, unless a signal comes: the next process that goes on with the run does it then."""
+
+        def end_on_signal() -> None:
+            fault("evaluate", step=self.state.step)
+            if self._parts.has_signal():
+                raise StoppedEarly
+
         try:
-            self._evaluator.evaluate(self._end_on_signal)
+            self._evaluator.evaluate(end_on_signal)
         except StoppedEarly:
             self.is_stopped_early = True
-
-    def _end_on_signal(self) -> None:
-        """Raises: StoppedEarly once a signal came to any process."""
-        fault("evaluate", step=self.state.step)
-        if self._parts.has_signal():
-            raise StoppedEarly
-
-    def _requests(self) -> Requests:
-        stop, checkpointer = self._parts.stop, self._parts.checkpointer
-        return Requests(
-            stop=stop.is_requested(),
-            save=checkpointer.is_due_by_time or (stop.is_to_hold and stop.is_to_save),
-            quarantine=self._parts.batches.are_unreadable,
-            memory_checkpoint=self._memory.is_due(self.state.step + 1, self._pace.step_s),
-            hold=stop.is_to_hold,
-            left_behind=self._agreement.is_left_behind,
-        )
-
-    @property
-    def _is_paused(self) -> bool:
-        """True if the run is to stop here, for now (train.pause_at)."""
-        return 0 < self._parts.run.train.pause_at <= self.state.step

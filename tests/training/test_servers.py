@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from argosy.config.sites import SiteConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
 from argosy.observe.clock import StepClock
-from argosy.observe.events import Events
+from argosy.observe.events import Events, read_lines
 from argosy.observe.metrics import Metrics
 from argosy.observe.report import Report
 from argosy.parallel.apply import apply
@@ -26,16 +29,22 @@ from argosy.processes.secret import secret_of
 from argosy.sync.server.client import Client, Closed
 from argosy.sync.server.layout import Layout
 from argosy.training.batches import Batches
+from argosy.training.loop import train
 from argosy.training.schedule import learning_rate_factor
 from argosy.training.server.main import Server
 from argosy.training.state import TrainState
 from argosy.training.step import Step
+from argosy.training.stop import StopSignal
 from parameter_servers import asynchronous, serving, together, work
 from tiny import eager, losses, train_in, weights
 
 
 def lines(run_dir):
     return [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
+
+
+def events(run_dir):
+    return [event["event"] for event in read_lines(run_dir / "events/rank-0.jsonl")]
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -182,6 +191,39 @@ def test_the_servers_go_on_from_a_checkpoint_with_another_number_of_servers(corp
         work(longer, tmp_path, "B")
     assert [line["update"] for line in lines(tmp_path)] == list(range(10))
     assert [line["site"] for line in lines(tmp_path)] == ["A"] * 6 + ["B"] * 4
+
+
+def test_a_damaged_shard_is_left_out_and_the_step_is_repeated(sharded, tmp_path):
+    run = asynchronous(sharded, data={"on_bad_shard": "skip"})
+    with serving(run, tmp_path / "async"):
+        assert work(run, tmp_path / "async", "A")
+    plain = run.model_copy(update={"plan": "microbatch=4", "sites": ()})
+    records = train_in(World(), plain, eager("microbatch=4"), tmp_path / "plain")
+    assert losses(Metrics(tmp_path / "async").read()) == losses(records)
+    assert "bad_shard" in events(tmp_path / "async/sites/A")
+
+
+def two_ranks(world: World, run: RunConfig, run_dir: Path, fault: str) -> bool:
+    """Be a rank of the worker A; the first one holds the servers, too."""
+    plan, run = eager("dp_replicate=2,microbatch=2,sync=async"), run.model_copy(update={"plan": "sync=async"})
+    faults.arm(fault, run_dir)
+    os.environ["RANK"] = str(world.rank)  # some fault points have to ask for it
+    try:
+        with serving(run, run_dir) if world.is_first else nullcontext():
+            own = run.model_copy(update={"site": "A"})
+            return train(own, plan, world, run_dir / "sites/A", StopSignal())
+    finally:
+        faults.arm("")
+        del os.environ["RANK"]
+
+
+def test_ranks_of_a_worker_that_differ_take_the_weights_anew(workers, corpus, tmp_path):
+    run = asynchronous(corpus, sync=LOCAL, resilience={"fingerprint_every_steps": 1})
+    assert workers.run(2, two_ranks, run, tmp_path / "two", "flip@weights:step=2,rank=1,bit=2") == [True, True]
+    assert events(tmp_path / "two/sites/A").count("replicas_differ") == 1
+    assert sorted(line["item"] for line in lines(tmp_path / "two")) == [0, 1, 2, 3]
+    workers.run(2, two_ranks, run, tmp_path / "undisturbed", "")
+    assert "replicas_differ" not in events(tmp_path / "undisturbed/sites/A")
 
 
 def test_a_bad_gradient_changes_nothing_and_other_samples_stand_in(corpus, tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.training import waiting as module
-from argosy.training.waiting import Waiting
+from argosy.training import agreement as module
+from argosy.training.agreement import Waiting
 
 
 class Told:
