@@ -23,7 +23,7 @@ def home(tmp_path, monkeypatch) -> Path:
     """The state folder of a user who has approved nothing."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv(APPROVED, "")
-    return tmp_path / "state"
+    return tmp_path / "state" / "argosy"
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_approvals_that_others_may_have_written_count_for_nothing(home, code, mo
 
 
 def test_a_process_without_a_home_approves_for_itself_and_its_children(home, code, tmp_path):
-    home.write_text("a file where the folder would be")
+    home.parent.write_text("a file where the folder would be")
     approve(code)
     subprocess.run([sys.executable, "-c", LOAD, str(code[0].path)], check=True)
     assert (tmp_path / "ran").exists()

@@ -109,9 +109,8 @@ def parity(
     check_approved(run.extend.code, trust_code)
     run = _brief(run, steps)
     plan = _complete(run)
-    threads = threads_per_process(
-        run.launch, plan.world_size
-    )  # the same in both runs: the number of threads sets the order of sums too
+    # The same in both runs: the number of threads sets the order of sums too.
+    threads = threads_per_process(run.launch, plan.world_size)
     run = run.model_copy(update={"launch": run.launch.model_copy(update={"threads": threads})})
     reference = choose_plan(_under(run, REFERENCE), Devices(1, "cpu", fast_bf16=False))
     with tempfile.TemporaryDirectory(prefix="argosy-parity-") as folder:
@@ -132,9 +131,12 @@ def compare(reference: Path, other: Path) -> Differences:
     if len(expected) != len(found) or not expected:
         raise RunFailed(f"{other} has {len(found)} steps, and {reference} has {len(expected)}: no two runs to compare.")
 
+    def value(record: dict[str, Any], key: str) -> float:
+        return math.nan if record[key] is None else float(record[key])  # what is read has null for what is no number
+
     def of_steps(key: str) -> Difference:
-        pairs = zip(expected, found, strict=True)
-        return _largest((_relative(abs(b[key] - a[key]), abs(a[key])), f"step {a['step']}") for a, b in pairs)
+        pairs = ((value(a, key), value(b, key), a["step"]) for a, b in zip(expected, found, strict=True))
+        return _largest((_relative(abs(b - a), abs(a)), f"step {step}") for a, b, step in pairs)
 
     return Differences(of_steps("loss"), of_steps("grad_norm"), _weights_apart(reference, other))
 
