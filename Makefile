@@ -14,7 +14,7 @@ help:
 	@echo "make test-faults  the whole matrix of faults, each at five places (an hour and a half)"
 	@echo "make healthy   an hour of undisturbed training, in which no fault must be found (RUN=run.toml)"
 	@echo "make chaos     a run that is killed, stopped and corrupted at random for half an hour"
-	@echo "make lint      ruff, mypy, and the order of imports"
+	@echo "make lint      ruff, mypy, the order of imports, and the rules of the house (.ci/house.py)"
 	@echo "make docs      build the site (build/site), check its links and commands, write the run file's JSON schema"
 	@echo "make bench     the benchmarks, side by side with their peers"
 	@echo "make bench-planner  the planner's predictions against published runs"
@@ -45,6 +45,7 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python .ci/house.py
 
 docs: .venv/.dev
 # By way of another file: a failure would leave the document empty.

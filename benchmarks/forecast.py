@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from argosy.watch.facts import Facts, Floats, Table
+from argosy.watch.facts import Floats, RunFacts, Table
 from argosy.watch.forecast import forecast
 from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader
@@ -69,7 +69,7 @@ def backtest(folder: Path) -> list[Tried]:
     return [tried for share in SHARES if (tried := _try(whole, share, folder.name)) is not None]
 
 
-def with_times(facts: Facts) -> Facts:
+def with_times(facts: RunFacts) -> RunFacts:
     """Return the facts with times of lines: runs of older versions have none, but their starts and steps tell."""
     times = facts.column("time_s")
     if np.isfinite(times).all():
@@ -82,7 +82,7 @@ def with_times(facts: Facts) -> Facts:
     return replace(facts, steps={**{key: facts.steps[key] for key in list(facts.steps.keys())}, "time_s": times})
 
 
-def known_at(whole: Facts, count: int) -> Facts:
+def known_at(whole: RunFacts, count: int) -> RunFacts:
     """Return what was known when the line of the `count`-th step was written."""
     now_s = float(whole.column("time_s")[count - 1])
     last_step = float(whole.column("step")[count - 1])
@@ -91,13 +91,13 @@ def known_at(whole: Facts, count: int) -> Facts:
     evaluations: Table = {key: whole.evaluated(key)[ended] for key in list(whole.evaluations.keys())}
     events = [event for event in whole.events if float(event["time_s"]) <= now_s and event["event"] != "end"]
     # All that a resumed run's folder tells of its present.
-    return Facts(
+    return RunFacts(
         now_s=now_s, state="training", run=whole.run, plan=whole.plan, prediction=whole.prediction, steps=steps,
         evaluations=evaluations, events=events, folder=whole.folder,
     )  # fmt: skip
 
 
-def _try(whole: Facts, share: float, name: str) -> Tried | None:
+def _try(whole: RunFacts, share: float, name: str) -> Tried | None:
     count = int(share * len(whole))
     said = forecast(known_at(whole, count)) if count else None
     if said is None:
@@ -107,7 +107,7 @@ def _try(whole: Facts, share: float, name: str) -> Tried | None:
     return Tried(name, share, left.low, left.mid, left.high, float(times[-1] - times[count - 1]), _loss(whole, count))
 
 
-def _loss(whole: Facts, count: int) -> tuple[float, float, float, float] | None:
+def _loss(whole: RunFacts, count: int) -> tuple[float, float, float, float] | None:
     """Fit E + A t^-a to the last two thirds of the loss so far, in bins; the interval is from bootstraps."""
     loss, step = whole.column("loss"), whole.column("step") + 1
     part = slice(count // 3, count)

@@ -34,7 +34,7 @@ from argosy.plan.cost.exact_state import local_shard_of, place_of, stages_on
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.plan import Plan
 from argosy.training.offers import Claim, Offer, newest_whole_state
-from argosy.training.recovery import Facts
+from argosy.training.recovery import SurvivorFacts
 
 GPUS = 8
 """Ranks of a node."""
@@ -130,8 +130,8 @@ def recovery(peers: Peers, scenario: Scenario, run: RunConfig) -> Talk[int]:
         for kept in (rank, (rank - GPUS) % before.world_size):
             offers.append(Offer(saved, tuple(state_boxes(before, run, kept))))
     wanted = list(state_boxes(after, run, rank))
-    facts = [Facts(HISTORY, offer.claim.position, None) for offer in offers if offer.claim.is_live]
-    yield from peers.union(facts, Facts)
+    facts = [SurvivorFacts(HISTORY, offer.claim.position, None) for offer in offers if offer.claim.is_live]
+    yield from peers.union(facts, SurvivorFacts)
     yield from peers.alike(f"node-{rank // GPUS}")
     claims = yield from peers.union([offer.claim for offer in offers], Claim)
     found = yield from newest_whole_state(peers, offers, claims, lambda past: wanted, HISTORY)

@@ -13,10 +13,10 @@ from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.sync.sites.layout import Sites, at_site
-from argosy.sync.sites.ledger import Ledger
+from argosy.sync.sites.ledger import RoundLedger
 from argosy.training.outer_state import OuterState
 from argosy.training.site_files import SiteFiles
-from argosy.training.state import TrainState, Update
+from argosy.training.state import StepUpdate, TrainState
 from tiny import run_config
 
 PLAN = Plan(compile=False, sync="diloco")
@@ -33,7 +33,7 @@ def site(run: RunConfig, folder: Path) -> tuple[TrainState, SiteFiles, Sites]:
     """The state of a site, whose folder is there."""
     state, sites = TrainState.begin(apply(PLAN, run, World()), PLAN, run), Sites.of(run, folder)
     sites.folder.mkdir(parents=True)
-    state.outer = OuterState(sites, Ledger(folder), state.model.masters, is_diloco=True)
+    state.outer = OuterState(sites, RoundLedger(folder), state.model.masters, is_diloco=True)
     assert state.outer is not None
     state.outer.begin(state.model.masters)
     return state, SiteFiles(state, state.outer, World()), sites
@@ -45,12 +45,12 @@ def gradient(state: TrainState, seed: int) -> dict[str, Tensor]:
     return {p.name: torch.randn(p.value.shape, generator=generator) for p in state.model.pieces}
 
 
-def plain(state: TrainState, norm: float) -> Update:
+def plain(state: TrainState, norm: float) -> StepUpdate:
     """An update that clips nothing."""
-    return Update(state.step, 1.0, norm, 0.0, 1e-2, 64, None)
+    return StepUpdate(state.step, 1.0, norm, 0.0, 1e-2, 64, None)
 
 
-def train(state: TrainState, seed: int, update: Callable[[TrainState, float], Update] = plain) -> None:
+def train(state: TrainState, seed: int, update: Callable[[TrainState, float], StepUpdate] = plain) -> None:
     """Make a step from `gradient`; `update` is given its norm."""
     some = gradient(state, seed)
     for piece in state.model.pieces:

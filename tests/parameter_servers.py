@@ -14,7 +14,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.sites import SiteConfig
 from argosy.parallel.world import World
 from argosy.training.loop import train
-from argosy.training.server.main import Server
+from argosy.training.server.main import ParameterServer
 from argosy.training.stop import StopSignal
 from tiny import eager, run_config
 
@@ -35,12 +35,14 @@ def asynchronous(corpus: Path, servers: int = 1, workers: str = "AB", **sections
 
 
 @contextmanager
-def serving(run: RunConfig, run_dir: Path, serve: Callable[[Server], Any] | None = None) -> Iterator[list[Server]]:
+def serving(
+    run: RunConfig, run_dir: Path, serve: Callable[[ParameterServer], Any] | None = None
+) -> Iterator[list[ParameterServer]]:
     """Hold all servers of a run, in a thread each, until the run is over."""
     run_dir.mkdir(parents=True, exist_ok=True)
     save_run(run, run_dir / "run.toml")
     ending = threading.Event()
-    servers = [Server(run, run_dir, number) for number in range(len(run.sync.servers))]
+    servers = [ParameterServer(run, run_dir, number) for number in range(len(run.sync.servers))]
     threads = [threading.Thread(target=server.serve, args=(ending.is_set,)) for server in servers]
     for thread in threads:
         thread.start()

@@ -18,7 +18,7 @@ import torch
 from argosy.config.load import load
 from argosy.sync.sites.deal import RESERVE
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Ledger
+from argosy.sync.sites.ledger import RoundLedger
 from commands import Folder
 from dealt_samples import assert_each_sample_once
 from matrix import free_port
@@ -85,8 +85,8 @@ class SitesOfARun:
     def path(self, name: str) -> Path:
         return self.folder.path / "runs/tiny/sites" / name
 
-    def ledger(self, name: str) -> Ledger:
-        return Ledger(self.path(name))
+    def ledger(self, name: str) -> RoundLedger:
+        return RoundLedger(self.path(name))
 
     def events(self, name: str, process: str = "exchange") -> list[dict[str, Any]]:
         path = self.path(name) / "events" / f"{process}.jsonl"
@@ -121,7 +121,7 @@ class SitesOfARun:
         """How far each site is, for messages."""
         return {name: (len(self.ledger(name).lines), self.events(name)[-3:]) for name in self.names}
 
-    def check_ledger(self) -> Ledger:
+    def check_ledger(self) -> RoundLedger:
         """All sites have the same ledger, in which no sample is there twice or lost."""
         ledger = self.ledger(self.names[0])
         for name in self.names[1:]:

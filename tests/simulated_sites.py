@@ -17,9 +17,9 @@ from argosy.config.schema import RunConfig
 from argosy.observe.events import Events, read_lines
 from argosy.processes.messages import BadMessage, WireRecord
 from argosy.sync.sites.adoption import checksum_of
-from argosy.sync.sites.exchange import Exchange
+from argosy.sync.sites.exchange import SiteExchange
 from argosy.sync.sites.layout import Sites, at_site
-from argosy.sync.sites.ledger import Ledger, dealt_in
+from argosy.sync.sites.ledger import RoundLedger, dealt_in
 from argosy.sync.sites.links import SILENT_S
 from argosy.sync.sites.messages import FROM_SITE, FromSite, packed, unpacked
 
@@ -40,7 +40,7 @@ class AtOnce(Executor):
 class Wires:
     """What `Links` is to an exchange: messages between sites of a `Country`, as long as no link is cut."""
 
-    def __init__(self, country: Country, me: str, its: Exchange):
+    def __init__(self, country: Country, me: str, its: SiteExchange):
         self._country, self._me, self._exchange = country, me, its
         self.sites: dict[str, None] = {}
         self.heard_s = {name: country.now_s for name in country.names if name != me}
@@ -111,9 +111,9 @@ class Site:
 
     def start(self) -> None:
         """Begin, or go on from the folder: the ranks have a checkpoint of some rounds ago."""
-        self.is_up, self.run_dir_ledger = True, Ledger(self.run_dir)
-        self.exchange = Exchange(
-            self.sites, Ledger(self.run_dir), Events(self.run_dir, "exchange"), self._links, AtOnce()
+        self.is_up, self.run_dir_ledger = True, RoundLedger(self.run_dir)
+        self.exchange = SiteExchange(
+            self.sites, RoundLedger(self.run_dir), Events(self.run_dir, "exchange"), self._links, AtOnce()
         )
         self.rounds, self.weights = 0, np.zeros(self.sites.flat(0).elements, np.float32)
         checkpoint = self.run_dir / "checkpoint.json"
@@ -134,13 +134,13 @@ class Site:
         shutil.rmtree(self.run_dir)
         self.start()
 
-    def _links(self, its: Exchange) -> Any:
+    def _links(self, its: SiteExchange) -> Any:
         self.wires = Wires(self.country, self.name, its)
         return self.wires
 
     @property
-    def ledger(self) -> Ledger:
-        return Ledger(self.run_dir)
+    def ledger(self) -> RoundLedger:
+        return RoundLedger(self.run_dir)
 
     @property
     def is_done(self) -> bool:

@@ -12,7 +12,7 @@ from argosy.config.schema import RunConfig
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.plan.plan import Plan
-from argosy.watch.facts import Event, Facts, Floats, Ranks
+from argosy.watch.facts import Event, Floats, RankTable, RunFacts
 from tiny import run_config
 
 BEGAN_S = 1_700_000_000.0
@@ -91,7 +91,7 @@ def columns(count: int = STEPS, step_s: float = STEP_S, seed: int = 0, **parts: 
 
 def healthy(
     run: RunConfig | None = None, plan: str = "dp_replicate=2,microbatch=4,compile=false", **facts: Any
-) -> Facts:
+) -> RunFacts:
     """The facts of a healthy run on two CPU processes, at the end of its newest step."""
     run, parsed = run or small_run(), Plan.parse(plan)
     steps = facts.pop("steps", None) or columns()
@@ -101,10 +101,10 @@ def healthy(
     prediction = facts.pop("prediction", None) or (machine and predict(parsed, run, machine))
     known = {"now_s": float(steps["time_s"][-1]) + 0.1, "folder": "runs/tiny", **facts}
     ordered = sorted(events, key=lambda each: each["time_s"])
-    return Facts(run=run, plan=parsed, prediction=prediction, steps=steps, events=ordered, **known)
+    return RunFacts(run=run, plan=parsed, prediction=prediction, steps=steps, events=ordered, **known)
 
 
-def continued(facts: Facts, pause_s: float, at_step: int = STEPS - 1) -> Facts:
+def continued(facts: RunFacts, pause_s: float, at_step: int = STEPS - 1) -> RunFacts:
     """The same run, which was asked to stop before this step, and was continued after a pause."""
     steps = {key: values.copy() for key, values in facts.steps.items()}  # type: ignore[attr-defined]
     steps["time_s"][at_step:] += pause_s
@@ -119,7 +119,7 @@ def continued(facts: Facts, pause_s: float, at_step: int = STEPS - 1) -> Facts:
     return replace(facts, steps=steps, events=events, now_s=facts.now_s + pause_s)
 
 
-def ranks(count: int = 8, slow: dict[int, float] | None = None, steps: int = 30, per_node: int = 4) -> Ranks:
+def ranks(count: int = 8, slow: dict[int, float] | None = None, steps: int = 30, per_node: int = 4) -> RankTable:
     """What the nodes told of `count` ranks in the last steps; `slow` ones take so many times as long."""
     random = np.random.default_rng(1)
     own_s = 0.3 * random.normal(1, 0.02, (steps, count))
@@ -129,4 +129,4 @@ def ranks(count: int = 8, slow: dict[int, float] | None = None, steps: int = 30,
         forward[rank] += 0.3 * (times - 1)
     nodes = tuple(f"node{rank // per_node}" for rank in range(count))
     last = np.arange(STEPS - steps, STEPS)
-    return Ranks(np.arange(count), nodes, last, own_s, {"forward": forward, "backward": np.full(count, 0.2)})
+    return RankTable(np.arange(count), nodes, last, own_s, {"forward": forward, "backward": np.full(count, 0.2)})

@@ -19,7 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.chaos import run as chaos
-from argosy.chaos.campaign import KINDS, SCRATCH, Campaign, InjectedFault, Made, PlannedFault, descendants, is_alive
+from argosy.chaos.campaign import (
+    KINDS,
+    SCRATCH,
+    Campaign,
+    FirstStep,
+    InjectedFault,
+    PlannedFault,
+    descendants,
+    is_alive,
+)
 from argosy.chaos.run import ChaosReport, FaultOutcome, draw, fault_points_of, read_ledger
 from argosy.data.order import kept, skipped_by
 from argosy.errors import UserError
@@ -109,7 +118,7 @@ def test_a_run_that_does_not_end_is_ended(tmp_path):
 
 
 def test_steps_that_are_made_again_count_as_lost():
-    run = Campaign((), Path(), (), made=[Made(1, 0, 0.0), Made(2, 7, 14.0)], workers_seen={5})
+    run = Campaign((), Path(), (), made=[FirstStep(1, 0, 0.0), FirstStep(2, 7, 14.0)], workers_seen={5})
     injected = InjectedFault(PlannedFault(1, "kill", 0), "", 5, 10.0, 1, 9)
     outcome = chaos._outcome(injected, [{"event": "worker_died", "time_s": 10.4, "pid": 5}], run, 0.0)
     assert (outcome.seen_s, outcome.again_s, outcome.steps_lost) == (0.4, 4.0, 2)

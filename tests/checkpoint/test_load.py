@@ -10,7 +10,7 @@ from torch import Tensor
 
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.load import load_into, missing_from, problem_of
 from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.save import Saver
@@ -100,5 +100,5 @@ def test_what_is_missing_or_of_another_shape_is_said_and_nothing_is_read(checkpo
 
 def test_a_file_that_is_no_shard_file_is_named(checkpoint):
     (checkpoint.folder / shard_name(0)).write_bytes(b"\xff" * 100)
-    with pytest.raises(Damaged, match=r"file rank-00000\.safetensors cannot be read"):
+    with pytest.raises(DamagedCheckpoint, match=r"file rank-00000\.safetensors cannot be read"):
         load_into(wholes(MODEL, "model."), checkpoint)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.checkpoint.checksums import Damaged, FileSum, signed
+from argosy.checkpoint.checksums import DamagedCheckpoint, FileSum, signed
 from argosy.checkpoint.history import History
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.names import shard_name
@@ -37,7 +37,7 @@ def test_all_of_a_manifest_comes_back(tmp_path):
 
 def test_a_manifest_that_was_changed_is_damaged():
     data = manifest(7, tokens=700).to_bytes()
-    with pytest.raises(Damaged, match=r"^here: does not match its own checksum"):
+    with pytest.raises(DamagedCheckpoint, match=r"^here: does not match its own checksum"):
         CheckpointManifest.from_bytes(data.replace(b"700", b"800"), "here")
 
 
@@ -60,7 +60,7 @@ def test_a_manifest_from_before_generations_were_called_so_is_read():
 def test_whatever_is_in_a_signed_record_it_is_a_manifest_or_refused_by_name(record: Any) -> None:
     try:
         read = CheckpointManifest.from_bytes(signed(record), "runs/a/manifest.json")
-    except (Damaged, UserError) as problem:
+    except (DamagedCheckpoint, UserError) as problem:
         assert str(problem).startswith("runs/a/manifest.json: ") and len(str(problem)) < 400
         return
     assert CheckpointManifest.from_bytes(read.to_bytes(), "here") == read
@@ -70,7 +70,7 @@ def test_whatever_is_in_a_signed_record_it_is_a_manifest_or_refused_by_name(reco
 @given(data=st.binary(max_size=200) | st.builds(lambda n: b"[" * n, st.integers(0, 200_000)))
 @settings(max_examples=100, deadline=None)
 def test_bytes_that_are_no_record_are_damaged(data: bytes) -> None:
-    with pytest.raises(Damaged, match=r"^here: "):
+    with pytest.raises(DamagedCheckpoint, match=r"^here: "):
         CheckpointManifest.from_bytes(data, "here")
 
 

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from argosy.checkpoint.checksums import Damaged, signed
+from argosy.checkpoint.checksums import DamagedCheckpoint, signed
 from argosy.checkpoint.owner import NAME_FILE, OWNER, claim, name_of
 from argosy.errors import UserError
 
@@ -96,6 +96,6 @@ def test_an_owner_that_is_something_else_is_named(tmp_path, runs, data):
     place = tmp_path / "there"
     place.mkdir()
     (place / OWNER).write_bytes(data)
-    with pytest.raises((Damaged, UserError), match=r"there/owner\.json"):
+    with pytest.raises((DamagedCheckpoint, UserError), match=r"there/owner\.json"):
         claim(LOCAL, str(place), runs[0])
     assert (place / OWNER).read_bytes() == data

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from argosy.checkpoint import read_back, store
-from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.rank_writer import SaveOrder, commit_part
 from argosy.checkpoint.read_back import verify_together, vouch
@@ -87,7 +87,7 @@ def test_damage_is_found_by_any_reader(checkpoint, tmp_path, damaged, vouching):
     flip_a_bit(checkpoint.folder / shard_name(damaged), 4321)
     for rank in vouching:
         vouch(order(tmp_path, rank), CLOSING)
-    with pytest.raises(Damaged, match=f"{shard_name(damaged)} does not match its checksum"):
+    with pytest.raises(DamagedCheckpoint, match=f"{shard_name(damaged)} does not match its checksum"):
         verify_together(checkpoint, SIZE)
 
 

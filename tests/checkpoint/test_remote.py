@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from argosy.checkpoint import fence, store
-from argosy.checkpoint.checksums import Damaged, file_sum, signed
+from argosy.checkpoint.checksums import DamagedCheckpoint, file_sum, signed
 from argosy.checkpoint.fence import Fenced
 from argosy.checkpoint.owner import NAME_FILE, OWNER
 from argosy.checkpoint.remote import Remote
@@ -102,7 +102,7 @@ def test_the_manifest_comes_last_and_only_if_all_was_copied_well(tmp_path, run_d
         flip_a_bit(Path(target), 9)
 
     monkeypatch.setattr(remote._fs, "put_file", damaging)
-    with pytest.raises(Damaged, match=r"rank-00000\.safetensors: does not match"):
+    with pytest.raises(DamagedCheckpoint, match=r"rank-00000\.safetensors: does not match"):
         remote.put(write(run_dir, 4), anywhere)
     assert remote.steps() == []
 
@@ -121,7 +121,7 @@ def test_a_copy_that_is_damaged_is_refused_and_named_and_leaves_nothing(tmp_path
     remote.put(write(run_dir, 4), anywhere)
     store.remove(store.step_folder(run_dir, 4))
     flip_a_bit(next((tmp_path / "there").rglob(name)), 20)
-    with pytest.raises(Damaged, match=name):
+    with pytest.raises(DamagedCheckpoint, match=name):
         remote.fetch(4, generation=0)
     assert list((run_dir / "checkpoints").iterdir()) == []
 
@@ -185,7 +185,7 @@ def test_a_copy_that_is_longer_than_its_manifest_says_is_not_fetched(tmp_path, r
     remote.put(write(run_dir, 4), anywhere)
     (file,) = (tmp_path / "there").rglob("rank-00001.safetensors")
     file.write_bytes(bytes(10**6))
-    with pytest.raises(Damaged, match=r"rank-00001\.safetensors: has 1000000 bytes, its manifest says 4"):
+    with pytest.raises(DamagedCheckpoint, match=r"rank-00001\.safetensors: has 1000000 bytes, its manifest says 4"):
         remote.fetch(4, generation=0)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from argosy.checkpoint import fence, store
-from argosy.checkpoint.checksums import Damaged, file_sum, signed
+from argosy.checkpoint.checksums import DamagedCheckpoint, file_sum, signed
 from argosy.checkpoint.fence import Fenced
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import MANIFEST, VERIFIED, Checkpoint
@@ -75,7 +75,7 @@ def test_one_flipped_bit_is_found_wherever_it_is(tmp_path, name):
     whole = path.read_bytes()
     for bit in range(0, 8 * len(whole), 11):
         flip_a_bit(path, bit)
-        with pytest.raises(Damaged, match=name):
+        with pytest.raises(DamagedCheckpoint, match=name):
             Checkpoint(path.parent).verify()
         path.write_bytes(whole)
     Checkpoint(path.parent).verify()
@@ -114,7 +114,7 @@ def test_a_file_that_is_not_what_was_written_is_found_and_named(tmp_path, name, 
     )
     if path.read_bytes() == whole:
         pytest.skip("this file is the same in both")
-    with pytest.raises(Damaged, match=name):
+    with pytest.raises(DamagedCheckpoint, match=name):
         Checkpoint(path.parent).verify()
     choice = store.newest_whole(tmp_path)
     assert choice.checkpoint.step == 2 and name in choice.damaged[0]
@@ -123,7 +123,7 @@ def test_a_file_that_is_not_what_was_written_is_found_and_named(tmp_path, name, 
 def test_a_missing_file_is_named(tmp_path):
     folder = write(tmp_path, 4)
     (folder / "rank-00000.safetensors").unlink()
-    with pytest.raises(Damaged, match=r"step-00000004: file rank-00000\.safetensors is missing"):
+    with pytest.raises(DamagedCheckpoint, match=r"step-00000004: file rank-00000\.safetensors is missing"):
         Checkpoint(folder).verify()
 
 
@@ -133,7 +133,7 @@ def test_a_verified_marker_may_be_missing_but_not_be_that_of_another(tmp_path):
     assert not Checkpoint(newer).is_verified
     shutil.copyfile(older / VERIFIED, newer / VERIFIED)
     assert not Checkpoint(newer).is_verified
-    with pytest.raises(Damaged, match=r"verified\.json is that of another checkpoint"):
+    with pytest.raises(DamagedCheckpoint, match=r"verified\.json is that of another checkpoint"):
         Checkpoint(newer).verify()
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from argosy.cli import stop
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Request
-from argosy.launch.engines.job import FOLDER, Job, JobState
+from argosy.launch.engines.engine import Engine, LaunchRequest
+from argosy.launch.engines.job import FOLDER, JobState, LaunchedJob
 from argosy.launch.engines.table import ENGINES
 
 
@@ -21,22 +21,22 @@ class Memory(Engine):
     takes = frozenset()
     stopped: list[str] = []
 
-    def check_job(self, job: Job) -> None:
+    def check_job(self, job: LaunchedJob) -> None:
         return
 
-    def script(self, request: Request) -> str:
+    def script(self, request: LaunchRequest) -> str:
         raise NotImplementedError
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: LaunchRequest) -> LaunchedJob:
         raise NotImplementedError
 
-    def state(self, job: Job) -> tuple[JobState, str]:
+    def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         states: dict[str, JobState] = {"over": "ended", "queued": "waiting"}
         if job.id in ("cut-off", "silent"):
             raise UserError("its controller is away.")
         return states.get(job.id, "running"), ""
 
-    def stop(self, job: Job) -> None:
+    def stop(self, job: LaunchedJob) -> None:
         if job.id == "cut-off":
             raise UserError("there is no way to it.")
         self.stopped.append(job.id)
@@ -49,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for site, job in {"lyon": "cut-off", "oslo": "1", "rome": "over", "wien": "queued", "york": "silent"}.items():
         folder = tmp_path / "run/sites" / site
         (folder / FOLDER).mkdir(parents=True)
-        Job(engine="memory", id=job, submitted_s=0, nodes=1).save(folder)
+        LaunchedJob(engine="memory", id=job, submitted_s=0, nodes=1).save(folder)
     yield tmp_path / "run"
     Memory.stopped.clear()
 

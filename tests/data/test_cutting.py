@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from argosy.data.cutting import Cutter
 from argosy.data.engine import EncodedBatch
-from argosy.data.journal import Journal, Position
+from argosy.data.journal import DocumentPosition, Journal
 from argosy.data.manifest import Shard, SplitName
 
 Cuts = dict[SplitName, tuple[Shard, ...]]
 DOCUMENTS = st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=40)
 
 
-def batch(documents: list[tuple[int, bool]], first: int) -> tuple[Callable[[int], Position], EncodedBatch]:
+def batch(documents: list[tuple[int, bool]], first: int) -> tuple[Callable[[int], DocumentPosition], EncodedBatch]:
     """Documents of (length, held out); every token of a document is its number."""
     lengths = np.array([length for length, _ in documents])
     numbers = np.arange(first, first + len(documents))
-    return lambda n: Position(0, 0, 0, int(numbers[n])), EncodedBatch(
+    return lambda n: DocumentPosition(0, 0, 0, int(numbers[n])), EncodedBatch(
         tokens=np.repeat(numbers, lengths).astype(np.uint16),
         lengths=lengths,
         text_bytes=lengths * 2,
@@ -33,7 +33,7 @@ def cut(folder: Path, documents: list[tuple[int, bool]], batch_size: int, wants_
     with Cutter(folder, np.dtype("<u2"), 20, Journal(folder, "job")) as cutter:
         for first in range(0, len(documents), batch_size):
             cutter.add(*batch(documents[first : first + batch_size], first))
-        return cutter.finish(Position(1, 0), wants_validation)
+        return cutter.finish(DocumentPosition(1, 0), wants_validation)
 
 
 def stored(folder: Path, shards: tuple[Shard, ...]) -> list[list[int]]:
@@ -95,12 +95,12 @@ def test_going_on_from_the_journal_gives_the_same_shards(
     with Cutter(killed, np.dtype("<u2"), 20, journal) as cutter:
         first = journal.next.document
         cutter.add(*batch(documents[first:], first))
-        assert cutter.finish(Position(1, 0), wants) == expected
+        assert cutter.finish(DocumentPosition(1, 0), wants) == expected
     assert {p.name: p.read_bytes() for p in whole.iterdir()} == {p.name: p.read_bytes() for p in killed.iterdir()}
 
 
 def test_journal_of_another_job_starts_over(tmp_path: Path) -> None:
     cut(tmp_path, [(15, False), (15, False)], 1)
     journal = Journal(tmp_path, "another")
-    assert journal.is_of_other_job and journal.next == Position()
+    assert journal.is_of_other_job and journal.next == DocumentPosition()
     assert [path.name for path in tmp_path.iterdir()] == ["prepare.journal"]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from argosy.data.documents import DocumentReader
 from argosy.data.formats import Fields, _lines, read_file
-from argosy.data.pieces import Piece
+from argosy.data.pieces import InputPiece
 from argosy.data.sources import find_files
 from argosy.errors import UserError
 
@@ -276,4 +276,4 @@ def test_parts_of_a_parquet_file_hold_each_row_once(
 
 def test_a_piece_is_read_like_its_files(write: Any) -> None:
     paths = [write(f"{name}.txt", name.encode()) for name in "abcd"]
-    assert [(d.text, d.number, d.file) for d in reader(*paths).read(Piece(1, 3))] == [("b", 0, 1), ("c", 1, 2)]
+    assert [(d.text, d.number, d.file) for d in reader(*paths).read(InputPiece(1, 3))] == [("b", 0, 1), ("c", 1, 2)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.data import pieces as module
-from argosy.data.pieces import LEAST_PIECE_BYTES, MOST_OF_BEFORE, PIECE_BYTES, Piece, cut_input
+from argosy.data.pieces import LEAST_PIECE_BYTES, MOST_OF_BEFORE, PIECE_BYTES, InputPiece, cut_input
 from argosy.data.sources import InputFile
 
 MB = 10**6
@@ -48,7 +48,7 @@ def test_pieces_grow_with_what_is_before_them(files: list[InputFile]) -> None:
 
 def test_a_small_input_is_shared_evenly() -> None:
     assert cut_input([file("a.jsonl", 3 * LEAST_PIECE_BYTES)]) == [
-        Piece(0, 1, 0, LEAST_PIECE_BYTES),
-        Piece(0, 1, LEAST_PIECE_BYTES, 2 * LEAST_PIECE_BYTES),
-        Piece(0, 1, 2 * LEAST_PIECE_BYTES),
+        InputPiece(0, 1, 0, LEAST_PIECE_BYTES),
+        InputPiece(0, 1, LEAST_PIECE_BYTES, 2 * LEAST_PIECE_BYTES),
+        InputPiece(0, 1, 2 * LEAST_PIECE_BYTES),
     ]

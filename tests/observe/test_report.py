@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from argosy.observe.report import Agreement, Report, totals, typical, typical_bytes, typical_round_wait_s
+from argosy.observe.report import Report, SyncSavings, totals, typical, typical_bytes, typical_round_wait_s
 from argosy.plan.calibration.reconcile import Compared, Reconciled
 
 STEPS = [
@@ -58,7 +58,7 @@ def test_a_report_says_what_replicas_sent_to_agree():
     tables = [{"bytes": 100, "seconds": 0.5, "ratio": 0.25}, {"bytes": 300, "seconds": 1.0, "ratio": 0.75}]
     tables[1] |= {"staleness": 10, "distance": 0.5}
     found = totals([step | {"sync": table} for step, table in zip(STEPS, tables, strict=False)] + STEPS[2:])
-    assert found["sync"] == Agreement(sent_bytes=400, ratio=0.5, seconds=1.5, staleness=10, distance=0.5)
+    assert found["sync"] == SyncSavings(sent_bytes=400, ratio=0.5, seconds=1.5, staleness=10, distance=0.5)
     words = report(**found).in_words()
     assert "between replicas: 0.0 MB sent, 0.5 of the bytes of exact fp32 sums; waited" in words
 

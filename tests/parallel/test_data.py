@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.parallel import buckets
-from argosy.parallel.buckets import Agreement, Ranks
+from argosy.parallel.buckets import GradientSync, SumRanks
 from argosy.parallel.data import AHEAD, GradientSum
-from argosy.parallel.mesh import Replicas, Tier
-from argosy.parallel.pieces import Held
+from argosy.parallel.mesh import Replicas, SumTier
+from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
 from argosy.sync.lane import Lane
 
@@ -54,7 +54,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(WIDTHS)))
 
 
-def held(model: nn.Module, world: World, zero: int, sharing: int | None = None) -> list[Held]:
+def held(model: nn.Module, world: World, zero: int, sharing: int | None = None) -> list[PlacedPiece]:
     """The pieces that `world.rank` holds: all, or with ZeRO its rows, where `sharing` ranks share."""
     n = sharing or world.size
     pieces = []
@@ -64,21 +64,25 @@ def held(model: nn.Module, world: World, zero: int, sharing: int | None = None) 
             rows = -(-value.shape[0] // n)
             value = value[rows * (world.rank % n) :][:rows]
         pieces.append(
-            Held(name, value, tuple(parameter.shape), parameter=parameter, offset=(0,) * parameter.ndim, replicas=1)
+            PlacedPiece(
+                name, value, tuple(parameter.shape), parameter=parameter, offset=(0,) * parameter.ndim, replicas=1
+            )
         )
     return pieces
 
 
 def sum_of(
-    pieces: list[Held], zero: int, bucket_bytes: int = ONE_BUCKET, dtype: torch.dtype = torch.float32
+    pieces: list[PlacedPiece], zero: int, bucket_bytes: int = ONE_BUCKET, dtype: torch.dtype = torch.float32
 ) -> GradientSum:
     world = dist.group.WORLD if dist.get_world_size() > 1 else None
-    ranks = Ranks(world if zero else None, Replicas((world,) if world is not None and not zero else ()))
+    ranks = SumRanks(world if zero else None, Replicas((world,) if world is not None and not zero else ()))
     return grouped(pieces, ranks, zero, bucket_bytes, dtype)
 
 
-def grouped(pieces: list[Held], ranks: Ranks, zero: int, bucket_bytes: int, dtype: torch.dtype) -> GradientSum:
-    how = Agreement(Lane(torch.device("cpu")), bucket_bytes=bucket_bytes)
+def grouped(
+    pieces: list[PlacedPiece], ranks: SumRanks, zero: int, bucket_bytes: int, dtype: torch.dtype
+) -> GradientSum:
+    how = GradientSync(Lane(torch.device("cpu")), bucket_bytes=bucket_bytes)
     return GradientSum(pieces, ranks, dtype, keep=zero < 2, how=how)
 
 
@@ -178,7 +182,7 @@ def shared_by_two(world: World) -> dict[str, Tensor]:
     shard, replicate = (next(g for ranks, g in some if world.rank in ranks) for some in _halves(list(groups.items())))
     model = layers()
     pieces = held(model, world, zero=1, sharing=2)
-    summing = grouped(pieces, Ranks(shard, Replicas((replicate,))), 1, 100, torch.float32)
+    summing = grouped(pieces, SumRanks(shard, Replicas((replicate,))), 1, 100, torch.float32)
     summing.arm(1)
     backward(model, world.rank, 0)
     summing.finish()
@@ -209,7 +213,7 @@ def summed_in_tiers(world: World, bucket_bytes: int, sharing: int) -> tuple[dict
     )
     model = layers()
     pieces = held(model, world, zero=sharing - 1, sharing=sharing)
-    ranks_of = Ranks(shard if sharing > 1 else None, Replicas((across,), (Tier(inside, gather),)))
+    ranks_of = SumRanks(shard if sharing > 1 else None, Replicas((across,), (SumTier(inside, gather),)))
     summing = grouped(pieces, ranks_of, sharing - 1, bucket_bytes, torch.float32)
     with sent() as messages:
         summing.arm(1)

@@ -27,10 +27,10 @@ from argosy.parallel import encoding
 from argosy.parallel.encoding import ErrorRecord, FailedElsewhere, WrongMessage, decode, encode
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.bad_steps import BadStep, Counts
+from argosy.training.bad_steps import BadStep, BadStepCounts
 from argosy.training.loop import train
-from argosy.training.recovery import Facts
-from argosy.training.state import Update
+from argosy.training.recovery import SurvivorFacts
+from argosy.training.state import StepUpdate
 from argosy.training.stop import StopSignal
 from tiny import eager, run_config
 
@@ -40,7 +40,7 @@ SHAPES = st.lists(NUMBERS, max_size=4).map(tuple)
 BOXES = st.builds(Box, st.text(), st.sampled_from(["float32", "bool"]), SHAPES, SHAPES, SHAPES)
 POSITIONS = st.builds(Position, NUMBERS, NUMBERS, st.lists(st.tuples(NUMBERS, NUMBERS)).map(tuple))
 HISTORIES = st.builds(History, NUMBERS, st.lists(st.tuples(st.text(), NUMBERS)).map(tuple), st.text())
-UPDATES = st.builds(Update, NUMBERS, FLOATS, FLOATS, FLOATS, FLOATS, NUMBERS, st.none())
+UPDATES = st.builds(StepUpdate, NUMBERS, FLOATS, FLOATS, FLOATS, FLOATS, NUMBERS, st.none())
 BAD_STEPS = st.builds(BadStep, NUMBERS, st.just("not_finite"), FLOATS, FLOATS, FLOATS, FLOATS, NUMBERS)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(),
@@ -54,8 +54,8 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     dict[str, int]: st.dictionaries(st.text(), st.integers()),
     list[Box]: st.lists(BOXES),
     Misfit | None: st.none() | st.builds(Misfit, BOXES, st.text()),
-    Facts: st.builds(Facts, HISTORIES, POSITIONS, st.none() | UPDATES),
-    Counts: st.builds(Counts, NUMBERS, NUMBERS, st.none() | BAD_STEPS, st.dictionaries(NUMBERS, NUMBERS)),
+    SurvivorFacts: st.builds(SurvivorFacts, HISTORIES, POSITIONS, st.none() | UPDATES),
+    BadStepCounts: st.builds(BadStepCounts, NUMBERS, NUMBERS, st.none() | BAD_STEPS, st.dictionaries(NUMBERS, NUMBERS)),
     tuple[Checkpoint, list[int]] | None: st.none()
     | st.tuples(st.builds(Checkpoint, st.just(Path("/runs/a/step-00000004"))), st.lists(NUMBERS)),
     ErrorRecord: st.builds(ErrorRecord, st.text(), st.text(), st.none() | NUMBERS),
@@ -86,8 +86,8 @@ def test_a_run_and_its_plan_come_out_as_they_went_in():
 @given(st.sampled_from(encoding.DTYPES), st.lists(st.integers(0, 3), max_size=3))
 def test_small_tensors_keep_their_bits(dtype, shape):
     loads = (torch.rand(shape) * 9).to(getattr(torch, dtype))
-    update = Update(3, 1.0, 2.0, 0.0, 0.1, 256, loads)
-    found: Update = decode(encode(update, Update), Update)
+    update = StepUpdate(3, 1.0, 2.0, 0.0, 0.1, 256, loads)
+    found: StepUpdate = decode(encode(update, StepUpdate), StepUpdate)
     assert found.loads is not None and found.loads.dtype == loads.dtype and torch.equal(found.loads, loads)
 
 

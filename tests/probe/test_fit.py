@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pytest import approx
 
-from argosy.probe.collectives import Segment, segments
+from argosy.probe.collectives import TimeSegment, segments
 
 SIZES = [2**p for p in range(10, 27, 2)]
 ALPHA, BETA = 1e-4, 1e-9
@@ -43,4 +43,4 @@ def test_whatever_the_times_no_latency_is_negative_and_the_largest_messages_have
 
 
 def test_a_single_message_is_all_bandwidth() -> None:
-    assert segments([(1000, 1e-3)]) == [Segment(1000, 0.0, approx(1e-6))]
+    assert segments([(1000, 1e-3)]) == [TimeSegment(1000, 0.0, approx(1e-6))]

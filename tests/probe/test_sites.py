@@ -12,7 +12,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.sites import SiteConfig
 from argosy.config.sync import SyncConfig
 from argosy.errors import RunFailed, UserError
-from argosy.plan.hardware.clusters import Cluster, SiteLink, Tier
+from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.local_machine import own_part
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe import sites
@@ -107,7 +107,7 @@ def test_of_both_directions_the_slower_one_counts() -> None:
 
 def test_sites_with_unlike_networks_are_joined_as_the_slowest() -> None:
     own = Cluster.parse("2x4xcpu")
-    slow = Tier(name="leaf", devices=16, bandwidth_bytes_per_s=1e6, latency_s=1e-3)
+    slow = NetworkTier(name="leaf", devices=16, bandwidth_bytes_per_s=1e6, latency_s=1e-3)
     other = Cluster(groups=own.groups, network=(slow,))
     link = SiteLink(sites=("a", "b"), bandwidth_bytes_per_s=1e6, latency_s=0.02)
     found = joined(own, ["a", "b"], {"a": own, "b": other}, [link])

@@ -19,7 +19,7 @@ from argosy.probe import start
 from argosy.probe.machine import catalogue_device
 from argosy.probe.probe import ProbeRequest
 from argosy.probe.start import probe_here
-from argosy.processes.child import Entry
+from argosy.processes.child import ForkEntry
 
 
 def asked(folder: Path) -> ProbeRequest:
@@ -52,7 +52,7 @@ def greet(asked: ProbeRequest, world: World) -> Cluster:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, request) -> Path:
-    monkeypatch.setattr(start, "MEMBER", Entry("probe.test_start"))
+    monkeypatch.setattr(start, "MEMBER", ForkEntry("probe.test_start"))
     made = tmp_path / request.param
     made.mkdir()
     return made

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import argosy
-from argosy.processes.child import Entry
+from argosy.processes.child import ForkEntry
 
 PACKAGE = Path(argosy.__file__).parent
 
@@ -44,7 +44,7 @@ def _text(word: ast.expr, known: dict[str, str]) -> str | None:
     return None
 
 
-ENTRIES = [Entry(*words) for words in named("Entry")]
+ENTRIES = [ForkEntry(*words) for words in named("Entry")]
 CHILDREN = [words[0] for callee in ("Child", "Program") for words in named(callee)]
 
 
@@ -72,7 +72,7 @@ def test_none_is_overlooked():
 
 
 @pytest.mark.parametrize(
-    "wrong", [Entry("argosy.processes.rendezvouz"), Entry("argosy.processes.rendezvous", "mian")], ids=str
+    "wrong", [ForkEntry("argosy.processes.rendezvouz"), ForkEntry("argosy.processes.rendezvous", "mian")], ids=str
 )
 def test_a_misspelt_entry_is_an_error(wrong):
     with pytest.raises((ImportError, AttributeError)):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from argosy.processes.channel import Gone, Message
-from argosy.processes.child import Entry, channel_to_parent
+from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer
 
 
@@ -34,7 +34,7 @@ def fail() -> None:
     raise SystemExit(3)
 
 
-GREET = Entry.of(greet)
+GREET = ForkEntry.of(greet)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_it_forks_what_is_asked_for_with_a_channel_and_an_environment_of_its_own
 
 
 def test_it_tells_how_each_of_them_ended(fork_server):
-    channels = [fork_server.fork("loop", GREET, {"COLOUR": ""}), fork_server.fork("fail", Entry.of(fail), {})]
+    channels = [fork_server.fork("loop", GREET, {"COLOUR": ""}), fork_server.fork("fail", ForkEntry.of(fail), {})]
     killed, other = channels[0].receive()["pid"], fork_server.fork("left", GREET, {"COLOUR": ""})
     left = other.receive()["pid"]
     os.kill(killed, signal.SIGKILL)

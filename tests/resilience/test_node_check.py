@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 
 from argosy import faults
-from argosy.processes.child import Entry
+from argosy.processes.child import ForkEntry
 from argosy.processes.fork_server import ForkServer
 from argosy.resilience.node_check import DTYPES, Unit, check_node, factors, multiply, remember, units, wrong_number
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest, NodeRates, Wrong
@@ -136,20 +136,20 @@ def test_a_process_checks_the_node_and_reports_what_it_found(fork_server):
 
 
 def test_a_check_that_dies_of_the_machine_is_evidence(fork_server, monkeypatch):
-    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", Entry.of(die))
+    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", ForkEntry.of(die))
     (wrong,) = result(fork_server).wrong
     assert wrong.problem == "died of SIGBUS"
 
 
 def test_a_check_that_never_ends_is_killed_and_evidence(fork_server, monkeypatch):
-    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", Entry.of(sleep))
+    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", ForkEntry.of(sleep))
     monkeypatch.setattr("argosy.resilience.node_health.PATIENCE_S", 0.1)
     (wrong,) = result(fork_server).wrong
     assert wrong.problem.startswith("not ended")
 
 
 def test_a_check_that_fails_is_no_evidence(fork_server, monkeypatch):
-    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", Entry.of(fail))
+    monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", ForkEntry.of(fail))
     health = result(fork_server)
     assert not health.wrong and "exit code 3" in health.unknown
 

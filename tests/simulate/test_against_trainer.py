@@ -13,7 +13,7 @@ from argosy.config.schema import RunConfig
 from argosy.models.experts import Router
 from argosy.parallel.world import World
 from argosy.simulate.rank import even_choice, simulate_rank
-from argosy.simulate.record import Recorder, Sent, Trace, Work
+from argosy.simulate.record import Operation, Recorder, Sent, Trace
 from argosy.training.step import Step
 from tiny import SOURCES, eager, prepare_corpus, run_config, train_in
 from workers import WorkerPool
@@ -22,18 +22,18 @@ EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 16, "balance": "bias"}}
 STEP = 2
 """The first whose moments were there in the step before."""
 
-Operation = tuple[Any, ...]
+Operator = tuple[Any, ...]
 
 
 VOTES = {("aten.zeros", 0, 4), ("aten.mul", 0, 12)}
 """A pipeline's ranks tell each other in their first step, which is the simulated one, what they will send."""
 
 
-def operations(trace: Trace) -> list[Operation]:
+def operations(trace: Trace) -> list[Operator]:
     """What the device does and what is sent, in order, without what is gloo's own or a pipeline's first step's."""
-    found: list[Operation] = []
+    found: list[Operator] = []
     for event in trace.events:
-        if isinstance(event, Work):
+        if isinstance(event, Operation):
             is_gloo = event.name == "aten.copy_" and bool(found) and found[-1][0] == "reduce_scatter"
             work = (event.name, event.flops, event.moved_bytes)
             found += [] if is_gloo or work in VOTES else [work]
@@ -63,7 +63,7 @@ def recorded(recorder: Recorder, traces: list[Trace]) -> Iterator[None]:
         yield
 
 
-def trained(world: World, plan: str, run: RunConfig, folder: Path) -> list[Operation]:
+def trained(world: World, plan: str, run: RunConfig, folder: Path) -> list[Operator]:
     """The operations of a real step on this rank, whose experts get as many tokens each."""
     traces: list[Trace] = []
     with pytest.MonkeyPatch.context() as patch, recorded(Recorder(), traces):

@@ -19,7 +19,7 @@ from argosy.plan.cost.traffic import traffic
 from argosy.plan.flops import train_flops_per_token
 from argosy.plan.plan import Plan
 from argosy.simulate.rank import even_choice, simulate_rank
-from argosy.simulate.record import Change, LiveBytes, Sent, Trace, Wait, Work
+from argosy.simulate.record import Change, LiveBytes, Operation, Sent, Trace, Wait
 from tiny import eager, run_config, train_step
 from workers import WorkerPool
 
@@ -155,7 +155,9 @@ def test_all_ranks_together_compute_the_model_s_flops(model: str, plan: str) -> 
     layout, run = Plan.parse(plan), run_config(Path("no data"), model=MODELS[model])
     per_stage = layout.world_size // layout.pp
     stages = [simulate_rank(layout, run, stage * per_stage) for stage in range(layout.pp)]
-    computed = per_stage * sum(event.flops for trace in stages for event in trace.events if isinstance(event, Work))
+    computed = per_stage * sum(
+        event.flops for trace in stages for event in trace.events if isinstance(event, Operation)
+    )
     tokens = run.train.global_batch * run.data.seq_len
     assert computed == pytest.approx(tokens * train_flops_per_token(run.model, run.data.seq_len), rel=0.01)
 
@@ -175,7 +177,7 @@ def test_microbatches_that_repeat_need_not_be_traced(model: str, plan: str, rank
     run = run_config(Path("no data"), model=MODELS[model], train={"global_batch": microbatches * layout.dp})
     some, each = simulate_rank(layout, run, rank), simulate_rank(layout, run, rank, in_full=True)
     assert simulated(some) == simulated(each)
-    kinds = [[event for event in trace.events if isinstance(event, Work | Sent)] for trace in (some, each)]
+    kinds = [[event for event in trace.events if isinstance(event, Operation | Sent)] for trace in (some, each)]
     assert [e[:2] for e in kinds[0]] == [e[:2] for e in kinds[1]]
 
 
@@ -191,7 +193,7 @@ def test_backward_goes_on_while_fsdp_sums_gradients() -> None:
                 sums[sent] = worked
         elif isinstance(event, Wait) and sent - event.messages_ago in sums:
             waited.setdefault(sent - event.messages_ago, worked)
-        elif isinstance(event, Work) and event.after is None:
+        elif isinstance(event, Operation) and event.after is None:
             worked += event.flops
     assert waited.keys() == sums.keys()
     assert sum(waited[number] > begin for number, begin in sums.items()) >= UNEVEN["layers"] - 1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from argosy.models.decoder import microbatches
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.simulate.record import Change, Pass, Recorder, Sent, Trace, Wait, Where, Work
+from argosy.simulate.record import Change, Operation, Pass, Recorder, Sent, Trace, Wait, Where
 from tiny import EAGER, MODEL, train_step
 from workers import WorkerPool
 
@@ -54,7 +54,7 @@ def test_memory_is_told_apart_by_what_it_is_for(trace: Trace):
 
 
 def test_every_layer_is_seen_forward_again_and_backward(trace: Trace):
-    seen = {event.where for event in trace.events if isinstance(event, Work)}
+    seen = {event.where for event in trace.events if isinstance(event, Operation)}
     for phase in ("forward", "recompute", "backward"):
         assert {where.layer for where in seen if where.phase == phase} >= set(range(MODEL["layers"]))
     assert {where.phase for where in seen if where.layer is None} >= {"forward", "backward", "optimizer"}
@@ -74,8 +74,8 @@ def test_work_has_its_arithmetic_its_traffic_and_its_dtype():
             y = (x @ weight).t()
         trace = recorder.end()
         y + y
-    assert [event for event in trace.events if isinstance(event, Work)] == [
-        Work("aten.mm", 2 * 4 * 8 * 16, 4 * (32 + 128 + 64), torch.float32, Where("optimizer", None))
+    assert [event for event in trace.events if isinstance(event, Operation)] == [
+        Operation("aten.mm", 2 * 4 * 8 * 16, 4 * (32 + 128 + 64), torch.float32, Where("optimizer", None))
     ]
 
 

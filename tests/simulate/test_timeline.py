@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from argosy.plan.hardware.clusters import Cluster
-from argosy.simulate.record import Change, Event, Memory, Sent, Trace, Wait, Where, Work
-from argosy.simulate.timeline import COMPUTE, Durations, Timeline, draw, write_chrome_trace
+from argosy.simulate.record import Change, Event, MemoryBlock, Operation, Sent, Trace, Wait, Where
+from argosy.simulate.timeline import COMPUTE, Durations, StepTimeline, draw, write_chrome_trace
 
 CLUSTER = Cluster.parse("16xh100")
 HERE = Where("forward", 0)
-MATMUL = Work("aten.mm", 10**12, 10**6, torch.bfloat16, HERE)
+MATMUL = Operation("aten.mm", 10**12, 10**6, torch.bfloat16, HERE)
 
 
 def all_gather(axis: str = "shard", stride: int = 1, kind: str = "all_gather") -> Sent:
@@ -27,7 +27,7 @@ def send(to: int, kind: str = "send") -> Sent:
     return Sent(kind, "pp", 2, 2**24, 2**24, 1, to, HERE)
 
 
-def alone(*events: Event) -> Timeline:
+def alone(*events: Event) -> StepTimeline:
     return draw({0: Trace(Counter(), list(events))}, CLUSTER)[0]
 
 
@@ -85,7 +85,7 @@ def test_a_rank_waits_for_what_another_has_not_sent_yet():
 
 
 def test_the_trace_file_has_a_track_for_the_device_and_each_axis(tmp_path: Path):
-    grown = Change(2**20, Memory(), HERE)
+    grown = Change(2**20, MemoryBlock(), HERE)
     write_chrome_trace({3: alone(grown, MATMUL, all_gather(), Wait(0, HERE), MATMUL)}, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}

@@ -16,7 +16,7 @@ import pytest
 from argosy.config.observe import AlertsConfig
 from argosy.errors import UserError
 from argosy.sinks import delivery
-from argosy.sinks.delivery import WAITING, Delivery
+from argosy.sinks.delivery import WAITING, SinkDelivery
 
 ALERT = {"alert": "stall", "state": "begins", "why": "no step has ended for 90 s"}
 
@@ -73,7 +73,7 @@ def webhook() -> Iterator[Callable[..., Webhook]]:
 def deliver(settings: AlertsConfig, count: int = 1) -> tuple[list[str], float]:
     """Deliver alerts; return what failed, and how long `put` took in all."""
     failed: list[str] = []
-    one = Delivery(settings, failed.append)
+    one = SinkDelivery(settings, failed.append)
     began = time.monotonic()
     for number in range(count):
         one.put({**ALERT, "step": number})
@@ -164,7 +164,7 @@ def test_a_command_that_fails_is_told_of(command: tuple[str, ...], said: str):
 def test_of_many_alerts_the_oldest_are_dropped(webhook):
     server = webhook(lambda number: lambda handler: time.sleep(5))
     failed: list[str] = []
-    one = Delivery(AlertsConfig(webhook=server.url), failed.append)
+    one = SinkDelivery(AlertsConfig(webhook=server.url), failed.append)
     for number in range(WAITING + 10):
         one.put({**ALERT, "step": number})
     assert 8 <= sum("was dropped" in why for why in failed) <= 10
@@ -182,4 +182,4 @@ def test_a_bad_environment_is_one_message_that_names_the_key(settings, value, sa
     if value is not None:
         monkeypatch.setenv("HOOK", value)
     with pytest.raises(UserError, match=rf"observe\.alerts\.{next(iter(settings))}.*{said}"):
-        Delivery(AlertsConfig(**settings), lambda why: None)
+        SinkDelivery(AlertsConfig(**settings), lambda why: None)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 
-from argosy.sinks.feed import MOST_FILES, MOST_LINES, Feed, News
+from argosy.sinks.feed import MOST_FILES, MOST_LINES, Feed, NewRows
 from run_folder import RunFolder
 
 
-def steps(news: News) -> list[int]:
+def steps(news: NewRows) -> list[int]:
     return [record["step"] for record in news.metrics if "loss" in record]
 
 
 def test_each_line_is_told_once(tmp_path):
     run = RunFolder(tmp_path)
     feed = Feed(tmp_path, {})
-    assert feed.take() == News()
+    assert feed.take() == NewRows()
     run.step(0)
     run.evaluation(1, 3.0)
     run.step(1)
@@ -27,7 +27,7 @@ def test_each_line_is_told_once(tmp_path):
     assert [record.get("validation_loss") for record in news.metrics] == [None, 3.0, None]
     assert [(record["process"], record["event"]) for record in news.events] == [("rank-0", "save")]
     assert [record["text"] for record in news.samples] == ["upon"]
-    assert feed.take() == News()
+    assert feed.take() == NewRows()
 
 
 def test_lines_that_are_forgotten_are_taken_back_and_told_again(tmp_path):

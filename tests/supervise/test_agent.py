@@ -21,7 +21,7 @@ from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import Retryable
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message
-from argosy.processes.child import Entry, channel_to_parent
+from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer
 from argosy.processes.handshake import listen
 from argosy.processes.secret import VALUE
@@ -30,7 +30,7 @@ from argosy.resilience.node_health import Health
 from argosy.supervise import agent as agent_module
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.agent import Agent
-from argosy.supervise.nodes import State
+from argosy.supervise.nodes import RankState
 from peers import SECRET, Peer
 
 
@@ -55,7 +55,7 @@ class Forks:
     def says_something(self) -> None:
         self._ends[1].send(b"!")
 
-    def fork(self, key: str, entry: Entry, environment: Mapping[str, str]) -> Channel:
+    def fork(self, key: str, entry: ForkEntry, environment: Mapping[str, str]) -> Channel:
         ours, theirs = socket.socketpair()
         self.forked[key] = Channel(theirs)
         return Channel(ours)
@@ -122,9 +122,9 @@ def test_it_says_what_it_waits_for_until_a_worker_is_in_a_world(agent, monkeypat
     said: list[str] = []
     monkeypatch.setattr(agent._progress, "doing", said.append)
     monkeypatch.setattr(agent._progress, "hand_over", lambda: said.append("(rank 0)"))
-    worker = SimpleNamespace(state=State.STARTING, generation=0)
-    for slot, state, generation in ((None, None, 0), (0, State.STARTING, 0), (0, State.READY, 0),
-                                    (0, State.RUNNING, 1), (0, State.READY, 1)):  # fmt: skip
+    worker = SimpleNamespace(state=RankState.STARTING, generation=0)
+    for slot, state, generation in ((None, None, 0), (0, RankState.STARTING, 0), (0, RankState.READY, 0),
+                                    (0, RankState.RUNNING, 1), (0, RankState.READY, 1)):  # fmt: skip
         worker.state, worker.generation = state, generation
         agent._processes = {} if slot is None else {slot: worker}
         agent._show_what_is_waited_for()
@@ -167,7 +167,7 @@ def test_a_fork_server_that_dies_amid_a_request_is_replaced_and_the_request_made
     tmp_path, server, monkeypatch, dies
 ):
     monkeypatch.setenv(VALUE, SECRET.decode())
-    monkeypatch.setattr(agent_module, "WORKER", Entry.of(wait))
+    monkeypatch.setattr(agent_module, "WORKER", ForkEntry.of(wait))
     launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
     run = RunConfig(launch=launch, resilience=ResilienceConfig(node_check_s=0))
     forks = ForkServer("colorsys")
@@ -202,8 +202,8 @@ def test_a_fork_server_that_dies_amid_a_request_is_replaced_and_the_request_made
 
 def test_a_fork_server_that_is_dead_when_the_node_is_to_be_checked_is_replaced(tmp_path, server, monkeypatch):
     monkeypatch.setenv(VALUE, SECRET.decode())
-    monkeypatch.setattr(agent_module, "WORKER", Entry.of(wait))
-    monkeypatch.setattr(node_health, "NODE_CHECK", Entry.of(healthy))
+    monkeypatch.setattr(agent_module, "WORKER", ForkEntry.of(wait))
+    monkeypatch.setattr(node_health, "NODE_CHECK", ForkEntry.of(healthy))
     launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
     forks = ForkServer("colorsys")
     agent = Agent(tmp_path, RunConfig(launch=launch), Plan.parse("dp_replicate=4"), forks)

@@ -9,8 +9,8 @@ import pytest
 
 from argosy.errors import FINAL
 from argosy.supervise.membership import Membership, Settings
-from argosy.supervise.nodes import Cause, State
-from argosy.supervise.orders import Break, CheckNode, Finish, Join, Order, Start
+from argosy.supervise.nodes import Cause, RankState
+from argosy.supervise.orders import Break, CheckNode, FinishRun, Join, Order, Start
 
 KILLED = Cause("signal SIGKILL", exit_code=-9)
 
@@ -42,7 +42,7 @@ class Run:
                 if isinstance(order, Break):
                     for name, node in self.of.nodes.items():
                         for slot, worker in node.workers.items():
-                            if worker.generation == order.generation and worker.state is State.RUNNING:
+                            if worker.generation == order.generation and worker.state is RankState.RUNNING:
                                 self.of.ready(name, slot, order.generation, "the world broke")
         return self
 
@@ -88,7 +88,7 @@ def test_messages_about_a_generation_that_is_over_are_ignored():
     run.of.ready("a", 0, generation=1, why="late")
     assert run.of.in_force and run.of.generation == 2
     run.of.done("a", 1)
-    assert not [order for order in run.of.orders(0.0) if isinstance(order, Finish)], "rank 0 is still at work"
+    assert not [order for order in run.of.orders(0.0) if isinstance(order, FinishRun)], "rank 0 is still at work"
 
 
 def test_no_world_is_formed_before_all_have_left_the_broken_one():
@@ -120,7 +120,7 @@ def test_all_done_is_the_end():
     run.of.done("a", 0)
     assert run.of.orders(0.0) == []
     run.of.done("a", 1)
-    assert run.of.orders(0.0) == [Finish(0, "done")]
+    assert run.of.orders(0.0) == [FinishRun(0, "done")]
 
 
 def test_one_that_is_done_is_started_again_if_another_dies_before_its_end():
@@ -136,9 +136,9 @@ def test_one_that_is_done_is_started_again_if_another_dies_before_its_end():
 def test_an_error_that_a_restart_would_only_meet_again_ends_the_run():
     run = Run({"a": 2}).go()
     run.of.lost("a", 1, Cause("the loss is NaN", "RunFailed", FINAL + 1))
-    assert Finish(1, "the loss is NaN", "RunFailed") in run.of.orders(0.0)
+    assert FinishRun(1, "the loss is NaN", "RunFailed") in run.of.orders(0.0)
     run.of.lost("a", 0, KILLED)
-    assert not any(isinstance(order, Start | Join | Finish) for order in run.of.orders(0.0))
+    assert not any(isinstance(order, Start | Join | FinishRun) for order in run.of.orders(0.0))
 
 
 def test_lost_workers_are_replaced_as_long_as_steps_are_made():
@@ -147,12 +147,12 @@ def test_lost_workers_are_replaced_as_long_as_steps_are_made():
         run.of.made_step(step)
         run.of.lost("a", 0, KILLED)
         run.go()
-    assert not run.take(Finish)
+    assert not run.take(FinishRun)
     run.of.lost("a", 0, KILLED)
     run.go()
     run.of.lost("a", 0, KILLED)
     run.go()
-    (finish,) = run.take(Finish)
+    (finish,) = run.take(FinishRun)
     assert finish.exit_code == 75 and "launch.max_restarts = 2" in finish.why
 
 
@@ -162,10 +162,10 @@ def test_workers_that_die_together_are_one_failure():
         for slot in range(many):
             run.of.lost("a", slot, KILLED)
         run.go()
-    assert not run.take(Finish)
+    assert not run.take(FinishRun)
     run.of.lost("a", 3, KILLED)
     run.go()
-    (finish,) = run.take(Finish)
+    (finish,) = run.take(FinishRun)
     assert finish.exit_code == 75 and "died 3 times" in finish.why
 
 
@@ -181,7 +181,7 @@ def test_a_worker_that_dies_again_before_it_has_a_world_is_a_failure_each_time()
             run.said.append(order)
             if isinstance(order, Start):
                 run.of.started("a", 0, pid=pid)
-    assert run.take(Finish)
+    assert run.take(FinishRun)
 
 
 def ended_by(reached: list[tuple[int, int]]) -> bool:
@@ -194,7 +194,7 @@ def ended_by(reached: list[tuple[int, int]]) -> bool:
         run.go()
         for each in range(max(0, safe), step + 1):
             run.of.made_step(each, safe)
-    return bool(run.take(Finish))
+    return bool(run.take(FinishRun))
 
 
 def test_the_last_step_of_a_dead_worker_counts_as_progress():
@@ -202,11 +202,11 @@ def test_the_last_step_of_a_dead_worker_counts_as_progress():
     for step in (3, 5, 7, 9, 11):
         run.of.lost("a", 1, Cause("signal SIGKILL", exit_code=-9, step=step))
         run.go()
-    assert not run.take(Finish)
+    assert not run.take(FinishRun)
     for _ in range(2):
         run.of.lost("a", 1, Cause("signal SIGKILL", exit_code=-9, step=11))
         run.go()
-    assert run.take(Finish)
+    assert run.take(FinishRun)
 
 
 def test_steps_that_are_made_again_are_no_progress():
@@ -227,7 +227,7 @@ def test_the_same_crash_at_the_same_step_again_ends_the_run():
         run.of.made_step(7)
         run.of.lost("a", 1, crash)
         run.go()
-    (finish,) = run.take(Finish)
+    (finish,) = run.take(FinishRun)
     assert finish.exit_code == 70 and "step 7" in finish.why and "ZeroDivisionError" in finish.why
 
 
@@ -237,7 +237,7 @@ def test_other_crashes_at_that_step_do_not(cause):
     for one in (Cause("exit code 1, ZeroDivisionError", "ZeroDivisionError", 1, step=7), cause):
         run.of.lost("a", 1, one)
         run.go()
-    assert not run.take(Finish)
+    assert not run.take(FinishRun)
 
 
 def test_the_same_crash_on_two_ranks_of_one_world_is_one():
@@ -245,7 +245,7 @@ def test_the_same_crash_on_two_ranks_of_one_world_is_one():
     for slot in range(2):
         run.of.lost("a", slot, Cause("exit code 1, ZeroDivisionError", "ZeroDivisionError", 1, step=7))
     run.go()
-    assert not run.take(Finish)
+    assert not run.take(FinishRun)
 
 
 def test_a_lost_node_is_waited_for_and_then_replanned_without():
@@ -290,7 +290,7 @@ def test_a_run_begins_with_all_its_nodes_or_names_those_that_came():
     run.now = 99
     assert not run.go().take(Join)
     run.now = 101
-    (finish,) = run.go().take(Finish)
+    (finish,) = run.go().take(FinishRun)
     assert finish.exit_code == 75 and "2 of 4 workers came within 100 s, from a (2 workers)" in finish.why
 
 
@@ -413,9 +413,9 @@ def test_a_node_that_is_left_out_is_taken_if_another_is_lost_for_good():
 def test_what_is_planned_is_no_failure():
     run = Run({"a": 1, "b": 1}, max_restarts=1).go()
     run.of.migrate("dp_replicate=1", 1, ["b"], "node b is slow")
-    assert not run.go().take(Finish)
+    assert not run.go().take(FinishRun)
     run.of.arrived("b", "host-b", 1, {})
-    assert not run.go().take(Finish) and run.of.size == 2
+    assert not run.go().take(FinishRun) and run.of.size == 2
 
 
 def come_back(run: Run, name: str, without: set[int] = frozenset(), **changes: object) -> None:
@@ -435,7 +435,7 @@ def test_a_node_that_comes_again_with_all_of_its_members_has_missed_nothing():
     assert run.of.orders(0.0)[0] == Break(1, "rank 3 is lost: signal SIGKILL"), "it is watched as before"
 
 
-@pytest.mark.parametrize("changes", [{"without": {1}}, {"state": State.READY}, {"generation": 0}])
+@pytest.mark.parametrize("changes", [{"without": {1}}, {"state": RankState.READY}, {"generation": 0}])
 def test_a_node_that_comes_again_without_all_of_its_members_breaks_the_generation(changes):
     run = Run({"a": 2, "b": 2}).go()
     come_back(run, "b", **changes)
@@ -445,8 +445,8 @@ def test_a_node_that_comes_again_without_all_of_its_members_breaks_the_generatio
 def test_members_whose_end_was_not_heard_of_end_the_run_when_their_node_comes_again():
     run = Run({"a": 1, "b": 1}).go()
     run.of.done("a", 0)
-    come_back(run, "b", state=State.DONE)
-    assert run.of.orders(0.0) == [Finish(0, "done")]
+    come_back(run, "b", state=RankState.DONE)
+    assert run.of.orders(0.0) == [FinishRun(0, "done")]
 
 
 # ---- one coordinator after another --------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ def test_no_worker_is_started_for_a_run_that_was_asked_to_stop():
     run.of.stop()
     run.of.done("a", 0)
     run.of.done("a", 1)
-    assert run.go().take(Finish) == [Finish(0, "done")]
+    assert run.go().take(FinishRun) == [FinishRun(0, "done")]
     run = Run({"a": 2}).go()
     run.take(Start)
     run.of.stop()
@@ -539,7 +539,7 @@ def test_survivors_of_a_run_that_stops_form_one_last_world(stops_first):
     assert run.go().take(Join) == [Join(2, "dp_replicate=2", {("a", 0): 0, ("a", 1): 1})]
     run.of.done("a", 0)
     run.of.done("a", 1)
-    assert run.go().take(Finish) == [Finish(0, "done")]
+    assert run.go().take(FinishRun) == [FinishRun(0, "done")]
 
 
 @pytest.mark.parametrize(
@@ -554,7 +554,7 @@ def test_a_run_that_stops_says_if_nothing_could_be_saved(lost, why):
     run.of.stop()
     for place in lost:
         run.of.lost(*place, KILLED)
-    (finish,) = run.go().take(Finish)
+    (finish,) = run.go().take(FinishRun)
     assert finish.exit_code == 75 and finish.why.endswith(f"signal SIGKILL, and {why}")
 
 
@@ -563,14 +563,14 @@ def test_what_some_have_saved_need_not_be_saved_again():
     run.of.stop()
     run.of.done("a", 0)
     run.of.lost("a", 1, KILLED)
-    assert run.go().take(Finish) == [Finish(0, "done")]
+    assert run.go().take(FinishRun) == [FinishRun(0, "done")]
 
 
 def test_a_spare_worker_that_ends_does_not_end_a_run_that_stops():
     run = Run({"a": 2, "spare": 1}, size=2).go()
     run.of.stop()
     run.of.lost("spare", 0, KILLED)
-    assert not run.go().take(Finish)
+    assert not run.go().take(FinishRun)
 
 
 # ---- nodes that are checked --------------------------------------------------------------------------------------

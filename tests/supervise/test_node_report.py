@@ -14,12 +14,12 @@ from argosy.processes.messages import decoded, encoded
 from argosy.resilience.detect.finding import WorkerSeen
 from argosy.resilience.detect.sample import Sample
 from argosy.supervise.messages import FROM_AGENT, NodeHeartbeat
-from argosy.supervise.node_report import NodeReporter, Report
+from argosy.supervise.node_report import NodeReport, NodeReporter
 from argosy.supervise.world_view import WorldView
 from resilience.detect.samples import READING, World
 
 
-def report(world: World, reporter: NodeReporter, *ranks: int, **asked: int) -> Report:
+def report(world: World, reporter: NodeReporter, *ranks: int, **asked: int) -> NodeReport:
     for rank in range(world.size):
         if rank not in world.stopped:
             world.change(rank, beats=world.ranks[rank].beats + 1)
@@ -31,7 +31,7 @@ def test_while_all_goes_well_a_report_is_short():
     for _ in range(3):
         world.step()
         told = report(world, reporter)
-    assert told == Report(generation=1, step=3, took=[(2, [0.1] * 8)])
+    assert told == NodeReport(generation=1, step=3, took=[(2, [0.1] * 8)])
     assert len(encoded(NodeHeartbeat(report=told))) < 400
 
 

@@ -15,7 +15,7 @@ from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.connection import Address
 from argosy.supervise.lease import lease as lease_module
-from argosy.supervise.lease.lease import Holder, Unreachable
+from argosy.supervise.lease.lease import Holder, LeaseUnreachable
 from argosy.supervise.place import LeasedPlace, check_place, place_of
 
 LAUNCH = LaunchConfig(nodes=2, lease="folder", address="127.0.0.1")
@@ -98,7 +98,7 @@ def test_while_the_backend_does_not_answer_the_problem_is_known_and_nothing_is_d
     a = agents("a")
 
     def silent() -> Holder | None:
-        raise Unreachable("etcd does not answer")
+        raise LeaseUnreachable("etcd does not answer")
 
     monkeypatch.setattr(a._lease, "holder", silent)
     end = time.monotonic() + 10

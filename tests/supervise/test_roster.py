@@ -7,28 +7,31 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from argosy.supervise.nodes import Node, State, Worker
-from argosy.supervise.roster import Counts, Place, Roster
+from argosy.supervise.nodes import Node, RankProcess, RankState
+from argosy.supervise.roster import NodeCounts, Place, Roster
 
 SLOTS = 3
 NAMES = "abcd"
 
 
-def counted(roster: Roster, generation: int) -> Counts:
+def counted(roster: Roster, generation: int) -> NodeCounts:
     """All counts, taken from the nodes."""
-    is_member = lambda w: 0 < generation == w.generation and w.state in (State.RUNNING, State.DONE)  # noqa: E731
+    is_member = lambda w: 0 < generation == w.generation and w.state in (RankState.RUNNING, RankState.DONE)  # noqa: E731
     nodes = list(roster.nodes.values())
     free = [node for node in nodes if not node.is_avoided]
-    ready = lambda node: [w for w in node.workers.values() if w.state is State.READY and not node.is_being_checked]  # noqa: E731
+
+    def ready(node: Node) -> list[RankProcess]:
+        return [w for w in node.workers.values() if w.state is RankState.READY and not node.is_being_checked]
+
     members = [worker for node in nodes for worker in node.workers.values() if is_member(worker)]
-    return Counts(
+    return NodeCounts(
         room=sum(node.slots for node in nodes),
         unavoided_room=sum(node.slots for node in free),
         unused_room=sum(node.slots for node in nodes if not any(map(is_member, node.workers.values()))),
         ready=sum(len(ready(node)) for node in nodes),
         unavoided_ready=sum(len(ready(node)) for node in free),
         members=len(members),
-        done=sum(worker.state is State.DONE for worker in members),
+        done=sum(worker.state is RankState.DONE for worker in members),
     )
 
 
@@ -55,7 +58,7 @@ def check(roster: Roster, generation: int) -> None:
     """Compare all that is kept with what is there."""
     assert roster.counts == counted(roster, generation)
     assert set(roster.vacant) == {name for name, node in roster.nodes.items() if len(node.workers) < node.slots}
-    of_done = {n for n, node in roster.nodes.items() if any(w.state is State.DONE for w in node.workers.values())}
+    of_done = {n for n, node in roster.nodes.items() if any(w.state is RankState.DONE for w in node.workers.values())}
     assert set(roster.finished) == of_done
     for rank in range(SLOTS * len(NAMES)):
         places = [
@@ -98,13 +101,13 @@ class Walk:
     def works(self) -> None:
         if (node := self.node()) is not None:
             for worker in node.workers.values():
-                worker.state = self.draw(st.sampled_from(State))
+                worker.state = self.draw(st.sampled_from(RankState))
             self.roster.changed(self.name)
 
     def starts(self) -> None:
         if (node := self.node()) is not None:
             for slot in range(SLOTS):
-                node.workers.setdefault(slot, Worker(State.READY))
+                node.workers.setdefault(slot, RankProcess(RankState.READY))
             self.roster.changed(self.name)
 
     def loses(self) -> None:
@@ -135,7 +138,7 @@ HAPPENS = [Walk.comes, Walk.goes, Walk.turns, Walk.works, Walk.starts, Walk.lose
 def test_what_is_kept_is_what_is_there(data, happens):
     walk = Walk(data.draw)
     for name in NAMES:
-        walk.roster.put(name, Node("host", SLOTS, {slot: Worker(State.READY) for slot in range(SLOTS)}))
+        walk.roster.put(name, Node("host", SLOTS, {slot: RankProcess(RankState.READY) for slot in range(SLOTS)}))
     for happen in happens:
         happen(walk)
         check(walk.roster, walk.generation)
@@ -146,6 +149,6 @@ def test_an_event_counts_one_node_again_and_not_all(monkeypatch):
     for number in range(100):
         roster.put(f"node{number}", Node("host", 8))
     counted_nodes = []
-    monkeypatch.setattr(Roster, "_count", lambda self, node: counted_nodes.append(node) or Counts())
+    monkeypatch.setattr(Roster, "_count", lambda self, node: counted_nodes.append(node) or NodeCounts())
     roster.changed("node7")
     assert counted_nodes == [roster.nodes["node7"]]

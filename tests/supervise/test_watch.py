@@ -8,7 +8,7 @@ import pytest
 
 from argosy.config.resilience import ResilienceConfig
 from argosy.resilience.detect.finding import Finding, WorkerSeen
-from argosy.supervise.node_report import NodeReporter, Report
+from argosy.supervise.node_report import NodeReport, NodeReporter
 from argosy.supervise.watch import RunWatch
 from resilience.detect.samples import World
 from tiny import run_config
@@ -82,7 +82,7 @@ def test_what_a_node_says_of_ranks_that_it_does_not_have_is_nothing(watch):
     seen = WorkerSeen(7, 3, "forward", {}, "S", has_made_a_step=True)
     for tick in range(30):
         workers = [(0, 7)] if tick == 0 else None
-        watch.shown(1, 1, "a", Report(1, workers, step=3, still=[0], seen={5: seen}))
+        watch.shown(1, 1, "a", NodeReport(1, workers, step=3, still=[0], seen={5: seen}))
         assert not watch.findings(tick * TICK_S)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from argosy.launch.engines.job import FOLDER, Job, JobState
+from argosy.launch.engines.job import FOLDER, JobState, LaunchedJob
 from argosy.sweep.driver import Driver
-from argosy.sweep.executor import Executor, Task
+from argosy.sweep.executor import Task, TrialExecutor
 from argosy.sweep.load import load_sweep
 from argosy.sweep.needs import Limits
 from argosy.sweep.study import Study
@@ -20,7 +20,7 @@ class Said(Exception):
     """The first line that a driver says."""
 
 
-class Left(Executor):
+class Left(TrialExecutor):
     """A place in which a sweep before has left each trial running, or ended."""
 
     name = "slurm"
@@ -28,13 +28,13 @@ class Left(Executor):
     def __init__(self, state: JobState):
         self._state = state
 
-    def start(self, tasks: Sequence[Task]) -> list[Job]:
-        return [Job(engine=self.name, id="8", submitted_s=0, nodes=1) for _ in tasks]
+    def start(self, tasks: Sequence[Task]) -> list[LaunchedJob]:
+        return [LaunchedJob(engine=self.name, id="8", submitted_s=0, nodes=1) for _ in tasks]
 
-    def states(self, jobs: Sequence[Job]) -> list[JobState]:
+    def states(self, jobs: Sequence[LaunchedJob]) -> list[JobState]:
         return [self._state for _ in jobs]
 
-    def stop(self, jobs: Sequence[Job]) -> None:
+    def stop(self, jobs: Sequence[LaunchedJob]) -> None:
         raise NotImplementedError
 
 
@@ -53,7 +53,7 @@ def test_a_trial_that_never_stopped_does_not_go_on(tmp_path: Path, state: JobSta
     run_dir = tmp_path / "0000"
     (run_dir / FOLDER).mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(steps)))
-    Job(engine="slurm", id="7", submitted_s=0, nodes=1).save(run_dir)
+    LaunchedJob(engine="slurm", id="7", submitted_s=0, nodes=1).save(run_dir)
 
     def say(text: str) -> None:
         raise Said(text)

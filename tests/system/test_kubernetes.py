@@ -103,10 +103,10 @@ def test_a_run_that_fails_is_not_started_again(run, api):
 
 
 def state_of_job(run: Disturbed) -> str:
-    from argosy.launch.engines.job import Job
+    from argosy.launch.engines.job import LaunchedJob
     from argosy.launch.engines.kubernetes import Kubernetes
 
-    job = Job.load(run.run_dir)
+    job = LaunchedJob.load(run.run_dir)
     assert job is not None
     return " ".join(Kubernetes().state(job))
 

@@ -131,10 +131,10 @@ def test_a_host_that_is_cut_off_is_named_and_its_agent_is_stopped_by_the_folder(
         launch(run, network, "--train.steps", "60")
         wait(run, lambda: run.steps() >= 4)
         network.lose("h2")
-        from argosy.launch.engines.job import Job
+        from argosy.launch.engines.job import LaunchedJob
         from argosy.launch.engines.ssh import Ssh
 
-        job = Job.load(run.run_dir)
+        job = LaunchedJob.load(run.run_dir)
         assert job is not None
         assert "on 1 of 2 hosts; no way to h2 (ssh: connect" in Ssh().state(job)[1]
         refused = run.folder.argosy_here("stop", "runs/tiny", code=2)

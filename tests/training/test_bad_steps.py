@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from argosy.config.resilience import ResilienceConfig
-from argosy.training.bad_steps import MOST_IN_A_ROW, MOST_REWINDS, Action, BadStep, BadStepPolicy, Counts
+from argosy.training.bad_steps import MOST_IN_A_ROW, MOST_REWINDS, Action, BadStep, BadStepCounts, BadStepPolicy
 
 NOT_FINITE = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf), (-math.inf, math.nan)]
 APPLY, RETRY, SKIP, REWIND, STOP = Action.APPLY, Action.RETRY, Action.SKIP, Action.REWIND, Action.STOP
@@ -105,7 +105,7 @@ def test_rewinds_are_counted_on_where_the_state_is_an_older_one():
     assert steps.rewound(6)
     twice(steps, 6, math.nan, 1.0)
     steps.forget_bad_steps()
-    assert steps.counts() == Counts(decisions=2, in_a_row=0, first_try=None, rewinds={6: 1})
+    assert steps.counts() == BadStepCounts(decisions=2, in_a_row=0, first_try=None, rewinds={6: 1})
 
 
 def test_a_detector_that_is_switched_off_sees_nothing():

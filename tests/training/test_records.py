@@ -16,12 +16,12 @@ from argosy.training.bad_steps import Action, BadStep
 from argosy.training.evaluation import Score
 from argosy.training.records import Records
 from argosy.training.recovery import Recovery
-from argosy.training.state import Update
+from argosy.training.state import StepUpdate
 from argosy.training.step import Requests, StepOutcome
 from tiny import EAGER, run_config
 
 FIRST, SECOND = World(0, 2), World(1, 2)
-UPDATE = Update(step=4, loss=2.5, gradient_norm=0.5, max_norm=1.0, learning_rate=1e-3, tokens=256, loads=None)
+UPDATE = StepUpdate(step=4, loss=2.5, gradient_norm=0.5, max_norm=1.0, learning_rate=1e-3, tokens=256, loads=None)
 SAMPLES = {"first_sample": 32, "samples": 8}
 
 

@@ -28,8 +28,8 @@ from argosy.parallel.apply import apply
 from argosy.parallel.world import CPU, World
 from argosy.plan.plan import Plan
 from argosy.training.checkpointer import Checkpointer
-from argosy.training.recovery import Facts, Recovery, follow, recover
-from argosy.training.state import TrainState, Update
+from argosy.training.recovery import Recovery, SurvivorFacts, follow, recover
+from argosy.training.state import StepUpdate, TrainState
 from argosy.training.step import Step
 from tiny import eager, run_config
 from workers import next_world
@@ -67,8 +67,8 @@ class Behind:
     ],
 )
 def test_a_survivor_follows_a_rank_that_is_a_step_ahead(survivor, ahead, follows):
-    update = Update(ahead, 1.0, 2.0, 1.0, 0.1, 256, None)
-    facts = [Facts(FIRST, Position(ahead, 0), None), Facts(FIRST, Position(ahead + 1, 0), update)]
+    update = StepUpdate(ahead, 1.0, 2.0, 1.0, 0.1, 256, None)
+    facts = [SurvivorFacts(FIRST, Position(ahead, 0), None), SurvivorFacts(FIRST, Position(ahead + 1, 0), update)]
     follow(survivor, facts)
     assert survivor.applied == [update] * follows
 
@@ -123,7 +123,7 @@ class Training:
                 self._copies.wait()
         return self
 
-    def update(self) -> Update:
+    def update(self) -> StepUpdate:
         """All of a step but the update."""
         state, step = self.state, self.state.step
         rows = np.random.default_rng(step).integers(1, 400, (8, 33)).astype(np.int32)
@@ -132,7 +132,7 @@ class Training:
         outcome = self.step.exchange(self.step.forward_backward(microbatches(mine, 1, 0, CPU)))
         return self.step.update(outcome, learning_rate=0.01 / (step + 1))
 
-    def apply(self, update: Update) -> None:
+    def apply(self, update: StepUpdate) -> None:
         self.state.apply(update)
         self.state.model.after_update()
         self.state.drop_gradient()

@@ -15,12 +15,12 @@ import torch
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Delivery, Ledger, next_line
+from argosy.sync.sites.ledger import Contribution, RoundLedger, next_line
 from argosy.training import agreement
 from argosy.training.pace import Pace
 from argosy.training.rounds import Rounds
 from argosy.training.schedule import learning_rate_factor
-from argosy.training.state import Survivor, TrainState, Update
+from argosy.training.state import StepUpdate, Survivor, TrainState
 from one_site import gradient, run_of, site, train
 
 
@@ -36,10 +36,10 @@ def rounds_of(state: TrainState, records: MagicMock | None = None, has_signal: C
 
 def decide(sites: Sites, folder: Path, mean: np.ndarray, *names: str) -> None:
     """Have the next round decided, with this average, as the others do; B is left out unless it is named."""
-    ledger = Ledger(folder)
+    ledger = RoundLedger(folder)
     number = len(ledger.lines)
     sites.average(number).write_bytes(sites.wire_of(number).encode(mean.astype(np.float32)).tobytes())
-    delivered = {name: Delivery(64, []) for name in names}
+    delivered = {name: Contribution(64, []) for name in names}
     ledger.append(next_line(sites.shares, ledger.lines, "A", delivered, sites.names, 1, [1], {}))
 
 
@@ -48,7 +48,7 @@ def test_a_site_makes_the_steps_that_others_made_without_it_from_their_gradients
     state, _, sites = site(run, tmp_path / "A")
     wanted, *_ = site(run, tmp_path / "wanted")
     for step in range(3):
-        train(wanted, step, lambda s, norm: Update(
+        train(wanted, step, lambda s, norm: StepUpdate(
             s.step, 1.0, float(f"{norm:.7g}"), run.optimizer.grad_clip,
             run.optimizer.lr * learning_rate_factor(s.step, run.train.steps, run.schedule), run.tokens_at(s.step), None,
         ))  # fmt: skip

@@ -27,11 +27,11 @@ from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.processes.secret import secret_of
 from argosy.sync.server.client import Client, Closed
-from argosy.sync.server.layout import Layout
+from argosy.sync.server.layout import ServerLayout
 from argosy.training.batches import Batches
 from argosy.training.loop import train
 from argosy.training.schedule import learning_rate_factor
-from argosy.training.server.main import Server
+from argosy.training.server.main import ParameterServer
 from argosy.training.state import TrainState
 from argosy.training.step import Step
 from argosy.training.stop import StopSignal
@@ -172,7 +172,7 @@ def test_workers_with_local_steps_train_on_each_sample_once_and_go_on_from_a_che
 
 def test_who_tells_of_another_number_of_steps_is_refused(corpus, tmp_path):
     run = asynchronous(corpus, train={"steps": 2}, sync=LOCAL)
-    layout = Layout(run.model_copy(update={"site": "B"}))
+    layout = ServerLayout(run.model_copy(update={"site": "B"}))
     with serving(run, tmp_path):
         stranger = Client(layout, secret_of(tmp_path), vectors(run))
         task = stranger.next_task().result(20.0)
@@ -262,7 +262,7 @@ def test_a_worker_of_another_run_is_refused_and_the_run_goes_on(corpus, tmp_path
 def test_who_does_not_know_the_secret_is_not_heard(corpus, tmp_path, monkeypatch):
     run = asynchronous(corpus, train={"steps": 4})
     with serving(run, tmp_path):
-        stranger = Client(Layout(run.model_copy(update={"site": "B"})), b"another secret" * 4, vectors(run))
+        stranger = Client(ServerLayout(run.model_copy(update={"site": "B"})), b"another secret" * 4, vectors(run))
         future = stranger.next_task()
         assert work(run, tmp_path, "A")
         assert not future.done()
@@ -276,7 +276,7 @@ def test_a_server_that_dies_goes_on_from_its_checkpoint_and_so_do_workers(corpus
     run = asynchronous(corpus, train={"steps": 12}, checkpoint={"every_steps": 3})
     worker = threading.Thread(target=work, args=(run, tmp_path, "A"))
     save_run(run, tmp_path / "run.toml")
-    server = Server(run, tmp_path, 0)
+    server = ParameterServer(run, tmp_path, 0)
     worker.start()
     while len(lines(tmp_path)) < 8:
         server.turn()
@@ -299,7 +299,7 @@ def test_a_server_that_dies_goes_on_from_its_checkpoint_and_so_do_workers(corpus
 
 def test_a_worker_that_others_wait_for_too_long_loses_its_samples(corpus, tmp_path):
     run = asynchronous(corpus, train={"steps": 5}, sync={"max_staleness": 0, "patience_s": 0.5})
-    layout = Layout(run.model_copy(update={"site": "B"}))
+    layout = ServerLayout(run.model_copy(update={"site": "B"}))
     with serving(run, tmp_path):
         slow = Client(layout, secret_of(tmp_path), vectors(run))
         task = slow.next_task().result(20.0)
@@ -314,7 +314,7 @@ def test_a_worker_that_others_wait_for_too_long_loses_its_samples(corpus, tmp_pa
 
 def test_what_is_no_gradient_is_refused(corpus, tmp_path):
     run = asynchronous(corpus, train={"steps": 3})
-    layout = Layout(run.model_copy(update={"site": "B"}))
+    layout = ServerLayout(run.model_copy(update={"site": "B"}))
     with serving(run, tmp_path):
         stranger = Client(layout, secret_of(tmp_path), vectors(run))
         task = stranger.next_task().result(20.0)
@@ -329,4 +329,4 @@ def test_what_is_no_gradient_is_refused(corpus, tmp_path):
 
 
 def vectors(run: RunConfig):
-    return [np.zeros(flat.elements, np.float32) for flat in Layout(run).flats]
+    return [np.zeros(flat.elements, np.float32) for flat in ServerLayout(run).flats]

@@ -10,7 +10,7 @@ import torch
 
 from argosy.models.decoder import microbatches
 from argosy.parallel.world import World
-from argosy.training.state import TrainState, Update
+from argosy.training.state import StepUpdate, TrainState
 from tiny import EAGER, train_step
 
 ALONE = World()
@@ -18,7 +18,7 @@ EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 32, "balance": "bias"}}
 ROWS = np.random.default_rng(0).integers(1, 400, (4, 33)).astype(np.int32)
 
 
-def pending(**model: Any) -> tuple[TrainState, Update]:
+def pending(**model: Any) -> tuple[TrainState, StepUpdate]:
     """A state with a whole gradient, and the update to apply it."""
     step = train_step(ALONE, EAGER, model=model, optimizer={"grad_clip": 0.1}, train={"global_batch": 4})
     outcome = step.exchange(step.forward_backward(microbatches(ROWS, 2, 0, ALONE.device)))

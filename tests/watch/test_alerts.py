@@ -12,14 +12,14 @@ import pytest
 
 from argosy.config.observe import ALL, AlertKind, AlertsConfig
 from argosy.watch.alerts import CALM_S, LOOKS, Alert, Alerts, standing
-from argosy.watch.facts import DiskSeen, Facts
+from argosy.watch.facts import DiskSeen, RunFacts
 from watched import BEGAN_S, STEPS, columns, continued, event, healthy, small_run
 
 BAD = {"step": STEPS - 10, "loss": 9.5, "grad_norm": 3.0, "largest_loss": 4.0, "outcome": "skip"}
 NOW_S = float(columns()["time_s"][-1]) - BEGAN_S
 
 
-def at(facts: Facts, after_s: float) -> Facts:
+def at(facts: RunFacts, after_s: float) -> RunFacts:
     """The same facts, looked at later."""
     return replace(facts, now_s=facts.now_s + after_s)
 
@@ -45,7 +45,7 @@ def finding(kind: str, **facts: Any) -> Any:
 
 
 VERIFIED = [event("verified", NOW_S - 60, step=300, seconds=1.0)]
-WRONG: dict[AlertKind, tuple[Callable[[], Facts], str]] = {
+WRONG: dict[AlertKind, tuple[Callable[[], RunFacts], str]] = {
     "spike": (
         lambda: healthy(events=[event("bad_step", NOW_S, reason="loss_spike", **BAD)]), "step 390 spiked: loss 9.5"),
     "nan": (lambda: healthy(steps=with_nan()), "step 395 was not finite"),
@@ -57,7 +57,7 @@ WRONG: dict[AlertKind, tuple[Callable[[], Facts], str]] = {
     "checkpoint_unverified": (
         lambda: at(healthy(small_run(checkpoint={"every_minutes": 10.0}), events=VERIFIED), 3600.0), "was found whole"),
 }  # fmt: skip
-RIGHT: dict[AlertKind, Callable[[], Facts]] = {
+RIGHT: dict[AlertKind, Callable[[], RunFacts]] = {
     "spike": lambda: healthy(events=[event("bad_step", NOW_S, reason="loss_spike", **{**BAD, "step": 200})]),
     "nan": lambda: healthy(events=[event("bad_step", NOW_S, reason="not_finite", **{**BAD, "step": 200})]),
     "stall": lambda: at(healthy(), 40.0),
@@ -85,7 +85,7 @@ def test_a_run_in_which_all_is_well_again_has_no_alert(alert: AlertKind):
 
 def test_a_healthy_run_has_no_alert():
     assert Alerts(AlertsConfig()).look(healthy()) == []
-    assert Alerts(AlertsConfig()).look(Facts(now_s=0.0)) == []
+    assert Alerts(AlertsConfig()).look(RunFacts(now_s=0.0)) == []
     assert LOOKS.keys() == set(ALL) == WRONG.keys() == RIGHT.keys()
 
 
@@ -103,7 +103,7 @@ def test_each_of_begins_goes_on_and_ends_is_said_once(alert: AlertKind):
     assert said[2].since_s == said[0].time_s
 
 
-def fresh(alert: AlertKind, facts: Facts, now_s: float) -> Facts:
+def fresh(alert: AlertKind, facts: RunFacts, now_s: float) -> RunFacts:
     """The facts at a later time, with what must be new for the alert to stay away."""
     if alert == "stall":
         return later_step(facts, now_s)
@@ -111,7 +111,7 @@ def fresh(alert: AlertKind, facts: Facts, now_s: float) -> Facts:
     return replace(facts, now_s=now_s, events=[*facts.events, *verified])
 
 
-def later_step(facts: Facts, now_s: float) -> Facts:
+def later_step(facts: RunFacts, now_s: float) -> RunFacts:
     """The same run, which has just made a step."""
     steps = columns()
     steps["time_s"] += now_s - steps["time_s"][-1] - 1.0

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from argosy.watch import serve
-from argosy.watch.auth import Guard, host_name, is_loopback, new_token
+from argosy.watch.auth import AuthMiddleware, host_name, is_loopback, new_token
 from run_folders import Made
 from watch.served import Served, served
 
@@ -215,5 +215,5 @@ def test_the_guard_passes_on_what_is_no_request(root: Path) -> None:
 
     import asyncio
 
-    asyncio.run(Guard(app, TOKEN)({"type": "lifespan"}, None, None))
+    asyncio.run(AuthMiddleware(app, TOKEN)({"type": "lifespan"}, None, None))
     assert passed == ["lifespan"]

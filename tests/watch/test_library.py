@@ -129,7 +129,7 @@ def read_all(folder: Path) -> None:
     assert library.news({})[0]["state"] != "unreadable"
     library.ask("run", lambda entry: server._encoded(overview.details("run", entry.reader)))
     for view, query in QUERIES:
-        asked = server.Asked(Request({"type": "http", "query_string": str(QueryParams(query)).encode()}))
+        asked = server.QueryParameters(Request({"type": "http", "query_string": str(QueryParams(query)).encode()}))
         library.ask("run", lambda entry, view=view, asked=asked: server._encoded(server.VIEWS[view](asked, entry)))
     look = seen(FolderView(folder), folder)
     one_line(look).plain.encode()

@@ -6,7 +6,7 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
-from argosy.watch.facts import Facts
+from argosy.watch.facts import RunFacts
 from argosy.watch.resize import Resizing, resizing, rest_of
 from argosy.watch.rules.planner import Planner
 from watched import H100, big_run, columns, healthy
@@ -15,12 +15,12 @@ PLAN = "dp_shard=64,zero=1,recompute=selective,microbatch=1,precision=bf16,bucke
 DAY = 86_400.0
 
 
-def run(step_s: float = 8.0) -> Facts:
+def run(step_s: float = 8.0) -> RunFacts:
     """An 8B model on 64 H100, with 9600 steps left."""
     return healthy(big_run(), PLAN, hardware=H100, steps=columns(step_s=step_s))
 
 
-def ask(facts: Facts, *clusters: str, days: float | None = None) -> Resizing:
+def ask(facts: RunFacts, *clusters: str, days: float | None = None) -> Resizing:
     others = [(name, Cluster.parse(name)) for name in clusters]
     return resizing(facts, Planner(facts), others, None if days is None else days * DAY)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from argosy.watch.conclusions import RULES, advise
-from argosy.watch.facts import DeviceSeen, Facts
+from argosy.watch.facts import DeviceSeen, RunFacts
 from argosy.watch.forecast import forecast
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.rule import Advice
@@ -21,23 +21,23 @@ FSDP = "dp_shard=64,zero=3,recompute=full,microbatch=1,precision=bf16"
 GENERATION = {"ranks": {f"node{rank // 4}/{rank % 4}": rank for rank in range(8)}}
 
 
-def said(rule: str, facts: Facts) -> Advice | None:
+def said(rule: str, facts: RunFacts) -> Advice | None:
     """What the rule alone says of the run."""
     return {each.__name__: each for each in RULES}[rule](facts, Planner(facts))
 
 
-def big(step_s: float = 6.0, plan: str = FSDP, steps: dict[str, Any] | None = None, **facts: Any) -> Facts:
+def big(step_s: float = 6.0, plan: str = FSDP, steps: dict[str, Any] | None = None, **facts: Any) -> RunFacts:
     """A run of an 8B model on 64 H100, as it was predicted or slower."""
     return healthy(facts.pop("run", big_run()), plan, hardware=H100, steps=steps or columns(step_s=step_s), **facts)
 
 
-def as_planned(facts: Facts) -> Facts:
+def as_planned(facts: RunFacts) -> RunFacts:
     """The same with steps that take what was predicted."""
     assert facts.prediction is not None
     return replace(facts, steps=columns(step_s=float(facts.prediction.step_s.mid)))
 
 
-def with_imbalance(value: float) -> Facts:
+def with_imbalance(value: float) -> RunFacts:
     run = small_run(model={"moe": {"experts": 8, "experts_per_token": 2, "expert_ffn_width": 32}})
     steps = columns()
     layers = {f"experts.{layer}.imbalance": np.full(STEPS, value if layer else 1.2) for layer in (0, 1)}
@@ -50,26 +50,26 @@ def spiking(at: int, loss: float) -> dict[str, Any]:
     return steps
 
 
-def overfitting(rises: bool) -> Facts:
+def overfitting(rises: bool) -> RunFacts:
     held_out = np.array([3.0, 2.5, 2.4, 2.5, 2.6, 2.7] if rises else [3.0, 2.5, 2.4, 2.3, 2.2, 2.1])
     evaluations = {"step": np.arange(6) * 70.0, "validation_loss": held_out}
     return healthy(evaluations=evaluations)
 
 
-def growing(times: float, loss_falls: bool) -> Facts:
+def growing(times: float, loss_falls: bool) -> RunFacts:
     steps = columns(600)
     steps["grad_norm"] = steps["grad_norm"] * times ** np.linspace(0, 1, 600)
     steps["loss"] = np.linspace(3, 2 if loss_falls else 3, 600) + np.random.default_rng(0).normal(0, 0.02, 600)
     return healthy(steps=steps)
 
 
-def ended_rate(final: float) -> Facts:
+def ended_rate(final: float) -> RunFacts:
     steps = columns()
     steps["lr"] = np.where(steps["step"] < 300, 1e-3, final)
     return healthy(steps=steps)
 
 
-def recompiling(times: int) -> Facts:
+def recompiling(times: int) -> RunFacts:
     forward = np.full(STEPS, 0.1275)
     forward[20 : 20 + 40 * times : 40] += 15
     run = small_run()
@@ -77,14 +77,14 @@ def recompiling(times: int) -> Facts:
     return healthy(run, plan, steps=columns(forward=forward))
 
 
-def evaluating(seconds: float) -> Facts:
+def evaluating(seconds: float) -> RunFacts:
     evaluate = np.where(np.arange(STEPS) % 20 == 19, seconds, 0.0)
     run = small_run(evaluate={"every_steps": 20, "tokens": 100_000})
     evaluations = {"step": np.arange(19, STEPS, 20.0), "validation_loss": np.linspace(4, 3, STEPS // 20)}
     return healthy(run, steps=columns(evaluate=evaluate), evaluations=evaluations)
 
 
-def saving(stall_s: float, every: int = 20, **options: Any) -> Facts:
+def saving(stall_s: float, every: int = 20, **options: Any) -> RunFacts:
     """A run that saves every so many steps; it goes on for a day after its newest line if `long`."""
     checkpoint = np.where(np.arange(STEPS) % every == every - 1, stall_s, 0.0)
     steps = columns(checkpoint=checkpoint)
@@ -124,7 +124,7 @@ def later(steps: dict[str, Any], at: int, by_s: float) -> dict[str, Any]:
     return steps
 
 
-def shared(own_s: tuple[float, float]) -> Facts:
+def shared(own_s: tuple[float, float]) -> RunFacts:
     """Rank 0 runs three microbatches, rank 1 one; each takes so long for its own."""
     told = ranks(2)
     told = replace(told, own_s=np.tile(own_s, (30, 1)), microbatches=np.tile((3.0, 1.0), (30, 1)))
@@ -144,7 +144,7 @@ BAD_STEP = event(
 )  # fmt: skip
 FLIPPED = event("transient", 150.0, step=371, reason="loss_spike", first_loss=40.0, loss=2.2)
 
-SPEAKS: dict[str, tuple[Callable[..., Facts], str]] = {
+SPEAKS: dict[str, tuple[Callable[..., RunFacts], str]] = {
     "straggler": (lambda: healthy(ranks=ranks(slow={5: 2.0}), events=[event("generation", 0, **GENERATION)]),
         r"Rank 5 on node1 .* 2\.0 times.*0\.60 s a step.*0\.30 s.*steps 370 to 399.*forward"),
     "straggler with a small share": (lambda: shared((0.3, 0.3)),
@@ -202,7 +202,7 @@ def test_a_rule_speaks_with_its_figures(case: str):
     assert re.search(expected, text), text
 
 
-NEAR_MISSES: dict[str, Callable[[], Facts]] = {
+NEAR_MISSES: dict[str, Callable[[], RunFacts]] = {
     "straggler": lambda: healthy(ranks=ranks(slow={5: 1.3}), events=[event("generation", 0, **GENERATION)]),
     "straggler with a large share": lambda: shared((0.3, 0.1)),
     "straggler that was replaced": lambda: healthy(events=[FOUND_STRAGGLER, event("generation", 170.0, **GENERATION)]),
@@ -253,7 +253,7 @@ def test_a_healthy_run_under_the_planners_own_plan_gets_no_advice():
 
 
 def test_a_run_that_knows_nothing_gets_no_advice_and_no_error():
-    assert advise(Facts(now_s=0.0)) == ()
+    assert advise(RunFacts(now_s=0.0)) == ()
     assert advise(replace(healthy(), run=None, plan=None, prediction=None)) == ()
 
 

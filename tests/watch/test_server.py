@@ -13,7 +13,7 @@ pytest.importorskip("starlette")
 
 from argosy.watch import library, linefile, metrics_table, timeline
 from argosy.watch import server as server_module
-from argosy.watch.energy import EnergyMeter
+from argosy.watch.energy import EnergySoFar
 from argosy.watch.library import Library
 from argosy.watch.reader import RunReader
 from argosy.watch.server import VIEWS
@@ -159,7 +159,7 @@ def test_the_map_of_ranks_shows_the_straggler_and_the_death(server: Served) -> N
 def test_a_minute_of_which_only_a_part_is_known_is_no_ramp_of_the_power(tmp_path: Path) -> None:
     reader = RunReader(Made(steps=400).write(tmp_path / "demo"))
     reader.refresh()
-    meter = EnergyMeter(reader)
+    meter = EnergySoFar(reader)
     meter.refresh()
     power = meter.series()["power_w"]
     assert len(power) > 2 and power == pytest.approx([2000.0] * len(power), rel=0.02)  # four devices of 500 W

@@ -29,7 +29,7 @@ FORK_SERVER = "argosy.processes.fork_server"
 
 
 @dataclass(frozen=True)
-class Kind:
+class FaultKind:
     """A kind of fault."""
 
     about: str
@@ -42,14 +42,18 @@ class Kind:
 
 
 KINDS = {
-    "kill": Kind("SIGKILL to a worker", 4, ("worker_died",), True),
-    "stop": Kind("SIGSTOP to a worker, for good", 2, ("stopped", "killed", "worker_died"), True),
-    "point": Kind("SIGKILL at a fault point inside a worker", 4, ("worker_died", "save_failed", "writer_died"), True),
-    "writer": Kind("SIGKILL to a process that writes checkpoints", 1, ("save_failed", "writer_died"), False),
-    "coordinator": Kind("SIGKILL to the coordinator", 1, ("coordinator_lost",), False),
-    "fork_server": Kind("SIGKILL to the process that workers are forked from", 0.5, ("fork_server_replaced",), True),
-    "term": Kind("SIGTERM to the launcher, then the same command again", 1, ("signal",), True),
-    "launcher": Kind("SIGKILL to the launcher, then the same command again", 0.5, (), True),
+    "kill": FaultKind("SIGKILL to a worker", 4, ("worker_died",), True),
+    "stop": FaultKind("SIGSTOP to a worker, for good", 2, ("stopped", "killed", "worker_died"), True),
+    "point": FaultKind(
+        "SIGKILL at a fault point inside a worker", 4, ("worker_died", "save_failed", "writer_died"), True
+    ),
+    "writer": FaultKind("SIGKILL to a process that writes checkpoints", 1, ("save_failed", "writer_died"), False),
+    "coordinator": FaultKind("SIGKILL to the coordinator", 1, ("coordinator_lost",), False),
+    "fork_server": FaultKind(
+        "SIGKILL to the process that workers are forked from", 0.5, ("fork_server_replaced",), True
+    ),
+    "term": FaultKind("SIGTERM to the launcher, then the same command again", 1, ("signal",), True),
+    "launcher": FaultKind("SIGKILL to the launcher, then the same command again", 0.5, (), True),
 }
 """Kinds of faults, by their names on the command line."""
 
@@ -66,7 +70,7 @@ class PlannedFault:
 
 
 @dataclass(frozen=True)
-class Made:
+class FirstStep:
     """The first step that was finished in a generation."""
 
     generation: int
@@ -102,7 +106,7 @@ class Campaign:
     began_s: float | None = None
     """Wall time of the first step, as in events."""
     ended_s: float = 0.0
-    made: list[Made] = field(default_factory=list)
+    made: list[FirstStep] = field(default_factory=list)
     readings: dict[int, HeartbeatReading] = field(default_factory=dict)
     """Heartbeats of the workers there are, by process."""
     workers_seen: set[int] = field(default_factory=set)
@@ -165,7 +169,7 @@ class Campaign:
             self.began_s, self._first_step_at = time.time(), time.monotonic()
         for reading in self.readings.values():
             if reading.busy_s and all(made.generation != reading.generation for made in self.made):
-                self.made.append(Made(reading.generation, min(reading.busy_s), time.time()))
+                self.made.append(FirstStep(reading.generation, min(reading.busy_s), time.time()))
 
     def _inject(self, fault: PlannedFault, launcher: subprocess.Popen[bytes]) -> bool:
         """Inject a fault; return False if there is no process for it (yet)."""

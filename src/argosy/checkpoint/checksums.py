@@ -21,7 +21,7 @@ RECORD_BYTES = 64 * 2**20
 """No signed record is larger: the manifest of 16,384 ranks has 3 MB."""
 
 
-class Damaged(ArgosyError):
+class DamagedCheckpoint(ArgosyError):
     """A committed checkpoint is not what was written."""
 
 
@@ -56,7 +56,7 @@ def check_files(folder: Path, files: Mapping[str, FileSum]) -> None:
     with ThreadPoolExecutor(min(READERS, max(1, len(files)))) as pool:
         for name, found in zip(files, pool.map(problem, files), strict=True):
             if found:
-                raise Damaged(f"{folder}: file {name} {found}")
+                raise DamagedCheckpoint(f"{folder}: file {name} {found}")
 
 
 def file_sum(path: Path, only_of_bytes: int | None = None) -> FileSum:
@@ -86,12 +86,12 @@ def signed(record: Mapping[str, Any]) -> bytes:
 def checked(data: bytes, path: Path | str) -> dict[str, Any]:
     """Return the record that `signed` made `data` of, byte for byte. Raises: Damaged, naming `path`."""
     if len(data) > RECORD_BYTES:
-        raise Damaged(f"{path}: has more than {RECORD_BYTES >> 20} MiB, which no record has")
+        raise DamagedCheckpoint(f"{path}: has more than {RECORD_BYTES >> 20} MiB, which no record has")
     try:
         record = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: cannot be read ({error})") from None
+        raise DamagedCheckpoint(f"{path}: cannot be read ({error})") from None
     rest = {key: value for key, value in record.items() if key != "sha256"} if isinstance(record, dict) else {}
     if not rest or signed(rest) != data:
-        raise Damaged(f"{path}: does not match its own checksum")
+        raise DamagedCheckpoint(f"{path}: does not match its own checksum")
     return rest

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from argosy.checkpoint.boxes import Box, Misfit, cover
-from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.shards import ShardFile
 from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
@@ -37,7 +37,7 @@ def unusable(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> str 
         for name in checkpoint.manifest.files if names is None else names:
             with _shard(checkpoint, name):
                 pass
-    except Damaged as problem:
+    except DamagedCheckpoint as problem:
         return str(problem)
     return None
 
@@ -85,7 +85,7 @@ def _shard(checkpoint: Checkpoint, name: str) -> ShardFile:
     try:
         return ShardFile(checkpoint.folder / name)
     except (OSError, SafetensorError) as problem:
-        raise Damaged(f"{checkpoint.folder}: file {name} cannot be read ({problem})") from None
+        raise DamagedCheckpoint(f"{checkpoint.folder}: file {name} cannot be read ({problem})") from None
 
 
 def missing_from(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> list[str]:

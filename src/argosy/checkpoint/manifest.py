@@ -14,7 +14,7 @@ from argosy.checkpoint.checksums import FileSum, checked, signed
 from argosy.checkpoint.fence import OLD_NAME
 from argosy.checkpoint.history import History
 from argosy.checkpoint.names import foreign
-from argosy.checkpoint.record import Malformed
+from argosy.checkpoint.record import MalformedRecord
 from argosy.errors import UserError
 
 FORMAT = 2
@@ -61,9 +61,9 @@ class CheckpointManifest:
             record = {"generation": record[OLD_NAME], **{k: v for k, v in record.items() if k != OLD_NAME}}
         given = {key: READ[key](key, value) for key, value in record.items() if key in READ}
         if unknown := set(record) - set(READ):
-            raise Malformed(f"{records.shown(min(unknown))} is no key of a manifest")
+            raise MalformedRecord(f"{records.shown(min(unknown))} is no key of a manifest")
         if missing := REQUIRED - set(record):
-            raise Malformed(f"{sorted(missing)[0]} is missing")
+            raise MalformedRecord(f"{sorted(missing)[0]} is missing")
         return cls(**given)
 
     def to_bytes(self) -> bytes:
@@ -90,7 +90,7 @@ class CheckpointManifest:
             )
         try:
             manifest = cls.from_record(record)
-        except Malformed as problem:
+        except MalformedRecord as problem:
             raise UserError(
                 f"{path}: {problem}. No version wrote that. Move its folder away to go on from an earlier checkpoint."
             ) from None
@@ -102,7 +102,9 @@ class CheckpointManifest:
 def _files(key: str, value: Any) -> dict[str, FileSum]:
     files = {name: _file_sum(f"{key}.{name}", file) for name, file in records.mapping(key, value).items()}
     if (name := foreign(files)) is not None:
-        raise Malformed(f"{key} names {records.shown(name)}, which a checkpoint of {len(files)} files does not have")
+        raise MalformedRecord(
+            f"{key} names {records.shown(name)}, which a checkpoint of {len(files)} files does not have"
+        )
     return files
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.rank_writer import GROUP, SaveOrder
 from argosy.checkpoint.store import Checkpoint, step_folder
 from argosy.files import atomic_write
@@ -37,14 +37,16 @@ def vouch(order: SaveOrder, is_closing: threading.Event) -> None:
         if (is_closing.wait(pause_s) or not order.partial.exists()) and not checkpoint.is_there:
             return
         pause_s = min(2 * pause_s, most_s)
-    with suppress(OSError, Damaged):  # it was deleted meanwhile, or its manifest is damaged, which the first finds too
+    with suppress(
+        OSError, DamagedCheckpoint
+    ):  # it was deleted meanwhile, or its manifest is damaged, which the first finds too
         began_s = time.monotonic()
         _leave(checkpoint, _note_of(checkpoint, order.rank), checkpoint.problem(order.rank, order.size))
         if order.is_head:
             try:
                 read = _read_by(checkpoint, order.members, 2 * time.monotonic() - began_s + PATIENCE_S)
                 _leave(checkpoint, _summary_of(checkpoint, order.rank), None, sorted({order.rank, *read}))
-            except Damaged as problem:
+            except DamagedCheckpoint as problem:
                 _leave(checkpoint, _summary_of(checkpoint, order.rank), str(problem))
 
 
@@ -106,7 +108,7 @@ def _found_in(checkpoint: Checkpoint, path: Path) -> list[int] | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     if is_this and problem is not None:
-        raise Damaged(problem)
+        raise DamagedCheckpoint(problem)
     return ranks if is_this else None
 
 

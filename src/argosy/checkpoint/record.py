@@ -19,7 +19,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 Reader = Callable[[str, Any], Any]
 
 
-class Malformed(ValueError):
+class MalformedRecord(ValueError):
     """A record does not have the values that it must have."""
 
 
@@ -91,5 +91,5 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _wrong(key: str, value: Any, wanted: str) -> Malformed:
-    return Malformed(f"{shown(key)[1:-1]} = {shown(value)}, and must be {wanted}")
+def _wrong(key: str, value: Any, wanted: str) -> MalformedRecord:
+    return MalformedRecord(f"{shown(key)[1:-1]} = {shown(value)}, and must be {wanted}")

@@ -12,7 +12,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from argosy.checkpoint import fence, store
-from argosy.checkpoint.checksums import CHUNK_BYTES, RECORD_BYTES, Damaged, FileSum, check_files
+from argosy.checkpoint.checksums import CHUNK_BYTES, RECORD_BYTES, DamagedCheckpoint, FileSum, check_files
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.names import step_name, step_of
 from argosy.checkpoint.owner import claim
@@ -73,7 +73,9 @@ class Remote:
         for name, wanted in manifest.files.items():
             self._fs.put_file(str(checkpoint.folder / name), self._path(checkpoint.step, name))
             if self._sum(self._path(checkpoint.step, name)) != wanted:
-                raise Damaged(f"{self._path(checkpoint.step, name)}: does not match its checksum after it was copied")
+                raise DamagedCheckpoint(
+                    f"{self._path(checkpoint.step, name)}: does not match its checksum after it was copied"
+                )
         check_generation()
         self._fs.pipe_file(there, manifest.to_bytes())
         return True
@@ -87,10 +89,10 @@ class Remote:
         """
         manifest = self._manifest(step)
         if manifest.step != step:
-            raise Damaged(f"{self._path(step, MANIFEST)}: is that of step {manifest.step}")
+            raise DamagedCheckpoint(f"{self._path(step, MANIFEST)}: is that of step {manifest.step}")
         for name, wanted in manifest.files.items():
             if (size := self._fs.size(self._path(step, name))) not in (wanted.bytes, None):
-                raise Damaged(f"{self._path(step, name)}: has {size} bytes, its manifest says {wanted.bytes}")
+                raise DamagedCheckpoint(f"{self._path(step, name)}: has {size} bytes, its manifest says {wanted.bytes}")
         partial = fence.partial_folder(self._run_dir, step, generation)
         fence.check_generation(self._run_dir, generation)
         store.discard(partial)

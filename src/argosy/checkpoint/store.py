@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from argosy.checkpoint.checksums import RECORD_BYTES, Damaged, check_files, checked, signed
+from argosy.checkpoint.checksums import RECORD_BYTES, DamagedCheckpoint, check_files, checked, signed
 from argosy.checkpoint.fence import GONE, check_generation, partial_folders, take_name
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.names import step_name, step_of
@@ -92,9 +92,9 @@ class Checkpoint:
         """
         fault("verify", step=self.step)
         if self.manifest.step != self.step:
-            raise Damaged(f"{self.folder}: {MANIFEST} is that of step {self.manifest.step}")
+            raise DamagedCheckpoint(f"{self.folder}: {MANIFEST} is that of step {self.manifest.step}")
         if (self.folder / VERIFIED).exists() and self._marker_differs():
-            raise Damaged(f"{self.folder}: {VERIFIED} is that of another checkpoint")
+            raise DamagedCheckpoint(f"{self.folder}: {VERIFIED} is that of another checkpoint")
         files = self.manifest.files
         check_files(self.folder, files if names is None else {name: files[name] for name in names})
 
@@ -102,7 +102,7 @@ class Checkpoint:
         """Return what `verify` finds in a reader's share; None if that is whole."""
         try:
             self.verify(self.share(rank, size))
-        except Damaged as problem:
+        except DamagedCheckpoint as problem:
             return str(problem)
         return None
 
@@ -301,4 +301,4 @@ def _read(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(RECORD_BYTES + 1)
     except OSError as error:
-        raise Damaged(f"{path}: cannot be read ({error.strerror})") from None
+        raise DamagedCheckpoint(f"{path}: cannot be read ({error.strerror})") from None

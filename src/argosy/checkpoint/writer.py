@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from argosy.checkpoint import store
-from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.rank_writer import SaveOrder, commit_part, words
 from argosy.checkpoint.read_back import verify_together, vouch
 from argosy.checkpoint.store import Checkpoint
@@ -109,7 +109,7 @@ class Writer:
         began_s = time.monotonic()
         try:
             verify_together(checkpoint, readers)
-        except Damaged as problem:
+        except DamagedCheckpoint as problem:
             self._tell("damaged_checkpoint", problem=str(problem))
             store.withdraw(checkpoint)
             return

@@ -150,7 +150,7 @@ def _verify(argv: list[str]) -> int:
     Example:
       argosy checkpoint verify runs/demo
     """
-    from argosy.checkpoint.checksums import Damaged
+    from argosy.checkpoint.checksums import DamagedCheckpoint
 
     options = parse(argv, "argosy checkpoint verify", Looking, inspect.getdoc(_verify))
     must_be_folder(options.path)
@@ -164,7 +164,7 @@ def _verify(argv: list[str]) -> int:
             problems[checkpoint.folder.name] = None
             with suppress(OSError):  # a copy that may only be read is as whole
                 checkpoint.mark_verified()
-        except Damaged as damage:
+        except DamagedCheckpoint as damage:
             problems[checkpoint.folder.name] = str(damage)
         if not options.json:
             print(printable(problems[checkpoint.folder.name] or f"{checkpoint.folder.name}: whole"))

@@ -20,7 +20,7 @@ from argosy.cli.help import ALL, OTHERS, SHORT, described, explained, no_hint
 from argosy.config import keys
 from argosy.config.counts import IS_COUNT, count_of
 from argosy.config.essential import ESSENTIAL
-from argosy.config.layers import Entry, Source
+from argosy.config.layers import Setting, Source
 from argosy.config.load import OPTION_MARK, build, load, origin_of
 from argosy.config.renamed import RENAMED, new_key
 from argosy.config.schema import RunConfig
@@ -69,7 +69,7 @@ def parse_section(argv: list[str], prog: str, extra: type[ExtraT], section: type
     """
     options, overrides = _parse(_helped(argv), prog, extra, section(), _description(extra))
     source = Source(OPTION_MARK)
-    return options, build(section, {keys.key_of(k): Entry(v, source) for k, v in overrides.items()})
+    return options, build(section, {keys.key_of(k): Setting(v, source) for k, v in overrides.items()})
 
 
 def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None = None) -> ExtraT:

@@ -30,7 +30,7 @@ import tyro
 from argosy.cli.options import parse_section
 from argosy.config.data import DataConfig, PrepareConfig
 from argosy.config.extend import ExtendConfig
-from argosy.config.layers import Entry, Source
+from argosy.config.layers import Setting, Source
 from argosy.config.load import OPTION_MARK, build
 from argosy.data.executors.table import ExecutorName, Machines
 from argosy.errors import ArgosyWarning, DataError, Interrupted, RunFailed, UserError
@@ -167,7 +167,7 @@ def _copy(folder: Path, url: str, progress: Progress) -> None:
 
 def _extend(files: tuple[Path, ...]) -> ExtendConfig:
     source = Source(OPTION_MARK)
-    return build(ExtendConfig, {("files",): Entry([str(file.absolute()) for file in files], source)})
+    return build(ExtendConfig, {("files",): Setting([str(file.absolute()) for file in files], source)})
 
 
 def _tokens(count: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import store
-from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.identity import TOLD_TO_NOBODY, check_repeatable
 from argosy.config.load import load
@@ -124,7 +124,7 @@ def _newest_before(run_dir: Path, step: int) -> Checkpoint | None:
             continue
         try:
             checkpoint.verify()
-        except Damaged:
+        except DamagedCheckpoint:
             continue
         return checkpoint
     return None

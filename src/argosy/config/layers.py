@@ -10,7 +10,7 @@ from typing import Any
 
 from argosy.config.keys import Key, fields, flatten, key_of, value_type
 from argosy.config.lines import read_toml
-from argosy.config.problems import Place
+from argosy.config.problems import KeyPlace
 from argosy.config.renamed import new_key
 from argosy.config.schema import RunConfig
 from argosy.config.section import Section
@@ -23,25 +23,25 @@ class Source:
     name: str
     lines: Mapping[Key, int] | None = None
 
-    def place(self, key: Key) -> Place:
+    def place(self, key: Key) -> KeyPlace:
         """Where `key` is written: its own line, that of its first element, or of the nearest table around it."""
         if self.lines is None:
-            return Place(self.name)
+            return KeyPlace(self.name)
         for depth in range(len(key), 0, -1):
             if line := self.lines.get(key[:depth]) or self.lines.get((*key[:depth], 0)):
-                return Place(f"{self.name}:{line}: ", line)
-        return Place(f"{self.name}: ")
+                return KeyPlace(f"{self.name}:{line}: ", line)
+        return KeyPlace(f"{self.name}: ")
 
 
 @dataclass(frozen=True)
-class Entry:
+class Setting:
     """One value and its origin."""
 
     value: object
     source: Source
 
 
-Layer = dict[Key, Entry]
+Layer = dict[Key, Setting]
 
 
 def file_layer(path: Path, name: str, folder: Path) -> Layer:
@@ -59,7 +59,7 @@ def preset_layer(path: Path) -> Layer:
 
 def table_layer(table: Mapping[str, Any], schema: type[Section], source: Source) -> Layer:
     """The values of a table of any `schema` (a device, a cluster), as they are."""
-    return {key: Entry(value, source) for key, value in flatten(table, schema).items()}
+    return {key: Setting(value, source) for key, value in flatten(table, schema).items()}
 
 
 def override_layer(overrides: Mapping[str, object], mark: str) -> Layer:
@@ -77,7 +77,7 @@ def override_layer(overrides: Mapping[str, object], mark: str) -> Layer:
 def run_layer(values: Mapping[Key, object], source: Source, folder: Path) -> Layer:
     """Return the values of a run under today's keys; paths become absolute, a plan's table becomes its string."""
     named = {new_key(key, source.place(key).text, values): value for key, value in values.items()}
-    return {key: Entry(_settled(key, value, folder), source) for key, value in named.items()}
+    return {key: Setting(_settled(key, value, folder), source) for key, value in named.items()}
 
 
 def _settled(key: Key, value: object, folder: Path) -> object:

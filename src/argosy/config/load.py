@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from argosy.config.catalog import near_names, preset_names, preset_path
 from argosy.config.data import DataConfig
 from argosy.config.keys import Key, dotted, fields, key_of, nest, sections, value_type
-from argosy.config.layers import Entry, Layer, Source, file_layer, override_layer, preset_layer, run_layer
+from argosy.config.layers import Layer, Setting, Source, file_layer, override_layer, preset_layer, run_layer
 from argosy.config.pretrained import OF_ANY_MODEL, WEIGHTS, of_weights
 from argosy.config.pretrained import PRESET as MODEL_PRESET
-from argosy.config.problems import Place, Problem, problem_of, shown
+from argosy.config.problems import KeyPlace, Problem, problem_of, shown
 from argosy.config.schema import RunConfig
 from argosy.config.section import Section
 from argosy.config.suggest import ELSEWHERE, suggestion
@@ -111,7 +111,7 @@ def build(schema: type[SectionT], entries: Layer) -> SectionT:
     return config
 
 
-def _unknown_key(key: Key, entry: Entry, schema: type[Section]) -> Problem:
+def _unknown_key(key: Key, entry: Setting, schema: type[Section]) -> Problem:
     mark = OPTION_MARK if entry.source.name == OPTION_MARK else ""
     where = suggestion(key, fields(schema), mark, ELSEWHERE if schema is RunConfig else {})
     text = f"{dotted(key)} = {shown(entry.value)}: unknown key; {where}"
@@ -122,7 +122,7 @@ def _is_too_large(value: object) -> bool:
     return isinstance(value, int) and abs(value) >= 2**63
 
 
-def _too_large(key: Key, entry: Entry) -> Problem:
+def _too_large(key: Key, entry: Setting) -> Problem:
     text = f"{dotted(key)} = {shown(entry.value)}: TOML's whole numbers have 64 bits, and this is larger. Lower it."
     return Problem(entry.source.place(key), text)
 
@@ -133,7 +133,7 @@ def _whole(key: Key, value: object, schema: type[Section]) -> object:
     return int(value) if wants_int and isinstance(value, float) and value.is_integer() else value
 
 
-def _place(key: Key, entries: Layer) -> Place:
+def _place(key: Key, entries: Layer) -> KeyPlace:
     """Where `key` was written; if nowhere, the table in which it might have been, or the only file there is."""
     for depth in range(len(key), 0, -1):
         if entry := entries.get(key[:depth]):
@@ -142,7 +142,7 @@ def _place(key: Key, entries: Layer) -> Place:
             if near[:depth] == key[:depth] and entry.source.lines:
                 return entry.source.place(key)
     files = {entry.source.name: entry.source for entry in entries.values() if entry.source.lines}
-    return next(iter(files.values())).place(()) if len(files) == 1 else Place()
+    return next(iter(files.values())).place(()) if len(files) == 1 else KeyPlace()
 
 
 def over_model_preset(file: Layer, given: Layer) -> Layer:

@@ -18,7 +18,7 @@ from argosy.config.section import Section, meanings
 from argosy.config.suggest import suggestion
 
 
-class Place(NamedTuple):
+class KeyPlace(NamedTuple):
     """Where a key was written: `text` stands before the key in a message, `line` orders the messages."""
 
     text: str = ""
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 class Problem(NamedTuple):
     """One wrong key or value."""
 
-    place: Place
+    place: KeyPlace
     text: str
     is_rule: bool = False
     """True for a rule between keys: it may be broken only because of another problem, and is told after those."""
@@ -37,7 +37,7 @@ class Problem(NamedTuple):
         return self.place.text + self.text
 
 
-def problem_of(error: ErrorDetails, schema: type[Section], place: Callable[[Key], Place]) -> Problem:
+def problem_of(error: ErrorDetails, schema: type[Section], place: Callable[[Key], KeyPlace]) -> Problem:
     """The problem that pydantic found in a `schema`; `place` says where a key was written."""
     key: Key = error["loc"]
     if error["type"] == "value_error":
@@ -71,7 +71,7 @@ def _element_around(key: Key, schema: type[Section]) -> tuple[Key, type[Section]
     return key, schema
 
 
-def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Key], Place]) -> Problem:
+def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Key], KeyPlace]) -> Problem:
     """A rule between keys; its sentence begins with the key to blame, relative to its section."""
     blamed = key + tuple(rule.split(" ", 1)[0].split("."))
     rule += "" if rule.endswith("?") else "."

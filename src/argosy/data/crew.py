@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from argosy.data.executors.executor import Executor
-from argosy.data.work import Chunk, Damaged, State, Task, WorkFolder
+from argosy.data.executors.executor import CrewExecutor
+from argosy.data.work import Chunk, DamagedResult, PrepareTask, WorkFolder, WorkState
 from argosy.data.worker import BEAT_S, SILENT_S
 from argosy.errors import ArgosyError, RunFailed, UserError
 
@@ -49,14 +49,14 @@ class Workers:
     def __init__(
         self,
         folder: WorkFolder,
-        executor: Callable[[], Executor],
+        executor: Callable[[], CrewExecutor],
         wanted: int,
         on_look: Callable[[Crew], None] = lambda crew: None,
     ):
         """on_look: told how many live, about once a second while results are waited for."""
         self._folder, self._make_executor, self._wanted, self._on_look = folder, executor, wanted, on_look
-        self._executor: Executor | None = None
-        self._state = State(uuid.uuid4().hex, ahead=max(LEAST_AHEAD, 4 * wanted))
+        self._executor: CrewExecutor | None = None
+        self._state = WorkState(uuid.uuid4().hex, ahead=max(LEAST_AHEAD, 4 * wanted))
         self._told_s = self._looked_s = -1e9
         self._beats: dict[str, tuple[int, float]] = {}
         self._gone: dict[str, str] = {}
@@ -72,7 +72,7 @@ class Workers:
 
     def results(
         self, stage: str, tasks: int, first: int = 0, chunk: int = 0, start: int = 0, ahead: int = 0
-    ) -> Iterator[tuple[Task, int, Chunk]]:
+    ) -> Iterator[tuple[PrepareTask, int, Chunk]]:
         """Yield each chunk of each task's results, in order, with its number; wait for those that are not there.
 
         first, chunk, start: the first one, and where it begins in its piece. ahead: tasks that may be done ahead; 0:
@@ -82,7 +82,7 @@ class Workers:
         """
         ahead = ahead or self._state.ahead
         for number in range(first, tasks):
-            task, is_last = Task(stage, number), False
+            task, is_last = PrepareTask(stage, number), False
             if number > first:
                 chunk, start = 0, 0
             while not is_last:
@@ -98,7 +98,7 @@ class Workers:
         """Tell the workers that all is done."""
         self._tell(is_over=True)
 
-    def _wait(self, task: Task, chunk: int) -> Chunk:
+    def _wait(self, task: PrepareTask, chunk: int) -> Chunk:
         poll_s = POLL_S
         while True:
             self._tick()
@@ -106,7 +106,7 @@ class Workers:
                 return self._folder.read(task, chunk)
             except FileNotFoundError:
                 pass
-            except Damaged:
+            except DamagedResult:
                 self._folder.drop(task, chunk)
             if failure := self._folder.failure(task):
                 raise _error(*failure)
@@ -133,7 +133,7 @@ class Workers:
         self._state = replace(self._state, beat=self._state.beat + 1, is_over=is_over)
         self._folder.say(self._state)
 
-    def _look(self, executor: Executor) -> None:
+    def _look(self, executor: CrewExecutor) -> None:
         """Free what workers held that have ended, and start others in their place."""
         states = {name: state for name, state in executor.states().items() if name not in self._gone}
         beats = self._folder.beats()

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.data.engine import EncodedBatch
-from argosy.data.journal import Cut, Journal, Position
+from argosy.data.journal import Cut, DocumentPosition, Journal
 from argosy.data.manifest import Shard, SplitName
 from argosy.data.shards import ShardWriter
 
@@ -106,7 +106,7 @@ class Cutter:
         for shard in self._open.values():
             shard.abandon()
 
-    def add(self, position: Callable[[int], Position], batch: EncodedBatch) -> None:
+    def add(self, position: Callable[[int], DocumentPosition], batch: EncodedBatch) -> None:
         """Write documents, and cut where a shard is full. position: returns that of each document of the batch."""
         ends = np.concatenate(([0], np.cumsum(batch.lengths)))
         start = 0
@@ -122,7 +122,7 @@ class Cutter:
                 self._open[split].add(_Documents(tokens[np.repeat(mine, lengths)], lengths[mine], text_bytes[mine]))
             start = stop
 
-    def finish(self, end: Position, wants_validation: bool) -> dict[SplitName, tuple[Shard, ...]]:
+    def finish(self, end: DocumentPosition, wants_validation: bool) -> dict[SplitName, tuple[Shard, ...]]:
         """Finish the last shards and return all shards of each split.
 
         The hash of a few documents may put all of them into one split. If `wants_validation`, the last document then
@@ -147,7 +147,7 @@ class Cutter:
                 room = min(room, int(too_many.argmax()))
         return room
 
-    def _cut(self, next_position: Position) -> None:
+    def _cut(self, next_position: DocumentPosition) -> None:
         closed = {split: shard.close() for split, shard in self._open.items()}
         finished = {split: shard for split, shard in closed.items() if shard is not None}
         self._journal.add(Cut(shards=finished, next=next_position))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from argosy.data.formats import EMPTY, MAX_DOCUMENT_BYTES, BadInput, Fields, Text, read_file
-from argosy.data.pieces import Piece
+from argosy.data.pieces import InputPiece
 from argosy.data.sources import InputFile
 from argosy.errors import UserError
 
@@ -77,9 +77,9 @@ class DocumentReader:
         self.first_bad: BadInput | None = None
         """The first input that was skipped; None if it was empty, or all was good."""
 
-    def read(self, piece: Piece | None = None, start: int = 0) -> Iterator[Document]:
+    def read(self, piece: InputPiece | None = None, start: int = 0) -> Iterator[Document]:
         """Yield the documents of a piece (all of the input if there is none), from number `start` on."""
-        piece = piece or Piece(0, len(self._files))
+        piece = piece or InputPiece(0, len(self._files))
         self.number = 0
         for file in range(piece.first, piece.end):
             if self._left() == 0:

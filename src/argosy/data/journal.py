@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from argosy.data.documents import Tally
 from argosy.data.manifest import Shard, SplitName
-from argosy.data.pieces import Piece
+from argosy.data.pieces import InputPiece
 from argosy.data.sources import InputFile
 from argosy.files import PARTIAL, atomic_write, sync
 
@@ -25,7 +25,7 @@ NAME = "prepare.journal"
 
 
 @dataclass(frozen=True)
-class Position:
+class DocumentPosition:
     """The place of a document among what the workers made of the pieces."""
 
     piece: int = 0
@@ -47,11 +47,11 @@ class Cut(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shards: dict[SplitName, Shard]
-    next: Position
+    next: DocumentPosition
     """The first document that is not in a shard yet."""
 
 
-def fingerprint(options: dict[str, Any], files: Sequence[InputFile], pieces: Sequence[Piece]) -> str:
+def fingerprint(options: dict[str, Any], files: Sequence[InputFile], pieces: Sequence[InputPiece]) -> str:
     """Hash all that the result depends on, and where the pieces begin, which positions count.
 
     Input files count by name, size and time of change.
@@ -76,9 +76,9 @@ class Journal:
             file.writelines(line.encode() + b"\n" for line in (job, *(cut.model_dump_json() for cut in self.cuts)))
 
     @property
-    def next(self) -> Position:
+    def next(self) -> DocumentPosition:
         """Where to resume."""
-        return self.cuts[-1].next if self.cuts else Position()
+        return self.cuts[-1].next if self.cuts else DocumentPosition()
 
     def add(self, cut: Cut) -> None:
         """Add `cut`, whose shards have their final names."""

@@ -25,7 +25,7 @@ SPLITTABLE = (".jsonl", ".ndjson", ".parquet")
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputPiece:
     """Consecutive files of the input, or a part of one file.
 
     A part holds the lines, or row groups, that begin at its bytes of the file.
@@ -39,15 +39,15 @@ class Piece:
     """Where the part begins and ends; None: at the end of the file."""
 
 
-def cut_input(files: Sequence[InputFile], most_bytes: int = PIECE_BYTES) -> list[Piece]:
+def cut_input(files: Sequence[InputFile], most_bytes: int = PIECE_BYTES) -> list[InputPiece]:
     """Return the pieces of `files`, in order, of `most_bytes` or less where files can be divided."""
-    pieces: list[Piece] = []
+    pieces: list[InputPiece] = []
     first, held, before = 0, 0, 0  # the files from `first` on, `held` bytes, are in no piece yet
     for number, file in enumerate(files):
         size = file.size
         room = _room(before, most_bytes)
         if number > first and (size is None or size >= room or held + size > room or number - first >= MOST_FILES):
-            pieces.append(Piece(first, number))
+            pieces.append(InputPiece(first, number))
             first, held, before = number, 0, before + held
             room = _room(before, most_bytes)
         if size is None or size >= room:
@@ -56,7 +56,7 @@ def cut_input(files: Sequence[InputFile], most_bytes: int = PIECE_BYTES) -> list
         else:
             held += size
     if first < len(files):
-        pieces.append(Piece(first, len(files)))
+        pieces.append(InputPiece(first, len(files)))
     return pieces
 
 
@@ -65,13 +65,13 @@ def _room(before: int, most_bytes: int) -> int:
     return min(most_bytes, max(LEAST_PIECE_BYTES, int(before * MOST_OF_BEFORE)))
 
 
-def _parts(number: int, file: InputFile, before: int, most_bytes: int) -> Iterator[Piece]:
+def _parts(number: int, file: InputFile, before: int, most_bytes: int) -> Iterator[InputPiece]:
     """Yield the pieces of a file that has one or more for itself."""
     at, size = 0, file.size if _is_splittable(file) else None
     while size is not None and (end := at + _room(before + at, most_bytes)) < size:
-        yield Piece(number, number + 1, at, end)
+        yield InputPiece(number, number + 1, at, end)
         at = end
-    yield Piece(number, number + 1, at)
+    yield InputPiece(number, number + 1, at)
 
 
 def _is_splittable(file: InputFile) -> bool:

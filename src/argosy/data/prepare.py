@@ -24,20 +24,20 @@ from argosy.data.cutting import Cutter
 from argosy.data.documents import Tally
 from argosy.data.duplicates import key_maker, parts_of
 from argosy.data.engine import choose_engine
-from argosy.data.executors.executor import Executor, Program, Request
+from argosy.data.executors.executor import CrewExecutor, Program, WorkersRequest
 from argosy.data.executors.table import Machines, executor_class
 from argosy.data.filters import OWN_LISTS, Filters, list_checksums
-from argosy.data.journal import Journal, Position, fingerprint
+from argosy.data.journal import DocumentPosition, Journal, fingerprint
 from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, Shard, SplitName
 from argosy.data.own_source import OWN
-from argosy.data.pieces import PIECE_BYTES, Piece, cut_input
+from argosy.data.pieces import PIECE_BYTES, InputPiece, cut_input
 from argosy.data.progress import Meter, PrepareProgress, Report
 from argosy.data.sample import sample_texts
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, find_files
-from argosy.data.stages import DUPLICATES, KEYS, TOKENS, Job, Stages
+from argosy.data.stages import DUPLICATES, KEYS, TOKENS, PrepareJob, Stages
 from argosy.data.tokenizer import Tokenizer, tokenizer_file, train
-from argosy.data.work import FOLDER, LOGS, Task, WorkFolder
+from argosy.data.work import FOLDER, LOGS, PrepareTask, WorkFolder
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.extend import trust
 from argosy.files import MadeFolder, atomic_write, made_folder
@@ -143,17 +143,17 @@ def _find_duplicates(pieces: int, workers: Workers, meter: Meter) -> None:
     meter.compared(1.0)
 
 
-def _tokenize(job: Job, stages: Stages, pieces: int, journal: Journal, workers: Workers, meter: Meter) -> Splits:
+def _tokenize(job: PrepareJob, stages: Stages, pieces: int, journal: Journal, workers: Workers, meter: Meter) -> Splits:
     """Write all documents to shards: workers make tokens of them, and this process puts those in order."""
     config, at = job.config, journal.next
     limit = config.max_text_bytes or sys.maxsize
     tally, start, skip, files, first_bad = at.before, at.start, at.document, at.files, None
-    waiting = deque[tuple[Task, int]]()  # results that are not in finished shards yet
+    waiting = deque[tuple[PrepareTask, int]]()  # results that are not in finished shards yet
     with Cutter(config.out, np.dtype(job.dtype), config.shard_tokens, journal) as cutter:
         for task, number, chunk in workers.results(TOKENS, pieces, at.piece, at.chunk, at.start):
             waiting.append((task, number))
             batch, counts, files = stages.batch(task.number, chunk, start, limit - tally.text_bytes)
-            cutter.add(_positions(Position(task.number, number, start, skip, tally)), batch.after(skip))
+            cutter.add(_positions(DocumentPosition(task.number, number, start, skip, tally)), batch.after(skip))
             while waiting and (waiting[0][0].number, waiting[0][1]) < (journal.next.piece, journal.next.chunk):
                 stages.folder.drop(*waiting.popleft())
             meter.count(batch.after(skip))
@@ -163,19 +163,19 @@ def _tokenize(job: Job, stages: Stages, pieces: int, journal: Journal, workers: 
                 break
         if not meter.progress.documents:
             raise _no_text(config, tally, first_bad)
-        return cutter.finish(Position(pieces, before=tally, files=files), config.validation_fraction > 0)
+        return cutter.finish(DocumentPosition(pieces, before=tally, files=files), config.validation_fraction > 0)
 
 
-def _positions(first: Position) -> Callable[[int], Position]:
+def _positions(first: DocumentPosition) -> Callable[[int], DocumentPosition]:
     """Return the function from a document's number, counted from `first`, to its position."""
     return lambda number: replace(first, document=first.document + number)
 
 
 def _job(
     config: PrepareConfig, extend: ExtendConfig, tokenizer: Tokenizer, files: Sequence[InputFile], journal: Journal
-) -> Job:
+) -> PrepareJob:
     path = config.out / TOKENIZER
-    return Job(
+    return PrepareJob(
         fingerprint=f"{journal.job} {tokenizer.sha256}",
         config=config.model_copy(
             update={"out": config.out.absolute(), "tokenizer": None, "filters": _absolute(config.filters)}
@@ -210,12 +210,12 @@ def _workers_wanted(config: PrepareConfig, machines: Machines) -> int:
     return config.processes or len(os.sched_getaffinity(0))
 
 
-def _executor(folder: WorkFolder, machines: Machines, workers: int) -> Executor:
+def _executor(folder: WorkFolder, machines: Machines, workers: int) -> CrewExecutor:
     """Return the executor of this job's workers."""
     cores = len(os.sched_getaffinity(0)) // workers if machines.on == "local" else machines.cpus
     threads = str(max(1, cores))  # workers share the cores: one that is alone, with one big file, takes all
     return executor_class(machines.on)(
-        Request(
+        WorkersRequest(
             name="argosy-prepare",
             program=Program("argosy.data.worker", (str(folder.path),)),
             folder=folder.path / LOGS,
@@ -285,7 +285,7 @@ def _load_prepared(out: Path, options: dict[str, Any]) -> Manifest:
 
 
 def _open_journal(
-    config: PrepareConfig, options: dict[str, Any], files: Sequence[InputFile], pieces: Sequence[Piece]
+    config: PrepareConfig, options: dict[str, Any], files: Sequence[InputFile], pieces: Sequence[InputPiece]
 ) -> Journal:
     """Return the journal of an interrupted `prepare` of the same input, or a new one."""
     out = config.out

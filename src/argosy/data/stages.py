@@ -17,9 +17,9 @@ from argosy.data.duplicates import as_arrays, bounds, key_maker, repeated, withi
 from argosy.data.engine import EncodedBatch, Encoder, EngineName
 from argosy.data.filters import Filters
 from argosy.data.manifest import TOKENIZER
-from argosy.data.pieces import Piece
+from argosy.data.pieces import InputPiece
 from argosy.data.sources import InputFile, file_again
-from argosy.data.work import Chunk, Task, WorkFolder
+from argosy.data.work import Chunk, PrepareTask, WorkFolder
 
 KEYS, DUPLICATES, TOKENS = "keys", "duplicates", "tokens"
 """The stages. keys: each piece is filtered, and what stays gets keys by which duplicates are found; duplicates: a task
@@ -29,7 +29,7 @@ EXACT, NEAR = "duplicate", "near-duplicate"
 
 
 @dataclass(frozen=True)
-class Job:
+class PrepareJob:
     """What is to be made: the content of job.json."""
 
     fingerprint: str
@@ -52,7 +52,7 @@ class Job:
         }
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Job:
+    def of(cls, facts: Mapping[str, Any]) -> PrepareJob:
         """Return the job that `as_json` has written."""
         return cls(
             **{
@@ -87,10 +87,10 @@ class Stages:
 
     def __init__(
         self,
-        job: Job,
+        job: PrepareJob,
         folder: WorkFolder,
         files: Sequence[InputFile],
-        pieces: Sequence[Piece],
+        pieces: Sequence[InputPiece],
         count: Callable[[int], None] = lambda text_bytes: None,
     ):
         """`count` is told of each part of a task that is done, by its bytes of text."""
@@ -100,7 +100,7 @@ class Stages:
         self._encoder: Encoder | None = None
         self._keys_of: Callable[[str], list[int]] | None = None
 
-    def make(self, task: Task, tasks: int, start: int) -> Iterator[Chunk]:
+    def make(self, task: PrepareTask, tasks: int, start: int) -> Iterator[Chunk]:
         """Yield the results of one of a stage's `tasks`, from text `start` of its piece on. Raises: UserError."""
         if task.stage == KEYS:
             yield from self._keys(task.number, start)
@@ -134,11 +134,11 @@ class Stages:
     def _dropped_before(self, piece: int) -> Drops:
         """Return what the stages before have found out about a piece, instead of finding it out again."""
         marks = dict[int, str]()
-        for chunk in self.folder.mapped_all(Task(KEYS, piece)):
+        for chunk in self.folder.mapped_all(PrepareTask(KEYS, piece)):
             marks |= {int(number): why for number, why in chunk.facts["marks"]}
-        parts = int(self.folder.mapped(Task(DUPLICATES, 0), 0).facts["parts"])
+        parts = int(self.folder.mapped(PrepareTask(DUPLICATES, 0), 0).facts["parts"])
         for part in range(parts):
-            found = self.folder.mapped(Task(DUPLICATES, part), 0).arrays
+            found = self.folder.mapped(PrepareTask(DUPLICATES, part), 0).arrays
             first, end = np.searchsorted(found["pieces"], [piece, piece + 1])
             for number, exact in zip(found["numbers"][first:end], found["exact"][first:end], strict=True):
                 known = marks.get(int(number))
@@ -201,7 +201,7 @@ class Stages:
         found = repeated(
             (piece, within(chunk.arrays, least, most))
             for piece in range(len(self._pieces))
-            for chunk in self.folder.mapped_all(Task(KEYS, piece))
+            for chunk in self.folder.mapped_all(PrepareTask(KEYS, piece))
         )
         return Chunk({"parts": parts}, found, 0, True)
 
@@ -237,9 +237,9 @@ class Stages:
 
 def stages_of(folder: WorkFolder, count: Callable[[int], None]) -> Stages:
     """Return the stages of the job in a folder."""
-    job = Job.of(folder.job())
+    job = PrepareJob.of(folder.job())
     files, pieces = folder.input()
-    return Stages(job, folder, InputFiles(files, job.extend), [Piece(*piece) for piece in pieces], count)
+    return Stages(job, folder, InputFiles(files, job.extend), [InputPiece(*piece) for piece in pieces], count)
 
 
 def _joined(batches: Sequence[EncodedBatch], dtype: str) -> EncodedBatch:

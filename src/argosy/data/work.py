@@ -34,7 +34,7 @@ RESULTS, WORKERS, LOGS, JOB, INPUT, STATE = "results", "workers", "logs", "job.j
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-class Task(NamedTuple):
+class PrepareTask(NamedTuple):
     """One unit of work that a worker takes."""
 
     stage: str
@@ -57,7 +57,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class State:
+class WorkState:
     """What the caller wants now."""
 
     caller: str
@@ -76,7 +76,7 @@ class State:
     is_over: bool = False
 
 
-class Damaged(Exception):
+class DamagedResult(Exception):
     """A result does not match its checksum: the machine lost power, or the disk is failing."""
 
 
@@ -124,14 +124,14 @@ class WorkFolder:
 
     # ---- state and heartbeats -----------------------------------------------------------------------------------
 
-    def say(self, state: State) -> None:
+    def say(self, state: WorkState) -> None:
         """Write what the caller wants."""
         _replace(self.path / STATE, json.dumps(asdict(state)).encode())
 
-    def state(self) -> State | None:
+    def state(self) -> WorkState | None:
         """Return what the caller wants; None if the folder is gone."""
         try:
-            return State(**json.loads((self.path / STATE).read_bytes()))
+            return WorkState(**json.loads((self.path / STATE).read_bytes()))
         except (OSError, ValueError):
             return None
 
@@ -150,7 +150,7 @@ class WorkFolder:
 
     # ---- claims -------------------------------------------------------------------------------------------------
 
-    def claim(self, task: Task, worker: str) -> bool:
+    def claim(self, task: PrepareTask, worker: str) -> bool:
         """Take a task. Return False if another has it."""
         try:
             with (self.path / RESULTS / f"{task}.claim").open("x") as file:
@@ -159,7 +159,7 @@ class WorkFolder:
             return False
         return True
 
-    def release(self, task: Task) -> None:
+    def release(self, task: PrepareTask) -> None:
         """Give a task back, or say that it is done."""
         (self.path / RESULTS / f"{task}.claim").unlink(missing_ok=True)
 
@@ -172,7 +172,7 @@ class WorkFolder:
 
     # ---- results ------------------------------------------------------------------------------------------------
 
-    def write(self, task: Task, number: int, chunk: Chunk, worker: str) -> None:
+    def write(self, task: PrepareTask, number: int, chunk: Chunk, worker: str) -> None:
         """Write a chunk of a task's results. Raises: OSError."""
         body = [array.tobytes() for array in chunk.arrays.values()]
         check = 0
@@ -188,11 +188,11 @@ class WorkFolder:
         parts = (json.dumps(head).encode() + b"\n", *body)
         _replace(self._chunk(task, number), *parts, by=worker)
 
-    def has(self, task: Task, number: int) -> bool:
+    def has(self, task: PrepareTask, number: int) -> bool:
         """True if a chunk is there."""
         return self._chunk(task, number).exists()
 
-    def end(self, task: Task, number: int) -> tuple[int, bool] | None:
+    def end(self, task: PrepareTask, number: int) -> tuple[int, bool] | None:
         """Return where a chunk ends in its piece, and whether it is the last; None if it is not there."""
         try:
             with self._chunk(task, number).open("rb") as file:
@@ -201,7 +201,7 @@ class WorkFolder:
         except (OSError, ValueError, KeyError):
             return None
 
-    def read(self, task: Task, number: int) -> Chunk:
+    def read(self, task: PrepareTask, number: int) -> Chunk:
         """Read a chunk. Raises: Damaged; OSError."""
         data = self._chunk(task, number).read_bytes()
         try:
@@ -209,19 +209,19 @@ class WorkFolder:
             length = len(head) + len(end)
             chunk = _parsed(head, memoryview(data)[length:])
             if zlib.crc32(memoryview(data)[length:]) != json.loads(head)["crc32"]:
-                raise Damaged
+                raise DamagedResult
             return chunk
         except (ValueError, KeyError):
-            raise Damaged from None
+            raise DamagedResult from None
 
-    def mapped(self, task: Task, number: int) -> Chunk:
+    def mapped(self, task: PrepareTask, number: int) -> Chunk:
         """Return a chunk that the caller has checked, without reading all of it. Raises: OSError."""
         path = self._chunk(task, number)
         with path.open("rb") as file:
             head = file.readline()
         return _parsed(head, np.memmap(path, np.uint8, "r").data[len(head) :])
 
-    def mapped_all(self, task: Task) -> Iterator[Chunk]:
+    def mapped_all(self, task: PrepareTask) -> Iterator[Chunk]:
         """Yield all chunks of a task, as `mapped`."""
         number, is_last = 0, False
         while not is_last:
@@ -229,15 +229,15 @@ class WorkFolder:
             yield chunk
             number, is_last = number + 1, chunk.is_last
 
-    def drop(self, task: Task, number: int) -> None:
+    def drop(self, task: PrepareTask, number: int) -> None:
         """Remove a chunk."""
         self._chunk(task, number).unlink(missing_ok=True)
 
-    def fail(self, task: Task, kind: str, why: str, worker: str) -> None:
+    def fail(self, task: PrepareTask, kind: str, why: str, worker: str) -> None:
         """Write why a task cannot be done. kind: the error's class."""
         _replace(self.path / RESULTS / f"{task}.failed", json.dumps([kind, why]).encode(), by=worker)
 
-    def failure(self, task: Task) -> tuple[str, str] | None:
+    def failure(self, task: PrepareTask) -> tuple[str, str] | None:
         """Return why a task cannot be done: the error's class and text; None if it has not failed."""
         try:
             kind, why = json.loads((self.path / RESULTS / f"{task}.failed").read_bytes())
@@ -245,7 +245,7 @@ class WorkFolder:
             return None
         return kind, why
 
-    def _chunk(self, task: Task, number: int) -> Path:
+    def _chunk(self, task: PrepareTask, number: int) -> Path:
         return self.path / RESULTS / f"{task}-{number:05d}"
 
     def _results(self, pattern: str) -> Iterator[Path]:

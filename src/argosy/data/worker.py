@@ -15,7 +15,7 @@ from pathlib import Path
 
 from argosy.data.executors.executor import WORKER
 from argosy.data.stages import Stages, stages_of
-from argosy.data.work import State, Task, WorkFolder
+from argosy.data.work import PrepareTask, WorkFolder, WorkState
 from argosy.errors import ArgosyError
 from argosy.processes.child import CHANNEL, channel_to_parent, end_with_parent
 
@@ -25,7 +25,7 @@ SILENT_S = 60.0
 POLL_S, MOST_POLL_S = 0.02, 0.5
 
 
-class Worker:
+class PrepareWorker:
     """One worker; `run` returns when there is no more to do."""
 
     def __init__(self, folder: WorkFolder, name: str):
@@ -33,7 +33,7 @@ class Worker:
         self._text_bytes = 0
         self._stages: Stages | None = None
         self._caller = ""
-        self._last = Task("", 0)
+        self._last = PrepareTask("", 0)
         self._from = 0
         """Tasks of the stage before this one are done or somebody's."""
 
@@ -59,19 +59,19 @@ class Worker:
             heard_s = time.monotonic()
         return "all is done"
 
-    def _take(self, state: State) -> Task | None:
+    def _take(self, state: WorkState) -> PrepareTask | None:
         """Claim the first task that nobody has; None if there is none now."""
         if state.stage != self._last.stage:
-            self._last, self._from = Task(state.stage, 0), 0
+            self._last, self._from = PrepareTask(state.stage, 0), 0
         first, end = state.task, min(state.task + state.ahead, state.tasks)
         for number in (*range(max(first, self._from), end), *range(first, min(self._from, end))):
-            task = Task(state.stage, number)
+            task = PrepareTask(state.stage, number)
             if self._next_chunk(task, state) and self._folder.claim(task, self._name):
                 self._from = number + 1
                 return task
         return None
 
-    def _next_chunk(self, task: Task, state: State) -> tuple[int, int] | None:
+    def _next_chunk(self, task: PrepareTask, state: WorkState) -> tuple[int, int] | None:
         """Return a task's first chunk that is missing, and where it begins; None if none is, or the task failed."""
         chunk, start = (state.chunk, state.start) if task.number == state.task else (0, 0)
         while end := self._folder.end(task, chunk):
@@ -80,7 +80,7 @@ class Worker:
             chunk, start = chunk + 1, end[0]
         return (chunk, start) if self._folder.failure(task) is None else None
 
-    def _do(self, task: Task, state: State) -> None:
+    def _do(self, task: PrepareTask, state: WorkState) -> None:
         """Do what is left of a claimed task."""
         now = self._folder.state() or state  # another may have done it before it was claimed
         try:
@@ -124,7 +124,7 @@ def main() -> None:
         end_with_parent(channel_to_parent())
     name = os.environ.get(WORKER) or f"{socket.gethostname()}-{os.getpid()}"
     with suppress(FileNotFoundError):  # the folder is gone: all is done
-        Worker(WorkFolder(Path(sys.argv[1])), name).run()
+        PrepareWorker(WorkFolder(Path(sys.argv[1])), name).run()
 
 
 if __name__ == "__main__":

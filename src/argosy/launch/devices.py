@@ -16,7 +16,7 @@ from argosy.plan.hardware.local_machine import host_memory_bytes
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, processes_of
 from argosy.processes.channel import Gone
-from argosy.processes.child import Entry, channel_to_parent
+from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer
 
 LAUNCH, PLANNED = "ARGOSY_LAUNCH", "ARGOSY_PLANNED"
@@ -113,7 +113,7 @@ def tell() -> None:
 def ask(fork_server: ForkServer, launch: LaunchConfig, planned: int) -> Devices:
     """Call `find_devices` in a process of `fork_server`, without torch in this one. Raises: UserError, RunFailed."""
     settings = {LAUNCH: launch.model_dump_json(), PLANNED: str(planned)}
-    channel = fork_server.fork("devices", Entry.of(tell), settings)
+    channel = fork_server.fork("devices", ForkEntry.of(tell), settings)
     try:
         answer = channel.receive()
     except Gone:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from argosy.errors import UserError
 from argosy.files import made_folder, make_folder
-from argosy.launch.engines.engine import Engine, Request
+from argosy.launch.engines.engine import Engine, LaunchRequest
 from argosy.launch.engines.followed import follow as followed
-from argosy.launch.engines.job import FOLDER, RECORD, Job, user_key
+from argosy.launch.engines.job import FOLDER, RECORD, LaunchedJob, user_key
 from argosy.launch.engines.table import ENGINES, engine_of, state_of
 from argosy.launch.own_folder import check_is_own
 from argosy.launch.site_jobs import are_there, jobs_of, printed_by
@@ -40,7 +40,7 @@ class Launched:
     """The steps that it has made; None before the first."""
 
 
-def launch(request: Request, engine: str) -> Job:
+def launch(request: LaunchRequest, engine: str) -> LaunchedJob:
     """Launch a run. Raises: UserError if its job before still waits or runs, or the engine refuses."""
     on = ENGINES[engine]()
     _check(request, on)
@@ -52,7 +52,7 @@ def launch(request: Request, engine: str) -> Job:
     return job
 
 
-def launch_sites(requests: Sequence[tuple[str, str, Request]]) -> Iterator[tuple[Request, Job]]:
+def launch_sites(requests: Sequence[tuple[str, str, LaunchRequest]]) -> Iterator[tuple[LaunchRequest, LaunchedJob]]:
     """Launch sites, given site, engine and request of each; yield each once it is launched.
 
     Raises: UserError, before any is launched if that can be told; else it names those that were.
@@ -72,14 +72,14 @@ def launch_sites(requests: Sequence[tuple[str, str, Request]]) -> Iterator[tuple
         names.append(name)
 
 
-def _check(request: Request, on: Engine) -> None:
+def _check(request: LaunchRequest, on: Engine) -> None:
     """Raises: UserError if the engine cannot take it, or its job before still waits or runs."""
     on.check(request)
     check_is_own(request.run_dir)
     check_is_own(kept_in(request.run_dir))
     if on.needs_seal:
         user_key()  # else the job could not be asked about
-    before = Job.load(request.run_dir)
+    before = LaunchedJob.load(request.run_dir)
     state, words = ("ended", "") if before is None else state_of(before)
     if before is None or state == "ended":
         return
@@ -129,10 +129,10 @@ def _records(root: Path) -> list[Path]:
     return [path for level in levels for path in root.glob(f"{level}{FOLDER}/{RECORD}")]
 
 
-def _record_in(folder: Path) -> tuple[Job | None, str]:
+def _record_in(folder: Path) -> tuple[LaunchedJob | None, str]:
     """Return the record of a run's job, and what is wrong with it: a list has other runs too."""
     try:
-        return Job.load(folder), ""
+        return LaunchedJob.load(folder), ""
     except UserError as problem:
         return None, one_line(problem)
 
@@ -169,7 +169,7 @@ def _launched(name: str, folder: Path) -> Launched:
     )
 
 
-def _has_printed(job: Job) -> bool:
+def _has_printed(job: LaunchedJob) -> bool:
     """Return True if `argosy logs` has something to show, as far as that is known here."""
     if not job.log:
         return True  # its engine has it

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from argosy.checkpoint import store
-from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.dump import save_run
 from argosy.config.extend import ExtendConfig
@@ -190,7 +190,7 @@ def settle_plan(run_dir: Path, run: RunConfig, devices: Devices, say: Callable[[
 def _plan_before(checkpoints: list[Checkpoint]) -> Plan | None:
     """Return the plan of the newest checkpoint that tells it; imported ones were trained elsewhere, with none."""
     for checkpoint in reversed(checkpoints):
-        with suppress(Damaged, UserError):
+        with suppress(DamagedCheckpoint, UserError):
             return Plan.parse(checkpoint.manifest.plan) if checkpoint.manifest.plan else None
     return None
 
@@ -198,7 +198,7 @@ def _plan_before(checkpoints: list[Checkpoint]) -> Plan | None:
 def _data_identity(checkpoints: list[Checkpoint]) -> str | None:
     """Return that of the newest checkpoint whose manifest can be read; the workers report those that cannot."""
     for checkpoint in reversed(checkpoints):
-        with suppress(Damaged):
+        with suppress(DamagedCheckpoint):
             return checkpoint.manifest.data_identity
     return None
 

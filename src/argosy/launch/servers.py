@@ -28,7 +28,7 @@ from argosy.processes.channel import Gone, Message
 from argosy.processes.child import Child
 from argosy.processes.secret import secret_of
 from argosy.sync.server.keys import zeromq
-from argosy.sync.server.layout import AGAIN, Layout
+from argosy.sync.server.layout import AGAIN, ServerLayout
 from argosy.sync.sites.layout import group_folder, home_of, site_folder
 from argosy.training.stop import StopSignal
 
@@ -98,7 +98,7 @@ def check(run: RunConfig) -> None:
     }.items():
         if value:
             raise UserError(f"{key} = {value} with plan.sync = async: it is not done there. Leave it out.")
-    layout = Layout(run)
+    layout = ServerLayout(run)
     if run.model.vocab_size and any(not flat.shapes for flat in layout.flats):
         raise UserError(
             f"sync.servers, sync.shards: {layout.servers} servers are more than the model has parameters "

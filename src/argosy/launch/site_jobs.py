@@ -16,8 +16,8 @@ from argosy.config.schema import RunConfig
 from argosy.config.servers import server_name
 from argosy.config.sites import SiteLaunch
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Request
-from argosy.launch.engines.job import FOLDER, RECORD, Job
+from argosy.launch.engines.engine import LaunchRequest
+from argosy.launch.engines.job import FOLDER, RECORD, LaunchedJob
 from argosy.launch.engines.login import Login
 from argosy.launch.engines.table import engine_of
 from argosy.launch.servers import check, check_addresses_of_servers
@@ -32,7 +32,7 @@ def are_jobs(run: RunConfig) -> bool:
     return bool(run.sites) and (bool(run.site) or has_table)
 
 
-def requests(request: Request, engine: str, is_here: bool = False) -> list[tuple[str, str, Request]]:
+def requests(request: LaunchRequest, engine: str, is_here: bool = False) -> list[tuple[str, str, LaunchRequest]]:
     """Return name, engine and request for each site to launch, given those of the whole run: of `run.site` or of all.
 
     Parameter servers come first. A part without a table `launch` takes what the command says. is_here: no matter which
@@ -71,7 +71,7 @@ def _tables_of_servers(run: RunConfig) -> dict[str, SiteLaunch | None]:
     return {server_name(number): table for number, table in enumerate(each)}
 
 
-def _check_server(name: str, on: str, request: Request) -> None:
+def _check_server(name: str, on: str, request: LaunchRequest) -> None:
     """Raises: UserError for what a parameter server, which is one process, cannot use."""
     if on == "ray":
         raise UserError(
@@ -85,7 +85,9 @@ def _check_server(name: str, on: str, request: Request) -> None:
         )
 
 
-def _request(request: Request, engine: str, name: str, launch: SiteLaunch | None, is_here: bool) -> tuple[str, Request]:
+def _request(
+    request: LaunchRequest, engine: str, name: str, launch: SiteLaunch | None, is_here: bool
+) -> tuple[str, LaunchRequest]:
     words = request.words if request.run.site else (*request.words, "--site", name)
     run_dir = site_folder(request.run_dir, name)
     own = replace(request, run=request.run.model_copy(update={"site": name}), run_dir=run_dir, words=words)
@@ -102,7 +104,7 @@ def are_there(run_dir: Path) -> bool:
     return any((folder / FOLDER / RECORD).exists() for folder in (run_dir, *(run_dir / SITES).glob("*")))
 
 
-def jobs_of(run_dir: Path) -> dict[str, Job]:
+def jobs_of(run_dir: Path) -> dict[str, LaunchedJob]:
     """Return the jobs of a run: its own under "", or those of its sites by name, if these were launched.
 
     Raises: UserError if it has none.
@@ -110,17 +112,17 @@ def jobs_of(run_dir: Path) -> dict[str, Job]:
     if not run_dir.is_dir():
         raise UserError(f"{run_dir}: there is no such folder. `argosy runs` lists the runs here.")
     folders = {"": run_dir} | {path.name: path for path in sorted((run_dir / SITES).glob("*"))}
-    jobs = {name: job for name, folder in folders.items() if (job := Job.load(folder)) is not None}
+    jobs = {name: job for name, folder in folders.items() if (job := LaunchedJob.load(folder)) is not None}
     if not jobs:
         raise UserError(f"{run_dir}: the run was not launched by `argosy launch`, so no engine knows it.")
     return {"": jobs[""]} if "" in jobs else jobs
 
 
-def printed_by(jobs: Mapping[str, Job], follow: bool) -> Iterator[bytes]:
+def printed_by(jobs: Mapping[str, LaunchedJob], follow: bool) -> Iterator[bytes]:
     """Yield what several jobs print, each line with the job's name before it; follow: until all have ended."""
     lines: SimpleQueue[bytes | None] = SimpleQueue()
 
-    def read(name: str, job: Job) -> None:
+    def read(name: str, job: LaunchedJob) -> None:
         rest = b""
         try:
             for piece in engine_of(job).logs(job, follow):

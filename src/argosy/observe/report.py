@@ -22,7 +22,7 @@ DIGITS = {"step_time_s": 6, "tokens_per_s": 1, "mfu": 4}
 """Digits behind the point, as in metrics.jsonl: the median of an even number of steps lies between two of them."""
 
 
-class Agreement(BaseModel):
+class SyncSavings(BaseModel):
     """What replicas, or sites, sent to agree in fewer bytes than those of exact fp32 sums."""
 
     model_config = ConfigDict(frozen=True)
@@ -84,7 +84,7 @@ class Report(BaseModel):
     """Code of the user's that is declared not to repeat itself: no replay gives these numbers again."""
     seconds: dict[str, float]
     """Where the time of the steps went; the categories add up to `step`."""
-    sync: Agreement | None = None
+    sync: SyncSavings | None = None
     """None if replicas summed exactly, or there are none."""
     wall_s: float
     """From the first start to the end, restarts and pauses included."""
@@ -198,12 +198,12 @@ class _Agreements:
             self._sums[key] = self._sums.get(key, 0.0) + value
             self._counts[key] = self._counts.get(key, 0) + 1
 
-    def total(self) -> Agreement | None:
+    def total(self) -> SyncSavings | None:
         if not self._lines:
             return None
         sums, sent = self._sums, round(self._sums["bytes"])
         means = {key: sums[key] / self._counts[key] for key in ("staleness", "distance") if key in sums}
-        return Agreement(
+        return SyncSavings(
             sent_bytes=sent,
             ratio=round(sent / sums["exact"], 6) if sums.get("exact") else None,
             seconds=round(sums["seconds"], 3),

@@ -18,7 +18,7 @@ CODES = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
 
 
 @dataclass(frozen=True)
-class Update:
+class ParameterUpdate:
     """One parameter during a step: fp32 tensors of the local shape, changed in place."""
 
     piece: Piece
@@ -90,13 +90,13 @@ class Slot:
             raise ValueError(f"{self.piece.name} has no gradient; give it zeros if no token reached it")
         return torch.zeros_like(self.piece.value, dtype=torch.float32)
 
-    def open(self) -> Update:
+    def open(self) -> ParameterUpdate:
         """Return the step's tensors. Raises: ValueError if the piece has no gradient."""
         gradient = self.gradient()
         self.steps += 1
-        return Update(self.piece, self.piece.value.detach().float(), gradient, self.moments(), self.steps)
+        return ParameterUpdate(self.piece, self.piece.value.detach().float(), gradient, self.moments(), self.steps)
 
-    def close(self, update: Update) -> None:
+    def close(self, update: ParameterUpdate) -> None:
         """Store the tensors after the step, rounded without bias where they are kept in fewer bits."""
         if self.settings.int8:
             for name, moment in update.moments.items():
@@ -115,7 +115,7 @@ class Slot:
 
 
 @contextmanager
-def opened(slots: Sequence[Slot]) -> Iterator[list[Update]]:
+def opened(slots: Sequence[Slot]) -> Iterator[list[ParameterUpdate]]:
     """Open the slots' tensors for one step, and store them when the block ends."""
     updates = [slot.open() for slot in slots]
     yield updates

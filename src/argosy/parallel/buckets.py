@@ -16,9 +16,9 @@ from argosy.faults import fault
 from argosy.models.layers import local
 from argosy.parallel.checks import checksums, sum_of_bits
 from argosy.parallel.mesh import Replicas
-from argosy.parallel.pieces import Held
+from argosy.parallel.pieces import PlacedPiece
 from argosy.sync.collectives import all_gather_single, reduce_scatter_single
-from argosy.sync.compressor import BucketFacts, Compressor, Memory, Moment, Segment, Sending, started
+from argosy.sync.compressor import BucketFacts, BucketMemory, Compressor, Moment, Segment, Sending, started
 from argosy.sync.exact import Exact
 from argosy.sync.lane import Lane, Sum
 
@@ -27,7 +27,7 @@ BUCKET_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Ranks:
+class SumRanks:
     """The ranks over which gradients are summed: those that share one replica of the state, and those with one each."""
 
     shard: dist.ProcessGroup | None
@@ -54,12 +54,12 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class GradientSync:
     """How replicas agree on the sums of gradients. One serves all of a rank's gradients."""
 
     lane: Lane
     compressor: Compressor = Exact()  # noqa: RUF009  (it keeps nothing)
-    goes_exact: Callable[[Held], bool] = lambda piece: False
+    goes_exact: Callable[[PlacedPiece], bool] = lambda piece: False
     """True for a piece that is summed exactly, whatever the compressor."""
     exact_steps: int = 0
     """First steps of the run in which all are."""
@@ -78,11 +78,11 @@ class Bucket:
 
     def __init__(
         self,
-        pieces: Sequence[Held],
-        ranks: Ranks,
+        pieces: Sequence[PlacedPiece],
+        ranks: SumRanks,
         dtype: torch.dtype,
         keep: bool,
-        how: Agreement,
+        how: GradientSync,
         is_compressed: bool = False,
     ):
         """`keep`: gradients stay in memory after they were sent, where ranks share the state."""
@@ -182,11 +182,11 @@ class Bucket:
         return across[0].size() if across else 1
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> BucketMemory:
         """What this rank keeps of earlier sums."""
         return self._about.memory
 
-    def kept_of_pieces(self, name: str) -> list[tuple[Held, tuple[int, ...], Tensor]]:
+    def kept_of_pieces(self, name: str) -> list[tuple[PlacedPiece, tuple[int, ...], Tensor]]:
         """Return of each piece what is kept under `name` of the part that this rank takes across, in its shape, and its
         place in the whole parameter. Where that part is all of the piece, so are shape and place."""
         kept = self.memory.kept.get(name)
@@ -227,7 +227,7 @@ class Bucket:
             for there, theirs in (whole[: me * each], rows[:me]), (whole[(me + 1) * each :], rows[me + 1 :]):
                 there.copy_(theirs.flatten()[: there.numel()].view_as(there))
 
-    def _widths(self) -> list[tuple[Held, int]]:
+    def _widths(self) -> list[tuple[PlacedPiece, int]]:
         """Return each piece with the size of the largest part that its parameter is cut into along its first dim."""
         wholes = [local(piece.parameter) for piece in self.pieces]
         sizes = [-(-w.shape[0] // self._n) * (w.numel() // max(1, w.shape[0])) for w in wholes]
@@ -269,9 +269,9 @@ class Gathering:
         self.bucket.take(self.everyone)
 
 
-def cut(pieces: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
+def cut(pieces: Sequence[PlacedPiece], bucket_bytes: int) -> list[list[PlacedPiece]]:
     """Cut the pieces, from the last on, into buckets of about so many bytes."""
-    buckets: list[list[Held]] = [[]]
+    buckets: list[list[PlacedPiece]] = [[]]
     size = 0
     for piece in reversed(pieces):
         if size >= bucket_bytes:
@@ -283,7 +283,7 @@ def cut(pieces: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
     return [bucket for bucket in buckets if bucket]
 
 
-def _segment(piece: Held, n: int) -> Segment:
+def _segment(piece: PlacedPiece, n: int) -> Segment:
     """Return the largest part that a parameter is cut into over `n` ranks, as matrices: those of experts one each."""
     rows, *rest = local(piece.parameter).shape
     rows = -(-rows // n)
@@ -297,7 +297,7 @@ def _in_rows(tensor: Tensor, n: int, width: int) -> Tensor:
     return (F.pad(flat, (0, missing)) if missing else flat).view(n, width)  # to pad by nothing would copy
 
 
-def _gradient(piece: Held) -> Tensor:
+def _gradient(piece: PlacedPiece) -> Tensor:
     gradient = piece.parameter.grad
     assert gradient is not None, f"{piece.name}: every parameter takes part in every step"
     return local(gradient)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.models.layers import local
-from argosy.parallel.buckets import Agreement, Bucket, Gathering, Ranks, cut
+from argosy.parallel.buckets import Bucket, Gathering, GradientSync, SumRanks, cut
 from argosy.parallel.checks import is_sum, sum_of_bits
-from argosy.parallel.pieces import Held
+from argosy.parallel.pieces import PlacedPiece
 from argosy.sync.compressor import Moment
 from argosy.sync.lane import Lane
 
@@ -42,17 +42,17 @@ class GradientSum:
 
     def __init__(
         self,
-        pieces: Sequence[Held],
-        ranks: Ranks,
+        pieces: Sequence[PlacedPiece],
+        ranks: SumRanks,
         dtype: torch.dtype,
         keep: bool,
         checks: bool = False,
-        how: Agreement | None = None,
+        how: GradientSync | None = None,
     ):
         """`dtype`: that of the sums; `keep`: a gradient stays in memory after it was sent (ZeRO stage 1); `checks`:
         the sums are compared with their checksums; `how`: how replicas sum them; by default exactly."""
         self._ranks, self._checks = ranks, checks
-        self._how = how = how or Agreement(Lane(pieces[0].value.device))
+        self._how = how = how or GradientSync(Lane(pieces[0].value.device))
         self.watches = False
         """True if `bits` is to tell this rank's gradients of the next steps."""
         self.is_sound: Tensor | None = None

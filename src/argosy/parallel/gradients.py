@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from argosy.models.layers import local
-from argosy.parallel.pieces import Held
+from argosy.parallel.pieces import PlacedPiece
 from argosy.plan.plan import Plan
 
 
-def unscale(pieces: Sequence[Held], scale: float) -> None:
+def unscale(pieces: Sequence[PlacedPiece], scale: float) -> None:
     """Divide the pieces' gradients by `scale`, that of the loss."""
     if scale != 1.0:
         for piece in pieces:
@@ -25,7 +25,7 @@ def unscale(pieces: Sequence[Held], scale: float) -> None:
                 piece.value.grad /= scale
 
 
-def square_share(pieces: Sequence[Held]) -> Tensor:
+def square_share(pieces: Sequence[PlacedPiece]) -> Tensor:
     """Return this rank's share of the gradient's squared global norm, fp64, no dims: the shares add up to it.
 
     It is the squares of what the rank holds, divided by the number of ranks that hold the same.
@@ -40,7 +40,7 @@ def square_share(pieces: Sequence[Held]) -> Tensor:
     return share
 
 
-def clip(pieces: Sequence[Held], max_norm: float, norm: float) -> None:
+def clip(pieces: Sequence[PlacedPiece], max_norm: float, norm: float) -> None:
     """Scale the gradients, whose global norm is `norm`, down to a norm of `max_norm` (0: leave them)."""
     if max_norm:
         device = pieces[0].value.device
@@ -61,7 +61,7 @@ class LocalSquares:
         self._at, self._sum = 0, torch.zeros(())
         self._arrivals: dict[int, int] = {}
 
-    def watch(self, pieces: Sequence[Held]) -> None:
+    def watch(self, pieces: Sequence[PlacedPiece]) -> None:
         """Watch these parameters too. Call it before the rules are made that sum gradients: they free them, and hooks
         of one parameter run in the order in which they were made."""
         for piece in pieces:

@@ -31,7 +31,7 @@ EXPERT_AXES = {"expert_replicate", "expert_shard", "ep"}
 
 
 @dataclass(frozen=True)
-class Tier:
+class SumTier:
     """Neighbours that sum before others do. Two groups of the same ranks, one for each way: then a bucket may go in
     while another comes out, and messages match all the same."""
 
@@ -51,7 +51,7 @@ class Replicas:
     across: tuple[dist.ProcessGroup, ...] = ()
     """Those that sum last, a group for each message that a sum may take; none where this rank is the only one. On a
     CPU no two are one: then a bucket's first message need not wait for the second of the bucket before."""
-    inside: tuple[Tier, ...] = ()
+    inside: tuple[SumTier, ...] = ()
     """Those that sum before, nearest first."""
 
 
@@ -240,7 +240,9 @@ def _replicas(view: Tensor, sizes: tuple[int, int], messages: int, device_type: 
     """Make the groups of tiers of these sizes along dim 1 of a view, and of what is left, for so many messages."""
     inside, between = sizes
     split = view.unflatten(1, (-1, between, inside))
-    tiers = [Tier(_along(split, dim, timeout), _along(split, dim, timeout)) for dim in (3, 2) if split.shape[dim] > 1]
+    tiers = [
+        SumTier(_along(split, dim, timeout), _along(split, dim, timeout)) for dim in (3, 2) if split.shape[dim] > 1
+    ]
     if split.shape[1] == 1:
         return Replicas((), tuple(tiers))
     across = [_along(split, 1, timeout) for _ in range(messages if device_type == "cpu" else 1)]

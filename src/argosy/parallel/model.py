@@ -16,13 +16,13 @@ from argosy.config.schema import RunConfig
 from argosy.models.decoder import Decoder, Microbatch
 from argosy.models.experts import MoE
 from argosy.observe.clock import StepClock
-from argosy.parallel.buckets import Agreement, Bucket, Ranks
+from argosy.parallel.buckets import Bucket, GradientSync, SumRanks
 from argosy.parallel.context import shard_sequence
 from argosy.parallel.data import GradientSum
 from argosy.parallel.gradients import LocalSquares, has_own_gradients, square_share
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
-from argosy.parallel.pieces import Held, pieces_of
+from argosy.parallel.pieces import PlacedPiece, pieces_of
 from argosy.parallel.pipeline import Pipeline, Schedule, Sequential
 from argosy.parallel.shard import FullySharded
 from argosy.plan.pipeline import SCHEDULES
@@ -60,13 +60,13 @@ class ParallelModel:
         self._take_mine = partial(shard_sequence, rank=meshes.rank("cp"), size=plan.cp)
         #: This rank's layers of experts, by number.
         self.moes = {int(i): b.mlp for m in parts.values() for i, b in m.blocks.items() if isinstance(b.mlp, MoE)}
-        self.pieces: list[Held] = []
+        self.pieces: list[PlacedPiece] = []
         self._rules: list[GradientRule] = []
         how = _agreement(plan, run, next(iter(parts.values())).device)
         #: What takes the squares of this rank's own gradients; None if nobody asks for them.
         self.own_squares: LocalSquares | None = None
         #: The pieces whose gradient on this rank, before any sum, is that of its own samples.
-        self.own_pieces: list[Held] = []
+        self.own_pieces: list[PlacedPiece] = []
         for model in parts.values():
             mine = list(pieces_of(model, meshes))
             self.pieces += mine
@@ -251,15 +251,15 @@ def _schedule(
     return Pipeline(parts, plan.stages, SCHEDULES[plan.schedule], hidden, group, microbatches)
 
 
-def _agreement(plan: Plan, run: RunConfig, device: torch.device) -> Agreement:
+def _agreement(plan: Plan, run: RunConfig, device: torch.device) -> GradientSync:
     """Return how replicas agree, as plan and run say."""
 
-    def goes_exact(piece: Held) -> bool:
+    def goes_exact(piece: PlacedPiece) -> bool:
         whole_on_tp = plan.tp > 1 and piece.is_part_of_sum
         at_both_ends = plan.pp > 1 and run.model.tie_embeddings
         return is_summed_exactly(piece.name, piece.shape, whole_on_tp, at_both_ends, plan.sync, run.sync)
 
-    return Agreement(
+    return GradientSync(
         Lane(device),
         COMPRESSORS[plan.sync if plan.is_compressed else "exact"](run.sync),
         goes_exact if plan.is_compressed else lambda piece: False,
@@ -270,7 +270,7 @@ def _agreement(plan: Plan, run: RunConfig, device: torch.device) -> Agreement:
 
 
 def _gradient_rules(
-    plan: Plan, meshes: Meshes, model: Decoder, pieces: Sequence[Held], checks: bool, how: Agreement
+    plan: Plan, meshes: Meshes, model: Decoder, pieces: Sequence[PlacedPiece], checks: bool, how: GradientSync
 ) -> list[GradientRule]:
     dense = [piece for piece in pieces if not piece.is_expert]
     experts = [piece for piece in pieces if piece.is_expert]
@@ -278,15 +278,15 @@ def _gradient_rules(
     ours = [(group, meshes.group(shard), meshes.replicas(replicate)) for group, shard, replicate in some if group]
     if not plan.shards_parameters:
         dtype, keep = DTYPES[plan.reduce], plan.zero < 2
-        return [GradientSum(group, Ranks(shard, over), dtype, keep, checks, how) for group, shard, over in ours]
+        return [GradientSum(group, SumRanks(shard, over), dtype, keep, checks, how) for group, shard, over in ours]
     if not plan.sums_beside_fsdp:
         return [FullySharded(model, pieces)]
     dtype = DTYPES[plan.reduce]
-    over_replicas = [GradientSum(group, Ranks(None, over), dtype, False, how=how) for group, _, over in ours]
+    over_replicas = [GradientSum(group, SumRanks(None, over), dtype, False, how=how) for group, _, over in ours]
     return [FullySharded(model, pieces, over_replicas)]
 
 
-def _sum_over(pieces: Sequence[Held], group: dist.ProcessGroup | None) -> None:
+def _sum_over(pieces: Sequence[PlacedPiece], group: dist.ProcessGroup | None) -> None:
     """Sum the pieces' gradients over `group`, all in one message."""
     gradients = [piece.value.grad for piece in pieces if piece.value.grad is not None]
     if group is None or not gradients:

@@ -23,7 +23,7 @@ from argosy.parallel.mesh import Meshes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Held(Piece):
+class PlacedPiece(Piece):
     """A piece, the model's parameter that it is of, and its place in the whole.
 
     `value` shares the parameter's memory, outside autograd. Its `grad` is set once all ranks' gradients are summed.
@@ -60,7 +60,7 @@ class Held(Piece):
         return parameter.placements[-1].is_replicate()
 
 
-def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[Held]:
+def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[PlacedPiece]:
     """Yield what this rank holds of the parameters of `model`, which has its memory."""
     for name, parameter in model.named_parameters():
         value, shape = local(parameter.detach()), tuple(parameter.shape)
@@ -79,7 +79,7 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[Held]:
         for axis in parts:
             assert mesh is not None
             replicas //= mesh.size(axis)
-        yield Held(
+        yield PlacedPiece(
             name,
             value,
             shape,

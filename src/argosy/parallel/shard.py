@@ -14,7 +14,7 @@ from argosy.models.decoder import Decoder
 from argosy.models.experts import moe_layers
 from argosy.models.layers import local
 from argosy.parallel.data import GradientSum
-from argosy.parallel.pieces import Held
+from argosy.parallel.pieces import PlacedPiece
 from argosy.sync.compressor import Moment
 
 
@@ -52,7 +52,7 @@ def shard_fully(
 class FullySharded:
     """The gradients of a `shard_fully` model: FSDP2 sums them in backward; this hands them to the pieces."""
 
-    def __init__(self, model: Decoder, pieces: Sequence[Held], over_replicas: Sequence[GradientSum] = ()):
+    def __init__(self, model: Decoder, pieces: Sequence[PlacedPiece], over_replicas: Sequence[GradientSum] = ()):
         """`over_replicas`: sums of the shards' gradients over replicas, where FSDP2 splits over one replica only. It
         tells them of each gradient that it has reduced, through the parameter's hooks."""
         assert isinstance(model, FSDPModule)

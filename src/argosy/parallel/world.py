@@ -132,7 +132,7 @@ def _checked_length(length: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorldSeat:
     """A process's place in a world to join, whose rendezvous store is open already."""
 
     rank: int

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError
 
 from argosy.config.lines import read_table
-from argosy.config.problems import Place, problem_of
+from argosy.config.problems import KeyPlace, problem_of
 from argosy.config.schema import RunConfig
 from argosy.config.section import Section
 from argosy.errors import UserError
@@ -120,7 +120,7 @@ class Plan(Section, Quantities[int]):
         try:
             return cls.model_validate({key: _number(word) for key, word in words.items()})
         except ValidationError as error:
-            problems = [problem_of(e, cls, lambda key: Place("plan.")) for e in error.errors()]
+            problems = [problem_of(e, cls, lambda key: KeyPlace("plan.")) for e in error.errors()]
             raise UserError("\n".join(map(str, problems))) from None
 
     @property
@@ -231,7 +231,7 @@ def words_of(text: str) -> dict[str, str]:
     return words
 
 
-class Said(NamedTuple):
+class ParsedPlan(NamedTuple):
     """What a plan, as a run file has it, says and leaves open."""
 
     words: dict[str, str]
@@ -242,11 +242,13 @@ class Said(NamedTuple):
     """True if it says `sync=auto`: the planner chooses how replicas, or sites, agree."""
 
 
-def said_in(text: str) -> Said:
+def said_in(text: str) -> ParsedPlan:
     """Read what `"auto,sync=auto,tp=2"` says. Raises: UserError, as `words_of`."""
     words = words_of(text)
     is_auto, sync_is_open = words.pop("auto", None) is not None, words.get("sync") == "auto"
-    return Said({key: word for key, word in words.items() if key != "sync" or not sync_is_open}, is_auto, sync_is_open)
+    return ParsedPlan(
+        {key: word for key, word in words.items() if key != "sync" or not sync_is_open}, is_auto, sync_is_open
+    )
 
 
 def with_sync(text: str, word: str) -> str:

@@ -25,7 +25,7 @@ squares) up to which no further segment is tried; the share of it that a further
 
 
 @dataclass(frozen=True)
-class Layout:
+class GroupLayout:
     """Groups of ranks that communicate at once."""
 
     tier: str
@@ -34,7 +34,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Segment:
+class TimeSegment:
     """A straight part of time over message size."""
 
     from_bytes: int
@@ -42,7 +42,7 @@ class Segment:
     s_per_byte: float
 
 
-def layouts(hosts: Sequence[str]) -> list[Layout]:
+def layouts(hosts: Sequence[str]) -> list[GroupLayout]:
     """Return the groups to measure on these hosts: inside each node and, between nodes, of like local ranks.
 
     Inside a node: groups of 2, 4, ... ranks and of all; each of them alone (one in every node), then all at once.
@@ -55,10 +55,10 @@ def layouts(hosts: Sequence[str]) -> list[Layout]:
         starts = range(0, local, size)
         for count in sorted({1, len(starts)}):
             ranks = tuple(tuple(node[i : i + size]) for node in nodes for i in starts[:count])
-            found.append(Layout("node", ranks, count))
+            found.append(GroupLayout("node", ranks, count))
     if len(nodes) > 1:
         for count in sorted({1, local}):
-            found.append(Layout("network", tuple(zip(*nodes, strict=True))[:count], count))
+            found.append(GroupLayout("network", tuple(zip(*nodes, strict=True))[:count], count))
     return found
 
 
@@ -84,7 +84,7 @@ def measure_collectives(
     return rates
 
 
-def _rates(operation: Operation, layout: Layout, found: Sequence[Segment]) -> Iterator[CollectiveRate]:
+def _rates(operation: Operation, layout: GroupLayout, found: Sequence[TimeSegment]) -> Iterator[CollectiveRate]:
     for segment in found:
         yield CollectiveRate(
             operation=operation,
@@ -137,7 +137,7 @@ def _once(world: World, call: Callable[[], object], calls: int) -> float:
     return mine.item()
 
 
-def segments(points: Sequence[tuple[int, float]]) -> list[Segment]:
+def segments(points: Sequence[tuple[int, float]]) -> list[TimeSegment]:
     """Fit straight segments latency + bytes * slope, of least squared relative error, to (bytes, seconds).
 
     As few as possible: a further segment, where algorithms or caches change, must make the error clearly smaller.
@@ -151,7 +151,7 @@ def segments(points: Sequence[tuple[int, float]]) -> list[Segment]:
     return best
 
 
-def _split(points: Sequence[tuple[int, float]], count: int) -> tuple[list[Segment], float]:
+def _split(points: Sequence[tuple[int, float]], count: int) -> tuple[list[TimeSegment], float]:
     """Return the best `count` segments, and their error."""
     candidates = []
     for inner in combinations(range(1, len(points)), count - 1):
@@ -163,7 +163,7 @@ def _split(points: Sequence[tuple[int, float]], count: int) -> tuple[list[Segmen
     return min(candidates, key=lambda candidate: candidate[1])
 
 
-def _line(points: Sequence[tuple[int, float]], must_rise: bool) -> tuple[Segment, float]:
+def _line(points: Sequence[tuple[int, float]], must_rise: bool) -> tuple[TimeSegment, float]:
     """Return the line of least squared relative error, neither latency nor slope negative, and that error.
 
     must_rise: the line needs a slope, since the largest messages give the bandwidth.
@@ -177,7 +177,7 @@ def _line(points: Sequence[tuple[int, float]], must_rise: bool) -> tuple[Segment
         candidates.append((latency, 0.0))
     allowed = [c for c in candidates if c[0] >= 0 and (c[1] > 0 or (c[1] == 0 and not must_rise))]
     best = min(allowed, key=lambda c: _error(c, sizes, times))
-    return Segment(int(sizes[0]), float(best[0]), float(best[1])), _error(best, sizes, times)
+    return TimeSegment(int(sizes[0]), float(best[0]), float(best[1])), _error(best, sizes, times)
 
 
 def _error(line: Sequence[float], sizes: np.ndarray, times: np.ndarray) -> float:

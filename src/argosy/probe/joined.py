@@ -13,7 +13,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed, UserError
 from argosy.launch.sites import check_addresses
 from argosy.observe.progress import Progress
-from argosy.plan.hardware.clusters import Cluster, SiteLink, Tier
+from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe.sites import FROM_PROBE, SitesProbe
 from argosy.sync.sites.listening import open_links
@@ -91,7 +91,7 @@ def joined(own: Cluster, names: Sequence[str], parts: Mapping[str, Cluster], lin
     )
 
 
-def _network(parts: Sequence[Cluster]) -> tuple[Tier, ...]:
+def _network(parts: Sequence[Cluster]) -> tuple[NetworkTier, ...]:
     """Return the network of all sites: that of each if they are alike, else one level, as slow as the slowest."""
     alike = {(part.devices_per_node, part.network) for part in parts}
     if len(alike) == 1:
@@ -101,4 +101,4 @@ def _network(parts: Sequence[Cluster]) -> tuple[Tier, ...]:
         return ()
     rate, latency_s = min(tier.bytes_per_s for tier in levels), max(tier.latency_s for tier in levels)
     devices = max(part.devices for part in parts)
-    return (Tier(name="network", devices=devices, bandwidth_bytes_per_s=rate, latency_s=latency_s),)
+    return (NetworkTier(name="network", devices=devices, bandwidth_bytes_per_s=rate, latency_s=latency_s),)

@@ -14,7 +14,7 @@ from typing import Any
 from argosy.config.schema import RunConfig
 from argosy.observe.progress import Progress
 from argosy.parallel.world import World
-from argosy.plan.hardware.clusters import Cluster, NodeGroup, Tier
+from argosy.plan.hardware.clusters import Cluster, NetworkTier, NodeGroup
 from argosy.plan.hardware.devices import Device, Efficiencies, PeakFlops
 from argosy.plan.hardware.measurements import CollectiveRate, Measurements, Operation, four_digits
 from argosy.probe.collectives import MESSAGES, measure_collectives
@@ -95,11 +95,11 @@ def _link(measured: Measurements, kind: str) -> dict[str, Any]:
     return found if kind == "cuda" else found | {"link_bytes_per_s": sends[-1].bytes_per_s}
 
 
-def _network(measured: Measurements, devices: int) -> tuple[Tier]:
+def _network(measured: Measurements, devices: int) -> tuple[NetworkTier]:
     """Return the link between nodes, shared by all their devices."""
     sends = _rows(measured, "send", "network")
     rate, latency_s = sends[-1].bytes_per_s or 0.0, max(LEAST_LATENCY_S, sends[0].latency_s)
-    return (Tier(name="network", devices=devices, bandwidth_bytes_per_s=rate, latency_s=latency_s),)
+    return (NetworkTier(name="network", devices=devices, bandwidth_bytes_per_s=rate, latency_s=latency_s),)
 
 
 def _rows(measured: Measurements, operation: Operation, tier: str) -> list[CollectiveRate]:

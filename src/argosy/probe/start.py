@@ -18,15 +18,15 @@ from argosy.config.schema import LaunchConfig
 from argosy.errors import Interrupted, RunFailed
 from argosy.launch.devices import find_devices
 from argosy.parallel.encoding import decode, encode
-from argosy.parallel.world import Place, World, join_world, leave_world
+from argosy.parallel.world import World, WorldSeat, join_world, leave_world
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.search.auto import Devices
 from argosy.probe.probe import ProbeRequest, measure
 from argosy.processes.channel import Channel, Gone
-from argosy.processes.child import Entry, channel_to_parent, end_with_parent
+from argosy.processes.child import ForkEntry, channel_to_parent, end_with_parent
 from argosy.processes.fork_server import ForkServer
 
-MEMBER = Entry("argosy.probe.start")
+MEMBER = ForkEntry("argosy.probe.start")
 """A process that measures."""
 MOST_CPU_PROCESSES = 8
 """Processes if the user gives no number: ranks beyond the first few share the machine in the same way."""
@@ -53,12 +53,12 @@ def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
     """
     with _interrupted_by_signals(), closing(ForkServer(__name__)) as fork_server, ExitStack() as held:
 
-        def fork(key: str, entry: Entry, environment: Mapping[str, str]) -> Channel:
+        def fork(key: str, entry: ForkEntry, environment: Mapping[str, str]) -> Channel:
             return held.enter_context(closing(fork_server.fork(key, entry, environment)))
 
         try:
             file = str(Path(held.enter_context(TemporaryDirectory(prefix="argosy-probe-"))) / "store")
-            places = [Place(rank, processes, rank, processes, file=file) for rank in range(processes)]
+            places = [WorldSeat(rank, processes, rank, processes, file=file) for rank in range(processes)]
             members = [fork(str(place.rank), MEMBER, place.environment()) for place in places]
             for channel in members:
                 channel.send("measure", data=[encode(asked, ProbeRequest)])

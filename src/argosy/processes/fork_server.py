@@ -26,9 +26,9 @@ from typing import Any
 
 from argosy.errors import STOP_SIGNALS
 from argosy.processes.channel import Channel, Gone, Message
-from argosy.processes.child import CHANNEL, PARENT, PARENT_S, Child, Entry, channel_to_parent
+from argosy.processes.child import CHANNEL, PARENT, PARENT_S, Child, ForkEntry, channel_to_parent
 
-RENDEZVOUS = Entry("argosy.processes.rendezvous")
+RENDEZVOUS = ForkEntry("argosy.processes.rendezvous")
 """The process that holds the store in which the members of a world find each other."""
 STORE_HOST = "ARGOSY_STORE_HOST"
 """Environment variable of that process: the address of this machine at which the members reach the store."""
@@ -59,7 +59,7 @@ class ForkServer:
         """Return the channel's descriptor, for selectors."""
         return self._process.channel.fileno()
 
-    def fork(self, key: str, entry: Entry, environment: Mapping[str, str]) -> Channel:
+    def fork(self, key: str, entry: ForkEntry, environment: Mapping[str, str]) -> Channel:
         """Ask for a process that calls `entry`, with `environment` added to its own.
 
         Returns the asker's end of a channel to it; `channel_to_parent` gives it the other end. `take` tells under its
@@ -102,7 +102,7 @@ def main() -> None:
         sys.exit(0)
 
 
-def _serve(asker: Channel) -> Entry | None:
+def _serve(asker: Channel) -> ForkEntry | None:
     """Fork on request. Return the entry in the forked process, and None in the fork server once the asker is gone."""
     woken, wake = socket.socketpair()
     for end in (woken, wake):
@@ -138,11 +138,11 @@ def _serve(asker: Channel) -> Entry | None:
     return None
 
 
-def _become(asked: Mapping[str, Any], descriptor: int) -> Entry:
+def _become(asked: Mapping[str, Any], descriptor: int) -> ForkEntry:
     """In the forked process: take on what was asked for."""
     del os.environ[PARENT]  # it belongs to the asker, not to the fork server or to that one's parent
     os.environ |= {**asked["environment"], CHANNEL: str(descriptor)}
-    return Entry(*asked["entry"])
+    return ForkEntry(*asked["entry"])
 
 
 def _tell_ends(asker: Channel) -> None:

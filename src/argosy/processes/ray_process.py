@@ -29,7 +29,7 @@ THREADS = 2
 
 
 @dataclass(frozen=True)
-class News:
+class ProcessEvent:
     """What a process has to tell."""
 
     node: str
@@ -62,12 +62,12 @@ class OwnedProcess:
         """Return the name of the node that it runs on."""
         return self._node
 
-    def news(self) -> News:
+    def news(self) -> ProcessEvent:
         """Return what is new; wait for that up to `NEWS_S`."""
         with self._changed:
             self._changed.wait_for(lambda: self._output or self._exit_code is not None, NEWS_S)
             output, self._output = self._output, b""
-            return News(self._node, output, self._exit_code)
+            return ProcessEvent(self._node, output, self._exit_code)
 
     def stop(self) -> None:
         """Send it SIGTERM; it is not started again."""

@@ -18,10 +18,10 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from argosy.processes.channel import Gone
-from argosy.processes.child import Entry
+from argosy.processes.child import ForkEntry
 from argosy.processes.fork_server import ForkServer
 
-NODE_CHECK = Entry("argosy.resilience.node_check")
+NODE_CHECK = ForkEntry("argosy.resilience.node_check")
 """By name, as it imports torch."""
 REQUEST = "ARGOSY_NODE_CHECK"
 """Environment variable of the checking process: the request, as JSON."""

@@ -29,7 +29,7 @@ from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
 from argosy.simulate.layers import layers_alike
 from argosy.simulate.record import Pass, Recorder, Trace
 from argosy.simulate.repeat import grown
-from argosy.training.state import TrainState, Update
+from argosy.training.state import StepUpdate, TrainState
 from argosy.training.step import Step
 
 WORTH_IT = 1.3
@@ -157,7 +157,7 @@ def _make_what_is_kept(step: Step, run: RunConfig, recorder: Recorder) -> None:
     state, model = step.state, step.state.model
     for piece in model.pieces:
         piece.value.grad = torch.zeros_like(piece.value)
-    step.apply(Update(0, 0.0, 0.0, 0.0, run.optimizer.lr, 0, None))
+    step.apply(StepUpdate(0, 0.0, 0.0, 0.0, run.optimizer.lr, 0, None))
     if model.masters is not model.pieces:
         moments = [m for p in state.optimizer.pieces for m in state.optimizer.state_of(p).values()]
         gradients = [p.value.grad for p in model.masters if p.value.grad is not None]

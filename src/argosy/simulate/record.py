@@ -58,7 +58,7 @@ class Where(NamedTuple):
         return f"{self.phase} outside of layers" if self.layer is None else f"{self.phase} of layer {self.layer}"
 
 
-class Memory:
+class MemoryBlock:
     """A piece of memory; what it is for is known only when it is freed, or when its phase is over."""
 
     __slots__ = ("alive", "category")
@@ -72,11 +72,11 @@ class Change(NamedTuple):
     """Memory comes (bytes > 0) or goes."""
 
     bytes: int
-    memory: Memory
+    memory: MemoryBlock
     where: Where
 
 
-class Work(NamedTuple):
+class Operation(NamedTuple):
     """An operation on the device."""
 
     name: str
@@ -119,7 +119,7 @@ class Pass(NamedTuple):
     """Forward of a microbatch through a part of the model begins."""
 
 
-Event = Change | Work | Sent | Wait | Pass
+Event = Change | Operation | Sent | Wait | Pass
 
 
 @dataclass
@@ -143,8 +143,8 @@ class Recorder(LiveBytes):
         self._trace: Trace | None = None
         self._axes: dict[str, str] = {}
         self._layers: dict[int, int] = {}
-        self._memories: dict[int, Memory] = {}
-        self._unsettled: dict[Phase, list[Memory]] = {phase: [] for phase in LEFT_BY}
+        self._memories: dict[int, MemoryBlock] = {}
+        self._unsettled: dict[Phase, list[MemoryBlock]] = {phase: [] for phase in LEFT_BY}
         self._where = Where("other", None)
         self._depth = 0  # of modules in modules
         self._in_forward = False
@@ -227,7 +227,7 @@ class Recorder(LiveBytes):
         """Memory has come, gone, or changed its size: only gathered parameters do that."""
         known = self._memories.get(memory)
         if known is None:
-            known = self._memories[memory] = Memory()
+            known = self._memories[memory] = MemoryBlock()
             self._unsettled[self._where.phase].append(known)
         elif after:
             known.category = "gathered"
@@ -366,11 +366,13 @@ class _Clock(StepClock):
         self._recorder.phase = "other"
 
 
-def _work(operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any, where: Where, after: int | None) -> Work:
+def _work(
+    operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any, where: Where, after: int | None
+) -> Operation:
     some = next(tensors_in(result), None)
     dtype = torch.float32 if some is None else some.dtype
     moved_bytes = nbytes(args) + nbytes(result)
-    return Work(str(operator.overloadpacket), flops_of(operator, args, result), moved_bytes, dtype, where, after)
+    return Operation(str(operator.overloadpacket), flops_of(operator, args, result), moved_bytes, dtype, where, after)
 
 
 @cache

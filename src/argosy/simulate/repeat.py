@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.simulate.record import Category, Change, Event, Memory, Pass, Trace, Wait, Where, Work
+from argosy.simulate.record import Category, Change, Event, MemoryBlock, Operation, Pass, Trace, Wait, Where
 
 Ints = NDArray[np.int64]
 
@@ -45,7 +45,7 @@ class _Again:
 
 def grown(shorter: Trace, longer: Trace, more: int) -> Trace | None:
     """`longer`, which has one unit more than `shorter`, with `more` units yet; None if that cannot be told."""
-    a, b = _Line(shorter.events), _Line(longer.events)
+    a, b = _Trace(shorter.events), _Trace(longer.events)
     _number_alike(a, b)
     runs = _aligned(a, b)
     if runs is None:
@@ -57,7 +57,7 @@ def grown(shorter: Trace, longer: Trace, more: int) -> Trace | None:
     return Trace(before, list(_events(a, b, runs, more + 1)))
 
 
-class _Line:
+class _Trace:
     """A trace's events, each as what it is (an integer, equal for equal ones), roughly what it is, and its numbers."""
 
     def __init__(self, events: Sequence[Event]):
@@ -69,7 +69,7 @@ class _Line:
         self.rough_ids = self.exact_ids = np.empty(0, np.int64)
 
 
-def _number_alike(*lines: _Line) -> None:
+def _number_alike(*lines: _Trace) -> None:
     for kind in ("rough", "exact"):
         known: dict[Hashable, int] = {}
         for line in lines:
@@ -88,28 +88,28 @@ def _described(event: Event) -> tuple[Hashable, tuple[int, ...], tuple[int, ...]
     if isinstance(event, Wait):
         return kind, (), (event.messages_ago, *place)
     after = (event.after is None,)
-    if isinstance(event, Work):
+    if isinstance(event, Operation):
         return (*kind, *after, event.name, event.dtype), (event.flops, event.moved_bytes), (event.after or 0, *place)
     same = (event.kind, event.axis, event.ranks, event.stride, event.peer)
     return (*kind, *after, *same), (event.sent_bytes, event.message_bytes), (event.after or 0, *place)
 
 
 def _with(event: Event, numbers: Sequence[int]) -> Event:
-    """The event with other `_Line.numbers`."""
+    """The event with other `_Trace.numbers`."""
     if isinstance(event, Pass):
         return event
     where = event.where if event.where.layer is None else Where(event.where.phase, numbers[-1])
     if isinstance(event, Change):
-        return Change(numbers[0], Memory(event.memory.category), where)
+        return Change(numbers[0], MemoryBlock(event.memory.category), where)
     if isinstance(event, Wait):
         return Wait(numbers[0], where)
     after = None if event.after is None else numbers[2]
-    if isinstance(event, Work):
+    if isinstance(event, Operation):
         return event._replace(flops=numbers[0], moved_bytes=numbers[1], after=after, where=where)
     return event._replace(sent_bytes=numbers[0], message_bytes=numbers[1], after=after, where=where)
 
 
-def _aligned(a: _Line, b: _Line) -> list[_Paired | _Again] | None:
+def _aligned(a: _Trace, b: _Trace) -> list[_Paired | _Again] | None:
     """Return the longer trace in terms of the shorter."""
     runs: list[_Paired | _Again] = []
     i = j = paired_from = 0
@@ -142,7 +142,7 @@ def _alike(a: Ints, b: Ints) -> int:
     return both
 
 
-def _repeated(a: _Line, b: _Line, i: int, j: int, since: int) -> int | None:
+def _repeated(a: _Trace, b: _Trace, i: int, j: int, since: int) -> int | None:
     """Return how many events from `j` on are a repetition, after which both continue alike; 0: only numbers differ."""
     left = len(a.events) - i
     if left == 0:
@@ -159,12 +159,12 @@ def _repeated(a: _Line, b: _Line, i: int, j: int, since: int) -> int | None:
     return None
 
 
-def _is_repetition(b: _Line, j: int, count: int, since: int) -> bool:
+def _is_repetition(b: _Trace, j: int, count: int, since: int) -> bool:
     """Return True if `count` events from `j` on repeat those before, none of which is before `since`."""
     return j - count >= since and np.array_equal(b.exact_ids[j : j + count], b.exact_ids[j - count : j])
 
 
-def _events(a: _Line, b: _Line, runs: Sequence[_Paired | _Again], times: int) -> Iterator[Event]:
+def _events(a: _Trace, b: _Trace, runs: Sequence[_Paired | _Again], times: int) -> Iterator[Event]:
     """Yield the shorter trace's events, with what is repeated `times` more often."""
     partner: dict[int, int] = {}
     for run in runs:

@@ -21,8 +21,8 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.simulate.rank import simulate_rank
-from argosy.simulate.record import Category, Change, Phase, Sent, Trace, Where, Work
-from argosy.simulate.timeline import Timeline, draw
+from argosy.simulate.record import Category, Change, Operation, Phase, Sent, Trace, Where
+from argosy.simulate.timeline import StepTimeline, draw
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Simulated:
     """(axis, kind of collective) -> bytes sent (`observe.wire`)."""
     messages: Counts
     """The same -> in how many messages."""
-    timeline: Timeline
+    timeline: StepTimeline
     tracing_s: float
     """How long the simulation took."""
 
@@ -147,7 +147,7 @@ def ranks_of_stages(plan: Plan, rank: int) -> list[int]:
     return [first + stage * per_stage for stage in range(plan.pp)]
 
 
-def _summary(plan: Plan, rank: int, trace: Trace, timeline: Timeline, tracing_s: float) -> Simulated:
+def _summary(plan: Plan, rank: int, trace: Trace, timeline: StepTimeline, tracing_s: float) -> Simulated:
     level = Counter(trace.before)
     now = sum(level.values()) - level["host"]
     peak_bytes, peak, where, host = now, Counter(level), Where("other", None), level["host"]
@@ -163,7 +163,7 @@ def _summary(plan: Plan, rank: int, trace: Trace, timeline: Timeline, tracing_s:
             now += event.bytes
             if now > peak_bytes:
                 peak_bytes, peak, where = now, Counter(level), event.where
-        elif isinstance(event, Work):
+        elif isinstance(event, Operation):
             flops[event.where.phase] += event.flops
         elif isinstance(event, Sent) and event.sent_bytes:
             sent_bytes[event.axis, event.kind] += event.sent_bytes

@@ -16,7 +16,7 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.cost.rates import Rates
 from argosy.plan.hardware.clusters import Cluster
-from argosy.simulate.record import Category, Change, Event, Sent, Trace, Wait, Where, Work
+from argosy.simulate.record import Category, Change, Event, Operation, Sent, Trace, Wait, Where
 
 COMPUTE = "compute"
 """The track of what the device itself does; each axis has one of its own."""
@@ -33,7 +33,7 @@ class Durations:
     def __init__(self, cluster: Cluster) -> None:
         self._rates, self._constants = Rates.of(cluster), Constants()
 
-    def of_work(self, work: Work) -> float:
+    def of_work(self, work: Operation) -> float:
         """Seconds of an operation."""
         half = work.dtype in (torch.bfloat16, torch.float16)
         rates = self._rates
@@ -63,7 +63,7 @@ class Span:
 
 
 @dataclass
-class Timeline:
+class StepTimeline:
     """One rank's step: the device works through its operations in order, messages travel beside it."""
 
     spans: list[Span] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Timeline:
     """When everything has ended."""
 
 
-def draw(traces: Mapping[int, Trace], cluster: Cluster) -> dict[int, Timeline]:
+def draw(traces: Mapping[int, Trace], cluster: Cluster) -> dict[int, StepTimeline]:
     """The timelines of ranks, by rank, on `cluster`.
 
     A message between two of these ranks arrives when the other has sent it; any other peer is taken to be as far as
@@ -106,7 +106,7 @@ class _Player:
     """Runs through one rank's events until it needs what another has not sent yet."""
 
     def __init__(self, rank: int, trace: Trace, durations: Durations, ranks: set[int]) -> None:
-        self.timeline = Timeline()
+        self.timeline = StepTimeline()
         self.done = False
         self._rank, self._durations, self._ranks = rank, durations, ranks
         self._now = 0.0
@@ -130,9 +130,9 @@ class _Player:
         return moved
 
     def _take(self, event: Event, posts: Posts) -> bool:
-        if isinstance(event, Work) and event.after is not None:
+        if isinstance(event, Operation) and event.after is not None:
             self._work_beside(event, event.after)
-        elif isinstance(event, Work):
+        elif isinstance(event, Operation):
             duration = self._durations.of_work(event)
             self._span(event.name.removeprefix("aten."), COMPUTE, self._now, duration, event.where)
             self._now += duration
@@ -165,7 +165,7 @@ class _Player:
             posts.setdefault((self._rank, sent.peer, sent.axis), []).append(begin + duration)
         self._ends.append((sent.axis, begin + duration))
 
-    def _work_beside(self, work: Work, messages_ago: int) -> None:
+    def _work_beside(self, work: Operation, messages_ago: int) -> None:
         """Draw what follows a message in its own stream: what waits for the message waits for this too."""
         (axis, begin), duration = self._arrival(messages_ago), self._durations.of_work(work)
         self._span(work.name.removeprefix("aten."), axis, begin, duration, work.where)
@@ -196,14 +196,14 @@ class _Player:
             self.timeline.spans.append(Span(name, track, start_s, duration_s, where))
 
 
-def write_chrome_trace(timelines: Mapping[int, Timeline], path: Path) -> None:
+def write_chrome_trace(timelines: Mapping[int, StepTimeline], path: Path) -> None:
     """Write the timelines in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing read."""
     events = [event for rank, timeline in timelines.items() for event in _chrome_events(rank, timeline)]
     with atomic_write(path) as file:
         file.write(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
 
 
-def _chrome_events(rank: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _chrome_events(rank: int, timeline: StepTimeline) -> Iterator[dict[str, Any]]:
     tracks = {COMPUTE: 0}
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for span in timeline.spans:

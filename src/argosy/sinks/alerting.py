@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from argosy.config.observe import AlertsConfig
 from argosy.observe.events import Events
-from argosy.sinks.delivery import Delivery
+from argosy.sinks.delivery import SinkDelivery
 from argosy.sinks.sink import About, Record, Sink
 from argosy.watch.alerts import Alert, Alerts
 from argosy.watch.gather import facts_of
@@ -33,7 +33,7 @@ class Alerting(Sink):
         self._events = Events(about.folder, PROCESS)
         self._reader = RunReader(about.folder)
         self._alerts = Alerts(settings, self.state.setdefault("said", {}))
-        self._delivery = Delivery(settings, lambda why: self._events.write("alert_undelivered", why=why))
+        self._delivery = SinkDelivery(settings, lambda why: self._events.write("alert_undelivered", why=why))
         self._look_s = 0.0
 
     def tick(self) -> None:

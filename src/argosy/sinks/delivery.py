@@ -29,7 +29,7 @@ OK = 300
 """Statuses below this mean that a request was taken."""
 
 
-class Delivery:
+class SinkDelivery:
     """Delivers records one after the other; `put` never waits."""
 
     def __init__(self, settings: AlertsConfig, failed: Callable[[str], None]):

@@ -22,7 +22,7 @@ class StartOver(Exception):
 
 
 @dataclass
-class News:
+class NewRows:
     """What was added to a run's files."""
 
     rewound_to: int | None = None
@@ -61,9 +61,9 @@ class Feed:
         self._folder, self._marks = folder, dict(marks)
         self._files: dict[str, NewLines] = {}
 
-    def take(self) -> News:
+    def take(self) -> NewRows:
         """Return what is new, in parts of `MOST_LINES` lines of a file."""
-        news = News()
+        news = NewRows()
         lines = self._lines("metrics.jsonl")
         records = lines.take(MOST_LINES)
         if lines.was_cut:

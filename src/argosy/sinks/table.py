@@ -17,7 +17,7 @@ from argosy.sinks.sink import Sink
 
 
 @dataclass(frozen=True)
-class Entry:
+class SinkEntry:
     """A sink by name: it is imported in its own process alone, since its package may be heavy or broken."""
 
     module: str
@@ -35,16 +35,16 @@ class Entry:
 
 
 SINKS = {
-    "tensorboard": Entry("argosy.sinks.tensorboard", "TensorBoard", "tensorboard", "tensorboard"),
-    "wandb": Entry("argosy.sinks.wandb", "Wandb", "wandb", "wandb"),
-    "mlflow": Entry("argosy.sinks.mlflow", "Mlflow", "mlflow", "mlflow"),
-    "trackio": Entry("argosy.sinks.trackio", "Trackio", "trackio", "trackio"),
-    "opentelemetry": Entry("argosy.sinks.opentelemetry", "OpenTelemetry", "opentelemetry.sdk", "opentelemetry"),
-    "prometheus": Entry("argosy.sinks.prometheus", "Prometheus"),
+    "tensorboard": SinkEntry("argosy.sinks.tensorboard", "TensorBoard", "tensorboard", "tensorboard"),
+    "wandb": SinkEntry("argosy.sinks.wandb", "Wandb", "wandb", "wandb"),
+    "mlflow": SinkEntry("argosy.sinks.mlflow", "Mlflow", "mlflow", "mlflow"),
+    "trackio": SinkEntry("argosy.sinks.trackio", "Trackio", "trackio", "trackio"),
+    "opentelemetry": SinkEntry("argosy.sinks.opentelemetry", "OpenTelemetry", "opentelemetry.sdk", "opentelemetry"),
+    "prometheus": SinkEntry("argosy.sinks.prometheus", "Prometheus"),
 }
 OF_A_RUN = {
-    "alerts": Entry("argosy.sinks.alerting", "Alerting"),
-    "samples": Entry("argosy.inference.sampler", "Sampler"),
+    "alerts": SinkEntry("argosy.sinks.alerting", "Alerting"),
+    "samples": SinkEntry("argosy.inference.sampler", "Sampler"),
 }
 """What a run has by other keys, held like its sinks."""
 OF_A_RUN_BY = {"alerts": "alerts", "samples": "sample_every_steps"}
@@ -59,7 +59,7 @@ def parts_of(run: RunConfig) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class OwnEntry(Entry):
+class OwnEntry(SinkEntry):
     """A sink of the user's, declared in a file that the run names."""
 
     name: str = ""
@@ -75,7 +75,7 @@ class OwnEntry(Entry):
         return found.function  # type: ignore[return-value]
 
 
-def entry_of(name: str, extend: ExtendConfig = ExtendConfig()) -> Entry:  # noqa: B008  (frozen)
+def entry_of(name: str, extend: ExtendConfig = ExtendConfig()) -> SinkEntry:  # noqa: B008  (frozen)
     """Return the sink of this name: one of `SINKS`, of `OF_A_RUN`, or your own, declared or as "module:Class".
 
     Raises: UserError if there is none.
@@ -86,7 +86,7 @@ def entry_of(name: str, extend: ExtendConfig = ExtendConfig()) -> Entry:  # noqa
     if name in extend.declared("sink"):
         return OwnEntry("argosy", name, name=name, code=extend.code)
     if colon and module and kind:
-        return Entry(module, kind)
+        return SinkEntry(module, kind)
     near = get_close_matches(name, [*SINKS, *extend.declared("sink")], 1)
     hint = f"did you mean {near[0]!r}?" if near else f'choose from {", ".join(SINKS)}, or name a class: "module:Class".'
     raise UserError(f"observe.sinks: there is no sink {name!r}; {hint}")

@@ -34,7 +34,7 @@ NICENESS = 10
 """Training comes first (nice(2))."""
 
 
-class Kept:
+class SinkState:
     """What a sink keeps over restarts: where it has read to, and what it wants to know of itself."""
 
     def __init__(self, folder: Path, name: str):
@@ -72,7 +72,7 @@ class Told:
 
     def __init__(self, folder: Path, name: str):
         """Begin the sink where it was. Raises: whatever the sink does."""
-        self._folder, self._kept = folder, Kept(folder, name)
+        self._folder, self._kept = folder, SinkState(folder, name)
         before = self._kept.read()
         extend = load(folder / "run.toml").extend
         self.sink: Sink = entry_of(name, extend).load()(about(folder, before["state"]))

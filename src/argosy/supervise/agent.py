@@ -31,7 +31,7 @@ from argosy.observe.progress import SCREEN, Progress
 from argosy.observe.terminal import print_message
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.processes.channel import Gone
-from argosy.processes.child import Entry
+from argosy.processes.child import ForkEntry
 from argosy.processes.fork_server import ForkServer
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.node import NodeWatch
@@ -43,14 +43,14 @@ from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.generation_store import GenerationStore, store_file
 from argosy.supervise.newcomers import Newcomers
 from argosy.supervise.node_report import NodeReporter
-from argosy.supervise.nodes import Cause, State
+from argosy.supervise.nodes import Cause, RankState
 from argosy.supervise.scratch import MEMORY, scratch_folder
 from argosy.supervise.stack_gatherer import FOLDER, StackGatherer
 from argosy.supervise.stopping import Stopping
 from argosy.supervise.worker_process import WorkerProcess
 from argosy.sync.sites.process import ExchangeProcess
 
-WORKER = Entry("argosy.supervise.worker")
+WORKER = ForkEntry("argosy.supervise.worker")
 """A worker process; by name, as it imports torch, which an agent does without."""
 TICK_S = 0.05
 """How often it looks at the clock; messages and ended processes wake it at once."""
@@ -126,7 +126,7 @@ class Agent:
         if self._finish is not None and self._finish.exit_code:
             return True
         if self._finish is not None:  # a spare worker would wait for a world for ever
-            return not any(process.state is State.DONE for process in self._processes.values())
+            return not any(process.state is RankState.DONE for process in self._processes.values())
         return self._stopping.number is not None and not self._processes
 
     def _turn(self) -> None:
@@ -230,12 +230,12 @@ class Agent:
         for message in messages:
             match message["kind"]:
                 case "ready":
-                    process.state, process.leave_by = State.READY, None
+                    process.state, process.leave_by = RankState.READY, None
                     self._coordinator.tell(
                         say.WorkerReady(slot=process.slot, generation=message["generation"], why=message["why"])
                     )
                 case "done":
-                    process.state, process.is_finished = State.DONE, message["finished"]
+                    process.state, process.is_finished = RankState.DONE, message["finished"]
                     self._coordinator.tell(say.WorkerDone(slot=process.slot))
                 case "failed":
                     process.failure = message
@@ -250,7 +250,7 @@ class Agent:
         heartbeat_path(self._scratch, process.pid).unlink(missing_ok=True)
         if reading is not None:
             self._metrics.ended(reading)
-        if process.state is State.DONE and exit_code == 0:
+        if process.state is RankState.DONE and exit_code == 0:
             if not process.is_finished and self._stopping.number is None:
                 self._stopping.begin(signal.SIGTERM)  # it was sent to the worker directly
             return
@@ -283,7 +283,7 @@ class Agent:
         if self._stopping.number is not None and process.generation:
             self._stopping.not_saved = why
         self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
-        if process.state is State.RUNNING:
+        if process.state is RankState.RUNNING:
             stacks.ask(process.pid)  # it writes to its log where it hangs
         process.signal(signal.SIGKILL)
 
@@ -310,11 +310,11 @@ class Agent:
 
     def _show_what_is_waited_for(self) -> None:
         states = {process.state for process in self._processes.values()}
-        if self._finish is not None or states & {State.RUNNING, State.DONE}:
+        if self._finish is not None or states & {RankState.RUNNING, RankState.DONE}:
             self._progress.hand_over()
         elif self._stopping.number is not None:
             self._progress.doing("stopping")
-        elif State.STARTING in states or not states:
+        elif RankState.STARTING in states or not states:
             self._progress.doing("starting the processes" if self._node_check is None else "checking this machine")
         else:
             others = f"all {self._launch.nodes} nodes" if self._launch.nodes > 1 else "the other processes"
@@ -411,7 +411,7 @@ class Agent:
             process = self._processes.get(place.slot)
             if process is None:
                 continue
-            process.state, process.rank, process.generation = State.RUNNING, place.rank, world.generation
+            process.state, process.rank, process.generation = RankState.RUNNING, place.rank, world.generation
             with suppress(Gone):
                 process.channel.send(
                     "join", generation=world.generation, plan=world.plan, rank=place.rank, size=world.size,
@@ -422,7 +422,7 @@ class Agent:
     def _hold(self, generation: int, on_disk: bool) -> None:
         """Tell the members of the generation to hold."""
         for process in self._processes.values():
-            if process.generation == generation and process.state is State.RUNNING:
+            if process.generation == generation and process.state is RankState.RUNNING:
                 with suppress(Gone):
                     process.channel.send("hold", generation=generation, on_disk=on_disk)
 
@@ -444,7 +444,7 @@ class Agent:
         if generation <= self._hang_of:
             return
         self._hang_of = generation
-        members = [p for p in self._processes.values() if p.generation == generation and p.state is State.RUNNING]
+        members = [p for p in self._processes.values() if p.generation == generation and p.state is RankState.RUNNING]
         if self._stacks.stand_still(self._scratch, members):
             name = f"hang-{generation:06d}"
             self._stacks.gather_now(name, why, self._scratch, members)
@@ -453,7 +453,7 @@ class Agent:
     def _break(self, generation: int, why: str) -> None:
         self._store.end(generation, self._scratch)
         for process in self._processes.values():
-            if process.generation == generation and process.state in (State.RUNNING, State.DONE):
+            if process.generation == generation and process.state in (RankState.RUNNING, RankState.DONE):
                 process.leave_by = time.monotonic() + BREAK_S
                 with suppress(Gone):
                     process.channel.send("break", generation=generation, why=why)
@@ -474,7 +474,7 @@ class Agent:
 
     def _readings_in_worlds(self) -> list[HeartbeatReading]:
         """Return what the workers show that are in a world."""
-        return self._readings(process for process in self._processes.values() if process.state is State.RUNNING)
+        return self._readings(process for process in self._processes.values() if process.state is RankState.RUNNING)
 
     def _all_readings(self) -> list[HeartbeatReading]:
         return self._readings(self._processes.values())

@@ -38,8 +38,8 @@ from argosy.supervise.lease.held import HeldLease
 from argosy.supervise.lease.lease import LeaseLost
 from argosy.supervise.membership import Membership, Settings
 from argosy.supervise.migration import Migrator
-from argosy.supervise.nodes import Cause, State, Worker
-from argosy.supervise.orders import Break, CheckNode, Finish, Join, Order, Start
+from argosy.supervise.nodes import Cause, RankProcess, RankState
+from argosy.supervise.orders import Break, CheckNode, FinishRun, Join, Order, Start
 from argosy.supervise.watch import RunWatch
 
 TICK_S = 0.02
@@ -97,7 +97,7 @@ class Coordinator:
         self._looked_s = 0.0
         self._heard = say.Heard()
         """What agents are asked of heartbeats."""
-        self._finish: Finish | None = None
+        self._finish: FinishRun | None = None
         self._processes: dict[str, tuple[str, float]] = {}
         """Node -> the agent's process that speaks for it (`AgentHello.process`), and since when."""
         self._replaced: set[tuple[str, str]] = set()
@@ -233,7 +233,7 @@ class Coordinator:
                 "its own; without the key it is the host name.",
             )
             return
-        name, workers = hello.name, {w.slot: Worker(w.state, w.rank, w.generation, w.pid) for w in hello.workers}
+        name, workers = hello.name, {w.slot: RankProcess(w.state, w.rank, w.generation, w.pid) for w in hello.workers}
         self._agents.admit(agent, name)
         if self._is_of_one_agent:
             self._alone_s = 0.0  # the next run's agent starts another, perhaps at the same port
@@ -266,9 +266,9 @@ class Coordinator:
     def _send_away(self, agent: AgentConnection, why: str) -> None:
         self._agents.answer(agent, say.EndRun(exit_code=UserError.exit_code, why=why, error=UserError.__name__))
 
-    def _tell_what_was_missed(self, name: str, workers: Mapping[int, Worker]) -> None:
+    def _tell_what_was_missed(self, name: str, workers: Mapping[int, RankProcess]) -> None:
         """Tell an agent if its workers' generation, or the run, ended while the node was cut off."""
-        generations = {worker.generation for worker in workers.values() if worker.state is State.RUNNING}
+        generations = {worker.generation for worker in workers.values() if worker.state is RankState.RUNNING}
         for generation in filter(self._membership.is_over, generations):
             self._agents.tell(
                 name, say.LeaveWorld(generation=generation, why=f"it ended while node {name} was cut off")
@@ -340,7 +340,7 @@ class Coordinator:
                 self._agents.tell_all(say.LeaveWorld(generation=generation, why=why))
             case CheckNode(node):
                 self._agents.tell(node, say.RunNodeCheck())
-            case Finish(exit_code, why):
+            case FinishRun(exit_code, why):
                 self._finish = order
                 self._events.write("finish", exit_code=exit_code, why=why)
                 self._agents.tell_all(say.EndRun(**asdict(order)))

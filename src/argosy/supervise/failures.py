@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argosy.errors import Poisoned, Retryable
 from argosy.supervise.nodes import Cause
-from argosy.supervise.orders import Finish
+from argosy.supervise.orders import FinishRun
 
 
 class Failures:
@@ -27,18 +27,18 @@ class Failures:
             self._failures = 0
         self._step, self._safe_step = max(step, self._step), max(safe_step, self._safe_step)
 
-    def count(self, cause: Cause, generation: int, is_same: bool = False) -> Finish | None:
+    def count(self, cause: Cause, generation: int, is_same: bool = False) -> FinishRun | None:
         """Count a failure. Return how the run ends if going on would only repeat it, else None.
 
         is_same: it is a part of the failure that was counted last; it may still be a crash that was seen before.
         """
         crash, is_repeated = (cause.why, cause.step), generation > self._last_crash_generation
         if cause.is_own and cause.step >= 0 and crash == self._last_crash and is_repeated:
-            return Finish(Poisoned.exit_code, f"the same crash twice at step {cause.step}: {cause.why}")
+            return FinishRun(Poisoned.exit_code, f"the same crash twice at step {cause.step}: {cause.why}")
         self._last_crash, self._last_crash_generation = crash, generation
         self._failures += not is_same
         if self._failures <= self._max_restarts:
             return None
         times = f"{self._failures} times (launch.max_restarts = {self._max_restarts})"
         why = f"the workers died {times} without making progress; the last time: {cause.why}"
-        return Finish(Retryable.exit_code, why)
+        return FinishRun(Retryable.exit_code, why)

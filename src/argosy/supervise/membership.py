@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from argosy.errors import FINAL, Retryable
 from argosy.supervise.failures import Failures
 from argosy.supervise.handover import Handover
-from argosy.supervise.nodes import Cause, Node, State, Worker
-from argosy.supervise.orders import Break, CheckNode, Finish, Join, Order, Start
+from argosy.supervise.nodes import Cause, Node, RankProcess, RankState
+from argosy.supervise.orders import Break, CheckNode, FinishRun, Join, Order, Start
 from argosy.supervise.roster import Place, Roster
 
 MOST_SUSPICIONS = 3
@@ -83,7 +83,7 @@ class Membership:
     # ---- events -------------------------------------------------------------------------------------------------
 
     def arrived(
-        self, name: str, host: str, slots: int, workers: dict[int, Worker], is_being_checked: bool = False
+        self, name: str, host: str, slots: int, workers: dict[int, RankProcess], is_being_checked: bool = False
     ) -> None:
         """An agent has connected, for the first time or again, with the workers that it has.
 
@@ -124,7 +124,7 @@ class Membership:
 
     def started(self, name: str, slot: int, pid: int) -> None:
         """A worker process was started; its message that it is ready may have come before."""
-        self.nodes[name].workers.setdefault(slot, Worker()).pid = pid
+        self.nodes[name].workers.setdefault(slot, RankProcess()).pid = pid
         self._roster.changed(name)
 
     def ready(self, name: str, slot: int, generation: int, why: str = "") -> None:
@@ -135,7 +135,7 @@ class Membership:
         was_member = self._roster.is_member(worker)
         if was_member and generation != self.generation:
             return
-        worker.state = State.READY
+        worker.state = RankState.READY
         self._roster.changed(name)
         if was_member:
             self._break(why)
@@ -145,7 +145,7 @@ class Membership:
         worker = self._roster.worker(name, slot)
         if worker is None:
             return
-        worker.state = State.DONE
+        worker.state = RankState.DONE
         self._roster.changed(name)
         self._end_if_done()
 
@@ -158,7 +158,7 @@ class Membership:
         del self.nodes[name].workers[slot]
         self._roster.changed(name)
         if cause.exit_code >= FINAL:
-            self._end(Finish(cause.exit_code - FINAL, cause.why, cause.error))
+            self._end(FinishRun(cause.exit_code - FINAL, cause.why, cause.error))
         if was_member:
             self.made_step(cause.step)  # no heartbeat may have shown it yet
             self._break(f"rank {worker.rank} is lost: {cause.why}")
@@ -179,7 +179,7 @@ class Membership:
 
     def fail(self, why: str) -> None:
         """The run cannot go on now; the same command may go on later."""
-        self._end(Finish(Retryable.exit_code, why))
+        self._end(FinishRun(Retryable.exit_code, why))
 
     def room_without(self, *names: str) -> int:
         """Return how many workers there is room for without these nodes and those that are avoided."""
@@ -274,8 +274,8 @@ class Membership:
             node = self.nodes[name]
             for slot in range(node.slots):
                 worker = node.workers.get(slot)
-                if worker is None or (worker.state is State.DONE and not self.in_force):
-                    node.workers[slot] = Worker()
+                if worker is None or (worker.state is RankState.DONE and not self.in_force):
+                    node.workers[slot] = RankProcess()
                     yield Start(name, slot)
             self._roster.changed(name)
 
@@ -306,13 +306,13 @@ class Membership:
         if self._inherited is not None or counts.members > counts.done:
             return  # some have not come, or have not left the broken world
         if counts.done:
-            self._end(Finish(0, "done"))  # none is done before the state of all is saved
+            self._end(FinishRun(0, "done"))  # none is done before the state of all is saved
             return
         left = self._roster.survivors()
         chosen = (self.plan, self.size) if len(left) >= self.size else self._plan_for(len(left)) if left else None
         if chosen is None:
             what = f"no plan fits the {len(left)} that are left" if left else "no process is left that has the state"
-            self._end(Finish(Retryable.exit_code, f"{self._broke}, and {what}"))
+            self._end(FinishRun(Retryable.exit_code, f"{self._broke}, and {what}"))
             return
         self._begin(*chosen, left)
 
@@ -334,12 +334,12 @@ class Membership:
         self._short_since = now_s if self._short_since is None else self._short_since
         waited_s = now_s - self._short_since
         if not self.generation and waited_s > settings.first_wait_s:
-            self._end(Finish(Retryable.exit_code, self._missing_workers()))
+            self._end(FinishRun(Retryable.exit_code, self._missing_workers()))
         if not self.generation or waited_s < settings.wait_for_nodes_s or self._replan is None:
             return None
         smaller = self._plan_for(room)
         if smaller is None:
-            self._end(Finish(Retryable.exit_code, f"{room} workers are left, and no plan fits them"))
+            self._end(FinishRun(Retryable.exit_code, f"{room} workers are left, and no plan fits them"))
         return smaller
 
     # ---- parts --------------------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ class Membership:
 
     def _end_if_done(self) -> None:
         if self.in_force and self._roster.counts.done == self.size:
-            self._end(Finish(0, "done"))
+            self._end(FinishRun(0, "done"))
 
     def _count(self, cause: Cause, is_same: bool = False) -> None:
         """Count a failure, and end the run where going on would only repeat it. is_same: as of `Failures.count`."""
@@ -429,7 +429,7 @@ class Membership:
         if finish is not None:
             self._end(finish)
 
-    def _end(self, finish: Finish) -> None:
+    def _end(self, finish: FinishRun) -> None:
         if not self._ended:
             self._ended = True
             self._queue.append(finish)

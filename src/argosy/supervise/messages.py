@@ -13,8 +13,8 @@ from pydantic import Field, TypeAdapter, model_validator
 from argosy.observe.heartbeat import LAST_STEPS
 from argosy.processes.messages import Count, Text, WireRecord
 from argosy.resilience.node_health import Health
-from argosy.supervise.node_report import Report, Step
-from argosy.supervise.nodes import State
+from argosy.supervise.node_report import NodeReport, Step
+from argosy.supervise.nodes import RankState
 
 EVERY_S = 0.5
 """How often an agent sends a heartbeat, in all but the largest runs."""
@@ -36,7 +36,7 @@ class KnownWorker(WireRecord):
     """A worker that an agent has when it connects."""
 
     slot: Slot
-    state: State
+    state: RankState
     rank: Count | None
     generation: Count
     pid: Count
@@ -114,7 +114,7 @@ class NodeHeartbeat(WireRecord):
     """What has changed on a node. The coordinator answers it."""
 
     kind: Literal["heartbeat"] = "heartbeat"
-    report: Report = Report()
+    report: NodeReport = NodeReport()
 
 
 class StoreOpened(WireRecord):
@@ -222,7 +222,7 @@ class RunNodeCheck(WireRecord):
 
 
 class EndRun(WireRecord):
-    """The run is over. The rest is that of `orders.Finish`."""
+    """The run is over. The rest is that of `orders.FinishRun`."""
 
     kind: Literal["finish"] = "finish"
     exit_code: ExitCode

@@ -9,7 +9,7 @@ from argosy.config.resilience import ResilienceConfig
 from argosy.processes.fork_server import ForkServer
 from argosy.resilience.detect.finding import process_state
 from argosy.resilience.detect.joining import JoiningWatch, Newcomer
-from argosy.supervise.nodes import State
+from argosy.supervise.nodes import RankState
 from argosy.supervise.worker_process import WorkerProcess
 
 LOOK_S = 0.5
@@ -33,12 +33,12 @@ class Newcomers:
         if now_s - self._looked_s < LOOK_S:
             return {}
         self._looked_s = now_s
-        seen = {p.pid: _seen(p, scratch) for p in processes if p.pid and p.state is not State.DONE}
+        seen = {p.pid: _seen(p, scratch) for p in processes if p.pid and p.state is not RankState.DONE}
         if fork_server.has_forked and any(not p.pid or p.is_ending for p in processes):
             seen[fork_server.pid] = Newcomer(process_state(fork_server.pid), 0, None)  # an answer takes milliseconds
         return self._watch.look(now_s, seen)
 
 
 def _seen(process: WorkerProcess, scratch: Path) -> Newcomer:
-    generation = process.generation if process.state is State.RUNNING else 0
+    generation = process.generation if process.state is RankState.RUNNING else 0
     return Newcomer(process_state(process.pid), generation, process.reading(scratch))

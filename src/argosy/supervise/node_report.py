@@ -22,7 +22,7 @@ Step = Annotated[int, Field(ge=-1, lt=2**53)]
 
 
 @dataclass(frozen=True)
-class Report:
+class NodeReport:
     """A node's workers in one generation, as far as they are not as in the report before. It arrives as a message."""
 
     generation: Count = 0
@@ -68,7 +68,7 @@ class NodeReporter:
 
     def report(
         self, readings: Iterable[HeartbeatReading], wants_all: bool = False, most_steps: int = LAST_STEPS
-    ) -> Report:
+    ) -> NodeReport:
         """Return the report on what the node's workers show now.
 
         wants_all: tell all that each rank shows. most_steps: of how many steps times may be told; if there were more,
@@ -84,7 +84,7 @@ class NodeReporter:
         still = [rank for rank, old in before.items() if old.progress == now[rank].progress]
         silent = [rank for rank, old in before.items() if old.beats == now[rank].beats]
         known_microbatches, took = self._microbatches, self._took(now, most_steps)
-        return Report(
+        return NodeReport(
             generation=generation,
             workers=[(rank, reading.pid) for rank, reading in now.items()] if is_other else None,
             step=max((reading.step for reading in now.values()), default=-1),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class State(Enum):
+class RankState(Enum):
     """What a worker process is doing."""
 
     STARTING = "starting"
@@ -21,10 +21,10 @@ class State(Enum):
 
 
 @dataclass
-class Worker:
+class RankProcess:
     """A process that can have a rank."""
 
-    state: State = State.STARTING
+    state: RankState = RankState.STARTING
     rank: int | None = None
     """Its rank in its world, or in the last world it was in."""
     generation: int = 0
@@ -39,7 +39,7 @@ class Node:
     host: str
     slots: int
     """How many workers the node has room for, spare ones included."""
-    workers: dict[int, Worker] = field(default_factory=dict)
+    workers: dict[int, RankProcess] = field(default_factory=dict)
     is_avoided: bool = False
     """True if it is used only when there are not enough processes without it."""
     is_last: bool = False

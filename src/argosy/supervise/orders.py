@@ -32,7 +32,7 @@ class Break:
 
 
 @dataclass(frozen=True)
-class Finish:
+class FinishRun:
     """End the run."""
 
     exit_code: int
@@ -48,4 +48,4 @@ class CheckNode:
     node: str
 
 
-Order = Start | Join | Break | Finish | CheckNode
+Order = Start | Join | Break | FinishRun | CheckNode

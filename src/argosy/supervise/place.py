@@ -22,7 +22,7 @@ from argosy.processes.connection import Address
 from argosy.supervise.coordinator_process import CoordinatorProcess
 from argosy.supervise.lease.address import check_coordinator, own_address
 from argosy.supervise.lease.backends import check_lease, open_lease
-from argosy.supervise.lease.lease import Holder, Unreachable
+from argosy.supervise.lease.lease import Holder, LeaseUnreachable
 
 LOOK_S = 0.5
 """How often an agent without a coordinator looks the lease up."""
@@ -39,7 +39,7 @@ class Found(NamedTuple):
     token: str
 
 
-class Place(Protocol):
+class CoordinatorPlace(Protocol):
     """Where the coordinator of a run is."""
 
     process: CoordinatorProcess
@@ -77,7 +77,7 @@ def check_place(launch: LaunchConfig) -> None:
         own_address(launch)
 
 
-def place_of(run_dir: Path, launch: LaunchConfig, plan: Plan, events: Events) -> Place:
+def place_of(run_dir: Path, launch: LaunchConfig, plan: Plan, events: Events) -> CoordinatorPlace:
     """Return the place that the run file says. Raises: UserError if the lease's backend cannot be used here."""
     owner = uuid.uuid4().hex
     process = CoordinatorProcess(run_dir, plan, owner, events, launch.nodes)
@@ -192,7 +192,7 @@ class LeasedPlace:
         try:
             self.problem = ""
             return asked.result()
-        except Unreachable as problem:
+        except LeaseUnreachable as problem:
             self.problem = str(problem)
             return otherwise
 

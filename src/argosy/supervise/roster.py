@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from argosy.supervise.nodes import Node, State, Worker
+from argosy.supervise.nodes import Node, RankProcess, RankState
 
 Place = tuple[str, int]
 """Node and slot."""
 
 
-class Counts(NamedTuple):
+class NodeCounts(NamedTuple):
     """What is counted of one node, and of all together."""
 
     room: int = 0
@@ -40,8 +40,8 @@ class Roster:
         """`generation`: the newest; its members are workers of it that run or have reached the end."""
         self._generation = generation
         self.nodes: dict[str, Node] = {}
-        self.counts = Counts()
-        self._of: dict[str, Counts] = {}
+        self.counts = NodeCounts()
+        self._of: dict[str, NodeCounts] = {}
         self._places: dict[int, Place] = {}
         """Rank -> where its member is, or was."""
         self.vacant: dict[str, None] = {}
@@ -62,8 +62,8 @@ class Roster:
     def changed(self, name: str) -> None:
         """Count a node again, after it or one of its workers was changed."""
         node = self.nodes.get(name)
-        before, now = self._of.pop(name, Counts()), Counts() if node is None else self._count(node)
-        self.counts = Counts(*(total - b + n for total, b, n in zip(self.counts, before, now, strict=True)))
+        before, now = self._of.pop(name, NodeCounts()), NodeCounts() if node is None else self._count(node)
+        self.counts = NodeCounts(*(total - b + n for total, b, n in zip(self.counts, before, now, strict=True)))
         self.vacant.pop(name, None)
         self.finished.pop(name, None)
         if node is None:
@@ -72,7 +72,7 @@ class Roster:
         if len(node.workers) < node.slots:
             self.vacant[name] = None
         for slot, worker in node.workers.items():
-            if worker.state is State.DONE:
+            if worker.state is RankState.DONE:
                 self.finished[name] = None
             if worker.rank is not None and self.is_member(worker):
                 self._places[worker.rank] = (name, slot)
@@ -82,17 +82,17 @@ class Roster:
         self._generation, self._places = generation, {}
         for (name, slot), rank in places.items():
             worker = self.nodes[name].workers[slot]
-            worker.state, worker.rank, worker.generation = State.RUNNING, rank, generation
+            worker.state, worker.rank, worker.generation = RankState.RUNNING, rank, generation
         for name in self.nodes:
             self.changed(name)
 
-    def is_member(self, worker: Worker) -> bool:
+    def is_member(self, worker: RankProcess) -> bool:
         """Return True if a worker is in the generation's world."""
-        return 0 < self._generation == worker.generation and worker.state in (State.RUNNING, State.DONE)
+        return 0 < self._generation == worker.generation and worker.state in (RankState.RUNNING, RankState.DONE)
 
     def members_of(self, name: str) -> int:
         """Return how many members a node has; 0 if it is not there."""
-        return self._of.get(name, Counts()).members
+        return self._of.get(name, NodeCounts()).members
 
     def ranks_of(self, name: str) -> set[int]:
         """Return the ranks of a node's members."""
@@ -106,7 +106,7 @@ class Roster:
         worker = None if place is None else self.worker(*place)
         return place if worker is not None and worker.rank == rank and self.is_member(worker) else None
 
-    def worker(self, name: str, slot: int) -> Worker | None:
+    def worker(self, name: str, slot: int) -> RankProcess | None:
         """Return the worker in a slot; None if there is none."""
         node = self.nodes.get(name)
         return None if node is None else node.workers.get(slot)
@@ -119,7 +119,7 @@ class Roster:
             for name in names
             if self._of[name].ready
             for slot, worker in sorted(self.nodes[name].workers.items())
-            if worker.state is State.READY
+            if worker.state is RankState.READY
         ]
 
     def survivors(self) -> list[Place]:
@@ -150,22 +150,22 @@ class Roster:
                 by_rank[rank] = len(by_rank), others.take(None if near is None else near[1][0])
         return {place: rank for rank, (_, place) in by_rank.items()}
 
-    def _worker_at(self, place: Place) -> Worker:
+    def _worker_at(self, place: Place) -> RankProcess:
         name, slot = place
         return self.nodes[name].workers[slot]
 
-    def _count(self, node: Node) -> Counts:
+    def _count(self, node: Node) -> NodeCounts:
         states = [worker.state for worker in node.workers.values()]
-        ready = 0 if node.is_being_checked else states.count(State.READY)
+        ready = 0 if node.is_being_checked else states.count(RankState.READY)
         members = [worker for worker in node.workers.values() if self.is_member(worker)]
-        return Counts(
+        return NodeCounts(
             room=node.slots,
             unavoided_room=0 if node.is_avoided else node.slots,
             unused_room=0 if members else node.slots,
             ready=ready,
             unavoided_ready=0 if node.is_avoided else ready,
             members=len(members),
-            done=sum(worker.state is State.DONE for worker in members),
+            done=sum(worker.state is RankState.DONE for worker in members),
         )
 
 

@@ -23,7 +23,7 @@ from argosy.observe import stacks
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.resilience.detect.finding import process_state
 from argosy.supervise import flight_recorder
-from argosy.supervise.nodes import State
+from argosy.supervise.nodes import RankState
 from argosy.supervise.worker_process import WorkerProcess
 
 FOLDER, REQUEST = "stacks", "request.json"
@@ -112,7 +112,7 @@ class StackGatherer:
         for worker in workers:
             seen = _seen(worker, scratch)
             asked.workers.append(seen)
-            if worker.state is not State.RUNNING or not worker.pid:
+            if worker.state is not RankState.RUNNING or not worker.pid:
                 seen["problem"] = f"it is in no world: {worker.state.name.lower()}"
             elif seen["process"] in ("T", "t"):
                 seen["problem"] = "it is stopped (SIGSTOP), and can say nothing"

@@ -16,7 +16,7 @@ from argosy.resilience.detect.link import SlowLinkDetector
 from argosy.resilience.detect.stages import UnevenStagesDetector
 from argosy.resilience.detect.straggler import StragglerDetector
 from argosy.resilience.detect.suspect import SuspectDetector
-from argosy.supervise.node_report import Report
+from argosy.supervise.node_report import NodeReport
 from argosy.supervise.world_view import WorldView
 
 READ_S = 1.0
@@ -47,7 +47,7 @@ class RunWatch:
         """The generation that was shown last."""
         return self._view.generation
 
-    def shown(self, generation: int, size: int, node: str, report: Report) -> None:
+    def shown(self, generation: int, size: int, node: str, report: NodeReport) -> None:
         """Take in what `node` reports, while a world of `size` is the newest; of other generations is ignored."""
         if (generation, size) != (self._view.generation, self._view.size):
             self._view = WorldView(generation, size)

@@ -26,7 +26,7 @@ from argosy.observe.sequences import sequence_numbers
 from argosy.observe.stacks import write_when_asked
 from argosy.observe.terminal import lasting_output
 from argosy.parallel.connections import Connections
-from argosy.parallel.world import Place, World, join_world, leave_world
+from argosy.parallel.world import World, WorldSeat, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import channel_to_parent
@@ -164,7 +164,7 @@ def _serve(run_dir: Path, stop: StopSignal, agent: AgentClient, terminal: tuple[
 
 
 def _train_in(message: Message, run_dir: Path, stop: StopSignal, survivor: Survivor, heartbeat: Heartbeat) -> bool:
-    place = Place(**{field.name: message[field.name] for field in fields(Place)})
+    place = WorldSeat(**{field.name: message[field.name] for field in fields(WorldSeat)})
     os.environ |= {**place.environment(), GENERATION: str(message["generation"])}
     run, plan = load(run_dir / "run.toml"), Plan.parse(message["plan"])
     heartbeat.join(message["generation"], message["rank"], sequence_numbers)

@@ -11,7 +11,7 @@ from pathlib import Path
 from argosy.errors import FINAL
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
 from argosy.processes.channel import Channel, Message
-from argosy.supervise.nodes import Cause, State
+from argosy.supervise.nodes import Cause, RankState
 
 
 @dataclass
@@ -22,7 +22,7 @@ class WorkerProcess:
     channel: Channel
     pid: int = 0
     """0 until it is forked."""
-    state: State = State.STARTING
+    state: RankState = RankState.STARTING
     rank: int | None = None
     generation: int = 0
     failure: Message | None = None

@@ -7,7 +7,7 @@ import numpy as np
 from argosy.observe.heartbeat import LAST_STEPS
 from argosy.resilience.detect.finding import WorkerSeen
 from argosy.resilience.detect.sample import Sample, StepTimes, Suspicion
-from argosy.supervise.node_report import Report
+from argosy.supervise.node_report import NodeReport
 
 PENDING_STEPS = 3 * LAST_STEPS
 """The times of this many steps may be known of some ranks only."""
@@ -41,7 +41,7 @@ class WorldView:
         """True once a rank has ended a step."""
         self._times = _StepGather(size)
 
-    def take(self, node: str, report: Report) -> None:
+    def take(self, node: str, report: NodeReport) -> None:
         """Take in the report of a node; one of another generation is ignored."""
         if report.generation != self.generation:
             self._nodes.pop(node, None)

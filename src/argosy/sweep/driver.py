@@ -20,8 +20,8 @@ from typing import Any
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.errors import Interrupted, RunFailed, UserError
-from argosy.launch.engines.job import FOLDER, Job
-from argosy.sweep.executor import Executor, Task
+from argosy.launch.engines.job import FOLDER, LaunchedJob
+from argosy.sweep.executor import Task, TrialExecutor
 from argosy.sweep.folder import trial_folder
 from argosy.sweep.load import Sweep
 from argosy.sweep.needs import Limits, needs_of, processes, threads
@@ -47,13 +47,13 @@ Say = Callable[[str], None]
 class Driver:
     """A sweep that runs."""
 
-    def __init__(self, sweep: Sweep, folder: Path, study: Study, executor: Executor, limits: Limits, say: Say):
+    def __init__(self, sweep: Sweep, folder: Path, study: Study, executor: TrialExecutor, limits: Limits, say: Say):
         """folder: the sweep's, absolute and locked. say: shows a line to the user."""
         self._sweep, self._folder, self._study = sweep, folder, study
         self._executor, self._limits, self._say = executor, limits, say
         self._brackets = brackets_of(sweep)
         self._minimize = sweep.config.direction == "minimize"
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, LaunchedJob] = {}
         self._tasks: dict[int, Task] = {}
         self._words: dict[int, str] = {}
         """Trial -> its values, for messages."""
@@ -94,7 +94,7 @@ class Driver:
             if state == "ended":
                 self._end(number, self._jobs.pop(number))
 
-    def _end(self, number: int, job: Job) -> None:
+    def _end(self, number: int, job: LaunchedJob) -> None:
         task = self._tasks[number]
         found = outcome(task.run_dir, task.run.train.pause_at, self._executor.exit_code(job), job.log)
         if found.kind == "reached":
@@ -197,7 +197,7 @@ class Driver:
         self._begin(task, self._executor.start([task])[0])
         return True
 
-    def _begin(self, task: Task, job: Job, was_found: bool = False) -> None:
+    def _begin(self, task: Task, job: LaunchedJob, was_found: bool = False) -> None:
         """Take a job for a trial's. was_found: a sweep before has started it, and it never stopped."""
         job.save(task.run_dir)
         self._jobs[task.number] = job
@@ -225,7 +225,7 @@ class Driver:
             return None
         self._tasks[trial.number] = task
         self._words[trial.number] = in_words(trial.values)
-        if (job := self._executor.found(task, Job.load(task.run_dir))) is not None:
+        if (job := self._executor.found(task, LaunchedJob.load(task.run_dir))) is not None:
             self._begin(task, job, was_found=True)
             return None
         if has_reached(task.run_dir, until):
@@ -290,7 +290,7 @@ class Driver:
             self._signal,
         )
 
-    def _wait_for(self, jobs: list[Job]) -> None:
+    def _wait_for(self, jobs: list[LaunchedJob]) -> None:
         """Wait until these jobs have ended, not longer than they may take to save, nor beyond a signal."""
         end = time.monotonic() + self._sweep.base.resilience.grace_s + SPARE_S
         while jobs and time.monotonic() < end and not self._stop.is_set():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from argosy.config.schema import RunConfig
-from argosy.launch.engines.job import Job, JobState
+from argosy.launch.engines.job import JobState, LaunchedJob
 
 
 @dataclass(frozen=True)
@@ -52,33 +52,33 @@ class Task:
     needs: Needs
 
 
-class Executor(ABC):
+class TrialExecutor(ABC):
     """A place where trials run. Each method raises UserError if the place is not there, or refuses.
 
     The sweep calls it from one thread, asks for `states` every few seconds, and keeps each job in its trial's folder
-    (`Job.save`), so that a sweep that was killed finds its trials again: a job must be found by what stands in it,
-    from another process. A job that has ended is not asked about again; if its trial has not ended, it is given to
+    (`LaunchedJob.save`), so that a sweep that was killed finds its trials again: a job must be found by what stands in
+    it, from another process. A job that has ended is not asked about again; if its trial has not ended, it is given to
     `start` once more and gets a new job.
     """
 
     name: ClassVar[str]
-    """What stands in `Job.engine`; the engine of that name in `launch.engines.table` serves `argosy runs`, `logs` and
-    `stop` for single trials."""
+    """What stands in `LaunchedJob.engine`; the engine of that name in `launch.engines.table` serves `argosy runs`,
+    `logs` and `stop` for single trials."""
     queues: ClassVar[bool] = True
     """True if the place lets tasks wait until there is room: then all that are ready are handed over at once."""
     poll_s: ClassVar[float] = 5.0
     """Seconds between two looks."""
 
     @abstractmethod
-    def start(self, tasks: Sequence[Task]) -> list[Job]:
+    def start(self, tasks: Sequence[Task]) -> list[LaunchedJob]:
         """Start each task, or put it into the place's queue; return their jobs, in the same order."""
 
     @abstractmethod
-    def states(self, jobs: Sequence[Job]) -> list[JobState]:
+    def states(self, jobs: Sequence[LaunchedJob]) -> list[JobState]:
         """Return waiting, running or ended for each job; one that the place no longer knows has ended."""
 
     @abstractmethod
-    def stop(self, jobs: Sequence[Job]) -> None:
+    def stop(self, jobs: Sequence[LaunchedJob]) -> None:
         """Have these jobs save their state and end (SIGTERM to `argosy train`), and return without waiting for it."""
 
     def fits(self, task: Task) -> bool:
@@ -90,10 +90,10 @@ class Executor(ABC):
         """True if no task would fit, whatever it needs."""
         return False
 
-    def found(self, task: Task, job: Job | None) -> Job | None:
+    def found(self, task: Task, job: LaunchedJob | None) -> LaunchedJob | None:
         """Return the job that a sweep that was killed has left, if it goes on; job: its record, if there is one."""
         return job if job is not None and self.states([job])[0] != "ended" else None
 
-    def exit_code(self, job: Job) -> int | None:
+    def exit_code(self, job: LaunchedJob) -> int | None:
         """Return the exit code of a job that has ended; None if nobody knows it."""
         return None

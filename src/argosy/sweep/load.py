@@ -18,14 +18,14 @@ from argosy.config.layers import Source, file_layer, override_layer, run_layer, 
 from argosy.config.lines import read_toml
 from argosy.config.load import build, load_layers, run_preset
 from argosy.config.load import run_file as existing_run_file
-from argosy.config.problems import Place, problem_of, shown
+from argosy.config.problems import KeyPlace, problem_of, shown
 from argosy.config.renamed import new_key
 from argosy.config.schema import RunConfig
 from argosy.config.suggest import suggestion
 from argosy.errors import UserError
 from argosy.plan.search.auto import check_written
 from argosy.sweep.config import Range, SweepConfig
-from argosy.sweep.space import Parameter, Values, combinations, in_words, some_combinations
+from argosy.sweep.space import SweepParameter, Values, combinations, in_words, some_combinations
 
 NOT_VARIED = {
     "name": "the sweep names its trials",
@@ -52,7 +52,7 @@ class Sweep:
     config: SweepConfig
     base: RunConfig
     """The run that is varied."""
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[SweepParameter, ...]
     places: Mapping[str, str]
     """Key of a parameter -> where it is written, for messages."""
 
@@ -161,7 +161,7 @@ def _leaves(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
             yield names, value
 
 
-def _parameter(name: str, given: Range, place: str) -> Parameter:
+def _parameter(name: str, given: Range, place: str) -> SweepParameter:
     """Return a parameter of the run's schema. Raises: UserError for a key or a value that no run can have."""
     key = key_of(name)
     is_table = key in sections(RunConfig) and key != ()
@@ -176,13 +176,13 @@ def _parameter(name: str, given: Range, place: str) -> Parameter:
     return parameter
 
 
-def _of_list(name: str, given: Range, place: str) -> Parameter:
+def _of_list(name: str, given: Range, place: str) -> SweepParameter:
     kind = value_type(fields(RunConfig)[key_of(name)]) if key_of(name) in fields(RunConfig) else None
     values = tuple(_like(value, kind) for value in given.values or ())
     for at, value in enumerate(values):
         if value in values[:at]:
             raise UserError(f"{place}{name}: the value {shown(value)} is there twice. Leave it out once.")
-    return Parameter(name, values)
+    return SweepParameter(name, values)
 
 
 def _like(value: Any, kind: Any) -> Any:
@@ -192,7 +192,7 @@ def _like(value: Any, kind: Any) -> Any:
     return int(value) if kind is int and isinstance(value, float) and value.is_integer() else value
 
 
-def _of_range(name: str, given: Range, place: str, is_table: bool) -> Parameter:
+def _of_range(name: str, given: Range, place: str, is_table: bool) -> SweepParameter:
     assert given.min is not None and given.max is not None  # the schema has seen to it
     kind = None if is_table else value_type(fields(RunConfig)[key_of(name)])
     if kind not in (int, float):
@@ -202,7 +202,7 @@ def _of_range(name: str, given: Range, place: str, is_table: bool) -> Parameter:
         number = getattr(given, limit)
         if whole and number is not None and not number.is_integer():
             raise UserError(f"{place}{name}: {limit} = {number:g} is no whole number. Try {max(1, round(number))}.")
-    return Parameter(name, (), given.min, given.max, given.log, given.step, whole)
+    return SweepParameter(name, (), given.min, given.max, given.log, given.step, whole)
 
 
 def _check_value(key: Key, value: Any, place: str) -> None:
@@ -212,7 +212,7 @@ def _check_value(key: Key, value: Any, place: str) -> None:
     try:
         RunConfig.model_validate_json(json.dumps(nest(of_key), default=str), strict=True)
     except ValidationError as error:
-        problems = [problem_of(e, RunConfig, lambda _: Place(place)) for e in error.errors()]
+        problems = [problem_of(e, RunConfig, lambda _: KeyPlace(place)) for e in error.errors()]
         if wrong := [str(problem) for problem in problems if not problem.is_rule]:
             raise UserError("\n".join(wrong)) from None
 

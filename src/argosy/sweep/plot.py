@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from argosy.sweep.load import Sweep
-from argosy.sweep.space import Parameter, short
+from argosy.sweep.space import SweepParameter, short
 from argosy.sweep.study import Trial
 
 WIDTH, HEIGHT, MARGIN, GAP = 300, 220, 56, 18
@@ -106,7 +106,7 @@ def _axis(values: Sequence[float]) -> Axis:
     return Axis(min(values), max(values)) if values else Axis(0.0, 1.0)
 
 
-def _axis_of(parameter: Parameter) -> Axis:
+def _axis_of(parameter: SweepParameter) -> Axis:
     if not parameter.is_list:
         return Axis(parameter.low, parameter.high, parameter.log)
     numbers = _numbers(parameter)
@@ -117,12 +117,12 @@ def _axis_of(parameter: Parameter) -> Axis:
     return Axis(low, high, low > 0 and high / low >= WIDE_RATIO, written)
 
 
-def _numbers(parameter: Parameter) -> list[float]:
+def _numbers(parameter: SweepParameter) -> list[float]:
     """Return the values of a list if all are numbers; else none."""
     found = [float(v) for v in parameter.values if isinstance(v, int | float) and not isinstance(v, bool)]
     return found if len(found) == len(parameter.values) else []
 
 
-def _x(parameter: Parameter, axis: Axis, trial: Trial) -> float:
+def _x(parameter: SweepParameter, axis: Axis, trial: Trial) -> float:
     value = trial.values[parameter.key]
     return float(parameter.values.index(value)) if axis.names else float(value)

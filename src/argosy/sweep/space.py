@@ -13,7 +13,7 @@ Scalar = None | bool | int | float | str
 
 
 @dataclass(frozen=True)
-class Parameter:
+class SweepParameter:
     """A key of the run, or a table of it, that varies."""
 
     key: str
@@ -73,21 +73,21 @@ Values = Mapping[str, Any]
 """Key of the run -> value, of one trial."""
 
 
-def combinations(parameters: Sequence[Parameter]) -> Iterator[Values]:
+def combinations(parameters: Sequence[SweepParameter]) -> Iterator[Values]:
     """Yield all combinations of the parameters, which all have a grid; the last key varies fastest."""
     grids = [parameter.grid or () for parameter in parameters]
     for row in itertools.product(*grids):
         yield {parameter.key: value for parameter, value in zip(parameters, row, strict=True)}
 
 
-def some_combinations(parameters: Sequence[Parameter]) -> Iterator[Values]:
+def some_combinations(parameters: Sequence[SweepParameter]) -> Iterator[Values]:
     """Yield a few combinations in which each value of a list and each end of a range occurs."""
     most = max(len(parameter.ends) for parameter in parameters)
     for place in range(most):
         yield {p.key: p.ends[place % len(p.ends)] for p in parameters}
 
 
-def drawn(parameter: Parameter, value: Any) -> Scalar:
+def drawn(parameter: SweepParameter, value: Any) -> Scalar:
     """Return what stands for a value of the run's key in the journal."""
     return parameter.choices[parameter.values.index(value)] if parameter.is_list else value
 

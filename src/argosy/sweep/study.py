@@ -16,7 +16,7 @@ import numpy as np
 
 from argosy.errors import UserError, missing_extra
 from argosy.sweep.load import Sweep
-from argosy.sweep.space import Parameter, Scalar, Values, drawn
+from argosy.sweep.space import Scalar, SweepParameter, Values, drawn
 
 JOURNAL = "journal.log"
 REASON = "reason"
@@ -177,7 +177,7 @@ class Study:
             return samplers.RandomSampler(seed=seed)
 
 
-def _suggest(trial: Any, parameter: Parameter) -> Scalar:
+def _suggest(trial: Any, parameter: SweepParameter) -> Scalar:
     key = parameter.key
     if parameter.is_list:
         return trial.suggest_categorical(key, parameter.choices)

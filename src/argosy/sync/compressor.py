@@ -72,7 +72,7 @@ class Segment:
 
 
 @dataclass
-class Memory:
+class BucketMemory:
     """What a rank keeps from step to step of one bucket.
 
     A step is all or nothing: what a sum leaves is staged, and counts once the step is applied (`commit`).
@@ -100,7 +100,7 @@ class BucketFacts:
     number: int
     """Place among the model's buckets, the same on all ranks."""
     segments: tuple[Segment, ...]
-    memory: Memory
+    memory: BucketMemory
     seed: int
 
     def generator(self, moment: Moment, device: torch.device, rank: int = 0) -> torch.Generator:
@@ -121,7 +121,7 @@ class Compressor(Protocol):
     messages: int
     """How many messages `sum` yields."""
 
-    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
         """Return the memory of a bucket of these parameters before the first step."""
         ...
 
@@ -158,8 +158,8 @@ class WithResidual:
     def __init__(self, settings: SyncConfig):
         self._settings = settings
 
-    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
         """See `Compressor`: a residual of zeros, or nothing without error feedback."""
         if not self._settings.error_feedback:
-            return Memory()
-        return Memory({"residual": torch.zeros(sum(segment.elements for segment in segments), device=device)})
+            return BucketMemory()
+        return BucketMemory({"residual": torch.zeros(sum(segment.elements for segment in segments), device=device)})

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.sync.compressor import BucketFacts, Memory, Moment, Segment, Sending, started
+from argosy.sync.compressor import BucketFacts, BucketMemory, Moment, Segment, Sending, started
 
 
 class Exact:
@@ -20,9 +20,9 @@ class Exact:
         """`dtype`: that in which the sum is taken; None: that of the bucket."""
         self._dtype = dtype
 
-    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
         """See `Compressor`: nothing is kept."""
-        return Memory()
+        return BucketMemory()
 
     def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
         """See `Compressor`."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from argosy.plan.sync import thin_rank
 from argosy.sync.compressor import (
     BucketFacts,
-    Memory,
+    BucketMemory,
     Moment,
     Segment,
     Sending,
@@ -49,7 +49,7 @@ class PowerSGD(WithResidual):
 
     messages = 2
 
-    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
         """See `Compressor`: a residual; q, the Q of all matrices, flat, once there was a step."""
         memory = super().memory(segments, device)
         if self._settings.warm_start:

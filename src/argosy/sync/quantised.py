@@ -25,7 +25,7 @@ from argosy.config.sync import SyncConfig
 from argosy.sync.collectives import all_gather_single
 from argosy.sync.compressor import (
     BucketFacts,
-    Memory,
+    BucketMemory,
     Moment,
     Segment,
     Sending,
@@ -110,7 +110,7 @@ class Sign(Quantised):
     def __init__(self, settings: SyncConfig):
         super().__init__(settings, bits=1)
 
-    def memory(self, segments: Sequence[Segment], device: torch.device) -> Memory:
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
         """See `Compressor`: a residual and a momentum."""
         memory = super().memory(segments, device)
         if self._settings.momentum:

@@ -76,7 +76,7 @@ class BadStep:
 
 
 @dataclass(frozen=True)
-class Counts:
+class BadStepCounts:
     """What the policy of one world has counted: that of the next goes on from it."""
 
     decisions: int
@@ -93,7 +93,7 @@ class BadStepPolicy:
         self,
         settings: ResilienceConfig,
         stage_of: Callable[[int], int] = lambda step: 0,
-        counted: Counts | None = None,
+        counted: BadStepCounts | None = None,
     ):
         """`stage_of` gives the number of the mixture that a step's data come from: losses of two are not compared.
 
@@ -159,16 +159,16 @@ class BadStepPolicy:
         self._rewinds[step] += 1
         return self._rewinds[step] <= MOST_REWINDS
 
-    def counts(self) -> Counts:
+    def counts(self) -> BadStepCounts:
         """Return what was counted so far."""
-        return Counts(self._decisions, self._in_a_row, self._first_try, dict(self._rewinds))
+        return BadStepCounts(self._decisions, self._in_a_row, self._first_try, dict(self._rewinds))
 
-    def load_counts(self, counted: Counts) -> None:
+    def load_counts(self, counted: BadStepCounts) -> None:
         """Go on from what another policy has counted."""
         self._decisions, self._in_a_row = counted.decisions, counted.in_a_row
         self._first_try, self._rewinds = counted.first_try, Counter(counted.rewinds)
 
-    def load_newest(self, everyone: Iterable[Counts]) -> None:
+    def load_newest(self, everyone: Iterable[BadStepCounts]) -> None:
         """Go on from what the ranks of a new world have counted: the newest counts, as new processes have none."""
         self.load_counts(max(everyone, key=lambda counted: counted.decisions))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.checksums import Damaged
+from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.load import boxes_in, first_of, load_into, missing_from, problem_of, unusable
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.remote import Remote
@@ -251,7 +251,7 @@ class Checkpointer:
                 continue
             try:
                 checkpoint = remote.fetch(step, fence.own_generation())
-            except Damaged as problem:
+            except DamagedCheckpoint as problem:
                 damaged = (*damaged, str(problem))
                 continue
             if why := unusable(checkpoint):

@@ -29,7 +29,7 @@ from argosy.optim.optimizer import Optimizer
 from argosy.parallel.checks import sum_of_bits
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
-from argosy.parallel.pieces import Held
+from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
 
 LIMBS, LIMB_BITS = 4, 16
@@ -87,7 +87,7 @@ class Fingerprints:
         """
         self._model, self._optimizer, self._world, self._outer = model, optimizer, world, outer
         self._everyone = _holders(model.meshes, None, ())
-        self._held: list[tuple[Held, Held, Holders, Holders]] = []
+        self._held: list[tuple[PlacedPiece, PlacedPiece, Holders, Holders]] = []
         for piece, master in zip(model.pieces, model.masters, strict=True):
             mesh = getattr(piece.parameter, "device_mesh", None)
             whole = _holders(model.meshes, mesh, getattr(piece.parameter, "placements", ()))

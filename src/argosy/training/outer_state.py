@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from argosy.parallel.pieces import Held
+from argosy.parallel.pieces import PlacedPiece
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Ledger
+from argosy.sync.sites.ledger import RoundLedger
 from argosy.sync.sites.wire import Flat
 
 
@@ -31,7 +31,7 @@ class OuterState:
     their turn the sites take the mean: outer momentum is of steps that are H apart.
     """
 
-    def __init__(self, sites: Sites, ledger: Ledger, masters: Iterable[Held], is_diloco: bool):
+    def __init__(self, sites: Sites, ledger: RoundLedger, masters: Iterable[PlacedPiece], is_diloco: bool):
         self.sites, self.ledger = sites, ledger
         config = sites.run.sync
         self._lr, self._momentum = (config.outer_lr, config.outer_momentum) if is_diloco else (1.0, 0.0)
@@ -51,13 +51,13 @@ class OuterState:
         return {"weights": self._weights[name], **momentum}
 
     @torch.no_grad()
-    def begin(self, masters: Iterable[Held]) -> None:
+    def begin(self, masters: Iterable[PlacedPiece]) -> None:
         """Take the weights that the run begins with for agreed on: all sites begin alike."""
         for piece in masters:
             self._weights[piece.name].copy_(piece.value)
 
     @torch.no_grad()
-    def send(self, number: int, masters: Iterable[Held]) -> None:
+    def send(self, number: int, masters: Iterable[PlacedPiece]) -> None:
         """Take down how far the weights that round `number` is about have come: agreed on minus present."""
         shapes, self.sent_in = self.sites.flat(number).shapes, number
         self._sent = {p.name: self._weights[p.name] - p.value.float() for p in masters if p.name in shapes}
@@ -66,7 +66,7 @@ class OuterState:
         """Return what `send` took down, this rank's part of each parameter, fp32, live; empty once it is agreed on."""
         return self._sent
 
-    def sent_before(self, number: int, masters: Iterable[Held]) -> Mapping[str, Tensor]:
+    def sent_before(self, number: int, masters: Iterable[PlacedPiece]) -> Mapping[str, Tensor]:
         """Return tensors to fill with what the site had sent in round `number`: they are `sent` then."""
         shapes, self.sent_in = self.sites.flat(number).shapes, number
         self._sent = {p.name: torch.zeros_like(self._weights[p.name]) for p in masters if p.name in shapes}
@@ -82,7 +82,7 @@ class OuterState:
         return ("weights", "momentum") if self._keeps_momentum else ("weights",)
 
     @torch.no_grad()
-    def adopt(self, vectors: Mapping[str, npt.NDArray[np.float32]], flat: Flat, masters: Sequence[Held]) -> None:
+    def adopt(self, vectors: Mapping[str, npt.NDArray[np.float32]], flat: Flat, masters: Sequence[PlacedPiece]) -> None:
         """Take another site's outer state over, of one fragment: key -> vector; the weights at hand become those."""
         self.forget_sent()
         for piece in masters:
@@ -93,7 +93,7 @@ class OuterState:
                 piece.value.copy_(self._weights[piece.name])
 
     @torch.no_grad()
-    def apply(self, number: int, masters: Sequence[Held]) -> None:
+    def apply(self, number: int, masters: Sequence[PlacedPiece]) -> None:
         """Make the outer step of a round that is in the ledger, and go on from there.
 
         A site that did not take part goes on from what is agreed on of all weights. It needs no other rank. Raises:
@@ -117,7 +117,7 @@ class OuterState:
             weights.sub_(mean, alpha=self._lr)
             piece.value.copy_(weights.lerp(piece.value.float(), mixing) if mixing else weights)
 
-    def mean_of(self, number: int, pieces: Iterable[Held]) -> Iterator[tuple[Held, Tensor]]:
+    def mean_of(self, number: int, pieces: Iterable[PlacedPiece]) -> Iterator[tuple[PlacedPiece, Tensor]]:
         """Yield the average of a round in the ledger, for this rank's part of each parameter that it is about, fp32.
 
         Raises: OSError if the average is not in the site's folder.

@@ -23,7 +23,7 @@ from argosy.plan.rules import first_problem
 from argosy.plan.sync import LOCAL
 from argosy.sync.sites.deal import SiteOrder
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Ledger
+from argosy.sync.sites.ledger import RoundLedger
 from argosy.training.batches import Batches
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.evaluation import Evaluator
@@ -76,7 +76,7 @@ class Parts:
         check_user_code(run, plan)
         model = apply(plan, run, world)
         sites = Sites.of(run, run_dir) if run.sites and plan.sync in LOCAL else None
-        ledger = Ledger(run_dir)
+        ledger = RoundLedger(run_dir)
         data = _open_data(run, ledger, sites)
         state = TrainState.begin(model, plan, run)
         if sites is not None:
@@ -137,7 +137,7 @@ def plan_in_force(run: RunConfig, plan: Plan, world: World, run_dir: Path) -> Pl
     return said if is_alike and first_problem(said, run) is None else plan
 
 
-def _open_data(run: RunConfig, ledger: Ledger, sites: Sites | None) -> OpenData:
+def _open_data(run: RunConfig, ledger: RoundLedger, sites: Sites | None) -> OpenData:
     """Open the data of a run; of a run with sites, with this site's samples only."""
     if sites is None:
         return open_data(run.data, run.seed, run.train.batches)

@@ -37,7 +37,7 @@ from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery
-from argosy.training.state import Update
+from argosy.training.state import StepUpdate
 from argosy.training.step import StepOutcome
 from argosy.training.summary import headline, write_report
 from argosy.training.sync_account import SyncAccount
@@ -116,14 +116,14 @@ class Records:
         if self._plan.compile:
             self.progress.say(" compiling: the first steps take a minute or two")
 
-    def write_missing_line(self, last: Update, tokens: int, samples_of: Callable[[int], Mapping[str, Any]]) -> None:
+    def write_missing_line(self, last: StepUpdate, tokens: int, samples_of: Callable[[int], Mapping[str, Any]]) -> None:
         """Write the line of the last step, if the process that was to write it died before it could."""
         if all(record["step"] < last.step for record in self.metrics.last(1)):
             self.step(last, tokens, samples_of(last.step), {"step": 0.0})
 
     def step(
         self,
-        update: Update,
+        update: StepUpdate,
         tokens: int,
         samples: Mapping[str, Any],
         seconds: Mapping[str, float],

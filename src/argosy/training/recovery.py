@@ -28,7 +28,7 @@ from argosy.parallel.peers import over, peers_of
 from argosy.parallel.world import World
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.offers import Claim, Offer, WholeState, is_scale, newest_whole_state
-from argosy.training.state import TrainState, Update
+from argosy.training.state import StepUpdate, TrainState
 from argosy.training.sync_memory import Past
 
 ATTEMPTS = 3
@@ -54,20 +54,20 @@ class Recovery:
     seconds: float
     refused: tuple[str, ...] = ()
     """In-memory checkpoints that were not what was written, and why the newest checkpoint could not be used."""
-    last_update: Update | None = None
+    last_update: StepUpdate | None = None
     """That of the last step, if a survivor knows it: the rank that was to write that step's metrics may be gone."""
 
 
 @dataclass(frozen=True)
-class Facts:
+class SurvivorFacts:
     """What a survivor says of its state; most say the same."""
 
     history: History
     position: Position
-    last_update: Update | None
+    last_update: StepUpdate | None
 
     @classmethod
-    def of(cls, survivor: TrainState) -> Facts:
+    def of(cls, survivor: TrainState) -> SurvivorFacts:
         """Return the facts of this process."""
         return cls(survivor.history, survivor.position, survivor.last_update)
 
@@ -85,12 +85,12 @@ def recover(
     """
     began = time.monotonic()
     group, peers = world.host_group, peers_of(world.host_group)
-    facts = over(group, peers.union([] if survivor is None else [Facts.of(survivor)], Facts))
+    facts = over(group, peers.union([] if survivor is None else [SurvivorFacts.of(survivor)], SurvivorFacts))
     follow(survivor, facts)
     here = over(group, peers.alike(node_name()))
     sources = _Sources([*_live(survivor), *_in_memory(folder, here.index(world.rank), len(here))])
     claims = over(group, peers.union((source.offer.claim for source in sources), Claim))
-    said: list[Facts | Claim] = [*facts, *claims]
+    said: list[SurvivorFacts | Claim] = [*facts, *claims]
     history = max((some.history for some in said), key=lambda h: (h.depth, h.world), default=History())
 
     def wanted(past: Past) -> list[Box]:
@@ -128,7 +128,7 @@ def recover(
     )
 
 
-def follow(survivor: TrainState | None, facts: Sequence[Facts]) -> None:
+def follow(survivor: TrainState | None, facts: Sequence[SurvivorFacts]) -> None:
     """Make the update that other ranks have made already, if this survivor has all that it takes.
 
     No rank makes one before all have their gradients whole (`TrainState`), so others are ahead by one step at most;
@@ -207,7 +207,7 @@ def _in_memory(folder: Path | None, place: int, ranks: int) -> list[_Source]:
     return sources
 
 
-def _steps_known(said: Sequence[Facts | Claim], history: History) -> list[int]:
+def _steps_known(said: Sequence[SurvivorFacts | Claim], history: History) -> list[int]:
     """Return the steps that any rank knows the run to have made."""
     return [x.position.step for x in said if history.admits(x.history.world, x.position.step)]
 

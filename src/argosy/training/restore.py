@@ -8,7 +8,7 @@ from argosy.checkpoint.memory import memory_folder
 from argosy.errors import Retryable, RunFailed
 from argosy.observe.metrics import forget_peak_memory
 from argosy.parallel.world import give_back_freed_memory
-from argosy.training.bad_steps import MOST_REWINDS, REMEDY, BadStepPolicy, Counts
+from argosy.training.bad_steps import MOST_REWINDS, REMEDY, BadStepCounts, BadStepPolicy
 from argosy.training.integrity import Integrity
 from argosy.training.memory_checkpoints import MemoryCheckpointing
 from argosy.training.parts import Parts
@@ -44,7 +44,7 @@ class Restorer:
             self._records.metrics.forget_from(state.step)
             if found.last_update is not None:
                 self._records.write_missing_line(found.last_update, state.tokens, self._batches.line)
-        self._bad_steps.load_newest(world.gather(self._bad_steps.counts(), Counts))
+        self._bad_steps.load_newest(world.gather(self._bad_steps.counts(), BadStepCounts))
         if not self.is_survivors:
             self._bad_steps.forget_bad_steps()
         self._bad_steps.remember(self._records.last_steps())

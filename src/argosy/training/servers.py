@@ -23,16 +23,16 @@ import torch
 from argosy.faults import fault
 from argosy.observe.counters import Communication
 from argosy.parallel.gradients import clip
-from argosy.parallel.pieces import Held
+from argosy.parallel.pieces import PlacedPiece
 from argosy.processes.secret import secret_of
-from argosy.sync.server.client import Client, Task
-from argosy.sync.server.layout import Layout
+from argosy.sync.server.client import Client, WorkerTask
+from argosy.sync.server.layout import ServerLayout
 from argosy.sync.sites.layout import FOLDER, group_folder
 from argosy.sync.sites.wire import F32
 from argosy.training.agreement import Agreement, Waiting
 from argosy.training.pace import Pace
 from argosy.training.parts import Parts
-from argosy.training.state import Update, boxes_written
+from argosy.training.state import StepUpdate, boxes_written
 from argosy.training.step import Requests, StepOutcome, UpdateObserver
 from argosy.training.stop import HOLD_S, StoppedEarly
 
@@ -49,14 +49,14 @@ class Servers(Agreement):
         super().__init__(parts, pace)
         self._model, self._batches, self._clock = parts.state.model, parts.batches, parts.clock
         self._stop, self._evaluator = parts.stop, parts.evaluator
-        self._layout = Layout(parts.run)
+        self._layout = ServerLayout(parts.run)
         self._mine = boxes_written(self._model.masters, parts.world)
         self._weights, self._gradients = self._files(parts.run_dir / FOLDER)
         self._client: Client | None = None
         """The first rank's."""
-        self._task: Task | None = None
+        self._task: WorkerTask | None = None
         """The task at hand, until it is delivered or given up."""
-        self._updates: list[Update] = []
+        self._updates: list[StepUpdate] = []
         """Of the task's steps so far."""
         self._laps: list[tuple[Mapping[str, float], Communication]] = []
         """Where the time of each of them went, as the clock gives it."""
@@ -228,14 +228,14 @@ class Servers(Agreement):
         """True once all steps of the task are made."""
         return len(self._updates) == self._layout.local_steps
 
-    def _next_task(self) -> Task:
+    def _next_task(self) -> WorkerTask:
         """Wait for something to do, and take the weights for it over. Raises: StoppedEarly."""
         self._stop.between_steps()
         if self._stop.is_to_hold:
             self._parts.heartbeat.enter("waiting")
             self._stop.hold(HOLD_S)
         with self._clock.time("communication"):
-            task = Task(**self._answer(lambda client: client.next_task()))
+            task = WorkerTask(**self._answer(lambda client: client.next_task()))
             if task.kind != "over":
                 with torch.no_grad():
                     for piece, part in self._own_parts(self._weights):
@@ -248,7 +248,7 @@ class Servers(Agreement):
         self._state.step = step
         return task
 
-    def _score(self, task: Task) -> None:
+    def _score(self, task: WorkerTask) -> None:
         """Score the weights on held-out text, and tell the servers."""
         with self._clock.time("evaluate"):
             self._evaluator.evaluate(self._stop.check)
@@ -268,7 +268,7 @@ class Servers(Agreement):
 
     # ---- between ranks and servers ------------------------------------------------------------------------------
 
-    def _leave_gradient(self, update: Update) -> None:
+    def _leave_gradient(self, update: StepUpdate) -> None:
         """Write this rank's part of the gradient, clipped, to the file that the first rank pushes from."""
         clip(self._model.pieces, update.max_norm, update.gradient_norm)
         self._model.before_update()
@@ -287,7 +287,7 @@ class Servers(Agreement):
             began = torch.from_numpy(np.array(before)).to(piece.value.dtype).float()  # as the piece could hold them
             part[...] = (began - piece.value.detach().float().cpu()).numpy()
 
-    def _own_parts(self, vectors: list[F32], names: Collection[str] | None = None) -> Iterator[tuple[Held, F32]]:
+    def _own_parts(self, vectors: list[F32], names: Collection[str] | None = None) -> Iterator[tuple[PlacedPiece, F32]]:
         """Yield this rank's pieces, those of `names` or all, with their part of the servers' vectors."""
         for number, flat in enumerate(self._layout.flats):
             for piece in self._model.masters:
@@ -323,7 +323,7 @@ class Servers(Agreement):
         def found() -> Any:
             assert future is not None
             answer = future.result()
-            return asdict(answer) if isinstance(answer, Task) else answer.model_dump()
+            return asdict(answer) if isinstance(answer, WorkerTask) else answer.model_dump()
 
         return self._world.share_first(found, dict[str, Any])
 

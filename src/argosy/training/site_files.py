@@ -19,7 +19,7 @@ from torch import Tensor
 from argosy.checkpoint.boxes import Box
 from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
-from argosy.parallel.pieces import Held
+from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
 from argosy.sync.sites.adoption import checksum_of
 from argosy.sync.sites.wire import F32, Flat
@@ -156,7 +156,7 @@ class SiteFiles:
         mine = sorted({key for piece in masters for key in optimizer.state_of(piece)} - {STEP})
         return [*self._outer.keys, *sorted({key for keys in self._world.gather(mine, list[str]) for key in keys})]
 
-    def _kept(self, piece: Held, number: int) -> dict[str, Tensor]:
+    def _kept(self, piece: PlacedPiece, number: int) -> dict[str, Tensor]:
         kept = dict(self._outer.state_of(piece.name))
         if self._sites.sums_gradients(number):
             kept |= self._state.optimizer.state_of(piece)

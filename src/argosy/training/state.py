@@ -22,11 +22,11 @@ from argosy.parallel.expert import update_biases
 from argosy.parallel.gradients import clip
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.peers import over, peers_of
-from argosy.parallel.pieces import Held
+from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.precision.scaler import LossScaler
-from argosy.training.bad_steps import Counts
+from argosy.training.bad_steps import BadStepCounts
 from argosy.training.outer_state import OuterState
 from argosy.training.sync_memory import Past, SyncMemory
 
@@ -35,7 +35,7 @@ SENT = "outer.sent."
 
 
 @dataclass(frozen=True)
-class Update:
+class StepUpdate:
     """The update of a step, the same on all ranks: with its gradients, a rank needs only this to apply the step."""
 
     step: int
@@ -58,8 +58,9 @@ class TrainState:
 
     A step is all or nothing, over all ranks: no rank applies it before the exchange has ended that gives the gradient's
     norm, and none enters that before its own gradient is whole (`pending`). So if any rank has applied step s, each
-    other rank has applied it too, or still holds its whole gradient of s, and can follow with the same `Update`. If an
-    update needs other ranks (`prepare`), no rank applies it before all are prepared: then a rank can follow alone.
+    other rank has applied it too, or still holds its whole gradient of s, and can follow with the same `StepUpdate`.
+    If an update needs other ranks (`prepare`), no rank applies it before all are prepared: then a rank can follow
+    alone.
     """
 
     model: ParallelModel
@@ -83,7 +84,7 @@ class TrainState:
     """The gradients are clipped, and what the update of step `step` needs from other ranks is here."""
     in_update: bool = False
     """Weights or optimizer are being written: they hold the values of no step."""
-    last_update: Update | None = None
+    last_update: StepUpdate | None = None
     """The update of step `step` - 1, if it was applied here."""
 
     @classmethod
@@ -105,7 +106,7 @@ class TrainState:
         """
         return self.optimizer.is_local or self.is_prepared
 
-    def prepare(self, update: Update) -> None:
+    def prepare(self, update: StepUpdate) -> None:
         """Clip the gradients, and take what the update needs from other ranks. All ranks call it together.
 
         Weights and optimizer stay as they are: if a rank dies meanwhile, the state is still whole.
@@ -116,7 +117,7 @@ class TrainState:
         self.optimizer.prepare()
         self.is_prepared = True
 
-    def apply(self, update: Update, watch: Callable[[Piece, Tensor], None] | None = None) -> None:
+    def apply(self, update: StepUpdate, watch: Callable[[Piece, Tensor], None] | None = None) -> None:
         """Update weights and optimizer; the step counts from then on. `model.after_update` has to be called next.
 
         `watch`: as of `Optimizer.step`.
@@ -224,7 +225,7 @@ class Survivor:
 
     state: TrainState | None = None
     """None until it is whole for the first time."""
-    bad_steps: Counts | None = None
+    bad_steps: BadStepCounts | None = None
     """What its bad-step policy has counted (`BadStepPolicy.counts`)."""
     memory_before_bytes: int | None = None
     """Memory of the process before it trained in any world; None before the first."""
@@ -240,7 +241,7 @@ class Survivor:
         return self.memory_before_bytes
 
 
-def boxes_written(pieces: Iterable[Held], world: World) -> dict[str, Box]:
+def boxes_written(pieces: Iterable[PlacedPiece], world: World) -> dict[str, Box]:
     """Return the boxes of weights that this rank writes, by name: each is one rank's, of those that hold it."""
     group = world.host_group
     boxes = [part_box(p.name, p.value, p.shape, p.offset) for p in pieces if p.value.numel()]
@@ -267,7 +268,7 @@ def set_generators(boxes: Mapping[Box, Tensor], world: World) -> None:
             torch.set_rng_state(state)
 
 
-def _part(name: str, piece: Held, tensor: Tensor) -> Box:
+def _part(name: str, piece: PlacedPiece, tensor: Tensor) -> Box:
     """Return the box of something that a piece has: a tensor that is cut up like the piece, or one of its own."""
     if tensor.shape != piece.value.shape:
         return part_box(name, tensor, tensor.shape, (0,) * tensor.ndim)

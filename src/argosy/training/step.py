@@ -27,7 +27,7 @@ from argosy.parallel.gradients import square_share, unscale
 from argosy.parallel.world import World
 from argosy.sync.compressor import Moment
 from argosy.training.fingerprint import LIMBS, Fingerprints, is_nonzero, limbs_of
-from argosy.training.state import TrainState, Update
+from argosy.training.state import StepUpdate, TrainState
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class Step:
             sums={name: tuple(islice(named, len(some))) for name, some in measured.items()},
         )
 
-    def update(self, outcome: StepOutcome, learning_rate: float) -> Update:
+    def update(self, outcome: StepOutcome, learning_rate: float) -> StepUpdate:
         """Return the update that applies the step with this outcome."""
-        return Update(
+        return StepUpdate(
             step=self.state.step,
             loss=outcome.loss,
             gradient_norm=outcome.gradient_norm,
@@ -197,7 +197,7 @@ class Step:
             loads=outcome.loads,
         )
 
-    def apply(self, update: Update, observer: UpdateObserver | None = None) -> None:
+    def apply(self, update: StepUpdate, observer: UpdateObserver | None = None) -> None:
         """Apply the gradients and free them; the step counts from then on."""
         state, clock, step, rank = self.state, self._clock, update.step, self._world.rank
         with clock.time("optimizer"):

@@ -21,7 +21,7 @@ from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.shards import part_box
 from argosy.parallel.buckets import Bucket
 from argosy.parallel.model import ParallelModel
-from argosy.parallel.pieces import Held
+from argosy.parallel.pieces import PlacedPiece
 
 SUMMED = ("residual", "momentum")
 """What is kept for each number of a piece, and counts as its sum over replicas."""
@@ -113,7 +113,7 @@ class SyncMemory:
             if "q" in bucket.memory.kept and not have_q:
                 bucket.memory.kept["q"].zero_()
 
-    def _summed(self) -> Iterator[tuple[Bucket, str, Held, tuple[int, ...], Tensor]]:
+    def _summed(self) -> Iterator[tuple[Bucket, str, PlacedPiece, tuple[int, ...], Tensor]]:
         for bucket in self._buckets:
             for kind in SUMMED:
                 for piece, offset, tensor in bucket.kept_of_pieces(kind):
@@ -133,6 +133,6 @@ def _is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def _box(kind: str, replica: int, replicas: int, piece: Held, offset: tuple[int, ...], tensor: Tensor) -> Box:
+def _box(kind: str, replica: int, replicas: int, piece: PlacedPiece, offset: tuple[int, ...], tensor: Tensor) -> Box:
     name = f"sync.{kind}.{replica}of{replicas}.{piece.name}"
     return part_box(name, tensor, piece.shape, offset)

@@ -15,7 +15,7 @@ import numpy as np
 
 from argosy.config.observe import AlertKind, AlertsConfig
 from argosy.plan.cost.formatting import percent, seconds
-from argosy.watch.facts import Event, Facts, median
+from argosy.watch.facts import Event, RunFacts, median
 from argosy.watch.rules.learning import spikes
 from argosy.watch.rules.ranks import node_of
 
@@ -54,7 +54,7 @@ FINDINGS = {
 
 
 @dataclass(frozen=True)
-class Condition:
+class AlertCondition:
     """What a look at the facts says of one subject."""
 
     alert: AlertKind
@@ -66,21 +66,21 @@ class Condition:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
 
-Look = Callable[[Facts, AlertsConfig], Iterable[Condition]]
+Look = Callable[[RunFacts, AlertsConfig], Iterable[AlertCondition]]
 
 
-def newest_step(facts: Facts) -> int:
+def newest_step(facts: RunFacts) -> int:
     """Return the run's newest step; -1 before the first."""
     return int(facts.column("step", slice(-1, None))[0]) if len(facts) else -1
 
 
-def conditions(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+def conditions(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Yield what the facts say of all alerts that the settings ask for."""
     for alert in settings.on:
         yield from LOOKS[alert](facts, settings)
 
 
-def spike(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+def spike(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell of a loss or a gradient norm far above those before it."""
     bad = [event for event in facts.of("bad_step") if event.get("reason") != "not_finite"]
     applied = spikes(facts)
@@ -96,12 +96,12 @@ def spike(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
         )
         done = f"; its samples: {seen[0].get('outcome', '')}" if seen else ", and it was applied"
         do = "Nothing, if it stays at one. If they repeat: lower optimizer.lr, or look at the samples."
-        yield Condition("spike", True, f"step {newest} spiked: {what}{done}", do, evidence={"step": newest})
+        yield AlertCondition("spike", True, f"step {newest} spiked: {what}{done}", do, evidence={"step": newest})
     else:
-        yield Condition("spike", False, f"{settings.spike_steps} good steps since step {newest}")
+        yield AlertCondition("spike", False, f"{settings.spike_steps} good steps since step {newest}")
 
 
-def nan(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+def nan(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell of a loss or a gradient norm that is not finite."""
     lost = [int(event["step"]) for event in facts.of("bad_step") if event.get("reason") == "not_finite"]
     loss = facts.column("loss", slice(max(0, len(facts) - 4 * settings.spike_steps), None))
@@ -114,16 +114,18 @@ def nan(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
         do = (
             "Lower optimizer.lr or raise schedule.warmup_steps; with fp16 or fp8 try bf16. The events name its samples."
         )
-        yield Condition("nan", True, f"step {newest} was not finite", do, evidence={"steps": sorted(set(lost))[-10:]})
+        yield AlertCondition(
+            "nan", True, f"step {newest} was not finite", do, evidence={"steps": sorted(set(lost))[-10:]}
+        )
     else:
-        yield Condition("nan", False, f"{settings.spike_steps} finite steps since step {newest}")
+        yield AlertCondition("nan", False, f"{settings.spike_steps} finite steps since step {newest}")
 
 
-def stall(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+def stall(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell that no step has ended for long, by the run's own pace."""
     if facts.state not in ("training", "silent"):
         if facts.has_ended:
-            yield Condition("stall", False, "the run has ended")
+            yield AlertCondition("stall", False, "the run has ended")
         return
     last_s, limit_s = _pace(facts, settings)
     silent_s = facts.now_s - last_s
@@ -137,17 +139,17 @@ def stall(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
             if len(facts)
             else (f"no step has ended in {seconds(silent_s)} since the start")
         )
-        yield Condition("stall", True, why, do, evidence=evidence)
+        yield AlertCondition("stall", True, why, do, evidence=evidence)
     else:
-        yield Condition("stall", False, f"step {newest_step(facts)} has ended")
+        yield AlertCondition("stall", False, f"step {newest_step(facts)} has ended")
 
 
-def dead(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+def dead(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell that a run failed, or that nothing of it lives that would write."""
     if facts.state == "failed":
         ends = facts.of("finish", "replan_failed")
         why = str(ends[-1].get("why", "")) if ends else ""
-        yield Condition(
+        yield AlertCondition(
             "dead",
             True,
             f"the run has failed{f': {why}' if why else ''}",
@@ -155,20 +157,22 @@ def dead(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
         )
     elif facts.state == "dead":
         do = "The same command goes on from the newest checkpoint."
-        yield Condition("dead", True, "its processes are gone, and no event says why", do)
+        yield AlertCondition("dead", True, "its processes are gone, and no event says why", do)
     elif facts.state == "silent":
         silent_s = facts.now_s - facts.last_line_s
         do = "Its machine or its launcher is gone: the same command goes on from the newest checkpoint."
-        yield Condition("dead", True, f"nothing was written for {seconds(silent_s)}, and no end", do)
+        yield AlertCondition("dead", True, f"nothing was written for {seconds(silent_s)}, and no end", do)
     else:
-        yield Condition("dead", False, "the run goes on" if facts.state == "training" else f"the run has {facts.state}")
+        yield AlertCondition(
+            "dead", False, "the run goes on" if facts.state == "training" else f"the run has {facts.state}"
+        )
 
 
-def disk_filling(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+def disk_filling(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell that a disk is nearly full, or will be soon at the rate at which it fills."""
     for event in _newest_by(facts.of("disk_full"), lambda event: str(event.get("process", ""))):
         if facts.now_s - float(event["time_s"]) < DOUBT_S:
-            yield Condition("disk_filling", True, str(event.get("why", "")), _DISK, _node(facts, event))
+            yield AlertCondition("disk_filling", True, str(event.get("why", "")), _DISK, _node(facts, event))
     for disk in facts.disks:
         free_gb = float(disk.free_bytes[-1]) / 1e9
         left_h = _hours_left(disk.time_s, disk.free_bytes)
@@ -176,15 +180,15 @@ def disk_filling(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
         evidence = {"free_gb": round(free_gb, 2), "hours_left": round(left_h, 2) if np.isfinite(left_h) else None}
         why = f"{free_gb:.1f} GB are free on the disk of {disk.node}{soon}"
         if free_gb < settings.disk_free_gb or left_h < settings.disk_hours:
-            yield Condition("disk_filling", True, why, _DISK, disk.node, evidence)
+            yield AlertCondition("disk_filling", True, why, _DISK, disk.node, evidence)
         elif free_gb > ENOUGH * settings.disk_free_gb and left_h > ENOUGH * settings.disk_hours:
-            yield Condition("disk_filling", False, why, subject=disk.node)
+            yield AlertCondition("disk_filling", False, why, subject=disk.node)
 
 
 _DISK = "Delete old checkpoints or other files, or lower checkpoint.keep_last; saves fail on a full disk."
 
 
-def node_in_doubt(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+def node_in_doubt(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell what detectors found wrong with ranks or nodes."""
     worlds = [float(event["time_s"]) for event in facts.of("generation")[-1:]]
     for event in _newest_by(facts.of(*FINDINGS), lambda event: f"{event['event']} {_subject(facts, event)}"):
@@ -195,12 +199,12 @@ def node_in_doubt(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
             why = str(event.get("why") or f"{kind} was found")
             where = "" if subject in why or not subject else f" ({subject})"
             evidence = dict(event.get("evidence") or {}) | {"ranks": list(event.get("ranks") or [])[:64]}
-            yield Condition("node_in_doubt", True, f"{why}{where}", FINDINGS[kind], named, evidence)
+            yield AlertCondition("node_in_doubt", True, f"{why}{where}", FINDINGS[kind], named, evidence)
         else:
-            yield Condition("node_in_doubt", False, f"nothing more was found ({named})", subject=named)
+            yield AlertCondition("node_in_doubt", False, f"nothing more was found ({named})", subject=named)
 
 
-def low_goodput(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+def low_goodput(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell that little of the last time went into steps that count."""
     window_s = 60 * settings.goodput_minutes
     if facts.state != "training" or not facts.now_s - facts.continued_s >= window_s:
@@ -213,12 +217,12 @@ def low_goodput(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
     why = f"{percent(share)} of the last {settings.goodput_minutes:g} minutes went into steps that count"
     if share < settings.goodput:
         do = "Advice and the events say what took the rest: stops, steps made again, checkpoints, evaluation."
-        yield Condition("low_goodput", True, why, do, evidence={"goodput": round(share, 4)})
+        yield AlertCondition("low_goodput", True, why, do, evidence={"goodput": round(share, 4)})
     elif share > min(1.0, 1.2 * settings.goodput):
-        yield Condition("low_goodput", False, why)
+        yield AlertCondition("low_goodput", False, why)
 
 
-def checkpoint_unverified(facts: Facts, settings: AlertsConfig) -> Iterator[Condition]:
+def checkpoint_unverified(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell that for long no checkpoint was read back and found whole."""
     run = facts.run
     if run is None or facts.state != "training" or not (run.checkpoint.every_steps or run.checkpoint.every_minutes):
@@ -231,9 +235,9 @@ def checkpoint_unverified(facts: Facts, settings: AlertsConfig) -> Iterator[Cond
         what = "since the start" if not whole else "since the last one"
         do = "Look at the disk and at events save_failed and damaged_checkpoint: a failure now loses all since then."
         why = f"no checkpoint was found whole in {seconds(age_s)}, {what}"
-        yield Condition("checkpoint_unverified", True, why, do, evidence={"age_s": round(age_s, 1)})
+        yield AlertCondition("checkpoint_unverified", True, why, do, evidence={"age_s": round(age_s, 1)})
     elif age_s <= limit_s:
-        yield Condition("checkpoint_unverified", False, "a checkpoint was read back and is whole")
+        yield AlertCondition("checkpoint_unverified", False, "a checkpoint was read back and is whole")
 
 
 LOOKS: dict[AlertKind, Look] = {
@@ -249,7 +253,7 @@ LOOKS: dict[AlertKind, Look] = {
 """Alert -> what looks for it."""
 
 
-def _pace(facts: Facts, settings: AlertsConfig) -> tuple[float, float]:
+def _pace(facts: RunFacts, settings: AlertsConfig) -> tuple[float, float]:
     """Return when the newest step ended, and how long the next may take."""
     start_s = max([float(start["time_s"]) for start in facts.starts[-1:]], default=float("nan"))
     first_s = facts.run.resilience.first_step_s if facts.run is not None else 600.0
@@ -263,7 +267,7 @@ def _pace(facts: Facts, settings: AlertsConfig) -> tuple[float, float]:
     return last_s, max(settings.stall_s, STALL_STEPS * usual, STALL_LONGEST * longest, 0.0 if len(since) else first_s)
 
 
-def _save_interval_s(facts: Facts) -> float:
+def _save_interval_s(facts: RunFacts) -> float:
     assert facts.run is not None
     by_time = 60 * facts.run.checkpoint.every_minutes
     by_steps = facts.run.checkpoint.every_steps * (facts.step_s if facts.step_s > 0 else 0.0)
@@ -289,7 +293,7 @@ def _newest_by(events: Iterable[Event], key: Callable[[Event], str]) -> Iterator
     yield from {key(event): event for event in events}.values()
 
 
-def _subject(facts: Facts, event: Event) -> str:
+def _subject(facts: RunFacts, event: Event) -> str:
     """Return what a finding is about: ranks, or the node of the agent that found it."""
     ranks = [int(rank) for rank in event.get("ranks") or ([event["rank"]] if event.get("rank") is not None else [])]
     if not ranks:
@@ -299,7 +303,7 @@ def _subject(facts: Facts, event: Event) -> str:
     return f"rank {named}{f' on {node}' if node else ''}"
 
 
-def _node(facts: Facts, event: Event) -> str:
+def _node(facts: RunFacts, event: Event) -> str:
     by = str(event.get("process", ""))
     return str(event.get("node") or (by.removeprefix("launcher-") if by.startswith("launcher-") else ""))
 
@@ -349,11 +353,11 @@ class Alerts:
         self.state: dict[str, Any] = state if state is not None else {}
         """Alert and subject -> what was said of it; JSON."""
 
-    def look(self, facts: Facts) -> list[Alert]:
+    def look(self, facts: RunFacts) -> list[Alert]:
         """Return what is new: alerts that begin, that have gone on for long, and that end."""
         return list(self._look(facts))
 
-    def _look(self, facts: Facts) -> Iterator[Alert]:
+    def _look(self, facts: RunFacts) -> Iterator[Alert]:
         for condition in conditions(facts, self._settings):
             key = f"{condition.alert} {condition.subject}".strip()
             before = self.state.get(key)
@@ -365,7 +369,9 @@ class Alerts:
                     del self.state[key]
                     yield _alert(condition, "ends", facts, before["since_s"])
 
-    def _wrong(self, key: str, before: dict[str, Any] | None, condition: Condition, facts: Facts) -> Iterator[Alert]:
+    def _wrong(
+        self, key: str, before: dict[str, Any] | None, condition: AlertCondition, facts: RunFacts
+    ) -> Iterator[Alert]:
         if before is None:
             self.state[key] = {"since_s": facts.now_s, "has_gone_on": False}
             yield _alert(condition, "begins", facts, facts.now_s)
@@ -376,7 +382,7 @@ class Alerts:
             yield _alert(condition, "goes_on", facts, before["since_s"])
 
 
-def standing(facts: Facts, settings: AlertsConfig | None = None) -> list[Alert]:
+def standing(facts: RunFacts, settings: AlertsConfig | None = None) -> list[Alert]:
     """Return the alerts of a run for somebody who looks now: those in its events, and what is wrong at this moment.
 
     Newest first.
@@ -391,7 +397,7 @@ def standing(facts: Facts, settings: AlertsConfig | None = None) -> list[Alert]:
     return sorted((*told, *now), key=lambda each: -each.time_s)
 
 
-def _alert(condition: Condition, phase: Phase, facts: Facts, since_s: float) -> Alert:
+def _alert(condition: AlertCondition, phase: Phase, facts: RunFacts, since_s: float) -> Alert:
     return Alert(
         alert=condition.alert,
         state=phase,

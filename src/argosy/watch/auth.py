@@ -48,7 +48,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Guard:
+class AuthMiddleware:
     """Lets a request through if it may read, and marks each answer for the browser.
 
     Without a token, a request must name this machine's loopback address as its host: a foreign page whose name was

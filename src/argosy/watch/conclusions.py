@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from argosy.watch.alerts import Alert, standing
-from argosy.watch.facts import Facts
+from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import Forecast, forecast
 from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader
@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
 """All rules. Of those that name the same better plan, the first says it: it knows why."""
 
 
-def advise(facts: Facts, planner: Planner | None = None, rules: Sequence[Rule] = RULES) -> tuple[Advice, ...]:
+def advise(facts: RunFacts, planner: Planner | None = None, rules: Sequence[Rule] = RULES) -> tuple[Advice, ...]:
     """Return what the rules say, warnings first, and of these what costs most first."""
     planner = planner or Planner(facts)
     said: list[Advice] = []
@@ -82,7 +82,7 @@ class _Kept:
 
     version: Hashable
     made_s: float
-    facts: Facts
+    facts: RunFacts
     planner: Planner
     answers: dict[str, Any] = field(default_factory=dict)
 

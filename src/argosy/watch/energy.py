@@ -32,7 +32,7 @@ class _Minute:
     nodes: int = 0
 
 
-class EnergyMeter:
+class EnergySoFar:
     """The energy of a run so far. Each line of nodes/NODE.jsonl says what was used since the one before."""
 
     def __init__(self, reader: RunReader):

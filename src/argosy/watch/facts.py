@@ -43,7 +43,7 @@ FIRST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankTable:
     """What the nodes wrote down of their ranks in the last steps; R ranks, S steps."""
 
     numbers: NDArray[np.int64]
@@ -86,7 +86,7 @@ class DiskSeen:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """A run as its folder shows it at one moment."""
 
     now_s: float
@@ -102,7 +102,7 @@ class Facts:
     """The same of the lines of evaluations."""
     events: Sequence[Event] = ()
     """The events of all processes, by time."""
-    ranks: Ranks | None = None
+    ranks: RankTable | None = None
     devices: Sequence[DeviceSeen] = ()
     disks: Sequence[DiskSeen] = ()
     power_w: float | None = None

@@ -25,7 +25,7 @@ from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate
 from argosy.plan.cost.formatting import seconds
 from argosy.plan.cost.goodput import RESTART_S, mtbf_s
-from argosy.watch.facts import Facts, Floats
+from argosy.watch.facts import Floats, RunFacts
 from argosy.watch.outages import failure_rate, failures
 from argosy.watch.rules.planner import Planner
 
@@ -85,7 +85,7 @@ class Forecast:
     """Failures that are expected until the end."""
 
 
-def forecast(facts: Facts, planner: Planner | None = None) -> Forecast | None:
+def forecast(facts: RunFacts, planner: Planner | None = None) -> Forecast | None:
     """Return the forecast; None for a run that has ended, or has done too little to tell."""
     left = facts.steps_left
     if facts.has_ended or not left or int(facts.warm.sum()) < LEAST_STEPS or not facts.wall_s > 0:
@@ -105,7 +105,7 @@ def forecast(facts: Facts, planner: Planner | None = None) -> Forecast | None:
     )
 
 
-def _level(facts: Facts, random: np.random.Generator) -> Floats:
+def _level(facts: RunFacts, random: np.random.Generator) -> Floats:
     """Draw the mean seconds of the steps to come, evaluations left out, saves and checks included."""
     took = _plain_steps(facts)
     late = took[int(len(took) * (1 - LATE_SHARE)) :]
@@ -115,7 +115,7 @@ def _level(facts: Facts, random: np.random.Generator) -> Floats:
     return np.asarray(late.mean() * np.exp(spread * random.standard_t(FREEDOM, DRAWS)))
 
 
-def _plain_steps(facts: Facts) -> Floats:
+def _plain_steps(facts: RunFacts) -> Floats:
     """Return the seconds of steps without evaluations: those under the plan in force, without first ones of a world."""
     whole = facts.column("seconds.step")
     whole = np.where(np.isfinite(whole), whole, facts.column("step_time_s"))
@@ -124,7 +124,7 @@ def _plain_steps(facts: Facts) -> Floats:
     return plain[under] if under.sum() >= LEAST_STEPS else plain[np.isfinite(plain)]
 
 
-def _full_steps(facts: Facts, left: int) -> float:
+def _full_steps(facts: RunFacts, left: int) -> float:
     """Return the steps to come, counted in steps with the largest batch: samples are what takes time."""
     if facts.run is None or not facts.run.train.batch_ramp or facts.steps_in_all is None:
         return left
@@ -132,7 +132,7 @@ def _full_steps(facts: Facts, left: int) -> float:
     return (batches.before(steps) - batches.before(steps - left)) / batches.largest
 
 
-def _shares(facts: Facts) -> Floats:
+def _shares(facts: RunFacts) -> Floats:
     """Return the batch of each step over the largest one."""
     steps = facts.column("step")
     if facts.run is None or not facts.run.train.batch_ramp:
@@ -151,7 +151,7 @@ def _errors(took: Floats) -> Floats:
     return np.asarray(errors, dtype=float)
 
 
-def _evaluations(facts: Facts, left: int, random: np.random.Generator) -> Floats:
+def _evaluations(facts: RunFacts, left: int, random: np.random.Generator) -> Floats:
     """Draw the seconds of the evaluations to come: those of each `every_steps`, and the one at the end."""
     took = facts.column("seconds.evaluate")
     took = took[np.isfinite(took) & (took > 0)]
@@ -162,7 +162,7 @@ def _evaluations(facts: Facts, left: int, random: np.random.Generator) -> Floats
     return np.asarray(times * random.choice(took, (DRAWS, min(times, 20))).mean(axis=1)) if times else np.zeros(DRAWS)
 
 
-def _failures(facts: Facts, planner: Planner, left_s: Floats, random: np.random.Generator) -> tuple[float, Floats]:
+def _failures(facts: RunFacts, planner: Planner, left_s: Floats, random: np.random.Generator) -> tuple[float, Floats]:
     """Return the failures to expect, and draw the seconds that they take."""
     found = failures(facts)
     machine, size = planner.machine, facts.plan.world_size if facts.plan is not None else 1
@@ -176,7 +176,7 @@ def _failures(facts: Facts, planner: Planner, left_s: Floats, random: np.random.
 
 
 def _cost(
-    facts: Facts, planner: Planner, hours: Floats, random: np.random.Generator
+    facts: RunFacts, planner: Planner, hours: Floats, random: np.random.Generator
 ) -> tuple[Interval | None, float | None, str]:
     machine, plan = planner.machine, facts.plan
     price = None if machine is None or plan is None else price_per_device_h(machine)
@@ -186,7 +186,9 @@ def _cost(
     return Interval.of(hours * plan.world_size * _of(price, random)), so_far, machine.currency
 
 
-def _energy(facts: Facts, planner: Planner, hours: Floats, random: np.random.Generator) -> tuple[Interval | None, str]:
+def _energy(
+    facts: RunFacts, planner: Planner, hours: Floats, random: np.random.Generator
+) -> tuple[Interval | None, str]:
     if facts.power_w:
         return Interval.of(facts.power_w / 1000 * hours), facts.power_source
     machine, plan = planner.machine, facts.plan

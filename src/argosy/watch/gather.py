@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from argosy.observe.events import from_the_end
 from argosy.watch.columns import rows_of
-from argosy.watch.facts import RECENT, DeviceSeen, DiskSeen, Facts, Floats, Ranks
+from argosy.watch.facts import RECENT, DeviceSeen, DiskSeen, Floats, RankTable, RunFacts
 from argosy.watch.reader import RunReader
 
 Record = dict[str, Any]
@@ -32,7 +32,7 @@ FRESH_S = 600.0
 """A node's line that is so much older than the newest one tells nothing of now."""
 
 
-def facts_of(reader: RunReader, now_s: float | None = None) -> Facts:
+def facts_of(reader: RunReader, now_s: float | None = None) -> RunFacts:
     """Return the facts of the run as of the reader's last `refresh`.
 
     now_s: seconds since 1970; default: now, or of a run that has ended, when it last said something.
@@ -43,7 +43,7 @@ def facts_of(reader: RunReader, now_s: float | None = None) -> Facts:
     first_step = float(reader.steps["step"][-RECENT:][:1].max(initial=0.0))
     lines = dict(_lines(reader, first_step))
     power_w, power_source = _power(lines)
-    return Facts(
+    return RunFacts(
         now_s=now_s,
         state=reader.state,
         run=reader.run,
@@ -99,7 +99,7 @@ def _lines(reader: RunReader, first_step: float) -> Iterator[tuple[str, list[Rec
         yield node, lines or [series.last]
 
 
-def _ranks(lines: dict[str, list[Record]]) -> Ranks | None:
+def _ranks(lines: dict[str, list[Record]]) -> RankTable | None:
     """Return the ranks of the newest generation."""
     newest = max((_number(line.get("generation")) for each in lines.values() for line in each), default=-1.0)
     of_node = {
@@ -127,7 +127,7 @@ def _ranks(lines: dict[str, list[Record]]) -> Ranks | None:
                     own_s[row_of[step], at] = _floats(values)
                     microbatches[row_of[step], at] = np.maximum(many, 1.0)
     seconds, memory = _means(of_node, numbers)
-    return Ranks(numbers, tuple(node for _, node in places), steps, own_s, seconds, memory, microbatches)
+    return RankTable(numbers, tuple(node for _, node in places), steps, own_s, seconds, memory, microbatches)
 
 
 def _places(line: Record, numbers: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.records import encodable
-from argosy.watch.energy import EnergyMeter
+from argosy.watch.energy import EnergySoFar
 from argosy.watch.metrics_table import Preview, preview
 from argosy.watch.reader import RunReader
 from argosy.watch.run_files import RunTail, find_runs, run_folder
@@ -35,7 +35,7 @@ class Open:
     """An open run."""
 
     reader: RunReader
-    meter: EnergyMeter
+    meter: EnergySoFar
     lock: threading.Lock = field(default_factory=threading.Lock)
     read_at: float = -1e9
     """When it was last refreshed, on the monotonic clock."""
@@ -86,7 +86,7 @@ class Library:
             entry = self._open.get(folder)
             if entry is None:
                 reader = RunReader(folder)
-                entry = self._open[folder] = Open(reader, EnergyMeter(reader))
+                entry = self._open[folder] = Open(reader, EnergySoFar(reader))
             self._open.move_to_end(folder)
         try:
             with entry.lock:

@@ -148,7 +148,7 @@ MOST_DOCUMENT_BYTES = 2**24
 T = TypeVar("T")
 
 
-class Document(Generic[T]):
+class WatchedFile(Generic[T]):
     """A small file that is replaced as a whole, and parsed anew when it was."""
 
     def __init__(self, path: Path, parse: Callable[[Path], T]):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from argosy.watch.facts import Event, Facts
+from argosy.watch.facts import Event, RunFacts
 
 STOPS = ("worker_died", "killed", "break", "coordinator_lost", "signal")
 """Events that a stop begins with."""
@@ -43,7 +43,7 @@ class Outage:
         return self.stood_s + (self.steps_lost * step_s if step_s > 0 else 0.0)
 
 
-def outages(facts: Facts) -> list[Outage]:
+def outages(facts: RunFacts) -> list[Outage]:
     """Return the stops between one start of training and the next, by time.
 
     Of a stop without an event (all processes were killed at once) the time that it stood is not known: 0.
@@ -56,7 +56,7 @@ def outages(facts: Facts) -> list[Outage]:
     ]
 
 
-def failures(facts: Facts) -> list[Outage]:
+def failures(facts: RunFacts) -> list[Outage]:
     """Return the outages that nobody wanted."""
     return [outage for outage in outages(facts) if not outage.migrated and not outage.stopped]
 
@@ -94,7 +94,7 @@ def chance_of(least: int, mean: float) -> float:
     return max(0.0, 1 - below)
 
 
-def _between(facts: Facts, first_s: float, last_s: float) -> Outage | None:
+def _between(facts: RunFacts, first_s: float, last_s: float) -> Outage | None:
     stops = _within(facts.of(*STOPS), first_s, last_s)
     deaths = tuple(_within(facts.of("worker_died", "oom_kill", "killed"), first_s, last_s))
     deaths = tuple(death for death in deaths if death.get("exit_code", -1) != 0)

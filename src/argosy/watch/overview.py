@@ -20,12 +20,12 @@ from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.watch.columns import STEP
-from argosy.watch.energy import JOULES_PER_KWH, EnergyMeter
+from argosy.watch.energy import JOULES_PER_KWH, EnergySoFar
 from argosy.watch.linefile import leads_away, table_of
 from argosy.watch.reader import RunReader
 from argosy.watch.run_files import RunFiles, RunTail
 from argosy.watch.series import Buckets
-from argosy.watch.timeline import Timeline, run_timeline, timeline, useful_s
+from argosy.watch.timeline import RunTimeline, run_timeline, timeline, useful_s
 
 
 def line(run_id: str, run: RunFiles) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def details(run_id: str, reader: RunReader) -> dict[str, Any]:
     }
 
 
-def _goodput(reader: RunReader, found: Timeline) -> float | None:
+def _goodput(reader: RunReader, found: RunTimeline) -> float | None:
     useful = min(useful_s(reader), found.seconds("training"))  # clocks may differ by a little
     return useful / found.wall_s if found.wall_s > 0 else None
 
@@ -140,7 +140,7 @@ def _plan(run: RunFiles) -> str | None:
     return next(told, None)
 
 
-def _cost(run: RunFiles, found: Timeline) -> tuple[float | None, str | None]:
+def _cost(run: RunFiles, found: RunTimeline) -> tuple[float | None, str | None]:
     """Return the money for the devices so far, and its currency; None if nobody knows a price."""
     cluster = machine_of(run)
     price = price_per_device_h(cluster) if cluster else None
@@ -206,7 +206,7 @@ def _experts(line: dict[str, Any]) -> dict[str, Any]:
     return {"layers": layers, "step": line["step"], "load": [tables[layer]["tokens"] for layer in layers], **facts}
 
 
-def energy(reader: RunReader, meter: EnergyMeter) -> dict[str, Any]:
+def energy(reader: RunReader, meter: EnergySoFar) -> dict[str, Any]:
     """Return the energy of a run: what its report says, or what the agents measured so far."""
     meter.refresh()
     reported = (reader.report or {}).get("energy")

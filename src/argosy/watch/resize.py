@@ -29,7 +29,7 @@ from argosy.plan.report.report import PlanRequest
 from argosy.plan.report.terminal import PIPE_WIDTH
 from argosy.plan.report.within import best_by_size
 from argosy.plan.search.sizes import grown
-from argosy.watch.facts import Facts
+from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import forecast
 from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader
@@ -77,7 +77,7 @@ class Resizing:
 
 
 def resizing(
-    facts: Facts, planner: Planner, others: Sequence[tuple[str, Cluster]] = (), limit_s: float | None = None
+    facts: RunFacts, planner: Planner, others: Sequence[tuple[str, Cluster]] = (), limit_s: float | None = None
 ) -> Resizing:
     """Return the ways to go on with a run, on its own kind of devices and on `others` (name, cluster).
 

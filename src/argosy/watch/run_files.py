@@ -24,7 +24,7 @@ from argosy.observe.events import from_the_end
 from argosy.observe.records import encodable, evaluation_line, record_of, report_of, step_line
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.watch.linefile import Document, Event, EventLog, leads_away, spread_lines, table_of
+from argosy.watch.linefile import Event, EventLog, WatchedFile, leads_away, spread_lines, table_of
 from argosy.watch.node_series import NodeSeries
 
 State = Literal["training", "finished", "stopped", "failed", "silent", "dead"]
@@ -39,7 +39,7 @@ STOPPED_BY_SIGNAL = tuple(128 + number for number in STOP_SIGNALS)
 
 
 @dataclass(frozen=True)
-class Condition:
+class RunStatus:
     """The state of a run, and why."""
 
     state: State
@@ -55,7 +55,7 @@ def condition(
     now_s: float,
     step_s: float | None,
     is_gone: Callable[[], bool] = lambda: False,
-) -> Condition:
+) -> RunStatus:
     """Return the state of a run.
 
     events: in the order of time; at least the last ones of rank 0, agents and coordinator. alive_s: its last sign of
@@ -81,29 +81,29 @@ def condition(
         return _ended({}, {}, report)
     if is_gone():
         if asked and asked["time_s"] >= begun_s:
-            return Condition("stopped", f"{_signal(asked)} stopped it before its state was saved", True)
-        return Condition("dead", "its processes are gone, and no event says why", True)
+            return RunStatus("stopped", f"{_signal(asked)} stopped it before its state was saved", True)
+        return RunStatus("dead", "its processes are gone, and no event says why", True)
     quiet_s, allowed_s = now_s - alive_s, SILENT_AFTER_S
     if step_s is None or alive_s - begun_s < STARTING_S:
         allowed_s = STARTING_S if step_s is None else max(allowed_s, STARTING_S - (alive_s - begun_s))
     allowed_s = max(allowed_s, SILENT_STEPS * (step_s or 0.0))
     if quiet_s > allowed_s:
-        return Condition("silent", f"no sign of life for {_duration(quiet_s)}, and no event says that it ended")
-    return Condition("training")
+        return RunStatus("silent", f"no sign of life for {_duration(quiet_s)}, and no event says that it ended")
+    return RunStatus("training")
 
 
-def _ended(finish: dict[str, Any], end: dict[str, Any], report: dict[str, Any] | None) -> Condition:
+def _ended(finish: dict[str, Any], end: dict[str, Any], report: dict[str, Any] | None) -> RunStatus:
     code, why = finish.get("exit_code", 0), str(finish.get("why", ""))
     if code in STOPPED_BY_SIGNAL:
-        return Condition("stopped", why)
+        return RunStatus("stopped", why)
     if code:
-        return Condition("failed", why)
+        return RunStatus("failed", why)
     finished = end.get("finished", finish.get("finished", (report or {}).get("status") == "finished"))
     if finished:
-        return Condition("finished")
+        return RunStatus("finished")
     paused = end.get("paused_at")
     by = f"paused at step {paused}, as train.pause_at says" if paused else "a signal stopped it"
-    return Condition("stopped", f"{by}; its state is saved")
+    return RunStatus("stopped", f"{by}; its state is saved")
 
 
 def _signal(event: dict[str, Any]) -> str:
@@ -181,12 +181,12 @@ class RunFiles:
             raise UserError(f"{folder}: not a run: it {what}. Name a run's folder, such as runs/demo.")
         self.folder = folder
         self._events = EventLog(folder / "events")
-        self._run = Document(folder / "run.toml", lambda path: load(str(path)))
-        self._plan = Document(folder / "plan.toml", Plan.load)
-        self._prediction = Document(folder / "plan.toml", Prediction.load)
-        self._report = Document(folder / "report.json", lambda path: report_of(table_of(path)))
+        self._run = WatchedFile(folder / "run.toml", lambda path: load(str(path)))
+        self._plan = WatchedFile(folder / "plan.toml", Plan.load)
+        self._prediction = WatchedFile(folder / "plan.toml", Prediction.load)
+        self._report = WatchedFile(folder / "report.json", lambda path: report_of(table_of(path)))
         self._io_problems: dict[str, str] = {}
-        self._condition = Condition("training")
+        self._condition = RunStatus("training")
         self.nodes: dict[str, NodeSeries] = {}
         """By the launcher's name of the node."""
         self.last_line: dict[str, Any] = {}

@@ -87,7 +87,7 @@ def _close_one(connections: list[PatientProtocol]) -> None:
         longest.transport.close()
 
 
-class Server(uvicorn.Server):
+class PageServer(uvicorn.Server):
     """uvicorn's server, which tells the pages that listen for news when it is asked to end."""
 
     def __init__(self, config: uvicorn.Config, before_exit: Callable[[], None]):
@@ -147,7 +147,7 @@ def _cannot_listen(host: str, port: int, problem: OSError) -> UserError:
     return UserError(f"--host {host} --port {port}: cannot listen there ({problem.strerror}).")
 
 
-def server_of(root: Path, listener: socket.socket, token: str = "", host: str = "127.0.0.1") -> Server:
+def server_of(root: Path, listener: socket.socket, token: str = "", host: str = "127.0.0.1") -> PageServer:
     """Return the server of the runs under `root`. `listener` was made for `host`.
 
     token: who reads must have it; empty: nobody needs one.
@@ -168,7 +168,7 @@ def server_of(root: Path, listener: socket.socket, token: str = "", host: str = 
         "timeout_graceful_shutdown": 2,
         "proxy_headers": False,
     }
-    return Server(uvicorn.Config(app, **options), let_go)
+    return PageServer(uvicorn.Config(app, **options), let_go)
 
 
 def url(listener: socket.socket, host: str, token: str) -> str:

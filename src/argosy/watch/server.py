@@ -31,7 +31,7 @@ from starlette.staticfiles import StaticFiles
 
 from argosy.errors import UserError
 from argosy.watch import conclusions, overview, rank_view, series, step_parts
-from argosy.watch.auth import OWN_NAMES, Guard
+from argosy.watch.auth import OWN_NAMES, AuthMiddleware
 from argosy.watch.library import Library, Open, Unreadable
 from argosy.watch.linefile import leads_away
 from argosy.watch.metrics_table import Preview
@@ -49,14 +49,14 @@ MOST_EVENTS = 5000
 """Events in one answer; the newest are there."""
 PROFILE_FILES = (".json.gz", ".json", ".pickle")
 
-View = Callable[["Asked", Open], Any]
+View = Callable[["QueryParameters", Open], Any]
 
 
 class WrongParameter(UserError):
     """A parameter of a request has no value that it can have."""
 
 
-class Asked:
+class QueryParameters:
     """The parameters of a request. Raises: WrongParameter if one is no such value."""
 
     def __init__(self, request: Request):
@@ -96,25 +96,25 @@ class Asked:
         return self.number("from"), self.number("to")
 
 
-def _series(asked: Asked, run: Open) -> Any:
+def _series(asked: QueryParameters, run: Open) -> Any:
     return _series_of(asked, run.reader)
 
 
-def _series_of(asked: Asked, run: RunReader | Preview) -> Any:
+def _series_of(asked: QueryParameters, run: RunReader | Preview) -> Any:
     points = asked.count("points", series.POINTS, series.MOST_POINTS)
     return series.series(run, asked.words("keys") or ["loss"], *asked.steps, points)
 
 
-def _evaluations(asked: Asked, run: Open) -> Any:
+def _evaluations(asked: QueryParameters, run: Open) -> Any:
     table = run.reader.evaluations
     return {"step": table["step"], "loss": table["validation_loss"], "bits_per_byte": table["bits_per_byte"]}
 
 
-def _time(asked: Asked, run: Open) -> Any:
+def _time(asked: QueryParameters, run: Open) -> Any:
     return step_parts.step_parts(run.reader, *asked.steps, asked.count("points", series.POINTS, series.MOST_POINTS))
 
 
-def _ranks(asked: Asked, run: Open) -> Any:
+def _ranks(asked: QueryParameters, run: Open) -> Any:
     rows = asked.count("rows", rank_view.ROWS, rank_view.MOST_ROWS)
     columns = asked.count("points", rank_view.COLUMNS, rank_view.MOST_COLUMNS)
     low, high = asked.number("rank_from"), asked.number("rank_to")
@@ -122,7 +122,7 @@ def _ranks(asked: Asked, run: Open) -> Any:
     return rank_view.rank_map(run.reader, asked.text("key", rank_view.OWN), *asked.steps, rows, columns, *ranks)
 
 
-def _events(asked: Asked, run: Open) -> Any:
+def _events(asked: QueryParameters, run: Open) -> Any:
     found = run_timeline(run.reader)
     events = list(shown_events(run.reader.events, found, asked.words("kinds") or None))
     phases = [asdict(stretch) for stretch in found.stretches]
@@ -130,7 +130,7 @@ def _events(asked: Asked, run: Open) -> Any:
     return {"events": events[more:], "goodput": goodput(run.reader, found), "phases": phases, "more": more}
 
 
-def _advice(asked: Asked, run: Open) -> Any:
+def _advice(asked: QueryParameters, run: Open) -> Any:
     forecast = conclusions.forecast_of(run.reader)
     return {
         "advice": [asdict(advice) for advice in conclusions.advice_of(run.reader)],
@@ -161,7 +161,7 @@ class Api:
 
     def __init__(self, library: Library):
         self._library = library
-        self.news = News(library)
+        self.news = Broadcast(library)
 
     def routes(self) -> list[Route]:
         """Return all routes; an id may hold slashes, so the longest address comes first."""
@@ -203,12 +203,12 @@ class Api:
 
     async def view(self, view: View, request: Request) -> Response:
         """Answer /api/runs/ID/VIEW."""
-        asked, run_id = Asked(request), request.path_params["run_id"]
+        asked, run_id = QueryParameters(request), request.path_params["run_id"]
         return await _answer(lambda: self._opened(run_id, partial(view, asked)))
 
     async def preview(self, request: Request) -> Response:
         """Answer /api/runs/ID/preview: `series`, out of some lines if the run is long and not read yet."""
-        asked, run_id = Asked(request), request.path_params["run_id"]
+        asked, run_id = QueryParameters(request), request.path_params["run_id"]
 
         def previewed() -> Any:
             if (found := self._library.preview(run_id)) is not None:
@@ -252,7 +252,7 @@ class Api:
         return StreamingResponse(self.news.listen(), media_type="text/event-stream", headers=headers)
 
 
-class News:
+class Broadcast:
     """Tells all listeners which runs changed. A listener that is slow gets the newest, not all."""
 
     def __init__(self, library: Library):
@@ -381,10 +381,10 @@ async def _page(request: Request) -> Response:
 
 def make_app(
     root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_NAMES
-) -> tuple[Guard, Callable[[], None]]:
+) -> tuple[AuthMiddleware, Callable[[], None]]:
     """Return the application that shows the runs under `root`, and what lets go of those who wait for its news.
 
-    `token` and `names` as in `Guard`.
+    `token` and `names` as in `AuthMiddleware`.
     """
     api = Api(Library(root))
     routes = [
@@ -398,4 +398,4 @@ def make_app(
         middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=4)],
         exception_handlers={HTTPException: _failed, Exception: _failed},
     )
-    return Guard(app, token, port, names), api.news.end
+    return AuthMiddleware(app, token, port, names), api.news.end

@@ -40,7 +40,7 @@ class Stretch:
 
 
 @dataclass
-class Timeline:
+class RunTimeline:
     """The phases of a run, in order, and what its breaks cost."""
 
     stretches: list[Stretch] = field(default_factory=list)
@@ -68,13 +68,13 @@ class Timeline:
 
 def timeline(
     events: Sequence[Mapping[str, Any]], alive_s: float, step_s: float | None, signs_s: Floats | None = None
-) -> Timeline:
+) -> RunTimeline:
     """Return the timeline that these events make up.
 
     events: in the order of time. alive_s: the last sign of life. step_s: of a usual step, to value steps that were
     lost. signs_s: other signs of life (times of steps, rising), which tell when a run ended that could not say so.
     """
-    found = Timeline()
+    found = RunTimeline()
     walk = _Walk(found, step_s or 0.0, np.empty(0) if signs_s is None else signs_s)
     for index, event in enumerate(events):
         walk.take(index, event)
@@ -85,7 +85,7 @@ def timeline(
 class _Walk:
     """The state on the way along the events."""
 
-    def __init__(self, found: Timeline, step_s: float, signs_s: Floats):
+    def __init__(self, found: RunTimeline, step_s: float, signs_s: Floats):
         self._found, self._step_s, self._signs_s = found, step_s, signs_s
         self._phase: Phase = "stopped"
         self._since_s = 0.0
@@ -164,13 +164,13 @@ class _Walk:
         self._phase, self._since_s = phase, time_s
 
 
-def run_timeline(reader: RunReader) -> Timeline:
+def run_timeline(reader: RunReader) -> RunTimeline:
     """Return the timeline of a run."""
     times = reader.steps["time_s"]
     return timeline(reader.events, reader.alive_s, reader.recent_step_s, times[np.isfinite(times)])
 
 
-def goodput(reader: RunReader, found: Timeline) -> dict[str, Any]:
+def goodput(reader: RunReader, found: RunTimeline) -> dict[str, Any]:
     """Return where a run's wall time went, in seconds; the parts add up to it.
 
     useful: steps that count. evaluate, checkpoint, check: beside steps. lost: steps that were run again. other: what
@@ -197,7 +197,9 @@ def useful_s(reader: RunReader) -> float:
     return float(np.nansum(reader.steps["step_time_s"]))
 
 
-def shown_events(events: list[Event], found: Timeline, kinds: Iterable[str] | None = None) -> Iterator[dict[str, Any]]:
+def shown_events(
+    events: list[Event], found: RunTimeline, kinds: Iterable[str] | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield events with what each cost (`cost_s`, seconds) and what it says in a line (`words`)."""
     wanted = None if kinds is None else set(kinds)
     for index, event in enumerate(events):

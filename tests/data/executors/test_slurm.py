@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.data.executors.executor import Program, Request
+from argosy.data.executors.executor import Program, WorkersRequest
 from argosy.data.executors.slurm import SlurmExecutor
 
 
@@ -16,7 +16,7 @@ def executor(folder: Path, monkeypatch: pytest.MonkeyPatch, squeue: str) -> Slur
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    request = Request("prepare", Program("argosy.data.worker"), folder / "a b%", Path("/shared"), {"A": "b c"})
+    request = WorkersRequest("prepare", Program("argosy.data.worker"), folder / "a b%", Path("/shared"), {"A": "b c"})
     request.folder.mkdir()
     return SlurmExecutor(request)
 

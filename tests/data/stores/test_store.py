@@ -14,7 +14,7 @@ import pytest
 from argosy.config.data import CacheConfig
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
-from argosy.data.stores.store import Store, Unreachable, is_url, words
+from argosy.data.stores.store import Store, StoreUnreachable, is_url, words
 from argosy.errors import UserError
 from object_store import KEYS, ObjectStore, Proxy, environment, needs_server
 
@@ -95,7 +95,7 @@ def test_an_outage_is_no_damage_whatever_the_names(tmp_path: Path) -> None:
                     store.get_range(name, start, 20)
     finally:
         server.stop()
-    with environment(server.endpoint), pytest.raises(Unreachable, match="error sending request"):
+    with environment(server.endpoint), pytest.raises(StoreUnreachable, match="error sending request"):
         Store("s3://data/Range-416-NoSuchBucket").get_range(name, 1, 3)
 
 

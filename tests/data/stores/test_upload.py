@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from argosy.data.stores import upload as uploads
-from argosy.data.stores.store import Store, Unreachable
+from argosy.data.stores.store import Store, StoreUnreachable
 from argosy.data.stores.upload import upload
 from argosy.errors import RunFailed, UserError
 
@@ -32,7 +32,7 @@ def test_an_interrupted_copy_has_no_manifest_and_goes_on(
 
     def dies(store: Store, name: str, content: bytes | Path) -> None:
         if name.startswith("train-00001"):
-            raise Unreachable("cut")
+            raise StoreUnreachable("cut")
         put(store, name, content)
 
     monkeypatch.setattr(uploads, "PAUSE_S", 0.0)

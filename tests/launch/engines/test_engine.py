@@ -10,16 +10,16 @@ import pytest
 from argosy.config.launch_options import EngineOptions
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Request
-from argosy.launch.engines.job import Job, JobState
+from argosy.launch.engines.engine import Engine, LaunchRequest
+from argosy.launch.engines.job import JobState, LaunchedJob
 from argosy.launch.engines.local import Local
 from argosy.launch.engines.table import ENGINES
 
 OPTIONS = [field.name for field in fields(EngineOptions)]
 
 
-def request_in(folder: Path, **options: object) -> Request:
-    return Request(RunConfig(), folder / "runs/a", ("run.toml",), folder, **options)  # type: ignore[arg-type]
+def request_in(folder: Path, **options: object) -> LaunchRequest:
+    return LaunchRequest(RunConfig(), folder / "runs/a", ("run.toml",), folder, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -36,7 +36,7 @@ def test_an_option_that_has_no_meaning_on_an_engine_is_refused(engine: str, tmp_
 
 
 def test_each_option_of_a_request_has_a_meaning_somewhere() -> None:
-    request = Request(RunConfig(), Path(), (), Path(), **dict.fromkeys(OPTIONS, "given"))  # type: ignore[arg-type]
+    request = LaunchRequest(RunConfig(), Path(), (), Path(), **dict.fromkeys(OPTIONS, "given"))  # type: ignore[arg-type]
     assert set(request.given) == set(OPTIONS)
     chosen = [engine for name, engine in ENGINES.items() if name != "login"]  # which hands all on to another machine's
     assert {name for engine in chosen for name in engine.takes} == set(OPTIONS)
@@ -46,13 +46,13 @@ def test_a_log_is_followed_until_its_job_has_ended(tmp_path: Path, monkeypatch: 
     log = tmp_path / "out"
     states: list[JobState] = ["waiting", "running", "running", "ended"]
 
-    def state(_: object, __: Job) -> tuple[JobState, str]:
+    def state(_: object, __: LaunchedJob) -> tuple[JobState, str]:
         with log.open("a") as file:  # a last line may come until it has ended
             file.write(f"{len(states)}\n")
         return states.pop(0), ""
 
     monkeypatch.setattr(Local, "state", state)
     monkeypatch.setattr("argosy.launch.engines.followed.LOOK_S", 0.01)
-    job = Job(engine="local", id="1@1", submitted_s=0, nodes=1, log=str(log))
+    job = LaunchedJob(engine="local", id="1@1", submitted_s=0, nodes=1, log=str(log))
     assert b"".join(Local().logs(job, follow=True)) == b"4\n3\n2\n1\n"
     assert b"".join(Local().logs(job, follow=False)) == b"4\n3\n2\n1\n"

@@ -15,7 +15,7 @@ import pytest
 
 from argosy.cli import main
 from argosy.errors import UserError
-from argosy.launch.engines.job import FOLDER, RECORD, Job
+from argosy.launch.engines.job import FOLDER, RECORD, LaunchedJob
 from argosy.launch.engines.local import job_of
 from argosy.launch.engines.table import engine_of, state_of
 
@@ -40,8 +40,8 @@ def write(run_dir: Path, engine: str, **changes: Any) -> Path:
     return path
 
 
-def loaded(run_dir: Path) -> Job:
-    job = Job.load(run_dir)
+def loaded(run_dir: Path) -> LaunchedJob:
+    job = LaunchedJob.load(run_dir)
     assert job is not None
     return job
 
@@ -192,16 +192,16 @@ def test_a_record_that_is_a_link_or_no_file_is_refused(tmp_path):
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is no record of a launched run"):
-        Job.load(tmp_path)
+        LaunchedJob.load(tmp_path)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(UserError, match="is no record of a launched run"):
-        Job.load(tmp_path)
+        LaunchedJob.load(tmp_path)
 
 
 def test_without_a_home_a_job_is_recorded_without_a_seal(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     (tmp_path / FOLDER).mkdir()
-    Job(engine="slurm", id="4", submitted_s=0, nodes=1).save(tmp_path)
+    LaunchedJob(engine="slurm", id="4", submitted_s=0, nodes=1).save(tmp_path)
     assert not loaded(tmp_path).is_sealed and engine_of(loaded(tmp_path)).name == "slurm"

@@ -8,20 +8,22 @@ from typing import Any
 import pytest
 
 from argosy.config.schema import RunConfig
-from argosy.launch.engines.engine import Request
-from argosy.launch.engines.jobset import Place, access, belongings, in_yaml, jobset
+from argosy.launch.engines.engine import LaunchRequest
+from argosy.launch.engines.jobset import ClusterPlace, access, belongings, in_yaml, jobset
 from published_models import check
 
 pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: pip install 'argosy[dev]'")
-PLACE = Place("mine-0a1b2", "training", "shared", PurePosixPath("/data"), PurePosixPath("/data/runs/mine"))
+PLACE = ClusterPlace("mine-0a1b2", "training", "shared", PurePosixPath("/data"), PurePosixPath("/data/runs/mine"))
 
 
-def request(**options: Any) -> Request:
+def request(**options: Any) -> LaunchRequest:
     run = options.pop("run", RunConfig())
-    return Request(run, Path("/data/runs/mine"), ("run.toml",), Path("/data"), image="a:1", volume="shared", **options)
+    return LaunchRequest(
+        run, Path("/data/runs/mine"), ("run.toml",), Path("/data"), image="a:1", volume="shared", **options
+    )
 
 
-def pod_of(asked: Request) -> dict[str, Any]:
+def pod_of(asked: LaunchRequest) -> dict[str, Any]:
     (replicated,) = jobset(asked, PLACE)["spec"]["replicatedJobs"]
     return replicated["template"]["spec"]["template"]["spec"]
 

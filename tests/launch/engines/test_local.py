@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import UserError
-from argosy.launch.engines.job import FOLDER, Job
+from argosy.launch.engines.job import FOLDER, LaunchedJob
 from argosy.launch.engines.local import Local, job_of
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
@@ -81,5 +81,5 @@ def test_a_process_of_another_machine_is_not_taken_for_one_that_has_ended(run):
 
 
 def test_a_record_of_an_older_version_is_of_this_machine(run):
-    job = Job(engine="local", id="1@1", submitted_s=0, nodes=1, log=str(run / FOLDER / "local.out"))
+    job = LaunchedJob(engine="local", id="1@1", submitted_s=0, nodes=1, log=str(run / FOLDER / "local.out"))
     assert Local().state(job)[0] == "ended"

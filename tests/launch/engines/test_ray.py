@@ -12,18 +12,18 @@ import pytest
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import UserError
 from argosy.launch.engines import ray_job
-from argosy.launch.engines.engine import Request
+from argosy.launch.engines.engine import LaunchRequest
 from argosy.launch.engines.ray import Ray, command
 from argosy.processes.ray_cluster import Share
 from matrix import free_port
 
-REQUEST = Request(
+REQUEST = LaunchRequest(
     run=RunConfig(name="mine"), run_dir=Path("/shared/runs/mine"), words=("run.toml", "--train.steps", "10"),
     work_dir=Path("/shared/my work"), nodes=4,
 )  # fmt: skip
 
 
-def with_launch(**keys: object) -> Request:
+def with_launch(**keys: object) -> LaunchRequest:
     return replace(REQUEST, run=RunConfig(launch=LaunchConfig(**keys)))  # type: ignore[arg-type]
 
 

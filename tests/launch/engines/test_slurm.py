@@ -10,13 +10,13 @@ import pytest
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Request
+from argosy.launch.engines.engine import LaunchRequest
 from argosy.launch.engines.slurm import Slurm
 
-REQUEST = Request(RunConfig(name="mine"), Path("/shared/runs/mine"), ("run.toml",), Path("/shared"), nodes=2)
+REQUEST = LaunchRequest(RunConfig(name="mine"), Path("/shared/runs/mine"), ("run.toml",), Path("/shared"), nodes=2)
 
 
-def lines(request: Request) -> list[str]:
+def lines(request: LaunchRequest) -> list[str]:
     return Slurm().script(request).splitlines()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from argosy.config.schema import RunConfig
-from argosy.launch.engines.engine import Request
-from argosy.launch.engines.job import Job
+from argosy.launch.engines.engine import LaunchRequest
+from argosy.launch.engines.job import LaunchedJob
 from argosy.launch.engines.login import Login
 from argosy.launch.engines.ssh import Ssh
 from argosy.launch.engines.ssh_hosts import command
@@ -23,14 +23,14 @@ NOBODY_LISTENS = f"-F none -o HostName=127.0.0.1 -p {free_port()}"
 
 def test_hosts_that_cannot_be_reached_may_still_train():
     place = {"agent of h1": "1@1", "agent of h2": "1@1", "options": NOBODY_LISTENS}
-    job = Job(engine="ssh", id="h1,h2", submitted_s=0, nodes=2, log="/shared/runs/mine/launch", place=place)
+    job = LaunchedJob(engine="ssh", id="h1,h2", submitted_s=0, nodes=2, log="/shared/runs/mine/launch", place=place)
     state, why = Ssh().state(job)
     assert state == "unknown" and "no way to h1 (ssh: connect to host" in why and "h2 (" in why
 
 
 def test_a_login_that_cannot_be_reached_says_nothing_of_its_run():
     place = {"login": "h1", "options": NOBODY_LISTENS, "folder": "/d", "program": "argosy", "run_dir": "/d/runs/a"}
-    job = Job(engine="login", id="h1 4", submitted_s=0, nodes=1, place=place)
+    job = LaunchedJob(engine="login", id="h1 4", submitted_s=0, nodes=1, place=place)
     state, why = Login().state(job)
     assert state == "unknown" and "no way to h1 (ssh: connect to host" in why
 
@@ -41,7 +41,7 @@ def test_a_host_is_never_an_option():
 
 def test_a_folder_is_what_it_is_called_in_the_commands_that_are_shown():
     folder = Path("/shared/my runs")
-    request = Request(RunConfig(), folder / "runs/a", ("run.toml",), folder, hosts="h1,h2")
+    request = LaunchRequest(RunConfig(), folder / "runs/a", ("run.toml",), folder, hosts="h1,h2")
     first, second = (line for line in Ssh().script(request).splitlines() if not line.startswith("#"))
     assert shlex.split(first)[:3] == shlex.split(second)[:3] == ["cd", str(folder), "&&"]
     assert shlex.split(replace(request, hosts="h1").command)[-1] == str(folder / "runs/a")

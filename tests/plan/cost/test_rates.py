@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from argosy.plan.cost.rates import Rates
-from argosy.plan.hardware.clusters import Cluster, Tier
+from argosy.plan.hardware.clusters import Cluster, NetworkTier
 from argosy.plan.hardware.devices import find_device
 
 
@@ -37,7 +37,7 @@ def test_a_group_s_own_link_scales_what_was_measured() -> None:
 
 
 def test_the_first_tier_outside_the_node_is_the_network() -> None:
-    leaf = Tier(name="leaf", devices=64, bandwidth_bytes_per_s=40e9, latency_s=1e-5, oversubscription=2)
-    spine = Tier(name="spine", devices=256, bandwidth_bytes_per_s=10e9, latency_s=1e-5)
+    leaf = NetworkTier(name="leaf", devices=64, bandwidth_bytes_per_s=40e9, latency_s=1e-5, oversubscription=2)
+    spine = NetworkTier(name="spine", devices=256, bandwidth_bytes_per_s=10e9, latency_s=1e-5)
     cluster = Cluster.parse("256xh100").model_copy(update={"network": (leaf, spine)})
     assert Rates.of(cluster).nic_bytes_per_s == 20e9

@@ -8,7 +8,7 @@ import pytest
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink, Tier
+from argosy.plan.hardware.clusters import Cluster, NetworkTier, NodeGroup, SiteLink
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
@@ -28,7 +28,9 @@ def run(preset: str = "llama-5m", batch: int = 8, seq_len: int = 64) -> RunConfi
 
 def nodes(rate: float, many: int = 2, each: int = 2) -> Cluster:
     """CPU nodes of `each` processes behind a link of `rate` Mbit/s each."""
-    network = Tier(name="network", devices=many * each, bandwidth_bytes_per_s=rate * MBIT_S / each, latency_s=1e-4)
+    network = NetworkTier(
+        name="network", devices=many * each, bandwidth_bytes_per_s=rate * MBIT_S / each, latency_s=1e-4
+    )
     group = NodeGroup(device=find_device("cpu"), nodes=many, devices_per_node=each)
     return Cluster(name="thin", groups=(group,), network=(network,))
 

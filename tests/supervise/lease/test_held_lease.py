@@ -9,7 +9,7 @@ import pytest
 
 from argosy.supervise.lease import held as module
 from argosy.supervise.lease.held import HeldLease
-from argosy.supervise.lease.lease import SAFE_S, TTL_S, Holder, LeaseLost, Unreachable
+from argosy.supervise.lease.lease import SAFE_S, TTL_S, Holder, LeaseLost, LeaseUnreachable
 
 
 class Backend:
@@ -71,7 +71,7 @@ def test_it_renews_and_stays_held(backend):
 
 def test_a_backend_that_is_silent_for_a_moment_is_asked_again(backend):
     lease = HeldLease(backend)
-    backend.raises = Unreachable("silent")
+    backend.raises = LeaseUnreachable("silent")
     wait_until(lambda: len(backend.calls) > 3)
     backend.raises = None
     time.sleep(0.6)
@@ -81,7 +81,7 @@ def test_a_backend_that_is_silent_for_a_moment_is_asked_again(backend):
 
 def test_one_that_cannot_renew_does_not_hold_it_any_more_and_says_why(backend):
     lease = HeldLease(backend)
-    backend.raises = Unreachable("no way to it")
+    backend.raises = LeaseUnreachable("no way to it")
     wait_until(lambda: not lease.is_held)
     assert lease.problem == "no way to it"
     with pytest.raises(LeaseLost, match="no way to it"):
@@ -103,12 +103,12 @@ def test_a_lease_that_another_has_taken_is_not_held_from_then_on(backend):
 
 def test_what_began_is_checked_once_the_backend_answers_again(backend):
     lease = HeldLease(backend)
-    backend.raises = Unreachable("silent")
+    backend.raises = LeaseUnreachable("silent")
 
     def answers(call: str) -> None:
         backend.calls.append(call)
         if backend.calls.count("check 3") < 3:
-            raise Unreachable("silent")
+            raise LeaseUnreachable("silent")
 
     backend._answer = answers
     lease.check(3)

@@ -24,7 +24,7 @@ from argosy.supervise.lease import kubernetes as kubernetes_module
 from argosy.supervise.lease import lease as lease_module
 from argosy.supervise.lease.backends import open_lease
 from argosy.supervise.lease.etcd import EtcdLease
-from argosy.supervise.lease.lease import Holder, Lease, LeaseLost, Unreachable
+from argosy.supervise.lease.lease import Holder, Lease, LeaseLost, LeaseUnreachable
 from etcd import WHERE_FROM, Etcd, etcd, is_installed
 from kubernetes_api import Api, kubernetes_api
 
@@ -147,9 +147,9 @@ def test_a_folder_that_is_gone_is_unreachable(tmp_path):
     assert a.acquire(A)
     (tmp_path / ".coordinators").rename(tmp_path / "elsewhere")
     (tmp_path / ".coordinators").write_text("")
-    with pytest.raises(Unreachable):
+    with pytest.raises(LeaseUnreachable):
         a.holder()
-    with pytest.raises(Unreachable):
+    with pytest.raises(LeaseUnreachable):
         a.renew()
 
 
@@ -167,7 +167,7 @@ def test_one_etcd_of_three_may_be_lost_and_two_may_not(tmp_path):
         assert _patiently(lambda: a.acquire(A))
         cluster.kill(1)
         for does in (a.renew, lambda: a.check(1), b.holder, lambda: b.acquire(B)):
-            with pytest.raises(Unreachable, match="etcd does not answer"):
+            with pytest.raises(LeaseUnreachable, match="etcd does not answer"):
                 does()
         cluster.start(0, 1)
         wait_until(lambda: _patiently(lambda: a.acquire(A) or b.acquire(B)))
@@ -176,7 +176,7 @@ def test_one_etcd_of_three_may_be_lost_and_two_may_not(tmp_path):
 def _renews(lease: Lease) -> bool:
     try:
         lease.renew()
-    except (Unreachable, LeaseLost):
+    except (LeaseUnreachable, LeaseLost):
         return False
     return True
 
@@ -187,7 +187,7 @@ def _patiently(does: Callable[[], object]) -> object:
     while True:
         try:
             return does()
-        except Unreachable:
+        except LeaseUnreachable:
             assert time.monotonic() < end
             time.sleep(0.2)
 
@@ -214,10 +214,10 @@ def test_etcd_over_tls_for_those_who_have_a_password(tmp_path, monkeypatch):
         _require_a_password(cluster.ports[0], certificate)
         monkeypatch.setenv(etcd_module.CA, str(certificate))
         monkeypatch.setattr(etcd_module, "TIMEOUT_S", 10.0)  # a password is made slow to check
-        with pytest.raises(Unreachable, match="user name is empty"):
+        with pytest.raises(LeaseUnreachable, match="user name is empty"):
             open_lease(cluster.url, tmp_path).holder()
         monkeypatch.setenv(etcd_module.USER, "root:wrong")
-        with pytest.raises(Unreachable, match="authentication failed"):
+        with pytest.raises(LeaseUnreachable, match="authentication failed"):
             open_lease(cluster.url, tmp_path).holder()
         monkeypatch.setenv(etcd_module.USER, "root")
         monkeypatch.setenv(etcd_module.PASSWORD, "hunter2")
@@ -228,7 +228,7 @@ def test_etcd_over_tls_for_those_who_have_a_password(tmp_path, monkeypatch):
         assert _patiently(lambda: open_lease(cluster.url, tmp_path).holder()) in (A, None)
         wait_until(lambda: _patiently(lambda: a.acquire(A)))
         monkeypatch.delenv(etcd_module.CA)
-        with pytest.raises(Unreachable, match="certificate"):
+        with pytest.raises(LeaseUnreachable, match="certificate"):
             open_lease(cluster.url, tmp_path).holder()
 
 
@@ -297,10 +297,10 @@ def test_a_lease_of_another_run_is_refused_while_it_is_held(api, tmp_path):
 
 
 def test_what_kubernetes_refuses_is_said(api, tmp_path):
-    with pytest.raises(Unreachable, match="404"):
+    with pytest.raises(LeaseUnreachable, match="404"):
         open_lease("kubernetes://nowhere/run", tmp_path).acquire(A)
     api.forbidden = True
-    with pytest.raises(Unreachable, match=r"403.*needs get, create and update of leases"):
+    with pytest.raises(LeaseUnreachable, match=r"403.*needs get, create and update of leases"):
         open_lease("kubernetes://training/run", tmp_path).holder()
 
 
@@ -309,7 +309,7 @@ def test_an_api_server_that_is_gone_is_unreachable(tmp_path, monkeypatch):
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
         a = open_lease("kubernetes://training/run", tmp_path)
         assert a.acquire(A)
-    with pytest.raises(Unreachable, match="does not answer"):
+    with pytest.raises(LeaseUnreachable, match="does not answer"):
         a.renew()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.sync.server.dealing import Dealing, Update, rate_of
+from argosy.sync.server.dealing import AppliedUpdate, Dealing, rate_of
 
 
 def test_one_worker_gets_the_items_in_order_and_is_never_stale():
@@ -15,7 +15,7 @@ def test_one_worker_gets_the_items_in_order_and_is_never_stale():
         lease = dealing.deal("A")
         assert lease is not None
         update = dealing.commit("A", lease.name)
-        assert update == Update(number, number, "A", number)
+        assert update == AppliedUpdate(number, number, "A", number)
         assert update.staleness == 0
     assert dealing.is_over
     assert dealing.deal("A") is None
@@ -43,7 +43,7 @@ def test_what_a_lost_worker_had_is_dealt_to_the_next():
     assert again.item == 0
     assert dealing.commit("A", first.name) is None
     assert dealing.commit("B", second.name) is None
-    assert dealing.commit("B", again.name) == Update(0, 0, "B", 0)
+    assert dealing.commit("B", again.name) == AppliedUpdate(0, 0, "B", 0)
 
 
 def test_a_commit_that_is_said_twice_counts_once():
@@ -69,7 +69,7 @@ def test_another_item_stands_in_for_one_that_is_skipped():
 
 
 def test_it_goes_on_after_the_updates_of_a_ledger():
-    updates = [Update(0, 1, "B", 0), Update(1, 0, "A", 0)]
+    updates = [AppliedUpdate(0, 1, "B", 0), AppliedUpdate(1, 0, "A", 0)]
     dealing = Dealing.after(updates, [2], steps=5, bound=3, epoch="x")
     lease = dealing.deal("A")
     assert lease is not None

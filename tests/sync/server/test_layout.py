@@ -10,7 +10,7 @@ import pytest
 from argosy.config.sites import SiteConfig
 from argosy.config.sync import SyncConfig
 from argosy.plan.plan import is_asynchronous
-from argosy.sync.server.layout import Layout, dealt_out, is_server
+from argosy.sync.server.layout import ServerLayout, dealt_out, is_server
 from tiny import run_config
 
 
@@ -32,21 +32,21 @@ def asynchronous(**sync):
 def test_runs_that_train_otherwise_have_another_identity():
     run = asynchronous(servers=("a:1",))
     same = run.model_copy(update={"site": "A", "sync": SyncConfig(servers=("b:2",), patience_s=3)})
-    assert Layout(run).identity == Layout(same).identity
+    assert ServerLayout(run).identity == ServerLayout(same).identity
     for other in (
         run.model_copy(update={"seed": 1}),
         run.model_copy(update={"sync": SyncConfig(servers=("a:1",), wire="int8")}),
         run.model_copy(update={"sync": SyncConfig(servers=("a:1",), local_steps=2)}),
         run.model_copy(update={"optimizer": run.optimizer.model_copy(update={"lr": 0.5})}),
     ):
-        assert Layout(other).identity != Layout(run).identity
-    assert Layout(asynchronous(shards=2)).model != Layout(asynchronous(shards=1)).model
+        assert ServerLayout(other).identity != ServerLayout(run).identity
+    assert ServerLayout(asynchronous(shards=2)).model != ServerLayout(asynchronous(shards=1)).model
 
 
 def test_the_parts_of_a_run_are_told_apart():
     run = asynchronous(servers=("localhost:7100", "oslo.example:7101"))
-    assert Layout(run).servers == 2
-    assert Layout(run).addresses[0] == ("localhost", 7100)
+    assert ServerLayout(run).servers == 2
+    assert ServerLayout(run).addresses[0] == ("localhost", 7100)
     assert is_asynchronous(run.plan)
     assert not is_server(run)
     assert is_server(run.model_copy(update={"site": "server-2"}))

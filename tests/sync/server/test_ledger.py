@@ -6,21 +6,21 @@ import json
 
 import pytest
 
-from argosy.sync.server.dealing import Update
-from argosy.sync.server.ledger import Ledger
+from argosy.sync.server.dealing import AppliedUpdate
+from argosy.sync.server.ledger import UpdateLedger
 
 
 def test_it_is_read_as_it_was_written_and_turned_back(tmp_path):
-    ledger = Ledger(tmp_path)
+    ledger = UpdateLedger(tmp_path)
     ledger.turn_back(0)
-    updates = [Update(0, 0, "A", 0), Update(1, 2, "B", 0), Update(2, 3, "A", 1)]
+    updates = [AppliedUpdate(0, 0, "A", 0), AppliedUpdate(1, 2, "B", 0), AppliedUpdate(2, 3, "A", 1)]
     ledger.add(updates[0], 8, loss=3.0)
     ledger.skip(1, "B", "loss nan")
     for update in updates[1:]:
         ledger.add(update, 8)
     ledger.sync()
 
-    again = Ledger(tmp_path)
+    again = UpdateLedger(tmp_path)
     assert again.turn_back(2) == 1
     assert again.updates == updates[:2]
     assert again.skipped == [(1, 1)]
@@ -31,9 +31,9 @@ def test_it_is_read_as_it_was_written_and_turned_back(tmp_path):
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
-    ledger = Ledger(tmp_path)
+    ledger = UpdateLedger(tmp_path)
     ledger.turn_back(0)
-    ledger.add(Update(0, 0, "A", 0), 8)
+    ledger.add(AppliedUpdate(0, 0, "A", 0), 8)
     with ledger.path.open("ab") as file:
         file.write(b'{"update": 1, "item')
     ledger.turn_back(1)
@@ -41,8 +41,8 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
 
 
 def test_a_ledger_that_lacks_updates_of_a_checkpoint_is_refused(tmp_path):
-    ledger = Ledger(tmp_path)
+    ledger = UpdateLedger(tmp_path)
     ledger.turn_back(0)
-    ledger.add(Update(0, 0, "A", 0), 8)
+    ledger.add(AppliedUpdate(0, 0, "A", 0), 8)
     with pytest.raises(ValueError, match="first 2 updates"):
         ledger.turn_back(2)

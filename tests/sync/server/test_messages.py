@@ -12,9 +12,9 @@ from argosy.sync.server.messages import HEAD_BYTES, PIECE_BYTES, packed, unpacke
 
 
 def test_a_message_comes_back_with_its_bytes():
-    said = say.Put(lease="a-1", at=3)
+    said = say.PushPiece(lease="a-1", at=3)
     assert unpacked([bytes(frame) for frame in packed(said, b"numbers")]) == (said, b"numbers")
-    assert unpacked(packed(say.Work(ask=1))) == (say.Work(ask=1), b"")
+    assert unpacked(packed(say.AskForWork(ask=1))) == (say.AskForWork(ask=1), b"")
 
 
 @pytest.mark.parametrize(

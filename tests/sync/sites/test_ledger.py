@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from argosy.data.order import Samples
 from argosy.sync.sites.deal import RESERVE, Shares, SiteOrder, merged
-from argosy.sync.sites.ledger import Delivery, Ledger, Line, dealt_in, next_line, weights_of
+from argosy.sync.sites.ledger import Contribution, Line, RoundLedger, dealt_in, next_line, weights_of
 from dealt_samples import assert_each_sample_once
 
 SHARES = Shares(("A", "B", "C"), (4, 3, 1), round_steps=5)
@@ -21,7 +21,7 @@ AHEAD = replace(SHARES, ahead=2, from_step=3)
 
 def line_after(lines: list[Line], delivered: set[str], connected: set[str], shares: Shares = SHARES) -> Line:
     present = set(dealt_in(shares, lines, len(lines))) & delivered
-    deliveries = {name: Delivery(shares.batch(name) * shares.steps_of(len(lines)), []) for name in present}
+    deliveries = {name: Contribution(shares.batch(name) * shares.steps_of(len(lines)), []) for name in present}
     return next_line(shares, lines, "A", deliveries, connected, 1, [1], {})
 
 
@@ -71,17 +71,17 @@ def test_samples_of_a_site_that_was_lost_come_first_in_the_next_round() -> None:
 
 
 def test_a_ledger_is_read_as_it_was_written_and_a_line_cut_off_does_not_count(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    ledger = RoundLedger(tmp_path)
     for delivered in ("ABC", "AB", "AB"):
         ledger.append(line_after(ledger.lines, set(delivered), set("ABC")))
-    assert Ledger(tmp_path).lines == ledger.lines
+    assert RoundLedger(tmp_path).lines == ledger.lines
     with ledger.path.open("ab") as file:
         file.write(b'{"round":3,')
-    again = Ledger(tmp_path)
+    again = RoundLedger(tmp_path)
     assert again.lines == ledger.lines
     again.append(line_after(ledger.lines, set("ABC"), set("ABC")))
     ledger.refresh()
-    assert len(ledger.lines) == len(Ledger(tmp_path).lines) == 4
+    assert len(ledger.lines) == len(RoundLedger(tmp_path).lines) == 4
     chains = [line.chain for line in ledger.lines]
     assert [line.chained(before) for line, before in zip(ledger.lines, ["", *chains], strict=False)] == chains
 

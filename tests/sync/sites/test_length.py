@@ -11,7 +11,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Delivery, Ledger, next_line
+from argosy.sync.sites.ledger import Contribution, RoundLedger, next_line
 from argosy.sync.sites.length import check_length
 from one_site import run_of
 
@@ -26,10 +26,10 @@ def made(folder: Path, sync: dict[str, Any], steps: int, rounds: int) -> RunConf
     """The run of so many steps of a site whose folder this is, with so many rounds in its ledger."""
     run = of_length(run_of(Path("/corpus"), sync), steps)
     save_run(run, folder / "run.toml")
-    sites, ledger = Sites.of(run, folder), Ledger(folder)
+    sites, ledger = Sites.of(run, folder), RoundLedger(folder)
     sites.folder.mkdir()
     for _ in range(rounds):
-        delivered = {name: Delivery(64, []) for name in sites.names}
+        delivered = {name: Contribution(64, []) for name in sites.names}
         ledger.append(next_line(sites.shares, ledger.lines, "A", delivered, sites.names, 1, [1], {}))
     return run
 
@@ -132,7 +132,7 @@ def test_a_round_that_is_begun_is_not_cut_short(tmp_path: Path) -> None:
 
 def test_a_damaged_line_is_of_a_round_that_was_made(tmp_path: Path) -> None:
     run = made(tmp_path, {"every_steps": 4}, 16, 1)
-    path = Ledger(tmp_path).path
+    path = RoundLedger(tmp_path).path
     path.write_bytes(path.read_bytes().replace(b'"round"', b'"sound"'))
     with pytest.raises(UserError, match="has made round 0"):
         check_length(tmp_path, with_keys(run, "sync", every_steps=2), 4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.sync.sites.ledger import Ledger
+from argosy.sync.sites.ledger import RoundLedger
 from dealt_samples import assert_each_sample_once
 from simulated_sites import Country, Site
 
@@ -30,7 +30,7 @@ def begun(country: Callable[..., Country], rounds: int = 8, **keys: object) -> C
 
 
 def lines_of(site: Site) -> list[str]:
-    return [line.chain for line in Ledger(site.run_dir).lines]
+    return [line.chain for line in RoundLedger(site.run_dir).lines]
 
 
 @pytest.mark.parametrize("lines", [(0,), (3,), (-1,), (2, 5), (4, -1)], ids=str)
@@ -58,7 +58,7 @@ def test_what_the_exchange_has_read_before_needs_no_other_site(country: Callable
     site = run.sites["A"]
     before = lines_of(site)
     flip(site.ledger.path, 3)
-    site.run_dir_ledger = Ledger(site.run_dir)  # the ranks begin anew, and the exchange does not
+    site.run_dir_ledger = RoundLedger(site.run_dir)  # the ranks begin anew, and the exchange does not
     run.until(lambda: not site.ledger.damage, 5)
     assert lines_of(site) == before
     run.cut.clear()
@@ -104,6 +104,6 @@ def test_every_bit_of_a_ledger_counts(country: Callable[..., Country]) -> None:
     for at in range(len(whole.splitlines()[0]) + 1):
         if not measured[0] + 8 < at < measured[1]:
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 7]) + whole[at + 1 :])
-            damaged = Ledger(path.parent)
+            damaged = RoundLedger(path.parent)
             assert damaged.damage and damaged.lines == [] and "line 1 of" in damaged.damage, whole[at:][:20]
     assert there

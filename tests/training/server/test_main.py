@@ -19,7 +19,7 @@ from argosy.observe.events import read_lines
 from argosy.processes.secret import secret_of
 from argosy.sync.server import messages as say
 from argosy.sync.server.keys import KeyPair, settle, zeromq
-from argosy.sync.server.layout import Layout
+from argosy.sync.server.layout import ServerLayout
 from argosy.sync.server.messages import packed, unpacked
 from argosy.training.server import main
 from parameter_servers import asynchronous, serving, work
@@ -37,7 +37,7 @@ def worker(run: RunConfig, run_dir: Path, number: int) -> Iterator[Any]:
     keys = KeyPair.of(secret, "worker")
     socket.curve_serverkey = KeyPair.of(secret, "server").public
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-    host, port = Layout(run).addresses[number]
+    host, port = ServerLayout(run).addresses[number]
     socket.connect(f"tcp://{host}:{port}")
     try:
         yield socket
@@ -47,7 +47,7 @@ def worker(run: RunConfig, run_dir: Path, number: int) -> Iterator[Any]:
 
 
 def hello(run: RunConfig) -> say.Hello:
-    layout = Layout(run)
+    layout = ServerLayout(run)
     return say.Hello(version=say.VERSION, site="B", session="s", model=layout.model, run=layout.identity)
 
 
@@ -57,7 +57,7 @@ def answer(socket: Any) -> say.Message:
 
 
 ORDERS = [
-    say.Begin(epoch="e", version=0), say.Begin(epoch="e", version=10**6), say.Look(epoch="e", version=3),
+    say.Begin(epoch="e", version=0), say.Begin(epoch="e", version=10**6), say.CheckServer(epoch="e", version=3),
     say.Apply(epoch="e", update=0, lease="l", rate=1.0, save=True), say.Finish(),
 ]  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_a_worker_tells_no_server_what_only_the_first_one_may(corpus: Path, tmp_
             with worker(run, tmp_path, number) as socket:
                 for order in ORDERS:
                     socket.send_multipart(packed(order))
-                    assert isinstance(answer(socket), say.Stranger)
+                    assert isinstance(answer(socket), say.HelloNeeded)
                     socket.send_multipart(packed(hello(run)))
                     assert isinstance(answer(socket), say.Welcome)
                     socket.send_multipart(packed(order))
@@ -80,10 +80,11 @@ def test_a_worker_tells_no_server_what_only_the_first_one_may(corpus: Path, tmp_
     assert [event["event"] for event in events].count("servers_begin") == 1
 
 
-def said_by_a_worker(run: RunConfig) -> list[say.Said]:
+def said_by_a_worker(run: RunConfig) -> list[say.ServerMessage]:
     return [
-        hello(run), say.Ping(), say.Work(ask=1), say.Pull(ask=2, epoch="e", version=0), say.Put(lease="l", at=0),
-        say.Commit(ask=3, lease="l", losses=[1.0], norms=[1.0]), say.Bad(ask=4, lease="l", why="w"),
+        hello(run), say.Ping(), say.AskForWork(ask=1), say.PullWeights(ask=2, epoch="e", version=0),
+        say.PushPiece(lease="l", at=0),
+        say.Commit(ask=3, lease="l", losses=[1.0], norms=[1.0]), say.BadGradient(ask=4, lease="l", why="w"),
         say.Scored(version=2, loss=1.0, bits_per_byte=1.0), *ORDERS,
     ]  # fmt: skip
 

@@ -32,7 +32,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Request:
+class WorkersRequest:
     """What is to be run, and what each worker asks for."""
 
     name: str
@@ -55,10 +55,10 @@ class Request:
     """Options of the cluster's own, passed through."""
 
 
-class Executor(Protocol):
+class CrewExecutor(Protocol):
     """Starts workers. Each method raises UserError if the cluster is not there or refuses."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: WorkersRequest) -> None:
         """Start nothing yet. Raises: UserError if the request asks for what this executor has not."""
 
     def start(self, count: int) -> Sequence[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from argosy.data.executors.executor import WORKER, Request, WorkerState
+from argosy.data.executors.executor import WORKER, WorkersRequest, WorkerState
 from argosy.errors import UserError
 from argosy.processes.child import Child
 
@@ -12,7 +12,7 @@ from argosy.processes.child import Child
 class LocalExecutor:
     """Processes of this machine. What they print goes where their parent's errors go."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: WorkersRequest) -> None:
         asked = {"--time": request.time, "--account": request.account, "--partition": request.partition,
                  "--address": request.address, "--extra": request.extra}  # fmt: skip
         if given := [option for option, value in asked.items() if value]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from argosy.data.executors.executor import WORKER, Request, WorkerState
+from argosy.data.executors.executor import WORKER, WorkersRequest, WorkerState
 from argosy.errors import UserError
 from argosy.processes.ray_cluster import connect
 from argosy.processes.ray_process import THREADS, OwnedProcess
@@ -28,7 +28,7 @@ class RayExecutor:
     They end with this process.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: WorkersRequest) -> None:
         asked = {"--time": request.time, "--account": request.account, "--partition": request.partition,
                  "--extra": request.extra}  # fmt: skip
         if given := [option for option, value in asked.items() if value]:

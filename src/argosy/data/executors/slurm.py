@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from argosy.data.executors.executor import WORKER, Request, WorkerState
+from argosy.data.executors.executor import WORKER, WorkersRequest, WorkerState
 from argosy.errors import UserError
 from argosy.processes.slurm import GONE, ask, directives, find, in_words, listed, meaning, output
 
@@ -14,7 +14,7 @@ from argosy.processes.slurm import GONE, ask, directives, find, in_words, listed
 class SlurmExecutor:
     """Array jobs of the cluster whose sbatch is at hand."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: WorkersRequest) -> None:
         if request.address:
             raise UserError("--on slurm: --address has no effect there. Leave it out.")
         find("sbatch")

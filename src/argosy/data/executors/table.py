@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
 
-from argosy.data.executors.executor import Executor
+from argosy.data.executors.executor import CrewExecutor
 
 ExecutorName = Literal["local", "slurm", "ray"]
 EXECUTORS: dict[ExecutorName, tuple[str, str]] = {
@@ -30,8 +30,8 @@ class Machines:
     extra: tuple[str, ...] = ()
 
 
-def executor_class(name: ExecutorName) -> type[Executor]:
+def executor_class(name: ExecutorName) -> type[CrewExecutor]:
     """Import an executor. Raises: UserError if its package is missing."""
     module, kind = EXECUTORS[name]
-    found: type[Executor] = getattr(import_module(module), kind)
+    found: type[CrewExecutor] = getattr(import_module(module), kind)
     return found

@@ -20,7 +20,7 @@ from argosy.data.order import Samples
 from argosy.data.stores.cache import Cache, Reader
 from argosy.data.stores.folder import PAUSES_S, StoreFolder
 from argosy.data.stores.source import FETCHES, StoreSource
-from argosy.data.stores.store import Unreachable
+from argosy.data.stores.store import StoreUnreachable
 from argosy.data.stream import TokenSource
 from argosy.errors import ArgosyError
 
@@ -212,7 +212,7 @@ class Ahead:
                     if not folder.fetch(shard, *span, due).had_room:
                         self._no_room.set()
                     return
-                except Unreachable as problem:
+                except StoreUnreachable as problem:
                     folder.away(problem)
                     self._closed.wait(next(pauses, PAUSES_S[-1]))
         except ArgosyError:

@@ -236,7 +236,7 @@ class Cache:
             keys += [block_key(shard, int(name)) for name in names]
         dues = np.full(len(keys), NEVER, np.uint32)
         keep_until = np.zeros(len(keys), bool)
-        for plan in map(Plan.read, self._live()):
+        for plan in map(FetchPlan.read, self._live()):
             found = plan.due(np.array(keys, np.uint64))
             keep_until |= found <= plan.pinned
             dues = np.minimum(dues, found)
@@ -251,7 +251,7 @@ class Cache:
         return removed
 
 
-class Plan:
+class FetchPlan:
     """What a reader will need: keys of blocks, ascending, and in how many steps each is needed first."""
 
     def __init__(self, keys: U64, dues: U32, pinned: int):
@@ -265,7 +265,7 @@ class Plan:
         return np.where(self._keys[places] == keys, self._dues[places], np.uint32(NEVER))
 
     @classmethod
-    def read(cls, path: Path) -> Plan:
+    def read(cls, path: Path) -> FetchPlan:
         """Read what `Reader.write` wrote; an empty plan if it is not there yet."""
         try:
             rows = np.fromfile(path, PLAN_ROW)

@@ -23,7 +23,7 @@ from argosy.data.checksum import BLOCK_BYTES, BlockChecksums, read_checksums
 from argosy.data.manifest import MOST_BYTES, TOKENIZER, Manifest, Shard
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.stores.cache import Cache
-from argosy.data.stores.store import Store, Unreachable
+from argosy.data.stores.store import Store, StoreUnreachable
 from argosy.errors import ArgosyError, ArgosyWarning, DataError, Retryable, UserError
 
 ATTEMPTS = 3
@@ -81,7 +81,7 @@ class StoreFolder:
                 if is_new and check_shards:
                     self._check_sizes(manifest)
                 return manifest
-            except Unreachable as problem:
+            except StoreUnreachable as problem:
                 if time.monotonic() - began_s + pause_s < OPEN_S:
                     time.sleep(pause_s)
                     continue
@@ -275,7 +275,7 @@ class StoreFolder:
         for pause_s in _pauses():
             try:
                 return ask()
-            except (Unreachable, UserError) as problem:  # a permission that was taken away may come back
+            except (StoreUnreachable, UserError) as problem:  # a permission that was taken away may come back
                 self.away(problem)
                 if (away_s := time.monotonic() - began_s) + pause_s > self.cache.timeout_s:
                     raise Retryable(

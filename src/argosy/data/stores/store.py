@@ -31,7 +31,7 @@ _ATTEMPTS = re.compile(r" in [0-9.]+[mµn]?s(, after \d+ retries, max_retries: \
 _WRONG_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthFailure")
 
 
-class Unreachable(Exception):
+class StoreUnreachable(Exception):
     """The store does not answer, or answers that it cannot now: the same request may succeed later."""
 
 
@@ -128,7 +128,7 @@ class Store:
             self._store.put(name, content)
         except Exception as problem:
             self._raise_unless_absent(problem)
-            raise Unreachable(words(problem)) from None
+            raise StoreUnreachable(words(problem)) from None
 
     def sizes(self) -> dict[str, int] | None:
         """Return the objects of the folder and their lengths; None if the store keeps no list (http)."""
@@ -170,7 +170,7 @@ class Store:
             ) from None
         if isinstance(problem, exceptions.NotFoundError | FileNotFoundError):
             return
-        raise Unreachable(words(problem)) from None
+        raise StoreUnreachable(words(problem)) from None
 
 
 def _beginning(found: Any, most_bytes: int) -> bytes:

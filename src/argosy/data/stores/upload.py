@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.manifest import TOKENIZER, Manifest
-from argosy.data.stores.store import Store, Unreachable
+from argosy.data.stores.store import Store, StoreUnreachable
 from argosy.errors import RunFailed, UserError
 
 AT_ONCE = 4
@@ -72,7 +72,7 @@ def _patiently(store: Store, ask: Callable[[], Answer]) -> Answer:
     for attempt in range(ATTEMPTS):
         try:
             return ask()
-        except Unreachable as away:
+        except StoreUnreachable as away:
             problem = away
             time.sleep(PAUSE_S if attempt + 1 < ATTEMPTS else 0)
     raise RunFailed(

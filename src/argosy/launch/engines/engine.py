@@ -14,11 +14,11 @@ from argosy.config.launch_options import EngineOptions
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.launch.engines.followed import follow as followed
-from argosy.launch.engines.job import FOLDER, Job, JobState
+from argosy.launch.engines.job import FOLDER, JobState, LaunchedJob
 
 
 @dataclass(frozen=True)
-class Request(EngineOptions):
+class LaunchRequest(EngineOptions):
     """A run that is to be launched, and what it asks for."""
 
     run: RunConfig
@@ -74,7 +74,7 @@ class Engine(ABC):
     needs_seal: ClassVar[bool] = False
     """True if a job's record says where programs go, or what they do there: it must have this user's seal."""
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Raises: UserError for options that have no meaning there."""
         others = [f"--{name.replace('_', '-')}" for name in request.given if name not in self.takes]
         if others:
@@ -84,22 +84,22 @@ class Engine(ABC):
             )
 
     @abstractmethod
-    def check_job(self, job: Job) -> None:
+    def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for a record that this engine cannot have written; no other is asked about or stopped."""
 
     @abstractmethod
-    def script(self, request: Request) -> str:
+    def script(self, request: LaunchRequest) -> str:
         """Return what would be submitted."""
 
     @abstractmethod
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: LaunchRequest) -> LaunchedJob:
         """Launch it. The request has passed `check`, and its `folder` is there."""
 
     @abstractmethod
-    def state(self, job: Job) -> tuple[JobState, str]:
+    def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return what the engine knows of a job, and a few words on it. Raises: UserError if it gives no answer."""
 
-    def known(self, job: Job) -> tuple[JobState, str]:
+    def known(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return `state`; unknown, and why, if the engine gives no answer."""
         try:
             return self.state(job)
@@ -107,23 +107,23 @@ class Engine(ABC):
             return "unknown", str(problem)
 
     @abstractmethod
-    def stop(self, job: Job) -> None:
+    def stop(self, job: LaunchedJob) -> None:
         """Have it save its state and end."""
 
-    def step(self, job: Job) -> int | None:
+    def step(self, job: LaunchedJob) -> int | None:
         """Return the steps that a run has made whose folder cannot be seen from here; None if that is not known."""
         return None
 
-    def files(self, job: Job) -> dict[str, Path]:
+    def files(self, job: LaunchedJob) -> dict[str, Path]:
         """Return the files that the job prints to, by what their lines are marked with if there are several."""
         return {"": Path(job.log)}
 
-    def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
+    def logs(self, job: LaunchedJob, follow: bool) -> Iterator[bytes]:
         """Yield what the job prints, in pieces; follow: until it has ended."""
         yield from followed(self.files(job), lambda: not follow or self.known(job)[0] == "ended")
 
 
-def check_nodes(request: Request) -> None:
+def check_nodes(request: LaunchRequest) -> None:
     """Raises: UserError if the run needs more nodes than are asked for."""
     needed, asked = request.run.launch.nodes, request.nodes
     if needed > asked:

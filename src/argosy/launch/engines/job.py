@@ -33,7 +33,7 @@ JobState = Literal["waiting", "running", "ended", "unknown"]
 """unknown: the engine cannot be asked now, or must not be; nothing may be submitted in the job's place."""
 
 
-class Job(BaseModel):
+class LaunchedJob(BaseModel):
     """What was launched, as it stands in the run's folder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -72,7 +72,7 @@ class Job(BaseModel):
             file.write(self.model_copy(update={"seal": seal}).model_dump_json(indent=1).encode() + b"\n")
 
     @classmethod
-    def load(cls, run_dir: Path) -> Job | None:
+    def load(cls, run_dir: Path) -> LaunchedJob | None:
         """Return the last one that was launched in a run's folder; None if none was.
 
         What it prints to is looked for in this folder only. Raises: UserError.

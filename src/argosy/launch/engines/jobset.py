@@ -17,7 +17,7 @@ from typing import Any
 from argosy.config.address import LeaseUrl
 from argosy.config.dump import dump
 from argosy.errors import DataError, Poisoned, RunFailed, StorageError, UserError
-from argosy.launch.engines.engine import Request
+from argosy.launch.engines.engine import LaunchRequest
 from argosy.processes.secret import VALUE
 
 Object = dict[str, Any]
@@ -42,7 +42,7 @@ WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 
 
 @dataclass(frozen=True)
-class Place:
+class ClusterPlace:
     """Where a run's objects are, and its folders in the pods."""
 
     name: str
@@ -53,7 +53,7 @@ class Place:
     run_dir: PurePosixPath
 
 
-def access(place: Place) -> list[Object]:
+def access(place: ClusterPlace) -> list[Object]:
     """Return the service account of the pods, and its right to hold the lease."""
     rule = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]}
     subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": place.namespace}
@@ -69,7 +69,7 @@ def access(place: Place) -> list[Object]:
     ]
 
 
-def lease_of(request: Request, place: Place) -> str:
+def lease_of(request: LaunchRequest, place: ClusterPlace) -> str:
     """Return the run's lease; empty if it has one node, or launch.coordinator."""
     launch = request.run.launch
     if launch.lease or launch.coordinator or request.nodes == 1:
@@ -82,7 +82,7 @@ def needs_access(lease: str) -> bool:
     return bool(lease) and LeaseUrl.parse(lease).kind == "kubernetes"
 
 
-def belongings(request: Request, place: Place, secret: str, owner: str) -> list[Object]:
+def belongings(request: LaunchRequest, place: ClusterPlace, secret: str, owner: str) -> list[Object]:
     """Return the run's secret and its run file. owner: the JobSet's uid; they are deleted with it; empty: of none."""
     owned: Object = {}
     if owner:
@@ -96,7 +96,7 @@ def belongings(request: Request, place: Place, secret: str, owner: str) -> list[
     ]
 
 
-def jobset(request: Request, place: Place) -> Object:
+def jobset(request: LaunchRequest, place: ClusterPlace) -> Object:
     """Return the JobSet. Raises: UserError for an --extra that is no JSON object."""
     job = {
         "completionMode": "Indexed",
@@ -122,7 +122,7 @@ def jobset(request: Request, place: Place) -> Object:
     return {**_manifest(JOBSET, "JobSet", place.name, place), "spec": spec}
 
 
-def _pod(request: Request, place: Place) -> Object:
+def _pod(request: LaunchRequest, place: ClusterPlace) -> Object:
     """Return the specification of a pod, with the lines of --extra merged into it (RFC 7396)."""
     pod: Object = {
         "restartPolicy": "Never",
@@ -152,7 +152,7 @@ def _pod(request: Request, place: Place) -> Object:
     return pod
 
 
-def _container(request: Request, place: Place) -> Object:
+def _container(request: LaunchRequest, place: ClusterPlace) -> Object:
     launch = request.run.launch
     train = ["python3", "-m", "argosy", "train", f"{RUN_FOLDER}/{RUN_FILE}", "--run-dir", str(place.run_dir)]
     if request.nodes > 1:
@@ -185,12 +185,12 @@ def _container(request: Request, place: Place) -> Object:
     }
 
 
-def _one_a_node(place: Place) -> Object:
+def _one_a_node(place: ClusterPlace) -> Object:
     term = {"labelSelector": {"matchLabels": {JOBSET_LABEL: place.name}}, "topologyKey": "kubernetes.io/hostname"}
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
-def _manifest(version: str, kind: str, name: str, place: Place, **metadata: Any) -> Object:
+def _manifest(version: str, kind: str, name: str, place: ClusterPlace, **metadata: Any) -> Object:
     labels = {"app.kubernetes.io/managed-by": "argosy"}
     return {
         "apiVersion": version,

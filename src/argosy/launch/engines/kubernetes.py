@@ -19,13 +19,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Request, check_nodes
+from argosy.launch.engines.engine import Engine, LaunchRequest, check_nodes
 from argosy.launch.engines.followed import LOOK_S, PIECE_BYTES
-from argosy.launch.engines.job import Job, JobState
+from argosy.launch.engines.job import JobState, LaunchedJob
 from argosy.launch.engines.jobset import (
     JOBSET_LABEL,
+    ClusterPlace,
     Object,
-    Place,
     access,
     belongings,
     in_yaml,
@@ -54,7 +54,7 @@ class Kubernetes(Engine):
         ("nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "namespace", "volume", "image", "extra")
     )
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Raises: UserError if the image or the volume is missing."""
         super().check(request)
         if not request.image:
@@ -69,18 +69,18 @@ class Kubernetes(Engine):
             )
         check_nodes(request)
 
-    def check_job(self, job: Job) -> None:
+    def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what cannot be the name of an object, or of a namespace."""
         job.check(id=(job.id, NAME), namespace=(job.place.get("namespace"), NAME))
 
-    def script(self, request: Request) -> str:
+    def script(self, request: LaunchRequest) -> str:
         """Return the objects in YAML, as `kubectl create -f -` takes them."""
         namespace = request.namespace or (_own_namespace() if shutil.which("kubectl") else "default")
         place = _place(request, namespace, "00000")
         made = access(place) if needs_access(lease_of(request, place)) else []
         return in_yaml([*made, *belongings(request, place, MADE_AT_LAUNCH, ""), jobset(request, place)])
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: LaunchRequest) -> LaunchedJob:
         """Make the objects; none is left if one is refused."""
         place = _place(request, request.namespace or _own_namespace(), secrets.token_hex(3)[:5])
         made = jobset(request, place)
@@ -96,7 +96,7 @@ class Kubernetes(Engine):
         except UserError:
             _ask("delete", "jobset", place.name, f"--namespace={place.namespace}", "--wait=false", may_fail=True)
             raise
-        return Job(
+        return LaunchedJob(
             engine=self.name,
             id=place.name,
             submitted_s=round(time.time(), 3),
@@ -104,7 +104,7 @@ class Kubernetes(Engine):
             place={"namespace": place.namespace, "run_dir": str(place.run_dir)},
         )
 
-    def state(self, job: Job) -> tuple[JobState, str]:
+    def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return what the JobSet's conditions and its pods say."""
         text = _ask("get", "jobset", job.id, *_where(job), "-o", "json", "--ignore-not-found")
         if not text:
@@ -121,17 +121,17 @@ class Kubernetes(Engine):
         words = f"{running} of {job.nodes} pods" + (f"; {reasons[0]}" if reasons else "")
         return ("running" if running else "waiting"), words
 
-    def stop(self, job: Job) -> None:
+    def stop(self, job: LaunchedJob) -> None:
         """Delete the JobSet: its pods are sent SIGTERM, and have the time to save."""
         _ask("delete", "jobset", job.id, *_where(job), "--cascade=foreground", "--wait=false", "--ignore-not-found")
 
-    def step(self, job: Job) -> int | None:
+    def step(self, job: LaunchedJob) -> int | None:
         """Return the last step that the pods have printed."""
         printed = _ask("logs", *_where(job), *_selected(job), f"--tail={TAIL_LINES}", may_fail=True)
         steps = [int(number) for number in STEP.findall(printed.encode())]
         return max(steps, default=None)
 
-    def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
+    def logs(self, job: LaunchedJob, follow: bool) -> Iterator[bytes]:
         """Yield what the pods print, each line with its pod's name; also that of pods that come later."""
         words = ["kubectl", "logs", *_where(job), *_selected(job), "--prefix", f"--max-log-requests={job.nodes + 8}"]
         since = ["--tail=-1"]
@@ -148,7 +148,7 @@ class Kubernetes(Engine):
             time.sleep(LOOK_S)
 
 
-def _place(request: Request, namespace: str, mark: str) -> Place:
+def _place(request: LaunchRequest, namespace: str, mark: str) -> ClusterPlace:
     slug = re.sub(r"[^a-z0-9]+", "-", request.name.lower()).strip("-")[:NAME_CHARS].strip("-") or "run"
     slug = slug if slug[0].isalpha() else f"r-{slug}"
     claim, _, path = request.volume.partition(":")
@@ -163,10 +163,10 @@ def _place(request: Request, namespace: str, mark: str) -> Place:
                 "one in this folder, which has the same path in the volume."
             )
         own = mount / own.relative_to(request.work_dir)
-    return Place(f"{slug}-{mark}", namespace, claim, mount, own)
+    return ClusterPlace(f"{slug}-{mark}", namespace, claim, mount, own)
 
 
-def _check_claim(request: Request, place: Place) -> None:
+def _check_claim(request: LaunchRequest, place: ClusterPlace) -> None:
     """Raises: UserError if the volume is not there, or several nodes cannot write to it."""
     found = json.loads(_ask("get", "pvc", place.claim, f"--namespace={place.namespace}", "-o", "json"))
     modes = found.get("spec", {}).get("accessModes", [])
@@ -177,7 +177,7 @@ def _check_claim(request: Request, place: Place) -> None:
         )
 
 
-def _allow(place: Place) -> None:
+def _allow(place: ClusterPlace) -> None:
     """Make the service account of the pods and its rights, where they are not there yet."""
     for made in access(place):
         try:
@@ -206,11 +206,11 @@ def _own_namespace() -> str:
     return _ask("config", "view", "--minify", "-o", "jsonpath={..namespace}", may_fail=True) or "default"
 
 
-def _where(job: Job) -> list[str]:
+def _where(job: LaunchedJob) -> list[str]:
     return [f"--namespace={job.place['namespace']}"]
 
 
-def _selected(job: Job) -> list[str]:
+def _selected(job: LaunchedJob) -> list[str]:
     return [f"--selector={JOBSET_LABEL}={job.id}"]
 
 

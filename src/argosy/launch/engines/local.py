@@ -15,8 +15,8 @@ from pathlib import Path
 
 from argosy.errors import UserError
 from argosy.files import boot_id
-from argosy.launch.engines.engine import Engine, Request
-from argosy.launch.engines.job import Job, JobState
+from argosy.launch.engines.engine import Engine, LaunchRequest
+from argosy.launch.engines.job import JobState, LaunchedJob
 
 PROCESSES = Path("/proc")
 PROCESS = re.compile(r"[1-9][0-9]{0,9}@[0-9]{0,20}")
@@ -31,11 +31,11 @@ class Local(Engine):
     name = "local"
     takes = frozenset()
 
-    def script(self, request: Request) -> str:
+    def script(self, request: LaunchRequest) -> str:
         """Return the command."""
         return f"cd {shlex.quote(str(request.work_dir))} && exec {request.command}\n"
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: LaunchRequest) -> LaunchedJob:
         """Start the command, with what it prints in a file."""
         log = request.folder / "local.out"
         with log.open("ab") as out:
@@ -45,17 +45,17 @@ class Local(Engine):
             )  # fmt: skip
         return job_of(process.pid, log)
 
-    def check_job(self, job: Job) -> None:
+    def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no process, or no time at which one started."""
         job.check(id=(job.id, PROCESS))
 
-    def state(self, job: Job) -> tuple[JobState, str]:
+    def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return whether the process is still there that trains this run; a number may be another's by now."""
         if host := _other_host(job):
             return "unknown", f"its process is on {host}; `argosy runs` there knows of it"
         return ("running", f"process {_pid(job)}") if _is_there(job) else ("ended", "")
 
-    def stop(self, job: Job) -> None:
+    def stop(self, job: LaunchedJob) -> None:
         """Send it SIGTERM. Raises: UserError if it is on another machine."""
         if host := _other_host(job):
             raise UserError(f"its process is on {host}, and this is {socket.gethostname()}. Give the command there.")
@@ -64,9 +64,9 @@ class Local(Engine):
                 os.kill(_pid(job), signal.SIGTERM)
 
 
-def job_of(pid: int, log: Path) -> Job:
+def job_of(pid: int, log: Path) -> LaunchedJob:
     """Return the job of a process that runs here and prints to a file in its run's folder for launches."""
-    return Job(
+    return LaunchedJob(
         engine=Local.name,
         id=f"{pid}@{_started(pid)}",
         submitted_s=round(time.time(), 3),
@@ -76,11 +76,11 @@ def job_of(pid: int, log: Path) -> Job:
     )
 
 
-def _pid(job: Job) -> int:
+def _pid(job: LaunchedJob) -> int:
     return int(job.id.partition("@")[0])
 
 
-def _other_host(job: Job) -> str:
+def _other_host(job: LaunchedJob) -> str:
     """Return the name of the machine that a job's process is on; empty if that is this one, or was before it started
     anew."""
     host = job.place.get("host", "")
@@ -88,7 +88,7 @@ def _other_host(job: Job) -> str:
     return "" if is_here else host
 
 
-def _is_there(job: Job) -> bool:
+def _is_there(job: LaunchedJob) -> bool:
     """Return True if the process is there, started when the record says, and with this run's folder in its command: a
     record that was changed must not end another process of its reader's."""
     pid, _, started = job.id.partition("@")

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Request
-from argosy.launch.engines.job import Job, JobState
+from argosy.launch.engines.engine import Engine, LaunchRequest
+from argosy.launch.engines.job import JobState, LaunchedJob
 from argosy.launch.engines.ssh_hosts import HOST, Answer, ask_all, command
 from argosy.processes.secret import secret_of
 from argosy.sync.sites.layout import group_folder, site_folder
@@ -47,19 +47,19 @@ class Login(Engine):
     """A machine of a site on which the command is given."""
 
     name = "login"
-    takes: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(Request))
+    takes: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(LaunchRequest))
     needs_seal = True
 
-    def check_job(self, job: Job) -> None:
+    def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no machine, or a record without folder and program there."""
         job.check(login=(job.place.get("login"), HOST))
         job.check(**{name: (job.place.get(name), LINE) for name in ("folder", "program", "run_dir")})
 
-    def script(self, request: Request) -> str:
+    def script(self, request: LaunchRequest) -> str:
         """Return the command that is given there."""
         return f"# on {request.login}\ncd {shlex.quote(request.there)} && {_command(request)}\n"
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: LaunchRequest) -> LaunchedJob:
         """Give the command there. Raises: UserError with what it says."""
         source = request.work_dir / request.words[0]
         name, text = Path(request.words[0]).name, source.read_text() if source.is_file() else ""
@@ -84,9 +84,11 @@ class Login(Engine):
             "run_dir": str(site_folder(_group(request), request.run.site)),
         }
         job_id = f"{request.login} {answer.said['job']}"
-        return Job(engine=self.name, id=job_id, submitted_s=round(time.time(), 3), nodes=request.nodes, place=place)
+        return LaunchedJob(
+            engine=self.name, id=job_id, submitted_s=round(time.time(), 3), nodes=request.nodes, place=place
+        )
 
-    def state(self, job: Job) -> tuple[JobState, str]:
+    def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return what `argosy runs` says there."""
         answer, login = _ask(job, RUNS), job.place["login"]
         if not answer.is_reached:
@@ -98,18 +100,18 @@ class Login(Engine):
             return GOES_ON[state], why
         return "ended", f"{state} {why}".strip()
 
-    def step(self, job: Job) -> int | None:
+    def step(self, job: LaunchedJob) -> int | None:
         """Return the steps that it has made."""
         step = (_run_of(_ask(job, RUNS)) or {}).get("step")
         return int(step) if isinstance(step, int) else None
 
-    def stop(self, job: Job) -> None:
+    def stop(self, job: LaunchedJob) -> None:
         """Give `argosy stop` there. Raises: UserError with what it says."""
         answer = _ask(job, STOP)
         if answer.problem:
             raise UserError(f"{job.place['login']} says: {answer.problem}")
 
-    def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
+    def logs(self, job: LaunchedJob, follow: bool) -> Iterator[bytes]:
         """Yield what `argosy logs` prints there."""
         text = f"{shlex.quote(job.place['program'])} logs {shlex.quote(job.place['run_dir'])}" + (
             " -f" if follow else ""
@@ -126,17 +128,17 @@ class Login(Engine):
                 process.terminate()
 
 
-def _group(request: Request) -> Path:
+def _group(request: LaunchRequest) -> Path:
     """Return the folder of the whole run there: that of the same name in `runs`."""
     return Path(request.there) / "runs" / group_folder(request.run_dir).name
 
 
-def _command(request: Request) -> str:
+def _command(request: LaunchRequest) -> str:
     words = (request.program, "launch", Path(request.words[0]).name, *request.words[1:])
     return shlex.join([*words, "--here", "--run-dir", str(_group(request))])
 
 
-def _ask(job: Job, script: str) -> Answer:
+def _ask(job: LaunchedJob, script: str) -> Answer:
     quoted = {key: shlex.quote(job.place[key]) for key in ("folder", "program", "run_dir")}
     return ask_all({job.place["login"]: script.format(**quoted)}, shlex.split(job.place.get("options", "")))[
         job.place["login"]

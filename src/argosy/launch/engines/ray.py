@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Request, check_nodes
-from argosy.launch.engines.job import Job, JobState
+from argosy.launch.engines.engine import Engine, LaunchRequest, check_nodes
+from argosy.launch.engines.job import JobState, LaunchedJob
 from argosy.launch.engines.ray_job import SPARE_S, STOP_WAIT, WAITING
 from argosy.processes.ray_cluster import ADDRESS, knock, need_ray, no_cluster
 
@@ -51,16 +51,16 @@ class Ray(Engine):
     takes = frozenset(("nodes", "cpus_per_node", "gpus_per_node", "address", "extra"))
     needs_seal = True
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Raises: UserError for more nodes in the run than are asked for."""
         super().check(request)
         check_nodes(request)
 
-    def check_job(self, job: Job) -> None:
+    def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no number of a job, or no address."""
         job.check(id=(job.id, NUMBER), address=(job.place.get("address"), DASHBOARD))
 
-    def script(self, request: Request) -> str:
+    def script(self, request: LaunchRequest) -> str:
         """Return the command of Ray that submits the same job."""
         given = _given(request)
         words = ["ray", "job", "submit", "--no-wait", "--runtime-env-json", json.dumps(given["runtime_env"])]
@@ -70,12 +70,12 @@ class Ray(Engine):
         entry = f"cd {shlex.quote(str(request.work_dir))} && exec {shlex.join([sys.executable, *_words(request)])}"
         return f"{shlex.join(words)} -- {shlex.join(['sh', '-c', entry])}\n"
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: LaunchRequest) -> LaunchedJob:
         """Submit the job."""
         job_id = f"argosy-{request.name}-{secrets.token_hex(4)}"
         return submit(request, job_id, _words(request), request.folder / f"ray-{job_id}.out")
 
-    def state(self, job: Job) -> tuple[JobState, str]:
+    def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return what Ray says of the job."""
         client = client_of(job.place["address"])
         try:
@@ -92,13 +92,13 @@ class Ray(Engine):
             return ("waiting", last.removeprefix(WAITING)) if last.startswith(WAITING) else ("running", words)
         return "ended", words
 
-    def stop(self, job: Job) -> None:
+    def stop(self, job: LaunchedJob) -> None:
         """Send SIGTERM to the job, which has its agents save."""
         client = client_of(job.place["address"])
         with refusals():
             client.stop_job(job.id)
 
-    def logs(self, job: Job, follow: bool) -> Iterator[bytes]:
+    def logs(self, job: LaunchedJob, follow: bool) -> Iterator[bytes]:
         """Yield what the job prints; if it could not even begin, what Ray has noted."""
         is_empty = True
         for text in super().logs(job, follow):
@@ -109,7 +109,9 @@ class Ray(Engine):
                 yield client_of(job.place["address"]).get_job_logs(job.id).encode()
 
 
-def submit(request: Request, job_id: str, words: Sequence[str], log: Path, is_ours: bool = False, **given: Any) -> Job:
+def submit(
+    request: LaunchRequest, job_id: str, words: Sequence[str], log: Path, is_ours: bool = False, **given: Any
+) -> LaunchedJob:
     """Submit `python WORDS` as a job of Ray with that number; `log` is where it prints.
 
     is_ours: what the command prints is led there; otherwise it writes the file itself. given: more arguments of Ray's
@@ -122,7 +124,7 @@ def submit(request: Request, job_id: str, words: Sequence[str], log: Path, is_ou
     with refusals():
         _submit(client, entrypoint=entry, submission_id=job_id, **asked)
     place = {"address": client.get_address()}
-    return Job(
+    return LaunchedJob(
         engine=Ray.name, id=job_id, submitted_s=round(time.time(), 3), nodes=request.nodes, log=str(log), place=place
     )
 
@@ -135,7 +137,7 @@ def command(work_dir: Path, words: Sequence[str], log: Path | None = None) -> st
     return f"cd {folder} || exit 2; P={python}; [ -x $P ] || P=python; exec $P {shlex.join(words)}{into}"
 
 
-def _words(request: Request) -> list[str]:
+def _words(request: LaunchRequest) -> list[str]:
     """Return the words after `python`."""
     words = ["-m", "argosy", "launch", *request.words, "--on", "ray", "--nodes", str(request.nodes)]
     words += ["--cpus-per-node", str(request.cpus_per_node)] if request.cpus_per_node else []
@@ -143,7 +145,7 @@ def _words(request: Request) -> list[str]:
     return [*words, "--run-dir", str(request.run_dir)]
 
 
-def _given(request: Request) -> dict[str, Any]:
+def _given(request: LaunchRequest) -> dict[str, Any]:
     """Return the arguments for submitting the job. Raises: UserError for an `--extra` that is no option of it."""
     given: dict[str, Any] = {}
     for word in request.extra:

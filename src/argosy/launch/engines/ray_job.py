@@ -21,12 +21,12 @@ from typing import Any, BinaryIO
 
 from argosy.errors import ArgosyError, Interrupted, Retryable, UserError
 from argosy.files import made_folder
-from argosy.launch.engines.engine import Request
-from argosy.launch.engines.job import Job
+from argosy.launch.engines.engine import LaunchRequest
+from argosy.launch.engines.job import LaunchedJob
 from argosy.launch.engines.requeue import decide
 from argosy.plan.search.auto import processes_of
 from argosy.processes.ray_cluster import Share, connect, node_and_address, reserve
-from argosy.processes.ray_process import THREADS, News, OwnedProcess
+from argosy.processes.ray_process import THREADS, OwnedProcess, ProcessEvent
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the command of a job, with its number among other things."""
@@ -63,7 +63,7 @@ def job_here() -> str:
         return ""
 
 
-def hold(request: Request, job_id: str) -> int:
+def hold(request: LaunchRequest, job_id: str) -> int:
     """Hold the run's agents until it has ended. Return the job's exit code.
 
     Raises: UserError if the run cannot be started as asked; Interrupted after SIGTERM, once the agents have ended.
@@ -78,10 +78,16 @@ def hold(request: Request, job_id: str) -> int:
         log = Log(file)
         try:
             dashboard = connect("", "--on ray")
-            before = Job.load(request.run_dir)
+            before = LaunchedJob.load(request.run_dir)
             if before is None or before.id != job_id:
-                Job(engine="ray", id=job_id, submitted_s=round(time.time(), 3), nodes=request.nodes, log=str(path),
-                    place={"address": f"http://{dashboard}"}).save(request.run_dir)  # fmt: skip
+                LaunchedJob(
+                    engine="ray",
+                    id=job_id,
+                    submitted_s=round(time.time(), 3),
+                    nodes=request.nodes,
+                    log=str(path),
+                    place={"address": f"http://{dashboard}"},
+                ).save(request.run_dir)
             if not os.environ.get(STOP_WAIT):
                 log.say(f"`ray job stop` kills this job after 3 s; with {STOP_WAIT} in its runtime environment, later")
             return _held(request, log)
@@ -132,7 +138,7 @@ class _Stop:
             raise Interrupted("stopped by SIGTERM. The same `argosy launch` goes on.", signal.SIGTERM)
 
 
-def _held(request: Request, log: Log) -> int:
+def _held(request: LaunchRequest, log: Log) -> int:
     """Reserve the nodes, and run the agents on them until the run has ended."""
     from ray.util.placement_group import remove_placement_group
 
@@ -168,7 +174,7 @@ class _Agent:
 class _Agents:
     """The actors of all nodes, from their start to the end of all that are there."""
 
-    def __init__(self, request: Request, share: Share, group: Any, log: Log, stop: _Stop):
+    def __init__(self, request: LaunchRequest, share: Share, group: Any, log: Log, stop: _Stop):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -229,7 +235,7 @@ class _Agents:
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
         try:
-            news: News = ray.get(ref)
+            news: ProcessEvent = ray.get(ref)
         except ActorUnavailableError:
             if not agent.is_lost:
                 self._log.say(f"{agent.node or 'a node'} is lost; Ray starts its agent again where there is room")
@@ -249,7 +255,7 @@ class _Agents:
             self._log.say(f"the agent on {news.node} has ended with {news.exit_code}")
 
 
-def words_of_launch(request: Request, share: Share) -> list[str]:
+def words_of_launch(request: LaunchRequest, share: Share) -> list[str]:
     """Return the options of `argosy train` that follow from the nodes, where the run does not say them."""
     launch, words = request.run.launch, []
     if share.nodes > 1 and launch.nodes == 1:

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Request, check_nodes
-from argosy.launch.engines.job import Job, JobState
+from argosy.launch.engines.engine import Engine, LaunchRequest, check_nodes
+from argosy.launch.engines.job import JobState, LaunchedJob
 from argosy.processes.slurm import ask, directives, in_words, listed, meaning, output
 
 SPARE_S = 30
@@ -42,17 +42,17 @@ class Slurm(Engine):
         ("nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "time", "account", "partition", "image", "extra")
     )
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Raises: UserError for more nodes in the run than in the job, or a folder that sbatch cannot be told."""
         super().check(request)
         check_nodes(request)
         self.script(request)
 
-    def check_job(self, job: Job) -> None:
+    def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no number of a job."""
         job.check(id=(job.id, NUMBER))
 
-    def script(self, request: Request) -> str:
+    def script(self, request: LaunchRequest) -> str:
         """Return the batch script."""
         options = {
             "job-name": request.name,
@@ -86,13 +86,13 @@ class Slurm(Engine):
             ]
         )
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: LaunchRequest) -> LaunchedJob:
         """Give the script to sbatch."""
         _check_image(request.image)
         path = request.folder / "job.sh"
         path.write_text(self.script(request))
         job_id = ask("sbatch", "--parsable", str(path)).split(";")[0]
-        return Job(
+        return LaunchedJob(
             engine=self.name,
             id=job_id,
             submitted_s=round(time.time(), 3),
@@ -100,12 +100,12 @@ class Slurm(Engine):
             log=str(request.folder / f"slurm-{job_id}.out"),
         )
 
-    def state(self, job: Job) -> tuple[JobState, str]:
+    def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return what squeue says of the job."""
         state, _, reason = next(iter(listed("--format=%T %r", f"--jobs={job.id}")), "").partition(" ")
         return meaning(state), in_words(state, reason)
 
-    def stop(self, job: Job) -> None:
+    def stop(self, job: LaunchedJob) -> None:
         """Send SIGTERM to the agents, which save; SLURM kills what is left after its KillWait."""
         ask("scancel", job.id)
 

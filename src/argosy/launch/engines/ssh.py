@@ -17,8 +17,8 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, Request
-from argosy.launch.engines.job import Job, JobState
+from argosy.launch.engines.engine import Engine, LaunchRequest
+from argosy.launch.engines.job import JobState, LaunchedJob
 from argosy.launch.engines.keeper import STOP
 from argosy.launch.engines.ssh_hosts import HOST, Answer, ask_all, unreachable
 from argosy.processes.secret import FILE, VALUE, secret_of
@@ -57,12 +57,12 @@ class Ssh(Engine):
     takes = frozenset(("hosts", "gpus_per_node", "extra"))
     needs_seal = True
 
-    def check(self, request: Request) -> None:
+    def check(self, request: LaunchRequest) -> None:
         """Raises: UserError for hosts that are missing, no names, or there twice."""
         super().check(request)
         _hosts(request)
 
-    def check_job(self, job: Job) -> None:
+    def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no host, or no process."""
         for host in job.id.split(","):
             job.check(id=(host, HOST))
@@ -70,7 +70,7 @@ class Ssh(Engine):
             if name.startswith(AGENT):
                 job.check(host=(name.removeprefix(AGENT), HOST), agent=(agent, PROCESS))
 
-    def script(self, request: Request) -> str:
+    def script(self, request: LaunchRequest) -> str:
         """Return the command of each host."""
         folder = shlex.quote(str(request.work_dir))
         return "".join(
@@ -78,7 +78,7 @@ class Ssh(Engine):
             for host in _hosts(request)
         )
 
-    def submit(self, request: Request) -> Job:
+    def submit(self, request: LaunchRequest) -> LaunchedJob:
         """Start an agent on each host, if all can be reached and see the run's folder."""
         hosts, options = _hosts(request), list(request.extra)
         (request.folder / STOP).unlink(missing_ok=True)
@@ -95,7 +95,7 @@ class Ssh(Engine):
         }
         answers = ask_all(scripts, options)
         agents = {host: answer.said["agent"] for host, answer in answers.items() if "agent" in answer.said}
-        job = Job(
+        job = LaunchedJob(
             engine=self.name,
             id=",".join(hosts),
             submitted_s=round(time.time(), 3),
@@ -108,7 +108,7 @@ class Ssh(Engine):
             raise UserError(f"--on ssh: the agent could not be started on {', '.join(missing)}. The others are ended.")
         return job
 
-    def state(self, job: Job) -> tuple[JobState, str]:
+    def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return on how many of its hosts the job's agents are there."""
         answers = self._ask(job, IS_THERE + " && echo argosy:is_there=yes\ntrue")
         there = [host for host, answer in answers.items() if "is_there" in answer.said]
@@ -118,19 +118,19 @@ class Ssh(Engine):
             return "running", words
         return ("unknown", f"no way to {away}") if away else ("ended", "")
 
-    def stop(self, job: Job) -> None:
+    def stop(self, job: LaunchedJob) -> None:
         """Send SIGTERM to the agents. Raises: UserError with the hosts that cannot be reached."""
         (Path(job.log) / STOP).touch()
         answers = self._ask(job, IS_THERE + " && kill -TERM {pid}\ntrue")
         if away := unreachable(answers):
             raise UserError(f"there is no way to {away}. The other hosts' agents save and end.")
 
-    def files(self, job: Job) -> dict[str, Path]:
+    def files(self, job: LaunchedJob) -> dict[str, Path]:
         """Return a file for each host."""
         return {_node(host): Path(job.log) / f"{_node(host)}.out" for host in job.id.split(",")}
 
     @staticmethod
-    def _ask(job: Job, script: str) -> dict[str, Answer]:
+    def _ask(job: LaunchedJob, script: str) -> dict[str, Answer]:
         """Ask the host of each agent, with {pid} and {started} of that agent."""
         scripts = {}
         for name, agent in job.place.items():
@@ -148,7 +148,7 @@ class _Seen:
     port: str
 
 
-def _hosts(request: Request) -> list[str]:
+def _hosts(request: LaunchRequest) -> list[str]:
     hosts = [host.strip() for host in request.hosts.split(",") if host.strip()]
     if not hosts:
         raise UserError("--on ssh: no hosts are given. Name them, e.g. --hosts node1,node2.")
@@ -170,7 +170,7 @@ def _node(host: str) -> str:
     return host.rpartition("@")[2]
 
 
-def _command(request: Request, host: str, address: str) -> str:
+def _command(request: LaunchRequest, host: str, address: str) -> str:
     """Return the words, quoted for a shell, that hold the agent of a host."""
     launch, hosts = request.run.launch, _hosts(request)
     words = []
@@ -193,7 +193,7 @@ def _exports(run_dir: Path) -> str:
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(found.items()))
 
 
-def _look(request: Request, hosts: list[str], options: list[str]) -> dict[str, _Seen]:
+def _look(request: LaunchRequest, hosts: list[str], options: list[str]) -> dict[str, _Seen]:
     """Return what is seen of each host. Raises: UserError if one cannot take part."""
     marker = request.folder / f"seen-{secrets.token_hex(8)}"
     marker.touch()

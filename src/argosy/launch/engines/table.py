@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argosy.errors import UserError
 from argosy.launch.engines.engine import Engine
-from argosy.launch.engines.job import FOLDER, RECORD, Job, JobState
+from argosy.launch.engines.job import FOLDER, RECORD, JobState, LaunchedJob
 from argosy.launch.engines.kubernetes import Kubernetes
 from argosy.launch.engines.local import Local
 from argosy.launch.engines.login import Login
@@ -15,7 +15,7 @@ from argosy.launch.engines.ssh import Ssh
 ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (Slurm, Kubernetes, Ray, Ssh, Local, Login)}
 
 
-def engine_of(job: Job) -> Engine:
+def engine_of(job: LaunchedJob) -> Engine:
     """Return the engine that a job was launched on, if that may be asked about it.
 
     Raises: UserError if this version does not know it, or the record is not this user's, or was changed.
@@ -38,7 +38,7 @@ def engine_of(job: Job) -> Engine:
     return engine
 
 
-def state_of(job: Job) -> tuple[JobState, str]:
+def state_of(job: LaunchedJob) -> tuple[JobState, str]:
     """Return what a job's engine knows of it, and a few words; unknown, and why, if it cannot or must not be asked."""
     try:
         return engine_of(job).known(job)

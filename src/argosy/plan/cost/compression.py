@@ -5,8 +5,8 @@ measured it, or follows from the table `plan.sync.COMPRESSORS`: a GPU takes the 
 bandwidth, and LAUNCHES kernels for each bucket; a CPU the seconds for a number.
 
 Residuals take 4 bytes for each number that is summed, and as much again while a step may still be taken back
-(`sync.compressor.Memory`); `sign` keeps a momentum in the same way. Sites keep what they agreed on: 4 bytes of weights
-for each number whose state is on the rank, and with diloco 4 of outer momentum.
+(`sync.compressor.BucketMemory`); `sign` keeps a momentum in the same way. Sites keep what they agreed on: 4 bytes of
+weights for each number whose state is on the rank, and with diloco 4 of outer momentum.
 """
 
 from __future__ import annotations

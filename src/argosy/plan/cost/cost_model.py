@@ -24,7 +24,7 @@ from argosy.plan.cost.factors import Factors, calibrated
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
-from argosy.plan.cost.uneven_time import Kind, UnevenTimes, first_of, kinds_of
+from argosy.plan.cost.uneven_time import DeviceKind, UnevenTimes, first_of, kinds_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import RATIOS, Layouts
 from argosy.plan.plan import Precision
@@ -60,7 +60,7 @@ class CostModel:
     """Word of `sync` -> seconds to compress a number, as a probe measured it."""
     factors: Factors = field(default_factory=dict)
     """Measured over predicted, as finished runs on this cluster found it."""
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[DeviceKind, ...] = ()
     """The devices, where they are of several kinds."""
 
     @classmethod

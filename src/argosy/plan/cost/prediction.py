@@ -48,8 +48,8 @@ class Prediction:
     update: dict[str, float] = field(default_factory=dict)
     """An update of a worker of asynchronous training: its seconds, and the bytes that it sends and receives."""
     rounds: dict[str, float] = field(default_factory=dict)
-    """The rounds of a run with sites whose links are known: the figures of `plan.cost.sites.Rounds`, and as step_s what
-    agreeing takes of a step on average; the prediction's `step_s` is without that."""
+    """The rounds of a run with sites whose links are known: the figures of `plan.cost.sites.RoundCosts`, and as step_s
+    what agreeing takes of a step on average; the prediction's `step_s` is without that."""
 
     def in_words(self) -> str:
         """Return both totals, e.g. 410 ms a step, 310 MB a rank."""

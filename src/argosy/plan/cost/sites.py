@@ -55,7 +55,7 @@ ROUND_TRIPS = 4
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExchangeCost:
     """The exchange of sites that sum every H steps."""
 
     inner_steps: int
@@ -71,7 +71,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundCosts:
     """The rounds of a run with `[[sites]]`, each of one fragment, and of all weights at the end."""
 
     steps: int
@@ -161,14 +161,14 @@ def round_s(costs: CostModel, cluster: Cluster) -> float:
     return sum(_parts_s(costs, cluster, costs.run.sync.wire, costs.run.sync.fragments))
 
 
-def rounds_of(costs: CostModel, cluster: Cluster, inner_step_s: Numbers) -> Rounds:
+def rounds_of(costs: CostModel, cluster: Cluster, inner_step_s: Numbers) -> RoundCosts:
     """Return the rounds of a run with `[[sites]]` whose step takes `inner_step_s` within a site."""
     sync, steps = costs.run.sync, costs.run.train.steps
     in_ranks_s, in_exchange_s, travels_s = _parts_s(costs, cluster, sync.wire, sync.fragments)
     slows_s = in_exchange_s if sync.overlap_steps and costs.rates.host_waits else 0.0
     left_s = in_exchange_s + travels_s - slows_s - sync.overlap_steps * np.asarray(inner_step_s)
     sums, rounds = rounds_in(sync, steps)
-    return Rounds(
+    return RoundCosts(
         steps=sync.every_steps // sync.fragments,
         seconds=in_ranks_s + in_exchange_s + travels_s,
         waits_s=plain(in_ranks_s + np.maximum(0.0, left_s)),
@@ -199,14 +199,14 @@ def exchange_s(costs: CostModel, cluster: Cluster, inner_step_s: Numbers = 0.0) 
     return between_sites_s(exchange_bytes(costs, cluster), cluster, 2 * (site_count(cluster) - 1))
 
 
-def outer_exchanges(costs: CostModel, cluster: Cluster, plan: Plan, inner_step_s: float) -> list[Exchange]:
+def outer_exchanges(costs: CostModel, cluster: Cluster, plan: Plan, inner_step_s: float) -> list[ExchangeCost]:
     """Compare rounds every H steps of sites whose plan is `plan`, and whose step takes `inner_step_s`."""
     whole = costs.run.sync.model_copy(update={"fragments": 1})
     costs = costs.on(costs.run.model_copy(update={"sync": whole}), costs.devices)
     sent, seconds = round_bytes(costs, cluster), round_s(costs, cluster)
     words = str(plan.model_copy(update={"sync": "diloco"}))
     return [
-        Exchange(h, sent / h, inner_step_s + seconds / h, words, {"every_steps": h, "wire": whole.wire})
+        ExchangeCost(h, sent / h, inner_step_s + seconds / h, words, {"every_steps": h, "wire": whole.wire})
         for h in INNER_STEPS
     ]
 

@@ -30,7 +30,7 @@ ONCE_A_STEP = ("gradients", "optimizer", "other")
 
 
 @dataclass(frozen=True)
-class Kind:
+class DeviceKind:
     """The devices of one group of a cluster."""
 
     device: str
@@ -39,13 +39,13 @@ class Kind:
     """Its own, on the network that all share."""
 
 
-def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
+def kinds_of(cluster: Cluster) -> tuple[DeviceKind, ...]:
     """Return the groups of the cluster; none if all devices are alike."""
     if len({group.device.name for group in cluster.groups}) == 1:
         return ()
     shared = Rates.of(cluster)
     return tuple(
-        Kind(
+        DeviceKind(
             group.device.name,
             group.devices,
             replace(
@@ -69,7 +69,7 @@ class UnevenTimes:
     constants: Constants
     compression: Compression
     factors: Factors
-    kinds: tuple[Kind, ...]
+    kinds: tuple[DeviceKind, ...]
 
     def predict(self, plan: Plan) -> StepTime | None:
         """Return the seconds of a step: those of the replica that takes longest; for layers, those of the slowest kind
@@ -90,7 +90,7 @@ class UnevenTimes:
             return None
         return np.array([kind.devices // of_one for kind in self.kinds])
 
-    def of_share(self, plan: Plan, kind: Kind, microbatches: NDArray[np.int64]) -> StepTime:
+    def of_share(self, plan: Plan, kind: DeviceKind, microbatches: NDArray[np.int64]) -> StepTime:
         """Return the time of a step in which ranks on `kind` run so many microbatches, for each of the numbers."""
         one = Layouts.of([plan.model_copy(update={"shares": "", "layers": ""})])
         work = replace(self.work, global_batch=microbatches * float(plan.dp * plan.microbatch))

@@ -57,7 +57,7 @@ Category = Literal["compute", "network", "optimizer", "rest", "memory"]
 """Calibration factors: each corrects a part of a step's time, or memory beyond the state of the model."""
 
 
-class Tier(Section):
+class NetworkTier(Section):
     """One level of the network. It joins the units of the level below."""
 
     name: str
@@ -143,7 +143,7 @@ class Cluster(Section):
     """Name, for people."""
     groups: tuple[NodeGroup, ...]
     """Groups of nodes; ranks are laid over them in this order."""
-    network: tuple[Tier, ...] = ()
+    network: tuple[NetworkTier, ...] = ()
     """Network tiers outside the node, inner first; none: one tier, as fast as the NICs."""
     links: tuple[SiteLink, ...] = ()
     """Links between sites."""
@@ -269,13 +269,13 @@ class Cluster(Section):
         return max(self.sites.values())
 
     @cached_property
-    def tiers(self) -> tuple[Tier, ...]:
+    def tiers(self) -> tuple[NetworkTier, ...]:
         """The whole network, inner to outer: the node, `network`, and the links between sites.
 
         If groups differ, a tier is as fast as it is for the slowest. In the tier "site" each device has its share of
         the thinnest link, when all devices of the largest site send at once.
         """
-        node = Tier(
+        node = NetworkTier(
             name="node",
             devices=self.devices_per_node,
             bandwidth_bytes_per_s=min(group.link_bytes_per_s for group in self.groups),
@@ -284,7 +284,7 @@ class Cluster(Section):
         network = self.network or ((self._flat,) if self.site_devices > self.devices_per_node else ())
         if not self.links:
             return (node, *network)
-        site = Tier(
+        site = NetworkTier(
             name="site",
             devices=self.devices,
             bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in self.links) / self.site_devices,
@@ -293,8 +293,8 @@ class Cluster(Section):
         return (node, *network, site)
 
     @property
-    def _flat(self) -> Tier:
-        return Tier(
+    def _flat(self) -> NetworkTier:
+        return NetworkTier(
             name="network",
             devices=self.site_devices,
             bandwidth_bytes_per_s=min(group.nic_bytes_per_s for group in self.groups),

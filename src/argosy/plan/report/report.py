@@ -17,7 +17,7 @@ from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.formatting import GIB, seconds
 from argosy.plan.cost.goodput import Goodput, spare_nodes
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
-from argosy.plan.cost.sites import Exchange, bytes_of_step, site_count, within_site
+from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, site_count, within_site
 from argosy.plan.cost.updates import in_words, with_workers
 from argosy.plan.flops import active_parameters, parameters
 from argosy.plan.hardware.clusters import Cluster
@@ -123,7 +123,7 @@ class PlanReport:
     """The explanation of the plan that was asked about, or of the best."""
     uneven: tuple[UnevenSplit, ...]
     """On devices of several kinds: the best plans that deal work out by speed."""
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[ExchangeCost, ...]
     """Several sites: sums in every step, and rounds every H steps."""
     notes: tuple[str, ...]
 

@@ -25,7 +25,7 @@ EXACT_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Agreement:
+class SyncChoice:
     """How replicas agree, and what the other ways would have taken."""
 
     word: Sync
@@ -43,19 +43,19 @@ class Agreement:
         )
 
 
-def choose_word(costs: CostModel, pins: Pins) -> Agreement:
+def choose_word(costs: CostModel, pins: Pins) -> SyncChoice:
     """Return how replicas of the run should agree under the best plan that keeps to `pins`."""
     if costs.run.sites:
-        return Agreement("diloco", {})
+        return SyncChoice("diloco", {})
     found: dict[Sync, float] = {}
     for word in _allowed(costs.run):
         best = best_to_run(costs, {**pins, "sync": (word,)})
         if best is not None:  # there is none without replicas
             found[word] = best[1]
     if not found:
-        return Agreement("exact", {})
+        return SyncChoice("exact", {})
     enough = (1 + MARGIN) * min(found.values())
-    return Agreement(next(word for word, step_s in found.items() if step_s <= enough), found)
+    return SyncChoice(next(word for word, step_s in found.items() if step_s <= enough), found)
 
 
 def _allowed(run: RunConfig) -> list[Sync]:

@@ -22,7 +22,7 @@ from argosy.config.sync import SyncConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.formatting import seconds
-from argosy.plan.cost.sites import Rounds, rounds_of
+from argosy.plan.cost.sites import RoundCosts, rounds_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan, said_in
 from argosy.plan.search.best import plainest, search_to_run
@@ -42,7 +42,7 @@ class ChosenRounds:
     """How sites agree, and what that is predicted to cost."""
 
     sync: SyncConfig
-    rounds: Rounds
+    rounds: RoundCosts
     inner_step_s: float
     """Seconds of a step within a site."""
 

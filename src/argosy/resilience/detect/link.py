@@ -29,7 +29,7 @@ SKIPPED = 2
 
 
 @dataclass(frozen=True)
-class _Step:
+class _LinkStep:
     at_s: float
     took_s: float
     waited_s: float
@@ -42,7 +42,7 @@ class SlowLinkDetector:
         """Arguments as the keys straggler_steps and straggler_s of [resilience]."""
         self._steps, self._seconds = steps, seconds
         self._plan = ""
-        self._usual: _Step | None = None
+        self._usual: _LinkStep | None = None
         self._start(-1)
 
     @property
@@ -62,17 +62,17 @@ class SlowLinkDetector:
         fresh = sorted(self._own_s.keys() & took_s.keys())
         for step in fresh:
             own_s = self._own_s.pop(step)
-            self._take_in(step, _Step(sample.at_s, took_s[step], max(0.0, took_s[step] - own_s)))
+            self._take_in(step, _LinkStep(sample.at_s, took_s[step], max(0.0, took_s[step] - own_s)))
         return self._findings() if fresh and len(self._window) >= self._steps else []
 
     def _start(self, generation: int) -> None:
         self.generation, self._seen, self._last = generation, 0, -1
-        self._window: deque[_Step] = deque()
+        self._window: deque[_LinkStep] = deque()
         self._own_s: dict[int, float] = {}
         """Step -> the longest own work of a rank, for steps of which it is not known yet how long they took."""
         self._latch = Latch()
 
-    def _take_in(self, number: int, step: _Step) -> None:
+    def _take_in(self, number: int, step: _LinkStep) -> None:
         self._seen, self._last = self._seen + 1, number
         if self._seen > SKIPPED:
             self._window.append(step)
@@ -80,10 +80,10 @@ class SlowLinkDetector:
             self._window.popleft()
 
     @property
-    def _typical(self) -> _Step:
+    def _typical(self) -> _LinkStep:
         """The median step of the newest window."""
         steps = list(islice(reversed(self._window), self._steps))
-        return _Step(steps[-1].at_s, median(s.took_s for s in steps), median(s.waited_s for s in steps))
+        return _LinkStep(steps[-1].at_s, median(s.took_s for s in steps), median(s.waited_s for s in steps))
 
     def _findings(self) -> list[Finding]:
         now = self._typical

@@ -31,7 +31,7 @@ SKIPPED = 2
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StageStep:
     number: int
     at_s: float
     stage_s: Times
@@ -67,7 +67,7 @@ class UnevenStagesDetector:
 
     def _start(self, generation: int, said: str, size: int) -> None:
         self._generation, self._said, self._seen, self._microbatches = generation, said, 0, 0
-        self._window: deque[_Step] = deque()
+        self._window: deque[_StageStep] = deque()
         plan = Plan.parse(said)
         is_one = plan.pp > 1 and plan.world_size == size and plan.sync != "async"
         self._work = PipelineWork.of(plan, self._model, self._seq_len) if is_one else None
@@ -81,7 +81,7 @@ class UnevenStagesDetector:
             self._microbatches = microbatches
         if self._seen > SKIPPED:
             own_s = times.busy_s.reshape(self._work.plan.pp, -1).max(axis=1)
-            self._window.append(_Step(times.step, at_s, own_s / microbatches))
+            self._window.append(_StageStep(times.step, at_s, own_s / microbatches))
         while len(self._window) > self._watched * self._steps and self._spans(1):
             self._window.popleft()
 

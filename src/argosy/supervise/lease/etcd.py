@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from argosy.errors import UserError, missing_extra
-from argosy.supervise.lease.lease import TTL_S, Holder, LeaseLost, Unreachable
+from argosy.supervise.lease.lease import TTL_S, Holder, LeaseLost, LeaseUnreachable
 
 PORT = 2379
 TIMEOUT_S = 1.5
@@ -122,7 +122,7 @@ class EtcdLease:
                 problems.append(f"{self._names[0]}: {text.strip()[:200]}")
             self._clients.append(self._clients.pop(0))
             self._names.append(self._names.pop(0))
-        raise Unreachable("etcd does not answer as it should: " + "; ".join(problems))
+        raise LeaseUnreachable("etcd does not answer as it should: " + "; ".join(problems))
 
 
 def _client(host: str, port: int, is_tls: bool) -> Any:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from argosy.checkpoint.claims import Claims, Taken
-from argosy.supervise.lease.lease import Holder, LeaseLost, Unreachable, Watched
+from argosy.supervise.lease.lease import Holder, LeaseLost, LeaseUnreachable, Watched
 
 FOLDER = ".coordinators"
 
@@ -80,4 +80,4 @@ def _reachable() -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise Unreachable(str(problem)) from None
+        raise LeaseUnreachable(str(problem)) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from argosy.supervise.lease.lease import RENEW_S, SAFE_S, Lease, LeaseLost, Unreachable
+from argosy.supervise.lease.lease import RENEW_S, SAFE_S, Lease, LeaseLost, LeaseUnreachable
 
 AGAIN_S = 0.2
 """How soon an unreachable backend is asked again."""
@@ -41,7 +41,7 @@ class HeldLease:
                 with self._lock:
                     self._lease.check(generation)
                 return
-            except Unreachable as problem:
+            except LeaseUnreachable as problem:
                 self.problem = str(problem)
                 time.sleep(AGAIN_S)
         raise LeaseLost(self.problem or "it was not renewed in time")
@@ -54,7 +54,7 @@ class HeldLease:
             if is_held:
                 try:
                     self._lease.release()
-                except (LeaseLost, Unreachable) as problem:  # it ends by itself
+                except (LeaseLost, LeaseUnreachable) as problem:  # it ends by itself
                     self.problem = str(problem)
 
     def _keep(self) -> None:
@@ -69,7 +69,7 @@ class HeldLease:
             except LeaseLost as problem:
                 self.problem, self._valid_until_s = str(problem), 0.0
                 return
-            except Unreachable as problem:
+            except LeaseUnreachable as problem:
                 self.problem, wait_s = str(problem), AGAIN_S
 
     def _renew(self) -> None:

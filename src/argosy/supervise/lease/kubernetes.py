@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from argosy.errors import UserError, missing_extra
-from argosy.supervise.lease.lease import TTL_S, Holder, LeaseLost, Unreachable, Watched
+from argosy.supervise.lease.lease import TTL_S, Holder, LeaseLost, LeaseUnreachable, Watched
 
 TIMEOUT_S = 2.0
 TRIES = 3
@@ -85,7 +85,7 @@ class KubernetesLease:
             lease["metadata"].setdefault("annotations", {}).update(annotations)
             if self._replace(lease):
                 return
-        raise Unreachable(f"the lease {self._namespace}/{self._name} is changed all the time by something else")
+        raise LeaseUnreachable(f"the lease {self._namespace}/{self._name} is changed all the time by something else")
 
     def _is_free(self, lease: Object) -> bool:
         return not lease["spec"].get("holderIdentity") or self._watched.has_ended(
@@ -128,9 +128,9 @@ class KubernetesLease:
             remedy = ""
             if problem.status == FORBIDDEN:
                 remedy = " (its service account needs get, create and update of leases in coordination.k8s.io)"
-            raise Unreachable(f"Kubernetes: {problem.status} {problem.reason}{remedy}") from None
+            raise LeaseUnreachable(f"Kubernetes: {problem.status} {problem.reason}{remedy}") from None
         except (HTTPError, OSError, ValueError) as problem:
-            raise Unreachable(f"Kubernetes does not answer: {problem}") from None
+            raise LeaseUnreachable(f"Kubernetes does not answer: {problem}") from None
         return self._api.api_client.sanitize_for_serialization(answer)
 
 

@@ -27,7 +27,7 @@ class LeaseLost(Exception):
     """This process does not hold the lease any more."""
 
 
-class Unreachable(Exception):
+class LeaseUnreachable(Exception):
     """The backend does not answer, or not as it should: nothing is known, and nothing may have been changed."""
 
 
@@ -52,7 +52,7 @@ class Holder:
             owner, host, port = text.split()
             return cls(owner, host, int(port))
         except ValueError:
-            raise Unreachable(f"the lease's holder is {text!r}, which argosy has not written") from None
+            raise LeaseUnreachable(f"the lease's holder is {text!r}, which argosy has not written") from None
 
     def __str__(self) -> str:
         return f"{self.owner} {self.host} {self.port}"

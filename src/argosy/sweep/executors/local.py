@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from argosy.files import LOCK
-from argosy.launch.engines.job import FOLDER, Job, JobState
+from argosy.launch.engines.job import FOLDER, JobState, LaunchedJob
 from argosy.launch.engines.local import Local, job_of
 from argosy.launch.engines.table import state_of
-from argosy.sweep.executor import Executor, Task
+from argosy.sweep.executor import Task, TrialExecutor
 from argosy.sweep.needs import Limits, Room
 
 LOG = "local.out"
@@ -22,7 +22,7 @@ GPUS = "gpus"
 """File in a trial's folder for launches: the GPUs that its processes were given."""
 
 
-class LocalTrials(Executor):
+class LocalTrials(TrialExecutor):
     """Each trial is an `argosy train` in a session of its own: it outlives a sweep that is killed."""
 
     name = "local"
@@ -44,11 +44,11 @@ class LocalTrials(Executor):
         """True if no trial fits."""
         return self._room.is_full
 
-    def start(self, tasks: Sequence[Task]) -> list[Job]:
+    def start(self, tasks: Sequence[Task]) -> list[LaunchedJob]:
         """Start each task, unless a process that a killed sweep has left trains it already."""
         return [self.found(task, None) or self._start(task) for task in tasks]
 
-    def found(self, task: Task, job: Job | None) -> Job | None:
+    def found(self, task: Task, job: LaunchedJob | None) -> LaunchedJob | None:
         """Return the job that trains this trial already: of its record, or of the process that holds its folder."""
         if job is None or job.engine != self.name or state_of(job)[0] != "running":
             owner = _owner(task.run_dir)
@@ -60,7 +60,7 @@ class LocalTrials(Executor):
         self._numbers[job.id] = task.number
         return job
 
-    def states(self, jobs: Sequence[Job]) -> list[JobState]:
+    def states(self, jobs: Sequence[LaunchedJob]) -> list[JobState]:
         """Return what runs; the room of what has ended is given back."""
         states: list[JobState] = []
         for job in jobs:
@@ -71,17 +71,17 @@ class LocalTrials(Executor):
             states.append("running" if running else "ended")
         return states
 
-    def exit_code(self, job: Job) -> int | None:
+    def exit_code(self, job: LaunchedJob) -> int | None:
         """Return the exit code of a job that has ended; None if another process has started it."""
         child = self._children.get(job.id)
         return child.poll() if child else None
 
-    def stop(self, jobs: Sequence[Job]) -> None:
+    def stop(self, jobs: Sequence[LaunchedJob]) -> None:
         """Send SIGTERM."""
         for job in jobs:
             self._engine.stop(job)
 
-    def _start(self, task: Task) -> Job:
+    def _start(self, task: Task) -> LaunchedJob:
         gpus = self._room.take(task.number, task.needs)
         environment = dict(os.environ)
         folder = task.run_dir / FOLDER

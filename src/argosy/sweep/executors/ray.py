@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Request
-from argosy.launch.engines.job import FOLDER, Job, JobState
+from argosy.launch.engines.engine import LaunchRequest
+from argosy.launch.engines.job import FOLDER, JobState, LaunchedJob
 from argosy.launch.engines.ray import Ray, client_of, refusals, submit
-from argosy.sweep.executor import Asked, Executor, Needs, Task
+from argosy.sweep.executor import Asked, Needs, Task, TrialExecutor
 from argosy.sweep.needs import Limits, Room
 
 LOG = "ray.out"
@@ -50,12 +50,12 @@ class _Trial:
     """A trial that waits or runs."""
 
     task: Task
-    job: Job
+    job: LaunchedJob
     """What is in Ray's queue for it now."""
     is_waiting: bool = True
 
 
-class RayTrials(Executor):
+class RayTrials(TrialExecutor):
     """The cluster whose dashboard is at an address, or that this machine is a part of."""
 
     name = "ray"
@@ -90,11 +90,11 @@ class RayTrials(Executor):
     def _many_wait(self) -> bool:
         return sum(trial.is_waiting for trial in self._trials.values()) >= MOST_WAITING
 
-    def start(self, tasks: Sequence[Task]) -> list[Job]:
+    def start(self, tasks: Sequence[Task]) -> list[LaunchedJob]:
         """Submit a job for each task."""
         return [self._take(task, self._submit(task)) for task in tasks]
 
-    def found(self, task: Task, job: Job | None) -> Job | None:
+    def found(self, task: Task, job: LaunchedJob | None) -> LaunchedJob | None:
         """Return the job with this trial that waits or runs.
 
         A sweep may have been killed before it wrote the job down: then it is found by the beginning of its number.
@@ -105,22 +105,22 @@ class RayTrials(Executor):
                 return self._take(task, self._job(task, job_id))  # not the record's words: its folder may be a copy
         return None
 
-    def states(self, jobs: Sequence[Job]) -> list[JobState]:
+    def states(self, jobs: Sequence[LaunchedJob]) -> list[JobState]:
         """Return what Ray says of them. If it does not answer for a while, they are as they were."""
         self._list()
         return [self._state(job) for job in jobs]
 
-    def stop(self, jobs: Sequence[Job]) -> None:
+    def stop(self, jobs: Sequence[LaunchedJob]) -> None:
         """Send SIGTERM to their agents, which save."""
         for job in jobs:
             Ray().stop(self._trials[job.id].job if job.id in self._trials else job)
 
-    def _take(self, task: Task, job: Job) -> Job:
+    def _take(self, task: Task, job: LaunchedJob) -> LaunchedJob:
         self._room.take(task.number, task.needs)
         self._trials[job.id] = _Trial(task, job)
         return job
 
-    def _state(self, job: Job) -> JobState:
+    def _state(self, job: LaunchedJob) -> JobState:
         if (trial := self._trials.get(job.id)) is None:
             return "ended"
         details = self._listed.get(trial.job.id)
@@ -136,7 +136,7 @@ class RayTrials(Executor):
             del self._trials[job.id]
         return state
 
-    def _submit(self, task: Task) -> Job:
+    def _submit(self, task: Task) -> LaunchedJob:
         job_id = self._number(task) + secrets.token_hex(3)
         words = ("-m", "argosy", "train", *task.words)
         wanted = self._resources(task.needs)
@@ -175,10 +175,10 @@ class RayTrials(Executor):
         """Return the beginning of what Ray calls this trial's jobs."""
         return f"{self._prefix}-{task.number:04d}-"
 
-    def _job(self, task: Task, job_id: str) -> Job:
+    def _job(self, task: Task, job_id: str) -> LaunchedJob:
         place = {"address": self._client.get_address()}
         now_s = round(time.time(), 3)
-        return Job(engine=self.name, id=job_id, submitted_s=now_s, nodes=1, log=str(_log(task)), place=place)
+        return LaunchedJob(engine=self.name, id=job_id, submitted_s=now_s, nodes=1, log=str(_log(task)), place=place)
 
     def _resources(self, needs: Needs) -> dict[str, float]:
         """Return what a trial asks of the cluster, by the names of `RESOURCES`."""
@@ -186,8 +186,8 @@ class RayTrials(Executor):
         more = {"entrypoint_num_gpus": gpus} if gpus else {"entrypoint_memory": int(needs.memory_bytes)}
         return {"entrypoint_num_cpus": needs.cores, **more}
 
-    def _request(self, task: Task) -> Request:
-        return Request(
+    def _request(self, task: Task) -> LaunchRequest:
+        return LaunchRequest(
             run=task.run,
             run_dir=task.run_dir,
             words=task.words,

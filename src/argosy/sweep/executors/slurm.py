@@ -15,11 +15,11 @@ from pathlib import Path
 
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.launch.engines.engine import Request
-from argosy.launch.engines.job import FOLDER, Job, JobState
+from argosy.launch.engines.engine import LaunchRequest
+from argosy.launch.engines.job import FOLDER, JobState, LaunchedJob
 from argosy.launch.engines.slurm import Slurm
 from argosy.processes.slurm import ask, directives, meaning
-from argosy.sweep.executor import Asked, Executor, Task
+from argosy.sweep.executor import Asked, Task, TrialExecutor
 
 ARRAYS, RECORD, SCRIPT = "arrays", "array.json", "array.sh"
 """The folder in a sweep's for what was submitted; in it, a folder for each array, with its record and its script."""
@@ -27,7 +27,7 @@ PATIENCE_S = 600.0
 """A controller that does not answer for so long ends the sweep; its trials go on."""
 
 
-class SlurmTrials(Executor):
+class SlurmTrials(TrialExecutor):
     """The cluster whose sbatch is at hand."""
 
     name = "slurm"
@@ -42,7 +42,7 @@ class SlurmTrials(Executor):
         self._answered_s = time.monotonic()
         self._listed()
 
-    def start(self, tasks: Sequence[Task]) -> list[Job]:
+    def start(self, tasks: Sequence[Task]) -> list[LaunchedJob]:
         """Submit the tasks as one array. Its record is there before it is: see `found`."""
         array = self._arrays / f"{len(list(self._arrays.glob('*'))):04d}"
         array.mkdir(parents=True)
@@ -53,7 +53,7 @@ class SlurmTrials(Executor):
         _record(array, numbers, job_id)
         return [_job(task, job_id, place) for place, task in enumerate(tasks)]
 
-    def states(self, jobs: Sequence[Job]) -> list[JobState]:
+    def states(self, jobs: Sequence[LaunchedJob]) -> list[JobState]:
         """Return what squeue says of them. If it does not answer for a while, they are as they were."""
         try:
             listed = self._listed()
@@ -63,11 +63,11 @@ class SlurmTrials(Executor):
             return ["running"] * len(jobs)
         return [meaning(listed.get(job.id, ("", ""))[0]) for job in jobs]
 
-    def stop(self, jobs: Sequence[Job]) -> None:
+    def stop(self, jobs: Sequence[LaunchedJob]) -> None:
         """Send SIGTERM to their agents, which save."""
         ask("scancel", *(job.id for job in jobs))
 
-    def found(self, task: Task, job: Job | None) -> Job | None:
+    def found(self, task: Task, job: LaunchedJob | None) -> LaunchedJob | None:
         """Return the task of the newest array with this trial, if it goes on.
 
         A sweep may have been killed before it knew the array's number: then it is found by its name.
@@ -116,8 +116,8 @@ class SlurmTrials(Executor):
             ["#!/bin/bash", *options, f'exec bash {shlex.quote(str(array))}/"$SLURM_ARRAY_TASK_ID.sh"', ""]
         )
 
-    def _request(self, task: Task) -> Request:
-        return Request(
+    def _request(self, task: Task) -> LaunchRequest:
+        return LaunchRequest(
             run=task.run,
             run_dir=task.run_dir,
             words=task.words[:1],  # the engine adds the folder
@@ -131,10 +131,10 @@ class SlurmTrials(Executor):
         )
 
 
-def _job(task: Task, job_id: str, place: int) -> Job:
+def _job(task: Task, job_id: str, place: int) -> LaunchedJob:
     id_ = f"{job_id}_{place}"
     log = str(task.run_dir / FOLDER / f"slurm-{id_}.out")
-    return Job(engine=SlurmTrials.name, id=id_, submitted_s=round(time.time(), 3), nodes=1, log=log)
+    return LaunchedJob(engine=SlurmTrials.name, id=id_, submitted_s=round(time.time(), 3), nodes=1, log=log)
 
 
 def _record(array: Path, numbers: list[int], job_id: str) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from argosy.errors import UserError
 from argosy.sweep.config import SweepConfig
-from argosy.sweep.executor import Asked, Executor
+from argosy.sweep.executor import Asked, TrialExecutor
 from argosy.sweep.executors.local import LocalTrials
 from argosy.sweep.executors.ray import RayTrials
 from argosy.sweep.executors.slurm import SlurmTrials
@@ -36,7 +36,7 @@ def limits_on(place: Place, config: SweepConfig) -> Limits:
     return Limits(parallel.trials, cores=0, memory_bytes=float("inf"))
 
 
-def executor_on(place: Place, config: SweepConfig, folder: Path, limits: Limits, asked: Asked) -> Executor:
+def executor_on(place: Place, config: SweepConfig, folder: Path, limits: Limits, asked: Asked) -> TrialExecutor:
     """Return the place of that name. Raises: UserError if it is not there, or does not take what is asked."""
     default = Asked()
     given = [field.name for field in fields(Asked) if getattr(asked, field.name) != getattr(default, field.name)]

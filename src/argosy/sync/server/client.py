@@ -22,8 +22,8 @@ from argosy.errors import ArgosyError, RunFailed, UserError
 from argosy.processes.messages import BadMessage
 from argosy.sync.server import messages as say
 from argosy.sync.server.keys import KeyPair, settle, zeromq
-from argosy.sync.server.layout import Layout
-from argosy.sync.server.messages import AHEAD_BYTES, PIECE_BYTES, Message, Said, packed, unpacked
+from argosy.sync.server.layout import ServerLayout
+from argosy.sync.server.messages import AHEAD_BYTES, PIECE_BYTES, Message, ServerMessage, packed, unpacked
 from argosy.sync.sites.wire import F32
 
 PING_S = 1.0
@@ -45,7 +45,7 @@ class AskAgain(Exception):
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """What a worker is to do next; the weights for it are in its vectors."""
 
     kind: Literal["dealt", "judge", "over"]
@@ -63,7 +63,7 @@ class Client:
     The futures raise Closed, UserError, RunFailed.
     """
 
-    def __init__(self, layout: Layout, secret: bytes, weights: Sequence[F32]):
+    def __init__(self, layout: ServerLayout, secret: bytes, weights: Sequence[F32]):
         """`weights`: the vector of each server, into which weights are received. Raises: UserError."""
         self._layout, self._weights = layout, weights
         self._zmq = zeromq()
@@ -82,12 +82,12 @@ class Client:
         self._thread = threading.Thread(target=self._run, name="argosy-servers", daemon=True)
         self._thread.start()
 
-    def next_task(self) -> Future[Task]:
+    def next_task(self) -> Future[WorkerTask]:
         """Ask for samples, and pull the weights for them."""
         return self._submit(self._next_task)
 
     def deliver(
-        self, task: Task, gradients: Sequence[F32], losses: Sequence[float], norms: Sequence[float]
+        self, task: WorkerTask, gradients: Sequence[F32], losses: Sequence[float], norms: Sequence[float]
     ) -> Future[say.Committed]:
         """Push a gradient, or what local steps changed, by server, and commit it; losses, norms: of each step.
 
@@ -95,9 +95,9 @@ class Client:
         """
         return self._submit(lambda: self._deliver(task, gradients, losses, norms))
 
-    def report_bad(self, task: Task, why: str) -> Future[say.Committed]:
+    def report_bad(self, task: WorkerTask, why: str) -> Future[say.Committed]:
         """Tell that no gradient can be computed from a task's samples."""
-        return self._submit(lambda: self._commit(say.Bad(ask=self._number(), lease=task.lease, why=why)))
+        return self._submit(lambda: self._commit(say.BadGradient(ask=self._number(), lease=task.lease, why=why)))
 
     def report_score(self, version: int, loss: float | None, bits_per_byte: float | None) -> None:
         """Tell how good the weights of a version are; None without held-out text."""
@@ -160,7 +160,7 @@ class Client:
         )
         socket.send_multipart(packed(hello))
 
-    def _send(self, number: int, message: Said, data: bytes | memoryview = b"") -> None:
+    def _send(self, number: int, message: ServerMessage, data: bytes | memoryview = b"") -> None:
         self.sent_bytes += len(data)
         self._sockets[number].send_multipart(packed(message, data), copy=True)
 
@@ -191,7 +191,7 @@ class Client:
             raise (UserError if message.is_input else RunFailed)(
                 f"{server_name(number)} refuses this site: {message.why}"
             )
-        if isinstance(message, say.Stranger):
+        if isinstance(message, say.HelloNeeded):
             self._greet(socket)
             raise AskAgain
         return message, data
@@ -207,34 +207,34 @@ class Client:
 
     # ---- what it does -------------------------------------------------------------------------------------------
 
-    def _next_task(self) -> Task:
+    def _next_task(self) -> WorkerTask:
         while True:
             try:
                 dealt = self._ask_for_work()
-                if not isinstance(dealt, say.Over):
+                if not isinstance(dealt, say.RunIsOver):
                     for number in range(self._layout.servers):
                         self._pull(number, dealt.epoch, dealt.version)
                 self.waits_for = ""
-                if isinstance(dealt, say.Dealt):
-                    return Task("dealt", dealt.version, dealt.item, dealt.lease)
-                return Task(dealt.kind, dealt.version)
+                if isinstance(dealt, say.DealtWork):
+                    return WorkerTask("dealt", dealt.version, dealt.item, dealt.lease)
+                return WorkerTask(dealt.kind, dealt.version)
             except AskAgain:
                 continue
 
-    def _ask_for_work(self) -> say.Dealt | say.Judge | say.Over:
+    def _ask_for_work(self) -> say.DealtWork | say.ScoreRequest | say.RunIsOver:
         ask, asked_s, why = 0, 0.0, ""
         while True:
             if time.monotonic() - asked_s > ASK_AGAIN_S:
                 ask, asked_s = self._number(), time.monotonic()
-                self._send(0, say.Work(ask=ask))
+                self._send(0, say.AskForWork(ask=ask))
             self._waits(0, why)
             found = self._take(0, 0.5)
             if found is None:
                 continue
             message = found[0]
-            if isinstance(message, say.Dealt | say.Judge | say.Over) and message.ask == ask:
+            if isinstance(message, say.DealtWork | say.ScoreRequest | say.RunIsOver) and message.ask == ask:
                 return message
-            if isinstance(message, say.Held) and message.ask == ask:
+            if isinstance(message, say.WaitForWork) and message.ask == ask:
                 asked_s = time.monotonic()
                 why = f"no samples yet; missing: {', '.join(message.by)}" if message.by else ""
 
@@ -250,13 +250,13 @@ class Client:
                 if (tries := tries + 1) > 2:
                     raise AskAgain
                 ask, asked_s, missing = self._number(), time.monotonic(), set(range(0, len(vector), PIECE_BYTES))
-                self._send(number, say.Pull(ask=ask, epoch=epoch, version=version))
+                self._send(number, say.PullWeights(ask=ask, epoch=epoch, version=version))
             self._waits(number)
             found = self._take(number, 0.5)
             if found is None:
                 continue
             message, data = found
-            if isinstance(message, say.Held) and message.ask == ask and "again" in message.by:
+            if isinstance(message, say.WaitForWork) and message.ask == ask and "again" in message.by:
                 raise AskAgain
             if not isinstance(message, say.Weights) or message.ask != ask or message.at not in missing:
                 continue
@@ -268,7 +268,7 @@ class Client:
                 return
 
     def _deliver(
-        self, task: Task, gradients: Sequence[F32], losses: Sequence[float], norms: Sequence[float]
+        self, task: WorkerTask, gradients: Sequence[F32], losses: Sequence[float], norms: Sequence[float]
     ) -> say.Committed:
         left: list[F32] = []
         try:
@@ -295,10 +295,10 @@ class Client:
             while unsent and len(under_way) * PIECE_BYTES < AHEAD_BYTES:
                 at = unsent.pop(0)
                 under_way[at] = time.monotonic()
-                self._send(number, say.Put(lease=lease, at=at), data[at : at + PIECE_BYTES])
+                self._send(number, say.PushPiece(lease=lease, at=at), data[at : at + PIECE_BYTES])
             self._waits(number)
             found = self._take(number, 0.5)
-            if found is not None and isinstance(found[0], say.Got) and found[0].lease == lease:
+            if found is not None and isinstance(found[0], say.PieceReceived) and found[0].lease == lease:
                 under_way.pop(found[0].at, None)
             elif found is None and time.monotonic() - self._heard_s[number] > BYTES_AGAIN_S:
                 late = [at for at, sent_s in under_way.items() if time.monotonic() - sent_s > BYTES_AGAIN_S]
@@ -306,7 +306,7 @@ class Client:
                 for at in late:
                     del under_way[at]
 
-    def _commit(self, message: say.Commit | say.Bad) -> say.Committed:
+    def _commit(self, message: say.Commit | say.BadGradient) -> say.Committed:
         asked_s = 0.0
         while True:
             if time.monotonic() - asked_s > ASK_AGAIN_S:

@@ -22,7 +22,7 @@ from argosy.data.order import Range
 
 
 @dataclass(frozen=True)
-class Update:
+class AppliedUpdate:
     """An update that was made, as the ledger has it."""
 
     update: int
@@ -46,13 +46,13 @@ class Update:
         }  # fmt: skip
 
     @classmethod
-    def from_json(cls, line: Mapping[str, Any]) -> Update:
+    def from_json(cls, line: Mapping[str, Any]) -> AppliedUpdate:
         """Return the update of a line. Raises: KeyError, TypeError, ValueError if it is none."""
         return cls(int(line["update"]), int(line["item"]), str(line["site"]), int(line["version"]))
 
 
 @dataclass(frozen=True)
-class Lease:
+class DealtItem:
     """An item that is out."""
 
     name: str
@@ -69,13 +69,13 @@ class Dealing:
     bound: int
     """Staleness that no update exceeds."""
     epoch: str = ""
-    done: dict[int, Update] = field(default_factory=dict)
+    done: dict[int, AppliedUpdate] = field(default_factory=dict)
     """Updates by item."""
     skipped: set[int] = field(default_factory=set)
     """Items that no update is made from, because of bad gradients; others stand in for them."""
-    out: dict[str, Lease] = field(default_factory=dict)
+    out: dict[str, DealtItem] = field(default_factory=dict)
     """By worker."""
-    committed: dict[str, Update] = field(default_factory=dict)
+    committed: dict[str, AppliedUpdate] = field(default_factory=dict)
     """The last update of each worker in this epoch by its lease, should it ask again."""
     _leases: int = 0
     _first: int = 0
@@ -83,7 +83,7 @@ class Dealing:
 
     @classmethod
     def after(
-        cls, updates: Iterable[Update], skipped: Iterable[int], steps: int, bound: int, epoch: str = ""
+        cls, updates: Iterable[AppliedUpdate], skipped: Iterable[int], steps: int, bound: int, epoch: str = ""
     ) -> Dealing:
         """Return it as it was after these updates."""
         return cls(steps, bound, epoch, {update.item: update for update in updates}, set(skipped))
@@ -113,7 +113,7 @@ class Dealing:
         oldest = min(lease.version for lease in self.out.values())
         return [site for site, lease in self.out.items() if lease.version == oldest]
 
-    def deal(self, site: str) -> Lease | None:
+    def deal(self, site: str) -> DealtItem | None:
         """Deal the next item to a worker; None if it has to wait. What it had before is given back."""
         self.give_back(site)
         if not self.may_deal:
@@ -121,15 +121,15 @@ class Dealing:
         taken = {lease.item for lease in self.out.values()}
         item = next(i for i in self._items() if i not in taken)
         self._leases += 1
-        lease = Lease(f"{self.epoch}-{self._leases}", item, self.version)
+        lease = DealtItem(f"{self.epoch}-{self._leases}", item, self.version)
         self.out[site] = lease
         return lease
 
-    def give_back(self, site: str) -> Lease | None:
+    def give_back(self, site: str) -> DealtItem | None:
         """Take back what a worker was dealt, if anything: another gets it."""
         return self.out.pop(site, None)
 
-    def commit(self, site: str, lease: str) -> Update | None:
+    def commit(self, site: str, lease: str) -> AppliedUpdate | None:
         """Count a worker's gradient as the next update; None if what it was dealt has been taken back."""
         if lease in self.committed:
             return self.committed[lease]
@@ -137,7 +137,7 @@ class Dealing:
         if mine is None or mine.name != lease:
             return None
         del self.out[site]
-        update = Update(self.version, mine.item, site, mine.version)
+        update = AppliedUpdate(self.version, mine.item, site, mine.version)
         self.done[mine.item] = update
         self.committed = {name: one for name, one in self.committed.items() if one.site != site} | {lease: update}
         return update

@@ -26,7 +26,7 @@ def is_server(run: RunConfig) -> bool:
     return bool(run.sites) and server_number(run.site) is not None
 
 
-class Layout:
+class ServerLayout:
     """The servers and workers of a run."""
 
     def __init__(self, run: RunConfig):

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from argosy.files import atomic_write, make_folder
-from argosy.sync.server.dealing import Update
+from argosy.sync.server.dealing import AppliedUpdate
 
 NAME = "ledger.jsonl"
 
 
-class Ledger:
+class UpdateLedger:
     """The ledger in `run_dir`; one process writes it."""
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / NAME
-        self.updates: list[Update] = []
+        self.updates: list[AppliedUpdate] = []
         self.skipped: list[tuple[int, int]] = []
         """Items that no update is made from, and after how many updates that was found."""
 
@@ -39,7 +39,7 @@ class Ledger:
                 self.skipped.append((int(line["skipped"]), int(line["version"])))
                 kept.append(line)
             elif "update" in line and int(line["update"]) < version:
-                self.updates.append(Update.from_json(line))
+                self.updates.append(AppliedUpdate.from_json(line))
                 kept.append(line)
             else:
                 forgotten += "update" in line
@@ -50,7 +50,7 @@ class Ledger:
             file.write(b"".join(json.dumps(line).encode() + b"\n" for line in kept))
         return forgotten
 
-    def add(self, update: Update, item_samples: int, **facts: float) -> None:
+    def add(self, update: AppliedUpdate, item_samples: int, **facts: float) -> None:
         """Add the line of an update. item_samples: of each item (`Dealing`)."""
         self.updates.append(update)
         self._append(update.to_json(item_samples) | facts)

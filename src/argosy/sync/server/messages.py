@@ -27,14 +27,14 @@ Losses = Annotated[list[float], Field(min_length=1, max_length=MOST_LOCAL_STEPS)
 Norms = Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1, max_length=MOST_LOCAL_STEPS)]
 
 
-class Said(WireRecord, strict=True):
+class ServerMessage(WireRecord, strict=True):
     """A message without its bytes."""
 
 
 # ---- a worker says ----------------------------------------------------------------------------------------------
 
 
-class Hello(Said):
+class Hello(ServerMessage):
     """The first message of a connection."""
 
     kind: Literal["hello"] = "hello"
@@ -46,13 +46,13 @@ class Hello(Said):
     run: Id
 
 
-class Ping(Said):
+class Ping(ServerMessage):
     """It lives."""
 
     kind: Literal["ping"] = "ping"
 
 
-class Work(Said):
+class AskForWork(ServerMessage):
     """It wants samples."""
 
     kind: Literal["work"] = "work"
@@ -60,7 +60,7 @@ class Work(Said):
     """Number of the question; the answer has it too."""
 
 
-class Pull(Said):
+class PullWeights(ServerMessage):
     """It wants weights of that version, or newer ones."""
 
     kind: Literal["pull"] = "pull"
@@ -69,7 +69,7 @@ class Pull(Said):
     version: Count
 
 
-class Put(Said):
+class PushPiece(ServerMessage):
     """A piece of its gradient."""
 
     kind: Literal["put"] = "put"
@@ -77,7 +77,7 @@ class Put(Said):
     at: Count
 
 
-class Commit(Said):
+class Commit(ServerMessage):
     """All of its gradient, or of what its steps have changed, is at all servers."""
 
     kind: Literal["commit"] = "commit"
@@ -89,7 +89,7 @@ class Commit(Said):
     """The gradient's norm in each, before clipping."""
 
 
-class Bad(Said):
+class BadGradient(ServerMessage):
     """Its loss or gradient is not finite, and nothing was pushed."""
 
     kind: Literal["bad"] = "bad"
@@ -98,7 +98,7 @@ class Bad(Said):
     why: Reason
 
 
-class Scored(Said):
+class Scored(ServerMessage):
     """How well the weights that it pulled to be scored predict held-out text."""
 
     kind: Literal["scored"] = "scored"
@@ -107,7 +107,7 @@ class Scored(Said):
     bits_per_byte: float | None
 
 
-class Bye(Said):
+class Bye(ServerMessage):
     """It ends; what was dealt to it is dealt to another."""
 
     kind: Literal["bye"] = "bye"
@@ -116,7 +116,7 @@ class Bye(Said):
 # ---- the first server says to the others ------------------------------------------------------------------------
 
 
-class Begin(Said):
+class Begin(ServerMessage):
     """Go to a version: that of a checkpoint, or 0."""
 
     kind: Literal["begin"] = "begin"
@@ -124,7 +124,7 @@ class Begin(Said):
     version: Count
 
 
-class Apply(Said):
+class Apply(ServerMessage):
     """Apply a gradient as the update that makes version `update` + 1."""
 
     kind: Literal["apply"] = "apply"
@@ -135,7 +135,7 @@ class Apply(Said):
     save: bool
 
 
-class Look(Said):
+class CheckServer(ServerMessage):
     """Say where you are; this is where you should be."""
 
     kind: Literal["look"] = "look"
@@ -143,7 +143,7 @@ class Look(Said):
     version: Count
 
 
-class Finish(Said):
+class Finish(ServerMessage):
     """End, once the state is saved."""
 
     kind: Literal["finish"] = "finish"
@@ -152,13 +152,13 @@ class Finish(Said):
 # ---- a server says ----------------------------------------------------------------------------------------------
 
 
-class Welcome(Said):
+class Welcome(ServerMessage):
     """Hello."""
 
     kind: Literal["welcome"] = "welcome"
 
 
-class Refused(Said):
+class Refused(ServerMessage):
     """You cannot take part."""
 
     kind: Literal["refused"] = "refused"
@@ -167,13 +167,13 @@ class Refused(Said):
     """False if the run has failed, and nobody can."""
 
 
-class Stranger(Said):
+class HelloNeeded(ServerMessage):
     """Say hello first: this server was started again."""
 
     kind: Literal["stranger"] = "stranger"
 
 
-class Dealt(Said):
+class DealtWork(ServerMessage):
     """Samples, and the version of the weights to use."""
 
     kind: Literal["dealt"] = "dealt"
@@ -184,7 +184,7 @@ class Dealt(Said):
     version: Count
 
 
-class Judge(Said):
+class ScoreRequest(ServerMessage):
     """Score the weights of this version on held-out text, and ask again."""
 
     kind: Literal["judge"] = "judge"
@@ -193,7 +193,7 @@ class Judge(Said):
     version: Count
 
 
-class Over(Said):
+class RunIsOver(ServerMessage):
     """There is nothing left to do."""
 
     kind: Literal["over"] = "over"
@@ -201,7 +201,7 @@ class Over(Said):
     version: Count
 
 
-class Held(Said):
+class WaitForWork(ServerMessage):
     """Wait."""
 
     kind: Literal["held"] = "held"
@@ -210,7 +210,7 @@ class Held(Said):
     """The server that is not ready, or the slow workers that are waited for."""
 
 
-class Weights(Said):
+class Weights(ServerMessage):
     """A piece of the weights."""
 
     kind: Literal["weights"] = "weights"
@@ -219,7 +219,7 @@ class Weights(Said):
     at: Count
 
 
-class Got(Said):
+class PieceReceived(ServerMessage):
     """A piece of the gradient has come."""
 
     kind: Literal["got"] = "got"
@@ -227,7 +227,7 @@ class Got(Said):
     at: Count
 
 
-class Committed(Said):
+class Committed(ServerMessage):
     """The gradient is an update; or it is no longer wanted (`update` is None): its samples are another's."""
 
     kind: Literal["committed"] = "committed"
@@ -237,7 +237,7 @@ class Committed(Said):
     rate: float = 0.0
 
 
-class At(Said):
+class ServerStatus(ServerMessage):
     """Where a server is; `problem`: why it cannot go on."""
 
     kind: Literal["at"] = "at"
@@ -247,13 +247,35 @@ class At(Said):
 
 
 Message = (
-    Hello | Ping | Work | Pull | Put | Commit | Bad | Scored | Bye | Begin | Apply | Look | Finish
-    | Welcome | Refused | Stranger | Dealt | Judge | Over | Held | Weights | Got | Committed | At
-)  # fmt: skip
+    Hello
+    | Ping
+    | AskForWork
+    | PullWeights
+    | PushPiece
+    | Commit
+    | BadGradient
+    | Scored
+    | Bye
+    | Begin
+    | Apply
+    | CheckServer
+    | Finish
+    | Welcome
+    | Refused
+    | HelloNeeded
+    | DealtWork
+    | ScoreRequest
+    | RunIsOver
+    | WaitForWork
+    | Weights
+    | PieceReceived
+    | Committed
+    | ServerStatus
+)
 _READER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
 
 
-def packed(message: Said, data: bytes | memoryview = b"") -> list[Any]:
+def packed(message: ServerMessage, data: bytes | memoryview = b"") -> list[Any]:
     """Return the frames of a message."""
     head = encoded(message)
     return [head, data] if len(data) else [head]

@@ -16,9 +16,9 @@ from functools import partial
 from argosy.files import atomic_write
 from argosy.processes.messages import BadMessage, WireRecord
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Ledger, Line, checked_line, is_next
+from argosy.sync.sites.ledger import Line, RoundLedger, checked_line, is_next
 from argosy.sync.sites.messages import FilePiece, NotThere, Source, StateOffer, StateRequest
-from argosy.sync.sites.pull import Pull, Wanted
+from argosy.sync.sites.pull import PulledFile, Wanted
 
 Tell = Callable[[str, WireRecord], None]
 """Sends a site a message."""
@@ -27,11 +27,11 @@ Tell = Callable[[str, WireRecord], None]
 class Adoption:
     """What an exchange does about it, for its own site and for others."""
 
-    def __init__(self, sites: Sites, ledger: Ledger):
+    def __init__(self, sites: Sites, ledger: RoundLedger):
         self._sites, self._ledger = sites, ledger
         self._askers: set[str] = set()
         self._wanted_from: str | None = None
-        self._pulls: list[Pull] = []
+        self._pulls: list[PulledFile] = []
         """The transfer of the state, then that of the ledger."""
         self._checksum = 0
 
@@ -84,7 +84,7 @@ class Adoption:
                 wanted: dict[Source, int] = {"state": message.size, "ledger": message.ledger_size}
                 for what, size in wanted.items():
                     path = self._sites.folder / f"taken-{number:08d}-{self._checksum:08x}-{name}-{what}.bin"
-                    self._pulls.append(Pull(Wanted(what, number, 0, 0, size), name, path))
+                    self._pulls.append(PulledFile(Wanted(what, number, 0, 0, size), name, path))
             case FilePiece():
                 for pull in self._pulls:
                     if (pull.wanted.what, pull.wanted.round) == (message.what, message.round):
@@ -114,7 +114,7 @@ class Adoption:
         self._take_over(state, lines)
         return True
 
-    def _take_over(self, pull: Pull, lines: list[Line]) -> None:
+    def _take_over(self, pull: PulledFile, lines: list[Line]) -> None:
         """Leave the state for the ranks, and take the ledger that led to it for this site's."""
         pull.move(self._sites.adopted)
         with atomic_write(self._sites.adoption) as file:

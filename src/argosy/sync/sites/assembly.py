@@ -19,7 +19,7 @@ from argosy.sync.sites.layout import Sites
 from argosy.sync.sites.ledger import Line
 from argosy.sync.sites.links import Links
 from argosy.sync.sites.messages import FilePiece, FromSite, NotThere, SliceSummed, Source
-from argosy.sync.sites.pull import Pull, Wanted
+from argosy.sync.sites.pull import PulledFile, Wanted
 
 Transfer = tuple[str, int, str]
 """What is fetched: "sent", a slice of the change of a site, which is named; or "slice", one of the average."""
@@ -56,7 +56,7 @@ class Assembly:
         self.reduced: dict[int, Reduced] = {}
         """What is known of slices that were summed."""
         self._here: set[int] = set()
-        self._pulls: dict[Transfer, Pull] = {}
+        self._pulls: dict[Transfer, PulledFile] = {}
         self._not_before_s: dict[Transfer, float] = {}
         self._work: dict[int, Future[Reduced]] = {}
         self._not_at_owner: set[int] = set()
@@ -197,7 +197,7 @@ class Assembly:
         parts = [np.fromfile(path, np.uint8, size, offset=at) for path, at in paths]
         return reduce_slice(parts, self.weights, self._wire, out)
 
-    def _fetch_change(self, part: int, wanted: Wanted, name: str) -> Pull:
+    def _fetch_change(self, part: int, wanted: Wanted, name: str) -> PulledFile:
         key = ("sent", part, name)
         pull = self._pull(key, wanted, name, self._temporary(f"part-{part}-{name}"))
         if not pull.is_done and name in self._links.sites:
@@ -218,9 +218,9 @@ class Assembly:
         else:
             pull.forget()
 
-    def _pull(self, key: Transfer, wanted: Wanted, peer: str, path: Path) -> Pull:
+    def _pull(self, key: Transfer, wanted: Wanted, peer: str, path: Path) -> PulledFile:
         if key not in self._pulls:
-            self._pulls[key] = Pull(wanted, peer, path)
+            self._pulls[key] = PulledFile(wanted, peer, path)
         return self._pulls[key]
 
     def _ask(self, key: Transfer) -> None:

@@ -28,7 +28,7 @@ from argosy.sync.sites import messages as say
 from argosy.sync.sites.assembly import Assembly, Proposal
 from argosy.sync.sites.average import Kept, distances, encode_file, slices_of
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Delivery, Ledger, Line, chain_of, dealt_in, is_next, next_line, weights_of
+from argosy.sync.sites.ledger import Contribution, Line, RoundLedger, chain_of, dealt_in, is_next, next_line, weights_of
 from argosy.sync.sites.links import Links
 from argosy.sync.sites.mending import SiteRecovery
 from argosy.sync.sites.messages import Standing
@@ -41,15 +41,15 @@ MOST_ATTEMPTS = 1 << 20
 """No site is so many attempts at a round ahead of another."""
 
 
-class Exchange:
+class SiteExchange:
     """The exchange of one site."""
 
     def __init__(
         self,
         sites: Sites,
-        ledger: Ledger,
+        ledger: RoundLedger,
         events: Events,
-        links: Callable[[Exchange], Links[say.FromSite]],
+        links: Callable[[SiteExchange], Links[say.FromSite]],
         pool: Executor | None = None,
     ):
         """links(exchange): its connections. pool: where changes are encoded and summed."""
@@ -152,7 +152,7 @@ class Exchange:
         match message:
             case say.ReadyNotice(chain=chain) if chain == self._chain():
                 self._count(message.attempt)
-                self._ready[name] = Delivery(message.tokens, message.skipped)
+                self._ready[name] = Contribution(message.tokens, message.skipped)
             case say.ProposalNotice(chain=chain) if chain == self._chain() and is_leader:
                 names = tuple(message.weights)
                 if names != tuple(site for site in self.sites.names if site in names):
@@ -247,7 +247,7 @@ class Exchange:
         """Begin with the round after those in the ledger."""
         self._let_go()
         self._number = self.rounds
-        self._ready: dict[str, Delivery] = {}
+        self._ready: dict[str, Contribution] = {}
         self._encoding: Future[None] | None = None
         self._attempts = 0
         self._quorum_s = None
@@ -317,7 +317,7 @@ class Exchange:
             self._encoding.result()
             about = json.loads(self.sites.about(self._number).read_bytes())
             skipped = [(int(a), int(b)) for a, b in about["skipped"]]
-            self._ready[self.sites.me] = Delivery(int(about["tokens"]), skipped)
+            self._ready[self.sites.me] = Contribution(int(about["tokens"]), skipped)
             self._ready_s = time.monotonic()
             fault("site_ready", step=self._number)
             self._links.tell_all(self._my_ready())

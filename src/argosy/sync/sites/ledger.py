@@ -72,7 +72,7 @@ LINE: TypeAdapter[Line] = TypeAdapter(Line)
 
 
 @dataclass(frozen=True)
-class Delivery:
+class Contribution:
     """What a site says of its part in a round."""
 
     tokens: int
@@ -83,7 +83,7 @@ def next_line(
     shares: Shares,
     lines: Sequence[Line],
     by: str,
-    delivered: Mapping[str, Delivery],
+    delivered: Mapping[str, Contribution],
     present: Collection[str],
     attempt: int,
     sums: Sequence[int],
@@ -125,7 +125,7 @@ def chain_of(lines: Sequence[Line]) -> str:
 
 def is_next(shares: Shares, lines: Sequence[Line], line: Line) -> bool:
     """Return True if `line` is what `next_line` returns after `lines` for those whom it names, one at least."""
-    delivered = {name: Delivery(tokens, line.skipped.get(name, [])) for name, tokens in line.tokens.items()}
+    delivered = {name: Contribution(tokens, line.skipped.get(name, [])) for name, tokens in line.tokens.items()}
     facts = delivered, line.members, line.attempt, line.sums, line.extra
     return bool(delivered) and line.by in shares.names and line == next_line(shares, lines, line.by, *facts)
 
@@ -152,7 +152,7 @@ def weights_of(lines: Sequence[Line], tokens: Mapping[str, int], rounds: int) ->
     return weights
 
 
-class Ledger:
+class RoundLedger:
     """A site's ledger, in its folder."""
 
     def __init__(self, folder: Path):

@@ -17,7 +17,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.sync.sites.layout import Sites, at_site
-from argosy.sync.sites.ledger import Ledger
+from argosy.sync.sites.ledger import RoundLedger
 
 RUN_FILE = "run.toml"
 OF_ROUNDS = ("sync.", "sites.", "train.")
@@ -33,7 +33,7 @@ def check_length(run_dir: Path, run: RunConfig, step: int) -> None:
     if not path.exists() or not (before := load(path)).sites:
         return
     old, new = Sites.of(at_site(before), run_dir), Sites.of(at_site(run), run_dir)
-    made = Ledger(run_dir).rounds
+    made = RoundLedger(run_dir).rounds
     made += old.about(made).exists()  # what a site has left for a round is not made again
     first = min(old.rounds, new.rounds) - 1 if _way(old) == _way(new) else 0
     for number in range(first, made):

@@ -12,9 +12,9 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.events import Events
 from argosy.processes.child import channel_to_parent, messages
-from argosy.sync.sites.exchange import Exchange
+from argosy.sync.sites.exchange import SiteExchange
 from argosy.sync.sites.layout import Sites, group_folder
-from argosy.sync.sites.ledger import Ledger
+from argosy.sync.sites.ledger import RoundLedger
 from argosy.sync.sites.listening import open_links
 from argosy.sync.sites.messages import FROM_SITE
 
@@ -22,12 +22,15 @@ TURN_S = 0.02
 """How often it looks for what the ranks have left."""
 
 
-def open_exchange(run: RunConfig, run_dir: Path) -> Exchange:
+def open_exchange(run: RunConfig, run_dir: Path) -> SiteExchange:
     """Return the exchange of the site whose run is in `run_dir`. Raises: UserError."""
     sites = Sites.of(run, run_dir)
     links = open_links(run, sites.me, group_folder(run_dir), FROM_SITE)
-    return Exchange(
-        sites, Ledger(run_dir), Events(run_dir, "exchange"), lambda exchange: links(exchange.hello, exchange.refused)
+    return SiteExchange(
+        sites,
+        RoundLedger(run_dir),
+        Events(run_dir, "exchange"),
+        lambda exchange: links(exchange.hello, exchange.refused),
     )
 
 

@@ -21,7 +21,7 @@ from argosy.sync.sites import messages as say
 from argosy.sync.sites.adoption import Adoption
 from argosy.sync.sites.average import has_average
 from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Ledger, Line, chain_of, is_next
+from argosy.sync.sites.ledger import Line, RoundLedger, chain_of, is_next
 from argosy.sync.sites.links import Links
 from argosy.sync.sites.messages import LineRequest, Standing, gives_way
 from argosy.sync.sites.others import Others
@@ -33,7 +33,7 @@ ASK_S = 1.0
 class Mending:
     """What an exchange does about its own ledger. While it is under way the site takes part in no round."""
 
-    def __init__(self, sites: Sites, ledger: Ledger, events: Events):
+    def __init__(self, sites: Sites, ledger: RoundLedger, events: Events):
         self._sites, self._ledger, self._events = sites, ledger, events
         self._damage = ""
         self._lines: list[Line] = []
@@ -134,7 +134,7 @@ class Mending:
 class SiteRecovery:
     """What an exchange does about its own site's state and ledger, and does for other sites that need a state."""
 
-    def __init__(self, sites: Sites, ledger: Ledger, events: Events, links: Links[say.FromSite], others: Others):
+    def __init__(self, sites: Sites, ledger: RoundLedger, events: Events, links: Links[say.FromSite], others: Others):
         self._sites, self._ledger, self._events, self._links, self._others = sites, ledger, events, links, others
         self._adoption = Adoption(sites, ledger)
         self._mending = Mending(sites, ledger, events)

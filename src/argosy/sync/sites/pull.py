@@ -28,7 +28,7 @@ class Wanted:
     size: int
 
 
-class Pull:
+class PulledFile:
     """One such transfer. What has come is in a file, which another process of the exchange goes on with."""
 
     def __init__(self, wanted: Wanted, peer: str, path: Path):

@@ -19,12 +19,12 @@ from argosy.observe.events import Events
 from argosy.observe.metrics import Metrics, peak_memory_bytes
 from argosy.observe.progress import Progress
 from argosy.sync.server import messages as say
-from argosy.sync.server.dealing import Dealing, Update, rate_of
-from argosy.sync.server.layout import Layout
-from argosy.sync.server.ledger import Ledger
-from argosy.sync.server.messages import Said
+from argosy.sync.server.dealing import AppliedUpdate, Dealing, rate_of
+from argosy.sync.server.layout import ServerLayout
+from argosy.sync.server.ledger import UpdateLedger
+from argosy.sync.server.messages import ServerMessage
 from argosy.training.schedule import learning_rate
-from argosy.training.server.shard import Refuses, Shard
+from argosy.training.server.shard import Refuses, ServerShard
 
 LOST_S = 10.0
 """A worker that was not heard for so long is lost: what it was dealt is dealt to another."""
@@ -32,22 +32,24 @@ LOOK_S = 1.0
 """How often the other servers are asked where they are, and workers that wait are told why."""
 MOST_IN_A_ROW = 10
 """The run fails after so many gradients in a row that are not finite."""
-Tell = Callable[[int, Said], None]
-Answer = Callable[[Said], None]
+Tell = Callable[[int, ServerMessage], None]
+Answer = Callable[[ServerMessage], None]
 
 
 class Leader:
     """Decides for all servers. `tell(number, message)` sends to another server."""
 
-    def __init__(self, layout: Layout, run_dir: Path, shard: Shard, events: Events, progress: Progress, tell: Tell):
+    def __init__(
+        self, layout: ServerLayout, run_dir: Path, shard: ServerShard, events: Events, progress: Progress, tell: Tell
+    ):
         self._layout, self._run_dir, self._shard, self._tell = layout, run_dir, shard, tell
         self._events, self._progress = events, progress
         self._run: RunConfig = layout.run
-        self._ledger, self._metrics = Ledger(run_dir), Metrics(run_dir)
+        self._ledger, self._metrics = UpdateLedger(run_dir), Metrics(run_dir)
         self._dealing = Dealing(layout.updates, self._run.sync.max_staleness)
         self._ready: set[int] = set()
         self._looked_s = 0.0
-        self._waiting: dict[str, tuple[say.Work, Answer]] = {}
+        self._waiting: dict[str, tuple[say.AskForWork, Answer]] = {}
         self._sessions: dict[str, str] = {}
         self._heard_s: dict[str, float] = {}
         self._held_since_s = 0.0
@@ -114,7 +116,7 @@ class Leader:
         for number in range(1, self._layout.servers):
             self._tell(number, say.Begin(epoch=epoch, version=version))
 
-    def hear_server(self, number: int, message: say.At) -> None:
+    def hear_server(self, number: int, message: say.ServerStatus) -> None:
         """Hear where another server is."""
         if message.epoch != self._dealing.epoch:
             if number in self._ready:
@@ -135,10 +137,10 @@ class Leader:
             return
         self._looked_s = now
         for number in range(1, self._layout.servers):
-            self._tell(number, say.Look(epoch=self._dealing.epoch, version=self._dealing.version))
+            self._tell(number, say.CheckServer(epoch=self._dealing.epoch, version=self._dealing.version))
         missing = [server_name(n) for n in range(self._layout.servers) if n not in self._ready]
         for work, answer in self._waiting.values():
-            answer(say.Held(ask=work.ask, by=missing or self._dealing.holds_up))
+            answer(say.WaitForWork(ask=work.ask, by=missing or self._dealing.holds_up))
 
     # ---- workers ------------------------------------------------------------------------------------------------
 
@@ -168,7 +170,7 @@ class Leader:
             self._events.write("worker_left", site=site, step=self.step, why=why)
             self._progress.say(f" {site} has left: {why}")
 
-    def asked(self, site: str, work: say.Work, answer: Answer) -> None:
+    def asked(self, site: str, work: say.AskForWork, answer: Answer) -> None:
         """A worker asks for samples: it gets them once it may."""
         self._give_back(site, "")
         self._waiting[site] = (work, answer)
@@ -189,7 +191,7 @@ class Leader:
             self._make(update, message)
         return say.Committed(ask=message.ask, update=update.update, staleness=update.staleness, rate=self._rate(update))
 
-    def bad(self, site: str, message: say.Bad) -> say.Committed:
+    def bad(self, site: str, message: say.BadGradient) -> say.Committed:
         """Make no update from a worker's samples."""
         item = self._dealing.skip(site, message.lease)
         if item is not None:
@@ -218,21 +220,21 @@ class Leader:
 
     # ---- updates ------------------------------------------------------------------------------------------------
 
-    def _known(self, site: str, lease: str) -> Update | None:
+    def _known(self, site: str, lease: str) -> AppliedUpdate | None:
         found = self._dealing.committed.get(lease)
         return found if found is not None and found.site == site else None
 
     def _learning_rate(self, step: int) -> float:
         return learning_rate(self._run, step, self._run.train.steps)
 
-    def _rate(self, update: Update) -> float:
+    def _rate(self, update: AppliedUpdate) -> float:
         """Return the rate at which the servers apply an update: of the optimizer, or of outer steps."""
         config = self._run.sync
         if config.local_steps > 1:
             return config.outer_lr * rate_of(update.staleness + 1, config.staleness_rate)
         return self._learning_rate(update.update) * rate_of(update.staleness, config.staleness_rate)
 
-    def _make(self, update: Update, message: say.Commit) -> None:
+    def _make(self, update: AppliedUpdate, message: say.Commit) -> None:
         """Apply an update everywhere, and write it down."""
         rate, number = self._rate(update), update.update
         saves = self._is_save_due(number + 1)
@@ -258,7 +260,7 @@ class Leader:
         by_steps = settings.every_steps and step // settings.every_steps > before // settings.every_steps
         return bool(by_time or by_steps or version == self._layout.updates)
 
-    def _write_lines(self, update: Update, message: say.Commit, rate: float) -> None:
+    def _write_lines(self, update: AppliedUpdate, message: say.Commit, rate: float) -> None:
         """Write a line for each step of an update, which take its time in equal parts."""
         run, layout, now = self._run, self._layout, time.monotonic()
         step_s, self._updated_s = (now - self._updated_s) / layout.local_steps, now
@@ -302,11 +304,11 @@ class Leader:
                 del self._waiting[site]
                 self._scoring = site
                 self._next_score = self._score_after(dealing.version)
-                answer(say.Judge(ask=work.ask, epoch=dealing.epoch, version=dealing.version))
+                answer(say.ScoreRequest(ask=work.ask, epoch=dealing.epoch, version=dealing.version))
                 continue
             if dealing.is_over:
                 del self._waiting[site]
-                answer(say.Over(ask=work.ask, version=dealing.version))
+                answer(say.RunIsOver(ask=work.ask, version=dealing.version))
                 continue
             lease = dealing.deal(site)
             if lease is None:
@@ -315,7 +317,9 @@ class Leader:
             del self._waiting[site]
             self._held_since_s = 0.0
             answer(
-                say.Dealt(ask=work.ask, lease=lease.name, item=lease.item, epoch=dealing.epoch, version=lease.version)
+                say.DealtWork(
+                    ask=work.ask, lease=lease.name, item=lease.item, epoch=dealing.epoch, version=lease.version
+                )
             )
 
     def _score_after(self, version: int) -> int:

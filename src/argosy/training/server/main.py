@@ -36,10 +36,10 @@ from argosy.processes.messages import BadMessage
 from argosy.processes.secret import secret_of
 from argosy.sync.server import messages as say
 from argosy.sync.server.keys import AllowedKeys, KeyPair, settle, zeromq
-from argosy.sync.server.layout import AGAIN, Layout
-from argosy.sync.server.messages import PIECE_BYTES, Said, packed, unpacked
+from argosy.sync.server.layout import AGAIN, ServerLayout
+from argosy.sync.server.messages import PIECE_BYTES, ServerMessage, packed, unpacked
 from argosy.training.server.leader import Leader
-from argosy.training.server.shard import Refuses, Shard
+from argosy.training.server.shard import Refuses, ServerShard
 
 TURN_MS = 50
 LAST_S = 60.0
@@ -63,24 +63,24 @@ class Peer:
     heard_s: float
 
 
-class Server:
+class ParameterServer:
     """One parameter server."""
 
     def __init__(self, run: RunConfig, run_dir: Path, number: int, is_again: bool = False):
         """is_again: in place of one that died. Raises: UserError."""
         self._run, self._number, self._run_dir = run, number, run_dir
         self._name = server_name(number)
-        self._layout = Layout(run)
+        self._layout = ServerLayout(run)
         self._events = Events(run_dir, self._name)
         self._progress = Progress(enabled=True)
         self._peers: dict[bytes, Peer] = {}
-        self._pulls: dict[bytes, say.Pull] = {}
+        self._pulls: dict[bytes, say.PullWeights] = {}
         self._refused_s: dict[str, float] = {}
         self._is_over = False
         self.is_alone = False
         """True if it was to end, and the first server did not say so: the newest checkpoint is all that is saved."""
         data = open_data(run.data, run.seed, run.train.batches)
-        self._shard = Shard(self._layout, number, run_dir, data.identity, self._hear_of_checkpoint)
+        self._shard = ServerShard(self._layout, number, run_dir, data.identity, self._hear_of_checkpoint)
         secret = secret_of(run_dir)
         self._zmq = zeromq()
         self._context = self._zmq.Context()
@@ -196,10 +196,10 @@ class Server:
         socket.connect(f"tcp://{host}:{port}")
         return socket
 
-    def _tell_server(self, number: int, message: Said) -> None:
+    def _tell_server(self, number: int, message: ServerMessage) -> None:
         self._links[number].send_multipart(packed(message))
 
-    def _send(self, identity: bytes, message: Said, data: bytes | memoryview = b"") -> None:
+    def _send(self, identity: bytes, message: ServerMessage, data: bytes | memoryview = b"") -> None:
         self._router.send_multipart([identity, *packed(message, data)], copy=not len(data))
 
     # ---- messages -----------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Server:
         except BadMessage as problem:
             self._refuse(identity, "?", f"what it says is no message of this version ({problem})")
             return
-        if is_first and isinstance(message, say.Begin | say.Apply | say.Look | say.Finish):
+        if is_first and isinstance(message, say.Begin | say.Apply | say.CheckServer | say.Finish):
             self._obey(identity, message)
             return
         if isinstance(message, say.Hello):
@@ -219,7 +219,7 @@ class Server:
             return
         peer = self._peers.get(identity)
         if peer is None:
-            self._send(identity, say.Stranger())
+            self._send(identity, say.HelloNeeded())
             return
         peer.heard_s = time.monotonic()
         try:
@@ -233,21 +233,21 @@ class Server:
         if leader is not None:
             leader.heard(peer.site)
         match message:
-            case say.Pull():
+            case say.PullWeights():
                 self._pulls[identity] = message
-            case say.Put():
+            case say.PushPiece():
                 self._shard.stage(peer.site, message.lease, message.at, data)
-                self._send(identity, say.Got(lease=message.lease, at=message.at))
+                self._send(identity, say.PieceReceived(lease=message.lease, at=message.at))
             case say.Bye():
                 self._shard.forget(peer.site)
                 if leader is not None:
                     leader.left(peer.site, peer.session)
-            case say.Work() if leader is not None:
+            case say.AskForWork() if leader is not None:
                 leader.arrived(peer.site, peer.session)
                 leader.asked(peer.site, message, partial(self._send, identity))
             case say.Commit() if leader is not None:
                 self._send(identity, leader.commit(peer.site, message))
-            case say.Bad() if leader is not None:
+            case say.BadGradient() if leader is not None:
                 self._send(identity, leader.bad(peer.site, message))
             case say.Scored() if leader is not None:
                 leader.scored(peer.site, message)
@@ -294,14 +294,14 @@ class Server:
 
     def _answer_pulls(self) -> None:
         """Send weights to those that asked for a version that is there now."""
-        waiting: dict[bytes, say.Pull] = {}
+        waiting: dict[bytes, say.PullWeights] = {}
         for identity, pull in self._pulls.items():
             if identity not in self._peers:
                 continue
             try:
                 data = self._shard.weights(pull.epoch, pull.version)
             except Refuses:
-                self._send(identity, say.Held(ask=pull.ask, by=["again"]))
+                self._send(identity, say.WaitForWork(ask=pull.ask, by=["again"]))
                 continue
             if data is None:
                 waiting[identity] = pull
@@ -312,7 +312,7 @@ class Server:
                 self._send(identity, piece, whole[at : at + PIECE_BYTES])
         self._pulls = waiting
 
-    def _obey(self, identity: bytes, message: say.Begin | say.Apply | say.Look | say.Finish) -> None:
+    def _obey(self, identity: bytes, message: say.Begin | say.Apply | say.CheckServer | say.Finish) -> None:
         """Do what the first server says."""
         shard, problem = self._shard, ""
         try:
@@ -324,16 +324,16 @@ class Server:
                     if message.save:
                         shard.save()
                     return
-                case say.Look() if message.epoch == shard.epoch and message.version != shard.version:
+                case say.CheckServer() if message.epoch == shard.epoch and message.version != shard.version:
                     problem = f"it is at version {shard.version} instead of {message.version}"
                 case say.Finish():
                     self._is_over = True
         except Refuses as refusal:
             problem = str(refusal)
         except ArgosyError as error:
-            self._send(identity, say.At(epoch=shard.epoch, version=shard.version, problem=str(error)[:1000]))
+            self._send(identity, say.ServerStatus(epoch=shard.epoch, version=shard.version, problem=str(error)[:1000]))
             raise
-        self._send(identity, say.At(epoch=shard.epoch, version=shard.version, problem=problem))
+        self._send(identity, say.ServerStatus(epoch=shard.epoch, version=shard.version, problem=problem))
 
     def _hear_server(self, number: int, frames: list[bytes]) -> None:
         try:
@@ -341,7 +341,7 @@ class Server:
         except BadMessage as problem:
             self._refused(server_name(number), f"what it says is no message of this version ({problem})")
             return
-        if isinstance(message, say.At) and self._leader is not None:
+        if isinstance(message, say.ServerStatus) and self._leader is not None:
             self._leader.hear_server(number, message)
 
     def _hear_of_checkpoint(self, news: str, /, **facts: Any) -> None:
@@ -391,10 +391,10 @@ def main() -> None:
 
     threading.Thread(target=listen, name="argosy-parent", daemon=True).start()
     try:
-        wait_for_port(Layout(run).addresses[number], ending.is_set, Progress(enabled=True).say)
+        wait_for_port(ServerLayout(run).addresses[number], ending.is_set, Progress(enabled=True).say)
         is_over, is_saved = False, False
         if not ending.is_set():
-            server = Server(run, run_dir, number, AGAIN in sys.argv)
+            server = ParameterServer(run, run_dir, number, AGAIN in sys.argv)
             is_over, is_saved = server.serve(ending.is_set), not server.is_alone
             server.close()
     except ArgosyError as problem:

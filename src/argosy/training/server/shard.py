@@ -28,7 +28,7 @@ from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.world import World
 from argosy.plan.parameters import parameter_table
-from argosy.sync.server.layout import Layout
+from argosy.sync.server.layout import ServerLayout
 from argosy.sync.server.messages import PIECE_BYTES
 
 
@@ -90,10 +90,10 @@ class ShardSaver(Saver):
         self._mine = boxes
 
 
-class Shard:
+class ServerShard:
     """The state of one server."""
 
-    def __init__(self, layout: Layout, number: int, run_dir: Path, data_identity: str, heard: Tell):
+    def __init__(self, layout: ServerLayout, number: int, run_dir: Path, data_identity: str, heard: Tell):
         """`heard(news, **facts)`: as of `Saver`."""
         self._layout, self._number, self._run_dir, self._heard = layout, number, run_dir, heard
         self._run, self._data_identity = layout.run, data_identity

@@ -44,7 +44,7 @@ class UserCode(Service):
         extensions = load_code(run.extend.code)
         self._now = Now(run.train.steps or None)
         self._run = UserView(run.name, run_dir, world, state, self._now)
-        self._records, self._clock, self._guard = records, clock, Guard(state, world.device)
+        self._records, self._clock, self._guard = records, clock, SideEffectGuard(state, world.device)
         self._callbacks = [e for e in extensions if e.declared.kind == "callback"]
         self._metrics: list[Extension | None] = [e for e in extensions if e.declared.kind == "metric"]
         """None in place of one that is switched off here; all ranks have as many."""
@@ -247,7 +247,7 @@ def number_of(value: Any, what: str) -> float:
     return float(value)
 
 
-class Guard:
+class SideEffectGuard:
     """Notices what user code may not change: random generators and settings of torch, weights and gradients.
 
     Settings and generators are put back. Tensors are told apart by their version counters, which count what is written

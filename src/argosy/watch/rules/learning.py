@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from argosy.plan.cost.formatting import percent
-from argosy.watch.facts import Event, Facts, Floats, median
+from argosy.watch.facts import Event, Floats, RunFacts, median
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.ranks import node_of
 from argosy.watch.rules.rule import Advice
@@ -32,7 +32,7 @@ OVERFITS, OVERFIT_EVALUATIONS = 0.01, 3
 """Held-out loss this much above its best, in so many evaluations in a row, while the training loss falls."""
 
 
-def bad_steps(facts: Facts, planner: Planner) -> Advice | None:
+def bad_steps(facts: RunFacts, planner: Planner) -> Advice | None:
     """Name steps that were bad or spiked, and say what keeps them from coming back."""
     last = facts.over[1] if len(facts) else 0
     struck = [event for event in facts.of("bad_step") if int(event.get("step", -1)) > last - LATELY]
@@ -57,7 +57,7 @@ def bad_steps(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def spikes(facts: Facts) -> dict[int, tuple[float, float]]:
+def spikes(facts: RunFacts) -> dict[int, tuple[float, float]]:
     """Return the steps of the last `LATELY` whose loss spiked and was applied -> the loss, and the median before it."""
     first = max(0, len(facts) - LATELY - SPIKE_WINDOW)
     loss = facts.column("loss", slice(first, None))
@@ -71,7 +71,7 @@ def spikes(facts: Facts) -> dict[int, tuple[float, float]]:
     return {int(steps[at]): (float(now[at]), float(usual[at])) for at in np.flatnonzero(is_spike)}
 
 
-def growing_gradients(facts: Facts, planner: Planner) -> Advice | None:
+def growing_gradients(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that the gradient's norm grows while the loss does not fall."""
     steps = facts.column("step")
     warmup = facts.run.schedule.warmup_steps if facts.run is not None else 0
@@ -100,7 +100,7 @@ def growing_gradients(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def learning_rate_ended(facts: Facts, planner: Planner) -> Advice | None:
+def learning_rate_ended(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that steps are made at a learning rate of next to nothing."""
     lr, left = facts.column("lr"), facts.steps_left
     if len(lr) <= LR_STEPS or left is None or left < LR_STEPS:
@@ -124,7 +124,7 @@ def learning_rate_ended(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def skewed_experts(facts: Facts, planner: Planner) -> Advice | None:
+def skewed_experts(facts: RunFacts, planner: Planner) -> Advice | None:
     """Name layers whose busiest expert gets far more than its share, or that drop tokens."""
     run = facts.run
     if run is None or not run.model.moe.experts or facts.recent_count < LR_STEPS:
@@ -156,7 +156,7 @@ def skewed_experts(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def overfits(facts: Facts, planner: Planner) -> Advice | None:
+def overfits(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that the held-out loss rises while the training loss falls."""
     held_out, at = facts.evaluated("validation_loss"), facts.evaluated("step")
     if len(held_out) <= OVERFIT_EVALUATIONS:
@@ -181,12 +181,12 @@ def overfits(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def _loss_near(facts: Facts, step: float) -> float:
+def _loss_near(facts: RunFacts, step: float) -> float:
     end = int(np.searchsorted(facts.column("step"), step, side="right"))
     return median(facts.column("loss", slice(max(0, end - SPIKE_WINDOW), end)))
 
 
-def _by_layer(facts: Facts, what: str) -> dict[int, float]:
+def _by_layer(facts: RunFacts, what: str) -> dict[int, float]:
     keys = [key for key in facts.keys("experts.") if key.endswith(f".{what}")]
     return {int(key.split(".")[1]): _mean(facts.column(key, facts.recent)) for key in keys}
 
@@ -215,7 +215,7 @@ def _short(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _remedy(facts: Facts, many: bool, is_only_once: bool) -> str:
+def _remedy(facts: RunFacts, many: bool, is_only_once: bool) -> str:
     suspects = facts.of("corruption", "gradient_corrupt", "collective_corrupt")
     if suspects:
         ranks = sorted({int(r) for e in suspects for r in (e.get("ranks") or e.get("suspects") or [e.get("rank", -1)])})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from argosy.plan.cost.formatting import GIB, percent, seconds
-from argosy.watch.facts import Facts
+from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.rule import Advice, is_enough
 
@@ -18,7 +18,7 @@ FAR = 0.6
 """Share below which memory is left over that could make steps faster."""
 
 
-def memory_near_limit(facts: Facts, planner: Planner) -> Advice | None:
+def memory_near_limit(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that a rank's memory is nearly full, and which plan needs less."""
     share, used, rank = _share(facts, planner)
     if share < NEAR or facts.has_ended:
@@ -40,7 +40,7 @@ def memory_near_limit(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def memory_left_over(facts: Facts, planner: Planner) -> Advice | None:
+def memory_left_over(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that memory is left over, if a plan that uses it would be faster."""
     share, used, rank = _share(facts, planner)
     if not 0 < share < FAR or not is_enough(facts):
@@ -62,7 +62,7 @@ def memory_left_over(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def _share(facts: Facts, planner: Planner) -> tuple[float, float, int]:
+def _share(facts: RunFacts, planner: Planner) -> tuple[float, float, int]:
     """Return the share of its device that the fullest rank uses at its peak, in bytes, and the rank; 0 if unknown."""
     limit, rank = planner.usable_bytes, 0
     peaks = facts.column("memory_bytes", facts.recent)
@@ -75,7 +75,7 @@ def _share(facts: Facts, planner: Planner) -> tuple[float, float, int]:
     return (used / limit if limit else 0.0), used, rank
 
 
-def _changes(facts: Facts, planner: Planner) -> str:
+def _changes(facts: RunFacts, planner: Planner) -> str:
     """Say what of the plan in force changes that costs memory."""
     now, other = facts.plan, planner.faster
     if now is None or other is None:

@@ -31,7 +31,7 @@ from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.plan.plan import NUMERICS, Plan
 from argosy.plan.search.best import plainest, search_to_run
 from argosy.plan.search.replan import LEAST_GAIN, replan, step_with_slow_rank_s, with_slow_link, worth_migrating
-from argosy.watch.facts import Facts
+from argosy.watch.facts import RunFacts
 
 AnswerT = TypeVar("AnswerT")
 
@@ -65,7 +65,7 @@ class Alternative:
 class Planner:
     """Answers what else could be done with a run, each question once."""
 
-    def __init__(self, facts: Facts):
+    def __init__(self, facts: RunFacts):
         self._facts = facts
 
     @cached_property

@@ -6,7 +6,7 @@ import numpy as np
 
 from argosy.plan.cost.formatting import percent, seconds
 from argosy.plan.dealing import RankWork
-from argosy.watch.facts import Event, Facts, Floats, Ranks
+from argosy.watch.facts import Event, Floats, RankTable, RunFacts
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.rule import Advice
 
@@ -24,7 +24,7 @@ percent."""
 NAMED = 5
 
 
-def straggler(facts: Facts, planner: Planner) -> Advice | None:
+def straggler(facts: RunFacts, planner: Planner) -> Advice | None:
     """Name ranks that are slower than their peers, and tell what the run would do without their node."""
     slow = slow_ranks(facts)
     if not slow:
@@ -59,7 +59,7 @@ def straggler(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def slow_ranks(facts: Facts) -> dict[int, float]:
+def slow_ranks(facts: RunFacts) -> dict[int, float]:
     """Return rank -> how many times its peers' time it takes, for ranks that are slow in most of the last steps.
 
     As the detector has it, peers and their time for as much work are those of `plan.dealing.RankWork`.
@@ -75,7 +75,7 @@ def slow_ranks(facts: Facts) -> dict[int, float]:
     return {int(ranks.numbers[at]): round(float(np.nanmedian(ratios[:, at])), 2) for at in slow}
 
 
-def slow_link(facts: Facts, planner: Planner) -> Advice | None:
+def slow_link(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell of links that became slow, as the detector found it, and of the plan that suffers least."""
     newest = _newest(facts, "slow_link")
     if newest is None:
@@ -98,7 +98,7 @@ def slow_link(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def throttled_device(facts: Facts, planner: Planner) -> Advice | None:
+def throttled_device(facts: RunFacts, planner: Planner) -> Advice | None:
     """Name devices whose clock is lower than that of their peers: they are hot, or their power is capped."""
     seen = [device for device in facts.devices if device.clock_mhz and (device.utilisation or 0.0) > 0.5]
     if len(seen) < 3 or facts.has_ended:
@@ -126,7 +126,7 @@ def _device(device: object) -> str:
     return f"That of {_some(list(ranks))} on {node}" if ranks else f"One on {node}"
 
 
-def _over_peers(facts: Facts) -> tuple[Floats, Floats]:
+def _over_peers(facts: RunFacts) -> tuple[Floats, Floats]:
     """Return what `RankWork.over_peers` says of each step. Shape of both: (S, R)."""
     ranks, work = facts.ranks, None
     assert ranks is not None
@@ -143,12 +143,12 @@ def _over_peers(facts: Facts) -> tuple[Floats, Floats]:
     return slower, holds
 
 
-def _held_up(facts: Facts, at: int) -> float:
+def _held_up(facts: RunFacts, at: int) -> float:
     """Return how many times its peers' steps those of the rank at that place take, whatever each had to do."""
     return float(np.nanmedian(_over_peers(facts)[1][:, at]))
 
 
-def _category(ranks: Ranks, at: int) -> str:
+def _category(ranks: RankTable, at: int) -> str:
     """Say in which part of the step a rank is slower than the others."""
     more = {name: float(values[at] - np.nanmedian(values)) for name, values in ranks.seconds.items() if name in _OWN}
     if not more:
@@ -160,7 +160,7 @@ def _category(ranks: Ranks, at: int) -> str:
 _OWN = ("data", "forward", "backward", "pipeline", "optimizer")
 
 
-def _found_straggler(facts: Facts, planner: Planner) -> Advice | None:
+def _found_straggler(facts: RunFacts, planner: Planner) -> Advice | None:
     """Say what the detector found, where nodes wrote down nothing of their ranks."""
     newest = _newest(facts, "straggler")
     if (
@@ -186,7 +186,7 @@ def _found_straggler(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def _without(facts: Facts, planner: Planner, node: str, times: float) -> tuple[str, str, str]:
+def _without(facts: RunFacts, planner: Planner, node: str, times: float) -> tuple[str, str, str]:
     """Return what to do about a slow node, what that gains, and the plan without it."""
     look = f"Look at {node or 'its machine'}: other programs, clocks, a failing device (`argosy probe` there)."
     of_node = nodes_of(facts)
@@ -202,7 +202,7 @@ def _without(facts: Facts, planner: Planner, node: str, times: float) -> tuple[s
     )
 
 
-def nodes_of(facts: Facts) -> dict[int, str]:
+def nodes_of(facts: RunFacts) -> dict[int, str]:
     """Return rank -> node of the newest world."""
     newest = facts.of("generation")[-1:]
     if not newest or not isinstance(newest[0].get("ranks"), dict):
@@ -210,12 +210,12 @@ def nodes_of(facts: Facts) -> dict[int, str]:
     return {int(rank): str(place).rpartition("/")[0] for place, rank in newest[0]["ranks"].items()}
 
 
-def node_of(facts: Facts, rank: int) -> str:
+def node_of(facts: RunFacts, rank: int) -> str:
     """Return the node of a rank; empty if nobody knows."""
     return nodes_of(facts).get(rank, "")
 
 
-def _newest(facts: Facts, kind: str) -> Event | None:
+def _newest(facts: RunFacts, kind: str) -> Event | None:
     """Return the newest finding of a kind if it still holds: the world is the same, and it was not long ago."""
     found = facts.of(kind)[-1:]
     if not found:

@@ -9,7 +9,7 @@ import numpy as np
 
 from argosy.plan.cost.formatting import percent, seconds
 from argosy.plan.cost.goodput import RESTART_S, CheckpointCost, best_interval_s, effective_share, mtbf_s
-from argosy.watch.facts import Event, Facts
+from argosy.watch.facts import Event, RunFacts
 from argosy.watch.outages import Outage, Rate, failure_rate, failures
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.ranks import node_of
@@ -27,7 +27,7 @@ STALL_SHARE = 0.03
 each ten minutes."""
 
 
-def lost_ranks(facts: Facts, planner: Planner) -> Advice | None:
+def lost_ranks(facts: RunFacts, planner: Planner) -> Advice | None:
     """Name the ranks that died, why, and what that cost."""
     struck = [outage for outage in failures(facts) if outage.deaths]
     deaths = [death for outage in struck for death in outage.deaths]
@@ -52,7 +52,7 @@ def lost_ranks(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def low_goodput(facts: Facts, planner: Planner) -> Advice | None:
+def low_goodput(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell what took the time in which no step was made that counts."""
     found = spent(facts)
     if found is None or found.wall_s < GOODPUT_AFTER_S or found.goodput >= GOODPUT:
@@ -100,7 +100,7 @@ class Spent:
         return self.useful_s / self.wall_s
 
 
-def spent(facts: Facts) -> Spent | None:
+def spent(facts: RunFacts) -> Spent | None:
     """Return where the time since the first start went; None before the first step."""
     whole = slice(0, len(facts))
     useful_s = float(np.nansum(facts.column("step_time_s")))
@@ -119,7 +119,7 @@ def spent(facts: Facts) -> Spent | None:
     return Spent(wall_s, useful_s, parts)
 
 
-def checkpoint_stalls(facts: Facts, planner: Planner) -> Advice | None:
+def checkpoint_stalls(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that saving stops training for a notable part of the time."""
     run, whole = facts.run, slice(0, len(facts))
     total, stall = facts.mean_s("step", whole), facts.mean_s("checkpoint", whole)
@@ -149,7 +149,7 @@ def checkpoint_stalls(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def checkpoint_interval(facts: Facts, planner: Planner) -> Advice | None:
+def checkpoint_interval(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that checkpoints should be rarer, or oftener, by what they cost and by the measured rate of failures."""
     found = _interval(facts, planner)
     if found is None or facts.has_ended or found.gain < WORTH:
@@ -188,7 +188,7 @@ class _Interval:
     """Share of the time that the best interval saves."""
 
 
-def _interval(facts: Facts, planner: Planner) -> _Interval | None:
+def _interval(facts: RunFacts, planner: Planner) -> _Interval | None:
     saves = _saves(facts)
     if len(saves) < 2 or not is_enough(facts) or not facts.wall_s > 0:
         return None
@@ -207,13 +207,13 @@ def _interval(facts: Facts, planner: Planner) -> _Interval | None:
     return _Interval(now_s, best_s, stall_s, rate.mtbf_s, rate.is_measured, len(found), best - now)
 
 
-def _rate(facts: Facts, planner: Planner, failed: int) -> Rate | None:
+def _rate(facts: RunFacts, planner: Planner, failed: int) -> Rate | None:
     machine, plan = planner.machine, facts.plan
     usual_s = None if machine is None or plan is None else float(mtbf_s(machine, plan.world_size).mid)
     return failure_rate(failed, facts.wall_s, usual_s)
 
 
-def _saves(facts: Facts) -> list[Event]:
+def _saves(facts: RunFacts) -> list[Event]:
     """Return the first event of each step that was saved."""
     return list({int(save["step"]): save for save in reversed(facts.of("save"))}.values())[::-1]
 
@@ -222,11 +222,11 @@ def _keys(interval_s: float) -> str:
     return f"checkpoint.every_minutes = {interval_s / 60:.2g}" if interval_s >= 6 else "checkpoint.every_minutes = 0.1"
 
 
-def _step_s(facts: Facts) -> float:
+def _step_s(facts: RunFacts) -> float:
     return facts.step_s if facts.step_s > 0 else 0.0
 
 
-def _node(facts: Facts, death: Event) -> str:
+def _node(facts: RunFacts, death: Event) -> str:
     """Return the node of a process that died: that of the agent that saw it."""
     by = str(death.get("process", ""))
     if by.startswith("launcher-"):
@@ -235,7 +235,7 @@ def _node(facts: Facts, death: Event) -> str:
     return node_of(facts, int(rank)) if rank is not None else ""
 
 
-def _told(facts: Facts, death: Event) -> str:
+def _told(facts: RunFacts, death: Event) -> str:
     rank = f"rank {death['rank']}" if death.get("rank") is not None else "a process"
     node = _node(facts, death)
     at = f" at step {death['step']}" if death.get("step") is not None else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from argosy.watch.facts import Facts
+from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Planner
 
 LEAST_STEPS = 20
@@ -39,16 +39,16 @@ class Advice:
     """Numbers behind the sentences, for JSON."""
 
 
-Rule = Callable[[Facts, Planner], Advice | None]
+Rule = Callable[[RunFacts, Planner], Advice | None]
 """Returns None where it has nothing to say."""
 
 
-def over(facts: Facts) -> str:
+def over(facts: RunFacts) -> str:
     """Say which steps were looked at."""
     first, last = facts.over
     return f"steps {first} to {last}"
 
 
-def is_enough(facts: Facts) -> bool:
+def is_enough(facts: RunFacts) -> bool:
     """Return True if there are enough recent steps to conclude from."""
     return facts.recent_count >= LEAST_STEPS and facts.step_s > 0

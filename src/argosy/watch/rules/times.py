@@ -6,7 +6,7 @@ import numpy as np
 
 from argosy.plan.calibration.reconcile import Reconciled, reconcile
 from argosy.plan.cost.formatting import percent, seconds
-from argosy.watch.facts import Facts
+from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Alternative, Planner
 from argosy.watch.rules.rule import Advice, is_enough, over
 
@@ -36,7 +36,7 @@ IDLE = 0.5
 """Mean utilisation below which devices idle most of the time; a training GPU is above 0.9 by this measure."""
 
 
-def waiting_for_data(facts: Facts, planner: Planner) -> Advice | None:
+def waiting_for_data(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that steps wait for their batch."""
     share = facts.share("data")
     wait_s = facts.mean_s("data")
@@ -59,7 +59,7 @@ def waiting_for_data(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def exposed_communication(facts: Facts, planner: Planner) -> Advice | None:
+def exposed_communication(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that ranks wait for collectives, along which axis and tier, and which plan waits less."""
     waits = _waits(facts)
     share = sum(waits.values()) / facts.step_s if is_enough(facts) else 0.0
@@ -89,7 +89,7 @@ def exposed_communication(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def pipeline_bubble(facts: Facts, planner: Planner) -> Advice | None:
+def pipeline_bubble(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that the stages of a pipeline idle, and what makes the bubble smaller."""
     plan, run, predicted = facts.plan, facts.run, planner.predicted
     if plan is None or run is None or plan.pp < 2 or predicted is None or not is_enough(facts):
@@ -119,7 +119,7 @@ def pipeline_bubble(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def faster_plan(facts: Facts, planner: Planner) -> Advice | None:
+def faster_plan(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell of a plan that would be faster on the same devices, whatever the reason."""
     other = planner.faster if is_enough(facts) else None
     if other is None:
@@ -138,7 +138,7 @@ def faster_plan(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def slower_than_planned(facts: Facts, planner: Planner) -> Advice | None:
+def slower_than_planned(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that steps take longer than the prediction's interval, and which part disagrees most."""
     found = _reconciled(facts)
     if found is None or found.step_s.high is None or found.step_s.measured <= found.step_s.high:
@@ -171,7 +171,7 @@ _ABOUT = {
 }
 
 
-def evaluation_share(facts: Facts, planner: Planner) -> Advice | None:
+def evaluation_share(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that evaluation takes much of the time."""
     run, whole = facts.run, slice(0, len(facts))
     times = len(facts.evaluated("step"))
@@ -197,7 +197,7 @@ def evaluation_share(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def recompiles(facts: Facts, planner: Planner) -> Advice | None:
+def recompiles(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that torch.compile seems to compile again and again."""
     if facts.plan is None or not facts.plan.compile or not is_enough(facts):
         return None
@@ -225,7 +225,7 @@ def recompiles(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def idle_devices(facts: Facts, planner: Planner) -> Advice | None:
+def idle_devices(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that devices idle, with the energy that this takes."""
     seen = [device.utilisation for device in facts.devices if device.utilisation is not None]
     if not seen or not is_enough(facts) or facts.has_ended or float(np.mean(seen)) >= IDLE:
@@ -251,14 +251,14 @@ def idle_devices(facts: Facts, planner: Planner) -> Advice | None:
     )
 
 
-def _reconciled(facts: Facts) -> Reconciled | None:
+def _reconciled(facts: RunFacts) -> Reconciled | None:
     if facts.prediction is None or facts.plan is None or not is_enough(facts):
         return None
     memory = float(np.nan_to_num(facts.column("memory_bytes", facts.recent)).max(initial=0.0))
     return reconcile(facts.prediction, facts.plan, facts.typical, memory, with_reserve=True)
 
 
-def _waits(facts: Facts) -> dict[str, float]:
+def _waits(facts: RunFacts) -> dict[str, float]:
     """Return the seconds a step that rank 0 waited for others: by axis and tier where a run wrote that down."""
     waits = {}
     for key in facts.keys("communication."):
@@ -270,7 +270,7 @@ def _waits(facts: Facts) -> dict[str, float]:
     return waits or {"for sums of gradients": facts.mean_s("communication")}
 
 
-def _slowest_rank_explains(facts: Facts, waited_s: float) -> bool:
+def _slowest_rank_explains(facts: RunFacts, waited_s: float) -> bool:
     """Return True if most of the waiting of rank 0 is for a rank whose own work takes longer."""
     if facts.ranks is None or not len(facts.ranks.steps):
         return False
@@ -279,7 +279,7 @@ def _slowest_rank_explains(facts: Facts, waited_s: float) -> bool:
     return bool(len(first)) and float(np.nanmax(own_s) - first[0]) > 0.5 * waited_s
 
 
-def _predicted_waits(facts: Facts) -> float | None:
+def _predicted_waits(facts: RunFacts) -> float | None:
     if facts.prediction is None:
         return None
     return sum(
@@ -287,7 +287,7 @@ def _predicted_waits(facts: Facts) -> float | None:
     )
 
 
-def _passes_s(facts: Facts) -> float:
+def _passes_s(facts: RunFacts) -> float:
     return sum(facts.mean_s(name) for name in ("forward", "backward", "pipeline"))
 
 
@@ -296,7 +296,7 @@ def _step(other: Alternative) -> str:
     return f"{mid} a step ({low} to {high})"
 
 
-def _try(other: Alternative | None, facts: Facts) -> str:
+def _try(other: Alternative | None, facts: RunFacts) -> str:
     if other is None:
         return ""
     spares = f" It leaves {other.spares} processes idle." if other.spares else ""
