@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from argosy.errors import FINAL
-from argosy.supervise.membership import Membership, Settings
+from argosy.supervise.membership import STOP_WAIT_S, Membership, Replan, Settings
 from argosy.supervise.nodes import Cause, RankState
 from argosy.supervise.orders import Break, CheckNode, FinishRun, Join, Order, Start
 
@@ -452,9 +452,9 @@ def test_members_whose_end_was_not_heard_of_end_the_run_when_their_node_comes_ag
 # ---- one coordinator after another --------------------------------------------------------------------------------
 
 
-def come_again(run: Run, *names: str) -> Membership:
+def come_again(run: Run, *names: str, replan: Replan | None = None) -> Membership:
     """The run's next coordinator, to which these nodes come with the workers that they have."""
-    after = Membership(run.settings, run.of.handover())
+    after = Membership(run.settings, run.of.handover(), replan)
     for name in names:
         node = run.of.nodes[name]
         after.arrived(name, node.host, node.slots, {slot: replace(worker) for slot, worker in node.workers.items()})
@@ -530,6 +530,30 @@ def test_no_worker_is_started_for_a_run_that_was_asked_to_stop():
     assert not run.go().take(Start)
 
 
+def test_a_world_takes_no_part_of_a_node_that_is_still_starting():
+    """Else a run with a spare node may have ranks of one node on two, and more nodes than it needs, for good."""
+    of = Membership(Settings(4, "dp_replicate=4"))
+    for name in "abc":
+        of.arrived(name, f"host-{name}", 2, {})
+    of.orders(0.0)
+    for name, slot in (("a", 0), ("b", 0), ("b", 1), ("c", 0)):
+        of.ready(name, slot, generation=0)
+    assert of.orders(0.0) == [], "four are ready, of which two have neighbours that are not"
+    of.ready("c", 1, generation=0)
+    (join,) = of.orders(0.0)
+    assert isinstance(join, Join) and {name for name, _ in join.places} == {"b", "c"}
+
+
+def test_survivors_do_not_wait_for_a_neighbour_that_starts_again_where_a_spare_is_ready():
+    run = Run({"a": 2, "b": 2, "spare": 2}, size=4).go()
+    run.take(Join)
+    run.of.lost("a", 0, KILLED)
+    for name, slot in (("a", 1), ("b", 0), ("b", 1)):
+        run.of.ready(name, slot, 1, "the world broke")
+    (join,) = [order for order in run.of.orders(0.0) if isinstance(order, Join)]
+    assert join.places == {("a", 1): 1, ("b", 0): 2, ("b", 1): 3, ("spare", 0): 0}
+
+
 @pytest.mark.parametrize("stops_first", [True, False])
 def test_survivors_of_a_run_that_stops_form_one_last_world(stops_first):
     run = Run({"a": 2, "b": 2, "spare": 2}, size=4, replan=lambda room: (f"dp_replicate={room}", room)).go()
@@ -556,6 +580,30 @@ def test_a_run_that_stops_says_if_nothing_could_be_saved(lost, why):
         run.of.lost(*place, KILLED)
     (finish,) = run.go().take(FinishRun)
     assert finish.exit_code == 75 and finish.why.endswith(f"signal SIGKILL, and {why}")
+
+
+@pytest.mark.parametrize("stops_first", [True, False])
+def test_survivors_save_if_the_coordinator_was_lost_with_a_node(stops_first):
+    """The next coordinator waits for that node, but not for as long as it takes until the survivors are killed."""
+    run = Run({"a": 1, "b": 1}, wait_for_nodes_s=300, replan=lambda room: (f"dp_replicate={room}", room)).go()
+    after = come_again(run, *(() if stops_first else "b"), replan=lambda room: (f"dp_replicate={room}", room))
+    after.stop()
+    if stops_first:
+        after.arrived("b", "host-b", 1, {0: replace(run.of.nodes["b"].workers[0])})
+    assert after.orders(0.0) == []
+    assert after.orders(STOP_WAIT_S + 1) == [Break(1, "not all of its members are left")]
+    after.ready("b", 0, 1, "not all of its members are left")
+    (join,) = after.orders(STOP_WAIT_S + 1)
+    assert isinstance(join, Join) and join.places == {("b", 0): 0}
+
+
+def test_a_world_that_stops_is_left_alone_if_all_of_it_comes_to_the_next_coordinator():
+    run = Run({"a": 1, "b": 1}, wait_for_nodes_s=300).go()
+    after = come_again(run, "a")
+    after.stop()
+    assert after.orders(0.0) == []
+    after.arrived("b", "host-b", 1, {0: replace(run.of.nodes["b"].workers[0])})
+    assert after.orders(STOP_WAIT_S + 1) == [] and after.in_force
 
 
 def test_what_some_have_saved_need_not_be_saved_again():

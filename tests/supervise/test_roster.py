@@ -21,7 +21,8 @@ def counted(roster: Roster, generation: int) -> NodeCounts:
     free = [node for node in nodes if not node.is_avoided]
 
     def ready(node: Node) -> list[RankProcess]:
-        return [w for w in node.workers.values() if w.state is RankState.READY and not node.is_being_checked]
+        waiting = [w for w in node.workers.values() if w.state is RankState.READY and not node.is_being_checked]
+        return [w for w in waiting if w.generation or len(waiting) == node.slots]
 
     members = [worker for node in nodes for worker in node.workers.values() if is_member(worker)]
     return NodeCounts(

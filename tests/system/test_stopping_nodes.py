@@ -16,10 +16,13 @@ STOPPED = 128 + signal.SIGTERM
 
 
 @pytest.fixture
-def nodes(folder: Folder) -> Iterator[Nodes]:
+def nodes(folder: Folder, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    """The first one has the coordinator; with the parameter "lease", until it is lost."""
     run = Disturbed(folder, PLANS["replicas"], "slow@forward:seconds=0.2", ("--train.steps", "200"))
-    run.options += ("--launch.nodes", "2", "--launch.coordinator", f"127.0.0.1:{free_port()}",
-                    "--launch.processes", "1", "--resilience.wait_for_nodes_s", "300")  # fmt: skip
+    leased = ("--launch.lease", "folder", "--launch.address", "127.0.0.1")
+    fixed = ("--launch.coordinator", f"127.0.0.1:{free_port()}")
+    run.options += leased if getattr(request, "param", "") == "lease" else fixed
+    run.options += ("--launch.nodes", "2", "--launch.processes", "1", "--resilience.wait_for_nodes_s", "300")
     nodes = Nodes(run)
     yield nodes
     nodes.kill()
@@ -53,3 +56,19 @@ def test_survivors_that_wait_for_a_lost_node_save_what_they_have(nodes):
     assert stop(nodes) == [STOPPED], run.text
     assert store.committed(run.run_dir)[-1].step >= made
     assert "argosy: node b is lost: " in run.text and "another is waited for, 300 s at most" in run.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", ["lease"], indirect=True)
+@pytest.mark.parametrize("is_taken_over", [True, False])
+def test_survivors_save_what_they_have_if_the_coordinator_is_lost_too(nodes, is_taken_over):
+    """Before and after one of them has started another, which waits for the lost node."""
+    nodes.start(*"ab")
+    run = nodes.run.wait_for_step(4)
+    nodes.watch("b")
+    nodes.lose("a")
+    if is_taken_over:
+        run.wait_until(lambda: len(run.events("agent_came")) == 3)
+    made = run.steps()
+    assert stop(nodes) == [STOPPED], run.text
+    assert store.committed(run.run_dir)[-1].step >= made

@@ -21,6 +21,8 @@ from argosy.supervise.roster import Place, Roster
 
 MOST_SUSPICIONS = 3
 """A node that was suspected or refused this often is used after all others for the rest of the run."""
+STOP_WAIT_S = 5.0
+"""How long a new coordinator of a run that stops waits for agents of the world before: they call within two seconds."""
 MOST_NAMED = 16
 """A message names this many nodes at most."""
 
@@ -246,12 +248,14 @@ class Membership:
         if self._ended:
             pass
         elif self._stopping:
+            if self._inherited is not None:
+                self._wait_for_the_inherited(now_s, min(STOP_WAIT_S, self._settings.wait_for_nodes_s))
             if not self.in_force and self.generation:
                 self._form_the_last()
         else:
             self._queue += self._start_missing()
             if self._inherited is not None:
-                self._wait_for_the_inherited(now_s)
+                self._wait_for_the_inherited(now_s, self._settings.wait_for_nodes_s)
             if not self.in_force:
                 self._form(now_s)
             elif self._newcomer:
@@ -259,13 +263,10 @@ class Membership:
         orders, self._queue = self._queue, []
         return orders
 
-    def _wait_for_the_inherited(self, now_s: float) -> None:
+    def _wait_for_the_inherited(self, now_s: float, patience_s: float) -> None:
         """Give up the inherited generation if its members do not come, or there are enough others."""
         self._heard_since = now_s if self._heard_since is None else self._heard_since
-        if (
-            self._roster.counts.unused_room >= self._settings.size
-            or now_s - self._heard_since > self._settings.wait_for_nodes_s
-        ):
+        if self._roster.counts.unused_room >= self._settings.size or now_s - self._heard_since > patience_s:
             self._forfeit("not all of its members are left")
 
     def _start_missing(self) -> Iterator[Start]:

@@ -25,7 +25,7 @@ class NodeCounts(NamedTuple):
     unused_room: int = 0
     """Slots of nodes that have no member."""
     ready: int = 0
-    """Workers that can join a world."""
+    """Workers that can join a world (`_ready_slots`)."""
     unavoided_ready: int = 0
     members: int = 0
     """Workers in the generation's world."""
@@ -115,11 +115,7 @@ class Roster:
         """Return the places of the workers that can join a world, in the order of preference."""
         names = sorted(self._of, key=lambda name: (self.nodes[name].is_avoided, self.nodes[name].is_last, name))
         return [
-            (name, slot)
-            for name in names
-            if self._of[name].ready
-            for slot, worker in sorted(self.nodes[name].workers.items())
-            if worker.state is RankState.READY
+            (name, slot) for name in names if self._of[name].ready for slot in sorted(_ready_slots(self.nodes[name]))
         ]
 
     def survivors(self) -> list[Place]:
@@ -155,8 +151,7 @@ class Roster:
         return self.nodes[name].workers[slot]
 
     def _count(self, node: Node) -> NodeCounts:
-        states = [worker.state for worker in node.workers.values()]
-        ready = 0 if node.is_being_checked else states.count(RankState.READY)
+        ready = 0 if node.is_being_checked else len(_ready_slots(node))
         members = [worker for worker in node.workers.values() if self.is_member(worker)]
         return NodeCounts(
             room=node.slots,
@@ -167,6 +162,16 @@ class Roster:
             members=len(members),
             done=sum(worker.state is RankState.DONE for worker in members),
         )
+
+
+def _ready_slots(node: Node) -> list[int]:
+    """Return the slots whose workers can join a world.
+
+    Workers that were in none can once all of their node's are ready. Else the world of a run with spare nodes would
+    take a part of each node that is still starting, and ranks that are to be on one node would be on two for good.
+    """
+    ready = [slot for slot, worker in node.workers.items() if worker.state is State.READY]
+    return ready if len(ready) == node.slots else [slot for slot in ready if node.workers[slot].generation]
 
 
 class _Queue:
