@@ -156,6 +156,36 @@ def test_a_writer_that_hangs_does_not_hold_up_training_for_ever(tmp_path, saving
     assert_saved(tmp_path, {1: 1.0, 3: 3.0})
 
 
+def test_a_writer_that_stands_still_is_replaced_in_seconds(tmp_path, saving, monkeypatch):
+    monkeypatch.setattr(save_module, "SILENT_S", 0.5)
+    saving.save(1.0, step=1)
+    os.kill(saving.saver.writer_pid, signal.SIGSTOP)
+    saving.save(2.0, step=2, wait=False)
+    wait_until(lambda: saving.saver.poll() or saving.told("writer_died"))  # training need not wait for that
+    assert "stopped" in saving.told("writer_died")[0]["why"]
+    assert saving.told("save_failed")[0]["step"] == 2 and not saving.saver.is_in_flight
+    monkeypatch.setattr(save_module, "SILENT_S", 10.0)
+    saving.save(3.0, step=3)
+    assert_saved(tmp_path, {1: 1.0, 3: 3.0})
+
+
+def test_a_writer_that_stands_still_when_all_is_saved_does_not_hold_up_the_end(tmp_path, saving, monkeypatch):
+    monkeypatch.setattr(save_module, "SILENT_S", 0.5)
+    saving.save(1.0, step=1)
+    os.kill(saving.saver.writer_pid, signal.SIGSTOP)
+    saving.close()
+    assert len(saving.told("writer_died")) == 1 and list(saved(tmp_path)) == [1]
+
+
+def test_a_writer_whose_disk_is_slow_answers(tmp_path, saving, monkeypatch):
+    monkeypatch.setattr(save_module, "SILENT_S", 1.0)
+    monkeypatch.setattr(save_module, "ASK_S", 0.1)
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@save:step=1,seconds=2.5")
+    saving.save(1.0, step=1)
+    saving.close()
+    assert list(saved(tmp_path)) == [1] and not saving.told("writer_died")
+
+
 def test_what_is_waited_for_can_be_given_up(tmp_path):
     """Where the world is over, the parts of the dead will never come."""
     is_over = threading.Event()

@@ -62,13 +62,17 @@ def test_survivors_that_wait_for_a_lost_node_save_what_they_have(nodes):
 @pytest.mark.parametrize("nodes", ["lease"], indirect=True)
 @pytest.mark.parametrize("is_taken_over", [True, False])
 def test_survivors_save_what_they_have_if_the_coordinator_is_lost_too(nodes, is_taken_over):
-    """Before and after one of them has started another, which waits for the lost node."""
+    """Before and after one of them has started another, which waits for the lost node: that stands still, and no
+    connection to it breaks, as if it had no power."""
     nodes.start(*"ab")
     run = nodes.run.wait_for_step(4)
     nodes.watch("b")
-    nodes.lose("a")
+    nodes.send("a", signal.SIGSTOP)
     if is_taken_over:
         run.wait_until(lambda: len(run.events("agent_came")) == 3)
-    made = run.steps()
-    assert stop(nodes) == [STOPPED], run.text
+    made, lost = run.steps(), nodes.processes.pop("a")
+    try:
+        assert stop(nodes) == [STOPPED], run.text
+    finally:
+        nodes.processes["a"] = lost
     assert store.committed(run.run_dir)[-1].step >= made

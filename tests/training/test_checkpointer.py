@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,25 @@ def finish(world: World, run_dir: Path) -> list[str | None]:
     found.append(keeping.finish(state(3)))
     keeping.close()
     return found
+
+
+def test_the_last_state_is_saved_once_more_if_a_writer_stands_still_over_it(workers, tmp_path):
+    assert workers.run(2, finish_while_a_writer_stands_still, tmp_path) == [None, None]
+    (failed,) = events(tmp_path, "save_failed")
+    assert kept(tmp_path) == [1, 2] and "rank 1: the writer process hung" in failed["error"]
+
+
+def finish_while_a_writer_stands_still(world: World, run_dir: Path) -> str | None:
+    keeping = checkpointer(run_dir, world)
+    keeping.save(state(1), background=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr("argosy.checkpoint.save.SILENT_S", 1.0)
+            (writer,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+            os.kill(int(writer), signal.SIGSTOP)
+        error = keeping.finish(state(2))
+    keeping.close()
+    return error
 
 
 def test_a_run_that_turns_away_from_its_last_steps_forgets_their_checkpoints(tmp_path):

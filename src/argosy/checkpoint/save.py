@@ -28,10 +28,16 @@ from argosy.parallel.peers import over, peers_of
 from argosy.parallel.world import World
 from argosy.processes.channel import Gone
 from argosy.processes.child import Child
+from argosy.processes.patience import Patience
 
 HUNG_S = 300.0
 """A writer is given up once it has told of no progress, its own or of parts it waits for, for so long while it is
 waited for."""
+SILENT_S = 10.0
+"""A writer that does not answer for so long, stopped or holding Python's lock, is given up too; one that starts may
+take HUNG_S."""
+ASK_S = 1.0
+"""How often a writer that has something to do is asked whether it is there: a thread that waits for no disk answers."""
 LISTEN_S, CHECK_S = 1.0, 0.1
 """While a save is waited for: how often it is asked whether it advances, and how often `check` is called."""
 WRITER = "argosy.checkpoint.writer"
@@ -65,7 +71,10 @@ class Saver:
         self._in_flight: SaveOrder | None = None
         self._mine: list[Box] | None = None
         self._ticket, self._attempts = "", 0
-        self._advanced_s = 0.0
+        self._advanced_s = self._asked_s = 0.0
+        self._patience: Patience | None = None
+        """With the answer of the writer; None if none is owed."""
+        self._has_answered = self._is_closing = False
         self.committed: set[int] = set()
         """Steps that need no saving: those of its own checkpoints, and any that are added here, alike on all ranks."""
         self.last_error: str | None = None
@@ -133,14 +142,15 @@ class Saver:
         self._advanced_s = time.monotonic()
         while self._in_flight is not None:
             self._attend()
-            if self._in_flight is not None and time.monotonic() - self._advanced_s > HUNG_S:
-                self._give_up(self._in_flight)
+            if self._process is not None and time.monotonic() - self._advanced_s > HUNG_S:
+                self._give_up(self._process, f"nothing has come of it for {HUNG_S:.0f} s")
         self._listen(0.0)
 
     def close(self) -> None:
         """Wait until all that was saved is read back and copied to the remote place as well, and end the writer."""
         self.wait()
         if self._process is not None:
+            self._is_closing = True
             with suppress(Gone):
                 self._process.channel.send("close")
             while self._process is not None:
@@ -170,6 +180,7 @@ class Saver:
         if self._process is None:
             memory = self._memory.fileno()
             self._process = Child(WRITER, str(memory), pass_fds=[memory])
+            self._patience, self._has_answered = None, False
         self._in_flight = order
         with suppress(Gone):  # it has died: `_listen` finds out, and says why
             self._process.channel.send("save", order=asdict(order), upkeep=asdict(self._upkeep))
@@ -190,14 +201,31 @@ class Saver:
         try:
             news = process.hear(timeout_s)
         except Gone:
-            self._process = None
             self._take_death(process)
             return True
         for facts in news:
             self._take(facts.pop("kind"), facts)
-        return bool(news)
+        return self._ask(process) or bool(news)
+
+    def _ask(self, process: Child) -> bool:
+        """Ask the writer whether it is there, and kill it if it has not answered for too long. Return True if so."""
+        if process is not self._process or (self._in_flight is None and not self._is_closing):
+            return False
+        if self._patience is not None:
+            if why := self._patience.end():
+                self._give_up(process, why)
+            return bool(why)
+        if time.monotonic() - self._asked_s > ASK_S:
+            self._asked_s = time.monotonic()
+            self._patience = Patience(process.pid, SILENT_S if self._has_answered else HUNG_S, SILENT_S)
+            with suppress(Gone):  # the next `hear` raises it
+                process.channel.send("are_you_there")
+        return False
 
     def _take(self, news: str, facts: dict[str, Any]) -> None:
+        if news == "here":
+            self._patience, self._has_answered = None, True
+            return
         if news == "progress":
             self._advanced_s = time.monotonic()
             return
@@ -217,17 +245,17 @@ class Saver:
             return
         self._heard(news, **facts)
 
-    def _give_up(self, order: SaveOrder) -> None:
+    def _give_up(self, process: Child, why: str) -> None:
         """Kill a writer that hangs. If it hangs on a disk it may not even die, so its end is not waited for."""
-        assert self._process is not None
-        self._process.kill()
-        why = f"nothing has come of it for {HUNG_S:.0f} s"
-        self._heard("writer_died", pid=self._process.pid, why=why)
-        self._process = None
-        self._failed(order, f"the writer process hung ({why})")
+        process.kill()
+        self._take_end(process, why, "hung")
 
     def _take_death(self, process: Child) -> None:
-        why = process.reap()
+        self._take_end(process, process.reap(), "died")
+
+    def _take_end(self, process: Child, why: str, how: str) -> None:
+        """Report the end of a writer, and what it means for the save in flight."""
+        self._process, self._patience = None, None
         self._heard("writer_died", pid=process.pid, why=why)
         order, self._in_flight = self._in_flight, None
         if order is None:
@@ -235,7 +263,7 @@ class Saver:
         if self._world.is_first and store.Checkpoint(store.step_folder(self._run_dir, order.step)).is_there:
             self._take("save", {"step": order.step, "seconds": round(time.monotonic() - order.began_s, 3)})
         else:
-            self._failed(order, f"the writer process died ({why})")
+            self._failed(order, f"the writer process {how} ({why})")
 
     def _failed(self, order: SaveOrder, error: str) -> None:
         """Note a failure that the writer could not report."""

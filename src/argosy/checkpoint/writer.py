@@ -3,9 +3,10 @@
     python -m argosy.checkpoint.writer SNAPSHOT
 
 SNAPSHOT is the descriptor of a file in memory that the training process fills. Messages of the channel to it are the
-orders "save" (order, upkeep) and "close"; back come news. What rank 0's writer has committed all writers read back,
-each a share of it; then rank 0's deletes older checkpoints, and copies it to the remote place if there is one. A writer
-ends with its parent, and since memory is shared by descriptor alone, nothing of it is left then.
+orders "save" (order, upkeep) and "close", and "are_you_there", which is answered at once; back come news. What rank
+0's writer has committed all writers read back, each a share of it; then rank 0's deletes older checkpoints, and copies
+it to the remote place if there is one. A writer ends with its parent, and since memory is shared by descriptor alone,
+nothing of it is left then.
 
 This module imports neither torch nor numpy, so that the process starts in a moment and takes little memory.
 """
@@ -166,9 +167,12 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # they are for training, which saves then
     os.nice(NICENESS)
     trainer = channel_to_parent(send_timeout_s=math.inf)  # it may stand still for long, and hear the news later
-    writer = Writer(snapshot, _teller(trainer))
+    tell = _teller(trainer)
+    writer = Writer(snapshot, tell)
     for message in messages(trainer):
-        if message["kind"] == "close":
+        if message["kind"] == "are_you_there":
+            tell("here")
+        elif message["kind"] == "close":
             writer.close()
         else:
             writer.save(SaveOrder(**message["order"]), Upkeep(**message["upkeep"]))

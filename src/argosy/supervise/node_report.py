@@ -14,7 +14,8 @@ from pydantic import Field, FiniteFloat
 
 from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
 from argosy.processes.messages import Count
-from argosy.resilience.detect.finding import WorkerSeen, process_state
+from argosy.processes.patience import process_state
+from argosy.resilience.detect.finding import WorkerSeen
 
 Rank = Count
 Step = Annotated[int, Field(ge=-1, lt=2**53)]

@@ -21,7 +21,7 @@ from typing import Any
 from argosy.files import atomic_write
 from argosy.observe import stacks
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
-from argosy.resilience.detect.finding import process_state
+from argosy.processes.patience import process_state
 from argosy.supervise import flight_recorder
 from argosy.supervise.nodes import RankState
 from argosy.supervise.worker_process import WorkerProcess

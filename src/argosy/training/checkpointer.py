@@ -119,8 +119,15 @@ class Checkpointer:
     def finish(self, state: TrainState) -> str | None:
         """Save `state`, the run's last, if it is not saved yet, and wait until it is committed.
 
-        All processes call it together. Returns why it could not be saved, the same on all; None if it was.
+        If a writer hung or died over it, it is saved once more, by others. All processes call it together. Returns why
+        it could not be saved, the same on all; None if it was.
         """
+        error = self._save_last(state)
+        if error and any(self._world.gather(self._saver.writer_pid is None, bool)):
+            error = self._save_last(state)
+        return error
+
+    def _save_last(self, state: TrainState) -> str | None:
         self._saver.wait()
         there = self._world.share_first(lambda: Checkpoint(store.step_folder(self._run_dir, state.step)).is_there, bool)
         if not there:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
-from argosy.resilience.detect.finding import process_state
+from argosy.processes.patience import process_state
 from argosy.resilience.detect.hang import MIN_AUTO_S
 from argosy.resilience.detect.joining import OTHERS_S, JoiningWatch, Newcomer
 from resilience.detect.samples import World

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
+from argosy.processes.patience import process_state
 from argosy.resilience.detect.clock import ClockDetector, read_clocks
-from argosy.resilience.detect.finding import Latch, process_state
+from argosy.resilience.detect.finding import Latch
 from argosy.resilience.detect.limits import LimitsDetector, LimitsReading, read_limits
 from argosy.resilience.detect.node import NodeWatch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from argosy.observe.heartbeat import Phase
@@ -63,12 +62,3 @@ class Latch:
         if is_right is None or is_right:
             self._on.discard(key)
         return False
-
-
-def process_state(pid: int) -> str:
-    """Return the state letter of a process of this machine; empty if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]  # the name before it may have brackets and spaces

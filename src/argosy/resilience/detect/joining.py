@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from argosy.observe.heartbeat import HeartbeatReading
+from argosy.processes.patience import STOPPED
 from argosy.resilience.detect.hang import MAX_GAP_S, MIN_AUTO_S
 
 OTHERS_S = 3.0
 """What is seen by the coordinator's detectors too is left to them for so much longer: they name the rank."""
-STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True)
