@@ -27,10 +27,12 @@ import json
 import os
 import resource
 import selectors
+import shutil
 import socket
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +40,7 @@ from argosy.checkpoint.owner import name_of
 from argosy.config.dump import save_run
 from argosy.config.resilience import ResilienceConfig
 from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.observe.events import read_lines
 from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
 from argosy.processes.child import Child
 from argosy.processes.connection import Connection
@@ -141,7 +144,7 @@ class Swarm:
     """All agents, and the coordinator's process."""
 
     def __init__(self, folder: Path, nodes: int, step_s: float):
-        self.nodes, self._step_s = nodes, step_s
+        self.nodes, self._step_s, self._folder = nodes, step_s, folder
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         launch = LaunchConfig(nodes=nodes, coordinator=f"127.0.0.1:{self.address[1]}")
@@ -191,21 +194,40 @@ class Swarm:
                 self.agents.append(Agent(len(self.agents), self))
             else:
                 self._turn()
-        self.until(lambda: self._hellos == len(self.agents))
+        self.until(lambda: self._hellos == len(self.agents), "hello of all agents")
 
-    def until(self, condition: Callable[[], bool]) -> float:
-        """Go on until it holds; return when that was."""
+    def until(self, condition: Callable[[], bool], what: str) -> float:
+        """Go on until it holds; return when that was. `what`: in words, for the message if it never does."""
         end_s = time.monotonic() + LIMIT_S
         while not condition():
             if time.monotonic() > end_s or not self.coordinator.is_alive:
-                raise SystemExit(f"it did not go on after {LIMIT_S:.0f} s; the coordinator: {self._log.name}")
+                raise SystemExit(self._stands_still(what))
             self._turn()
         return time.monotonic()
+
+    def _stands_still(self, what: str) -> str:
+        """Say what agents have seen, and where the rest stands."""
+        seen = Counter((agent.generation, len(agent.ranks), agent.broken) for agent in self.agents)
+        agents = ", ".join(
+            f"{count} with {ranks} ranks in generation {generation} (told that {broken} is over)"
+            for (generation, ranks, broken), count in sorted(seen.items())
+        )
+        events = read_lines(self._folder / "events" / "coordinator.jsonl")
+        told = [str({k: v for k, v in e.items() if k != "ranks"}) for e in events if e["event"] != "agent_came"]
+        is_alive = "lives" if self.coordinator.is_alive else "has died"
+        return "\n".join(
+            [
+                f"no {what} within {LIMIT_S:.0f} s. Agents: {agents}.",
+                f"The coordinator {is_alive}; of {self._folder}, which is kept, its log and its last events:",
+                Path(self._log.name).read_text(errors="replace")[-2000:] or "(nothing printed)",
+                *told[-10:],
+            ]
+        )
 
     def pass_s(self, seconds: float) -> None:
         """Go on for so long."""
         end_s = time.monotonic() + seconds
-        self.until(lambda: time.monotonic() > end_s)
+        self.until(lambda: time.monotonic() > end_s, "end of a pause")
 
     def _turn(self) -> None:
         for key, _ in self.selector.select(0.005):
@@ -253,7 +275,7 @@ def _measured(swarm: Swarm, steady_s: float, hangs_up: bool) -> dict[str, float]
     began_s = time.monotonic()
     swarm.connect()
     are_in = lambda generation: sum(a.generation == generation for a in swarm.agents) == swarm.nodes  # noqa: E731
-    formed_s = swarm.until(lambda: are_in(1)) - swarm.last_hello_s
+    formed_s = swarm.until(lambda: are_in(1), f"world of {swarm.nodes} nodes") - swarm.last_hello_s
     forming_cpu_s = swarm.cpu_s()
     swarm.train()
     swarm.pass_s(steady_s / 4)
@@ -269,15 +291,17 @@ def _measured(swarm: Swarm, steady_s: float, hangs_up: bool) -> dict[str, float]
     if hangs_up:
         lost.connection.close()
     others = [agent for agent in swarm.agents if agent is not lost]
-    seen_s = swarm.until(lambda: any(agent.broken == 1 for agent in others))
-    reformed_s = swarm.until(lambda: sum(agent.generation == 2 for agent in others) == swarm.nodes)
+    seen_s = swarm.until(lambda: any(agent.broken == 1 for agent in others), "agent told of the loss")
+    reformed_s = swarm.until(
+        lambda: sum(agent.generation == 2 for agent in others) == swarm.nodes, f"second world of {swarm.nodes} nodes"
+    )
     swarm.pass_s(2.0)
 
     for agent in others:
         for slot in agent.ranks if agent.generation == 2 else ():
             agent.say(say.WorkerDone(slot=slot))
     done_s = time.monotonic()
-    ended_s = swarm.until(lambda: all(agent.is_told_of_the_end for agent in others))
+    ended_s = swarm.until(lambda: all(agent.is_told_of_the_end for agent in others), "end told to all")
     return {
         "nodes": swarm.nodes,
         "connected_s": swarm.last_hello_s - began_s,
@@ -306,8 +330,9 @@ def main() -> None:
         raise SystemExit(f"{max(options.nodes)} agents need more descriptors than {most} (ulimit -Hn)")
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for nodes in options.nodes:
-        with tempfile.TemporaryDirectory() as folder:
-            figures = measure(Path(folder), nodes, options.steady_s, options.step_s)
+        folder = Path(tempfile.mkdtemp(prefix="argosy-control-plane-"))
+        figures = measure(folder, nodes, options.steady_s, options.step_s)
+        shutil.rmtree(folder)  # else its log and events say what went wrong
         if options.json:
             print(json.dumps(figures), flush=True)
         else:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from argosy.config.resilience import ResilienceConfig
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.config.sites import SiteConfig
 from argosy.errors import ArgosyWarning, UserError
-from argosy.launch.devices import check_compiler, devices_of_run, find_devices
+from argosy.launch.devices import ask, check_compiler, devices_of_run, find_devices
 from argosy.plan.plan import Plan
+from argosy.processes.fork_server import ForkServer
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -77,6 +81,15 @@ def test_a_plan_that_compiles_is_refused_where_no_compiler_is(kind, compiler, va
     monkeypatch.setenv(variable, "another-compiler")
     with pytest.raises(UserError, match="another-compiler is not on the PATH"):
         check_compiler(compiled, kind)
+
+
+def test_a_fork_server_that_is_stopped_while_it_starts_does_not_hold_up_the_start(capfd):
+    with closing(ForkServer("colorsys")) as forks:
+        os.kill(forks.pid, signal.SIGSTOP)
+        patience = ResilienceConfig(heartbeat_timeout_s=1.0)
+        devices = ask(forks, patience, LaunchConfig(device="cpu", processes=1), 0)
+    assert devices.count == 1
+    assert "waited for the process that looks for devices (the process that forks it: it was" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("capability", "bf16", "fp16"), [((7, 5), False, True), ((8, 0), True, False)])

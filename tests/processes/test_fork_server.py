@@ -15,7 +15,7 @@ import pytest
 
 from argosy.processes.channel import Gone, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
-from argosy.processes.fork_server import ForkServer
+from argosy.processes.fork_server import ForkServer, Unanswered
 
 
 def greet() -> None:
@@ -32,6 +32,11 @@ def greet() -> None:
 def fail() -> None:
     """Entry: end with an error."""
     raise SystemExit(3)
+
+
+def stand_still() -> None:
+    """Entry: say nothing."""
+    time.sleep(60)
 
 
 GREET = ForkEntry.of(greet)
@@ -64,6 +69,23 @@ def test_it_forks_what_is_asked_for_with_a_channel_and_an_environment_of_its_own
     assert forked == {"a": hellos[0]["pid"], "b": hellos[1]["pid"]}
     blue.send("say", text="x" * 200_000)
     assert len(blue.receive()["of"]) == 200_000
+
+
+def test_a_fork_server_that_is_stopped_while_it_starts_is_waited_for_in_vain_and_replaced(fork_server):
+    os.kill(fork_server.pid, signal.SIGSTOP)
+    with pytest.raises(Unanswered, match=r"the process that forks it: it was stopped for 1 s"):
+        fork_server.answer("a", fork_server.fork("a", GREET, {"COLOUR": "red"}), 60, stopped_s=1)
+    fork_server.replace()
+    channel = fork_server.fork("b", GREET, {"COLOUR": "blue"})
+    assert fork_server.answer("b", channel, 60)["colour"] == "blue"
+
+
+def test_a_process_that_does_not_answer_is_killed(fork_server):
+    channel = fork_server.fork("a", Entry.of(stand_still), {})
+    with pytest.raises(Unanswered, match=r"^it did not answer for \d s"):
+        fork_server.answer("a", channel, 1)
+    (ended,) = wait_for(fork_server, lambda said: len(said) == 1)
+    assert ended["exit_code"] == -signal.SIGKILL
 
 
 def test_it_tells_how_each_of_them_ended(fork_server):

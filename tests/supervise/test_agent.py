@@ -38,6 +38,7 @@ class Forks:
     """A fork server whose processes are the test's: `forked` are their ends of the channels, by key."""
 
     has_forked = True
+    pid = 0
 
     def __init__(self) -> None:
         self._ends = socket.socketpair()

@@ -154,6 +154,24 @@ def test_a_node_that_was_cut_off_is_told_that_its_generation_is_over(come, monke
     assert come("b").hello(in_generation(1, rank=1)).hears("break")["generation"] == 1
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_world_that_does_not_come_together_is_written_about(come, tmp_path, monkeypatch, is_open):
+    monkeypatch.setattr(coordinator, "WAITS_S", 0.3)
+    if is_open:
+        begun(come)[0].say("heartbeat")
+    else:
+        for agent in [come("a").begins(), come("b").begins()][:1]:
+            agent.hears("open_store")
+    end = time.monotonic() + 10
+    while not (said := events(tmp_path, "world_waits")):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    missing = (
+        "not all workers have shown themselves of a, b" if is_open else "node a has not opened the rendezvous store"
+    )
+    assert [event["why"] for event in said] == [missing]
+
+
 def test_a_coordinator_that_was_stopped_drops_nobody_when_it_wakes(sleep, come, tmp_path):
     """One agent has waited for its answer, the other has given its connection up and called again."""
     a, b = begun(come)

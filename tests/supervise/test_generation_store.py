@@ -1,15 +1,25 @@
-"""On one node a world's members meet at a file of their agent's, which nobody can open once the world is over."""
+"""A store that is a file cannot be opened once its world is over; one that is a process is replaced if it must be."""
 
 from __future__ import annotations
 
+import os
+import selectors
+import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import DistError, FileStore
 
-from argosy.supervise.generation_store import GenerationStore, store_file
+from argosy.errors import RunFailed
+from argosy.processes.child import Entry, channel_to_parent
+from argosy.processes.fork_server import STORE_HOST, ForkServer
+from argosy.supervise import generation_store
+from argosy.supervise.generation_store import STORE, GenerationStore, store_file
 
 
 def alone() -> GenerationStore:
@@ -51,3 +61,55 @@ def test_a_store_that_nobody_opened_yet_can_be_closed_and_closed_again(tmp_path)
     alone().end(3, tmp_path)
     with pytest.raises(DistError):
         FileStore(str(path), -1)
+
+
+def stop_the_first_time() -> None:
+    """Entry, in place of the store's process: the host is a file, which the first one leaves before it stops."""
+    asker, flag = channel_to_parent(), Path(os.environ[STORE_HOST])
+    if not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    asker.send("store", port=7)
+
+
+def die() -> None:
+    """Entry, in place of the store's process."""
+
+
+@pytest.fixture
+def forks() -> Iterator[ForkServer]:
+    with closing(ForkServer("colorsys")) as forks:
+        yield forks
+
+
+def keep_until_open(store: GenerationStore, forks: ForkServer, selector: selectors.BaseSelector) -> list[str]:
+    """Do what an agent does. Returns why stores were replaced."""
+    why = []
+    while store.is_awaited:
+        for key, _ in selector.select(0.05):
+            key.data()
+        for message in forks.take():
+            if message["kind"] == "forked" and message["key"].startswith(STORE):
+                store.forked(message["key"], message["pid"])
+        why += [said] if (said := store.keep(forks)) else []
+    return why
+
+
+def test_a_process_that_stands_still_before_its_store_is_open_is_replaced(tmp_path, forks, monkeypatch):
+    monkeypatch.setattr(generation_store, "RENDEZVOUS", Entry.of(stop_the_first_time))
+    opened: list[tuple[int, int]] = []
+    store = GenerationStore(lambda *of: opened.append(of), 60, 1)
+    with selectors.DefaultSelector() as selector:
+        store.open(3, str(tmp_path / "flag"), forks, selector)
+        assert keep_until_open(store, forks, selector) == ["it was stopped for 1 s"]
+    assert opened == [(3, 7)]
+    store.close()
+
+
+def test_a_store_that_cannot_be_opened_ends_the_run(forks, monkeypatch):
+    monkeypatch.setattr(generation_store, "RENDEZVOUS", Entry.of(die))
+    store = GenerationStore(lambda *_: None, 60, 1)
+    with selectors.DefaultSelector() as selector:
+        store.open(1, "10.0.0.1", forks, selector)
+        with pytest.raises(RunFailed, match=r"could not be opened at 10.0.0.1, 3 times in a row \(it died\)"):
+            keep_until_open(store, forks, selector)

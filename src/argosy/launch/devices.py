@@ -10,20 +10,26 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
+from argosy.config.resilience import ResilienceConfig
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
+from argosy.observe.terminal import print_message
 from argosy.plan.hardware.local_machine import host_memory_bytes
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, processes_of
 from argosy.processes.channel import Gone
 from argosy.processes.child import ForkEntry, channel_to_parent
-from argosy.processes.fork_server import ForkServer
+from argosy.processes.fork_server import ForkServer, Unanswered
 
 LAUNCH, PLANNED = "ARGOSY_LAUNCH", "ARGOSY_PLANNED"
 CPUS = Path("/proc/cpuinfo")
 BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 """Instructions, as Linux names them, with which a CPU's bf16 matmuls are at least 1.5 times as fast as those of fp32 (4
 times on a Zen 5)."""
+MOST_TRIES = 3
+"""Processes that look for devices, one after the other, of which none answers, end the run."""
+SEARCH_S = 120.0
+"""Importing torch from a slow disk may take this long, whatever a run's first step may."""
 
 
 def find_devices(launch: LaunchConfig, processes: int | None = None, planned: int = 0) -> Devices:
@@ -110,16 +116,28 @@ def tell() -> None:
     asker.send("found", devices=asdict(devices), warned=[str(w.message) for w in warned])
 
 
-def ask(fork_server: ForkServer, launch: LaunchConfig, planned: int) -> Devices:
-    """Call `find_devices` in a process of `fork_server`, without torch in this one. Raises: UserError, RunFailed."""
+def ask(fork_server: ForkServer, patience: ResilienceConfig, launch: LaunchConfig, planned: int) -> Devices:
+    """Call `find_devices` in a process of `fork_server`, without torch in this one.
+
+    patience: one that is stopped for heartbeat_timeout_s, or takes longer than first_step_s and SEARCH_S, is replaced.
+    Raises: UserError, RunFailed.
+    """
     settings = {LAUNCH: launch.model_dump_json(), PLANNED: str(planned)}
-    channel = fork_server.fork("devices", ForkEntry.of(tell), settings)
-    try:
-        answer = channel.receive()
-    except Gone:
-        raise RunFailed("the process that looks for devices died; what it printed says why") from None
-    finally:
-        channel.close()
+    for _ in range(MOST_TRIES):
+        channel = fork_server.fork("devices", ForkEntry.of(tell), settings)
+        try:
+            limit_s = max(patience.first_step_s, SEARCH_S)
+            answer = fork_server.answer("devices", channel, limit_s, patience.heartbeat_timeout_s)
+            break
+        except Gone:
+            raise RunFailed("the process that looks for devices died; what it printed says why") from None
+        except Unanswered as problem:
+            print_message(f"argosy: waited for the process that looks for devices ({problem}): it is started again")
+            fork_server.replace()
+        finally:
+            channel.close()
+    else:
+        raise RunFailed(f"the process that looks for devices did not answer, {MOST_TRIES} times in a row")
     if answer["kind"] == "refused":
         raise UserError(answer["text"])
     for text in answer["warned"]:

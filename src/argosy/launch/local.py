@@ -78,7 +78,8 @@ def train(
         with run_folder.settling(run_dir):
             run, data = resolve(run, progress)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
-            devices = devices_of_run(run, partial(ask, forks))
+            with progress.during("starting the processes"):
+                devices = devices_of_run(run, partial(ask, forks, run.resilience))
             plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
             check_profile(run, plan)
             run = run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)

@@ -26,6 +26,7 @@ from argosy.observe.report import Report
 from argosy.plan.plan import NO_WORKERS, Plan, is_asynchronous
 from argosy.processes.channel import Gone, Message
 from argosy.processes.child import Child
+from argosy.processes.patience import Patience
 from argosy.processes.secret import secret_of
 from argosy.sync.server.keys import zeromq
 from argosy.sync.server.layout import AGAIN, ServerLayout
@@ -244,7 +245,7 @@ def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
 
 def _news(child: Child, stop: StopSignal) -> Message | None:
     """Return the server's last word; None if it died without one."""
-    is_told, end_s = False, 0.0
+    is_told, end_s, patience = False, 0.0, Patience(child.pid)
     while True:
         if stop.number is not None and not is_told:
             is_told, end_s = True, time.monotonic() + SAVE_S
@@ -256,5 +257,5 @@ def _news(child: Child, stop: StopSignal) -> Message | None:
                     return message
         except Gone:
             return None
-        if is_told and time.monotonic() > end_s:
+        if (is_told and time.monotonic() > end_s) or patience.end():
             child.kill()

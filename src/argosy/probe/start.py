@@ -25,6 +25,7 @@ from argosy.probe.probe import ProbeRequest, measure
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import ForkEntry, channel_to_parent, end_with_parent
 from argosy.processes.fork_server import ForkServer
+from argosy.processes.patience import Patience
 
 MEMBER = ForkEntry("argosy.probe.start")
 """A process that measures."""
@@ -104,11 +105,16 @@ def _cluster_of(fork_server: ForkServer, members: list[Channel]) -> Cluster:
     """Return what the first member to finish has found; they all find the same. Raises: RunFailed, Gone."""
     speaking = dict(enumerate(members))
     rank_of: dict[int, int] = {}
+    patience = [Patience(fork_server.pid)]
     failures: list[_Failure] = []
     while True:
         listened_to: list[ForkServer | Channel] = [fork_server, *speaking.values()]
-        ready, _, _ = select.select(listened_to, [], [], LINGER_S if failures else None)
-        if not ready:
+        ready, _, _ = select.select(listened_to, [], [], LINGER_S)
+        for one in patience:
+            if why := one.end():
+                os.kill(one.pid, signal.SIGKILL)
+                raise RunFailed(f"a process of the probe ({one.pid}) was waited for, and {why}. Nothing was written.")
+        if failures and not ready:
             failure = min(failures, key=lambda failure: (not failure.is_killed, failure.at_s))
             raise RunFailed(f"process {failure.rank} of the probe ended: {failure.why}. Nothing was written.")
         for rank, channel in list(speaking.items()):
@@ -124,6 +130,7 @@ def _cluster_of(fork_server: ForkServer, members: list[Channel]) -> Cluster:
         for message in fork_server.take() if fork_server in ready else []:
             if message["kind"] == "forked" and message["key"].isdigit():
                 rank_of[message["pid"]] = int(message["key"])
+                patience.append(Patience(message["pid"]))
             elif message["kind"] == "ended" and message["pid"] in rank_of:
                 failures.append(_ended(rank_of[message["pid"]], message["exit_code"]))
 

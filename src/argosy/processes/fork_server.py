@@ -27,11 +27,20 @@ from typing import Any
 from argosy.errors import STOP_SIGNALS
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import CHANNEL, PARENT, PARENT_S, Child, ForkEntry, channel_to_parent
+from argosy.processes.patience import STOPPED_S, Patience
 
 RENDEZVOUS = ForkEntry("argosy.processes.rendezvous")
 """The process that holds the store in which the members of a world find each other."""
 STORE_HOST = "ARGOSY_STORE_HOST"
 """Environment variable of that process: the address of this machine at which the members reach the store."""
+
+
+LOOK_S = 0.5
+"""How often a process that is waited for is looked at."""
+
+
+class Unanswered(Exception):
+    """A process that was asked for does not answer; it says why. It is killed, or the fork server is."""
 
 
 class ForkServer:
@@ -43,10 +52,13 @@ class ForkServer:
         imports: the module that its processes will need. stdout, stderr: the descriptors that they print to; None: this
         process's own.
         """
-        self.stdout, self.stderr = stdout, stderr
+        self._imports, self._stdout, self._stderr = imports, stdout, stderr
+        self._start()
+
+    def _start(self) -> None:
         # Workers, and the compilers that they start, are told of a terminal's Ctrl-C by their agent, and not by the
         # terminal. What workers print is for it all the same.
-        self._process = Child("argosy.processes.fork_server", imports, stdout=stdout, stderr=stderr)
+        self._process = Child("argosy.processes.fork_server", self._imports, stdout=self._stdout, stderr=self._stderr)
         self.has_forked = False
         """True once it has forked any process."""
 
@@ -80,6 +92,29 @@ class ForkServer:
         messages = self._process.channel.take()
         self.has_forked = self.has_forked or bool(messages)
         return messages
+
+    def answer(self, key: str, channel: Channel, limit_s: float, stopped_s: float = STOPPED_S) -> Message:
+        """Return the first message of the process that `fork` was asked for under `key`, over its `channel`.
+
+        limit_s, stopped_s: of the `Patience` with the fork server until it has forked, and then with the process.
+        Raises: Gone if the process ended without one; Unanswered.
+        """
+        patience = Patience(self.pid, limit_s, stopped_s)
+        while not channel.wait(LOOK_S):
+            with suppress(Gone):  # then the channel's other end closes as well, unless it has forked already
+                for message in self.take():
+                    if message["kind"] == "forked" and message["key"] == key:
+                        patience = Patience(message["pid"], limit_s, stopped_s)
+            if why := patience.end():
+                with suppress(ProcessLookupError):
+                    os.kill(patience.pid, signal.SIGKILL)
+                raise Unanswered(f"the process that forks it: {why}" if patience.pid == self.pid else why)
+        return channel.receive()
+
+    def replace(self) -> None:
+        """End it, and start another. What it was asked for is lost, and nothing tells how its processes end."""
+        self.close()
+        self._start()
 
     def close(self) -> None:
         """End it; processes that it forked live on, or end with their channel."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 
 from argosy.processes.channel import Gone
 from argosy.processes.child import Child
+from argosy.processes.patience import STOPPED_S, Patience
 
 KEEP_S = 0.5
 """How often a thread looks after it, in a process that has no agent."""
@@ -24,6 +25,7 @@ class KeptProcess(ABC):
         """finish_s: how long it may take to end."""
         self._is_needed, self._finish_s = is_needed, finish_s
         self._child: Child | None = None
+        self._patience: Patience | None = None
         self.is_wanted = False
         """True if this process is to have it: the one of the machine on which rank 0 is."""
 
@@ -32,12 +34,15 @@ class KeptProcess(ABC):
         if not self._is_needed or not self.is_wanted:
             self._end()
         elif self._child is not None and self._child.is_alive:
-            return
+            if self._patience is not None and (why := self._patience.end()):
+                self._end()
+                self.lost(why)
         elif self._child is not None:
             child, self._child = self._child, None
             self.lost(child.reap())
         else:
             self._child = self.start()
+            self._patience = None if self._child is None else Patience(self._child.pid, stopped_s=STOPPED_S)
 
     def finish(self) -> None:
         """Let it do what is left, for `finish_s` and a little more at most, and end."""

@@ -40,7 +40,7 @@ from argosy.sinks.process import FollowerProcess
 from argosy.supervise import flight_recorder
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
-from argosy.supervise.generation_store import GenerationStore, store_file
+from argosy.supervise.generation_store import STORE, GenerationStore, store_file
 from argosy.supervise.newcomers import Newcomers
 from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.nodes import Cause, RankState
@@ -76,6 +76,8 @@ class Agent:
         self._coordinator = CoordinatorClient(run_dir, run, plan, self._events)
         self._store = GenerationStore(
             lambda generation, port: self._coordinator.tell(say.StoreOpened(generation=generation, port=port)),
+            run.resilience.first_step_s,
+            run.resilience.heartbeat_timeout_s,
             is_file=run.launch.nodes == 1,
         )
         self._stopping = Stopping(run_dir, run.resilience.grace_s, is_asynchronous(run.plan))
@@ -141,6 +143,8 @@ class Agent:
             if self._stopping.is_late(now):
                 self._kill(process, self._stopping.kill_why)
         self._kill_what_stands_still(now)
+        if why := self._store.keep(self._fork_server):
+            self._events.write("store_replaced", why=why)
         if self._node_check is not None:
             self._node_check.end_if_late()
         self._show_what_is_waited_for()
@@ -188,6 +192,8 @@ class Agent:
                     self._tell_health(self._node_check.ended(message["exit_code"]))
             elif message["key"] == "node_check" and self._node_check is not None:
                 self._node_check.pid = message["pid"]
+            elif message["key"].startswith(STORE):
+                self._store.forked(message["key"], message["pid"])
             elif message["key"].startswith("worker"):
                 process = self._processes[int(message["key"].split()[1])]
                 process.pid = message["pid"]
@@ -205,9 +211,7 @@ class Agent:
         if self._failed_starts == MOST_FAILED_STARTS:
             raise RunFailed("the process that workers are forked from died at once; what it printed says why")
         self._selector.unregister(self._fork_server)
-        self._fork_server.close()
-        lost = self._fork_server
-        self._fork_server = ForkServer(WORKER.module, lost.stdout, lost.stderr)
+        self._fork_server.replace()
         self._selector.register(self._fork_server, selectors.EVENT_READ, self._hear_fork_server)
         self._events.write("fork_server_replaced", pid=self._fork_server.pid)
         for process in list(self._processes.values()):
@@ -290,7 +294,8 @@ class Agent:
     def _kill_what_stands_still(self, now: float) -> None:
         """End what was stopped, or stands still, and is seen by nobody else."""
         workers = self._processes.values()
-        for pid, why in self._newcomers.look(now, self._scratch, workers, self._fork_server).items():
+        is_owed = self._store.is_awaited or self._node_check is not None
+        for pid, why in self._newcomers.look(now, self._scratch, workers, self._fork_server, is_owed).items():
             if pid == self._fork_server.pid:
                 self._events.write("killed", pid=pid, why=f"the process that workers are forked from: {why}")
                 os.kill(pid, signal.SIGKILL)

@@ -45,6 +45,10 @@ from argosy.supervise.watch import RunWatch
 TICK_S = 0.02
 LOOK_S = 0.25
 """How often the detectors look at what agents have shown."""
+WAITS_S = 30.0
+"""If a world that was begun is not together after so long, an event says what is missing."""
+MOST_NAMED = 16
+"""It names this many nodes at most."""
 ALONE_S = 10.0
 """Without any agent for this long there is no run to coordinate, and it ends."""
 HEARTBEATS_PER_S = 1024
@@ -92,6 +96,8 @@ class Coordinator:
         self._agents = AgentConnections(listener, secret, tls, self._on_left)
         self._reported, self._reported_s = 0, 0.0
         self._pending: Join | None = None
+        self._begun_s: float | None = None
+        """When the newest generation was begun, until all its ranks have shown themselves or an event has said why."""
         self._rates = NodeRates()
         self._slow: set[str] = set()
         self._looked_s = 0.0
@@ -163,6 +169,7 @@ class Coordinator:
         self._heard = _heartbeats(len(self._agents), membership.size, self._watch.wants_all)
         if not membership.in_force:
             return
+        self._write_what_is_missing(now_s)
         for finding in self._watch.findings(now_s, membership.plan, self._heard.every_s):
             if finding.kind == "uneven_stages":  # nothing is wrong, and it is told of where something is done
                 self._migrator.uneven_stages(finding)
@@ -179,6 +186,23 @@ class Coordinator:
             if finding.kind == "slow_link":
                 self._migrator.slow_link(finding)
         self._migrator.look(now_s)
+
+    def _write_what_is_missing(self, now_s: float) -> None:
+        """Write down, once, why the world that was begun a while ago is not together."""
+        if self._begun_s is None or now_s - self._begun_s < WAITS_S:
+            return
+        self._begun_s = None
+        members, generation = self._membership.handover().members, self._membership.generation
+        shown = self._watch.shown_by(generation)
+        missing = sorted(name for name, count in members.items() if shown.get(name, 0) < count)
+        if self._pending is not None:
+            why = f"node {_opener(self._pending)} has not opened the rendezvous store"
+        elif missing:
+            others = f" and {len(missing) - MOST_NAMED} other nodes" if len(missing) > MOST_NAMED else ""
+            why = f"not all workers have shown themselves of {', '.join(missing[:MOST_NAMED])}{others}"
+        else:
+            return
+        self._events.write("world_waits", generation=generation, seconds=WAITS_S, why=why)
 
     def _hold(self, generation: int, on_disk: bool) -> None:
         self._agents.tell_all(say.HoldWorld(generation=generation, on_disk=on_disk))
@@ -327,7 +351,7 @@ class Coordinator:
             case Join(generation, plan, places):
                 if not self._begin(generation):
                     return
-                self._pending = order
+                self._pending, self._begun_s = order, time.monotonic()
                 self._membership.handover().save(self._run_dir)
                 ranks = {f"{name}/{slot}": rank for (name, slot), rank in places.items()}
                 self._events.write("generation", generation=generation, size=len(places), plan=plan, ranks=ranks)

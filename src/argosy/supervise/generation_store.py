@@ -6,13 +6,23 @@ every user of the machine could read, fill and empty a store that listens on loo
 
 from __future__ import annotations
 
+import math
+import os
 import selectors
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from argosy.errors import RunFailed
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
+from argosy.processes.patience import STOPPED_S, Patience
+
+STORE = "store"
+"""How the fork server's key of a store begins."""
+MOST_TRIES = 3
+"""So many processes in a row that open no store end the run."""
 
 
 def store_file(folder: Path, generation: int) -> Path:
@@ -23,14 +33,24 @@ def store_file(folder: Path, generation: int) -> Path:
 class GenerationStore:
     """Holds the store of the newest generation that this node was asked for; none before."""
 
-    def __init__(self, opened: Callable[[int, int | None], None], is_file: bool = False):
+    def __init__(
+        self,
+        opened: Callable[[int, int | None], None],
+        limit_s: float = math.inf,
+        stopped_s: float = STOPPED_S,
+        is_file: bool = False,
+    ):
         """opened(generation, port): called once a store can be reached; the port is None if it is a file.
 
-        is_file: True for a run on one node.
+        limit_s, stopped_s: of the `Patience` with the process that opens it. is_file: True for a run on one node.
         """
-        self._opened, self._is_file = opened, is_file
+        self._opened, self._limits_s, self._is_file = opened, (limit_s, stopped_s), is_file
         self._channel: Channel | None = None
         self._generation = 0
+        self._asked, self._tries = 0, 0
+        self._patience: Patience | None = None
+        self.is_awaited = False
+        """True while a store was asked for that is not open yet."""
 
     def open(self, generation: int, host: str, fork_server: ForkServer, selector: selectors.BaseSelector) -> None:
         """Start a store at `host`; a file is there without that.
@@ -41,13 +61,35 @@ class GenerationStore:
         if self._is_file:
             self._opened(generation, None)
             return
-        self._selector = selector
-        if self._channel is not None:
-            with suppress(KeyError):
-                selector.unregister(self._channel)
-            self._channel.close()
-        self._channel, self._generation = fork_server.fork("store", RENDEZVOUS, {STORE_HOST: host}), generation
-        selector.register(self._channel, selectors.EVENT_READ, self._hear)
+        self._selector, self._host, self._generation, self._tries = selector, host, generation, 0
+        self._ask(fork_server)
+
+    def forked(self, key: str, pid: int) -> None:
+        """Note that the process of a request whose key begins with `STORE` was forked."""
+        if key == self._key:
+            self._patience = Patience(pid, *self._limits_s)
+
+    def keep(self, fork_server: ForkServer) -> str:
+        """Ask for another process if the one that was asked for has died, or does not open its store. Call this often.
+
+        Returns why, if so; empty if there is nothing to say. Raises: RunFailed if several in a row were in vain.
+        """
+        if not self.is_awaited:
+            return ""
+        why = "" if self._patience is None else self._patience.end()
+        if why and self._patience is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._patience.pid, signal.SIGKILL)
+        elif self._channel is None:
+            why = "it died"
+        if why and self._tries == MOST_TRIES:
+            raise RunFailed(
+                f"the rendezvous store could not be opened at {self._host}, {MOST_TRIES} times in a row ({why}); what "
+                "its process printed says more. Try another launch.address."
+            )
+        if why:
+            self._ask(fork_server)
+        return why
 
     def end(self, generation: int, folder: Path) -> None:
         """Make every wait in the file of a generation raise, now and later.
@@ -65,12 +107,28 @@ class GenerationStore:
         if self._channel is not None:
             self._channel.close()
 
+    @property
+    def _key(self) -> str:
+        return f"{STORE} {self._asked}"
+
+    def _ask(self, fork_server: ForkServer) -> None:
+        if self._channel is not None:
+            with suppress(KeyError):
+                self._selector.unregister(self._channel)
+            self._channel.close()
+        self._asked, self._tries, self._patience, self.is_awaited = self._asked + 1, self._tries + 1, None, True
+        self._channel = fork_server.fork(self._key, RENDEZVOUS, {STORE_HOST: self._host})
+        self._selector.register(self._channel, selectors.EVENT_READ, self._hear)
+
     def _hear(self) -> None:
         assert self._channel is not None
         try:
             messages = self._channel.take()
         except Gone:
             self._selector.unregister(self._channel)
+            self._channel.close()
+            self._channel = None
             return
         for message in messages:
+            self.is_awaited = False
             self._opened(self._generation, message["port"])

@@ -53,6 +53,10 @@ class RunWatch:
             self._view = WorldView(generation, size)
         self._view.take(node, report)
 
+    def shown_by(self, generation: int) -> dict[str, int]:
+        """Return node -> how many of its ranks have shown themselves in the world of `generation`."""
+        return self._view.shown_by() if generation == self._view.generation else {}
+
     @property
     def wants_all(self) -> bool:
         """True if agents are to report all that each rank shows."""

@@ -70,6 +70,10 @@ class WorldView:
                 self.has_made_a_step, of.told_step = True, step
                 self._times.put(step, of.ranks, busy_s, of.microbatches)
 
+    def shown_by(self) -> dict[str, int]:
+        """Return node -> how many of its ranks have shown themselves."""
+        return {name: len(node.ranks) for name, node in self._nodes.items()}
+
     def do_all_wait(self) -> bool:
         """Return True if all ranks wait for the next world."""
         return sum(node.waiting for node in self._nodes.values()) == self.size
