@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,6 +140,54 @@ def test_a_job_whose_time_is_over_is_requeued_until_the_run_has_ended(launched, 
     wait_for(launched, "finished", seconds=600)
     assert log(launched).count("the job is requeued") == 1
     launched.check(undisturbed(PLANS["replicas"], "--train.steps", "45", *ONE_THREAD))
+
+
+def until(run: Disturbed, condition: Callable[[], object], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, (state(run), log(run))
+        time.sleep(0.2)
+
+
+@pytest.fixture
+def losing(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Disturbed, Slurm]]:
+    """A run that is launched on two nodes of a SLURM of its own, which then loses that of the batch script."""
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=0.2")
+    with slurm(tmp_path / "slurm", nodes=2) as cluster:
+        monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+        run = Disturbed(folder, PLANS["replicas"])
+        run.write()
+        launch(run, "--train.steps", "60", "--resilience.wait_for_nodes_s", "1")
+        until(run, lambda: run.steps() >= 4)
+        cluster.lose("n1")
+        until(run, lambda: [event["size"] for event in run.events("generation")] == [2, 1])
+        yield run, cluster
+
+
+def job_of(cluster: Slurm) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S+)", cluster.ask("scontrol", "show", "job", "--oneliner")))
+
+
+@pytest.mark.slow
+def test_survivors_of_the_batch_host_end_the_job_of_a_finished_run(losing):
+    run, cluster = losing
+    wait_for(run, "finished", seconds=180)
+    until(run, lambda: job_of(cluster)["JobState"] == "CANCELLED")
+    assert job_of(cluster)["Restarts"] == "0"
+    assert "the batch host n1 is lost; the run is finished: the job is cancelled, as it would end with 0" in log(run)
+
+
+@pytest.mark.slow
+def test_survivors_of_the_batch_host_have_the_job_of_a_stopped_run_requeued(losing):
+    run, cluster = losing
+    steps = run.steps()
+    until(run, lambda: run.steps() > steps + 2)
+    with suppress(subprocess.CalledProcessError):  # the lost node does not get it
+        cluster.ask("scancel", "--signal=USR1", "1.0")
+    until(run, lambda: job_of(cluster)["Restarts"] == "1")
+    assert store.committed(run.run_dir)[-1].step == run.steps()
+    assert "the batch host n1 is lost; " in log(run) and "the job is requeued" in log(run)
+    wait_for(run, "waiting")
 
 
 def test_what_slurm_refuses_is_said_and_leaves_nothing(launched):

@@ -61,12 +61,15 @@ def last_step(run_dir: Path) -> int:
 
 
 def _idle_jobs(run_dir: Path) -> int:
-    """Return how many jobs in a row, this one included, have made no step."""
+    """Return how many jobs in a row, this one included, have made no step. Of one, several processes may ask this."""
     path, step = run_dir / FOLDER / "progress.json", last_step(run_dir)
     before = json.loads(path.read_text()) if path.exists() else {"step": -1, "idle": 0}
+    job = " ".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")).strip()
+    if job and before.get("job") == job:
+        return int(before["idle"])
     idle = before["idle"] + 1 if step <= before["step"] else 0
     with atomic_write(path) as file:
-        file.write(json.dumps({"step": step, "idle": idle}).encode())
+        file.write(json.dumps({"step": step, "idle": idle, "job": job}).encode())
     return int(idle)
 
 

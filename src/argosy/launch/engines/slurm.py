@@ -28,10 +28,11 @@ for start in {{1..5}}; do
   {command}; code=$?
   [ $code = 137 ] || break
 done
+{survivor} $code
 exit $code
 """
-"""The task on each node, which starts an agent again that is killed. Signals are for the agent, once it takes them:
-before, they would end it."""
+"""The task on each node, which starts an agent again that is killed, and at the end looks after the job if the batch
+host is lost (`launch.survivor`). Signals are for the agent, once it takes them: before, they would end it."""
 
 
 class Slurm(Engine):
@@ -74,13 +75,17 @@ class Slurm(Engine):
         step = ["srun", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
         step += [f"--container-image={shlex.quote(request.image)}"] if request.image else []
         step += [f"--cpus-per-task={request.cpus_per_node}"] if request.cpus_per_node else []
-        after = shlex.join([sys.executable, "-m", "argosy.launch.engines.requeue", str(request.run_dir)])
+        after, survivor = (
+            shlex.join([sys.executable, "-m", f"argosy.launch.{module}", str(request.run_dir)])
+            for module in ("engines.requeue", "survivor")
+        )
         return "\n".join(
             [
                 "#!/bin/bash",
                 *lines,
                 f"cd {shlex.quote(str(request.work_dir))} || exit 2",
-                f"{' '.join(step)} bash -c {shlex.quote(AGENT.format(command=request.command))}",
+                "export ARGOSY_BATCH_NODE=$SLURMD_NODENAME",
+                f"{' '.join(step)} bash -c " + shlex.quote(AGENT.format(command=request.command, survivor=survivor)),
                 f"exec {after} $?",
                 "",
             ]

@@ -1,0 +1,123 @@
+"""At the end of a task of a batch job: if the batch script is lost with its node, the task ends the job in its place.
+
+SLURM keeps a job whose batch host is lost (--no-kill), so the run goes on. But the script, which would have the job
+requeued, is gone, and the nodes that are left would be held until the job's time is over. So each task but the batch
+host's looks, once its agent has ended, whether that node is there. The last one does what the script would have done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from argosy.errors import STOP_SIGNALS, Retryable, UserError
+from argosy.files import LOCK
+from argosy.launch.engines.job import FOLDER
+from argosy.launch.engines.requeue import decide
+from argosy.observe.events import from_the_end
+from argosy.processes.slurm import ask, listed
+from argosy.sync.sites.layout import kept_in
+
+T = TypeVar("T")
+BATCH_NODE = "ARGOSY_BATCH_NODE"
+"""Environment variable of a job: the node that its batch script runs on."""
+ORDERLY = {0, *(128 + number for number in STOP_SIGNALS)}
+"""Exit codes of an agent whose run is finished, or was stopped with its state saved."""
+SLURMD_PORT = 6818
+"""SLURM's default."""
+CALLS, CALL_S, AGAIN_S = 3, 5.0, 3.0
+"""A node is lost if SLURM says so, or its slurmd does not answer any of so many calls."""
+DOWN = re.compile(r"DOWN|NOT_RESPONDING|\*")
+LOOK_S = 2.0
+"""How often other tasks' agents are looked at."""
+OTHERS_S = 60.0
+"""How long those are waited for once the run has ended: a lost machine may hold its lock on the shared folder."""
+
+
+def was_there_at_the_end(run_dir: Path, node: str) -> bool:
+    """Return True if a node had ranks in the run's last world."""
+    events = from_the_end(kept_in(run_dir) / "events" / "coordinator.jsonl")
+    last: dict[str, int] = next((event["ranks"] for event in events if event["event"] == "generation"), {})
+    return any(place.rpartition("/")[0] == node for place in last)
+
+
+def is_lost(node: str, show: Callable[[str], str]) -> bool:
+    """Return True if a node of the cluster is lost. show: returns what `scontrol show node` prints of it."""
+    for call in range(CALLS):
+        time.sleep(AGAIN_S if call else 0.0)
+        said = dict(re.findall(r"(\w+)=(\S+)", _answer(lambda: show(node))))
+        if DOWN.search(said.get("State", "")):
+            return True
+        with suppress(OSError):
+            socket.create_connection((said["NodeAddr"], int(said.get("Port", SLURMD_PORT))), CALL_S).close()
+            return False
+    return True
+
+
+def do_others_run(run_dir: Path, but: set[str]) -> bool:
+    """Return True if the agent of a node runs, other than of those in `but`: it holds its lock."""
+    for path in sorted(kept_in(run_dir).glob(f"{LOCK}-*")):
+        if path.name.removeprefix(f"{LOCK}-") in but:
+            continue
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
+
+
+def end_the_job(run_dir: Path, code: int, environment: Mapping[str, str]) -> None:
+    """Have the job requeued, or cancel it, as is due. Other survivors may do the same at the same time.
+
+    One that somebody has cancelled, or another has requeued, is left alone.
+    """
+    job = environment["SLURM_JOB_ID"]
+    if _answer(lambda: listed("--format=%T", f"--jobs={job}")) != ["RUNNING"]:
+        return
+    code, why = decide(run_dir, code)
+    again = code == Retryable.exit_code
+    end = "the job is requeued" if again else f"the job is cancelled, as it would end with {code}"
+    line = f"argosy launch: the batch host {environment[BATCH_NODE]} is lost; {why}: {end}\n"
+    with suppress(OSError), (run_dir / FOLDER / f"slurm-{job}.out").open("a") as log:  # srun passes on nothing any more
+        log.write(line)
+    subprocess.run(["scontrol", "requeue", job] if again else ["scancel", job], check=False)
+
+
+def _answer(question: Callable[[], T]) -> T:
+    """Return what SLURM answers. While its controller does not, nothing is known: ask it again."""
+    while True:
+        try:
+            return question()
+        except UserError:
+            time.sleep(AGAIN_S)
+
+
+def main() -> None:
+    """`python -m argosy.launch.survivor RUN_DIR CODE`, in a task of a batch job. CODE: of its agent."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the task ignores: with it SLURM ends the job by itself
+    run_dir, code, environment = Path(sys.argv[1]), int(sys.argv[2]), os.environ
+    batch, mine = environment.get(BATCH_NODE, ""), environment.get("SLURMD_NODENAME", "")
+    if not batch or batch == mine or (code in ORDERLY and was_there_at_the_end(run_dir, batch)):
+        return
+    if not is_lost(batch, lambda node: ask("scontrol", "show", "node", node)):
+        return
+    waited_s = 0.0
+    while do_others_run(run_dir, {batch, mine}) and (code not in ORDERLY or waited_s < OTHERS_S):
+        time.sleep(LOOK_S)
+        waited_s += LOOK_S
+    end_the_job(run_dir, code, environment)
+
+
+if __name__ == "__main__":
+    main()

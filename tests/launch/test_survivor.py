@@ -1,0 +1,93 @@
+"""At the end of a task of a batch job: whether the batch script is lost, and who is the last."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from argosy.errors import UserError
+from argosy.launch import survivor
+from argosy.launch.engines.requeue import decide
+from argosy.launch.survivor import do_others_run, is_lost, was_there_at_the_end
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivor, "AGAIN_S", 0.0)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def shown(port: int, state: str = "MIXED") -> str:
+    return f"NodeName=n1 Arch=x86_64\n   NodeAddr=127.0.0.1 NodeHostName=here Port={port}\n   State={state} Weight=1\n"
+
+
+def test_a_node_whose_slurmd_answers_is_there(port):
+    assert not is_lost("n1", lambda _: shown(port))
+
+
+@pytest.mark.parametrize("state", ["DOWN", "MIXED*", "ALLOCATED+NOT_RESPONDING", "DOWN*+DRAIN"])
+def test_a_node_that_slurm_has_given_up_is_lost(port, state):
+    assert is_lost("n1", lambda _: shown(port, state))
+
+
+def test_a_node_is_lost_if_its_slurmd_answers_no_call(port):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+    calls: list[str] = []
+    assert is_lost("n1", lambda node: calls.append(node) or shown(closed))
+    assert calls == ["n1"] * survivor.CALLS
+    answers = iter([shown(closed), shown(port)])
+    assert not is_lost("n1", lambda _: next(answers)), "it was only busy"
+
+
+def test_a_controller_that_does_not_answer_is_asked_again(port):
+    def ask(_: str) -> str:
+        if not calls:
+            calls.append("first")
+            raise UserError("no answer")
+        return shown(port)
+
+    calls: list[str] = []
+    assert not is_lost("n1", ask)
+
+
+def test_a_node_was_there_at_the_end_if_the_last_world_had_it(tmp_path):
+    assert not was_there_at_the_end(tmp_path, "n1"), "there was none"
+    (tmp_path / "events").mkdir()
+    with (tmp_path / "events" / "coordinator.jsonl").open("w") as file:
+        for ranks in ({"n1/0": 0, "n2/0": 1}, {"n2/0": 0, "n10/0": 1}):
+            file.write(json.dumps({"event": "generation", "ranks": ranks}) + "\n")
+            file.write(json.dumps({"event": "agent_left", "node": "n1"}) + "\n")
+    assert [was_there_at_the_end(tmp_path, node) for node in ("n1", "n2", "n10")] == [False, True, True]
+
+
+def test_agents_that_still_run_are_waited_for(tmp_path):
+    for node in ("n1", "n2", "n3"):
+        (tmp_path / f".lock-{node}").touch()
+    with (tmp_path / ".lock-n1").open() as lost, (tmp_path / ".lock-n3").open() as other:
+        fcntl.flock(lost, fcntl.LOCK_EX)
+        assert not do_others_run(tmp_path, {"n1", "n2"})
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert do_others_run(tmp_path, {"n1", "n2"})
+
+
+def test_survivors_of_one_job_count_it_once(tmp_path, monkeypatch):
+    """Of three jobs in a row without a step, the third is the last; several tasks may ask at its end."""
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "run.toml").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n')
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    found = []
+    for start in range(4):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(start))
+        found.append({decide(tmp_path, 75)[0] for _ in range(3)})
+    assert found == [{75}, {75}, {75}, {1}]
