@@ -81,7 +81,7 @@ def test_a_fork_server_that_is_stopped_while_it_starts_is_waited_for_in_vain_and
 
 
 def test_a_process_that_does_not_answer_is_killed(fork_server):
-    channel = fork_server.fork("a", Entry.of(stand_still), {})
+    channel = fork_server.fork("a", ForkEntry.of(stand_still), {})
     with pytest.raises(Unanswered, match=r"^it did not answer for \d s"):
         fork_server.answer("a", channel, 1)
     (ended,) = wait_for(fork_server, lambda said: len(said) == 1)

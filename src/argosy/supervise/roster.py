@@ -170,7 +170,7 @@ def _ready_slots(node: Node) -> list[int]:
     Workers that were in none can once all of their node's are ready. Else the world of a run with spare nodes would
     take a part of each node that is still starting, and ranks that are to be on one node would be on two for good.
     """
-    ready = [slot for slot, worker in node.workers.items() if worker.state is State.READY]
+    ready = [slot for slot, worker in node.workers.items() if worker.state is RankState.READY]
     return ready if len(ready) == node.slots else [slot for slot in ready if node.workers[slot].generation]
 
 
