@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.data.mixture import CIRCLE, STEP, Mixture, floor_sum
+from argosy.data.order import CIRCLE, STEP, Mixture, floor_sum
 
 WEIGHTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=6).filter(any)
 

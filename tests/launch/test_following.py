@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from argosy.launch.following import Following
+from argosy.launch.shown import Following
 
 
 def add(path: Path, *steps: int, loss: float = 1.0) -> None:

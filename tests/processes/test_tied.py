@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from argosy.processes.tied import tied
+from argosy.processes.ray_process import tied
 
 STARTER = """
 import subprocess, sys
-from argosy.processes.tied import tied
+from argosy.processes.ray_process import tied
 process = subprocess.Popen(tied(["sleep", "60"]))
 print(process.pid, flush=True)
 process.wait()

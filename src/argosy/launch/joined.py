@@ -1,34 +1,170 @@
-"""A run in processes that exist already: those of torchrun, or of any launcher that sets the same environment."""
+"""A run in processes that exist already: those of torchrun, or of any launcher that sets the same environment.
+
+Heartbeats of processes that another launcher started: there is no agent, so one process of each node reads them.
+
+Nodes that srun has started: what SLURM says of the job step stands in for keys that the run file leaves out.
+
+srun starts one agent on each node, which starts that node's workers; srun's man page, "OUTPUT ENVIRONMENT VARIABLES",
+says what it sets.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from argosy.checkpoint import fence
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.errors import ArgosyError
+from argosy.errors import ArgosyError, UserError
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
-from argosy.launch.joined_heartbeat import read_heartbeats
 from argosy.launch.profile import check_profile
 from argosy.launch.resolve import resolve
 from argosy.launch.sites import settle_site
 from argosy.observe.events import Events
+from argosy.observe.heartbeat import UNREAD, Heartbeat, HeartbeatReading, heartbeat_path, read_heartbeat
+from argosy.observe.node_metrics import NodeMetrics
 from argosy.observe.progress import Progress
+from argosy.observe.sequences import sequence_numbers
 from argosy.observe.terminal import lasting_output
-from argosy.parallel.world import World, join_world
+from argosy.parallel.world import World, join_world, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.processes.kept import kept_in_thread
 from argosy.sinks.process import FollowerProcess
 from argosy.sinks.table import check_sinks
+from argosy.supervise.agent import node_name
+from argosy.supervise.scratch import scratch_folder
 from argosy.supervise.worker import work
 from argosy.sync.sites.process import ExchangeProcess
 from argosy.training.stop import StopSignal
+
+LOOK_S = 0.5
+"""How often the reader looks whether a line is due."""
+
+
+@contextmanager
+def read_heartbeats(run: RunConfig, run_dir: Path, world: World, generation: int) -> Iterator[Heartbeat]:
+    """Give this process a heartbeat, which the first process of its node reads; all processes call it together.
+
+    The first one writes `nodes/NODE.jsonl`. A node without a folder in memory goes without: the run does not.
+    """
+    nodes = node_of_each_rank(world)
+    leaders = [nodes.index(node) for node in nodes]
+    with _folder(world.rank == leaders[world.rank]) as own:
+        mine = os.getpid(), "" if own is None else str(own), node_name(run.launch)
+        told = world.gather(mine, tuple[int, str, str])
+        heartbeat = _heartbeat(told[leaders[world.rank]][1])
+        heartbeat.join(generation, world.rank, sequence_numbers)
+        try:
+            if own is None:
+                yield heartbeat
+            else:
+                pids = [pid for (pid, _, _), leader in zip(told, leaders, strict=True) if leader == world.rank]
+                names = [told[leader][2] for leader in sorted(set(leaders))]
+                name = mine[2] if names.count(mine[2]) == 1 else f"{mine[2]}-{world.rank}"
+                metrics = NodeMetrics.of_run(run, run_dir, name)
+                with _reader(metrics, own, pids, world.size):
+                    yield heartbeat
+        finally:
+            heartbeat.stop()  # the reader removes the file, with the folder, once it has read it for the last time
+
+
+@contextmanager
+def _folder(is_leader: bool) -> Iterator[Path | None]:
+    if not is_leader:
+        yield None
+        return
+    try:
+        scratch = scratch_folder()
+        folder = scratch.__enter__()
+    except OSError:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        scratch.__exit__(None, None, None)
+
+
+def _heartbeat(folder: str) -> Heartbeat:
+    if folder:
+        with suppress(OSError):  # another container's folder, or no room in memory
+            return Heartbeat(Path(folder))
+    return UNREAD
+
+
+@contextmanager
+def _reader(metrics: NodeMetrics, folder: Path, pids: list[int], world_size: int) -> Iterator[None]:
+    """Write the node's lines while the block runs, in a thread, and the last one at its end."""
+    is_over = threading.Event()
+
+    def readings() -> list[HeartbeatReading]:
+        found = [read_heartbeat(heartbeat_path(folder, pid)) for pid in pids]
+        return [reading for reading in found if reading is not None]
+
+    def keep_writing() -> None:
+        while not is_over.wait(LOOK_S):
+            metrics.tend(readings, world_size)
+
+    thread = threading.Thread(target=keep_writing, name="argosy-node-metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        metrics.write(readings, world_size)
+
+
+TASKS, NODES, NODE = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"
+TASK = "SLURM_PROCID"
+
+
+def is_step(environment: Mapping[str, str]) -> bool:
+    """Return True in a process that srun has started; False in a batch script, or a shell of salloc."""
+    return TASKS in environment
+
+
+def is_first_task(environment: Mapping[str, str]) -> bool:
+    """Return True in the first task of a job step, and outside of one: the tasks of a step print to one place."""
+    return not is_step(environment) or environment.get(TASK, "0") == "0"
+
+
+def with_slurm(run: RunConfig, environment: Mapping[str, str]) -> RunConfig:
+    """Return `run` with the nodes of the job step that this process is a task of, if it is one.
+
+    launch.nodes becomes the step's number of nodes (if it is given, the others are spares), and launch.node SLURM's
+    name of this one. launch.lease, unless that or launch.coordinator is given, becomes the run's folder, which all
+    nodes see: if the first node is lost, another one takes its place.
+
+    Raises: UserError if the step has several tasks on a node, or fewer nodes than launch.nodes.
+    """
+    if not is_step(environment):
+        return run
+    tasks, nodes = int(environment[TASKS]), int(environment[NODES])
+    if tasks > nodes:
+        raise UserError(
+            f"srun has started {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, and one argosy train on a node "
+            f"starts all of its processes. Give srun --ntasks-per-node=1, with the node's CPUs and GPUs for that task."
+        )
+    launch = run.launch
+    if launch.nodes > nodes:
+        raise UserError(
+            f"launch.nodes = {launch.nodes}, and srun has started {nodes}. Give srun --nodes={launch.nodes}, or "
+            "leave launch.nodes out: it is the number of srun's nodes then."
+        )
+    if nodes == 1:
+        return run
+    given: dict[str, object] = {"nodes": nodes if launch.nodes == 1 else launch.nodes, "node": environment[NODE]}
+    if not (launch.coordinator or launch.lease):
+        given["lease"] = "folder"
+    return run.model_copy(update={"launch": launch.model_copy(update=given)})
 
 
 def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False) -> None:

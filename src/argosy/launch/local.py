@@ -15,10 +15,9 @@ from argosy.errors import RunFailed, UserError
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
-from argosy.launch.following import Following, OnStep
 from argosy.launch.profile import check_profile
 from argosy.launch.resolve import resolve
-from argosy.launch.shown import Shown, shown
+from argosy.launch.shown import Following, OnStep, Shown, shown
 from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
 from argosy.observe.progress import Progress

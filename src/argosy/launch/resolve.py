@@ -20,14 +20,13 @@ from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_file
 from argosy.errors import UserError
 from argosy.files import file_sha256
 from argosy.observe.progress import Progress
-from argosy.plan.cost.formatting import GIB
+from argosy.plan.cost.estimate import GIB
 from argosy.plan.hardware.devices import is_path
 from argosy.plan.hardware.local_machine import cluster_of, host_memory_bytes, process_memory_bytes
 from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, costs_of, machine_for
-from argosy.plan.search.best import search_to_run
-from argosy.plan.search.fitting import least_memory_bytes, nearest_that_fits, with_memory
+from argosy.plan.search.best import least_memory_bytes, nearest_that_fits, search_to_run, with_memory
 from argosy.plan.search.space import pins_of
 
 

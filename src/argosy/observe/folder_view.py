@@ -22,7 +22,7 @@ from argosy.observe.panel import figures, step_in_words
 from argosy.observe.records import evaluation_line, event_of, node_line, step_line
 from argosy.observe.run_view import RunView
 from argosy.plan.calibration.reconcile import PARTS, part_of
-from argosy.plan.cost.formatting import count
+from argosy.plan.cost.estimate import count
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan

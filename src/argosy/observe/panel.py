@@ -14,7 +14,7 @@ from rich.text import Text
 
 from argosy.observe.run_view import RunView, duration, mfu_in_words, short
 from argosy.plan.calibration.reconcile import COMMUNICATION, OPTIMIZER, PASSES, REST
-from argosy.plan.cost.formatting import seconds
+from argosy.plan.cost.estimate import seconds
 
 BRAILLE = 0x2800
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))

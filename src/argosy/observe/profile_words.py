@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from argosy.plan.cost.formatting import seconds
+from argosy.plan.cost.estimate import seconds
 
 OPERATIONS = 5
 NAME_LENGTH = 40

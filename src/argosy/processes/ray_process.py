@@ -1,7 +1,11 @@
-"""A process that an actor of Ray owns: it ends when the actor does, and runs again where Ray starts the actor again."""
+"""A process that an actor of Ray owns: it ends when the actor does, and runs again where Ray starts the actor again.
+
+Commands that the kernel kills when the thread that started them has ended, however that came (Linux).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -14,7 +18,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.processes.ray_cluster import node_and_address
-from argosy.processes.tied import tied
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that comes when the parent ends. It outlives exec."""
+
+
+def tied(words: Sequence[str]) -> list[str]:
+    """Return the command that becomes `words`. Start it in a thread that waits for it."""
+    return [sys.executable, "-m", "argosy.processes.ray_process", str(os.getpid()), *words]
+
+
+def main() -> None:
+    """`python -m argosy.processes.ray_process PARENT COMMAND ...`."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray blocks SIGINT in its workers
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):  # it ended before
+        sys.exit(1)
+    os.execvp(sys.argv[2], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
+
 
 MOST_STARTS = 5
 """How often a process that was killed is started."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from argosy.config.observe import AlertKind, AlertsConfig
-from argosy.plan.cost.formatting import percent, seconds
+from argosy.plan.cost.estimate import percent, seconds
 from argosy.watch.facts import Event, RunFacts, median
 from argosy.watch.rules.learning import spikes
 from argosy.watch.rules.ranks import node_of

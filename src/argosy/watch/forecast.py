@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
-from argosy.plan.cost.estimate import INTERVAL_Z, Estimate
-from argosy.plan.cost.formatting import seconds
+from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
 from argosy.plan.cost.goodput import RESTART_S, mtbf_s
 from argosy.watch.facts import Floats, RunFacts
 from argosy.watch.outages import failure_rate, failures

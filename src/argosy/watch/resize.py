@@ -21,8 +21,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.terminal import printable
 from argosy.plan.cost.economy import price_per_device_h
-from argosy.plan.cost.estimate import Estimate, propagate
-from argosy.plan.cost.formatting import count, seconds, within
+from argosy.plan.cost.estimate import Estimate, count, propagate, seconds, within
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import NUMERICS, Plan
 from argosy.plan.report.report import PlanRequest

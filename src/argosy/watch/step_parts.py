@@ -9,7 +9,7 @@ import numpy as np
 from argosy.errors import UserError
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.calibration.reconcile import PARTS
-from argosy.plan.cost.formatting import seconds as in_words
+from argosy.plan.cost.estimate import seconds as in_words
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import device_named
 from argosy.watch.columns import STEP, Floats

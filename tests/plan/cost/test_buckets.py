@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from argosy.config.schema import RunConfig
-from argosy.plan.cost.buckets import SIZES_MB, WORTH, wait_s
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.step_time import SIZES_MB, WORTH, wait_s
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan

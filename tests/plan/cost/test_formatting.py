@@ -2,8 +2,7 @@
 
 import pytest
 
-from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.formatting import count, gib, percent, seconds, within
+from argosy.plan.cost.estimate import Estimate, count, gib, percent, seconds, within
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.testing import assert_allclose
 
-from argosy.plan.scaling.lbfgs import Array, minimize
+from argosy.plan.scaling.law import Array, minimize
 
 RANDOM = np.random.default_rng(0)
 

@@ -10,7 +10,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search.fitting import misfit, nearest_that_fits
+from argosy.plan.search.best import misfit, nearest_that_fits
 from argosy.plan.search.search import search
 from argosy.plan.search.space import parse_pins
 

@@ -9,7 +9,7 @@ from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.inference import Serving
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.search.serving import search_serving
+from argosy.plan.report.inference_report import search_serving
 from argosy.plan.search.space import parse_pins
 
 

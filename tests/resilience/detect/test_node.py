@@ -9,10 +9,15 @@ import time
 import pytest
 
 from argosy.processes.patience import process_state
-from argosy.resilience.detect.clock import ClockDetector, read_clocks
 from argosy.resilience.detect.finding import Latch
-from argosy.resilience.detect.limits import LimitsDetector, LimitsReading, read_limits
-from argosy.resilience.detect.node import NodeWatch
+from argosy.resilience.detect.node import (
+    ClockDetector,
+    LimitsDetector,
+    LimitsReading,
+    NodeWatch,
+    read_clocks,
+    read_limits,
+)
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, -2.0, 1.5, 86400.0])

@@ -1,6 +1,6 @@
 """What sums over replicas in fewer bytes cost: bytes, the work of compressing, and memory, for columns of plans.
 
-Bytes are about those of `plan.cost.sync_traffic`, which counts one plan's exactly. The work is as `argosy probe`
+Bytes are about those of `plan.cost.traffic`, which counts one plan's exactly. The work is as `argosy probe`
 measured it, or follows from the table `plan.sync.COMPRESSORS`: a GPU takes the bytes that are moved over its memory
 bandwidth, and LAUNCHES kernels for each bucket; a CPU the seconds for a number.
 

@@ -133,7 +133,7 @@ class CostModel:
         return calibrated(raw, self.factors)
 
     def with_buckets(self, plans: Layouts) -> Layouts:
-        """Return the plans with the size of buckets that each waits least for (`plan.cost.buckets`)."""
+        """Return the plans with the size of buckets that each waits least for (`plan.cost.step_time`)."""
         sizes = [
             StepModel(
                 _alone_as_zero(some), self.workload, self.rates, self.system, self.constants, self.compression

@@ -7,6 +7,16 @@ no formula gives. Every time is that of the slowest rank.
 Collectives of a message of S bytes over n ranks: ring all-reduce 2 (n-1)/n S/B + latency, all-gather, reduce-scatter
 and all-to-all half of it (Thakur et al. 2005). Bubble: (pp - 1)/v times a microbatch (Narayanan et al. 2021), less
 the part that zero-bubble schedules fill (Qi et al. 2024).
+
+The size of a bucket: what a sum of gradients that begins during backward leaves to wait for after it.
+
+Backward hands out G bytes of gradients evenly over its W seconds, in n = G/S buckets of S bytes. A bucket's sum takes
+c(S) = latency + S/bandwidth, and sums go one after the other. The last bucket is whole when backward ends, so there is
+its sum to wait for; or, where the links are the limit, all sums less what backward hid:
+
+    wait(S) = max(c(S), W/n + n c(S) - W)
+
+Small buckets pay the latency n times; of large ones the first begins late and the last ends late.
 """
 
 from __future__ import annotations
@@ -17,7 +27,6 @@ from functools import cached_property
 import numpy as np
 
 from argosy.plan.cost.breakdown import Breakdown
-from argosy.plan.cost.buckets import MEMORY_SHARE, SIZES_MB, WORTH, wait_s
 from argosy.plan.cost.compression import HIDDEN, Compression
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, BACKWARD_POINTWISE, LayerModel, LayerTime
@@ -28,6 +37,25 @@ from argosy.plan.layouts import SCHEDULE_NAMES, Ints, Layouts
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
 from argosy.plan.workload import Numbers, Workload
+
+SIZES_MB = tuple(2**n for n in range(2, 9))
+"""Sizes that are compared: 4 to 256 MiB. Smaller ones gain next to nothing."""
+MEMORY_SHARE = 1 / 256
+"""Largest bucket, of a device's memory: copies of a bucket or two live in a step, and no formula counts them."""
+WORTH = 0.005
+"""Share of a step that another size than the usual one must save."""
+
+
+def wait_s(gradients: Numbers, bucket: Numbers, of_message: Numbers, of_byte: Numbers, backward_s: Numbers) -> Numbers:
+    """Return the seconds from the end of backward to the end of the last sum.
+
+    gradients, bucket: bytes; of_message, of_byte: seconds that a sum takes for each message, and for each byte.
+    """
+    many = np.maximum(1.0, np.ceil(np.asarray(gradients) / bucket))
+    each = of_message + np.minimum(bucket, np.asarray(gradients)) * of_byte
+    all_of_them = many * of_message + np.asarray(gradients) * of_byte
+    return np.maximum(each, backward_s / many + all_of_them - backward_s)
+
 
 HOST_LINK = 0.8
 """Share of the link to the host that large copies from pinned memory reach (PCIe 4.0: 25 of 32 GB/s)."""
@@ -296,7 +324,7 @@ class StepModel(LayerModel):
     # Buckets
 
     def best_bucket_mb(self) -> Ints:
-        """Return for each plan the size that waits least, or the usual one if none saves much (`plan.cost.buckets`)."""
+        """Return for each plan the size that waits least, or the usual one if none saves much (`_waits_of_sizes`)."""
         usual = Plan().bucket_mb
         waits = np.stack(np.broadcast_arrays(*self._waits_of_sizes.values()))
         least = np.array(list(self._waits_of_sizes))[np.argmin(waits, axis=0)]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from argosy.errors import UserError
-from argosy.plan.cost.formatting import count, gib, percent, seconds
+from argosy.plan.cost.estimate import count, gib, percent, seconds
 from argosy.plan.report.report import PlanReport, PlanRequest, describe, plan_report
 from argosy.plan.report.terminal import PIPE_WIDTH, headline
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from argosy.plan.cost.formatting import GIB, count, gib, percent, seconds, within
+from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
 from argosy.plan.cost.heterogeneous import UnevenSplit
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
 from argosy.plan.report.report import REPAIR_H, PlanReport

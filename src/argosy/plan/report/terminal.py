@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from argosy.plan.cost.formatting import GIB, count, gib, percent, seconds, within
+from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
 from argosy.plan.report.report import REPAIR_H, PlanReport
 from argosy.plan.search.candidates import Candidate

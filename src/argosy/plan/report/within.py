@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from argosy.errors import UserError
-from argosy.plan.cost.formatting import seconds
+from argosy.plan.cost.estimate import seconds
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.report import PlanRequest, describe, searched
 from argosy.plan.search.candidates import Candidate

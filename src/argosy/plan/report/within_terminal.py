@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from argosy.plan.cost.formatting import count, seconds, within
+from argosy.plan.cost.estimate import count, seconds, within
 from argosy.plan.report.terminal import PIPE_WIDTH
 from argosy.plan.report.within import Within, in_words, recommended
 from argosy.plan.search.candidates import Candidate

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.formatting import seconds
+from argosy.plan.cost.estimate import seconds
 from argosy.plan.search.best import best_to_run
 from argosy.plan.search.space import Pins
 from argosy.plan.sync import Sync

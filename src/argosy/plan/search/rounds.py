@@ -21,7 +21,7 @@ from argosy.config.sites import Wire, batches_of, check_fragments
 from argosy.config.sync import SyncConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.formatting import seconds
+from argosy.plan.cost.estimate import seconds
 from argosy.plan.cost.sites import RoundCosts, rounds_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan, said_in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from argosy.plan.cost.formatting import percent
+from argosy.plan.cost.estimate import percent
 from argosy.watch.facts import Event, Floats, RunFacts, median
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.ranks import node_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from argosy.plan.cost.formatting import GIB, percent, seconds
+from argosy.plan.cost.estimate import GIB, percent, seconds
 from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.rule import Advice, is_enough

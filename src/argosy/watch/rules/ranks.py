@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from argosy.plan.cost.formatting import percent, seconds
+from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.dealing import RankWork
 from argosy.watch.facts import Event, Floats, RankTable, RunFacts
 from argosy.watch.rules.planner import Planner

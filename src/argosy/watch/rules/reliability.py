@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from argosy.plan.cost.formatting import percent, seconds
+from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.cost.goodput import RESTART_S, CheckpointCost, best_interval_s, effective_share, mtbf_s
 from argosy.watch.facts import Event, RunFacts
 from argosy.watch.outages import Outage, Rate, failure_rate, failures

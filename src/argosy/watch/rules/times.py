@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from argosy.plan.calibration.reconcile import Reconciled, reconcile
-from argosy.plan.cost.formatting import percent, seconds
+from argosy.plan.cost.estimate import percent, seconds
 from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Alternative, Planner
 from argosy.watch.rules.rule import Advice, is_enough, over
