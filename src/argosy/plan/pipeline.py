@@ -7,8 +7,6 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-import numpy as np
-
 from argosy.config.model import ModelConfig
 from argosy.plan.flops import train_flops_per_token
 
@@ -51,6 +49,8 @@ def split_layers(config: ModelConfig, seq_len: int, stages: int) -> tuple[range,
     A layer costs its FLOPs; the last stage also computes the head. The split is optimal (dynamic programming over where
     the last stage begins); of equally good splits it is the one whose stages are most alike.
     """
+    import numpy as np  # a plan is read where nothing is computed, and NumPy takes a tenth of a second
+
     upto = np.array(
         [train_flops_per_token(config.model_copy(update={"layers": n}), seq_len) for n in range(config.layers + 1)]
     )
