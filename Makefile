@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each sets up what it needs, once.
-.PHONY: demo test test-all test-faults healthy chaos lint docs bench bench-planner clean help
+.PHONY: demo test test-all test-faults healthy chaos lint docs test-docs bench bench-planner clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -15,7 +15,8 @@ help:
 	@echo "make healthy   an hour of undisturbed training, in which no fault must be found (RUN=run.toml)"
 	@echo "make chaos     a run that is killed, stopped and corrupted at random for half an hour"
 	@echo "make lint      ruff, mypy, the order of imports, and the rules of the house (.ci/house.py)"
-	@echo "make docs      build the site (build/site), check its links and commands, write the run file's JSON schema"
+	@echo "make docs      build the site (build/site), check its links, write the run file's JSON schema"
+	@echo "make test-docs  run the commands of the documents (a quarter of an hour)"
 	@echo "make bench     the benchmarks, side by side with their peers"
 	@echo "make bench-planner  the planner's predictions against published runs"
 	@echo "make clean     remove the environment and what was built (not runs/ and data/)"
@@ -52,6 +53,8 @@ docs: .venv/.dev
 	$(BIN)/argosy config schema > .venv/run.schema.json
 	mv .venv/run.schema.json docs/run.schema.json
 	$(BIN)/python docs/site/build.py
+
+test-docs: .venv/.dev
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_site.py -m ""
 
 bench: .venv/.bench
