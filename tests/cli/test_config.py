@@ -80,3 +80,10 @@ def test_each_action_has_a_help_of_its_own(capsys):
             main(["config", action, "--help"])
         texts.add(capsys.readouterr().out.split("\n\n")[1])
     assert len(texts) == 4
+
+
+def test_a_run_s_folder_is_shown_by_its_run_file(tmp_path, capsys):
+    (tmp_path / "run.toml").write_text('name = "mine"')
+    (tmp_path / "plan.toml").write_text("")
+    assert main(["config", "show", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "mine"

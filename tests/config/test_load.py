@@ -259,3 +259,18 @@ def test_the_origin_of_a_value_is_an_option_a_line_or_the_default(run_file):
 def test_a_whole_number_that_toml_does_not_know_is_refused(run_file):
     with pytest.raises(UserError, match="64 bits, and this is larger"):
         load(run_file(f"[train]\nsteps = 1{'0' * 400}"))
+
+
+def test_what_is_wrong_on_the_command_line_is_answered_with_the_value_without_it(run_file):
+    path = run_file("train.global_batch = 8")
+    assert refusal(path, {"train.global_batch": 0})[1].startswith("  Try 8, the default here. ")
+    assert refusal(path, {"train.steps": -1})[1].startswith("  Try 0, the default. ")
+    assert refusal(run_file("train.global_batch = 0"), {"train.global_batch": 0})[1].startswith(
+        "  Try 16, the default."
+    )
+
+
+def test_a_run_s_folder_in_place_of_a_run_file_is_answered_with_the_run_file_in_it(run_file):
+    run_file("").with_name("plan.toml").write_text("")
+    with pytest.raises(UserError, match=r"a folder, not a run file. Try \S+/run.toml.$"):
+        load(run_file("").parent)

@@ -25,7 +25,7 @@ from argosy.cli.options import parse, parse_run
 from argosy.config.catalog import Kind, preset_names, preset_path
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer
-from argosy.config.load import build
+from argosy.config.load import RUN_FILE, build
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
@@ -104,8 +104,11 @@ def _show(argv: list[str]) -> None:
     Examples:
       argosy config show                              the built-in demo
       argosy config show run.toml --train.steps 100   a run file with one key changed
+      argosy config show runs/mine                    what the run in this folder was started with
       argosy config show --name mine > my.toml        a run file to start from
     """
+    if argv and (Path(argv[0]) / RUN_FILE).is_file():
+        argv = [str(Path(argv[0]) / RUN_FILE), *argv[1:]]
     options, run = parse_run(argv, "argosy config show", Options, inspect.getdoc(_show))
     print(run.model_dump_json(indent=2) if options.json else dump(run).rstrip())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -22,6 +23,8 @@ from argosy.config.suggest import ELSEWHERE, suggestion
 from argosy.errors import UserError
 
 DEFAULT_RUN = "demo"
+RUN_FILE = "run.toml"
+"""The run file in a run's folder."""
 OPTION_MARK = "--"
 """Stands before a key in messages about the command line."""
 MOST_PROBLEMS = 20
@@ -66,8 +69,9 @@ def load_layers(file: Layer, given: Layer, folder: Path) -> RunConfig:
     folder: relative paths begin there. Raises: UserError.
     """
     out: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out}
-    asked = over_model_preset(file, given) | given
-    return build(RunConfig, run_layer(out, Source(""), folder) | of_weights(asked) | asked)
+    below = over_model_preset(file, given)
+    asked = below | given
+    return build(RunConfig, run_layer(out, Source(""), folder) | of_weights(asked) | asked, below)
 
 
 def origin_of(source: str | Path | None, key: str, options: Collection[str] = ()) -> str:
@@ -84,8 +88,11 @@ def origin_of(source: str | Path | None, key: str, options: Collection[str] = ()
     return entry.source.place(key_of(key)).text.removesuffix(": ") if entry else "default"
 
 
-def build(schema: type[SectionT], entries: Layer) -> SectionT:
-    """Build a `schema` from these values. Raises: UserError that names everything that is wrong with them."""
+def build(schema: type[SectionT], entries: Layer, below: Mapping[Key, Entry] = MappingProxyType({})) -> SectionT:
+    """Build a `schema` from these values. Raises: UserError that names everything that is wrong with them.
+
+    below: values that some of `entries` replace, which hold if these are left out.
+    """
     known = {key: entry for key, entry in entries.items() if key in fields(schema) or key in sections(schema)}
     unknown = [key for key in entries if key not in known]
     problems = [_unknown_key(key, entries[key], schema) for key in unknown[:MOST_PROBLEMS]]
@@ -101,7 +108,8 @@ def build(schema: type[SectionT], entries: Layer) -> SectionT:
         config = schema.model_validate_json(json.dumps(nest(values), default=str), strict=True)
     except ValidationError as error:
         errors = [e for e in error.errors(include_url=False) if e["type"] != _NO_DEFAULT]
-        problems += [problem_of(e, schema, lambda key: _place(key, known)) for e in errors[:MOST_PROBLEMS]]
+        replaced = {key: entry.value for key, entry in below.items() if entries[key] is not entry}
+        problems += [problem_of(e, schema, lambda key: _place(key, known), replaced) for e in errors[:MOST_PROBLEMS]]
         more += len(errors[MOST_PROBLEMS:])
     if problems:
         problems.sort(key=lambda p: (p.is_rule, p.place.line))
@@ -185,7 +193,8 @@ def run_file(source: str) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        inside = " or ".join(str(p) for p in sorted(path.glob("*.toml"))[:3])
+        own = path / RUN_FILE
+        inside = str(own) if own.is_file() else " or ".join(str(p) for p in sorted(path.glob("*.toml"))[:3])
         raise UserError(f"{path}: a folder, not a run file.{f' Try {inside}.' if inside else ''}")
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}.")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import annotated_types
@@ -37,8 +38,16 @@ class Problem(NamedTuple):
         return self.place.text + self.text
 
 
-def problem_of(error: ErrorDetails, schema: type[Section], place: Callable[[Key], KeyPlace]) -> Problem:
-    """The problem that pydantic found in a `schema`; `place` says where a key was written."""
+def problem_of(
+    error: ErrorDetails,
+    schema: type[Section],
+    place: Callable[[Key], KeyPlace],
+    replaced: Mapping[Key, object] = MappingProxyType({}),
+) -> Problem:
+    """The problem that pydantic found in a `schema`; `place` says where a key was written.
+
+    replaced: values that hold in place of the schema's defaults, if what replaces them is left out.
+    """
     key: Key = error["loc"]
     if error["type"] == "value_error":
         return _broken_rule(key, str(error["ctx"]["error"]), schema, place)
@@ -59,7 +68,9 @@ def problem_of(error: ErrorDetails, schema: type[Section], place: Callable[[Key]
         wanted = f"a list of tables; write [[{table}]] before the keys of each"
     else:
         wanted = allowed(field)
-    return Problem(place(key), f"{value}: must be {wanted}.{_remedy(inside, field, error['input'], meaning)}")
+    is_replaced = key in replaced and replaced[key] != error["input"]
+    instead = replaced[key] if is_replaced else field.default
+    return Problem(place(key), f"{value}: must be {wanted}.{_remedy(inside, field, instead, error['input'], meaning)}")
 
 
 def _element_around(key: Key, schema: type[Section]) -> tuple[Key, type[Section]]:
@@ -116,8 +127,8 @@ def _kind(annotation: Any) -> str:
     return _KINDS[get_origin(annotation) or annotation]
 
 
-def _remedy(key: Key, field: FieldInfo, value: object, meaning: str) -> str:
-    """A second line: a value to try, and what the key means."""
+def _remedy(key: Key, field: FieldInfo, default: object, value: object, meaning: str) -> str:
+    """A second line: a value to try, and what the key means. default: the value without this one."""
     meaning = " ".join(["", *meaning.split()])
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     if near := get_close_matches(str(value).lower(), choices, n=1):
@@ -125,9 +136,9 @@ def _remedy(key: Key, field: FieldInfo, value: object, meaning: str) -> str:
     is_time = str(key[-1]).endswith("_s")
     if isinstance(value, str) and (unquoted := _unquoted(value, value_type(field), is_time)):
         return f"\n  Try {unquoted}, without the quotes.{meaning}"
-    if field.default is PydanticUndefined or field.default in (None, (), {}):
+    if default is PydanticUndefined or default in (None, (), {}):
         return f"\n {meaning}" if meaning else ""
-    return f"\n  Try {shown(field.default)}, the default.{meaning}"
+    return f"\n  Try {shown(default)}, the default{'' if default == field.default else ' here'}.{meaning}"
 
 
 def _unquoted(text: str, kind: Any, is_time: bool) -> str:
