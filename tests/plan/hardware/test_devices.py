@@ -12,11 +12,18 @@ DEVICES = preset_names("devices")
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_preset_is_a_device_that_its_name_and_aliases_find(name):
     device = find_device(name)
-    assert all(find_device(other.upper()) is device for other in (device.name, *device.aliases))
+    names = (device.name, *device.aliases)
+    assert all(find_device(other.upper()) is find_device(other.replace("-", "")) is device for other in names)
 
 
-def test_no_two_devices_share_a_name():
-    names = [n for preset in DEVICES for n in {preset, *find_device(preset).aliases, find_device(preset).name.lower()}]
+def test_no_two_devices_share_a_name_hyphens_apart():
+    names = [
+        name
+        for preset in DEVICES
+        for name in {
+            known.replace("-", "").lower() for known in (preset, *find_device(preset).aliases, find_device(preset).name)
+        }
+    ]
     assert len(names) == len(set(names))
 
 

@@ -223,7 +223,7 @@ _ALIKE: dict[Format, tuple[Format, ...]] = {
 
 
 def find_device(name: str) -> Device:
-    """Return the device with this name or alias (in any case), or read it from the TOML file at this path.
+    """Return the device with this name or alias (in any case, with or without hyphens), or read it from this file.
 
     Raises: UserError with similar names if there is none; another device is never taken instead.
     """
@@ -231,13 +231,18 @@ def find_device(name: str) -> Device:
         return Device.load(Path(name).expanduser())
     plain = name.strip().lower().replace("_", "-").replace(" ", "-")
     names = device_names()
-    if plain not in names:
+    found = names.get(plain) or {_joined(known): preset for known, preset in names.items()}.get(_joined(plain))
+    if found is None:
         choices = sorted(names) if get_close_matches(plain, names) else preset_names("devices")
         raise UserError(
             f"no device is called {name!r}; {near_names(plain, choices)} Or write its data sheet's figures to "
             "a file with `argosy config device`, and give the path of that."
         )
-    return _preset(names[plain])
+    return _preset(found)
+
+
+def _joined(name: str) -> str:
+    return name.replace("-", "")
 
 
 def is_path(name: str) -> bool:
