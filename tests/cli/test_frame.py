@@ -186,3 +186,14 @@ def test_help_into_a_closed_pipe_is_silent():
     done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
+
+
+@pytest.mark.parametrize("command", ["plan --model llama3-8b --cluster 8xh100 --top 1", "config show ü.toml"])
+def test_an_encoding_that_lacks_letters_gets_others_and_no_traceback(command, tmp_path):
+    (tmp_path / "ü.toml").write_text('evaluate.sample_prompt = "ü"', encoding="utf-8")
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    words = [sys.executable, "-m", "argosy", *command.split()]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"##" in done.stdout or b'sample_prompt = "?"' in done.stdout
+    assert done.stdout.isascii()

@@ -5,6 +5,8 @@ Nothing heavy is imported here: `argosy --help` answers at once.
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import sys
 import traceback
@@ -44,12 +46,16 @@ WHEN_STOPPED = {
 }
 """Command -> what it does next after Ctrl-C. A run that trains says that itself, since it has a state to save."""
 
+LETTERS = {"█": "#", "…": "...", "–": "-"}
+"""Signs that are printed -> what stands for them in an encoding that lacks them."""
+IN_LETTERS = "argosy-letters"
 BROKEN_PIPE = 128 + 13
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: `argosy.errors.EXIT_CODES`."""
     _open_what_is_closed()
+    _replace_what_has_no_letter()
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except BrokenPipeError:  # the reader (head, less) has seen enough; Python must not flush into it at exit
@@ -65,6 +71,21 @@ def _open_what_is_closed() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
+def _replace_what_has_no_letter() -> None:
+    """Have output in an encoding other than UTF-8 (`LC_ALL=C`) show what it lacks in other letters."""
+    codecs.register_error(IN_LETTERS, lambda error: (_in_letters(error), getattr(error, "end", 0)))
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    for stream in streams:
+        if codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors=IN_LETTERS)
+            os.environ.setdefault("PYTHONIOENCODING", ":replace")  # of child processes
+
+
+def _in_letters(error: UnicodeError) -> str:
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(LETTERS.get(sign, "?") for sign in error.object[error.start : error.end])
 
 
 def _main(argv: list[str]) -> int:

@@ -124,7 +124,7 @@ def follow(folder: Path, name: str, channel: Channel, is_over: threading.Event) 
 
 def _report(folder: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        report = json.loads((folder / "report.json").read_text())
+        report = json.loads((folder / "report.json").read_bytes())
         return report if isinstance(report, dict) else None
     return None
 
