@@ -32,6 +32,12 @@ from argosy.training.evaluation import HeldOut, Score, unigram_score
 SAMPLE_TOKENS = 200
 COLUMNS = 80
 ASYNCHRONOUS = "the order in which gradients come (plan.sync = async)"
+BAD_STEPS = {
+    "skip": "is skipped (resilience.on_bad_step)",
+    "rewind": "is skipped; several rewind the run",
+    "stop": "ends the run",
+}
+"""resilience.on_bad_step -> what becomes of such a step."""
 TYPICAL_OF = 20_000
 """The typical step, which a prediction is compared with, is that of so many last steps."""
 
@@ -43,6 +49,7 @@ def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Predicti
         f"argosy train  {run.name}  {model_name(run.model)} ({parameters(run.model) / 1e6:.1f}M parameters)",
         *_wrapped_plan(f" on {processes}: ", str(plan)),
         f" matmul peak {peak_flops / 1e9:.0f} GFLOP/s",
+        f" a step that is not finite or an outlier {BAD_STEPS[run.resilience.on_bad_step]}",
         *_own_code(run),
     ]
     if plan.sync == "async":
