@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -169,6 +170,16 @@ def test_a_collector_that_refuses_is_an_error_and_the_spans_come_again(tmp_path,
     told = Told(tmp_path, "opentelemetry")
     told.catch_up()
     assert len(collector.named("start")) == 1
+
+
+def test_without_a_collector_the_error_says_where_none_answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+    a_whole_run(RunFolder(tmp_path))
+    with pytest.raises(ConnectionError, match=f"the collector at {address} did not take the spans: does it run"):
+        Told(tmp_path, "opentelemetry").catch_up()
 
 
 def test_the_default_endpoint_is_that_of_the_standard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

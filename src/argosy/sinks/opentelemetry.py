@@ -14,6 +14,7 @@ exporter (endpoint, headers, timeout, compression) and the resource holds, unles
 from __future__ import annotations
 
 import hashlib
+import os
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,9 @@ from argosy.sinks.sink import OF_EACH_RANK, About, Record, Sink, is_of_another_r
 ROOT = "run"
 FROM_SECONDS = {"save": "save", "verified": "verify", "settled": "data"}
 """Events that say how long something took -> the span."""
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""Variables that name the collector where the run file does not; the exporter reads them in this order."""
+DEFAULT_ENDPOINT = "http://localhost:4318"
 MOST_SPANS = 500
 """In one request."""
 
@@ -67,6 +71,7 @@ class OpenTelemetry(Sink):
         super().__init__(about)
         settings = about.config["observe"]["opentelemetry"]
         endpoint, service = settings["endpoint"], settings["service"]
+        self._collector = endpoint or next(filter(None, map(os.environ.get, ENDPOINTS)), DEFAULT_ENDPOINT)
         self._steps_per_span: int = settings["steps_per_span"]
         self._exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None)
         resource = Resource.create({"service.name": service} if service else {})
@@ -117,7 +122,10 @@ class OpenTelemetry(Sink):
         while self._ended.spans:
             batch = self._ended.spans[:MOST_SPANS]
             if self._exporter.export(batch) is not SpanExportResult.SUCCESS:
-                raise ConnectionError("the collector did not take the spans: is observe.opentelemetry.endpoint right?")
+                raise ConnectionError(
+                    f"the collector at {self._collector} did not take the spans: does it run, and is "
+                    "observe.opentelemetry.endpoint right?"
+                )
             del self._ended.spans[:MOST_SPANS]
 
     def close(self, report: Record | None) -> None:
