@@ -157,3 +157,11 @@ def test_the_wait_of_a_typical_round_is_that_in_the_middle() -> None:
     waits = [{"sites": {"seconds": each}} for each in (1.0, 90.0, 2.0)]
     assert typical_round_wait_s([{"step": 1}, *waits]) == 2.0
     assert typical_round_wait_s([{"step": 1}]) is None
+
+
+def test_a_notebook_shows_a_report_as_a_table():
+    page = report(**totals(STEPS) | {"sample": "if a < b:"})._repr_html_()
+    assert "tiny, finished after 3 steps" in page
+    assert "3.0000" in page
+    assert "if a &lt; b:" in page
+    assert page.count("<tr>") == page.count("</tr>") == 9

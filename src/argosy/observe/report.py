@@ -16,6 +16,7 @@ from argosy.observe.energy_report import Energy
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.run_view import duration, mfu_in_words
 from argosy.plan.calibration.reconcile import Reconciled
+from argosy.plan.cost.formatting import gib, table_in_html
 
 COLUMNS = 80
 DIGITS = {"step_time_s": 6, "tokens_per_s": 1, "mfu": 4}
@@ -132,6 +133,23 @@ class Report(BaseModel):
         if self.sample is not None:
             lines += ["a sample:", *("  | " + line for line in self.sample.splitlines())]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the totals as a table: how a notebook shows the report."""
+        rows = {
+            "run": f"{self.name}, {self.status} after {self.steps} steps",
+            "folder": str(self.run_dir),
+            "plan": self.plan,
+            "tokens": f"{self.tokens:,}",
+            "loss": "not finite" if self.loss is None else f"{self.loss:.4f}",
+            "validation loss": f"{self.validation['loss']:.4f}" if self.validation else "",
+            "step": f"{self.step_time_s:.4g} s, {self.tokens_per_s:,.0f} tokens/s, {mfu_in_words(self.mfu)}",
+            "time": f"{duration(self.seconds['step'])} of steps, {duration(self.wall_s)} since the first start",
+            "memory": f"{gib(self.memory_bytes)} GiB on rank 0",
+            "energy": self.energy.in_words().removeprefix("energy: ") if self.energy else "",
+            "sample": self.sample or "",
+        }
+        return table_in_html((name, value) for name, value in rows.items() if value)
 
     def save(self, run_dir: Path) -> None:
         """Write report.json atomically."""

@@ -39,3 +39,9 @@ def test_the_figures_of_a_plan_that_does_not_fit_beside_them_have_its_number(rep
     plans = [line.split()[1] for line in lines if line.startswith(" 1  ")]
     assert plans[0] == report.choices[0].plan
     assert all(len(line) <= 80 for line in lines if "microbatch=" not in line)
+
+
+def test_a_notebook_shows_the_report_as_a_table_of_plans(report):
+    page = report._repr_html_()
+    assert page.count("<tr>") == 1 + len(report.choices)
+    assert all(choice.plan in page for choice in report.choices)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +105,13 @@ def percent(share: Numbers, signed: bool = False) -> str:
 def within(estimate: Estimate, write: Callable[[Numbers], str]) -> str:
     """Return the middle, with the interval behind it."""
     return f"{write(estimate.mid)} ({write(estimate.low)} to {write(estimate.high)})"
+
+
+def table_in_html(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Return a table for a notebook's cell."""
+    lines = [("th", head)] * bool(head) + [("td", row) for row in rows]
+    cells = ("".join(f'<{tag} style="text-align:left">{escape(c)}</{tag}>' for c in line) for tag, line in lines)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def _three(value: float) -> str:

@@ -18,7 +18,7 @@ from argosy.config.schema import OPTIMIZERS, RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import price_per_device_h
-from argosy.plan.cost.estimate import GIB, Estimate, seconds
+from argosy.plan.cost.estimate import GIB, Estimate, count, gib, percent, seconds, table_in_html
 from argosy.plan.cost.goodput import Goodput, spare_nodes
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
 from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, exchange_bytes, outer_exchanges, site_count, within_site
@@ -190,6 +190,25 @@ class PlanReport:
     exchanges: tuple[ExchangeCost, ...]
     """Several sites: sums in every step, and rounds every H steps."""
     notes: tuple[str, ...]
+
+    def _repr_html_(self) -> str:
+        """Return the best plans as a table: how a notebook shows the report."""
+        rows = [
+            (
+                seconds(choice.step_s.mid),
+                f"{gib(choice.memory_bytes.mid)} GiB",
+                percent(choice.mfu),
+                count(choice.tokens_per_s),
+                str(choice.devices),
+                seconds(choice.run.time_s.mid),
+                count(choice.run.money.mid) if choice.run.money else "?",
+                choice.plan,
+            )
+            for choice in self.choices
+        ]
+        return table_in_html(
+            rows, ("step", "memory", "MFU", "tokens/s", "devices", "run", self.currency or "money", "plan")
+        )
 
 
 def plan_report(request: PlanRequest) -> PlanReport:
