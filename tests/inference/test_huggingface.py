@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from argosy.checkpoint import store
+from argosy.config.load import load
 from argosy.errors import StorageError, UserError
 from argosy.inference.generate import generate
 from argosy.inference.huggingface import export_checkpoint, import_checkpoint
 from argosy.inference.trained_model import open_checkpoint
+from argosy.launch.run_folder import write
+from argosy.plan.plan import Plan
 from transformers_models import ORIGINAL, SIZES, THEIRS, load_theirs, random_theirs
 
 TOKENS = torch.randint(0, 400, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -103,3 +108,22 @@ def test_a_folder_that_is_no_model_leaves_nothing_behind(tmp_path):
 def test_a_run_folder_may_have_any_name(exported, tmp_path, name):
     import_checkpoint(exported, tmp_path / name)
     assert store.newest_whole(tmp_path / name).checkpoint.step == 0
+
+
+def test_how_the_tokenizer_is_used_goes_through_a_run_that_starts_from_the_weights(exported, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "theirs")
+    usage = {
+        "tokenizer_config.json": json.dumps({"chat_template": "{{ messages }}", "bos_token": "<s>", "added": [1]}),
+        "special_tokens_map.json": '{"bos_token":   "<s>"}',
+        "chat_template.jinja": "{{ messages }} ü\r\n",
+        "generation_config.json": '{"eos_token_id": [3, 5], "temperature": 0.6}',
+    }
+    for name, text in usage.items():
+        (folder / name).write_bytes(text.encode())
+    import_checkpoint(folder, tmp_path / "imported")
+    tuned = shutil.copytree(tmp_path / "imported", tmp_path / "tuned", ignore=shutil.ignore_patterns(*usage))
+    run = load(tuned / "run.toml", {"model.weights": tmp_path / "imported"})
+    write(tuned, run, Plan(), folder / "tokenizer.json")
+    for source in ("imported", "tuned"):
+        export_checkpoint(tmp_path / source, tmp_path / f"{source}-out")
+        assert {name: (tmp_path / f"{source}-out" / name).read_bytes().decode() for name in usage} == usage

@@ -27,6 +27,8 @@ END_NAMES = (
 """Names of the token that ends a document, the likeliest first: GPT-2 and Qwen, Llama 3, DeepSeek, Llama 2 and
 Mistral, Gemma, others; a chat model's end of turn only if there is nothing else."""
 
+USAGE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""Files beside a Hugging Face folder's tokenizer.json: its special tokens, chat template, how text is generated."""
 MOST_BYTES = 512 * 2**20
 """No tokenizer.json is larger: that of 262,000 tokens has 33 MB."""
 SMALLEST_VOCABULARY = 256 + 1
@@ -45,6 +47,12 @@ def tokenizer_file(path: Path) -> Path:
         return path
     places = [path / TOKENIZER, path.parent.parent / TOKENIZER]
     return next((place for place in places if place.is_file()), places[0])
+
+
+def usage_of(path: Path) -> dict[str, bytes]:
+    """Return the files of `USAGE` that lie beside the tokenizer of `path`, as they are. Raises: UserError, OSError."""
+    beside = tokenizer_file(path).parent
+    return {name: read_at_most(beside / name, MOST_BYTES) for name in USAGE if (beside / name).is_file()}
 
 
 def how_to_prepare(tokenizer: Path | str) -> str:

@@ -16,6 +16,7 @@ from argosy.config.data import DataConfig
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
+from argosy.data.tokenizer import usage_of
 from argosy.errors import StorageError, UserError
 from argosy.files import make_folder, sync_folder
 from argosy.inference.trained_model import open_checkpoint
@@ -43,6 +44,7 @@ def export_checkpoint(path: Path, out: Path, dtype: ExportDtype = "fp32", trust_
         dtype=DTYPES[dtype],
         tokenizer=tokenizer if known else None,
         eod_id=opened.tokenizer.eod_id if known else None,
+        usage=usage_of(opened.run_dir),
     )
 
 
@@ -64,6 +66,8 @@ def import_checkpoint(folder: Path, run_dir: Path) -> None:
         save_run(RunConfig(model=model, data=data), partial / "run.toml")
         if (folder / TOKENIZER).is_file():
             shutil.copyfile(folder / TOKENIZER, partial / TOKENIZER)
+        for name, text in usage_of(folder).items():
+            (partial / name).write_bytes(text)
         manifest = CheckpointManifest(
             step=0, tokens=0, saved_at_s=time.time(), plan="", data_identity="", has_optimizer=False, files={}
         )

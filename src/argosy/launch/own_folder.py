@@ -11,6 +11,7 @@ from argosy.checkpoint.fence import CLAIMS, OLD_FILES
 from argosy.checkpoint.owner import NAME_FILE
 from argosy.checkpoint.store import committed
 from argosy.data.manifest import TOKENIZER
+from argosy.data.tokenizer import USAGE
 from argosy.errors import UserError
 from argosy.files import LOCK, MadeFolder, made_folder
 from argosy.launch.engines.job import FOLDER as LAUNCH
@@ -22,7 +23,8 @@ from argosy.sync.server.ledger import NAME as LEDGER
 
 OF_A_START = (f"{LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),
               COORDINATORS, f"{TLS}*", ".storage-*", f"{TOKENIZER}*", "run.toml*", "plan.toml*", MEMBERSHIP, "logs",
-              "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH, "sites", LEDGER, "asked.toml")  # fmt: skip
+              "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH, "sites", LEDGER, "asked.toml",
+              *(f"{name}*" for name in USAGE))  # fmt: skip
 """Names of what a run that was interrupted while it started may have left."""
 MOST_NAMED = 3
 """Most files that are not a run's that a message names."""

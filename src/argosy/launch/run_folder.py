@@ -17,6 +17,7 @@ from argosy.config.identity import is_under, lasting_values
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
+from argosy.data.tokenizer import usage_of
 from argosy.errors import StorageError, UserError
 from argosy.files import LOCK, atomic_write, lock_or_holder, make_folder
 from argosy.launch.devices import check_compiler
@@ -128,12 +129,16 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
 def write(run_dir: Path, run: RunConfig, plan: Plan, tokenizer: Path) -> RunConfig:
     """Write run.toml, plan.toml and copies of the tokenizer and of the user's code to the folder.
 
-    It can then be used without the data, and goes on with the code that it began with. A plan that is replaced is kept
-    as plan-STEP.toml. Returns the run as it was written. Raises: StorageError if the disk is full.
+    It can then be used without the data, and goes on with the code that it began with. With the tokenizer goes what the
+    weights that the run starts from say of its use (`usage_of`). A plan that is replaced is kept as plan-STEP.toml.
+    Returns the run as it was written. Raises: StorageError if the disk is full.
     """
     try:
         with atomic_write(run_dir / TOKENIZER) as file:
             file.write(tokenizer.read_bytes())
+        for name, text in usage_of(run.model.weights).items() if run.model.weights else ():
+            with atomic_write(run_dir / name) as file:
+                file.write(text)
         run = _with_copied_code(run_dir, run)
         save_run(run, run_dir / "run.toml")
         _write_plan(run_dir, plan)

@@ -9,6 +9,7 @@ import stat
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +45,14 @@ def export_folder(
     dtype: torch.dtype = torch.bfloat16,
     tokenizer: Path | None = None,
     eod_id: int | None = None,
+    usage: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Write a folder that transformers (4.43 and newer), vLLM and others load; whole or not at all.
 
     `weights`: by our names; a lazy mapping is read one file's worth at a time.
     `tokenizer`: a tokenizer.json to put beside them.
     `eod_id`: the token that ends a document; generation stops at it.
+    `usage`: files that say how the tokenizer is used, in place of those that are written here.
 
     The multipliers of `model.mup` are folded into the weights, which the classes then compute the same with.
 
@@ -70,6 +73,8 @@ def export_folder(
         _write_json(partial / "generation_config.json", ends)
         if tokenizer is not None:
             _write_tokenizer(partial, tokenizer, eod_id, config)
+        for name, text in usage.items():
+            (partial / name).write_bytes(text)
         _write_weights(partial, weights, config, shapes, dtype)
         partial.rename(out)
     except (OSError, SafetensorError) as problem:
