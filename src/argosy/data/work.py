@@ -264,6 +264,10 @@ def _parsed(head: bytes, body: memoryview) -> Chunk:
 def _replace(path: Path, *data: bytes, by: str = "") -> None:
     """Write a file beside its name, then rename it. It is not synced: what a power cut damages is made again."""
     partial = path.with_name(f"{path.name}.{by}.new" if by else f"{path.name}.new")
-    with partial.open("wb") as file:
-        file.writelines(data)
+    try:
+        with partial.open("wb") as file:
+            file.writelines(data)
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk, so that there is room to say so
+        raise
     partial.replace(path)

@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from argosy.data.executors.executor import WORKER
@@ -123,8 +122,12 @@ def main() -> None:
     if CHANNEL in os.environ:
         end_with_parent(channel_to_parent())
     name = os.environ.get(WORKER) or f"{socket.gethostname()}-{os.getpid()}"
-    with suppress(FileNotFoundError):  # the folder is gone: all is done
+    try:
         PrepareWorker(WorkFolder(Path(sys.argv[1])), name).run()
+    except FileNotFoundError:  # the folder is gone: all is done
+        pass
+    except OSError:  # the failure could not be written either: the caller, who writes there too, says why
+        sys.exit(os.EX_IOERR)
 
 
 if __name__ == "__main__":
