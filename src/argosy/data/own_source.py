@@ -36,7 +36,18 @@ def texts_of(item: str, code: Sequence[CodeFile]) -> tuple[Callable[[], Iterable
             f"{extension.declared.place}: the {extension.declared} yields other documents when it is read again. It is "
             "read several times, so it must repeat itself: sort what it lists, and seed what it draws."
         )
-    return texts, declared[name].sha256
+    return texts, declared[name].sha256_for("source", name)
+
+
+def checksums_of(items: Iterable[str], code: Sequence[CodeFile]) -> dict[str, str]:
+    """Return the checksum of the code of each source of the user's among `items`."""
+    names = {item.removeprefix(OWN).partition(":")[0] for item in items if item.startswith(OWN)}
+    return {
+        d.name: file.sha256_for("source", d.name)
+        for file in code
+        for d in file.declarations
+        if d.kind == "source" and d.name in names
+    }
 
 
 def _checked(extension: Extension, item: str, argument: str) -> Iterator[str]:

@@ -60,6 +60,27 @@ class CodeFile:
         """Checksum of the file."""
         return hashlib.sha256(self.source).hexdigest()
 
+    def sha256_for(self, kind: Kind, name: str) -> str:
+        """Return the checksum of the code that one extension can depend on.
+
+        That is all statements at the top level but other extensions which none of them names.
+        """
+        tree = ast.parse(self.source)
+        imported = dict(_imported(tree))
+        others = {
+            node.name: node
+            for node in tree.body
+            if isinstance(node, Definition) and _is_other(node, imported, kind, name)
+        }
+        kept = [node for node in tree.body if node not in others.values()]
+        for node in kept:  # it grows by what is named
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and part.id in others:
+                    kept.append(others.pop(part.id))
+        lines = self.source.splitlines()
+        parts = sorted((_first_line(node), node.end_lineno or 0) for node in kept)
+        return hashlib.sha256(b"\n".join(line for first, last in parts for line in lines[first - 1 : last])).hexdigest()
+
 
 def read_code(path: Path, name: str | None = None, module: str | None = None) -> CodeFile:
     """Read what a file declares. Raises: ValueError that names file and line, if there are any."""
@@ -108,6 +129,20 @@ def _declarations(tree: ast.Module, path: Path) -> Iterator[Declaration]:
             registration = _registration(kind, decorator, place)
             _check_definition(node, registration, place)
             yield Declaration(registration.kind, registration.name or node.name, place, registration.facts)
+
+
+def _is_other(node: Definition, names: Mapping[str, str], kind: Kind, name: str) -> bool:
+    """Return True if `node` is an extension of ours, and not the one of this kind and name."""
+    for decorator in node.decorator_list:
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if (found := _kind(called, names)) is not None:
+            return (found, _registration(found, decorator, "").name or node.name) != (kind, name)
+    return False
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators = node.decorator_list if isinstance(node, Definition) else []
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
