@@ -216,7 +216,7 @@ def test_a_section_can_be_the_options_of_a_command():
     argv = ["a.txt", "b/*", "--vocab-size", "300", "--json"]
     extra, section = parse_section(argv, "argosy test", Extra, Prepare)
     assert extra.json
-    assert (section.input, section.vocab_size, section.field) == (("a.txt", "b/*"), 300, "text")
+    assert (section.input, section.vocab_size, section.field) == (("a.txt", "b/*"), 300, ("text",))
     with pytest.raises(UserError, match="--vocab_size = 0: must be a whole number above 0"):
         parse_section(["--vocab-size", "0"], "argosy test", Extra, Prepare)
 

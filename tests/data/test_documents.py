@@ -23,7 +23,7 @@ from argosy.errors import UserError
 
 
 def reader(*paths: Path, field: str = "text", **options: Any) -> DocumentReader:
-    return DocumentReader(find_files(map(str, paths)).files, field, **options)
+    return DocumentReader(find_files(map(str, paths), fields=[field] * len(paths)).files, **options)
 
 
 def texts(*paths: Path, **options: Any) -> list[str]:

@@ -41,6 +41,27 @@ def test_a_folder_of_other_code_is_refused(tmp_path):
         prepare(config(tmp_path), extend=extend(tmp_path, SUMS.replace("are", "make")))
 
 
+def test_other_extensions_in_the_file_of_a_source_may_change_unless_it_names_them(tmp_path):
+    def told(by: str, names: str = "") -> ExtendConfig:
+        callback = f"# {by}\n@extend.callback('after_step')\ndef told(run):\n    return {by}\n"
+        return extend(tmp_path, f"{SUMS}    {names}\n\n{callback}")
+
+    manifest = prepare(config(tmp_path), extend=told("1"))
+    assert prepare(config(tmp_path), extend=told("2")) == manifest
+    naming = PrepareConfig(**config(tmp_path).model_dump() | {"out": tmp_path / "naming"})
+    prepare(naming, extend=told("1", "told"))
+    with pytest.raises(UserError, match=r"prepared already, with other options \(own_sources = .*sums"):
+        prepare(naming, extend=told("2", "told"))
+
+
+def test_a_folder_that_was_prepared_before_sources_had_checksums_of_their_own_is_taken(tmp_path):
+    mine = extend(tmp_path)
+    manifest = prepare(config(tmp_path), extend=mine)
+    options = {key: value for key, value in manifest.options.items() if key != "own_sources"}
+    manifest.model_copy(update={"options": options | {"extend": mine.checksums}}).save(tmp_path / "out")
+    assert prepare(config(tmp_path), extend=mine).splits == manifest.splits
+
+
 def test_an_interrupted_prepare_goes_on_where_it_was(tmp_path, monkeypatch):
     whole = prepare(config(tmp_path / "whole", shard_tokens=800), extend=extend(tmp_path))
     monkeypatch.setattr(module, "BATCH_CHARS", 500)

@@ -6,20 +6,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from argosy.config.data import PrepareConfig
+from argosy.config.extend import ExtendConfig
 from argosy.data import prepare as module
 from argosy.data.executors.local import LocalExecutor
 from argosy.data.manifest import TOKENIZER, Manifest, verify
+from argosy.data.pieces import Piece
 from argosy.data.prepare import prepare
 from argosy.data.progress import PrepareProgress
+from argosy.data.sources import find_files
+from argosy.data.stages import TOKENS, Job
 from argosy.data.stream import TokenSource
-from argosy.data.tokenizer import Tokenizer
-from argosy.data.work import FOLDER
+from argosy.data.tokenizer import Tokenizer, train
+from argosy.data.work import FOLDER, State, WorkFolder
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from data.conftest import TEXTS
 
@@ -294,3 +299,39 @@ def ends_soon(pid: int) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def test_each_input_has_a_field_of_its_own_in_one_command(tmp_path: Path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    (tmp_path / "a.jsonl").write_text('{"content": "from lines", "body": "not this"}\n' * 50)
+    pq.write_table(pa.table({"body": ["from columns"] * 50, "content": ["nor this"] * 50}), tmp_path / "b.parquet")
+    (tmp_path / "c.txt").write_text("from a file")
+    inputs = tuple(str(tmp_path / name) for name in ("a.jsonl", "b.parquet", "c.txt"))
+    same = {"vocab_size": 300, "validation_fraction": 0.0, "processes": 1}
+    mixed = prepare(PrepareConfig(input=inputs, field=("content", "body", "text"), out=tmp_path / "out", **same))
+    lines = [*["from lines"] * 50, *["from columns"] * 50, "from a file"]
+    (tmp_path / "all.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    alone = prepare(PrepareConfig(input=(str(tmp_path / "all.jsonl"),), out=tmp_path / "alone", **same))
+    assert mixed.splits == alone.splits
+    assert "--field content --field body --field text" in mixed._again(tmp_path)
+    with pytest.raises(ValueError, match="field names 2 fields for 3 places of input; give one for all"):
+        PrepareConfig(input=inputs, field=("content", "body"))
+
+
+def test_a_worker_on_a_full_disk_ends_without_a_traceback(tmp_path: Path) -> None:
+    limit = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)); "
+    code = limit + "runpy.run_module('argosy.data.worker', run_name='__main__')"
+    (tmp_path / "a.txt").write_text("text " * 1000)
+    folder = WorkFolder(tmp_path / "work")
+    config = PrepareConfig(input=(str(tmp_path / "a.txt"),), out=tmp_path, tokenizer=None)
+    train(["text " * 1000], 300, tmp_path / "tokenizer.json")
+    (file,) = find_files(config.input).files
+    job = Job("", config, ExtendConfig(), "huggingface", "uint16", 1000, 1000)
+    folder.make(job.as_json(), [file.as_found], [astuple(Piece(0, 1))])
+    folder.say(State("caller", stage=TOKENS, tasks=1, ahead=1))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder.path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (os.EX_IOERR, "")

@@ -5,6 +5,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from argosy.config.data import PrepareConfig
+from argosy.data.prepare import prepare
 from argosy.data.sources import find_files
 from argosy.errors import UserError
 
@@ -152,3 +154,12 @@ def test_a_folder_of_text_that_is_called_test_is_no_data_set(tmp_path: Path) -> 
     for name in ("a.py", "test/b.py", "train.jsonl", "c.parquet"):
         (tmp_path / name).write_bytes(b"x")
     assert len(find_files([str(tmp_path)]).files) == 4
+
+
+def test_prepared_data_are_refused_as_input_and_left_out_of_a_folder_around_them(tmp_path):
+    prepared = tmp_path / "data" / "mine"
+    prepare(PrepareConfig(input=("builtin:python",), out=prepared, vocab_size=300, max_text_bytes=10_000, processes=1))
+    (tmp_path / "a.md").write_text("text")
+    with pytest.raises(UserError, match=r"input = \S+mine: this folder holds prepared data"):
+        find_files([str(prepared)])
+    assert names(tmp_path) == ["a.md"]

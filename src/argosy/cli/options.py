@@ -220,13 +220,14 @@ def _leaf(info: FieldInfo, value: object, meaning: str | None, name: str | None 
     """The form's type for one key: words, with the metavar and the help of the schema; name: if not the field's."""
     kind = keys.value_type(info)
     shape: Any = {tuple: tuple[str, ...], dict: tuple[tuple[str, str], ...]}.get(get_origin(kind), str)
+    marks = [m for m in info.metadata if m in (tyro.conf.Positional, tyro.conf.UseAppendAction)]
+    is_repeated = tyro.conf.UseAppendAction in marks
     about = tyro.conf.arg(
         name=name,
         help=meaning and " ".join(meaning.split()),
-        help_behavior_hint=no_hint(value),
-        metavar=_metavar(kind),
+        help_behavior_hint=f"(default: {' '.join(_words(value))})" if is_repeated else no_hint(value),
+        metavar=_metavar(kind).removesuffix(" ...") if is_repeated else _metavar(kind),
     )
-    marks = [m for m in info.metadata if m is tyro.conf.Positional]
     for mark in (about, *marks):
         shape = Annotated[shape, mark]
     return shape
@@ -258,7 +259,8 @@ def _changes(before: Any, after: Any, config: Section, typed: Collection[keys.Ke
         if isinstance(value, Section):
             yield from _changes(old, new, value, typed, (*above, name))
         elif old != new or (*above, name) in typed:
-            yield keys.dotted((*above, name)), _meaning(new, info)
+            appended = len(_words(value)) if tyro.conf.UseAppendAction in info.metadata else 0  # tyro keeps the default
+            yield keys.dotted((*above, name)), _meaning(new[appended:] if appended and new else new, info)
 
 
 def _meaning(words: Any, info: FieldInfo) -> object:

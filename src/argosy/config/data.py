@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import tyro
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    WithJsonSchema,
+    model_validator,
+)
 
 from argosy.config.section import Section
 
@@ -73,6 +81,10 @@ class FiltersConfig(Section):
     92 % at 0.8, 56 % at 0.7, as it is."""
 
 
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
 class PrepareConfig(Section):
     """Text in, token shards out; the same keys are the options of `argosy prepare`."""
 
@@ -92,8 +104,14 @@ class PrepareConfig(Section):
     input."""
     vocab_size: PositiveInt = 4096
     """Size of the BPE that is trained when no tokenizer is given."""
-    field: str = "text"
-    """Field of a JSONL record, or column of a Parquet file, that holds the text."""
+    field: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_as_tuple),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+        tyro.conf.UseAppendAction,
+    ] = ("text",)
+    """Field of a JSONL record, or column of a Parquet file, that holds the text: one for all of `input`, or one for
+    each."""
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
     """Share of the documents held out for evaluation, chosen by a hash of their text."""
     max_text_bytes: PositiveInt | None = None
@@ -111,6 +129,20 @@ class PrepareConfig(Section):
     """Tokenizer engine; auto takes fastokens if installed and identical to Hugging Face on a sample."""
     filters: FiltersConfig = FiltersConfig()
     """Which documents are left out."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The field of each input."""
+        return self.field * len(self.input) if len(self.field) == 1 else self.field
+
+    @model_validator(mode="after")
+    def _has_a_field_for_each_input(self) -> Self:
+        if len(self.field) != 1 and (not self.field or len(self.field) != len(self.input)):
+            raise ValueError(
+                f"field names {len(self.field)} fields for {len(self.input)} places of input; give one for all, or one "
+                "for each, in the same order"
+            )
+        return self
 
 
 class DataStage(Section):

@@ -47,7 +47,6 @@ class DocumentReader:
 
     Args:
         files: the input.
-        field: the JSONL field or Parquet column that holds the text.
         on_bad_input: skip and count unreadable input, or raise UserError at the first.
         max_text_bytes: stop after this much UTF-8 text; the last document is cut there.
         max_document_bytes: longest document that is read; a longer one raises UserError.
@@ -58,14 +57,13 @@ class DocumentReader:
     def __init__(
         self,
         files: Sequence[InputFile],
-        field: str,
         on_bad_input: Literal["skip", "refuse"] = "skip",
         max_text_bytes: int | None = None,
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
         url_field: str = "",
         drops: Drops | None = None,
     ):
-        self._files, self._fields, self._on_bad_input = files, Fields(field, url_field), on_bad_input
+        self._files, self._url_field, self._on_bad_input = files, url_field, on_bad_input
         self._max_text_bytes, self._max_document_bytes = max_text_bytes, max_document_bytes
         self._drops = drops
         self.tally = Tally()
@@ -81,16 +79,16 @@ class DocumentReader:
         """Yield the documents of a piece (all of the input if there is none), from number `start` on."""
         piece = piece or InputPiece(0, len(self._files))
         self.number = 0
-        for file in range(piece.first, piece.end):
+        for number_of_file in range(piece.first, piece.end):
             if self._left() == 0:
                 return
-            self.files_read = file + 1
-            within = (piece.from_byte, piece.to_byte)
-            found = read_file(self._files[file], self._fields, self._max_document_bytes, within)
+            self.files_read = number_of_file + 1
+            within, file = (piece.from_byte, piece.to_byte), self._files[number_of_file]
+            found = read_file(file, Fields(file.field, self._url_field), self._max_document_bytes, within)
             for item in found:
                 number, self.number = self.number, self.number + 1
                 if number >= start and (text := self._text(item, number)):
-                    yield Document(text, number, file)
+                    yield Document(text, number, number_of_file)
                 if self._left() == 0:
                     return
 

@@ -213,8 +213,10 @@ class Manifest(_Record):
         defaults = PrepareConfig()
         words = list(self.options.get("input", ())) or ["TEXT"]
         for key in SETTINGS:
-            if (value := self.options.get(key)) not in (None, getattr(defaults, key)):
-                words += [f"--{key.replace('_', '-')}", str(value)]
+            value = self.options.get(key)
+            for each in value if isinstance(value, list) else [value]:
+                if each is not None and getattr(defaults, key) not in (value, (value,)):
+                    words += [f"--{key.replace('_', '-')}", str(each)]
         for key, value in (self.options.get("filters") or {}).items():
             if key != "lists":
                 words += [

@@ -29,7 +29,7 @@ from argosy.data.executors.table import Machines, executor_class
 from argosy.data.filters import OWN_LISTS, Filters, list_checksums
 from argosy.data.journal import DocumentPosition, Journal, fingerprint
 from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, Shard, SplitName
-from argosy.data.own_source import OWN
+from argosy.data.own_source import checksums_of
 from argosy.data.pieces import PIECE_BYTES, InputPiece, cut_input
 from argosy.data.progress import Meter, PrepareProgress, Report
 from argosy.data.sample import sample_texts
@@ -86,15 +86,14 @@ def prepare(
     trust.approve(extend.code)
     options = _options(config, extend)
     if _is_prepared(config.out):
-        return _load_prepared(config.out, options)
+        return _load_prepared(config.out, options, extend)
     wanted = _workers_wanted(config, machines)
     _check_filters(config.filters)
-    found = find_files(
-        config.input, config.extensions, extend.code
-    )  # before `out` is created: wrong input leaves nothing behind
+    # Before `out` is created: wrong input leaves nothing behind.
+    found = find_files(config.input, config.extensions, extend.code, config.fields)
     with _writing(config.out) as kept:
         if _is_prepared(config.out):  # another process prepared it, while this one waited
-            return _load_prepared(config.out, options)
+            return _load_prepared(config.out, options, extend)
         pieces = cut_input(found.files, PIECE_BYTES)
         journal = _open_journal(config, options, found.files, pieces)
         kept.is_kept = kept.is_kept or bool(journal.cuts)
@@ -243,14 +242,14 @@ def _options(config: PrepareConfig, extend: ExtendConfig) -> dict[str, Any]:
         "input": list(config.input),
         "tokenizer": brought and brought.sha256,
         "vocab_size": None if brought else config.vocab_size,
-        "field": config.field,
+        "field": config.field[0] if len(set(config.field)) == 1 else list(config.field),
         "validation_fraction": config.validation_fraction,
         "max_text_bytes": config.max_text_bytes,
         "shard_tokens": config.shard_tokens,
         "on_bad_input": config.on_bad_input,
         "extensions": list(config.extensions) or None,
         "filters": _filter_options(config.filters),
-    } | ({"extend": extend.checksums} if any(item.startswith(OWN) for item in config.input) else {})
+    } | ({"own_sources": sums} if (sums := checksums_of(config.input, extend.code)) else {})
 
 
 def _filter_options(config: FiltersConfig) -> dict[str, Any] | None:
@@ -272,10 +271,12 @@ def _is_prepared(out: Path) -> bool:
     return (out / manifests.NAME).exists()
 
 
-def _load_prepared(out: Path, options: dict[str, Any]) -> Manifest:
+def _load_prepared(out: Path, options: dict[str, Any], extend: ExtendConfig) -> Manifest:
     manifest = Manifest.load(out)
     there = manifest.options
     changed = [key for key, value in options.items() if there.get(key) != value]
+    if "own_sources" in changed and there.get("extend") == extend.checksums:  # as it was noted before
+        changed.remove("own_sources")
     if changed:
         listed = "; ".join(f"{key} = {there.get(key)} there, {options[key]} here" for key in changed)
         raise UserError(

@@ -36,7 +36,6 @@ def _from_file(file: InputFile, config: PrepareConfig, filters: Filters, share: 
     url_field = config.filters.url_field if config.filters.blocked_urls else ""
     reader = DocumentReader(
         [file],
-        config.field,
         config.on_bad_input,
         config.max_text_bytes,
         config.max_document_bytes,

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import chain, repeat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +18,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from argosy.credentials import REMEDY, has_credentials
+from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.own_source import OWN, texts_of
 from argosy.errors import UserError
 from argosy.extend.declared import CodeFile
@@ -91,11 +93,13 @@ class InputFile:
     """Gives the documents of a source of the user's, which has no file; else None."""
     is_seekable: bool = True
     """False if the server gives the file only from its beginning."""
+    field: str = "text"
+    """Field or column of its records that holds the text."""
 
     @property
-    def as_found(self) -> tuple[str, int | None, str, bool]:
+    def as_found(self) -> tuple[str, int | None, str, bool, str]:
         """What another process needs to open it."""
-        return self.name, self.size, self.stamp, self.is_seekable
+        return self.name, self.size, self.stamp, self.is_seekable, self.field
 
     @property
     def suffix(self) -> str:
@@ -114,15 +118,19 @@ class Input:
 
     files: list[InputFile]
     left_out: list[InputFile]
-    """Files of folders and globs that are not read, since their suffix is not known. Hidden files are in neither."""
+    """Files of folders and globs that are not read, since their suffix is not known. Hidden files and
+    prepared data are in neither."""
     other_splits: list[InputFile] = field(default_factory=list)
     """Files of data sets that are not read, since they are of another split than train."""
 
 
-def find_files(items: Iterable[str], extensions: Sequence[str] = (), code: Sequence[CodeFile] = ()) -> Input:
+def find_files(
+    items: Iterable[str], extensions: Sequence[str] = (), code: Sequence[CodeFile] = (), fields: Iterable[str] = ()
+) -> Input:
     """Find all files that the items of `prepare.input` name, in order of items; those of a folder or glob by path.
 
     extensions: suffixes that are text beside TEXTS; * stands for any. code: where sources of the user's are declared.
+    fields: for each item, the field of its records that holds the text.
     Raises: UserError if an item names nothing, or its protocol is unknown or lacks a package.
     """
     found = [
@@ -130,7 +138,8 @@ def find_files(items: Iterable[str], extensions: Sequence[str] = (), code: Seque
     ]
     if not found:
         raise UserError("input = []: nothing to prepare. Name files, folders, globs, URLs or builtin:python.")
-    files = [file for each in found for file in each.files]
+    of_each = chain(fields, repeat(InputFile.field))
+    files = [replace(file, field=field) for each, field in zip(found, of_each, strict=False) for file in each.files]
     named = {file.name for file in files}  # what one item leaves out, another may name
     left_out = {file.name: file for each in found for file in each.left_out if file.name not in named}
     other_splits = [file for each in found for file in each.other_splits if file.name not in named]
@@ -177,7 +186,17 @@ def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
         return Input([_file(fs, path, fs.info(path))], [])
     if fs.isdir(path):
         found, what = fs.find(path, detail=True), "folder"
-        found = {name: info for name, info in found.items() if not _is_hidden(name, path)}
+        prepared = _prepared(found)
+        if path.rstrip("/") in prepared:
+            raise UserError(
+                f"input = {item}: this folder holds prepared data, which are tokens already. Name it in data.sources, "
+                "or give the text that it was made of."
+            )
+        found = {
+            name: info
+            for name, info in found.items()
+            if not _is_hidden(name, path) and not any(name.startswith(f"{folder}/") for folder in prepared)
+        }
     elif _has_wildcard(path):
         found, what = fs.glob(path, detail=True), "glob"
     else:
@@ -227,6 +246,14 @@ def _split(path: str) -> str:
     return ""
 
 
+def _prepared(files: Iterable[str]) -> set[str]:
+    """Return the folders that hold prepared data: a manifest, and an index of documents."""
+    indexed = {file.rpartition("/")[0] for file in files if file.endswith(".idx")}
+    return {
+        folder for file in files if file.endswith(f"/{MANIFEST}") and (folder := file.rpartition("/")[0]) in indexed
+    }
+
+
 def _has_wildcard(path: str) -> bool:
     return any(letter in path for letter in "*?[")
 
@@ -246,11 +273,11 @@ def _file(fs: Any, path: str, info: dict[str, Any]) -> InputFile:
 
 def file_again(found: Sequence[Any], code: Sequence[CodeFile]) -> InputFile:
     """Return a file from its `as_found`, in another process. Raises: UserError as `find_files`."""
-    name, size, stamp, is_seekable = found
+    name, size, stamp, is_seekable, field = found
     if name.startswith(OWN):
         return own_source(name, code)
     fs, path = (fsspec.filesystem("file"), name) if name.startswith("/") else _file_system(name)
-    return InputFile(name, fs, path, size, stamp, is_seekable=is_seekable)
+    return InputFile(name, fs, path, size, stamp, is_seekable=is_seekable, field=field)
 
 
 def _suffixes(path: str) -> tuple[str, str]:

@@ -113,7 +113,6 @@ class Stages:
         config = self._job.config
         return DocumentReader(
             self._files,
-            config.field,
             config.on_bad_input,
             max_text_bytes,
             config.max_document_bytes,
