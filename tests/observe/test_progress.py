@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import re
 import sys
+import time
 
 import pytest
 
+from argosy.observe import progress as module
 from argosy.observe.progress import Progress
 from argosy.observe.run_view import duration
 from argosy.observe.terminal import print_message
@@ -148,3 +150,15 @@ def test_what_is_done_now_adds_no_lines_where_there_is_no_terminal(capsys):
     progress.close()
     print_message("argosy: worker 0 died")
     assert capsys.readouterr() == ("", "argosy: worker 0 died\n")
+
+
+def test_what_takes_long_is_said_without_a_terminal_too(capsys, monkeypatch):
+    monkeypatch.setattr(module, "SILENT_S", 0.05)
+    progress, out = Progress(enabled=True), ""
+    with progress.during("finding devices"):
+        while not out:
+            out = capsys.readouterr().out
+            time.sleep(0.01)
+    assert out == " finding devices (0:00)\n"
+    Progress(enabled=False).doing("nothing")
+    assert capsys.readouterr().out == ""

@@ -25,6 +25,7 @@ import tyro
 from argosy.cli.help import ALL, SHORT, fitted
 from argosy.cli.options import must_be_folder, parse
 from argosy.errors import ArgosyError, UserError
+from argosy.observe.progress import Progress
 from argosy.observe.terminal import printable
 
 if TYPE_CHECKING:
@@ -201,9 +202,10 @@ def _export(argv: list[str]) -> int:
     """
     options = parse(argv, "argosy checkpoint export", Exporting, inspect.getdoc(_export))
     must_be_folder(options.path)
-    from argosy.inference.huggingface import export_checkpoint
+    with Progress(enabled=True).during(f"exporting {options.path}"):
+        from argosy.inference.huggingface import export_checkpoint
 
-    export_checkpoint(options.path, options.out, options.dtype, options.trust_code)
+        export_checkpoint(options.path, options.out, options.dtype, options.trust_code)
     print(f"wrote {options.out}", file=sys.stderr)
     return 0
 
@@ -216,8 +218,9 @@ def _import(argv: list[str]) -> int:
     """
     options = parse(argv, "argosy checkpoint import", Importing, inspect.getdoc(_import))
     must_be_folder(options.folder)
-    from argosy.inference.huggingface import import_checkpoint
+    with Progress(enabled=True).during(f"importing {options.folder}"):
+        from argosy.inference.huggingface import import_checkpoint
 
-    import_checkpoint(options.folder, options.out)
+        import_checkpoint(options.folder, options.out)
     print(f"wrote {options.out}", file=sys.stderr)
     return 0

@@ -119,12 +119,13 @@ def _prepare(options: Options, config: Positional) -> None:
                 "nothing to prepare. Name files, folders, globs or URLs: argosy prepare book.txt --out data/mine"
             )
         folder = config.out
-        manifest = prepare(
-            PrepareConfig(**config.model_dump()),
-            lambda state: progress.note(str(state), last=state.stage == "done"),
-            _extend(options.extend),
-            _machines(options),
-        )
+        with progress.during("looking for the input"):
+            manifest = prepare(
+                PrepareConfig(**config.model_dump()),
+                lambda state: progress.note(str(state), last=state.stage == "done"),
+                _extend(options.extend),
+                _machines(options),
+            )
         progress.close()
         if config.validation_fraction and manifest.tokens("validation") < LITTLE_HELD_OUT:
             warnings.warn(

@@ -75,11 +75,13 @@ def train(
         progress = Progress(enabled=not quiet)
         began = time.monotonic()
         with run_folder.settling(run_dir):
-            run, data = resolve(run, progress)
+            with progress.during("reading the data"):
+                run, data = resolve(run, progress)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
-            with progress.during("starting the processes"):
+            with progress.during("finding devices"):
                 devices = devices_of_run(run, partial(ask, forks, run.resilience))
-            plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
+            with progress.during("choosing a plan"):
+                plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
             check_profile(run, plan)
             run = run_folder.write(run_dir, run, plan, data.sources[0].folder / TOKENIZER)
         progress.close()

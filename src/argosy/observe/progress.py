@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,9 +25,12 @@ from rich.text import Text
 from argosy.observe import terminal
 from argosy.observe.panel import figures, step_in_words
 from argosy.observe.screen import packed
+from argosy.observe.words import duration
 
 PLAIN_EVERY_S = 10.0
 """Seconds between lines where there is no terminal."""
+SILENT_S, AGAIN_S = 5.0, 60.0
+"""Where there is no terminal, what is done now is printed once it has taken so long, and then every so many seconds."""
 CLEAR_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
@@ -47,6 +51,8 @@ class Progress:
         self._console = Console(quiet=not enabled, highlight=False, soft_wrap=True, emoji=False)
         self._step, self._doing, self._rest = "", "", ""
         self._last_plain = 0.0
+        self._watcher: threading.Thread | None = None
+        self._doing_since = 0.0
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line that stays, above the live line. style: as rich names it, e.g. "red"."""
@@ -85,11 +91,14 @@ class Progress:
     def doing(self, what: str) -> None:
         """Show in the live line what is done now beside training, until the next step; "" if nothing is."""
         if what != self._doing:
-            self._doing = what
+            self._doing, self._doing_since = what, time.monotonic()
             if self._tell(doing=what):
                 return
             with self._console:
                 self._draw()
+            if what and self._watcher is None and not self._is_live:
+                self._watcher = threading.Thread(target=self._break_silence, name="argosy-progress", daemon=True)
+                self._watcher.start()
 
     def heartbeats(self, folder: Path) -> None:
         """Name the folder of this machine's heartbeats, for a screen."""
@@ -139,6 +148,17 @@ class Progress:
                 sys.stdout.write(packed(message))
                 sys.stdout.flush()
         return True
+
+    def _break_silence(self) -> None:
+        """Print what is done now, if that takes long."""
+        told_since, told_s = 0.0, 0.0
+        while True:
+            time.sleep(SILENT_S / 5)
+            what, since, now = self._doing, self._doing_since, time.monotonic()
+            if what and now - since >= SILENT_S and (since != told_since or now - told_s >= AGAIN_S):
+                told_since, told_s = since, now
+                with suppress(OSError, ValueError):  # nobody reads any more
+                    self._console.print(f" {what} ({duration(now - since)})", markup=False)
 
     @property
     def _is_live(self) -> bool:
