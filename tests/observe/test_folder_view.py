@@ -90,7 +90,7 @@ def test_events_of_all_processes_stand_in_order_each_once(tmp_path):
     rank.write({"time_s": 5.0, "event": "save"})  # a line that says less than it should
     for _ in range(2):
         words = [words for _, words, _ in folder.look().events]
-    assert words == ["saved step 100", "worker 1 died: signal SIGKILL", "the kernel killed it"]
+    assert words == ["saved after 100 steps", "worker 1 died: signal SIGKILL", "the kernel killed it"]
 
 
 def test_files_that_are_damaged_are_not_shown(tmp_path):

@@ -168,7 +168,7 @@ def test_a_minute_of_which_only_a_part_is_known_is_no_ramp_of_the_power(tmp_path
 def test_an_event_s_words_do_not_say_step_twice() -> None:
     told = {"event": "bad_step", "time_s": 1.0, "step": 1865, "outcome": "skip"}
     assert timeline.words(told) == "bad step 1865: skip"
-    assert timeline.words({**told, "event": "save"}) == "save step 1865: skip"
+    assert timeline.words({**told, "event": "save"}) == "save after 1865 steps: skip"
 
 
 def test_wall_time_is_split_without_a_rest_and_faults_have_a_cost(server: Served) -> None:

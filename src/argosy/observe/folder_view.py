@@ -34,14 +34,14 @@ WORDS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "start": ("", lambda e: f"training goes on at step {e['step']}" if e["step"] else "training begins"),
     "recovered": (GOOD, lambda e: f"recovered at step {e['step']} ({e['source']}), {e['steps_lost']} steps lost"),
     "resume": (GOOD, lambda e: f"goes on from the checkpoint of step {e['step']}"),
-    "save": (GOOD, lambda e: f"saved step {e['step']}"),
+    "save": (GOOD, lambda e: f"saved after {e['step']} steps"),
     "save_failed": (BAD, lambda e: f"saving failed: {e['error']}"),
     "writer_died": (NOTE, lambda e: f"the process that writes checkpoints died: {e['why']}"),
     "drain_failed": (NOTE, lambda e: f"copying a checkpoint away failed: {e['error']}"),
     "damaged_checkpoint": (BAD, lambda e: f"a checkpoint is damaged: {e['problem']}"),
     "worker_died": (BAD, lambda e: f"worker {_of(e, 'rank')} died: {e['why']}"),
     "killed": (NOTE, lambda e: f"worker {_of(e, 'rank')} was killed: {e['why']}"),
-    "generation": ("", lambda e: f"{e['size']} processes form world {e['generation']}"),
+    "generation": ("", lambda e: f"{_processes(e['size'])} world {e['generation']}"),
     "replan": (NOTE, lambda e: f"another plan: {e['plan']}"),
     "rebalanced": (NOTE, lambda e: f"shares of microbatches {e['shares'] or 'even'} from step {e['step']} on"),
     "migrated": (NOTE, lambda e: f"migrated ({e['because']}): {e['why']}"),
@@ -62,6 +62,10 @@ WORDS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "alert": (BAD, lambda e: f"{e['alert']}: {e['why']}"),
 }
 """Kind of event -> style (as rich names it), and its words. A kind that is not here is shown if it is a finding."""
+
+
+def _processes(count: int) -> str:
+    return "1 process forms" if count == 1 else f"{count} processes form"
 
 
 def in_words(event: Event) -> tuple[str, str] | None:

@@ -214,6 +214,11 @@ def shown_events(
 
 TELLING = ("why", "error", "problem", "fault", "plan", "checkpoint", "because", "source", "outcome")
 """Facts that say most of an event by themselves."""
+OF_A_STATE = (
+    *("save", "save_failed", "verified", "prune", "drained", "drain_failed"),
+    *("start", "end", "resume", "fetched", "recovered"),
+)
+"""Events whose `step` is that of a state: so many steps were done. That of the others is the number of one step."""
 LONGEST_WORDS = 200
 
 
@@ -223,7 +228,9 @@ def words(event: Event) -> str:
     parts = [kind]
     if isinstance(event.get("rank"), int) and event["event"] != "fault":
         parts.append(f"rank {event['rank']}")
-    if isinstance(event.get("step"), int):
+    if isinstance(event.get("step"), int) and event["event"] in OF_A_STATE:
+        parts.append(f"after {event['step']} steps")
+    elif isinstance(event.get("step"), int):
         parts.append(str(event["step"]) if kind.endswith(" step") else f"step {event['step']}")  # bad step 1865
     if isinstance(event.get("site"), str):
         parts.append(event["site"])
