@@ -17,14 +17,14 @@ from argosy.config.extend import ExtendConfig
 from argosy.data import prepare as module
 from argosy.data.executors.local import LocalExecutor
 from argosy.data.manifest import TOKENIZER, Manifest, verify
-from argosy.data.pieces import Piece
+from argosy.data.pieces import InputPiece
 from argosy.data.prepare import prepare
 from argosy.data.progress import PrepareProgress
 from argosy.data.sources import find_files
-from argosy.data.stages import TOKENS, Job
+from argosy.data.stages import TOKENS, PrepareJob
 from argosy.data.stream import TokenSource
 from argosy.data.tokenizer import Tokenizer, train
-from argosy.data.work import FOLDER, State, WorkFolder
+from argosy.data.work import FOLDER, WorkFolder, WorkState
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from data.conftest import TEXTS
 
@@ -328,9 +328,9 @@ def test_a_worker_on_a_full_disk_ends_without_a_traceback(tmp_path: Path) -> Non
     config = PrepareConfig(input=(str(tmp_path / "a.txt"),), out=tmp_path, tokenizer=None)
     train(["text " * 1000], 300, tmp_path / "tokenizer.json")
     (file,) = find_files(config.input).files
-    job = Job("", config, ExtendConfig(), "huggingface", "uint16", 1000, 1000)
-    folder.make(job.as_json(), [file.as_found], [astuple(Piece(0, 1))])
-    folder.say(State("caller", stage=TOKENS, tasks=1, ahead=1))
+    job = PrepareJob("", config, ExtendConfig(), "huggingface", "uint16", 1000, 1000)
+    folder.make(job.as_json(), [file.as_found], [astuple(InputPiece(0, 1))])
+    folder.say(WorkState("caller", stage=TOKENS, tasks=1, ahead=1))
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder.path)], capture_output=True, text=True, timeout=60, check=False
     )

@@ -88,7 +88,7 @@ def origin_of(source: str | Path | None, key: str, options: Collection[str] = ()
     return entry.source.place(key_of(key)).text.removesuffix(": ") if entry else "default"
 
 
-def build(schema: type[SectionT], entries: Layer, below: Mapping[Key, Entry] = MappingProxyType({})) -> SectionT:
+def build(schema: type[SectionT], entries: Layer, below: Mapping[Key, Setting] = MappingProxyType({})) -> SectionT:
     """Build a `schema` from these values. Raises: UserError that names everything that is wrong with them.
 
     below: values that some of `entries` replace, which hold if these are left out.

@@ -24,8 +24,8 @@ from rich.text import Text
 
 from argosy.observe import terminal
 from argosy.observe.panel import figures, step_in_words
+from argosy.observe.run_view import duration
 from argosy.observe.screen import packed
-from argosy.observe.words import duration
 
 PLAIN_EVERY_S = 10.0
 """Seconds between lines where there is no terminal."""
