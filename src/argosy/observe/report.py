@@ -16,7 +16,7 @@ from argosy.observe.energy_report import Energy
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.run_view import duration, mfu_in_words
 from argosy.plan.calibration.reconcile import Reconciled
-from argosy.plan.cost.formatting import gib, table_in_html
+from argosy.plan.cost.estimate import gib, table_in_html
 
 COLUMNS = 80
 DIGITS = {"step_time_s": 6, "tokens_per_s": 1, "mfu": 4}
