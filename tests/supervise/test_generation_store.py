@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import DistError, FileStore
 
 from argosy.errors import RunFailed
-from argosy.processes.child import Entry, channel_to_parent
+from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import STORE_HOST, ForkServer
 from argosy.supervise import generation_store
 from argosy.supervise.generation_store import STORE, GenerationStore, store_file
@@ -64,7 +64,7 @@ def test_a_store_that_nobody_opened_yet_can_be_closed_and_closed_again(tmp_path)
 
 
 def stop_the_first_time() -> None:
-    """Entry, in place of the store's process: the host is a file, which the first one leaves before it stops."""
+    """ForkEntry, in place of the store's process: the host is a file, which the first one leaves before it stops."""
     asker, flag = channel_to_parent(), Path(os.environ[STORE_HOST])
     if not flag.exists():
         flag.touch()
@@ -73,7 +73,7 @@ def stop_the_first_time() -> None:
 
 
 def die() -> None:
-    """Entry, in place of the store's process."""
+    """ForkEntry, in place of the store's process."""
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def keep_until_open(store: GenerationStore, forks: ForkServer, selector: selecto
 
 
 def test_a_process_that_stands_still_before_its_store_is_open_is_replaced(tmp_path, forks, monkeypatch):
-    monkeypatch.setattr(generation_store, "RENDEZVOUS", Entry.of(stop_the_first_time))
+    monkeypatch.setattr(generation_store, "RENDEZVOUS", ForkEntry.of(stop_the_first_time))
     opened: list[tuple[int, int]] = []
     store = GenerationStore(lambda *of: opened.append(of), 60, 1)
     with selectors.DefaultSelector() as selector:
@@ -107,7 +107,7 @@ def test_a_process_that_stands_still_before_its_store_is_open_is_replaced(tmp_pa
 
 
 def test_a_store_that_cannot_be_opened_ends_the_run(forks, monkeypatch):
-    monkeypatch.setattr(generation_store, "RENDEZVOUS", Entry.of(die))
+    monkeypatch.setattr(generation_store, "RENDEZVOUS", ForkEntry.of(die))
     store = GenerationStore(lambda *_: None, 60, 1)
     with selectors.DefaultSelector() as selector:
         store.open(1, "10.0.0.1", forks, selector)

@@ -157,7 +157,7 @@ def test_a_run_whose_last_round_was_about_all_fragments_is_not_made_longer(undis
     before = {name: (undisturbed.path(name) / "run.toml").read_text() for name in undisturbed.names}
     for command in (("train", "run.toml", "--site", "A", *longer), ("train", "run.toml", *longer)):
         said = folder.argosy_here(*command, code=2)
-        assert f"has made round 4 of a run of {STEPS} steps" in said and f"Keep train.steps = {STEPS}" in said
+        assert f"has made round 4 of a run with train.steps = {STEPS}" in said and f"Keep train.steps = {STEPS}" in said
     assert before == {name: (undisturbed.path(name) / "run.toml").read_text() for name in undisturbed.names}
     assert not (folder.path / "runs/tiny/run.toml").exists()
 

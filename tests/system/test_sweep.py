@@ -31,7 +31,7 @@ def test_a_killed_sweep_goes_on_and_counts_no_trial_twice(folder: Folder, sweepi
     assert re.search(r"sweeps/lr is in use by process \d+", refused)
     process.kill()
     process.communicate()
-    trial = int((sweep / "0000" / ".lock").read_text())
+    trial = int((sweep / "0000" / ".lock").read_text().split()[0])
     os.kill(trial, signal.SIGKILL)
     again = sweeping()
     out, err = again.communicate(timeout=240)

@@ -54,8 +54,8 @@ def test_a_step_that_overflows_at_every_loss_scale_is_skipped(trainer, monkeypat
     made.state.scaler = LossScaler(2.0 ** (MOST_RETRIES + 4))
     overflow, actions = replace(GOOD, gradient_norm=math.inf), []
     while Action.SKIP not in actions:
-        actions.append(made.policy.decide(overflow))
-        made.policy.drop(overflow, actions[-1])
+        actions.append(made.agreement.policy.decide(overflow))
+        made.agreement.policy.drop(overflow, actions[-1])
     assert len(actions) == MOST_RETRIES + 4 + 2, "each halving, once more as any bad step, and then it is skipped"
 
 
@@ -64,7 +64,7 @@ def test_a_loss_that_is_not_finite_is_a_bad_step_whatever_the_loss_scale(trainer
     made = trainer("precision=fp16")
     before = made.state.scaler.scale
     bad = replace(GOOD, loss=math.nan, gradient_norm=math.nan)
-    assert [made.policy.decide(bad) for _ in range(2)] == [Action.RETRY, Action.SKIP]
+    assert [made.agreement.policy.decide(bad) for _ in range(2)] == [Action.RETRY, Action.SKIP]
     assert made.state.scaler.scale == before
 
 
