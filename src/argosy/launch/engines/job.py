@@ -84,9 +84,11 @@ class LaunchedJob(BaseModel):
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as problem:
-            raise UserError(
-                f"{path}: is no record of a launched run ({problem}). Remove it, and launch again."
-            ) from None
+            why: object = problem
+            if isinstance(problem, ValidationError):
+                first = problem.errors(include_url=False)[0]
+                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise UserError(f"{path}: is no record of a launched run ({why}). Remove it, and launch again.") from None
         folder, name = path.parent.absolute(), Path(job.log).name
         log = str(folder if name == FOLDER else folder / name) if name else ""
         return job.model_copy(update={"log": log, "foreign": foreign, "is_sealed": job._has_seal()})
