@@ -76,7 +76,10 @@ def test_words_of_scripts_with_and_without_spaces() -> None:
     [
         ({"languages": ("english",)}, r"filters\.languages = 'english': not one of the codes .* en "),
         ({"blocked_urls": "nowhere"}, r"filters\.blocked_urls = nowhere: cannot be read \(No such file"),
-        ({"blocked_words": Path("/dev/null")}, r"filters\.blocked_words = /dev/null: the list is empty"),
+        (
+            {"blocked_words": Path("/dev/null")},
+            r"filters\.blocked_words = /dev/null: cannot be read \(not a regular file\)",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(keys: dict[str, Any], said: str) -> None:

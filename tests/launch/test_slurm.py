@@ -6,7 +6,7 @@ import pytest
 
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import UserError
-from argosy.launch.joined import with_slurm
+from argosy.launch.slurm import with_slurm
 
 
 def step(nodes: int, tasks: int | None = None) -> dict[str, str]:

@@ -44,7 +44,7 @@ def _text(word: ast.expr, known: dict[str, str]) -> str | None:
     return None
 
 
-ENTRIES = [ForkEntry(*words) for words in named("Entry")]
+ENTRIES = [ForkEntry(*words) for words in named("ForkEntry")]
 CHILDREN = [words[0] for callee in ("Child", "Program") for words in named(callee)]
 
 

@@ -96,7 +96,7 @@ class Progress:
                 return
             with self._console:
                 self._draw()
-            if what and self._watcher is None and not self._is_live:
+            if what and not self._is_live and not (self._watcher and self._watcher.is_alive()):
                 self._watcher = threading.Thread(target=self._break_silence, name="argosy-progress", daemon=True)
                 self._watcher.start()
 
@@ -150,9 +150,9 @@ class Progress:
         return True
 
     def _break_silence(self) -> None:
-        """Print what is done now, if that takes long."""
+        """Print what is done now, if that takes long; end once nothing is."""
         told_since, told_s = 0.0, 0.0
-        while True:
+        while self._doing:
             time.sleep(SILENT_S / 5)
             what, since, now = self._doing, self._doing_since, time.monotonic()
             if what and now - since >= SILENT_S and (since != told_since or now - told_s >= AGAIN_S):

@@ -98,3 +98,4 @@ class Saving:
         survivor.last_save_s = self._checkpointer.last_save_s
         self._memory.abandon()
         self._parts.batches.close()
+        self._parts.show("")
