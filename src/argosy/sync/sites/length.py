@@ -32,6 +32,7 @@ def check_length(run_dir: Path, run: RunConfig, step: int) -> None:
     path = run_dir / RUN_FILE
     if not path.exists() or not (before := load(path)).sites:
         return
+    run = run if run.site else run.model_copy(update={"site": before.site})  # one command for all sites names none
     old, new = Sites.of(at_site(before), run_dir), Sites.of(at_site(run), run_dir)
     made = RoundLedger(run_dir).rounds
     made += old.about(made).exists()  # what a site has left for a round is not made again
