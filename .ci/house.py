@@ -16,12 +16,10 @@ SOURCE = Path(__file__).parent.parent / "src" / "argosy"
 MOST_LINES = 450
 SHARED_NAMES = {
     "Options": "each command's options are called so: it is what `cli` looks for",
-    "Update": "extend.views.Update is the public name that users' optimizers see",
 }
 """Class names that may be defined more than once -> why."""
 LONGER = {
     "supervise/agent.py": "one process's whole life; no seam was found that does not share its state",
-    "supervise/membership.py": "one state machine",
 }
 """Modules that may be longer -> why."""
 SINCE = "775ee0b"
