@@ -42,6 +42,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def approvals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take from the environment what one test has approved, before the next."""
+    monkeypatch.delenv("ARGOSY_APPROVED_CODE", raising=False)
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkerPool]:
     """Gloo processes that any distributed test may use."""
