@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from argosy.config.load import load
+from argosy.config.sites import SiteConfig
 from argosy.data.manifest import TOKENIZER, Manifest
 from argosy.errors import UserError
 from argosy.launch.resolve import check_memory, resolve, with_known_sizes
@@ -126,6 +127,15 @@ def test_a_plan_that_cannot_fit_the_host_is_refused_before_weights_are_made(corp
         check_memory(large, Plan(dp_replicate=2), CPU)
     check_memory(run_config(corpus, model=LARGE, launch={"allow_memory": True}), Plan(dp_replicate=2), CPU)
     check_memory(run_config(corpus), Plan(dp_replicate=2), CPU)
+
+
+def test_sites_on_one_machine_share_its_memory(corpus, monkeypatch):
+    monkeypatch.setattr("argosy.launch.resolve.host_memory_bytes", lambda: 24 * 2.0**30)
+    sites = tuple(SiteConfig(name=name, address=f"{host}:7000") for name, host in (("a", "m"), ("b", "m"), ("c", "n")))
+    for site, has in (("a", r"6\.0"), ("c", r"12\.0")):
+        run = run_config(corpus, model=LARGE).model_copy(update={"sites": sites, "site": site})
+        with pytest.raises(UserError, match=rf"which may take {has} GiB"):
+            check_memory(run, Plan(dp_replicate=2), CPU)
 
 
 def test_the_nearest_plan_that_fits_is_named(corpus, monkeypatch):

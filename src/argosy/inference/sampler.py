@@ -16,7 +16,7 @@ from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.observe.events import JsonLines, forget_from
 from argosy.plan.flops import parameters
-from argosy.resilience.detect.memory import read_memory
+from argosy.plan.hardware.host_memory import read_memory
 from argosy.sinks.sink import About, Record, Sink
 
 MOST_TOKENS = 200

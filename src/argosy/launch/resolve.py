@@ -22,7 +22,8 @@ from argosy.files import file_sha256
 from argosy.observe.progress import Progress
 from argosy.plan.cost.estimate import GIB
 from argosy.plan.hardware.devices import is_path
-from argosy.plan.hardware.local_machine import cluster_of, host_memory_bytes, process_memory_bytes
+from argosy.plan.hardware.host_memory import host_memory_bytes, process_memory_bytes
+from argosy.plan.hardware.local_machine import cluster_of
 from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, costs_of, machine_for
@@ -131,7 +132,7 @@ def check_memory(run: RunConfig, plan: Plan, devices: Devices) -> None:
     costs = costs_of(run, machine_for(run, devices), devices.count)
     here = min(devices.count, devices.per_node or -(-devices.count // run.launch.nodes))
     on_device, on_host = least_memory_bytes(costs, plan)
-    host = min(host_memory_bytes() / here, process_memory_bytes())
+    host = min(host_memory_bytes() / (here * _sites_here(run)), process_memory_bytes())
     if devices.kind == "cpu":
         on_host, device = on_device + on_host, host
     else:
@@ -152,3 +153,9 @@ def check_memory(run: RunConfig, plan: Plan, devices: Devices) -> None:
         f'plan = "{plan}" needs at least {needs / GIB:.1f} GiB {what}, which may take {has / GIB:.1f} GiB. {remedy} '
         "--launch.allow-memory starts it all the same."
     )
+
+
+def _sites_here(run: RunConfig) -> int:
+    """Return how many of the run's sites share this one's machine, by their addresses."""
+    hosts = {site.name: site.address.rpartition(":")[0] for site in run.sites}
+    return max(1, list(hosts.values()).count(hosts.get(run.site) or "no address"))

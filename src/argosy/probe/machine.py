@@ -11,7 +11,8 @@ from argosy.errors import UserError
 from argosy.observe.peak import software
 from argosy.parallel.world import World
 from argosy.plan.hardware.devices import Device, find_device
-from argosy.plan.hardware.local_machine import device_named, host_memory_bytes
+from argosy.plan.hardware.host_memory import host_memory_bytes
+from argosy.plan.hardware.local_machine import device_named
 
 
 def catalogue_device(kind: str, name: str | None) -> Device:

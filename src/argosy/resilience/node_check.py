@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from argosy.faults import fault
+from argosy.plan.hardware.host_memory import read_memory
 from argosy.processes.child import channel_to_parent
-from argosy.resilience.detect.memory import read_memory
 from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

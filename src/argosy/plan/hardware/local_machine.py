@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import os
 import re
-import resource
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +18,6 @@ NOT_OF_THE_NAME = re.compile(r"nvidia|amd|instinct|tesla|hbm\d?e?")
 """Words in the driver's name of a device that the catalogue leaves out."""
 PROBED = Path("cluster.toml")
 """File in which `argosy probe` describes the machine."""
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -76,19 +72,6 @@ def machine_at_hand(run: RunConfig, hardware: DetectedHardware) -> Cluster | Non
     known = cluster_of(run)
     cluster = _rough(hardware) if known is None else own_part(run, known)
     return cluster and resized(cluster, hardware.processes)
-
-
-def host_memory_bytes() -> float:
-    """Return the memory of the machine, or of the container if that has a limit."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else "max"
-    return float(whole if limit == "max" else min(whole, int(limit)))
-
-
-def process_memory_bytes() -> float:
-    """Return the most memory that one process of this user may have (`ulimit -v`, `-d`)."""
-    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    return min((float(limit) for limit in limits if limit != resource.RLIM_INFINITY), default=math.inf)
 
 
 def device_named(driver_s: str) -> str:

@@ -1,18 +1,13 @@
-"""A node's memory: is it about to run out, and did the kernel kill a process because it ran out?
-
-The smaller of two counts: the machine's memory (MemAvailable), and that of the run's control group, version 2 or 1,
-without the file pages that the kernel frees when needed.
-"""
+"""A node's memory: is it about to run out, and did the kernel kill a process because it ran out?"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, variance
 
+from argosy.plan.hardware.host_memory import MemoryReading
 from argosy.resilience.detect.finding import Finding, Latch
 
 LOW = 0.04
@@ -27,38 +22,6 @@ SURE = 5.0
 """A trend must be this many times the noise."""
 DYING_S = 10.0
 """The kernel counts a killed process at once; its end is seen later, when its memory is freed."""
-NO_LIMIT = 1 << 60
-"""Version 1 writes "none" as a number near 2^63."""
-
-
-@dataclass(frozen=True)
-class MemoryReading:
-    """A node's memory at one moment."""
-
-    available_bytes: int
-    """Memory that can be used before a process is killed."""
-    limit_bytes: int
-    """The machine's memory, or the control group's limit."""
-    oom_kills: int
-    """Processes of the control group that the kernel has killed so far because memory ran out."""
-    machine_oom_kills: int
-    """The same for the whole machine, including groups that reached their own limit."""
-
-
-def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> MemoryReading:
-    """Read how much memory is left on this node."""
-    machine = _table(proc / "meminfo")
-    found = [(machine["MemAvailable:"] * 1024, machine["MemTotal:"] * 1024)]
-    kills: int | None = None
-    for folder in _groups(proc, cgroup):
-        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
-        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes")
-        if limit is not None and limit < NO_LIMIT and used is not None:
-            reclaimable = _table(folder / "memory.stat").get("inactive_file", 0)
-            found.append((max(0, limit - used + reclaimable), limit))
-        if kills is None:  # the group's own count: groups above it count other processes too
-            kills = (_table(folder / "memory.events") or _table(folder / "memory.oom_control")).get("oom_kill")
-    return MemoryReading(*min(found), kills or 0, _table(proc / "vmstat").get("oom_kill", 0))
 
 
 class MemoryDetector:
@@ -134,39 +97,6 @@ def seconds_left(past: Sequence[tuple[float, int]]) -> float | None:
     if min(first - middle, middle - last, first - last - SURE * noise) <= 0 or middle - last < 0.5 * (first - middle):
         return None
     return past[-1][1] / ((first - last) / (span_s * 2 / 3))
-
-
-def _groups(proc: Path, root: Path) -> Iterator[Path]:
-    """Yield the control groups of this process that may limit its memory, and those above them."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        folder = root / ("memory" if controllers else "") / path.lstrip("/")
-        # In a container the path is that of the host, and the root is the group itself.
-        yield from (f for f in (folder, *folder.parents) if f.is_relative_to(root) and f.is_dir())
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # "max" is none
-
-
-def _table(path: Path) -> dict[str, int]:
-    """Read lines of a name and a number."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    words = [line.split() for line in lines]
-    return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}
 
 
 def _facts(reading: MemoryReading) -> dict[str, int]:

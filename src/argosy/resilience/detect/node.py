@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from argosy.plan.hardware.host_memory import read_memory
 from argosy.resilience.detect.disk import DiskDetector, DiskProbe
 from argosy.resilience.detect.finding import Finding, Latch
-from argosy.resilience.detect.memory import MemoryDetector, read_memory
+from argosy.resilience.detect.memory import MemoryDetector
 
 JUMP_S = 1.0
 """NTP moves a clock by at most half a millisecond a second; more than this between two readings is no adjustment."""
