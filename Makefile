@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each sets up what it needs, once.
-.PHONY: demo test test-all test-faults healthy chaos lint docs test-docs bench bench-planner clean help
+.PHONY: demo test test-all test-faults healthy chaos lint docs test-docs bench bench-planner package clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -19,6 +19,7 @@ help:
 	@echo "make test-docs  run the commands of the documents (a quarter of an hour)"
 	@echo "make bench     the benchmarks, side by side with their peers"
 	@echo "make bench-planner  the planner's predictions against published runs"
+	@echo "make package   the wheel and the sdist in dist/, the same bytes twice, tried outside the tree"
 	@echo "make clean     remove the environment and what was built (not runs/ and data/)"
 
 demo: .venv/.core
@@ -65,6 +66,9 @@ bench: .venv/.bench
 bench-planner: .venv/.dev
 	$(BIN)/python benchmarks/planner/score.py
 	$(BIN)/python benchmarks/planner/score.py --calibration-rows 5
+
+package: .venv/.dev
+	$(BIN)/python .ci/package.py
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -96,14 +96,35 @@ def _main(argv: list[str]) -> int:
         print(_help(), flush=True)
         return 0
     if name == "--version":
-        from argosy import __version__
-
-        print(f"argosy {__version__}")
+        print(_version())
         return 0
     if name not in COMMANDS:
         print(_unknown_command(name), file=sys.stderr)
         return 2
     return _run(name, argv[1:])
+
+
+def _version() -> str:
+    """Return the version, with the commit of a checkout, and those of torch and Python."""
+    import platform
+    import subprocess
+    from contextlib import suppress
+    from importlib.metadata import PackageNotFoundError, version
+    from pathlib import Path
+
+    from argosy import __version__
+
+    source = Path(__file__).parents[3]
+    commit = ""
+    if (source / ".git").exists():
+        git = ["git", "-C", str(source), "describe", "--always", "--dirty", "--exclude=*"]
+        with suppress(OSError):
+            commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "none"
+    return f"argosy {__version__}{commit and f' ({commit})'}, torch {torch}, Python {platform.python_version()}"
 
 
 def _run(name: str, argv: list[str]) -> int:
