@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from argosy.config.attention import RopeScaling
 from argosy.config.dump import save_run
 from argosy.config.load import load
-from argosy.config.model import ModelConfig, RopeScaling
+from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 

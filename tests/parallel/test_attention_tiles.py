@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from argosy.models.attention import causal_attention
-from argosy.parallel.attention_tiles import CPU_FLASH, CUDA_FLASH, PLAIN, Kernel, kernel_for, ring_tiles
+from argosy.models.attention_kernels import CAUSAL, CPU_FLASH, CUDA_FLASH, PLAIN, WHOLE, Kernel, Seen, kernel_for
+from argosy.parallel.attention_tiles import ring_tiles
 from argosy.parallel.context import shard_sequence
 
 KERNELS = {"flash": CPU_FLASH, "plain": PLAIN}
@@ -34,7 +35,7 @@ def written_out(q_BTHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor,
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_a_whole_tile_is_softmax_attention_with_its_log_sum_exp(kernel: Kernel, kv_heads: int):
     q, k, v, _ = inputs(4, kv_heads, queries=5, keys=12)
-    y, lse = kernel.forward(q, k, v, False)
+    y, lse = kernel.forward(q, k, v, WHOLE)
     expected_y, expected_lse = written_out(q, k, v)
     torch.testing.assert_close(y, expected_y)
     torch.testing.assert_close(lse, expected_lse)
@@ -46,9 +47,9 @@ def test_a_causal_tile_and_its_gradients_are_those_of_the_model(kernel: Kernel, 
     q, k, v, dy = inputs(4, kv_heads)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = causal_attention(*leaves)
-    y, lse = kernel.forward(q, k, v, True)
+    y, lse = kernel.forward(q, k, v, CAUSAL)
     torch.testing.assert_close(y, expected)
-    gradients = kernel.backward(dy, q, k, v, y, lse, True)
+    gradients = kernel.backward(dy, q, k, v, y, lse, CAUSAL)
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, leaves, dy), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -57,9 +58,9 @@ def test_a_causal_tile_and_its_gradients_are_those_of_the_model(kernel: Kernel, 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_with_the_whole_output_and_log_sum_exp_gradients_of_parts_add_up(kernel: Kernel, kv_heads: int):
     q, k, v, dy = inputs(4, kv_heads)
-    whole = kernel.forward(q, k, v, False)
-    dq, dk, dv = kernel.backward(dy, q, k, v, *whole, False)
-    parts = [kernel.backward(dy, q, k[:, s], v[:, s], *whole, False) for s in (slice(0, 5), slice(5, 12))]
+    whole = kernel.forward(q, k, v, WHOLE)
+    dq, dk, dv = kernel.backward(dy, q, k, v, *whole, WHOLE)
+    parts = [kernel.backward(dy, q, k[:, s], v[:, s], *whole, WHOLE) for s in (slice(0, 5), slice(5, 12))]
     torch.testing.assert_close(parts[0][0] + parts[1][0], dq)
     torch.testing.assert_close(torch.cat([part[1] for part in parts], dim=1), dk)
     torch.testing.assert_close(torch.cat([part[2] for part in parts], dim=1), dv)
@@ -68,22 +69,22 @@ def test_with_the_whole_output_and_log_sum_exp_gradients_of_parts_add_up(kernel:
 def test_the_gpu_kernel_takes_these_arguments_and_gives_these_shapes():
     """On the meta device: torch's own operators, all but the arithmetic; they are private, and may change."""
     q, k, v, dy = (x.to("meta", torch.bfloat16) for x in inputs(4, 2, queries=5, keys=12))
-    y, lse = CUDA_FLASH.forward(q, k, v, False)
+    y, lse = CUDA_FLASH.forward(q, k, v, WHOLE)
     assert y.shape == q.shape and lse.shape == (2, 4, 5) and lse.dtype == torch.float32
     gradients = CUDA_FLASH.backward(dy, q, k, v, y, lse, False)
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
 
 
 @NEEDS_CUDA
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_gpu_kernel_gives_the_plain_numbers(causal: bool):
+@pytest.mark.parametrize("seen", [WHOLE, CAUSAL])
+def test_the_gpu_kernel_gives_the_plain_numbers(seen: Seen):
     q, k, v, dy = (x.to("cuda", torch.bfloat16) for x in inputs(4, 2, queries=64, keys=64, width=64))
     assert kernel_for(q) is CUDA_FLASH
-    y, lse = CUDA_FLASH.forward(q, k, v, causal)
-    expected_y, expected_lse = PLAIN.forward(q, k, v, causal)
+    y, lse = CUDA_FLASH.forward(q, k, v, seen)
+    expected_y, expected_lse = PLAIN.forward(q, k, v, seen)
     torch.testing.assert_close(y.float(), expected_y, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
-    gradients, expected = (kernel.backward(dy, q, k, v, y, lse, causal) for kernel in (CUDA_FLASH, PLAIN))
+    gradients, expected = (kernel.backward(dy, q, k, v, y, lse, seen) for kernel in (CUDA_FLASH, PLAIN))
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
 

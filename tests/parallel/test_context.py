@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from argosy.models.attention import AttentionCore, packed_attention
-from argosy.parallel.attention_tiles import PLAIN
+from argosy.models.attention_kernels import PLAIN
 from argosy.parallel.context import (
     RingAttention,
     UlyssesAttention,

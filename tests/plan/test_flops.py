@@ -9,9 +9,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from argosy.config.attention import MLAConfig
 from argosy.config.catalog import preset_names
 from argosy.config.load import load
-from argosy.config.model import MLAConfig, ModelConfig, MoEConfig
+from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.plan.flops import matmul_parameters, parameters, train_flops_per_token

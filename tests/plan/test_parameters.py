@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from argosy.config.model import MLAConfig, ModelConfig, MoEConfig
+from argosy.config.attention import MLAConfig
+from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.decoder import Decoder
 from argosy.plan.parameters import Parameter, Stage, Table, block_table, inside, parameter_table, state_table
 

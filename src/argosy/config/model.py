@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from argosy.config.attention import AttentionConfig, MLAConfig, NormConfig, RopeScaling
 from argosy.config.extend import one_of_or_own
 from argosy.config.section import Section
 
@@ -39,26 +40,13 @@ class MuPConfig(Section):
 MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_STACKED = 2**13, 2**16, 2**16, 2**18
 """Limits of layers, heads, experts of a layer, and experts of all layers: tables of parameters are made of them, also
 of models in files of others. The largest models have a tenth of each at most."""
-FAMILIES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
-
-
-class RopeScaling(Section):
-    """Stretching of rotary frequencies, so that a model reads longer contexts than it was trained on."""
-
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """none; linear: position interpolation; llama3: as Llama 3.1, by wavelength; yarn: Peng et al. 2023."""
-    factor: PositiveFloat = 1.0
-    """New context length over the original one."""
-    original_max_seq_len: PositiveInt = 8192
-    """Context length before stretching (llama3, yarn)."""
-    low_freq_factor: PositiveFloat = 1.0
-    """llama3: wavelengths longer than original_max_seq_len / this are stretched fully."""
-    high_freq_factor: PositiveFloat = 4.0
-    """llama3: wavelengths shorter than original_max_seq_len / this stay as they are."""
-    beta_fast: PositiveFloat = 32.0
-    """yarn: dimensions that turn more often than this over the original context stay as they are."""
-    beta_slow: PositiveFloat = 1.0
-    """yarn: dimensions that turn less often than this over the original context are stretched fully."""
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4", "granite",
+    "smollm3", "glm", "glm4", "phi3", "cohere", "cohere2", "seed_oss", "arcee", "nemotron", "ernie4_5",
+    "hunyuan_v1_dense", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "glm4_moe", "dots1",
+    "deepseek_v2", "deepseek_v3", "kimi_k2",
+)  # fmt: skip
+"""The model types that export and import know."""
 
 
 class MoEConfig(Section):
@@ -72,10 +60,22 @@ class MoEConfig(Section):
     """Hidden width of one expert, a SwiGLU."""
     shared_experts: NonNegativeInt = 0
     """Experts that every token goes to as well; together one feed-forward of this times expert_ffn_width."""
+    shared_ffn_width: NonNegativeInt = 0
+    """Width of that feed-forward; 0: as said."""
+    shared_gate: bool = False
+    """A gate on its result, by a sigmoid of the layer's input (Qwen2-MoE)."""
     first_dense_layers: NonNegativeInt = 0
     """Number of first layers that keep a feed-forward of ffn_width."""
+    every: PositiveInt = 1
+    """Experts in every so many layers; those between are dense (decoder_sparse_step)."""
+    dense_layers: tuple[NonNegativeInt, ...] = ()
+    """Further layers, counted from 0, that are dense."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """How logits become scores: softmax over all experts, or a sigmoid for each (DeepSeek-V3)."""
+    router_bias: bool = False
+    """A learned bias on the router's logits (gpt-oss)."""
+    expert_bias: bool = False
+    """Biases on the matrices of experts (gpt-oss)."""
     normalize_weights: bool = True
     """Scale the weights of a token's experts so that they add up to 1."""
     routed_scale: PositiveFloat = 1.0
@@ -84,6 +84,8 @@ class MoEConfig(Section):
     """Number of groups of experts; a token's experts come from the best top_groups of them (DeepSeek-V3)."""
     top_groups: PositiveInt = 1
     """Groups that the experts of one token may come from."""
+    group_score: Literal["best_two", "best"] = "best_two"
+    """A group is judged by the sum of its two best scores (DeepSeek-V3), or by its best (DeepSeek-V2)."""
     balance: Literal["none", "aux", "bias"] = "aux"
     """aux: a loss per sequence; bias: a bias on the scores that choose experts (Wang et al. 2024), and that loss."""
     aux_coefficient: NonNegativeFloat = 1e-3
@@ -112,7 +114,7 @@ class MoEConfig(Section):
         if self.top_groups > self.groups:
             raise ValueError(f"top_groups = {self.top_groups} is more than groups = {self.groups}; try {self.groups}")
         group = self.experts // self.groups
-        if self.groups > 1 and group < 2:
+        if self.groups > 1 and group < 2 and self.group_score == "best_two":
             raise ValueError(
                 f"groups = {self.groups} leaves {group} expert in a group, and a group is judged by its best two; "
                 f"try {max(1, self.experts // 2)} or less"
@@ -125,39 +127,8 @@ class MoEConfig(Section):
         return self
 
 
-class MLAConfig(Section):
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are kept as one narrow vector a token."""
-
-    kv_rank: NonNegativeInt = 0
-    """Width of that vector; 0 is ordinary attention."""
-    q_rank: NonNegativeInt = 0
-    """Width of the latent that queries are made from; 0 makes them from the hidden state."""
-    rope_width: PositiveInt = 64
-    """Width of the rotated part of a query or key head; must be even and equal to model.head_width."""
-    nope_width: PositiveInt = 128
-    """Width of the part that is not rotated."""
-    value_width: PositiveInt = 128
-    """Width of a value head; at most nope_width + rope_width."""
-
-    @property
-    def key_width(self) -> int:
-        """Width of one query or key head."""
-        return self.nope_width + self.rope_width
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
-        if self.kv_rank and self.rope_width % 2:
-            raise ValueError(f"rope_width = {self.rope_width} must be even: rotary embedding turns pairs")
-        if self.kv_rank and self.value_width > self.key_width:
-            raise ValueError(
-                f"value_width = {self.value_width} is more than nope_width + rope_width = {self.key_width}; "
-                f"try {self.key_width} or less"
-            )
-        return self
-
-
 class ModelConfig(Section):
-    """The decoder: Llama 3, Qwen2, Qwen3, Mixtral and DeepSeek-V3 families. Sizes are data; a preset gives the rest."""
+    """The decoder. Families (docs/families.md) are settings of it; a preset gives the sizes of a published model."""
 
     preset: str | None = None
     """Model size: a preset, e.g. llama-5m or llama3-8b (`argosy config presets` lists them); keys beside it override
@@ -182,7 +153,16 @@ class ModelConfig(Section):
     """Intermediate size: hidden width of the SwiGLU feed-forward of dense layers."""
     ffn_gate: bool = True
     """false: a feed-forward of two matrices, without a gate, which some families of your own have."""
+    ffn_bias: bool = False
+    """Biases on the feed-forward's matrices."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"] = "silu"
+    """Of the gate (silu: SwiGLU, gelu: GeGLU) or, without one, of the hidden values. clamped_swiglu: (up + 1) gate
+    sigmoid(1.702 gate), both clamped to ffn_limit (gpt-oss). A family of your own brings its own."""
+    ffn_limit: NonNegativeFloat = 0.0
+    """clamped_swiglu: the limit."""
     moe: MoEConfig = MoEConfig()
+    attention: AttentionConfig = AttentionConfig()
+    norms: NormConfig = NormConfig()
     mla: MLAConfig = MLAConfig()
     mup: MuPConfig = MuPConfig()
     vocab_size: NonNegativeInt = 0
@@ -193,15 +173,23 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling = RopeScaling()
     norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Added to the mean square in norms."""
     qk_norm: bool = False
-    """RMSNorm on each query and key head (Qwen3)."""
+    """A norm on each query and key head (Qwen3); see attention.norm_over."""
     attention_bias: bool = False
     """Biases on the q, k, v and o projections."""
     qkv_bias: bool = False
     """Biases on the q, k and v projections and none on o (Qwen2)."""
     tie_embeddings: bool = False
     """The head uses the embedding's weight."""
+    embedding_scale: PositiveFloat = 1.0
+    """Factor on the embedding's vectors (Gemma, Granite)."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor on what attention and feed-forward add to the residual stream (Granite)."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor on logits (Granite, Cohere)."""
+    logit_softcap: NonNegativeFloat = 0.0
+    """Logits are logit_softcap * tanh(logits / logit_softcap) (Gemma 2); 0: as they are."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial weights; divided by sqrt(2*layers) for projections into the residual stream."""
 
@@ -244,6 +232,27 @@ class ModelConfig(Section):
             raise ValueError("qk_norm = true with mla: the latents have norms of their own; set qk_norm = false")
         if self.qkv_bias:
             raise ValueError("qkv_bias = true with mla: latent attention has no q, k and v alike; set qkv_bias = false")
+        if self.attention != AttentionConfig():
+            raise ValueError("attention with mla: latent attention has none of these settings; leave the table out")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        width = self.attention.rotary_width
+        if width > self.head_width:
+            raise ValueError(
+                f"attention.rotary_width = {width} is more than head_width = {self.head_width}; leave it out"
+            )
+        if (self.activation == "clamped_swiglu") != bool(self.ffn_limit):
+            raise ValueError(
+                f"ffn_limit = {self.ffn_limit:g} and activation = {self.activation}: clamped_swiglu needs a limit, "
+                "and no other activation has one"
+            )
+        if self.moe.experts and not any(map(self.is_moe_layer, range(self.layers))):
+            raise ValueError(
+                f"moe.every and moe.dense_layers leave none of layers = {self.layers} to moe.experts = "
+                f"{self.moe.experts}; set experts = 0"
+            )
         return self
 
     @model_validator(mode="after")
@@ -266,4 +275,6 @@ class ModelConfig(Section):
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return True if block `layer` (from 0) has experts in place of a feed-forward."""
-        return self.moe.experts > 0 and layer >= self.moe.first_dense_layers
+        moe = self.moe
+        has_turn = layer >= moe.first_dense_layers and (layer + 1) % moe.every == 0
+        return moe.experts > 0 and has_turn and layer not in moe.dense_layers

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
-from argosy.models.layers import linear, norm
+from argosy.models.banded_attention import banded_attention
+from argosy.models.layers import linear, local, norm
 from argosy.models.rope import rotate
+from argosy.plan.layer_spec import LayerSpec, layer_spec
 from argosy.plan.mup import query_factor
 from argosy.plan.parameters import attention_table
 
@@ -22,60 +24,110 @@ product and keeps it: without padding, kernels took a gigabyte after an hour, an
 # B batch, T tokens, S tokens in the cache, D model width, H query heads, K key/value heads, E head width
 
 
-AttentionCore = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""The signature of `packed_attention`. Context parallelism puts in one that sees the other ranks' tokens too."""
+class AttentionCore(Protocol):
+    """The signature of `packed_attention`. Context parallelism puts in one that sees the other ranks' tokens too."""
+
+    def __call__(
+        self,
+        q_BTHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        documents: Tensor | None,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 class LayerCache:
-    """Keys and values of one layer for the tokens read so far, [B, max_seq_len, K, E]."""
+    """Keys and values of one layer for the tokens read so far, at most [B, max_seq_len, K, E]; of a layer with a
+    window, only those that later tokens see."""
 
-    def __init__(self, batch: int, max_seq_len: int, config: ModelConfig, like: Tensor):
-        shape = (batch, max_seq_len, config.kv_heads, config.head_width)
+    def __init__(self, batch: int, max_seq_len: int, spec: LayerSpec, like: Tensor):
+        self._window = spec.window
+        shape = (batch, 0 if spec.window else max_seq_len, spec.kv_heads, spec.head_width)
         self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
         self.length = 0
 
     def append(self, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens and return all keys and values so far, [B, S, K, E]."""
-        end = self.length + k_BTKE.shape[1]
-        self.keys[:, self.length : end] = k_BTKE
-        self.values[:, self.length : end] = v_BTKE
-        self.length = end
-        return self.keys[:, :end], self.values[:, :end]
+        """Store the new tokens and return all keys and values that they may see, [B, S, K, E], up to themselves."""
+        begin, self.length = self.length, self.length + k_BTKE.shape[1]
+        if self._window:
+            keys, values = torch.cat((self.keys, k_BTKE), 1), torch.cat((self.values, v_BTKE), 1)
+            self.keys, self.values = (x[:, max(0, x.shape[1] - self._window + 1) :] for x in (keys, values))
+            return keys, values
+        self.keys[:, begin : self.length] = k_BTKE
+        self.values[:, begin : self.length] = v_BTKE
+        return self.keys[:, : self.length], self.values[:, : self.length]
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig):
+    """Attention of the layer that `spec` describes, with the parameters of `plan.parameters.attention_table`."""
+
+    def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
-        self.head_width = config.head_width
-        table = attention_table(config)
+        settings, spec = config.attention, layer_spec(config, layer)
+        self.head_width, self.kv_heads = spec.head_width, spec.kv_heads
+        table = attention_table(config, layer)
         self.q, self.k, self.v, self.o = (linear(table, name) for name in "qkvo")
-        self.q_norm = norm(table, "q_norm", config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = norm(table, "k_norm", config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = norm(table, "q_norm", config) if config.qk_norm else nn.Identity()
+        self.k_norm = norm(table, "k_norm", config) if config.qk_norm else nn.Identity()
+        self.norms_all = settings.norm_over == "all"
+        self.norms_last = settings.norm_after_rotary
+        self.out_gate = linear(table, "out_gate") if settings.gate else None
+        self.sinks = nn.Parameter(torch.empty(table["sinks"].shape)) if settings.sinks else None
         self.query_factor = query_factor(config)
+        if settings.scale:
+            self.query_factor *= settings.scale * spec.head_width**0.5
+        self.window, self.softcap = spec.window, settings.softcap
         self.core: AttentionCore = packed_attention
 
     def forward(
         self,
         x_BTD: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: tuple[Tensor, Tensor] | None,
         documents: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """`rotary`: cosines and sines of these tokens; `documents`: see `packed_attention`."""
+        """`rotary`: cosines and sines of these tokens, None for no position; `documents`: see `packed_attention`."""
         heads = (*x_BTD.shape[:2], -1, self.head_width)
-        q_BTHE = rotate(self.q_norm(self.q(x_BTD).view(heads)), *rotary)
+        q_BTHE = self._placed(self.q(x_BTD), self.q_norm, heads, rotary)
         if self.query_factor != 1.0:
             q_BTHE = q_BTHE * self.query_factor
-        k_BTKE = rotate(self.k_norm(self.k(x_BTD).view(heads)), *rotary)
+        k_BTKE = self._placed(self.k(x_BTD), self.k_norm, heads, rotary)
         v_BTKE = self.v(x_BTD).view(heads)
-        if cache is None:
-            y_BTHE = self.core(q_BTHE, k_BTKE, v_BTKE, documents)
+        sinks_H = None if self.sinks is None else local(self.sinks)
+        if cache is not None:
+            k_BSKE, v_BSKE = cache.append(k_BTKE, v_BTKE)
+            y_BTHE = cached_attention(q_BTHE, k_BSKE, v_BSKE, self.window, self.softcap, sinks_H)
+        elif self.window or self.softcap or sinks_H is not None:
+            y_BTHE = self.core(q_BTHE, k_BTKE, v_BTKE, documents, self.window, self.softcap, sinks_H)
         else:
-            y_BTHE = cached_attention(q_BTHE, *cache.append(k_BTKE, v_BTKE))
-        return self.o(y_BTHE.flatten(2))
+            y_BTHE = self.core(q_BTHE, k_BTKE, v_BTKE, documents)
+        y = y_BTHE.flatten(2)
+        return self.o(y if self.out_gate is None else y * self.out_gate(x_BTD).sigmoid())
+
+    def _placed(
+        self, x: Tensor, norm: nn.Module, heads: tuple[int, ...], rotary: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Return queries or keys by heads, with their norm and rotation."""
+        x_BTHE: Tensor = norm(x).view(heads) if self.norms_all else x.view(heads)
+        if not self.norms_all and not self.norms_last:
+            x_BTHE = norm(x_BTHE)
+        if rotary is not None:
+            x_BTHE = rotate(x_BTHE, *rotary)
+        return norm(x_BTHE) if self.norms_last else x_BTHE
 
 
-def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor | None) -> Tensor:
+def packed_attention(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    documents: Tensor | None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Causal attention inside each document and never across; returns [B, T, H, E].
 
     `documents` holds where documents start in the B*T tokens laid end to end, then B*T itself (int32,
@@ -84,19 +136,35 @@ def packed_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: 
     With None, none starts inside a row. The caller decides this before it enters compiled code: if compiled code
     branched on the length of `documents`, which of its two paths such rows took would depend on what the process had
     compiled before, and the last bits of the result would depend on it too.
+
+    `window`: a token sees as many tokens up to itself; 0: all of its document. `softcap`, `sinks_H`: as in
+    `banded_attention`.
     """
-    if documents is None:
+    has_kernel = q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16)
+    if softcap or sinks_H is not None or (window and not has_kernel):
+        starts = _row_starts(q_BTHE) if documents is None else documents
+        q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
+        return banded_attention(q, k, v, starts, starts, window, softcap, sinks_H).view(q_BTHE.shape)
+    if documents is None and not window:
         return causal_attention(q_BTHE, k_BTKE, v_BTKE)
-    if q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16):
+    if has_kernel:
         from torch.nn.attention.varlen import varlen_attn  # importing it loads the compiler, which takes seconds
 
         longest = q_BTHE.shape[1]  # an upper bound: the true maximum would make the host wait for the device
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
         gqa = q.shape[1] != k.shape[1]
-        y = varlen_attn(q, k, v, documents, documents, longest, longest, window_size=(-1, 0), enable_gqa=gqa)
+        starts = _row_starts(q_BTHE) if documents is None else documents
+        y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(window - 1, 0), enable_gqa=gqa)
         assert isinstance(y, Tensor)  # a tuple only if the log-sum-exp is asked for
         return y.view(q_BTHE.shape)
+    assert documents is not None
     return _attention_by_document(q_BTHE, k_BTKE, v_BTKE, documents)
+
+
+def _row_starts(x_BTHE: Tensor) -> Tensor:
+    """Return where rows start, then their end: the `documents` of rows that are one document each."""
+    rows, length = x_BTHE.shape[:2]
+    return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=x_BTHE.device)
 
 
 @torch.compiler.disable  # lengths differ from batch to batch: each would be compiled again
@@ -126,10 +194,23 @@ def causal_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa).transpose(1, 2)
 
 
-def cached_attention(q_BTHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
-    """Attention of the last T of S tokens to all up to themselves; [B, T, H, E]."""
+def cached_attention(
+    q_BTHE: Tensor,
+    k_BSKE: Tensor,
+    v_BSKE: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attention of the last T of S tokens to all up to themselves, or the last `window` of these; [B, T, H, E]."""
     T, S = q_BTHE.shape[1], k_BSKE.shape[1]
+    if softcap or sinks_H is not None:
+        q_starts, k_starts = (torch.arange(0, len(q_BTHE) * n + 1, n, dtype=torch.int32) for n in (T, S))
+        q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BSKE, v_BSKE))
+        return banded_attention(q, k, v, q_starts, k_starts, window, softcap, sinks_H).view(q_BTHE.shape)
     seen_TS = torch.ones(T, S, dtype=torch.bool, device=q_BTHE.device).tril(S - T)
+    if window:
+        seen_TS = seen_TS.triu(S - T - window + 1)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BSKE, v_BSKE))
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TS, enable_gqa=gqa).transpose(1, 2)

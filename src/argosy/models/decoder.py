@@ -14,12 +14,13 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
 from argosy.models.experts import feed_forward_of
-from argosy.models.layers import embedding, linear, local, norm
-from argosy.models.loss import ChunkLoss, chunk_loss_and_gradient, summed_cross_entropy
+from argosy.models.layers import Norm, embedding, linear, local, norm
+from argosy.models.loss import ChunkLoss, chunk_loss_and_gradient, soft_capped, summed_cross_entropy
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.rope import rotary_table
+from argosy.plan.layer_spec import RopeSpec, layer_spec
 from argosy.plan.mup import logit_factor
-from argosy.plan.parameters import Stage, block_table, parameter_table
+from argosy.plan.parameters import Stage, Table, block_table, parameter_table
 
 
 @dataclass(frozen=True)
@@ -68,22 +69,43 @@ def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, each added to the residual stream, with norms where `model.norms` places them."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         table = block_table(config, layer)
-        self.attention_norm = norm(table, "attention_norm", config.norm_eps)
-        self.attention = attention_of(config)
-        self.mlp_norm = norm(table, "mlp_norm", config.norm_eps)
+        #: What the layer's queries and keys are rotated by.
+        self.rope = layer_spec(config, layer).rope
+        self.attention_norm = _norm_or_none(table, "attention_norm", config)
+        self.attention = attention_of(config, layer)
+        self.attention_post_norm = _norm_or_none(table, "attention_post_norm", config)
+        self.mlp_norm = _norm_or_none(table, "mlp_norm", config)
         self.mlp = feed_forward_of(config, layer)
+        self.mlp_post_norm = _norm_or_none(table, "mlp_post_norm", config)
+        self.scale, self.is_parallel = config.residual_scale, config.norms.place == "parallel"
 
     def forward(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], documents: Tensor | None, cache: Cache | None = None
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        documents: Tensor | None,
+        cache: Cache | None = None,
     ) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, documents, cache)
-        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD
+        h_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
+        y_BTD = self.attention(h_BTD, rotary, documents, cache)
+        if self.attention_post_norm is not None:
+            y_BTD = self.attention_post_norm(y_BTD)
+        x_BTD = x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
+        if not self.is_parallel:
+            h_BTD = x_BTD if self.mlp_norm is None else self.mlp_norm(x_BTD)
+        y_BTD = self.mlp(h_BTD)
+        if self.mlp_post_norm is not None:
+            y_BTD = self.mlp_post_norm(y_BTD)
+        return x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
+
+
+def _norm_or_none(table: Table, name: str, config: ModelConfig) -> Norm | None:
+    return norm(table, name, config) if f"{name}.weight" in table else None
 
 
 class Decoder(nn.Module):
@@ -105,18 +127,18 @@ class Decoder(nn.Module):
             has_embedding, has_head = "embedding.weight" in table, "head.weight" in table
             self.embedding = embedding(table, "embedding", compute_dtype) if has_embedding else None
             self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in stage.layers})
-            self.norm = norm(table, "norm", config.norm_eps) if stage.last else None
+            self.norm = norm(table, "norm", config) if stage.last else None
             self.head = linear(table, "head") if has_head else None
         self.loss_of_chunk: ChunkLoss = chunk_loss_and_gradient
         #: A loss of the user's, in training; held-out text is scored by `loss_of_chunk` all the same.
         self.own_loss: ChunkLoss | None = None
         #: The largest part of the vocabulary that a rank has, in tokens.
         self.longest_part = config.vocab_size
-        self.logit_factor = logit_factor(config)
+        self.logit_factor = logit_factor(config) * config.logit_scale
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
         #: Called before a part of the model computes: its values may still be on their way from other ranks.
         self.before_use: Callable[[nn.Module], None] = _nothing
-        self._rotary: tuple[Tensor, Tensor] | None = None
+        self._rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
 
     def forward(
         self,
@@ -141,16 +163,20 @@ class Decoder(nn.Module):
             documents = document_starts(positions_BT) if documents is None else documents
             if len(documents) == len(x) + 1:  # no document starts inside a row
                 documents = None
-        cos, sin = self.rotary_to(start + positions_BT.shape[1], x.device)
         mine_BT = self.my_tokens(positions_BT)
-        rotary = cos[mine_BT], sin[mine_BT]
+        tables = self.rotary_to(start + positions_BT.shape[1], x.device)
+        rotary = {rope: (cos[mine_BT], sin[mine_BT]) for rope, (cos, sin) in tables.items()}
         if self.stage.first:
             assert self.embedding is not None
             self.before_use(self.embedding)
             x = self.embedding(x)
+            if self.config.embedding_scale != 1.0:
+                x = x * self.config.embedding_scale
         for i, block in enumerate(self.blocks.values()):
             self.before_use(block)
-            x = block(x, rotary, documents, cache[i] if cache else None)
+            assert isinstance(block, Block)
+            turn = None if block.rope is None else rotary[block.rope]
+            x = block(x, turn, documents, cache[i] if cache else None)
         if self.norm is None:
             return x
         self.before_use(self)
@@ -159,12 +185,13 @@ class Decoder(nn.Module):
             x = x * self.logit_factor
         weight_VD = self.head_weight
         if targets_BT is None:
-            return F.linear(x, local(weight_VD).to(x.dtype))
+            return soft_capped(F.linear(x, local(weight_VD).to(x.dtype)), self.config.logit_softcap)
         targets_N = targets_BT.flatten()
         of_chunk, longest = self.loss_of_chunk, self.longest_part
         if self.own_loss is not None and torch.is_grad_enabled():
             of_chunk, longest = self.own_loss, self.config.vocab_size
-        return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest)
+        softcap = self.config.logit_softcap
+        return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest, softcap)
 
     @property
     def head_weight(self) -> Tensor:
@@ -181,14 +208,18 @@ class Decoder(nn.Module):
     def new_cache(self, batch: int, max_seq_len: int) -> list[Cache]:
         """An empty key/value cache for each block."""
         like = torch.empty(0, dtype=self.compute_dtype, device=self.device)
-        return [cache_of(self.config, batch, max_seq_len, like) for _ in self.blocks]
+        return [cache_of(self.config, int(layer), batch, max_seq_len, like) for layer in self.blocks]
 
-    def rotary_to(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of at least `seq_len` places; they are computed once and kept."""
-        if self._rotary is None or self._rotary[0].shape[0] < seq_len or self._rotary[0].device != device:
-            with torch.inference_mode(False):  # training steps use a table that evaluation made
-                # A power of two, so that generation, token by token, seldom computes it again.
-                self._rotary = rotary_table(self.config, 1 << (seq_len - 1).bit_length(), device)
+    def rotary_to(self, seq_len: int, device: torch.device) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
+        """Return the cosines and sines of at least `seq_len` places for each rotary embedding of the blocks; they are
+        computed once and kept."""
+        for block in self.blocks.values():
+            assert isinstance(block, Block)
+            rope, known = block.rope, None if block.rope is None else self._rotary.get(block.rope)
+            if rope is not None and (known is None or known[0].shape[0] < seq_len or known[0].device != device):
+                with torch.inference_mode(False):  # training steps use a table that evaluation made
+                    # A power of two, so that generation, token by token, seldom computes it again.
+                    self._rotary[rope] = rotary_table(rope, 1 << (seq_len - 1).bit_length(), device)
         return self._rotary
 
 

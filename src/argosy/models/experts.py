@@ -7,8 +7,9 @@ depend on the other tokens of its batch. Only a capacity, which drops tokens, ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig, MoEConfig
-from argosy.models.layers import FeedForward, local
+from argosy.models.layers import Activation, FeedForward, gated, linear, local
 from argosy.models.own_family import activation_of
 from argosy.plan.parameters import Table, feed_forward_table, inside, moe_table
 
@@ -28,8 +29,8 @@ def feed_forward_of(config: ModelConfig, layer: int) -> FeedForward | MoE:
     """Return the feed-forward of block `layer` (from 0)."""
     if config.is_moe_layer(layer):
         return MoE(config)
-    table = feed_forward_table(config.width, config.ffn_width, config.ffn_gate)
-    return FeedForward(table, activation_of(config.family))
+    table = feed_forward_table(config.width, config.ffn_width, config.ffn_gate, config.ffn_bias)
+    return FeedForward(table, activation_of(config), config.ffn_limit)
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoE]:
@@ -50,8 +51,10 @@ class MoE(nn.Module):
         self.config = moe = config.moe
         table = moe_table(config)
         self.router = Router(moe, inside(table, "router"))
-        self.experts = Experts(moe, inside(table, "experts"))
-        self.shared = FeedForward(inside(table, "shared")) if moe.shared_experts else None
+        activation = activation_of(config), config.ffn_limit
+        self.experts = Experts(moe, inside(table, "experts"), *activation)
+        self.shared = FeedForward(inside(table, "shared"), *activation) if moe.shared_experts else None
+        self.shared_gate = linear(table, "shared_gate") if moe.shared_experts and moe.shared_gate else None
         self.rows = Rows()
         self.loss_weight = 1.0
         self._load: Tensor | None = None
@@ -62,7 +65,10 @@ class MoE(nn.Module):
         experts_BTK = self._within_capacity(routing.experts_BTK) if training else routing.experts_BTK
         y_BTD: Tensor = self.experts(x_BTD, experts_BTK, routing.weights_BTK)
         if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD)
+            shared_BTD = self.shared(x_BTD)
+            if self.shared_gate is not None:
+                shared_BTD = shared_BTD * self.shared_gate(x_BTD).sigmoid()
+            y_BTD = y_BTD + shared_BTD
         return self._balanced(y_BTD, routing, experts_BTK) if training else y_BTD
 
     def take_load(self) -> Tensor:
@@ -207,11 +213,14 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(table["weight"].shape))
+        self.logit_bias = nn.Parameter(torch.empty(table["logit_bias"].shape)) if "logit_bias" in table else None
         self.register_buffer("bias", torch.zeros(config.experts) if config.balance == "bias" else None)
 
     def forward(self, x_BTD: Tensor) -> Routing:
         moe = self.config
         logits_BTE = F.linear(x_BTD.float(), local(self.weight).float())
+        if self.logit_bias is not None:
+            logits_BTE = logits_BTE + local(self.logit_bias).float()
         scores_BTE = logits_BTE.softmax(-1) if moe.router == "softmax" else logits_BTE.sigmoid()
         experts_BTK = self.choose(scores_BTE.detach())
         weights_BTK = scores_BTE.gather(-1, experts_BTK)
@@ -222,13 +231,14 @@ class Router(nn.Module):
         return Routing(experts_BTK, weights_BTK * moe.routed_scale, scores_BTE, logits_BTE)
 
     def choose(self, scores_BTE: Tensor) -> Tensor:
-        """Return each token's K experts, [B, T, K], from its best groups, those whose two best scores sum to most."""
+        """Return each token's K experts, [B, T, K], from its best groups (`group_score`)."""
         moe = self.config
         if self.bias is not None:
             scores_BTE = scores_BTE + self.bias
         if moe.top_groups < moe.groups:
             in_groups = scores_BTE.unflatten(-1, (moe.groups, -1))
-            best = in_groups.topk(2).values.sum(-1).topk(moe.top_groups).indices
+            judged = 2 if moe.group_score == "best_two" else 1
+            best = in_groups.topk(judged).values.sum(-1).topk(moe.top_groups).indices
             out = torch.ones(in_groups.shape[:-1], dtype=torch.bool, device=best.device).scatter(-1, best, False)
             scores_BTE = in_groups.masked_fill(out[..., None], -torch.inf).flatten(-2)
         return scores_BTE.topk(moe.experts_per_token).indices
@@ -284,14 +294,22 @@ def at_home(x_PD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The experts: SwiGLU feed-forwards whose weights are stacked, and the dispatch of tokens to them."""
+    """The experts: gated feed-forwards whose weights are stacked, and the dispatch of tokens to them."""
 
-    def __init__(self, config: MoEConfig, table: Table):
+    share_of_bias = 1.0
+    """The part of the last bias that this rank adds. Tensor parallelism, which adds up results, sets it."""
+
+    def __init__(self, config: MoEConfig, table: Table, activation: Activation = F.silu, limit: float = 0.0):
         super().__init__()
+        self.activation, self.limit = activation, limit
         self.count, self.may_drop = config.experts, config.capacity_factor > 0
         self.gate = nn.Parameter(torch.empty(table["gate"].shape))
         self.up = nn.Parameter(torch.empty(table["up"].shape))
         self.down = nn.Parameter(torch.empty(table["down"].shape))
+        biases = ("gate_bias", "up_bias", "down_bias")
+        for name in biases:
+            bias = nn.Parameter(torch.empty(table[name].shape)) if name in table else None
+            self.register_parameter(name, bias)
         self.exchange: Exchange = at_home
 
     @torch.compiler.disable  # each expert's number of tokens differs from batch to batch
@@ -313,22 +331,34 @@ class Experts(nn.Module):
         gate, up, down = (local(weight).to(x_PD.dtype) for weight in (self.gate, self.up, self.down))
         # The kernels take rows of whole 16 bytes, and at least one row.
         if x_PD.is_cuda and x_PD.dtype == torch.bfloat16 and x_PD.numel() and not (gate.shape[1] | gate.shape[2]) % 8:
-            return grouped_swiglu(x_PD, counts_e, gate, up, down)
-        return swiglu_by_expert(x_PD, counts_e, gate, up, down)
+            matmul = partial(grouped_matmul, counts_E=counts_e)
+        else:
+            matmul = partial(matmul_by_expert, counts=counts_e.tolist())
+        hidden_PF = gated(
+            self._biased(matmul(x_PD, gate), "gate_bias", counts_e),
+            self._biased(matmul(x_PD, up), "up_bias", counts_e),
+            self.activation,
+            self.limit,
+        )
+        return self._biased(matmul(hidden_PF, down), "down_bias", counts_e, self.share_of_bias)
+
+    def _biased(self, y_PX: Tensor, name: str, counts_e: Tensor, share: float = 1.0) -> Tensor:
+        """Add to each row its expert's bias `name`, if the experts have biases."""
+        bias = getattr(self, name)
+        if bias is None:
+            return y_PX
+        return y_PX + (local(bias).to(y_PX.dtype) * share).repeat_interleave(counts_e, 0, output_size=len(y_PX))
 
 
-def grouped_swiglu(x_PD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """Compute all experts with one kernel for each matmul; the host does not wait for the counts."""
+def grouped_matmul(x_PX: Tensor, weight_EYX: Tensor, counts_E: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix with one kernel; the host does not wait for the counts."""
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    gate, up, down = (weight.transpose(1, 2) for weight in (gate_EFD, up_EFD, down_EDF))
-    hidden_PF = F.silu(F.grouped_mm(x_PD, gate, offs=ends_E)) * F.grouped_mm(x_PD, up, offs=ends_E)
-    return F.grouped_mm(hidden_PF, down, offs=ends_E)
+    return F.grouped_mm(x_PX, weight_EYX.transpose(1, 2), offs=ends_E)
 
 
-def swiglu_by_expert(x_PD: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+def matmul_by_expert(x_PX: Tensor, weight_EYX: Tensor, counts: Sequence[int]) -> Tensor:
     """Compute one expert after the other, those without tokens too, so that all weights get a gradient."""
-    shares = zip(x_PD.split(counts_E.tolist()), gate_EFD, up_EFD, down_EDF, strict=True)
-    return torch.cat([F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in shares])
+    return torch.cat([F.linear(x, weight) for x, weight in zip(x_PX.split(list(counts)), weight_EYX, strict=True)])
 
 
 # Moving rows

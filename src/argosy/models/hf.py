@@ -21,8 +21,10 @@ from torch import Tensor
 from argosy.config.model import ModelConfig
 from argosy.errors import ArgosyWarning, StorageError, UserError
 from argosy.files import is_plain_name, read_at_most
-from argosy.models.hf_config import config_from_json, config_to_json, refuse
-from argosy.models.hf_families import MTP_NAMES, family_of, is_stack, their_names, to_ours, to_theirs
+from argosy.models.hf_config import config_from_json, config_to_json
+from argosy.models.hf_families import family_of
+from argosy.models.hf_layers import refuse
+from argosy.models.hf_names import Piece, pieces_of, their_shapes
 from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import state_table
 
@@ -93,33 +95,35 @@ def _write_weights(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> None:
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    shards = _shards(sizes)
+    pieces = pieces_of(config)
+    sizes = [sum(math.prod(shapes[name]) for name in piece.ours) * dtype.itemsize for piece in pieces]
+    shards = _shards(pieces, sizes)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = ["model.safetensors"]
-    for file, names in zip(files, shards, strict=True):
+    for file, some in zip(files, shards, strict=True):
         tensors: dict[str, Tensor] = {}
-        for name in names:
-            weight = weights[name]
-            _check_shape(name, weight.shape, shapes[name], "the weights to export")
-            if (factor := folded_factor(name, config)) != 1.0:
-                weight = weight * factor
-            stored = torch.float32 if name.endswith(KEPT_IN_FP32) else dtype
-            parts = to_theirs(name, weight.detach().to("cpu", stored), config)
+        for piece in some:
+            ours = [_to_store(name, weights[name], config, shapes[name], dtype) for name in piece.ours]
+            parts = piece.to_theirs(ours)
             # A file has no use for two tensors in the same memory, and safetensors refuses them.
             copies = (part.clone() if len(parts) > 1 else part.contiguous() for part in parts)
-            tensors |= dict(zip(their_names(name, config), copies, strict=True))
+            tensors |= dict(zip(piece.theirs, copies, strict=True))
         _save(tensors, folder / file)
     if len(shards) > 1:
         where = {
-            theirs: file
-            for file, names in zip(files, shards, strict=True)
-            for name in names
-            for theirs in their_names(name, config)
+            name: file for file, some in zip(files, shards, strict=True) for piece in some for name in piece.theirs
         }
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
         _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _to_store(name: str, weight: Tensor, config: ModelConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return one of our weights on the CPU, as it is to be stored."""
+    _check_shape(name, weight.shape, shape, "the weights to export")
+    if (factor := folded_factor(name, config)) != 1.0:
+        weight = weight * factor
+    return weight.detach().to("cpu", torch.float32 if name.endswith(KEPT_IN_FP32) else dtype)
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -130,15 +134,15 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     path.chmod(stat.S_IMODE(rights))
 
 
-def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Split the names, in their order, into shards of at most SHARD_BYTES; a larger weight has a shard of its own."""
-    shards: list[list[str]] = [[]]
+def _shards(pieces: Sequence[Piece], sizes: Sequence[int]) -> list[list[Piece]]:
+    """Split the pieces, in their order, into shards of at most SHARD_BYTES; a larger one has a shard of its own."""
+    shards: list[list[Piece]] = [[]]
     room = SHARD_BYTES
-    for name, size in sizes.items():
+    for piece, size in zip(pieces, sizes, strict=True):
         if size > room and shards[-1]:
             shards.append([])
             room = SHARD_BYTES
-        shards[-1].append(name)
+        shards[-1].append(piece)
         room -= size
     return shards
 
@@ -196,19 +200,30 @@ class StoredTensor(NamedTuple):
 
 
 class FolderWeights(Mapping[str, Tensor]):
-    """Weights by our names. Each is read from its file when it is asked for, and is not kept."""
+    """Weights by our names. Each is read from its file when it is asked for; what was fused with it is kept until
+    something else is."""
 
-    def __init__(self, config: ModelConfig, stored: Mapping[str, Sequence[StoredTensor]]):
-        self._config, self._stored = config, stored
+    def __init__(self, pieces: Sequence[Piece], stored: Mapping[str, StoredTensor]):
+        self._pieces = {name: piece for piece in pieces for name in piece.ours}
+        self._stored = stored
+        self._last: tuple[Piece, dict[str, Tensor]] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        return to_ours(name, [_read(at) for at in self._stored[name]], self._config)
+        piece = self._pieces[name]
+        if self._last is None or self._last[0] is not piece:
+            self._last = None  # before the next is read: only one is in memory
+            ours = piece.to_ours([_read(self._stored[theirs]) for theirs in piece.theirs])
+            self._last = piece, dict(zip(piece.ours, ours, strict=True))
+        tensor = self._last[1].pop(name, None)
+        if not self._last[1]:
+            self._last = None
+        return self[name] if tensor is None else tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self._pieces)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._pieces)
 
 
 def _read(at: StoredTensor) -> Tensor:
@@ -239,17 +254,17 @@ def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         known.pop("lm_head.weight", None)
-    if config.family == "deepseek_v3":
-        known = {n: w for n, w in known.items() if not n.startswith(MTP_NAMES.format(layers=config.layers))}
-    theirs = {name: their_names(name, config) for name in shapes}
-    _check_names(known.keys(), {n for names in theirs.values() for n in names}, str(folder))
-    ours = {name: [known[n] for n in names] for name, names in theirs.items()}
-    for name, parts in ours.items():
-        for part in parts:
-            _check_shape(part.name, part.shape, shapes[name][1:] if is_stack(name) else shapes[name], str(part.file))
+    if skipped := family_of(config.family).skipped:
+        known = {n: w for n, w in known.items() if not n.startswith(skipped.format(layers=config.layers))}
+    pieces = pieces_of(config)
+    _check_names(known.keys(), {name for piece in pieces for name in piece.theirs}, str(folder))
+    for piece in pieces:
+        for name, shape in zip(piece.theirs, their_shapes(piece, shapes), strict=True):
+            part = known[name]
+            _check_shape(part.name, part.shape, shape, str(part.file))
             if part.dtype not in ("F64", "F32", "F16", "BF16"):
                 refuse(part.file, part.name, part.dtype, "quantized weights cannot be trained on")
-    return config, FolderWeights(config, ours)
+    return config, FolderWeights(pieces, known)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -6,153 +6,249 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    create_model,
+)
 
 from argosy.config.keys import dotted, fields, key_of, nest
 from argosy.config.load import MOST_PROBLEMS
-from argosy.config.model import MOST_LAYERS, ModelConfig, RopeScaling
+from argosy.config.model import MOST_LAYERS, ModelConfig
 from argosy.errors import UserError
-from argosy.models.hf_families import DEFAULTS, FAMILIES, KEYS, family_of, value_of
-from argosy.models.rope import attention_scale
+from argosy.models.hf_families import FAMILIES, family_of
+from argosy.models.hf_family import DEFAULTS, KEYS, Family, value_of
+from argosy.models.hf_layers import in_json, layers_from_json, layers_to_json, refuse
+from argosy.models.hf_rope import ROPE_KEYS, RopeJson, RopesJson, rope_from_json, rope_to_json
 
-ROPE_KEYS = {
-    "none": {},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "original_max_seq_len": "original_max_position_embeddings",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-    },
-    "yarn": {
-        "factor": "factor",
-        "original_max_seq_len": "original_max_position_embeddings",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-    },
-}
-"""`RopeScaling.kind` -> its fields -> their keys. Their name for "none" is "default"."""
-
-HAS_QK_NORM = ("qwen3", "qwen3_moe")
-MOE_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
-MLA_YARN = {"mscale": 1.0, "mscale_all_dim": 1.0}
-"""With these values, DeepSeek's attention applies YaRN's temperature to the whole head, as `models.mla` does."""
+ONLY_IN_TRAINING = frozenset(
+    ("moe.balance", "moe.bias_rate", "moe.z_coefficient", "moe.capacity_factor", "moe.aux_coefficient")
+)
+NOT_STRUCTURE = frozenset(("preset", "weights", "family", "init_std", "mup", "vocab_size", "max_seq_len"))
+"""Fields that a class need not be able to say."""
+HARMLESS = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "transformers_version",
+        "auto_map",
+        "pretraining_tp",
+        "ep_size",
+        "seq_aux",
+        "aux_loss_alpha",
+        "router_aux_loss_coef",
+        "output_router_logits",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "initializer_range",
+        "tie_word_embeddings",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
+        "max_window_layers",
+        "sliding_window",
+        "attention_dropout",
+        "hidden_dropout",
+        "residual_dropout",
+        "embedding_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "router_jitter_noise",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "name_or_path",
+        "cache_implementation",
+        "head_dim",
+        "qk_head_dim",
+        "num_key_value_heads",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "quantization_config",
+        "rope_interleave",
+        "rope_interleaved",
+        "mlp_bias",
+        "hidden_act",
+        "hidden_activation",
+        "initial_context_length",
+        "experts_per_token",
+        "initializer_factor",
+        "layer_types",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_sliding_window",
+        "sliding_window_pattern",
+        "_sliding_window_pattern",
+        "add_cross_attention",
+        "eod_token_id",
+        "text_config",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "topk_method",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "attention_bias",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "swiglu_alpha",
+        "rms_norm_eps",
+        "rope_local_base_freq",
+        "first_k_dense_replace",
+        "q_lora_rank",
+        "hidden_size",
+        "moe_intermediate_size",
+    ]
+)
+"""Keys that change nothing in what the model computes, or are read elsewhere in this file."""
 
 
 def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | None) -> dict[str, Any]:
     """Return the values of config.json. Raises: UserError if the family's class cannot express the model."""
-    _refuse_what_the_class_cannot_say(config)
+    _refuse_sizes_of_other_classes(config)
     family = family_of(config.family)
-    scaling = config.rope_scaling
-    rope = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_KEYS[scaling.kind].items()}
-    if scaling.kind == "yarn" and config.mla.kv_rank:
-        rope |= MLA_YARN
-    return {
+    values = {
         "architectures": [family.architecture],
         "model_type": config.family,
-        **{theirs: value_of(config, ours) for ours, theirs in (KEYS | family.keys).items()},
+        **{theirs: _plain(value_of(config, ours)) for ours, theirs in _keys(family).items()},
+        **{form.key: form.write(value_of(config, ours)) for ours, form in family.converted.items()},
         **family.constants,
-        **_unlike_keys(config),
-        "hidden_act": family.hidden_act,
+        **layers_to_json(config, family),
+        family.act_key: family.hidden_act,
         "attention_dropout": 0.0,
-        # transformers 4 reads only these two keys, and 5 reads them as well as its own `rope_parameters`.
-        "rope_theta": config.rope_theta,
-        "rope_scaling": {"rope_type": scaling.kind, **rope} if rope else None,
+        **rope_to_json(config, family),
         "bos_token_id": None,
         "eos_token_id": eod_id,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
     }
+    if config.family in FAMILIES:
+        _refuse_what_the_class_cannot_say(config, values)
+    return values
 
 
-def _unlike_keys(config: ModelConfig) -> dict[str, Any]:
-    """Return the keys whose value is not simply that of a field."""
-    if config.family == "qwen3_moe":
-        return {"mlp_only_layers": list(range(config.moe.first_dense_layers))}
-    if config.family == "deepseek_v3":
-        return {"q_lora_rank": config.mla.q_rank or None, "num_nextn_predict_layers": 0}
-    return {}
+def _keys(family: Family) -> dict[str, str]:
+    """Return the fields of ours that are one key, and these."""
+    return {ours: theirs for ours, theirs in (KEYS | family.keys).items() if ours not in family.fixed}
 
 
-def _refuse_what_the_class_cannot_say(config: ModelConfig) -> None:
-    family = config.family
-    if config.qk_norm != (family in HAS_QK_NORM):
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _refuse_sizes_of_other_classes(config: ModelConfig) -> None:
+    name, family = config.family, family_of(config.family)
+    if config.qk_norm != bool(family.fixed.get("qk_norm", config.qk_norm and "qk_norm" in _keys(family))):
         raise UserError(
-            f"model.qk_norm = {str(config.qk_norm).lower()} and model.family = {family}: "
-            f"Qwen3 has norms on queries and keys, other families have none. "
-            f'Export with family = "{"qwen3" if config.qk_norm else "llama"}".'
+            f"model.qk_norm = {str(config.qk_norm).lower()} and model.family = {name}: Qwen3 and some others have "
+            f"norms on queries and keys, other families have none. Export with family = "
+            f'"{"qwen3" if config.qk_norm else "llama"}".'
         )
-    if family == "llama" and config.width % config.heads:
+    if name == "llama" and config.width % config.heads:
         raise UserError(
             f"model.width = {config.width} is not a multiple of model.heads = {config.heads}, which "
             f"LlamaForCausalLM refuses whatever head_width is. Choose sizes that divide, or the family qwen3."
         )
-    for field, wanted in family_of(family).fixed.items():
-        value = value_of(config, field)
-        if value != wanted and {value, wanted} != {"none", "aux"}:  # these two differ only in training
-            raise UserError(
-                f"model.{field} = {json.dumps(value)} and model.family = {family}: {family_of(family).architecture} "
-                f"computes as with {json.dumps(wanted)}. Choose that, or another family."
-            )
-    if family in MOE_FAMILIES and not config.moe.experts:
-        raise UserError(f"model.moe.experts = 0 and model.family = {family}: a dense model. Export as llama or qwen3.")
-    if family == "deepseek_v3" and not (config.mla.kv_rank and config.moe.shared_experts):
+    if "moe.experts" in family.needs and not config.moe.experts:
+        raise UserError(f"model.moe.experts = 0 and model.family = {name}: a dense model. Export as llama or qwen3.")
+    if missing := [field for field in family.needs if not value_of(config, field)]:
         raise UserError(
-            f"model.mla.kv_rank = {config.mla.kv_rank}, moe.shared_experts = {config.moe.shared_experts} and "
-            f"model.family = deepseek_v3: the class wants both. Choose another family."
+            f"{', '.join(f'model.{field} = {value_of(config, field)}' for field in missing)} and model.family = "
+            f"{name}: the class wants both {' and '.join(family.needs[1:])}. Choose another family."
         )
+
+
+def _refuse_what_the_class_cannot_say(config: ModelConfig, values: Mapping[str, Any]) -> None:
+    """Raise UserError unless reading what is written gives the model again."""
+    family = FAMILIES[config.family]
+    for field, wanted in ({"moe.experts": 0, "mla.kv_rank": 0} | family.fixed).items():
+        known = field in _keys(family) or field in family.converted
+        if not known and value_of(config, field) != wanted and field not in ONLY_IN_TRAINING - {"moe.balance"}:
+            _refuse_field(config, field, wanted)
+    try:
+        again = config_from_json(json.loads(json.dumps(values)), Path("config.json"))
+    except UserError as refused:
+        raise UserError(f"model.family = {config.family}: {family.architecture} cannot say it: {refused}") from None
+    for key in fields(ModelConfig):
+        field = dotted(key)
+        if field in ONLY_IN_TRAINING or key[0] in NOT_STRUCTURE or _unused(config, field):
+            continue
+        found, ours = value_of(again, field), value_of(config, field)
+        if found != ours and not (isinstance(ours, float) and math.isclose(found, ours, rel_tol=1e-9)):
+            _refuse_field(config, field, found)
+
+
+def _unused(config: ModelConfig, field: str) -> bool:
+    """Return True for a setting of a part that the model does not have."""
+    table = field.rpartition(".")[0]
+    return (table == "moe" and not config.moe.experts) or (table == "mla" and not config.mla.kv_rank)
+
+
+def _refuse_field(config: ModelConfig, field: str, wanted: object) -> None:
+    value = value_of(config, field)
+    if {value, wanted} == {"none", "aux"}:  # these two differ only in training
+        return
+    raise UserError(
+        f"model.{field} = {json.dumps(_plain(value))} and model.family = {config.family}: "
+        f"{family_of(config.family).architecture} computes as with {json.dumps(_plain(wanted))}. Choose that, or "
+        "another family."
+    )
 
 
 def config_from_json(values: Mapping[str, Any], file: Path) -> ModelConfig:
     """Return the `ModelConfig` for the values of a config.json, which were read from `file`. Raises: UserError."""
     _check_kinds(values, ConfigJson, file)
-    family = _family(values, file)
-    known = FAMILIES[family]
-    theirs = KEYS | known.keys
+    name = _family(values, file)
+    known = FAMILIES[name]
+    theirs = _keys(known)
     _check_kinds(values, _sizes_of({key: ours for ours, key in theirs.items()}), file)
     written = {known.aliases.get(key, key): value for key, value in values.items() if value is not None}
     given = DEFAULTS | known.defaults | written
-    _refuse_what_differs(given, family, file)
+    _refuse_what_differs(values, given, known, file)
     for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"):
         if key not in given:
             raise UserError(f"{file}: {key} is missing. Add it, as the model's authors give it.")
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
-    given.setdefault("head_dim", given.get("qk_rope_head_dim", given["hidden_size"] // given["num_attention_heads"]))
-    found = known.fixed | {ours: given[key] for ours, key in theirs.items()}
-    found |= _from_unlike_keys(values, family, file)
+    if "qk_rope_head_dim" in given:
+        given["head_dim"] = given["qk_rope_head_dim"]
+    given.setdefault("head_dim", given["hidden_size"] // given["num_attention_heads"])
+    _require(theirs, given, file)
+    found = {ours: given[key] for ours, key in theirs.items()} | known.fixed
+    found |= {ours: rule(given) for ours, rule in known.derived.items()}
+    for ours, form in known.converted.items():
+        found[ours] = form.read(values[form.key] if form.key in values else given.get(form.key))
+    if "intermediate_size" in theirs.values() and known.needs and "moe.expert_ffn_width" in theirs:
+        found["moe.expert_ffn_width"] = given[theirs["moe.expert_ffn_width"]]
+    found |= layers_from_json(values, given, known, file)
     try:
-        theta, scaling = _rope_from_json(given, family, file)
-        return ModelConfig(
-            family=family,
-            qk_norm=family in HAS_QK_NORM,
-            rope_theta=theta,
-            rope_scaling=RopeScaling.model_validate(scaling),
-            **nest({tuple(ours.split(".")): value for ours, value in found.items()}),
-        )
+        found |= rope_from_json(given, found, known, file)
+        return ModelConfig(family=name, **nest({tuple(ours.split(".")): value for ours, value in found.items()}))
     except ValidationError as error:
         raise _refusal(error, theirs | ROPE_KEYS["llama3"] | ROPE_KEYS["yarn"], file) from None
 
 
-class RopeJson(BaseModel):
-    """What is read of the rotary embedding; null stands for what is missing."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: PositiveFloat | None = None
-    factor: PositiveFloat | None = None
-    original_max_position_embeddings: Annotated[PositiveFloat, Field(le=2**53)] | None = None
-    low_freq_factor: PositiveFloat | None = None
-    high_freq_factor: PositiveFloat | None = None
-    beta_fast: PositiveFloat | None = None
-    beta_slow: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None
-    partial_rotary_factor: PositiveFloat | None = None
-    truncate: bool | None = None
+def _require(theirs: Mapping[str, str], given: Mapping[str, Any], file: Path) -> None:
+    if missing := sorted({key for key in theirs.values() if key not in given}):
+        raise UserError(f"{file}: {missing[0]} is missing. Add it, as the model's authors give it.")
 
 
 class ConfigJson(BaseModel):
@@ -162,14 +258,31 @@ class ConfigJson(BaseModel):
 
     model_type: str | None = None
     architectures: list[str] | None = None
-    layer_types: list[str] | None = None
+    layer_types: Annotated[list[str], Field(max_length=MOST_LAYERS)] | None = None
     mlp_only_layers: Annotated[list[NonNegativeInt], Field(max_length=MOST_LAYERS)] | None = None
     q_lora_rank: NonNegativeInt | None = None
+    sliding_window: NonNegativeInt | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: NonNegativeInt | None = None
+    sliding_window_pattern: Annotated[PositiveInt, Field(le=MOST_LAYERS)] | None = None
+    no_rope_layers: Annotated[list[int], Field(max_length=MOST_LAYERS)] | None = None
+    no_rope_layer_interval: PositiveInt | None = None
+    partial_rotary_factor: Annotated[PositiveFloat, Field(le=1.0)] | None = None
+    rope_local_base_freq: PositiveFloat | None = None
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    query_pre_attn_scalar: PositiveFloat | None = None
+    attn_logit_softcapping: PositiveFloat | None = None
+    final_logit_softcapping: PositiveFloat | None = None
+    logits_scaling: PositiveFloat | None = None
+    n_group: PositiveInt | None = None
+    topk_group: PositiveInt | None = None
+    topk_method: str | None = None
     original_max_position_embeddings: Annotated[PositiveFloat, Field(le=2**53)] | None = None
     quantization_config: dict[str, Any] | None = None
     rope_theta: PositiveFloat | None = None
     rope_scaling: RopeJson | None = None
-    rope_parameters: RopeJson | None = None
+    rope_parameters: RopesJson | None = None
 
 
 def _sizes_of(ours: Mapping[str, str]) -> type[BaseModel]:
@@ -194,98 +307,59 @@ def _refusal(error: ValidationError, theirs: Mapping[str, str], file: Path) -> U
     found = error.errors(include_url=False)
     lines = [
         f"{file}: {theirs.get(dotted(e['loc']), dotted(e['loc'])) or 'sizes'}: {e['msg'][:200]} "
-        f"(config.json says {_in_json(e['input']) if e['loc'] else 'otherwise'}). Is the file the authors' own?"
+        f"(config.json says {in_json(e['input']) if e['loc'] else 'otherwise'}). Is the file the authors' own?"
         for e in found[:MOST_PROBLEMS]
     ]
     return UserError("\n".join([*lines, *(["..."] if found[MOST_PROBLEMS:] else [])]))
-
-
-def _in_json(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def _from_unlike_keys(values: Mapping[str, Any], family: str, file: Path) -> dict[str, Any]:
-    """Return the fields that `_unlike_keys` wrote."""
-    if family == "qwen3_moe":
-        dense = values.get("mlp_only_layers") or []
-        if sorted(dense) != list(range(len(dense))):
-            refuse(file, "mlp_only_layers", dense, "our dense layers are the first ones")
-        return {"moe.first_dense_layers": len(dense)}
-    if family == "deepseek_v3":
-        q_rank = values.get("q_lora_rank", FAMILIES[family].defaults["q_lora_rank"])
-        return {"mla.q_rank": q_rank or 0}
-    return {}
 
 
 def _family(values: Mapping[str, Any], file: Path) -> str:
     family, classes = values.get("model_type"), values.get("architectures") or []
     known = ", ".join(f"{name} ({its.architecture})" for name, its in FAMILIES.items())
     if family not in FAMILIES:
-        refuse(file, "model_type", family, f"this architecture is not known; known are {known}")
+        keys = sorted(key for key in values if is_unknown(key, values[key], None))
+        which = f"; keys that no known family has: {', '.join(keys)}" if keys else ""
+        refuse(file, "model_type", family, f"this architecture is not known{which[:400]}; known are {known}")
     if classes and FAMILIES[family].architecture not in classes:
         refuse(file, "architectures", classes, f"this architecture is not known; known are {known}")
     return str(family)
 
 
-def _refuse_what_differs(given: Mapping[str, Any], family: str, file: Path) -> None:
+def is_unknown(key: str, value: object, family: Family | None) -> bool:
+    """Return True for a key that may change what the model computes, and that `family`, or any, does not read."""
+    if key in HARMLESS or key.startswith("_") or not value:  # null, false and 0 turn something off
+        return False
+    return not any(
+        key in _keys(its).values()
+        or key in its.constants
+        or key in its.aliases
+        or key in its.defaults
+        or any(form.key == key for form in its.converted.values())
+        for its in ([family] if family else FAMILIES.values())
+    )
+
+
+def _refuse_what_differs(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, file: Path) -> None:
     """Raise UserError for keys that make the model compute what our decoder cannot."""
     if "quantization_config" in given:
         method = given["quantization_config"].get("quant_method", "of an unnamed kind")
         refuse(file, "quantization_config", method, "quantized weights cannot be trained on")
-    if given.get("hidden_act", "silu") != "silu":
-        refuse(file, "hidden_act", given["hidden_act"], "our feed-forward is SwiGLU (silu)")
-    if given.get("mlp_bias"):
-        refuse(file, "mlp_bias", True, "our feed-forward has no biases")
-    if given.get("use_sliding_window") or "sliding_attention" in given.get("layer_types", ()):
-        refuse(file, "use_sliding_window", True, "our attention reads the whole document")
-    if family == "mixtral" and "sliding_window" in given:
-        refuse(file, "sliding_window", given["sliding_window"], "our attention reads the whole document")
-    for key, only in FAMILIES[family].constants.items():
+    act = given.get(family.act_key, family.hidden_act)
+    if act != family.hidden_act and not (family.hidden_act == "gelu_pytorch_tanh" and act == "gelu"):
+        refuse(file, family.act_key, act, f"only {family.hidden_act} is known for this class")
+    if "mlp_bias" not in _keys(family).values() and given.get("mlp_bias"):
+        refuse(file, "mlp_bias", True, "this class has no biases there")
+    for key, only in family.constants.items():
         if given.get(key, only) != only:
             refuse(file, key, given[key], f"only {json.dumps(only)} is known")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        refuse(file, "partial_rotary_factor", given["partial_rotary_factor"], "we rotate whole heads")
-
-
-def _rope_from_json(given: Mapping[str, Any], family: str, file: Path) -> tuple[float, dict[str, Any]]:
-    """Return the base of the frequencies and the fields of `RopeScaling`, from the keys of either version."""
-    section = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
-    rope = {key: value for key, value in (given.get(section) or {}).items() if value is not None}
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    theta = rope.pop("rope_theta", given["rope_theta"])
-    kind = "none" if kind == "default" else kind
-    if kind not in ROPE_KEYS:
-        refuse(file, f"{section}.rope_type", kind, "known are default, linear, llama3, yarn")
-    keys = ROPE_KEYS[kind]
-    if "original_max_seq_len" in keys:
-        original = given.get("original_max_position_embeddings", given["max_position_embeddings"])
-        rope.setdefault("original_max_position_embeddings", original)
-    scaling = {"kind": kind} | {ours: rope.pop(theirs) for ours, theirs in keys.items() if theirs in rope}
-    if kind == "yarn":
-        scaling.setdefault("factor", given["max_position_embeddings"] / scaling["original_max_seq_len"])
-    for ours in ("factor", "low_freq_factor", "high_freq_factor"):
-        if ours in keys and ours not in scaling:
-            raise UserError(f"{file}: {section}.{keys[ours]} is missing, and {kind} needs it. Add it.")
-    if family == "deepseek_v3" and kind == "yarn":
-        for key, only in MLA_YARN.items():
-            if rope.pop(key, None) != only:
-                refuse(file, f"{section}.{key}", None, f"only {only} is known, and it must be there")
-    _refuse_rope_leftovers(rope, scaling, f"{section}.", file)
-    return theta, scaling
-
-
-def _refuse_rope_leftovers(rope: Mapping[str, Any], scaling: Mapping[str, Any], section: str, file: Path) -> None:
-    """Raise UserError for a key without a field of ours, unless it says what we do anyway."""
-    ours = {"partial_rotary_factor": 1.0}
-    if scaling["kind"] == "yarn":
-        ours |= {"truncate": True, "attention_factor": attention_scale(RopeScaling.model_validate(scaling))}
-    for key, value in rope.items():
-        if key not in ours or not math.isclose(value, ours[key], rel_tol=1e-6):
-            refuse(file, section + key, value, f"only {ours[key]} is known" if key in ours else "not known")
-
-
-def refuse(file: Path, key: str, value: object, why: str) -> NoReturn:
-    """Raise the UserError for something in a folder that we cannot use."""
-    raise UserError(f"{file}: {key[:100]} = {_in_json(value)}: {why}. Choose another model.")
+    for key, value in values.items():
+        if is_unknown(key, value, family):
+            refuse(file, key, value, "not known for this class, and it may change what the model computes")
+    if family.partial is None and given.get("partial_rotary_factor", 1.0) != 1.0:
+        refuse(file, "partial_rotary_factor", given["partial_rotary_factor"], "this class rotates whole heads")
+    if "topk_method" in family.defaults:  # DeepSeek-V2
+        expected = "group_limited_greedy" if (values.get("n_group") or 1) > 1 else "greedy"
+        if given["topk_method"] != expected and (values.get("n_group") or 1) > 1:
+            refuse(file, "topk_method", given["topk_method"], f"only {expected} is known with these groups")
+        if given["topk_method"] not in ("greedy", "group_limited_greedy"):
+            refuse(file, "topk_method", given["topk_method"], "known are greedy, group_limited_greedy")

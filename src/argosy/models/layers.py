@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from argosy.config.model import ModelConfig
 from argosy.plan.parameters import Table
 
 Activation = Callable[[Tensor], Tensor]
@@ -50,15 +52,45 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019), computed in fp32."""
+    """RMSNorm (Zhang & Sennrich 2019), computed in fp32. zero_centered: the factor is one plus the weight."""
 
-    def __init__(self, width: int, eps: float):
+    reduce: Callable[[Tensor], Tensor] | None = None
+    """Sums over ranks. Tensor parallelism sets it where each rank has some of the numbers of a norm."""
+
+    def __init__(self, width: int, eps: float, zero_centered: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.width, self.eps, self.zero_centered = width, eps, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], local(self.weight).float(), self.eps).to(x.dtype)
+        weight = local(self.weight).float()
+        if self.zero_centered:
+            weight = weight + 1.0
+        if self.reduce is None:
+            return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
+        wide = x.float()
+        mean_square = self.reduce(wide.square().sum(-1, keepdim=True)) / self.width
+        return (wide * (mean_square + self.eps).rsqrt() * weight).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm (Ba et al. 2016), computed in fp32. zero_centered: the factor is one plus the weight."""
+
+    def __init__(self, width: int, eps: float, bias: bool, zero_centered: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.eps, self.zero_centered = eps, zero_centered
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight).float()
+        if self.zero_centered:
+            weight = weight + 1.0
+        bias = None if self.bias is None else local(self.bias).float()
+        return F.layer_norm(x.float(), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
+
+
+Norm = RMSNorm | LayerNorm
 
 
 def linear(table: Table, name: str) -> Linear:
@@ -67,8 +99,16 @@ def linear(table: Table, name: str) -> Linear:
     return Linear(inputs, outputs, bias=f"{name}.bias" in table)
 
 
-def norm(table: Table, name: str, eps: float) -> RMSNorm:
-    """Build the norm `name` of `table`."""
+def norm(table: Table, name: str, config: ModelConfig) -> Norm:
+    """Build the norm `name` of `table`, of the kind that the model has."""
+    (width,), norms = table[f"{name}.weight"].shape, config.norms
+    if norms.kind == "layer":
+        return LayerNorm(width, config.norm_eps, norms.bias, norms.zero_centered)
+    return RMSNorm(width, config.norm_eps, norms.zero_centered)
+
+
+def rms_norm(table: Table, name: str, eps: float) -> RMSNorm:
+    """Build the RMSNorm `name` of `table`."""
     (width,) = table[f"{name}.weight"].shape
     return RMSNorm(width, eps)
 
@@ -79,21 +119,43 @@ def embedding(table: Table, name: str, dtype: torch.dtype) -> Embedding:
     return Embedding(vocab_size, width, dtype)
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    """Return the square of what is positive (So et al. 2021, "Primer")."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": relu_squared,
+}
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation, limit: float) -> Tensor:
+    """Return activation(gate) * up; with `limit`, (up + 1) * gate * sigmoid(1.702 gate) of clamped values (gpt-oss)."""
+    if not limit:
+        return activation(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)), with the sizes of a `plan.parameters.feed_forward_table`.
+    """down(activation(gate(x)) * up(x)), by default SwiGLU (Shazeer 2020), with the sizes of a
+    `plan.parameters.feed_forward_table`; see `gated` for `limit`.
 
     If the table has no gate, it is down(activation(up(x))). A family of the user's has an `activation` of its own.
     """
 
-    def __init__(self, table: Table, activation: Activation = F.silu):
+    def __init__(self, table: Table, activation: Activation = F.silu, limit: float = 0.0):
         super().__init__()
         self.gate = linear(table, "gate") if "gate.weight" in table else None
         self.up, self.down = linear(table, "up"), linear(table, "down")
-        self.activation = activation
+        self.activation, self.limit = activation, limit
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.gate is None:
             y_BTD: Tensor = self.down(self.activation(self.up(x_BTD)))
         else:
-            y_BTD = self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
+            y_BTD = self.down(gated(self.gate(x_BTD), self.up(x_BTD), self.activation, self.limit))
         return y_BTD

@@ -37,8 +37,11 @@ def summed_cross_entropy(
     targets_N: Tensor,
     of_chunk: ChunkLoss = chunk_loss_and_gradient,
     longest_part: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Return the sum over tokens of -log softmax(x @ weight.T)[target], fp32 scalar; targets of -100 do not count.
+
+    `softcap`: the logits are softcap * tanh(logits / softcap); 0: as they are.
 
     `longest_part`: the length of the longest part of the vocabulary that a rank has. `of_chunk` exchanges messages, so
     all ranks must cut the tokens into the same chunks, whatever the length of their own part.
@@ -48,10 +51,16 @@ def summed_cross_entropy(
     """
     rows = max(1, CHUNK_LOGITS // (longest_part or weight_VD.shape[0]))
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
-        loss: Tensor = _LossWithGradients.apply(x_ND, weight_VD, targets_N, of_chunk, rows)
+        loss: Tensor = _LossWithGradients.apply(x_ND, weight_VD, targets_N, of_chunk, rows, softcap)
         return loss
     weight = weight_VD.to(x_ND.dtype)
-    return torch.stack([of_chunk(x @ weight.T, targets)[0] for x, targets in _chunks(rows, x_ND, targets_N)]).sum()
+    chunks = _chunks(rows, x_ND, targets_N)
+    return torch.stack([of_chunk(soft_capped(x @ weight.T, softcap), targets)[0] for x, targets in chunks]).sum()
+
+
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap), or the logits if `cap` is 0."""
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def _chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -61,20 +70,31 @@ def _chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 class _LossWithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss, rows: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        of_chunk: ChunkLoss,
+        rows: int,
+        softcap: float,
+    ) -> Tensor:
         weight = weight_VD.to(x_ND.dtype)
         grad_x = torch.empty_like(x_ND)
         grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
         losses = []
         for x, targets, dx in _chunks(rows, x_ND, targets_N, grad_x):
-            loss, gradient_CV = of_chunk(x @ weight.T, targets)
+            logits_CV = soft_capped(x @ weight.T, softcap)
+            loss, gradient_CV = of_chunk(logits_CV, targets)
             losses.append(loss)
+            if softcap:
+                gradient_CV = gradient_CV * (1 - (logits_CV / softcap).square())
             torch.mm(gradient_CV, weight, out=dx)
             grad_weight += gradient_CV.T @ x
         ctx.save_for_backward(grad_x, grad_weight.to(weight_VD.dtype))
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss.to(grad_x.dtype), grad_weight * grad_loss, None, None, None
+        return grad_x * grad_loss.to(grad_x.dtype), grad_weight * grad_loss, None, None, None, None

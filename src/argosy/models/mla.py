@@ -12,23 +12,25 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
 from argosy.models.attention import Attention, AttentionCore, LayerCache, cached_attention, packed_attention
-from argosy.models.layers import linear, norm
+from argosy.models.layers import linear, rms_norm
 from argosy.models.rope import attention_scale, rotate
+from argosy.plan.layer_spec import layer_spec
 from argosy.plan.parameters import latent_attention_table
 
 # B batch, T tokens, S tokens in the cache, D model width, C kv_rank, H heads (those of this rank), R rotated width
 # E width of a query or key head (nope_width + R), V width of a value head
 
 
-def attention_of(config: ModelConfig) -> Attention | LatentAttention:
-    """Build the attention of a block."""
-    return LatentAttention(config) if config.mla.kv_rank else Attention(config)
+def attention_of(config: ModelConfig, layer: int = 0) -> Attention | LatentAttention:
+    """Build the attention of block `layer`."""
+    return LatentAttention(config) if config.mla.kv_rank else Attention(config, layer)
 
 
-def cache_of(config: ModelConfig, batch: int, max_seq_len: int, like: Tensor) -> Cache:
-    """Build an empty cache for `attention_of(config)`, with the dtype and device of `like`."""
-    cache = LatentCache if config.mla.kv_rank else LayerCache
-    return cache(batch, max_seq_len, config, like)
+def cache_of(config: ModelConfig, layer: int, batch: int, max_seq_len: int, like: Tensor) -> Cache:
+    """Build an empty cache for `attention_of(config, layer)`, with the dtype and device of `like`."""
+    if config.mla.kv_rank:
+        return LatentCache(batch, max_seq_len, config, like)
+    return LayerCache(batch, max_seq_len, layer_spec(config, layer), like)
 
 
 class LatentCache:
@@ -67,12 +69,12 @@ class LatentAttention(nn.Module):
         table = latent_attention_table(config)
         if config.mla.q_rank:
             self.q_down = linear(table, "q_down")
-            self.q_norm = norm(table, "q_norm", config.norm_eps)
+            self.q_norm = rms_norm(table, "q_norm", config.norm_eps)
             self.q_up = linear(table, "q_up")
         else:
             self.q = linear(table, "q")
         self.kv_down = linear(table, "kv_down")
-        self.kv_norm = norm(table, "kv_norm", config.norm_eps)
+        self.kv_norm = rms_norm(table, "kv_norm", config.norm_eps)
         self.kv_up = linear(table, "kv_up")
         self.o = linear(table, "o")
         self.temperature = attention_scale(config.rope_scaling)
@@ -81,11 +83,12 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
-        rotary: tuple[Tensor, Tensor],
+        rotary: tuple[Tensor, Tensor] | None,
         documents: Tensor | None,
         cache: LatentCache | None = None,
     ) -> Tensor:
         """`rotary`: cosines and sines of these tokens, of width R; `documents`: see `packed_attention`."""
+        assert rotary is not None
         q_BTHE = self._queries(x_BTD, rotary)
         latent_BTC, key_BTR = self.kv_down(x_BTD).split((self.mla.kv_rank, self.mla.rope_width), dim=-1)
         latent_BTC, key_BTR = self.kv_norm(latent_BTC), rotate(key_BTR.unsqueeze(2), *rotary).squeeze(2)

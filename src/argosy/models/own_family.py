@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from argosy.config.model import FAMILIES
+from argosy.config.model import FAMILIES, ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.extend.declared import Declaration
 from argosy.extend.loading import Extension, find, where
-from argosy.models.layers import Activation
+from argosy.models.layers import ACTIVATIONS, Activation
 
 _LOADED: dict[str, Extension] = {}
 
@@ -29,9 +29,9 @@ def load_family(run: RunConfig) -> None:
     _check(extension)
 
 
-def activation_of(family: str) -> Activation:
+def activation_of(config: ModelConfig) -> Activation:
     """Return the activation of the feed-forward. Raises: UserError if the family is not known in this process."""
-    return F.silu if family in FAMILIES else _loaded(family).function
+    return ACTIVATIONS.get(config.activation, F.silu) if config.family in FAMILIES else _loaded(config.family).function
 
 
 def declared_family(family: str) -> Declaration:

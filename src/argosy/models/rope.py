@@ -7,37 +7,44 @@ import math
 import torch
 from torch import Tensor
 
-from argosy.config.model import ModelConfig, RopeScaling
+from argosy.config.attention import RopeScaling
+from argosy.plan.layer_spec import RopeSpec
 
 # B batch, T tokens, H heads, E head width
 
 
-def rotary_table(config: ModelConfig, seq_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the rotary angles, two fp32 tensors of shape [seq_len, head_width].
+def rotary_table(rope: RopeSpec, seq_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the rotary angles, two fp32 tensors of shape [seq_len, rope.width].
 
-    The two halves of a head are the pairs (the convention of Llama's and Qwen's published weights):
-    columns e and e + head_width/2 hold the same angle.
+    The two halves of these numbers are the pairs (the convention of Llama's and Qwen's published weights):
+    columns e and e + width/2 hold the same angle.
     """
-    frequencies_F = _frequencies(config, device)
+    frequencies_F = _frequencies(rope, device)
     angles_TF = torch.arange(seq_len, device=device, dtype=torch.float32)[:, None] * frequencies_F
     angles_TE = torch.cat((angles_TF, angles_TF), dim=-1)
-    scale = attention_scale(config.rope_scaling)
+    scale = attention_scale(rope.scaling)
     return angles_TE.cos() * scale, angles_TE.sin() * scale
 
 
 def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
-    """Rotate each pair of `x_BTHE` by its position's angle; same shape and dtype, computed in fp32."""
+    """Rotate each pair of `x_BTHE` by its position's angle; same shape and dtype, computed in fp32.
+
+    What is beyond the width of cosines and sines stays as it is.
+    """
+    if cos_BTE.shape[-1] < x_BTHE.shape[-1]:
+        rotated, rest = x_BTHE.tensor_split((cos_BTE.shape[-1],), dim=-1)
+        return torch.cat((rotate(rotated, cos_BTE, sin_BTE), rest), dim=-1)
     x = x_BTHE.float()
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x * cos_BTE[..., None, :] + turned * sin_BTE[..., None, :]).to(x_BTHE.dtype)
 
 
-def _frequencies(config: ModelConfig, device: torch.device | None) -> Tensor:
-    """Return the angle per position of each pair, [head_width/2], after scaling."""
-    pairs = torch.arange(0, config.head_width, 2, device=device, dtype=torch.float32)
-    base_F = config.rope_theta ** (-pairs / config.head_width)
-    scaling = config.rope_scaling
+def _frequencies(rope: RopeSpec, device: torch.device | None) -> Tensor:
+    """Return the angle per position of each pair, [width/2], after scaling."""
+    pairs = torch.arange(0, rope.width, 2, device=device, dtype=torch.float32)
+    base_F = rope.theta ** (-pairs / rope.width)
+    scaling = rope.scaling
     match scaling.kind:
         case "none":
             return base_F
@@ -46,7 +53,7 @@ def _frequencies(config: ModelConfig, device: torch.device | None) -> Tensor:
         case "llama3":
             return _llama3(base_F, scaling)
         case "yarn":
-            return _yarn(base_F, config)
+            return _yarn(base_F, rope)
 
 
 def _llama3(base_F: Tensor, scaling: RopeScaling) -> Tensor:
@@ -57,23 +64,27 @@ def _llama3(base_F: Tensor, scaling: RopeScaling) -> Tensor:
     return keep_F * base_F + (1 - keep_F) * base_F / scaling.factor
 
 
-def _yarn(base_F: Tensor, config: ModelConfig) -> Tensor:
+def _yarn(base_F: Tensor, rope: RopeSpec) -> Tensor:
     """YaRN (Peng et al. 2023), section 3.2: a ramp over dimensions between the two numbers of turns."""
-    scaling = config.rope_scaling
+    scaling = rope.scaling
 
     def dimension_of(turns: float) -> float:
         wavelength = scaling.original_max_seq_len / (turns * 2 * math.pi)
-        return config.head_width * math.log(wavelength) / (2 * math.log(config.rope_theta))
+        return rope.width * math.log(wavelength) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(dimension_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(dimension_of(scaling.beta_slow)), config.head_width - 1)
-    index_F = torch.arange(config.head_width // 2, device=base_F.device, dtype=torch.float32)
+    first, last = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.width - 1)
+    index_F = torch.arange(rope.width // 2, device=base_F.device, dtype=torch.float32)
     stretch_F = ((index_F - first) / max(last - first, 1e-3)).clamp(0, 1)
     return stretch_F * base_F / scaling.factor + (1 - stretch_F) * base_F
 
 
 def attention_scale(scaling: RopeScaling) -> float:
     """Return YaRN's temperature. It is applied to cosines and sines, so that attention itself stays as it is."""
+    if scaling.kind == "yarn" and scaling.attention_factor:
+        return scaling.attention_factor
     if scaling.kind == "yarn" and scaling.factor > 1:
         return 0.1 * math.log(scaling.factor) + 1.0
     return 1.0

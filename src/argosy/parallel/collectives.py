@@ -28,6 +28,29 @@ def reduce_scatter_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return y
 
 
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks, which each rank uses for its own part; in backward the gradients are summed alike."""
+    y: Tensor = _SumOverRanks.apply(x, group)
+    return y
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group), None
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from argosy.models.attention import packed_attention
-from argosy.parallel.attention_tiles import Kernel, Tile, kernel_for, ring_tiles
+from argosy.models.attention_kernels import CAUSAL, WHOLE, Kernel, add_sinks, gradient_of_sinks, kernel_for
+from argosy.parallel.attention_tiles import Tile, ring_tiles
+from argosy.parallel.halo import halo_attention
 
 # B batch, T tokens of this rank, S tokens of all, H query heads, K key/value heads, E head width
 # n ranks, h heads that a rank has in an exchange
@@ -55,26 +57,40 @@ class RingAttention:
     """
 
     def __init__(self, group: dist.ProcessGroup, kernel: Kernel | None = None):
-        self._ring = _Ring(group)
+        self._group, self._ring = group, _Ring(group)
         self.ranks = group.size()
         self._kernel = kernel
         self._tiles: tuple[Tensor | None, torch.Size, list[list[Tile]]] | None = None
         self._handle = next(_HANDLES)
         _RINGS[self._handle] = self
 
-    def __call__(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        q_BTHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        documents: Tensor | None,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Return this rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`).
 
         The host waits for `documents`, once for all calls in a row with the same ones; do not change them in place.
+        With a window, nothing goes round the ring: see `parallel.halo`.
         """
+        if window:
+            return halo_attention(q_BTHE, k_BTKE, v_BTKE, documents, self._group, window, softcap, sinks_H)
         H, K = q_BTHE.shape[2], k_BTKE.shape[2]
         assert k_BTKE.shape == v_BTKE.shape
         assert H % K == 0, f"{K} key/value heads do not divide {H} query heads"
-        return _ring_attention(q_BTHE, k_BTKE, v_BTKE, documents, self._handle)[0]
+        return _ring_attention(q_BTHE, k_BTKE, v_BTKE, documents, sinks_H, softcap, self._handle)[0]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, softcap: float
+    ) -> tuple[Tensor, Tensor]:
         """Return the output, [B, T, H, E], and in fp32 the log-sum-exp of the scores, [B, T, H]; without autograd."""
-        kernel = self._kernel or kernel_for(q)
+        kernel = self._kernel or kernel_for(q, softcap)
         y_BTHE = q.new_empty(q.shape, dtype=torch.float32)
         lse_BTH = q.new_empty(q.shape[:3], dtype=torch.float32)
         blocks = self._ring.blocks(torch.stack((k, v)))
@@ -82,15 +98,25 @@ class RingAttention:
             put = _set if step == 0 else _merge  # every token sees itself first
             for rows, queries, keys, causal in tiles:
                 k_tile, v_tile = kv[:, rows, keys]
-                y, lse = kernel.forward(q[rows, queries], k_tile, v_tile, causal)
+                y, lse = kernel.forward(q[rows, queries], k_tile, v_tile, CAUSAL if causal else WHOLE)
                 put(y_BTHE[rows, queries], lse_BTH[rows, queries], y, lse.transpose(1, 2))
+        if sinks is not None:
+            y_BTHE, lse_BTH = add_sinks(y_BTHE, lse_BTH, sinks)
         return y_BTHE.to(q.dtype), lse_BTH
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, y: Tensor, lse_BTH: Tensor
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        y: Tensor,
+        lse_BTH: Tensor,
+        softcap: float,
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of q and, stacked, of k and v, given that of `forward`'s output."""
-        kernel = self._kernel or kernel_for(q)
+        kernel = self._kernel or kernel_for(q, softcap)
         dy, lse = dy.contiguous(), lse_BTH.transpose(1, 2)
         dq = q.new_zeros(q.shape, dtype=torch.float32)
         arriving: Callable[[], Tensor] | None = None
@@ -101,7 +127,8 @@ class RingAttention:
                 dy_tile, q_tile, y_tile = (x[rows, queries] for x in (dy, q, y))
                 k_tile, v_tile = kv[:, rows, keys]
                 lse_tile = lse[rows, :, queries]
-                parts = kernel.backward(dy_tile, q_tile, k_tile, v_tile, y_tile, lse_tile, causal)
+                seen = CAUSAL if causal else WHOLE
+                parts = kernel.backward(dy_tile, q_tile, k_tile, v_tile, y_tile, lse_tile, seen)
                 for total, part in zip((dq[rows, queries], *dkv[:, rows, keys]), parts, strict=True):
                     total.add_(part)
             if arriving is not None:  # what the ranks before have found for this same block
@@ -130,7 +157,16 @@ class UlyssesAttention:
         self._group = group
 
     @torch.compiler.disable  # an exchange in the middle: attention itself is one kernel anyway
-    def __call__(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        q_BTHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        documents: Tensor | None,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Return this rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`)."""
         n, H, K = self._group.size(), q_BTHE.shape[2], k_BTKE.shape[2]
         assert k_BTKE.shape == v_BTKE.shape
@@ -142,7 +178,10 @@ class UlyssesAttention:
         for_ranks_BTnhE = torch.cat([x.unflatten(2, (n, -1)) for x in (q_BTHE, k_BTKE, v_BTKE)], dim=3)
         heads = [x.shape[2] // n for x in (q_BTHE, k_BTKE, v_BTKE)]
         q, k, v = _TokensToHeads.apply(for_ranks_BTnhE, self._group).split(heads, dim=2)
-        y_BTnhE: Tensor = _HeadsToTokens.apply(packed_attention(q, k, v, documents), self._group)
+        if sinks_H is not None:
+            sinks_H = sinks_H.unflatten(0, (n, -1))[self._group.rank()]
+        y = packed_attention(q, k, v, documents, window, softcap, sinks_H)
+        y_BTnhE: Tensor = _HeadsToTokens.apply(y, self._group)
         return y_BTnhE.flatten(2, 3)
 
 
@@ -190,46 +229,65 @@ _RINGS: WeakValueDictionary[int, RingAttention] = WeakValueDictionary()
 
 
 @torch.library.custom_op("argosy::ring_attention", mutates_args=())
-def _ring_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
-    return _RINGS[handle].forward(q, k, v, documents)
+def _ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, softcap: float, handle: int
+) -> tuple[Tensor, Tensor]:
+    return _RINGS[handle].forward(q, k, v, documents, sinks, softcap)
 
 
 @torch.library.custom_op("argosy::ring_attention_backward", mutates_args=())
 def _ring_attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, y: Tensor, lse: Tensor, handle: int
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    y: Tensor,
+    lse: Tensor,
+    softcap: float,
+    handle: int,
 ) -> tuple[Tensor, Tensor]:
-    return _RINGS[handle].backward(dy, q, k, v, documents, y, lse)
+    return _RINGS[handle].backward(dy, q, k, v, documents, y, lse, softcap)
 
 
 @_ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, handle: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_ring_attention_backward.register_fake
-def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, y: Tensor, lse: Tensor, handle: int
-) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(2, *k.shape)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.handle = inputs
+    *tensors, ctx.softcap, ctx.handle = inputs
     ctx.ring = _RINGS[ctx.handle]  # lives as long as this: the handle alone does not hold it
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dy: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
-    dq, dkv = _ring_attention_backward(dy, *ctx.saved_tensors, ctx.handle)
-    return dq, *dkv.unbind(), None, None
+    q, k, v, documents, sinks, y, lse = ctx.saved_tensors
+    dq, dkv = _ring_attention_backward(dy, q, k, v, documents, y, lse, ctx.softcap, ctx.handle)
+    dsinks = None if sinks is None else gradient_of_sinks(dy, y, lse, sinks).to(sinks.dtype)
+    return dq, *dkv.unbind(), None, dsinks, None, None
 
 
 _ring_attention.register_autograd(_gradients, setup_context=_keep_for_backward)
 
 
 @register_flop_formula(torch.ops.argosy.ring_attention, get_raw=True)
-def _flops(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, handle: int, **_: Any) -> int:
+def _flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
+    handle: int,
+    **_: Any,
+) -> int:
     """FLOPs of this rank, as if documents were equally long and the future not masked, as torch counts attention."""
     tokens = q.shape[0] * q.shape[1] * _RINGS[handle].ranks
     return 4 * q.numel() * tokens // (q.shape[0] if documents is None else documents.shape[0] - 1)

@@ -58,6 +58,7 @@ def split_experts(moe: MoE, config: ModelConfig, mesh: DeviceMesh) -> None:
         moe.experts.exchange = ExpertParallel(mesh["ep"].get_group())
     if "tp" in names:
         group = mesh["tp"].get_group()
+        moe.experts.share_of_bias = 1 / group.size()
         moe.experts.register_forward_pre_hook(lambda _, inputs: tuple(gather_sequence(x, group) for x in inputs))
         moe.experts.register_forward_hook(lambda _, inputs, y: reduce_scatter_sequence(y, group))
     for name, parameter in inside(moe_table(config), "experts").items():

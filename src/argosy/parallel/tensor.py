@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from argosy.models.attention import Attention
 from argosy.models.decoder import Decoder
-from argosy.models.layers import Embedding, FeedForward, Linear, local
+from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
 from argosy.models.loss import IGNORED, ChunkLoss
 from argosy.models.mla import LatentAttention
-from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence
+from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence, sum_over_ranks
 from argosy.plan.parameters import INPUTS, parameter_table
 from argosy.sync.collectives import all_gather_single
 
@@ -51,14 +51,22 @@ def gathers(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def gathers_for_heads(attention: Attention, mesh: DeviceMesh) -> None:
-    """As `gathers`. With fewer key/value heads than ranks, each rank computes all (few) and takes the one it needs."""
+    """As `gathers`. With fewer key/value heads than ranks, each rank computes all (few) and takes the one it needs.
+
+    A norm over all heads needs the squares of those of all ranks.
+    """
     gathers(attention, mesh)
-    heads = attention.k.out_features // attention.head_width
+    heads = attention.kv_heads
+    if attention.norms_all:
+        assert isinstance(attention.q_norm, RMSNorm | nn.Identity)
+        attention.q_norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
+        if heads >= mesh.size():
+            attention.k_norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
     if heads < mesh.size():
         head = mesh.get_local_rank() * heads // mesh.size()
         mine = slice(head * attention.head_width, (head + 1) * attention.head_width)
-        for linear in (attention.k, attention.v):
-            linear.register_forward_hook(lambda _, inputs, y: y[..., mine])
+        for last in (attention.k_norm if attention.norms_all else attention.k, attention.v):
+            last.register_forward_hook(lambda _, inputs, y: y[..., mine])
 
 
 def looks_up(embedding: Embedding, mesh: DeviceMesh) -> None:

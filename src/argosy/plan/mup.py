@@ -26,6 +26,7 @@ DIMS: Mapping[str, tuple[str, str]] = {
     "k": ("width", "width"),
     "v": ("width", "width"),
     "o": ("width", "width"),
+    "out_gate": ("width", "width"),
     "q_down": ("q_rank", "width"),
     "q_up": ("width", "q_rank"),
     "kv_down": ("kv_rank", "width"),

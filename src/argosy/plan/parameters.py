@@ -2,7 +2,7 @@
 
 The modules (`models`) read their sizes here, the initialiser the values, tensor and expert parallelism
 (`parallel.tensor`, `parallel.expert`) the cuts, the planner (`plan.cost`) bytes and operations, and `models.hf` the
-weights that a Hugging Face folder must have. A new family is an entry here and its names in `models.hf_families`.
+weights that a Hugging Face folder must have.
 
 `plan` is the lowest room that needs the table, so it is here, without torch, and the rooms above import it.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from argosy.config.model import ModelConfig
+from argosy.plan.layer_spec import layer_spec
 
 Initial = Literal["normal", "into_residual", "ones", "zeros"]
 """Initial values: N(0, init_std); the same over sqrt(2 * layers), for projections into the residual stream, so that
@@ -22,6 +23,15 @@ its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3);
 OUTPUTS, INPUTS = 0, 1
 """The dims of a linear layer's weight. Each rank computes some of the outputs ("column parallel" in Shoeybi et al.
 2019), or reads some of the inputs ("row parallel")."""
+
+
+NORMS = {
+    "before": ("attention_norm", "mlp_norm"),
+    "after": ("attention_post_norm", "mlp_post_norm"),
+    "around": ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
+    "parallel": ("attention_norm",),
+}
+"""`model.norms.place` -> the norms of a block."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def parameter_table(model: ModelConfig, stage: Stage | None = None, tp: int = 1)
     for layer in stage.layers:
         table |= _prefixed(f"blocks.{layer}", block_table(model, layer, tp))
     if stage.last:
-        table |= _norm("norm", model.width)
+        table |= _norm("norm", model.width, model)
         if not model.tie_embeddings:
             table["head.weight"] = vocabulary
     return table
@@ -79,31 +89,42 @@ def state_table(model: ModelConfig) -> Table:
 
 def block_table(model: ModelConfig, layer: int, tp: int = 1) -> Table:
     """The parameters of block `layer`."""
-    attention = latent_attention_table(model) if model.mla.kv_rank else attention_table(model, tp)
-    feed_forward = (
-        moe_table(model)
-        if model.is_moe_layer(layer)
-        else feed_forward_table(model.width, model.ffn_width, model.ffn_gate)
-    )
+    attention = latent_attention_table(model) if model.mla.kv_rank else attention_table(model, layer, tp)
+    if model.is_moe_layer(layer):
+        feed_forward = moe_table(model)
+    else:
+        feed_forward = feed_forward_table(model.width, model.ffn_width, model.ffn_gate, model.ffn_bias)
+    norms = {name: _norm(name, model.width, model) for name in NORMS[model.norms.place]}
     return (
-        _norm("attention_norm", model.width)
+        norms.get("attention_norm", {})
         | _prefixed("attention", attention)
-        | _norm("mlp_norm", model.width)
+        | norms.get("attention_post_norm", {})
+        | norms.get("mlp_norm", {})
         | _prefixed("mlp", feed_forward)
+        | norms.get("mlp_post_norm", {})
     )
 
 
-def attention_table(model: ModelConfig, tp: int = 1) -> Table:
+def attention_table(model: ModelConfig, layer: int = 0, tp: int = 1) -> Table:
     """The parameters of `models.attention.Attention`."""
-    width, queries, keys = model.width, model.heads * model.head_width, model.kv_heads * model.head_width
+    spec, settings, width = layer_spec(model, layer), model.attention, model.width
+    queries, keys = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
     bias, qkv_bias = model.attention_bias, model.attention_bias or model.qkv_bias
-    keys_dim = OUTPUTS if model.kv_heads >= tp else None  # with fewer heads than ranks, each rank computes all of them
+    keys_dim = OUTPUTS if spec.kv_heads >= tp else None  # with fewer heads than ranks, each rank computes all of them
+    if not model.qk_norm:
+        norms: Table = {}
+    elif settings.norm_over == "all":
+        norms = _norm("q_norm", queries, model, OUTPUTS) | _norm("k_norm", keys, model, keys_dim)
+    else:
+        norms = _norm("q_norm", spec.head_width, model) | _norm("k_norm", spec.head_width, model)
     return (
         _linear("q", queries, width, OUTPUTS, qkv_bias)
         | _linear("k", keys, width, keys_dim, qkv_bias)
         | _linear("v", keys, width, keys_dim, qkv_bias)
         | _linear("o", width, queries, INPUTS, bias, "into_residual")
-        | (_norm("q_norm", model.head_width) | _norm("k_norm", model.head_width) if model.qk_norm else {})
+        | norms
+        | (_linear("out_gate", queries, width, OUTPUTS, qkv_bias) if settings.gate else {})
+        | ({"sinks": Parameter((spec.heads,), OUTPUTS, initial="zeros")} if settings.sinks else {})
     )
 
 
@@ -127,25 +148,43 @@ def latent_attention_table(model: ModelConfig) -> Table:
     )
 
 
-def feed_forward_table(width: int, hidden: int, gated: bool = True) -> Table:
+def feed_forward_table(width: int, hidden: int, gated: bool = True, bias: bool = False) -> Table:
     """The parameters of `models.layers.FeedForward`."""
     return (
-        (_linear("gate", hidden, width, OUTPUTS) if gated else {})
-        | _linear("up", hidden, width, OUTPUTS)
-        | _linear("down", width, hidden, INPUTS, initial="into_residual")
+        (_linear("gate", hidden, width, OUTPUTS, bias) if gated else {})
+        | _linear("up", hidden, width, OUTPUTS, bias)
+        | _linear("down", width, hidden, INPUTS, bias, initial="into_residual")
     )
 
 
 def moe_table(model: ModelConfig) -> Table:
-    """The parameters of `models.experts.MoE`; the router works on each tp rank's own tokens."""
+    """The parameters of `models.experts.MoE`; router and gate work on each tp rank's own tokens."""
     moe, width, hidden = model.moe, model.width, model.moe.expert_ffn_width
-    shared = feed_forward_table(width, moe.shared_experts * hidden) if moe.shared_experts else {}
-    return {
-        "router.weight": Parameter((moe.experts, width)),
+    table = {"router.weight": Parameter((moe.experts, width))}
+    if moe.router_bias:
+        table["router.logit_bias"] = Parameter((moe.experts,), initial="zeros")
+    table |= {
         "experts.gate": Parameter((moe.experts, hidden, width), 1, is_expert=True),
         "experts.up": Parameter((moe.experts, hidden, width), 1, is_expert=True),
         "experts.down": Parameter((moe.experts, width, hidden), 2, is_expert=True, initial="into_residual"),
-    } | _prefixed("shared", shared)
+    }
+    if moe.expert_bias:  # that of `down` is added once, whatever the number of ranks that add up their results
+        table |= {
+            "experts.gate_bias": Parameter((moe.experts, hidden), 1, is_expert=True, initial="zeros"),
+            "experts.up_bias": Parameter((moe.experts, hidden), 1, is_expert=True, initial="zeros"),
+            "experts.down_bias": Parameter((moe.experts, width), is_expert=True, initial="zeros"),
+        }
+    if shared := shared_width(model):
+        table |= _prefixed("shared", feed_forward_table(width, shared))
+        if moe.shared_gate:
+            table["shared_gate.weight"] = Parameter((1, width))
+    return table
+
+
+def shared_width(model: ModelConfig) -> int:
+    """Return the width of the feed-forward that all tokens of a layer with experts go to."""
+    moe = model.moe
+    return (moe.shared_ffn_width or moe.shared_experts * moe.expert_ffn_width) if moe.shared_experts else 0
 
 
 def inside(table: Mapping[str, Parameter], module: str) -> Table:
@@ -167,5 +206,10 @@ def _linear(
     return table
 
 
-def _norm(name: str, width: int) -> Table:
-    return {f"{name}.weight": Parameter((width,), initial="ones")}
+def _norm(name: str, width: int, model: ModelConfig | None = None, tp_dim: int | None = None) -> Table:
+    """A norm; without `model`, a plain RMSNorm."""
+    zeros = model is not None and model.norms.zero_centered
+    table = {f"{name}.weight": Parameter((width,), tp_dim, initial="zeros" if zeros else "ones")}
+    if model is not None and model.norms.bias:
+        table[f"{name}.bias"] = Parameter((width,), tp_dim, initial="zeros")
+    return table

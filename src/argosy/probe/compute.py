@@ -21,6 +21,7 @@ from argosy.models.initialize import materialize
 from argosy.models.rope import rotary_table
 from argosy.parallel.world import World
 from argosy.plan.hardware.measurements import AttentionRate, CompressionRate, MatmulRate
+from argosy.plan.layer_spec import layer_spec
 from argosy.plan.parameters import block_table
 from argosy.plan.sync import COMPRESSED
 from argosy.probe.timing import mean, seconds
@@ -166,7 +167,9 @@ def measure_layer_host(world: World, slice_s: float) -> float:
     materialize(decoder, config, world.device, seed=0)
     x = torch.randn(1, 8, config.width, device=world.device)
     documents = torch.tensor([0, 8], dtype=torch.int32, device=world.device)
-    cos, sin = rotary_table(config, 8, world.device)
+    rope = layer_spec(config, 0).rope
+    assert rope is not None
+    cos, sin = rotary_table(rope, 8, world.device)
     rotary = cos[None], sin[None]
 
     def step() -> None:

@@ -1,0 +1,172 @@
+"""A Hugging Face class in our terms, as data: keys of config.json, the settings that it implies, names of weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, Literal
+
+from argosy.config.model import ModelConfig
+
+KEYS = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+    "ffn_width": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "attention_bias": "attention_bias",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+"""Field of `ModelConfig` -> the key of config.json that has the same value."""
+
+DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "rope_theta": 10_000.0,
+}
+"""The values that transformers takes for keys missing in config.json. Sizes without a default must be there."""
+
+NAMES = {
+    "embedding": "model.embed_tokens",
+    "blocks.*.attention_norm": "model.layers.*.input_layernorm",
+    "blocks.*.attention.q": "model.layers.*.self_attn.q_proj",
+    "blocks.*.attention.k": "model.layers.*.self_attn.k_proj",
+    "blocks.*.attention.v": "model.layers.*.self_attn.v_proj",
+    "blocks.*.attention.o": "model.layers.*.self_attn.o_proj",
+    "blocks.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
+    "blocks.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
+    "blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+    "blocks.*.mlp.gate": "model.layers.*.mlp.gate_proj",
+    "blocks.*.mlp.up": "model.layers.*.mlp.up_proj",
+    "blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+"""Our module or weight -> theirs. * is the block's number; # is an expert's, whose weights we keep in stacks."""
+
+MIXTRAL_NAMES = {
+    "blocks.*.mlp.router": "model.layers.*.block_sparse_moe.gate",
+    "blocks.*.mlp.experts.gate": "model.layers.*.block_sparse_moe.experts.#.w1.weight",
+    "blocks.*.mlp.experts.down": "model.layers.*.block_sparse_moe.experts.#.w2.weight",
+    "blocks.*.mlp.experts.up": "model.layers.*.block_sparse_moe.experts.#.w3.weight",
+}
+EXPERT_NAMES = {
+    "blocks.*.mlp.router": "model.layers.*.mlp.gate",
+    "blocks.*.mlp.experts.gate": "model.layers.*.mlp.experts.#.gate_proj.weight",
+    "blocks.*.mlp.experts.up": "model.layers.*.mlp.experts.#.up_proj.weight",
+    "blocks.*.mlp.experts.down": "model.layers.*.mlp.experts.#.down_proj.weight",
+}
+DEEPSEEK_NAMES = {
+    "blocks.*.mlp.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    "blocks.*.mlp.shared.gate": "model.layers.*.mlp.shared_experts.gate_proj",
+    "blocks.*.mlp.shared.up": "model.layers.*.mlp.shared_experts.up_proj",
+    "blocks.*.mlp.shared.down": "model.layers.*.mlp.shared_experts.down_proj",
+    "blocks.*.attention.q_down": "model.layers.*.self_attn.q_a_proj",
+    "blocks.*.attention.q_norm": "model.layers.*.self_attn.q_a_layernorm",
+    "blocks.*.attention.q_up": "model.layers.*.self_attn.q_b_proj",
+    "blocks.*.attention.kv_down": "model.layers.*.self_attn.kv_a_proj_with_mqa",
+    "blocks.*.attention.kv_norm": "model.layers.*.self_attn.kv_a_layernorm",
+    "blocks.*.attention.kv_up": "model.layers.*.self_attn.kv_b_proj",
+}
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Weights of ours that are one tensor of theirs."""
+
+    ours: tuple[str, ...]
+    """Modules, or whole names of weights."""
+    kind: Literal["rows", "expert_rows", "interleaved"] = "rows"
+    """rows: one below the other; expert_rows: so in each expert; interleaved: in each expert in turns, transposed."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A key of config.json that has another form than our field."""
+
+    key: str
+    read: Callable[[Any], Any]
+    """None stands for null, which is not the same as a missing key."""
+    write: Callable[[Any], Any]
+
+
+def or_none(key: str) -> Converted:
+    """Return the conversion of a number whose 0 they write as null."""
+    return Converted(key, lambda value: value or 0.0, lambda value: value or None)
+
+
+def inverse(key: str) -> Converted:
+    """Return the conversion of a factor that they divide by."""
+    return Converted(key, lambda value: 1 / (value or 1.0), lambda value: _whole(1 / value))
+
+
+def inverse_square(key: str) -> Converted:
+    """Return the conversion of a factor that they give as one over its square."""
+    return Converted(key, lambda value: (value or 1) ** -0.5, lambda value: _whole(value**-2) if value else None)
+
+
+def _whole(value: float) -> float:
+    """Return the value that was meant, if rounding left it beside a whole number."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Hugging Face class."""
+
+    architecture: str
+    keys: dict[str, str] = field(default_factory=dict)
+    """In addition to `KEYS`."""
+    converted: dict[str, Converted] = field(default_factory=dict)
+    """Fields of `ModelConfig` whose key has another form."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Fields of `ModelConfig` without a key in the class -> the value that the class implies."""
+    derived: dict[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    """Fields that follow from several keys."""
+    constants: dict[str, Any] = field(default_factory=dict)
+    """Keys of config.json without a field of ours -> the only value that we can compute."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """In addition to `DEFAULTS`."""
+    names: dict[str, str] = field(default_factory=dict)
+    """In addition to `NAMES`."""
+    fused: dict[str, Fused] = field(default_factory=dict)
+    """Their module or weight -> what of ours is in it."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Keys of other versions -> the key in `keys`."""
+    needs: tuple[str, ...] = ()
+    """Fields that may not be 0."""
+    skipped: str = ""
+    """Weights that are ignored, by how their names begin."""
+    hidden_act: str = "silu"
+    act_key: str = "hidden_act"
+    own_split: str = ""
+    """Pattern that `AutoTokenizer` of transformers splits text by, whatever tokenizer.json says; empty: it obeys."""
+    rotary: Literal["halves", "pairs"] = "halves"
+    """pairs: the two numbers that a rotation turns lie side by side."""
+    partial: float | None = None
+    """Share of a head that is rotated, if config.json does not say it; None: always all."""
+    windows: Callable[[Mapping[str, Any], int], list[str]] | None = None
+    """Keys and number of layers -> kinds of layers where config.json has no layer_types; None: no windows."""
+    lists_layers: bool = True
+    """config.json has layer_types."""
+    rotates: Literal["all", "sliding", "sliding if any", "listed"] = "all"
+    """The layers that have positions; listed: no_rope_layers says it."""
+    sliding_theta: float = 0.0
+    """Base of sliding layers if config.json does not say it, where they have one of their own."""
+    nests_rope: bool = False
+    """Full and sliding layers have their own rotary embedding."""
+
+
+def value_of(config: ModelConfig, field: str) -> Any:
+    """Return the value of a dotted field, e.g. "moe.experts"."""
+    return reduce(getattr, field.split("."), config)

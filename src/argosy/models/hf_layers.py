@@ -1,0 +1,104 @@
+"""The kinds of layers in config.json: windows, and layers without positions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from argosy.config.model import ModelConfig
+from argosy.errors import UserError
+from argosy.models.hf_family import Family
+
+KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
+
+T = TypeVar("T")
+
+
+def layers_from_json(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, file: Path) -> dict[str, Any]:
+    """Return the fields that say which layers are what. Raises: UserError."""
+    layers = given["num_hidden_layers"]
+    window = values["sliding_window"] if "sliding_window" in values else given.get("sliding_window")
+    slides = [KINDS[kind] == "sliding" and bool(window) for kind in _kinds(values, given, family, file)]
+    found: dict[str, Any] = {}
+    if any(slides):
+        found["attention.layers"] = cycle_of(["sliding" if slide else "full" for slide in slides])
+        found["attention.window"] = window
+    rotates = [True] * layers
+    if family.rotates == "listed":
+        interval = given["no_rope_layer_interval"]
+        rotates = [bool(flag) for flag in given.get("no_rope_layers") or ()]
+        rotates = rotates or [(layer + 1) % interval != 0 for layer in range(layers)]
+        _check_length("no_rope_layers", rotates, layers, file)
+    elif family.rotates == "sliding" or (family.rotates == "sliding if any" and any(slides)):
+        rotates = slides
+    if not all(rotates):
+        found["attention.rotary_layers"] = cycle_of(rotates)
+    if "mlp_only_layers" in family.defaults:
+        dense = sorted(set(given["mlp_only_layers"]))
+        first = next((i for i, layer in enumerate(dense) if layer != i), len(dense))
+        found |= {"moe.first_dense_layers": first, "moe.dense_layers": tuple(dense[first:])}
+    return found
+
+
+def _kinds(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, file: Path) -> Sequence[str]:
+    """Return the kind of each layer, in their words."""
+    layers, listed = given["num_hidden_layers"], values.get("layer_types")
+    for kind in listed or ():
+        if kind not in KINDS:
+            refuse(file, "layer_types", kind, f"known are {', '.join(KINDS)}")
+    if family.windows is None:
+        if given.get("use_sliding_window") or "sliding_attention" in (listed or ()):
+            refuse(file, "use_sliding_window", True, "this class's attention reads the whole document")
+        return ["full_attention"] * layers
+    if listed is None and "use_sliding_window" not in family.defaults and given.get("use_sliding_window"):
+        refuse(file, "use_sliding_window", True, "layer_types must say which layers have windows")
+    kinds = listed if listed and family.lists_layers else family.windows(given, layers)
+    _check_length("layer_types", kinds, layers, file)
+    return kinds
+
+
+def _check_length(key: str, found: Sequence[object], layers: int, file: Path) -> None:
+    if len(found) != layers:
+        refuse(file, key, list(found), f"it must have {layers} entries, as num_hidden_layers says")
+
+
+def layers_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the keys that `layers_from_json` reads."""
+    attention, layers = config.attention, range(config.layers)
+    values: dict[str, Any] = {}
+    kinds = [attention.layers[i % len(attention.layers)] if attention.layers else "full" for i in layers]
+    theirs = {ours: name for name, ours in KINDS.items()}
+    if family.windows is not None:
+        values["sliding_window"] = attention.window or None
+        if family.lists_layers:
+            values["layer_types"] = [theirs[kind] for kind in kinds]
+        if family.defaults.get("use_sliding_window") is not None:
+            values |= {"use_sliding_window": bool(attention.window), "max_window_layers": config.layers}
+    if family.rotates == "listed":
+        rotates = attention.rotary_layers or (True,)
+        values["no_rope_layers"] = [int(rotates[i % len(rotates)]) for i in layers]
+    if "mlp_only_layers" in family.defaults:
+        values["mlp_only_layers"] = [*range(config.moe.first_dense_layers), *config.moe.dense_layers]
+    if family.partial is not None:
+        values["partial_rotary_factor"] = (attention.rotary_width or config.head_width) / config.head_width
+    return values
+
+
+def cycle_of(values: Sequence[T]) -> tuple[T, ...]:
+    """Return the shortest beginning of `values` that gives all of them when it is repeated."""
+    for length in range(1, len(values) + 1):
+        if all(value == values[i % length] for i, value in enumerate(values)):
+            return tuple(values[:length])
+    return ()
+
+
+def in_json(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def refuse(file: Path, key: str, value: object, why: str) -> NoReturn:
+    """Raise the UserError for something in a folder that we cannot use."""
+    raise UserError(f"{file}: {key[:100]} = {in_json(value)}: {why}. Choose another model.")

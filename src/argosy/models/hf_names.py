@@ -1,0 +1,146 @@
+"""The weights of Hugging Face folders in our terms: what becomes what, tensor by tensor, in both directions.
+
+A `Piece` is the smallest group that converts by itself: two tensors, a stack of experts and its slices, or queries, keys
+and values and their fused matrix. Import and export go piece by piece, so that no more is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from argosy.config.model import ModelConfig
+from argosy.models.hf_families import family_of
+from argosy.models.hf_family import NAMES, Fused
+from argosy.plan.layer_spec import layer_spec
+from argosy.plan.parameters import state_table
+
+Convert = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Weights that convert together."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    to_theirs: Convert
+    """They share memory with ours where they can."""
+    to_ours: Convert
+
+
+def pieces_of(config: ModelConfig) -> list[Piece]:
+    """Return the pieces of a model's state, in its order."""
+    family = family_of(config.family)
+    fused = {ours: (theirs, rule) for theirs, rule in family.fused.items() for ours in rule.ours}
+    shapes = {name: parameter.shape for name, parameter in state_table(config).items()}
+    pieces, done = [], set[str]()
+    for name in shapes:
+        block = name.split(".")[1] if name.startswith("blocks.") else ""
+        pattern = name.replace(f".{block}.", ".*.", 1) if block else name
+        module, _, kind = pattern.rpartition(".")
+        if name in done:
+            continue
+        found = fused.get(pattern) or fused.get(module)
+        if found is not None:
+            theirs, rule = found
+            is_whole = pattern in rule.ours
+            ours = tuple((p if is_whole else f"{p}.{kind}").replace("*", block) for p in rule.ours)
+            sizes = [shapes[n] for n in ours]
+            orders = [_rotary_order(n, config) for n in ours]
+            their_name = (theirs if is_whole else f"{theirs}.{kind}").replace("*", block)
+            pieces.append(_fused(ours, their_name, rule, sizes, orders))
+            done.update(ours)
+        else:
+            pieces.append(_single(name, pattern, block, config))
+    return pieces
+
+
+def their_shapes(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the shapes of their tensors, from those of ours."""
+    whole = [torch.empty(shapes[name], device="meta") for name in piece.ours]
+    return [tuple(tensor.shape) for tensor in piece.to_theirs(whole)]
+
+
+def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Piece:
+    names = NAMES | family_of(config.family).names
+    order = _rotary_order(name, config)
+
+    def theirs_of(weight: Tensor) -> Tensor:
+        return weight if order is None else weight[order.argsort()]
+
+    def ours_of(weight: Tensor) -> Tensor:
+        return weight if order is None else weight[order]
+
+    if pattern in names and "#" in names[pattern]:  # a stack of experts, which they store one by one
+        theirs = names[pattern].replace("*", block)
+        slices = tuple(theirs.replace("#", str(expert)) for expert in range(config.moe.experts))
+        return Piece((name,), slices, lambda ours: list(ours[0].unbind()), lambda parts: [torch.stack(list(parts))])
+    if pattern in names:
+        theirs = names[pattern].replace("*", block)
+    else:
+        module, _, kind = pattern.rpartition(".")
+        theirs = f"{names[module].replace('*', block)}.{kind}"
+    return Piece((name,), (theirs,), lambda ours: [theirs_of(ours[0])], lambda parts: [ours_of(parts[0])])
+
+
+def _fused(
+    ours: tuple[str, ...],
+    theirs: str,
+    rule: Fused,
+    shapes: Sequence[tuple[int, ...]],
+    orders: Sequence[Tensor | None],
+) -> Piece:
+    """Return the piece of weights that they store as one tensor."""
+
+    def join(weights: Sequence[Tensor]) -> list[Tensor]:
+        weights = [w if order is None else w[order.argsort()] for w, order in zip(weights, orders, strict=True)]
+        if rule.kind == "rows":
+            return [torch.cat(list(weights))]
+        if rule.kind == "expert_rows":
+            return [torch.cat(list(weights), 1)]
+        joined = torch.stack(list(weights), 2).flatten(1, 2) if len(weights) > 1 else weights[0]
+        return [joined.transpose(1, 2).contiguous() if joined.ndim > 2 else joined]
+
+    def cut(parts: Sequence[Tensor]) -> list[Tensor]:
+        (whole,) = parts
+        if rule.kind == "rows":
+            weights = list(whole.split([shape[0] for shape in shapes]))
+        elif rule.kind == "expert_rows":
+            weights = list(whole.split([shape[1] for shape in shapes], 1))
+        else:
+            whole = whole.transpose(1, 2) if whole.ndim > 2 else whole
+            weights = list(whole.unflatten(1, (-1, len(shapes))).unbind(2)) if len(shapes) > 1 else [whole]
+        return [w.contiguous() if order is None else w[order] for w, order in zip(weights, orders, strict=True)]
+
+    return Piece(ours, (theirs,), join, cut)
+
+
+def _rotary_order(name: str, config: ModelConfig) -> Tensor | None:
+    """Return the places of our rows of a weight or bias among theirs; None if the order is the same.
+
+    Some classes keep the two rows of a rotary pair side by side; we keep them in two halves. This concerns queries and
+    keys, and what shares their order.
+    """
+    if family_of(config.family).rotary == "halves":
+        return None
+    mla, module = config.mla, name.rpartition(".")[0].rpartition(".")[2]
+    if mla.kv_rank and module == "kv_down":
+        return torch.cat((torch.arange(mla.kv_rank), mla.kv_rank + _halves(mla.rope_width)))
+    if mla.kv_rank and module in ("q", "q_up"):
+        head = torch.cat((torch.arange(mla.nope_width), mla.nope_width + _halves(mla.rope_width)))
+        return (torch.arange(config.heads)[:, None] * mla.key_width + head).flatten()
+    if mla.kv_rank or module not in ("q", "k"):
+        return None
+    spec = layer_spec(config, int(name.split(".")[1]))
+    width = spec.rope.width if spec.rope else 0
+    head = torch.cat((_halves(width), torch.arange(width, spec.head_width)))
+    heads = spec.heads if module == "q" else spec.kv_heads
+    return (torch.arange(heads)[:, None] * spec.head_width + head).flatten()
+
+
+def _halves(width: int) -> Tensor:
+    return torch.cat((torch.arange(0, width, 2), torch.arange(1, width, 2)))

@@ -1,0 +1,82 @@
+"""A layer of the decoder as data, derived from `ModelConfig`: what differs from layer to layer.
+
+The table of parameters, attention, its cache, the cost model and `simulate` read it layer by layer. What all layers
+share (width, norms, multipliers) they read from the config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from argosy.config.attention import RopeScaling
+from argosy.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """A rotary embedding."""
+
+    width: int
+    """Numbers of a head that it turns, the first ones."""
+    theta: float
+    scaling: RopeScaling
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer computes."""
+
+    window: int
+    """Tokens that a token sees, itself included; 0: all before it."""
+    rope: RopeSpec | None
+    """None: queries and keys are not rotated."""
+    heads: int
+    kv_heads: int
+    head_width: int
+    """Width of a query or key head; with latent attention, of its rotated part."""
+    has_experts: bool
+
+    def seen(self, tokens: int) -> int:
+        """Return how many keys and values a cache holds after `tokens` tokens."""
+        return min(tokens, self.window) if self.window else tokens
+
+    def mean_seen(self, seq_len: int) -> float:
+        """Return the tokens that a token attends to, on average over a sequence: half of it without a window."""
+        window = self.seen(seq_len)
+        return window - window * window / (2 * seq_len)
+
+
+def layer_spec(model: ModelConfig, layer: int) -> LayerSpec:
+    """Return layer `layer` (from 0) of `model`."""
+    attention = model.attention
+    is_sliding = bool(attention.layers) and attention.layers[layer % len(attention.layers)] == "sliding"
+    rotates = not attention.rotary_layers or attention.rotary_layers[layer % len(attention.rotary_layers)]
+    return LayerSpec(
+        window=attention.window if is_sliding else 0,
+        rope=_rope(model, is_sliding) if rotates else None,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_width=model.head_width,
+        has_experts=model.is_moe_layer(layer),
+    )
+
+
+def layer_kinds(model: ModelConfig) -> dict[LayerSpec, list[int]]:
+    """Return the different layers of `model`, in the order in which they first come, with their numbers."""
+    found: dict[LayerSpec, list[int]] = {}
+    for layer in range(model.layers):
+        found.setdefault(layer_spec(model, layer), []).append(layer)
+    return found
+
+
+def period_of(model: ModelConfig, layers: range) -> int:
+    """Return after how many layers `layers` repeat themselves, at most their number."""
+    specs = [layer_spec(model, layer) for layer in layers]
+    return next(n for n in range(1, len(specs) + 1) if specs[n:] == specs[:-n])
+
+
+def _rope(model: ModelConfig, is_sliding: bool) -> RopeSpec:
+    attention = model.attention
+    theta = attention.sliding_rope_theta if is_sliding and attention.sliding_rope_theta else model.rope_theta
+    scaling = RopeScaling() if is_sliding and not attention.sliding_rope_scaled else model.rope_scaling
+    return RopeSpec(attention.rotary_width or model.head_width, theta, scaling)
