@@ -9,8 +9,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from argosy.config.model import FAMILIES
-from argosy.models.hf_family import Family
 from argosy.models.hf_families import FAMILIES as CLASSES
+from argosy.models.hf_family import Family
 
 VOCABULARY, ORIGINAL = 101, 16
 """ORIGINAL: the context before stretching, less than a test's sequence."""
@@ -33,7 +33,7 @@ def _sizes(draw: Draw, family: str) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 128,
-        "initializer_range": 0.2,
+        "initializer_range": 0.1,
         "tie_word_embeddings": draw([False, True]),
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
@@ -111,7 +111,8 @@ def _gemma2(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
 def _gemma3(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
     full = draw([{"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}]) | {"rope_theta": 1e4}
     sliding = {"rope_type": "default", "rope_theta": draw([1e2, 1e4])}
-    return _gemma2(draw, sizes) | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+    ropes = {"full_attention": full, "sliding_attention": sliding}
+    return _gemma2(draw, sizes) | {"rope_parameters": ropes, "attn_logit_softcapping": None}
 
 
 def _olmo3(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -219,8 +220,12 @@ DRAWN: dict[str, Drawn] = {
     "cohere": _cohere,
     "cohere2": lambda d, s: _cohere(d, s) | _windows(d, s),
     "seed_oss": lambda d, s: {
-        "head_dim": d([8, 16]), "attention_bias": True, "attention_out_bias": d([False, True]),
-        "mlp_bias": d([False, True]), "attention_dropout": 0.0, "residual_dropout": 0.0,
+        "head_dim": d([8, 16]),
+        "attention_bias": True,
+        "attention_out_bias": d([False, True]),
+        "mlp_bias": d([False, True]),
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
     },  # fmt: skip
     "arcee": lambda d, s: {"attention_bias": d([False, True]), "mlp_bias": d([False, True])},
     "nemotron": _nemotron,
@@ -261,7 +266,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
             if weight.dim() == 1:
                 weight.add_(torch.randn_like(weight) * 0.3)
             elif weight.dim() > 2 or "router" in name or "mlp.gate." in name or "block_sparse_moe" in name:
-                weight.normal_(std=0.3)
+                weight.normal_(std=0.2)
     return model.eval()
 
 

@@ -50,6 +50,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "top_groups": 2, "routed_scale": 2.5, "balance": "bias", "bias_rate": 1e-2,
         },
     },
+    "gemma2": {
+        "family": "gemma2", "layers": 4, "tie_embeddings": True, "activation": "gelu_tanh", "embedding_scale": 32**0.5,
+        "logit_softcap": 3.0, "norms": {"place": "around", "zero_centered": True},
+        "attention": {"layers": ["sliding", "full"], "window": 9, "softcap": 2.0, "scale": 0.3},
+    },
+    "olmo3": {
+        "family": "olmo3", "qk_norm": True, "norms": {"place": "after"},
+        "rope_scaling": {"kind": "yarn", "factor": 4.0},
+        "attention": {
+            "layers": ["sliding", "sliding", "full"], "window": 20, "norm_over": "all", "sliding_rope_scaled": False,
+        },
+    },
+    "cohere2": {
+        "family": "cohere2", "norms": {"place": "parallel", "kind": "layer"}, "logit_scale": 0.25,
+        "residual_scale": 0.5, "tie_embeddings": True,
+        "attention": {"layers": ["sliding", "full"], "window": 5, "rotary_layers": [True, False], "rotary_width": 4},
+    },
+    "nemotron": {
+        "family": "nemotron", "ffn_gate": False, "activation": "relu2", "ffn_bias": True, "qkv_bias": True,
+        "norms": {"kind": "layer", "bias": True, "zero_centered": True}, "attention": {"gate": True},
+    },
+    "gpt_oss": {
+        "family": "gpt_oss", "attention_bias": True, "activation": "clamped_swiglu", "ffn_limit": 2.0,
+        "attention": {"layers": ["sliding", "full"], "window": 12, "sinks": True},
+        "moe": EXPERTS | {"router_bias": True, "expert_bias": True},
+    },
+    "qwen2_moe": {
+        "family": "qwen2_moe", "qkv_bias": True,
+        "moe": EXPERTS | {"shared_experts": 1, "shared_gate": True, "shared_ffn_width": 24, "every": 2},
+    },
 }  # fmt: skip
 
 QUICK = [
@@ -69,10 +99,27 @@ QUICK = [
     ("mup", "dp_shard=2,tp=2,zero=3,microbatch=2"),
     ("deepseek_v3", "cp=2,ep=2,microbatch=4"),
     ("qwen2", "dp_replicate=2,dp_shard=2,zero=3,shares=3:1"),
+    ("gemma2", "cp=2,tp=2,microbatch=4"),
+    ("olmo3", "tp=4,microbatch=4"),
+    ("gpt_oss", "cp=2,ep=2,microbatch=4"),
 ]
 """Family and plan, in every run of the tests."""
 
+LAYERS_THAT_DIFFER = [
+    (family, plan)
+    for family in ("gemma2", "olmo3", "cohere2", "nemotron", "gpt_oss", "qwen2_moe")
+    for plan in (
+        "cp=2,microbatch=4", "cp=2,context=ulysses,microbatch=4", "cp=4,microbatch=4", "tp=2,microbatch=4",
+        "tp=4,microbatch=4", "pp=2,microbatch=2", "dp_shard=2,zero=3,microbatch=4",
+        "dp_shard=2,tp=2,zero=3,recompute=full,microbatch=4", "cp=2,pp=2,microbatch=2",
+    )
+] + [(family, plan) for family in ("gpt_oss", "qwen2_moe") for plan in (
+    "dp_shard=2,ep=2,microbatch=4", "dp_shard=2,tp=2,ep=2,recompute=selective,microbatch=4",
+)]  # fmt: skip
+"""Families whose layers differ, or have parts that others lack, on every axis."""
+
 SLOW = [
+    *LAYERS_THAT_DIFFER,
     # One axis.
     ("llama", "microbatch=2"),
     ("llama", "dp_replicate=4,microbatch=2"),

@@ -26,7 +26,7 @@ from argosy.config.model import MOST_LAYERS, ModelConfig
 from argosy.errors import UserError
 from argosy.models.hf_families import FAMILIES, family_of
 from argosy.models.hf_family import DEFAULTS, KEYS, Family, value_of
-from argosy.models.hf_layers import in_json, layers_from_json, layers_to_json, refuse
+from argosy.models.hf_layers import GROUPED, in_json, layers_from_json, layers_to_json, refuse
 from argosy.models.hf_rope import ROPE_KEYS, RopeJson, RopesJson, rope_from_json, rope_to_json
 
 ONLY_IN_TRAINING = frozenset(
@@ -223,6 +223,8 @@ def config_from_json(values: Mapping[str, Any], file: Path) -> ModelConfig:
     _check_kinds(values, _sizes_of({key: ours for ours, key in theirs.items()}), file)
     written = {known.aliases.get(key, key): value for key, value in values.items() if value is not None}
     given = DEFAULTS | known.defaults | written
+    if "rope_parameters" in written:
+        given["rope_scaling"] = written.get("rope_scaling")
     _refuse_what_differs(values, given, known, file)
     for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"):
         if key not in given:
@@ -358,8 +360,6 @@ def _refuse_what_differs(values: Mapping[str, Any], given: Mapping[str, Any], fa
     if family.partial is None and given.get("partial_rotary_factor", 1.0) != 1.0:
         refuse(file, "partial_rotary_factor", given["partial_rotary_factor"], "this class rotates whole heads")
     if "topk_method" in family.defaults:  # DeepSeek-V2
-        expected = "group_limited_greedy" if (values.get("n_group") or 1) > 1 else "greedy"
-        if given["topk_method"] != expected and (values.get("n_group") or 1) > 1:
+        expected = GROUPED if (values.get("n_group") or 1) > 1 else "greedy"
+        if given["topk_method"] not in (expected, GROUPED):
             refuse(file, "topk_method", given["topk_method"], f"only {expected} is known with these groups")
-        if given["topk_method"] not in ("greedy", "group_limited_greedy"):
-            refuse(file, "topk_method", given["topk_method"], "known are greedy, group_limited_greedy")

@@ -249,11 +249,11 @@ FAMILIES = {
         GEMMA2,
         architecture="Gemma3ForCausalLM",
         fixed=GEMMA2.fixed | {"qk_norm": True},
-        constants={"use_bidirectional_attention": False},
-        defaults=GEMMA2.defaults
+        converted={n: form for n, form in GEMMA2.converted.items() if n != "attention.softcap"},
+        constants={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+        defaults={n: value for n, value in GEMMA2.defaults.items() if n != "attn_logit_softcapping"}
         | {
             "max_position_embeddings": 131_072,
-            "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "rope_theta": 1_000_000.0,
         },

@@ -11,6 +11,7 @@ from argosy.config.model import ModelConfig
 from argosy.errors import UserError
 from argosy.models.hf_family import Family
 
+GROUPED = "group_limited_greedy"
 KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 
 T = TypeVar("T")
@@ -79,6 +80,8 @@ def layers_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     if family.rotates == "listed":
         rotates = attention.rotary_layers or (True,)
         values["no_rope_layers"] = [int(rotates[i % len(rotates)]) for i in layers]
+    if "topk_method" in family.defaults:
+        values["topk_method"] = GROUPED if config.moe.groups > 1 else "greedy"
     if "mlp_only_layers" in family.defaults:
         values["mlp_only_layers"] = [*range(config.moe.first_dense_layers), *config.moe.dense_layers]
     if family.partial is not None:

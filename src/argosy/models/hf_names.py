@@ -143,4 +143,4 @@ def _rotary_order(name: str, config: ModelConfig) -> Tensor | None:
 
 
 def _halves(width: int) -> Tensor:
-    return torch.cat((torch.arange(0, width, 2), torch.arange(1, width, 2)))
+    return torch.arange(width).view(-1, 2).T.flatten()

@@ -81,9 +81,11 @@ def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     scaled = {"rope_type": scaling.kind, **rope} if rope else None
     # transformers 4 reads only these two keys, and 5 reads them as well as its own `rope_parameters`.
     values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": scaled}
+    if scaled is None and "rope_scaling" in family.defaults:  # which would stand in for nothing
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if family.nests_rope:
         full = {"rope_theta": config.rope_theta, **(scaled or {"rope_type": "default"})}
-        sliding = dict(full) if config.attention.sliding_rope_scaled else {"rope_type": "default"}
+        sliding: dict[str, Any] = dict(full) if config.attention.sliding_rope_scaled else {"rope_type": "default"}
         sliding["rope_theta"] = config.attention.sliding_rope_theta or config.rope_theta
         values["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
         values["rope_local_base_freq"] = sliding["rope_theta"]

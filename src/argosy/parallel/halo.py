@@ -46,12 +46,6 @@ def halos(rank: int, size: int, chunk: int, window: int) -> list[list[HaloPart]]
     return found
 
 
-def halo_tokens(rank: int, size: int, chunk: int, window: int) -> int:
-    """Return how many tokens other ranks send to `rank`."""
-    parts = [part for halo in halos(rank, size, chunk, window) for part in halo]
-    return sum(part.length for part in parts if part.owner != rank)
-
-
 @torch.compiler.disable  # an exchange in the middle
 def halo_attention(
     q_BTHE: Tensor,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from argosy.config.model import ModelConfig
+from argosy.plan.layer_spec import layer_kinds
 from argosy.plan.parameters import Parameter, Stage, block_table, parameter_table
 from argosy.plan.workload import Workload
 
@@ -48,7 +49,5 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
 def _parameters(model: ModelConfig) -> Iterator[tuple[Parameter, int]]:
     """Each parameter outside blocks, and those of one block of each kind with the number of such blocks."""
     yield from ((parameter, 1) for parameter in parameter_table(model, Stage(layers=())).values())
-    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
-    for layer, times in ((0, model.layers - moe_layers), (model.layers - 1, moe_layers)):
-        if times:
-            yield from ((parameter, times) for parameter in block_table(model, layer).values())
+    for layers in layer_kinds(model).values():
+        yield from ((parameter, len(layers)) for parameter in block_table(model, layers[0]).values())

@@ -69,10 +69,16 @@ def layer_kinds(model: ModelConfig) -> dict[LayerSpec, list[int]]:
     return found
 
 
-def period_of(model: ModelConfig, layers: range) -> int:
-    """Return after how many layers `layers` repeat themselves, at most their number."""
-    specs = [layer_spec(model, layer) for layer in layers]
-    return next(n for n in range(1, len(specs) + 1) if specs[n:] == specs[:-n])
+def halo_tokens(rank: int, ranks: int, chunk: int, window: int) -> int:
+    """Return how many tokens other ranks of a context-parallel group send to `rank` for a row of a layer with a window.
+
+    A rank has the chunks rank and 2 ranks - 1 - rank, of `chunk` tokens each; what is before them is sent.
+    """
+    chunks = (rank, 2 * ranks - 1 - rank)
+    before = [(max(0, mine * chunk - (window - 1)), mine * chunk) for mine in chunks]
+    own = [(mine * chunk, (mine + 1) * chunk) for mine in chunks]
+    overlap = sum(max(0, min(b, d) - max(a, c)) for a, b in before for c, d in own)
+    return sum(end - start for start, end in before) - overlap
 
 
 def _rope(model: ModelConfig, is_sliding: bool) -> RopeSpec:

@@ -5,11 +5,14 @@ All fields are plain numbers, so that many jobs can be stacked into one of array
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
+from argosy.plan.layer_spec import LayerSpec, layer_kinds, layer_spec
+from argosy.plan.parameters import shared_width
 
 if TYPE_CHECKING:  # a plan is read where nothing is computed, and NumPy takes a tenth of a second to import
     from numpy.typing import NDArray
@@ -26,6 +29,12 @@ def stack(jobs: list[StackT]) -> StackT:
 
     kind = type(jobs[0])
     return kind(**{f.name: np.array([getattr(job, f.name) for job in jobs], float) for f in fields(kind)})  # type: ignore[arg-type]
+
+
+def _mean(model: ModelConfig, figure: Callable[[LayerSpec], float]) -> float:
+    """Return the mean of a figure over the layers; of a model without layers, that of one layer."""
+    kinds = {spec: len(layers) for spec, layers in layer_kinds(model).items()} or {layer_spec(model, 0): 1}
+    return sum(times * figure(spec) for spec, times in kinds.items()) / sum(kinds.values())
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,10 @@ class Workload:
     """Sequences in a step."""
     attention_span: Numbers
     """Tokens that a token attends to, on average over a sequence and the layers: half of a causal sequence."""
+    cached_share: Numbers = 1
+    """Share of a sequence whose keys and values a cache holds, on average over the layers: less with windows."""
+    gates: Numbers = 0
+    """1 if the results of attention have gates, which take as many parameters as the queries."""
     moe_layers: Numbers = 0
     experts: Numbers = 0
     experts_per_token: Numbers = 0
@@ -89,12 +102,15 @@ class Workload:
             tied=float(model.tie_embeddings),
             seq_len=seq_len,
             global_batch=global_batch,
-            attention_span=seq_len / 2,
+            attention_span=_mean(model, lambda spec: spec.mean_seen(seq_len)),
+            cached_share=_mean(model, lambda spec: spec.seen(seq_len) / seq_len),
+            gates=float(model.attention.gate),
             moe_layers=moe_layers,
             experts=moe.experts,
             experts_per_token=moe.experts_per_token if moe.experts else 0,
             expert_ffn_width=moe.expert_ffn_width if moe.experts else 0,
-            shared_ffn_width=moe.shared_experts * moe.expert_ffn_width if moe.experts else 0,
+            shared_ffn_width=shared_width(model) if moe.experts else 0,
+            expert_biases=float(moe.expert_bias),
             q_rank=model.mla.q_rank if latent else 0,
             kv_rank=model.mla.kv_rank,
             rope_width=model.mla.rope_width if latent else 0,
@@ -110,7 +126,7 @@ class Workload:
         """Parameters of one layer's attention, matrices only."""
         queries, values = self.heads * self.key_width, self.heads * self.value_width
         keys_and_values = self.kv_heads * (self.key_width + self.value_width)
-        plain = self.width * (queries + keys_and_values)
+        plain = self.width * (queries * (1 + self.gates) + keys_and_values)
         has_q_rank = self.q_rank > 0
         q = has_q_rank * self.q_rank * (self.width + queries) + (1 - has_q_rank) * self.width * queries
         unrotated = self.key_width - self.rope_width

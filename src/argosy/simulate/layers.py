@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, local_shard_of, stages_on
+from argosy.plan.layer_spec import LayerSpec, layer_spec
 from argosy.plan.parameters import Parameter, Stage, Table, block_table, parameter_table
 from argosy.plan.plan import Plan
 
@@ -41,9 +43,28 @@ def layers_alike(plan: Plan, run: RunConfig, rank: int) -> Alike | None:
     (stage,) = stages.values()
     if not _buckets_repeat(plan, run, rank, stage):
         return None
-    last = stage.layers[-1]
-    same = [layer for layer in stage.layers if run.model.is_moe_layer(layer) == run.model.is_moe_layer(last)]
-    return Alike(stage, min(same), 1 if plan.recompute == "none" else plan.recompute_every)
+    first, period = _last_repetitions([layer_spec(run.model, layer) for layer in stage.layers])
+    if period > 1 and not _parameters_alike(run, stage.layers[first:]):
+        return None  # buckets of gradients begin elsewhere in each layer
+    return Alike(stage, stage.layers[first], math.lcm(period, 1 if plan.recompute == "none" else plan.recompute_every))
+
+
+def _last_repetitions(specs: Sequence[LayerSpec]) -> tuple[int, int]:
+    """Return from where on layers repeat themselves up to the last, and after how many: as early as can be."""
+    found = []
+    for period in range(1, len(specs) + 1):
+        first = len(specs) - period
+        while first and specs[first - 1] == specs[first - 1 + period]:
+            first -= 1
+        found.append((first, period))
+        if not first:
+            break
+    return min((first, period) for first, period in found if len(specs) - first >= 2 * period or first == found[0][0])
+
+
+def _parameters_alike(run: RunConfig, layers: Sequence[int]) -> bool:
+    tables = [block_table(run.model, layer) for layer in layers]
+    return all(table == tables[0] for table in tables)
 
 
 def _buckets_repeat(plan: Plan, run: RunConfig, rank: int, stage: Stage) -> bool:

@@ -8,7 +8,7 @@ decode step of B sequences reads each layer's weights once (of the experts those
 limit. With pipeline stages the sequences go round in pp groups.
 
 The cache of a token holds its keys and values in each layer; with latent attention, the latent and the rotated key
-(DeepSeek-AI 2024), which all tp ranks have whole.
+(DeepSeek-AI 2024), which all tp ranks have whole. A layer with a window keeps those of its window.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def predict_serving(costs: CostModel, tp: Ints, pp: Ints, precision: str) -> lis
     replicas = costs.devices // (tp * pp)
     sequences = -(-batch // replicas)
     weights = float(costs.workload.matrix_parameters) * model.weight_bytes / (tp * pp)
-    of_sequence = model.token_cache_bytes() * seq_len * float(costs.workload.layers) / pp
+    cached = seq_len * float(costs.workload.cached_share)
+    of_sequence = model.token_cache_bytes() * cached * float(costs.workload.layers) / pp
     memory = weights + sequences * of_sequence + costs.constants.workspace_bytes
     room = (float(costs.memory_bytes) - weights - costs.constants.workspace_bytes) // of_sequence
     prefill = model.prefill_s(seq_len)
@@ -127,7 +128,8 @@ class _ServingModel:
         idle = float(work.moe_layers) * float(work.expert_parameters) * (1 - hit)
         embedding = (1 - float(work.tied)) * float(work.vocabulary_parameters)
         weights = (float(work.matrix_parameters) - idle - embedding) * self.weight_bytes / self.tp
-        cache = group * self.costs.run.data.seq_len * self.token_cache_bytes() * layers
+        cached = self.costs.run.data.seq_len * float(work.cached_share)
+        cache = group * cached * self.token_cache_bytes() * layers
         reading = (weights + cache) / (float(self.rates.memory_bytes_per_s) * STREAMED)
         computing = 2 * group * float(work.matmul_parameters) / self.tp / self.matmul_flops_per_s
         return np.asarray(np.maximum(reading, computing) + self._waits_s(group))

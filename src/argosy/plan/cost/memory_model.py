@@ -152,7 +152,7 @@ class MemoryModel(RankSizes):
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
         kv = np.maximum(1, work.kv_heads / plans.tp) * (work.key_width + work.value_width)
         latent = np.where(work.kv_rank > 0, 2 * (work.q_rank + work.kv_rank) + work.rope_width, 0)
-        return queries + kv + values + latent
+        return queries * (1 + work.gates) + kv + values + latent
 
     @cached_property
     def _scores(self) -> Numbers:

@@ -58,6 +58,7 @@ from argosy.config.parameter_groups import settings_of
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SyncConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, dp_rank_of, local_shard_of, place_of, stages_on
+from argosy.plan.layer_spec import halo_tokens, layer_spec
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
@@ -339,11 +340,20 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
                 "cp", "all_to_all", (2 * layers + again) * exchanged * _tokens(plan, run, rank) * width * e, n
             )
         else:
-            again = again if plan.recompute == "full" else 0
+            specs = {layer: layer_spec(model, layer) for layer in stage.layers}
+            ring = [layer for layer in stage.layers if not specs[layer].window]
+            again = sum(layer in ring for layer in _recomputed(plan, stage)) if plan.recompute == "full" else 0
             kv = 2 * kv_heads * width * _tokens(plan, run, rank)
+            layers = len(ring)
             yield Collective(
                 "cp", "send", ((2 * layers + again) * (n - 1) * e + layers * n * KV_GRADIENT_BYTES) * kv, n
             )
+            repeated = set(_recomputed(plan, stage))
+            for layer, spec in specs.items():
+                if spec.window:  # only the tokens before a rank's chunks travel, and their gradients
+                    halo = halo_tokens(place_of(rank, plan)["cp"], n, run.data.seq_len // (2 * n), spec.window)
+                    sent = 2 * kv_heads * width * _rows(plan, run, rank) * halo * e
+                    yield Collective("cp", "all_to_all", (2 + (layer in repeated)) * sent, n)
 
 
 def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
