@@ -227,7 +227,6 @@ DRAWN: dict[str, Drawn] = {
         "attention_dropout": 0.0,
         "residual_dropout": 0.0,
     },  # fmt: skip
-    "arcee": lambda d, s: {"attention_bias": d([False, True]), "mlp_bias": d([False, True])},
     "nemotron": _nemotron,
     "ernie4_5": lambda d, s: {"head_dim": d([8, 16])},
     "hunyuan_v1_dense": lambda d, s: {"head_dim": d([8, 16]), "attention_bias": d([False, True])},

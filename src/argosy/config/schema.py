@@ -24,7 +24,7 @@ from argosy.config.address import LeaseUrl, OptionalAddress
 from argosy.config.batch_ramp import BatchSizes, BatchStage, check_ramp
 from argosy.config.data import DataConfig
 from argosy.config.extend import ExtendConfig, one_of_or_own
-from argosy.config.model import FAMILIES, ModelConfig
+from argosy.config.model import FAMILIES, UNGATED, ModelConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.resilience import ResilienceConfig
 from argosy.config.section import Section
@@ -279,7 +279,7 @@ class RunConfig(Section):
         self.extend.check_name("train.loss", self.train.loss, "loss", LOSSES)
         self.extend.check_name("model.family", self.model.family, "family", FAMILIES)
         own = self.extend.declared("family").get(self.model.family)
-        gated = own is None or own.facts["gated"]
+        gated = self.model.family not in UNGATED if own is None else own.facts["gated"]
         if self.model.ffn_gate != gated:
             has, value = ("a", "true") if gated else ("no", "false")
             raise ValueError(

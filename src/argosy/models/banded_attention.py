@@ -163,9 +163,9 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _gradients(ctx: Any, dy: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
-    sinks = ctx.saved_tensors[3]
-    dq, dk, dv, dsinks = _banded_attention_backward(dy, *ctx.saved_tensors, ctx.window, ctx.softcap)
-    return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None
+    kept = ctx.saved_tensors  # to be asked for once only: recomputation gives it up then
+    dq, dk, dv, dsinks = _banded_attention_backward(dy, *kept, ctx.window, ctx.softcap)
+    return dq, dk, dv, None if kept[3] is None else dsinks, None, None, None, None
 
 
 _banded_attention.register_autograd(_gradients, setup_context=_keep_for_backward)

@@ -170,3 +170,32 @@ class Family:
 def value_of(config: ModelConfig, field: str) -> Any:
     """Return the value of a dotted field, e.g. "moe.experts"."""
     return reduce(getattr, field.split("."), config)
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def every(number: int) -> Callable[[Mapping[str, Any], int], list[str]]:
+    """Return the rule by which every so many layers are full, and sliding between."""
+
+    def kinds(given: Mapping[str, Any], layers: int) -> list[str]:
+        n = given.get("sliding_window_pattern", number)
+        return [SLIDING if (layer + 1) % n else FULL for layer in range(layers)]
+
+    return kinds
+
+
+def all_sliding(given: Mapping[str, Any], layers: int) -> list[str]:
+    """All layers are sliding, if there is a window."""
+    return [SLIDING] * layers
+
+
+def from_the_last(given: Mapping[str, Any], layers: int) -> list[str]:
+    """Layers from max_window_layers on are sliding, if windows are used at all."""
+    first = given.get("max_window_layers", layers) if given.get("use_sliding_window", True) else layers
+    return [SLIDING if layer >= first else FULL for layer in range(layers)]
+
+
+def none_sliding(given: Mapping[str, Any], layers: int) -> list[str]:
+    """No layer is sliding unless it is listed."""
+    return [FULL] * layers

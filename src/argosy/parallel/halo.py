@@ -22,6 +22,8 @@ from argosy.models.banded_attention import banded_attention
 class HaloPart(NamedTuple):
     """Consecutive tokens of one rank that lie in another one's halo."""
 
+    before: int
+    """The chunk that it lies before: a part may lie before both of a rank's."""
     owner: int
     start: int
     stop: int
@@ -41,7 +43,7 @@ def halos(rank: int, size: int, chunk: int, window: int) -> list[list[HaloPart]]
         for number in range(first // chunk, mine):
             owner = min(number, 2 * size - 1 - number)
             offset = (number >= size) * chunk
-            parts.append(HaloPart(owner, offset + max(0, first - number * chunk), offset + chunk))
+            parts.append(HaloPart(mine, owner, offset + max(0, first - number * chunk), offset + chunk))
         found.append(parts)
     return found
 
