@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each sets up what it needs, once.
-.PHONY: demo test test-all test-faults healthy chaos lint docs test-docs bench bench-planner package clean help
+.PHONY: cards demo test test-all test-faults healthy chaos lint docs test-docs bench bench-planner package clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,6 +17,7 @@ help:
 	@echo "make lint      ruff, mypy, the order of imports, and the rules of the house (.ci/house.py)"
 	@echo "make docs      build the site (build/site), check its links, write the run file's JSON schema"
 	@echo "make test-docs  run the commands of the documents (a quarter of an hour)"
+	@echo "make cards     measure each model family against transformers; writes docs/families.md and .json"
 	@echo "make bench     the benchmarks, side by side with their peers"
 	@echo "make bench-planner  the planner's predictions against published runs"
 	@echo "make package   the wheel and the sdist in dist/, the same bytes twice, tried outside the tree"
@@ -57,6 +58,9 @@ docs: .venv/.dev
 
 test-docs: .venv/.dev
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_site.py -m ""
+
+cards: .venv/.dev
+	$(BIN)/python tests/family_cards.py 8
 
 bench: .venv/.bench
 	$(BIN)/python benchmarks/train_step.py

@@ -226,7 +226,7 @@ DRAWN: dict[str, Drawn] = {
         "mlp_bias": d([False, True]),
         "attention_dropout": 0.0,
         "residual_dropout": 0.0,
-    },  # fmt: skip
+    },
     "nemotron": _nemotron,
     "ernie4_5": lambda d, s: {"head_dim": d([8, 16])},
     "hunyuan_v1_dense": lambda d, s: {"head_dim": d([8, 16]), "attention_bias": d([False, True])},

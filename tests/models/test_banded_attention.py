@@ -107,7 +107,9 @@ def test_a_cache_gives_the_same_and_keeps_no_more_than_the_window(window: int, s
 
 def test_the_operator_is_whole_under_compilation():
     q, k, v, s = inputs()
-    compiled = torch.compile(
-        lambda *x: packed_attention(*x[:3], None, 6, 0.0, x[3]) * 1.0, backend="aot_eager", fullgraph=True
-    )
+
+    def attend(*x: Tensor) -> Tensor:
+        return packed_attention(*x[:3], None, 6, 0.0, x[3]) * 1.0
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v, s), packed_attention(q, k, v, None, 6, 0.0, s))

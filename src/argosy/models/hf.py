@@ -24,7 +24,7 @@ from argosy.files import is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json
 from argosy.models.hf_families import family_of
 from argosy.models.hf_layers import refuse
-from argosy.models.hf_names import Piece, pieces_of, their_shapes
+from argosy.models.hf_names import Conversion, pieces_of, their_shapes
 from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import state_table
 
@@ -134,9 +134,9 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     path.chmod(stat.S_IMODE(rights))
 
 
-def _shards(pieces: Sequence[Piece], sizes: Sequence[int]) -> list[list[Piece]]:
+def _shards(pieces: Sequence[Conversion], sizes: Sequence[int]) -> list[list[Conversion]]:
     """Split the pieces, in their order, into shards of at most SHARD_BYTES; a larger one has a shard of its own."""
-    shards: list[list[Piece]] = [[]]
+    shards: list[list[Conversion]] = [[]]
     room = SHARD_BYTES
     for piece, size in zip(pieces, sizes, strict=True):
         if size > room and shards[-1]:
@@ -203,10 +203,10 @@ class FolderWeights(Mapping[str, Tensor]):
     """Weights by our names. Each is read from its file when it is asked for; what was fused with it is kept until
     something else is."""
 
-    def __init__(self, pieces: Sequence[Piece], stored: Mapping[str, StoredTensor]):
+    def __init__(self, pieces: Sequence[Conversion], stored: Mapping[str, StoredTensor]):
         self._pieces = {name: piece for piece in pieces for name in piece.ours}
         self._stored = stored
-        self._last: tuple[Piece, dict[str, Tensor]] | None = None
+        self._last: tuple[Conversion, dict[str, Tensor]] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         piece = self._pieces[name]

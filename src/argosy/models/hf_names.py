@@ -1,6 +1,6 @@
 """The weights of Hugging Face folders in our terms: what becomes what, tensor by tensor, in both directions.
 
-A `Piece` is the smallest group that converts by itself: two tensors, a stack of experts and its slices, or queries,
+A `Conversion` is the smallest group that converts by itself: two tensors, a stack of experts and its slices, or queries,
 keys and values and their fused matrix. Import and export go piece by piece, so that no more is in memory.
 """
 
@@ -22,7 +22,7 @@ Convert = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Conversion:
     """Weights that convert together."""
 
     ours: tuple[str, ...]
@@ -32,7 +32,7 @@ class Piece:
     to_ours: Convert
 
 
-def pieces_of(config: ModelConfig) -> list[Piece]:
+def pieces_of(config: ModelConfig) -> list[Conversion]:
     """Return the pieces of a model's state, in its order."""
     family = family_of(config.family)
     fused = {ours: (theirs, rule) for theirs, rule in family.fused.items() for ours in rule.ours}
@@ -59,13 +59,13 @@ def pieces_of(config: ModelConfig) -> list[Piece]:
     return pieces
 
 
-def their_shapes(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
+def their_shapes(piece: Conversion, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the shapes of their tensors, from those of ours."""
     whole = [torch.empty(shapes[name], device="meta") for name in piece.ours]
     return [tuple(tensor.shape) for tensor in piece.to_theirs(whole)]
 
 
-def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Piece:
+def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Conversion:
     names = NAMES | family_of(config.family).names
     order = _rotary_order(name, config)
 
@@ -78,13 +78,15 @@ def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Piece:
     if pattern in names and "#" in names[pattern]:  # a stack of experts, which they store one by one
         theirs = names[pattern].replace("*", block)
         slices = tuple(theirs.replace("#", str(expert)) for expert in range(config.moe.experts))
-        return Piece((name,), slices, lambda ours: list(ours[0].unbind()), lambda parts: [torch.stack(list(parts))])
+        return Conversion(
+            (name,), slices, lambda ours: list(ours[0].unbind()), lambda parts: [torch.stack(list(parts))]
+        )
     if pattern in names:
         theirs = names[pattern].replace("*", block)
     else:
         module, _, kind = pattern.rpartition(".")
         theirs = f"{names[module].replace('*', block)}.{kind}"
-    return Piece((name,), (theirs,), lambda ours: [theirs_of(ours[0])], lambda parts: [ours_of(parts[0])])
+    return Conversion((name,), (theirs,), lambda ours: [theirs_of(ours[0])], lambda parts: [ours_of(parts[0])])
 
 
 def _fused(
@@ -93,7 +95,7 @@ def _fused(
     rule: Fused,
     shapes: Sequence[tuple[int, ...]],
     orders: Sequence[Tensor | None],
-) -> Piece:
+) -> Conversion:
     """Return the piece of weights that they store as one tensor."""
 
     def join(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -116,7 +118,7 @@ def _fused(
             weights = list(whole.unflatten(1, (-1, len(shapes))).unbind(2)) if len(shapes) > 1 else [whole]
         return [w.contiguous() if order is None else w[order] for w, order in zip(weights, orders, strict=True)]
 
-    return Piece(ours, (theirs,), join, cut)
+    return Conversion(ours, (theirs,), join, cut)
 
 
 def _rotary_order(name: str, config: ModelConfig) -> Tensor | None:
