@@ -1,7 +1,7 @@
 """The weights of Hugging Face folders in our terms: what becomes what, tensor by tensor, in both directions.
 
-A `Conversion` is the smallest group that converts by itself: two tensors, a stack of experts and its slices, or queries,
-keys and values and their fused matrix. Import and export go piece by piece, so that no more is in memory.
+A `Conversion` is the smallest group that converts by itself: two tensors, a stack of experts and its slices, or
+queries, keys and values and their fused matrix. Import and export take one at a time: no more is in memory.
 """
 
 from __future__ import annotations
