@@ -71,7 +71,7 @@ def test_the_gpu_kernel_takes_these_arguments_and_gives_these_shapes():
     q, k, v, dy = (x.to("meta", torch.bfloat16) for x in inputs(4, 2, queries=5, keys=12))
     y, lse = CUDA_FLASH.forward(q, k, v, WHOLE)
     assert y.shape == q.shape and lse.shape == (2, 4, 5) and lse.dtype == torch.float32
-    gradients = CUDA_FLASH.backward(dy, q, k, v, y, lse, False)
+    gradients = CUDA_FLASH.backward(dy, q, k, v, y, lse, WHOLE)
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
 
 
