@@ -70,6 +70,8 @@ class Workload:
     expert_ffn_width: Numbers = 0
     shared_ffn_width: Numbers = 0
     """Width of all shared experts of a layer together."""
+    shared_gate: Numbers = 0
+    """1 if the shared experts' result has a gate."""
     expert_biases: Numbers = 0
     """1 if experts add biases to the results of their matrices."""
     q_rank: Numbers = 0
@@ -110,6 +112,7 @@ class Workload:
             experts_per_token=moe.experts_per_token if moe.experts else 0,
             expert_ffn_width=moe.expert_ffn_width if moe.experts else 0,
             shared_ffn_width=shared_width(model) if moe.experts else 0,
+            shared_gate=float(moe.shared_gate),
             expert_biases=float(moe.expert_bias),
             q_rank=model.mla.q_rank if latent else 0,
             kv_rank=model.mla.kv_rank,
@@ -148,7 +151,7 @@ class Workload:
     @property
     def router_and_shared_parameters(self) -> Numbers:
         """Parameters of the router and the shared experts of one layer with experts."""
-        return self.width * self.experts + self.ffn_matrices * self.width * self.shared_ffn_width
+        return self.width * (self.experts + self.shared_gate) + self.ffn_matrices * self.width * self.shared_ffn_width
 
     @property
     def ffn_parameters(self) -> Numbers:
