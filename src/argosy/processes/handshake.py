@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Generator
 from dataclasses import dataclass
 
-MAGIC = b"ARGOSY01"
+MAGIC = b"ARGOSY02"
 """Names the program, and the version of what it speaks."""
 NONCE_BYTES = PROOF_BYTES = 32
 REFUSED = bytes(PROOF_BYTES)
