@@ -39,7 +39,9 @@ class Ours:
     def __init__(self, connected: socket.socket, is_server: bool, has_tls: bool):
         self._selector = selectors.DefaultSelector()
         tls = contexts(SECRET)[is_server] if has_tls else None
-        self._connection = Connection(connected, (listen if is_server else call)(SECRET), self._selector, None, tls, not has_tls)
+        self._connection = Connection(
+            connected, (listen if is_server else call)(SECRET), self._selector, None, tls, not has_tls
+        )
         self._frames: list[bytes] = []
         while not self._connection.is_proven:
             self._turn()

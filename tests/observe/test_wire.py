@@ -16,7 +16,7 @@ from argosy.parallel.collectives import gather_sequence
 from argosy.parallel.mesh import lay_out_meshes
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.sync.collectives import all_gather_single, reduce_scatter_single
+from argosy.sync.compressor import all_gather_single, reduce_scatter_single
 
 N = 4
 X = 4000

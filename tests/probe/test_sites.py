@@ -87,7 +87,7 @@ def test_a_machine_that_nobody_measured_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.sync.sites.listening.BIND_S", 0.0)
+    monkeypatch.setattr("argosy.sync.links.BIND_S", 0.0)
     run = of("oslo lyon", tls=False).model_copy(update={"site": "oslo"})
     Cluster.parse("1xcpu").save(tmp_path / "cluster.toml")
     with (

@@ -14,8 +14,8 @@ import torch
 
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Contribution, RoundLedger, next_line
+from argosy.sync.layout import Sites
+from argosy.sync.ledger import Contribution, RoundLedger, next_line
 from argosy.training import agreement
 from argosy.training.pace import Pace
 from argosy.training.rounds import Rounds

@@ -26,8 +26,8 @@ from argosy.observe.report import Report
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.processes.secret import secret_of
-from argosy.sync.server.client import Client, Closed
-from argosy.sync.server.layout import ServerLayout
+from argosy.sync.client import Client, Closed
+from argosy.sync.layout import ServerLayout
 from argosy.training.batches import Batches
 from argosy.training.loop import train
 from argosy.training.schedule import learning_rate_factor

@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 def _launch_sites(sites: Sequence[tuple[str, str, LaunchRequest]], dry_run: bool) -> None:
     from argosy.launch.engines.table import ENGINES
     from argosy.launch.launched import launch_sites
-    from argosy.sync.sites.layout import home_of
+    from argosy.sync.layout import home_of
 
     if dry_run:
         for name, on, request in sites:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, UserError
-from argosy.sync.sites.layout import SITES
+from argosy.sync.layout import SITES
 
 RUN_FILE = "run.toml"
 ENDED_BY_SIGTERM = (128 + signal.SIGTERM, -signal.SIGTERM)

@@ -36,7 +36,7 @@ from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import node_name
 from argosy.supervise.scratch import scratch_folder
 from argosy.supervise.worker import work
-from argosy.sync.sites.process import ExchangeProcess
+from argosy.sync.process import ExchangeProcess
 from argosy.training.stop import StopSignal
 
 LOOK_S = 0.5

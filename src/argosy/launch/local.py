@@ -30,7 +30,7 @@ from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import WORKER, Agent, node_name, process_name
 from argosy.supervise.place import check_place
-from argosy.sync.server.layout import is_server
+from argosy.sync.layout import is_server
 
 
 def train(

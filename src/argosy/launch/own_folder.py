@@ -19,7 +19,7 @@ from argosy.processes.secret import NAME as SECRET
 from argosy.processes.tls import FOLDER as TLS
 from argosy.supervise.handover import FILE as MEMBERSHIP
 from argosy.supervise.lease.folder import FOLDER as COORDINATORS
-from argosy.sync.server.ledger import NAME as LEDGER
+from argosy.sync.ledger import NAME as LEDGER
 
 OF_A_START = (f"{LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),
               COORDINATORS, f"{TLS}*", ".storage-*", f"{TOKENIZER}*", "run.toml*", "plan.toml*", MEMBERSHIP, "logs",

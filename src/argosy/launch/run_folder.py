@@ -26,8 +26,8 @@ from argosy.launch.resolve import check_memory
 from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on
-from argosy.sync.sites.layout import SITES, home_of, site_folder
-from argosy.sync.sites.length import check_length
+from argosy.sync.layout import SITES, home_of, site_folder
+from argosy.sync.length import check_length
 
 CODE = "extend"
 """The part of a run's folder with copies of the user's code, by their checksums: the older ones stay."""

@@ -27,10 +27,8 @@ from argosy.plan.plan import NO_WORKERS, Plan, is_asynchronous
 from argosy.processes.channel import Gone, Message
 from argosy.processes.child import Child
 from argosy.processes.patience import Patience
-from argosy.processes.secret import secret_of
-from argosy.sync.server.keys import zeromq
-from argosy.sync.server.layout import AGAIN, ServerLayout
-from argosy.sync.sites.layout import group_folder, home_of, site_folder
+from argosy.sync.layout import AGAIN, ServerLayout, group_folder, home_of, site_folder
+from argosy.sync.links import keys_of
 from argosy.training.stop import StopSignal
 
 SERVER = "argosy.training.server.main"
@@ -57,13 +55,12 @@ def settle_worker(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
     if own.processes:
         update["launch"] = run.launch.model_copy(update={"processes": own.processes})
     make_folder(group)
-    secret_of(group)
+    keys_of(run, group)
     return run.model_copy(update=update), run_dir
 
 
 def check(run: RunConfig) -> None:
     """Refuse what an asynchronous run does not do. Raises: UserError."""
-    zeromq()
     if not run.sites:
         raise UserError(NO_WORKERS)
     if not run.train.steps:
@@ -145,7 +142,7 @@ def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False)
     stop = StopSignal().listen()
     with run_folder.locked(run_dir, run.site, servers + 1):
         progress = Progress(enabled=True)
-        secret_of(run_dir)
+        keys_of(run, run_dir)
         with run_folder.settling(run_dir):
             run, data = resolve(run, progress)
             check(run)
@@ -178,7 +175,7 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     if not run.sync.servers:
         servers = tuple(f"127.0.0.1:{free_port()}" for _ in range(run.sync.shards))
         run = run.model_copy(update={"sync": run.sync.model_copy(update={"servers": servers})})
-    secret_of(run_dir)
+    keys_of(run, run_dir)
     asked = run_dir / "asked.toml"
     save_run(run, asked)
     if is_finished(run_dir, run):

@@ -23,7 +23,7 @@ from argosy.launch.engines.table import engine_of
 from argosy.launch.servers import check, check_addresses_of_servers
 from argosy.launch.sites import check_addresses, checked
 from argosy.plan.plan import is_asynchronous
-from argosy.sync.sites.layout import SITES, site_folder
+from argosy.sync.layout import SITES, site_folder
 
 
 def are_jobs(run: RunConfig) -> bool:

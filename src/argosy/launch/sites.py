@@ -20,10 +20,9 @@ from argosy.plan.hardware.local_machine import cluster_of
 from argosy.plan.plan import NOT_OF_SITES, Plan, is_asynchronous, said_in, way_of_sites, with_sync
 from argosy.plan.search.rounds import CHOSEN, check_sites_of, choose_rounds
 from argosy.plan.sync import LOCAL
-from argosy.processes.secret import secret_of
-from argosy.sync.sites.layout import Sites, at_site, group_folder, site_folder
-from argosy.sync.sites.length import check_length
-from argosy.sync.sites.listening import contexts
+from argosy.sync.layout import Sites, at_site, group_folder, site_folder
+from argosy.sync.length import check_length
+from argosy.sync.links import keys_of
 
 
 def settle_site(run: RunConfig, run_dir: Path, say: Callable[[str], None]) -> tuple[RunConfig, Path]:
@@ -44,9 +43,7 @@ def settle_site(run: RunConfig, run_dir: Path, say: Callable[[str], None]) -> tu
     run = checked(_with_addresses(run, group_folder(run_dir)))
     check_addresses(run)
     make_folder(group_folder(run_dir))
-    secret = secret_of(group_folder(run_dir))
-    if run.sync.tls:
-        contexts(secret)  # the package for it is there
+    keys_of(run, group_folder(run_dir))
     return run, run_dir
 
 
@@ -148,7 +145,7 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     sites = tuple(s.model_copy(update={"address": s.address or f"127.0.0.1:{free_port()}"}) for s in run.sites)
     run = run.model_copy(update={"sites": sites})
     save_run(run, run_dir / RUN_FILE)
-    secret_of(run_dir)
+    keys_of(run, run_dir)
     with started([site.name for site in run.sites], run_dir / RUN_FILE, run_dir, accept_changes) as children:
         codes = held(children, quiet, quorum=Sites.of(run, run_dir).quorum)
     check_codes(codes, "all sites have saved", run_dir)

@@ -26,7 +26,7 @@ from argosy.launch.engines.job import FOLDER
 from argosy.launch.engines.requeue import decide
 from argosy.observe.events import from_the_end
 from argosy.processes.slurm import ask, listed
-from argosy.sync.sites.layout import kept_in
+from argosy.sync.layout import kept_in
 
 T = TypeVar("T")
 BATCH_NODE = "ARGOSY_BATCH_NODE"

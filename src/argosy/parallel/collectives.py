@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.sync.collectives import all_gather_single, reduce_scatter_single
+from argosy.sync.compressor import all_gather_single, reduce_scatter_single
 
 # B batch, t tokens of this rank, T tokens of all ranks of the group, D width
 

@@ -25,7 +25,7 @@ from argosy.models.loss import IGNORED, ChunkLoss
 from argosy.models.mla import LatentAttention
 from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence
 from argosy.plan.parameters import INPUTS, parameter_table
-from argosy.sync.collectives import all_gather_single
+from argosy.sync.compressor import all_gather_single
 
 # B batch, T tokens, D model width, V vocabulary, C tokens of a chunk of the loss
 

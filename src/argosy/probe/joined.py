@@ -16,8 +16,8 @@ from argosy.observe.progress import Progress
 from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe.sites import FROM_PROBE, SitesProbe
-from argosy.sync.sites.listening import open_links
-from argosy.sync.sites.messages import VERSION, SiteHello
+from argosy.sync.links import open_links
+from argosy.sync.messages import VERSION, SiteHello
 
 
 def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Cluster:

@@ -22,10 +22,9 @@ from argosy.errors import RunFailed
 from argosy.plan.hardware.clusters import SiteLink
 from argosy.plan.hardware.measurements import four_digits
 from argosy.processes.messages import WireRecord
-from argosy.sync.sites.ledger import SiteName
-from argosy.sync.sites.links import Links
-from argosy.sync.sites.messages import PIECE_BYTES, SiteHello, SitePing, SiteRefused
-from argosy.sync.sites.pull import AHEAD_BYTES
+from argosy.sync.ledger import SiteName
+from argosy.sync.links import Links
+from argosy.sync.messages import AHEAD_BYTES, PIECE_BYTES, Ping, Refusal, SiteHello
 
 PIECE = bytes(PIECE_BYTES)
 AHEAD = AHEAD_BYTES // PIECE_BYTES
@@ -96,7 +95,7 @@ class ProbeEnd(WireRecord):
 
 
 FromProbe = (
-    SiteHello | SiteRefused | SitePing | MeasureOrder | EchoRequest | EchoAnswer | ProbePiece | PieceTaken | WayMeasured
+    SiteHello | Refusal | Ping | MeasureOrder | EchoRequest | EchoAnswer | ProbePiece | PieceTaken | WayMeasured
     | LinksMeasured | ProbeEnd
 )  # fmt: skip
 FROM_PROBE: TypeAdapter[FromProbe] = TypeAdapter(Annotated[FromProbe, Field(discriminator="kind")])

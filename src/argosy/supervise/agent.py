@@ -48,7 +48,7 @@ from argosy.supervise.scratch import MEMORY, scratch_folder
 from argosy.supervise.stack_gatherer import FOLDER, StackGatherer
 from argosy.supervise.stopping import Stopping
 from argosy.supervise.worker_process import WorkerProcess
-from argosy.sync.sites.process import ExchangeProcess
+from argosy.sync.process import ExchangeProcess
 
 WORKER = ForkEntry("argosy.supervise.worker")
 """A worker process; by name, as it imports torch, which an agent does without."""

@@ -1,4 +1,4 @@
-"""What a way to sum over replicas is: a compressor, what it knows of a sum, and the memory that it has of earlier ones.
+"""The compressor interface: a way to sum over replicas, its facts of a sum, its memory of earlier ones; the exact sum.
 
 A compressor is given a rank's flat bucket of gradients and leaves the sum over the ranks of a group. It is a generator
 that yields each message it has sent and goes on once that has arrived, so that whoever drives it (`sync.lane`) decides
@@ -17,6 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.config.sync import SyncConfig
+
+# torch 2.13 gave them these names and deprecates the old; 2.11 and 2.12 have only the old.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Sending = Generator[dist.Work, None, Tensor]
 """Yields each message once it is on its way; returns the sum, flat, as long as the bucket."""
@@ -163,3 +167,23 @@ class WithResidual:
         if not self._settings.error_feedback:
             return BucketMemory()
         return BucketMemory({"residual": torch.zeros(sum(segment.elements for segment in segments), device=device)})
+
+
+class Exact:
+    """An all-reduce that loses nothing but the rounding of one dtype: exact, and bf16."""
+
+    messages = 1
+
+    def __init__(self, dtype: torch.dtype | None = None):
+        """`dtype`: that in which the sum is taken; None: that of the bucket."""
+        self._dtype = dtype
+
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
+        """See `Compressor`: nothing is kept."""
+        return BucketMemory()
+
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
+        """See `Compressor`."""
+        flat = flat if self._dtype is None else flat.to(self._dtype)
+        yield started(dist.all_reduce(flat, group=groups[0], async_op=True))
+        return flat

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.config.sync import SyncConfig
-from argosy.sync.collectives import all_gather_single
 from argosy.sync.compressor import (
     BucketFacts,
     BucketMemory,
@@ -30,6 +29,7 @@ from argosy.sync.compressor import (
     Segment,
     Sending,
     WithResidual,
+    all_gather_single,
     keep_residual,
     started,
     with_residual,

@@ -16,7 +16,7 @@ from argosy.models.decoder import Microbatch, microbatches
 from argosy.observe.events import Events
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.sync.sites.deal import SiteOrder
+from argosy.sync.deal import SiteOrder
 from argosy.training.state import TrainState
 
 

@@ -21,9 +21,9 @@ from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.plan.rules import first_problem
 from argosy.plan.sync import LOCAL
-from argosy.sync.sites.deal import SiteOrder
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import RoundLedger
+from argosy.sync.deal import SiteOrder
+from argosy.sync.layout import Sites
+from argosy.sync.ledger import RoundLedger
 from argosy.training.batches import Batches
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.evaluation import Evaluator

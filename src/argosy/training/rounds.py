@@ -19,7 +19,7 @@ import torch
 from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
 from argosy.parallel.gradients import square_share
-from argosy.sync.sites.ledger import dealt_in
+from argosy.sync.ledger import dealt_in
 from argosy.training.agreement import Agreement, Waiting
 from argosy.training.pace import Pace
 from argosy.training.parts import Parts

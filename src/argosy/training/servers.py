@@ -25,10 +25,9 @@ from argosy.observe.counters import Communication
 from argosy.parallel.gradients import clip
 from argosy.parallel.pieces import PlacedPiece
 from argosy.processes.secret import secret_of
-from argosy.sync.server.client import Client, WorkerTask
-from argosy.sync.server.layout import ServerLayout
-from argosy.sync.sites.layout import FOLDER, group_folder
-from argosy.sync.sites.wire import F32
+from argosy.sync.client import Client, WorkerTask
+from argosy.sync.layout import FOLDER, ServerLayout, group_folder
+from argosy.sync.wire import F32
 from argosy.training.agreement import Agreement, Waiting
 from argosy.training.pace import Pace
 from argosy.training.parts import Parts

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.sync.server.dealing import AppliedUpdate, Dealing, rate_of
+from argosy.sync.deal import AppliedUpdate, Dealing, rate_of
 
 
 def test_one_worker_gets_the_items_in_order_and_is_never_stale():

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from argosy.sync.server.dealing import AppliedUpdate
-from argosy.sync.server.ledger import UpdateLedger
+from argosy.sync.deal import AppliedUpdate
+from argosy.sync.ledger import UpdateLedger
 
 
 def test_it_is_read_as_it_was_written_and_turned_back(tmp_path):

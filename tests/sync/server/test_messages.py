@@ -7,8 +7,8 @@ import json
 import pytest
 
 from argosy.processes.messages import BadMessage
-from argosy.sync.server import messages as say
-from argosy.sync.server.messages import HEAD_BYTES, PIECE_BYTES, packed, unpacked
+from argosy.sync import messages as say
+from argosy.sync.messages import HEAD_BYTES, PIECE_BYTES, packed, unpacked
 
 
 def test_a_message_comes_back_with_its_bytes():

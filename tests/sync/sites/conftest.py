@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from argosy.sync.sites import assembly, average, exchange, mending, others
+
 from simulated_sites import Country
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.data.order import Samples
-from argosy.sync.sites.deal import RESERVE, Shares, SiteOrder, merged
-from argosy.sync.sites.ledger import Contribution, Line, RoundLedger, dealt_in, next_line, weights_of
+from argosy.sync.deal import RESERVE, Shares, SiteOrder, merged
+from argosy.sync.ledger import Contribution, Line, RoundLedger, dealt_in, next_line, weights_of
 from dealt_samples import assert_each_sample_once
 
 SHARES = Shares(("A", "B", "C"), (4, 3, 1), round_steps=5)

@@ -10,9 +10,9 @@ import pytest
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Contribution, RoundLedger, next_line
-from argosy.sync.sites.length import check_length
+from argosy.sync.layout import Sites
+from argosy.sync.ledger import Contribution, RoundLedger, next_line
+from argosy.sync.length import check_length
 from one_site import run_of
 
 STREAMING = {"every_steps": 4, "fragments": 2}

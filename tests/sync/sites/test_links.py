@@ -15,9 +15,8 @@ import pytest
 
 from argosy.processes.connection import Connection
 from argosy.processes.handshake import call
-from argosy.sync.sites.links import Links
-from argosy.sync.sites.listening import contexts
-from argosy.sync.sites.messages import (
+from argosy.sync.links import Links, contexts
+from argosy.sync.messages import (
     FROM_SITE,
     VERSION,
     FromSite,
@@ -197,7 +196,7 @@ def test_strangers_are_told_of_once_a_host_and_reason_and_not_without_end(monkey
     come(SECRET, b"[]")
     assert [who for who, _ in refusals] == ["127.0.0.1"] * 2
     assert "does not know this run's secret" in refusals[0][1] and "is no message" in refusals[1][1]
-    monkeypatch.setattr("argosy.sync.sites.links.MOST_REFUSALS", 2)
+    monkeypatch.setattr("argosy.sync.links.MOST_REFUSALS", 2)
     come(SECRET, packed(LineRequest(round=1)))
     assert len(refusals) == 2
     links.close()

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from argosy.sync.sites import listening, main
 
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.config.sites import SiteConfig
 from argosy.config.sync import SyncConfig
-from argosy.sync.sites import listening, main
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.sync.sites.ledger import RoundLedger
+from argosy.sync.ledger import RoundLedger
 from dealt_samples import assert_each_sample_once
 from simulated_sites import Country, Site
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.sync.sites.messages import FROM_SITE, Standing, StandingNotice, gives_way, packed, unpacked
+from argosy.sync.messages import FROM_SITE, Standing, StandingNotice, gives_way, packed, unpacked
 
 NAMES = ("A", "B")
 TOKENS = st.integers(0, 5)

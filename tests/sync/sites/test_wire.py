@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.sync.sites.wire import BLOCK, Flat, WireFormat, flats_of
+from argosy.sync.wire import BLOCK, Flat, WireFormat, flats_of
 
 
 def numbers(n: int) -> np.ndarray:

@@ -17,10 +17,10 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.events import read_lines
 from argosy.processes.secret import secret_of
-from argosy.sync.server import messages as say
-from argosy.sync.server.keys import KeyPair, settle, zeromq
-from argosy.sync.server.layout import ServerLayout
-from argosy.sync.server.messages import packed, unpacked
+from argosy.sync import messages as say
+from argosy.sync.layout import ServerLayout
+from argosy.sync.links import KeyPair, settle, zeromq
+from argosy.sync.messages import packed, unpacked
 from argosy.training.server import main
 from parameter_servers import asynchronous, serving, work
 from wrong_messages import altered

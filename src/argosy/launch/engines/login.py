@@ -21,7 +21,7 @@ from argosy.launch.engines.engine import Engine, LaunchRequest
 from argosy.launch.engines.job import JobState, LaunchedJob
 from argosy.launch.engines.ssh_hosts import HOST, Answer, ask_all, command
 from argosy.processes.secret import secret_of
-from argosy.sync.sites.layout import group_folder, site_folder
+from argosy.sync.layout import group_folder, site_folder
 
 START = """\
 umask 077

@@ -16,7 +16,7 @@ from argosy.errors import Retryable, RunFailed
 from argosy.files import atomic_write
 from argosy.launch.engines.job import FOLDER
 from argosy.observe.events import from_the_end
-from argosy.sync.sites.layout import kept_in
+from argosy.sync.layout import kept_in
 from argosy.watch.reader import RunReader, is_run
 
 MOST_IDLE = 3

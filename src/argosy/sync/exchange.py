@@ -24,16 +24,15 @@ from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
 from argosy.observe.events import Events
 from argosy.processes.messages import BadMessage
-from argosy.sync.sites import messages as say
-from argosy.sync.sites.assembly import Assembly, Proposal
-from argosy.sync.sites.average import Kept, distances, encode_file, slices_of
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Contribution, Line, RoundLedger, chain_of, dealt_in, is_next, next_line, weights_of
-from argosy.sync.sites.links import Links
-from argosy.sync.sites.mending import SiteRecovery
-from argosy.sync.sites.messages import Standing
-from argosy.sync.sites.others import Others
-from argosy.sync.sites.pull import read_piece
+from argosy.sync import messages as say
+from argosy.sync.assembly import Assembly, Proposal, read_piece
+from argosy.sync.average import Kept, distances, encode_file, slices_of
+from argosy.sync.layout import Sites
+from argosy.sync.ledger import Contribution, Line, RoundLedger, chain_of, dealt_in, is_next, next_line, weights_of
+from argosy.sync.links import Links
+from argosy.sync.messages import Standing
+from argosy.sync.peer_table import PeerTable
+from argosy.sync.site_recovery import SiteRecovery
 
 REPEAT_S = 1.0
 """How often what matters is said again."""
@@ -69,7 +68,7 @@ class SiteExchange:
         self._weights: dict[str, int] = {}
         self._begin()
         self._links = links(self)
-        self._others = Others(sites, self._links)
+        self._others = PeerTable(sites, self._links)
         self._recovery = SiteRecovery(sites, ledger, events, self._links, self._others)
 
     # ---- what it says of itself ---------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.plan.cost.outer_traffic import BLOCK
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Line
-from argosy.sync.sites.wire import WireFormat
+from argosy.sync.layout import Sites
+from argosy.sync.ledger import Line
+from argosy.sync.wire import WireFormat
 
 CHUNK_BLOCKS = 512
 """Blocks that are encoded or summed at once: 512 KiB of numbers a site, which stay in the processor's cache."""

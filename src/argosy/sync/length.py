@@ -16,8 +16,8 @@ from argosy.config.identity import lasting_values
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.sync.sites.layout import Sites, at_site
-from argosy.sync.sites.ledger import RoundLedger
+from argosy.sync.layout import Sites, at_site
+from argosy.sync.ledger import RoundLedger
 
 RUN_FILE = "run.toml"
 OF_ROUNDS = ("sync.", "sites.", "train.")

@@ -1,28 +1,37 @@
-"""What all processes of a site know of the sites: who there is, how rounds follow each other, where files lie."""
+"""Facts that all processes of a run of several parts derive from the run file: names, rounds, vectors, files.
+
+`Sites` for sites that agree in rounds; `ServerLayout` for parameter servers and their workers.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
+from argosy.config.address import host_and_port
 from argosy.config.identity import lasting_values
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_number
+from argosy.config.servers import server_name, server_number
 from argosy.config.sites import batches_of
 from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import way_of_sites, with_sync, words_of
-from argosy.sync.sites.deal import Shares
-from argosy.sync.sites.wire import Flat, WireFormat, flats_of
+from argosy.sync.deal import Shares
+from argosy.sync.wire import Flat, WireFormat, flats_of
 
 FOLDER = "exchange"
 SITES = "sites"
 """The folder, in that of the whole run, of its sites' folders."""
 OF_A_SITE = ("train.global_batch", "site", "sites")
 """Keys that differ between the sites of a run."""
+OF_A_PART = ("site", "sites", "sync", "train.steps")
+"""Keys that may differ between servers and workers of a run, or that servers check otherwise."""
+AGAIN = "--again"
+"""The word of the command that starts a server in place of one that died."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,7 @@ class Sites:
         lasting = {key: value for key, value in lasting.items() if key not in OF_A_SITE}
         lasting |= {"sites": list(zip(self.names, self.shares.batches, strict=True)), "steps": self.run.train.steps}
         lasting["sync"] = way_of_sites(self.run.plan)
-        return hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return _digits(lasting)
 
     # ---- files --------------------------------------------------------------------------------------------------
 
@@ -201,6 +210,90 @@ class Sites:
     def status(self) -> Path:
         """The file that says which sites are connected, and what is waited for."""
         return self.folder / "status.json"
+
+
+class ServerLayout:
+    """The servers and workers of a run."""
+
+    def __init__(self, run: RunConfig):
+        self.run = run
+        self.workers = tuple(site.name for site in run.sites)
+        self.servers = run.sync.server_count
+        self.local_steps = run.sync.local_steps
+        """Steps that an update is made from: those of one item."""
+
+    @property
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        """Host and port of each server, by its name."""
+        return {server_name(number): host_and_port(text) for number, text in enumerate(self.run.sync.servers)}
+
+    @property
+    def updates(self) -> int:
+        """Updates of the whole run."""
+        return self.run.train.steps // self.local_steps
+
+    def step_of(self, version: int) -> int:
+        """Return how many steps are done with a version of the weights."""
+        return version * self.local_steps
+
+    def version_of(self, step: int) -> int:
+        """Return the version of the weights of a checkpoint of that step."""
+        return step // self.local_steps
+
+    @property
+    def item_samples(self) -> int:
+        """Samples of an item."""
+        return self.local_steps * self.run.train.global_batch
+
+    def samples(self, item: int) -> list[list[int]]:
+        """Return the run's samples of an item, as lines have them: [[first, end]]."""
+        return [[item * self.item_samples, (item + 1) * self.item_samples]]
+
+    @cached_property
+    def wire(self) -> WireFormat:
+        """The number format in which gradients travel."""
+        return WireFormat(self.run.sync.wire)
+
+    @cached_property
+    def flats(self) -> Sequence[Flat]:
+        """The parameters of each server as one vector, under any plan of the workers."""
+        shapes = {name: parameter.shape for name, parameter in parameter_table(self.run.model).items()}
+        return dealt_out(shapes, self.servers)
+
+    @property
+    def model(self) -> str:
+        """Sixteen hexadecimal digits that differ for another model, or another way to deal it out."""
+        return _digits([flat.identity for flat in self.flats])
+
+    @property
+    def identity(self) -> str:
+        """Sixteen hexadecimal digits that differ for a run of other samples, optimizer or length."""
+        lasting = {key: value for key, value in lasting_values(self.run).items() if not key.startswith(OF_A_PART)}
+        sync = self.run.sync
+        lasting |= {"steps": self.run.train.steps, "wire": sync.wire, "local_steps": sync.local_steps}
+        return _digits(lasting)
+
+
+def dealt_out(shapes: Mapping[str, tuple[int, ...]], servers: int) -> list[Flat]:
+    """Deal parameters out over servers, whole ones, so that any update rule can be a server's: the largest first, each
+    to the server that has least (Graham's rule: no more than 4/3 of the least possible maximum).
+    """
+    parts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(servers)]
+    held = [0] * servers
+    for name in sorted(shapes, key=lambda name: (-prod(shapes[name]), name)):
+        least = held.index(min(held))
+        parts[least][name] = shapes[name]
+        held[least] += prod(shapes[name])
+    return [Flat({name: shape for name, shape in shapes.items() if name in part}) for part in parts]
+
+
+def is_server(run: RunConfig) -> bool:
+    """Return True if this part of the run is a parameter server."""
+    return bool(run.sites) and server_number(run.site) is not None
+
+
+def _digits(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def site_folder(run_dir: Path, site: str) -> Path:

@@ -1,4 +1,4 @@
-"""The process of a site's exchange: `python -m argosy.sync.sites.main RUN_FOLDER`, a child of the site's agent."""
+"""The process of a site's exchange: `python -m argosy.sync.main RUN_FOLDER`, a child of the site's agent."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.events import Events
 from argosy.processes.child import channel_to_parent, messages
-from argosy.sync.sites.exchange import SiteExchange
-from argosy.sync.sites.layout import Sites, group_folder
-from argosy.sync.sites.ledger import RoundLedger
-from argosy.sync.sites.listening import open_links
-from argosy.sync.sites.messages import FROM_SITE
+from argosy.sync.exchange import SiteExchange
+from argosy.sync.layout import Sites, group_folder
+from argosy.sync.ledger import RoundLedger
+from argosy.sync.links import open_links
+from argosy.sync.messages import FROM_SITE
 
 TURN_S = 0.02
 """How often it looks for what the ranks have left."""

@@ -1,9 +1,13 @@
-"""The ledger of a run over several sites: for each round, who took part, with which samples, and who is next.
+"""Ledgers, `ledger.jsonl`: what the parts of a run agreed on, line by line, checked when it is read.
 
-Each site has the same lines in its `ledger.jsonl`. A line holds all that the next one depends on, so that a site that
-comes back needs no more than the last. `chain` is a checksum of the line and of all before it: two sites that have gone
-on without each other differ in it from the first round on that they disagree about, and a line that is not what was
-written does not go with it.
+`RoundLedger`, of sites: for each round, who took part, with which samples, and who is next. Each site has the same
+lines. A line holds all that the next one depends on, so that a site that comes back needs no more than the last.
+`chain` is a checksum of the line and of all before it: two sites that have gone on without each other differ in it from
+the first round on that they disagree about, and a line that is not what was written does not go with it.
+
+`UpdateLedger`, of parameter servers: a line for each update, and for each item that no update is made from, in the
+folder of the whole run. A run that goes on from a checkpoint of version v forgets the lines of update v and later ones:
+what they were made from is dealt out again.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +25,9 @@ from pydantic import Field, TypeAdapter
 
 from argosy.config.sites import SITE_NAME
 from argosy.data.order import Range
-from argosy.files import atomic_write
+from argosy.files import atomic_write, make_folder, sync
 from argosy.processes.messages import BadMessage, Count, WireRecord, decoded, encoded
-from argosy.sync.sites.deal import Shares, deal, merged
+from argosy.sync.deal import AppliedUpdate, Shares, deal, merged
 
 NAME = "ledger.jsonl"
 SiteName = Annotated[str, Field(pattern=SITE_NAME, max_length=64)]
@@ -152,11 +156,34 @@ def weights_of(lines: Sequence[Line], tokens: Mapping[str, int], rounds: int) ->
     return weights
 
 
-class RoundLedger:
-    """A site's ledger, in its folder."""
+class LedgerFile:
+    """The file of a ledger; one process writes it."""
 
     def __init__(self, folder: Path):
         self.path = folder / NAME
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk: a checkpoint that follows relies on them."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                sync(file)
+
+    def _add(self, text: bytes) -> None:
+        with self.path.open("ab", buffering=0) as file:
+            file.write(text + b"\n")
+
+    def _write(self, texts: Iterable[bytes]) -> None:
+        """Have these lines in place of those that are there."""
+        make_folder(self.path.parent)
+        with atomic_write(self.path) as file:
+            file.write(b"".join(text + b"\n" for text in texts))
+
+
+class RoundLedger(LedgerFile):
+    """A site's ledger, in its folder."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
         self.lines: list[Line] = []
         """Those up to the first that is damaged."""
         self.tokens = 0
@@ -230,12 +257,10 @@ class RoundLedger:
         self.refresh()
         assert line.round == len(self.lines), f"round {line.round} after {len(self.lines)} rounds"
         assert not self.damage, self.damage
-        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
-            file.truncate(self._read_bytes)  # what was cut off
-            file.seek(0, os.SEEK_END)
-            file.write(encoded(line) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if self.path.exists():
+            os.truncate(self.path, self._read_bytes)  # a last line that was cut off
+        self._add(encoded(line))
+        self.sync()
         self.refresh()
 
     def dealt_by(self, number: int) -> dict[str, list[Range]] | None:
@@ -248,8 +273,7 @@ class RoundLedger:
         if [line.chain for line in lines[: len(self.lines)]] != [line.chain for line in self.lines]:
             aside = self.path.with_name(f"ledger-discarded-{len(self.lines)}-{self.lines[-1].chain}.jsonl")
             aside.write_bytes(self.path.read_bytes())
-        with atomic_write(self.path) as file:
-            file.write(b"".join(encoded(line) + b"\n" for line in lines))
+        self._write(encoded(line) for line in lines)
         self.read_again()
 
     def _forget(self) -> None:
@@ -265,3 +289,89 @@ def checked_line(lines: Sequence[Line], text: bytes) -> Line:
     if line.chained(chain_of(lines)) != line.chain:
         raise BadMessage("its checksum is another")
     return line
+
+
+class UpdateLine(WireRecord, extra="ignore"):
+    """An update that parameter servers made."""
+
+    update: Count
+    item: Count
+    samples: Ranges
+    site: SiteName
+    """The worker that computed its gradient."""
+    version: Count
+    """Updates that had made the weights that it was computed with."""
+    staleness: Count
+    loss: float | None = None
+
+
+class SkippedLine(WireRecord, extra="ignore"):
+    """An item that no update is made from."""
+
+    skipped: Count
+    version: Count
+    """Updates that were made when that was found."""
+    site: SiteName
+    why: str
+
+
+UPDATE_LINE: TypeAdapter[UpdateLine | SkippedLine] = TypeAdapter(UpdateLine | SkippedLine)
+
+
+class UpdateLedger(LedgerFile):
+    """The ledger of parameter servers, in the run's folder."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.updates: list[AppliedUpdate] = []
+        self.skipped: list[tuple[int, int]] = []
+        """Items that no update is made from, and after how many updates that was found."""
+
+    def turn_back(self, version: int) -> int:
+        """Read the lines of the first `version` updates, and forget those after them.
+
+        Returns how many updates are forgotten. Raises: ValueError if lines of these are missing, or damaged.
+        """
+        kept: list[bytes] = []
+        self.updates, self.skipped = [], []
+        forgotten = 0
+        texts = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
+        for number, text in enumerate(texts):
+            try:
+                line = decoded(text, UPDATE_LINE)
+            except BadMessage as problem:
+                raise ValueError(f"{self.path}: line {number + 1} is not what was written ({problem})") from None
+            if isinstance(line, SkippedLine):
+                if line.version < version:
+                    self.skipped.append((line.skipped, line.version))
+                    kept.append(text)
+            elif line.update < version:
+                self.updates.append(AppliedUpdate(line.update, line.item, line.site, line.version))
+                kept.append(text)
+            else:
+                forgotten += 1
+        if [update.update for update in self.updates] != list(range(version)):
+            raise ValueError(f"{self.path}: it has no line for each of the first {version} updates")
+        self._write(kept)
+        return forgotten
+
+    def add(self, update: AppliedUpdate, item_samples: int, loss: float) -> None:
+        """Add the line of an update. item_samples: of each item (`Dealing`)."""
+        self.updates.append(update)
+        samples = [(update.item * item_samples, (update.item + 1) * item_samples)]
+        line = UpdateLine(
+            update=update.update,
+            item=update.item,
+            samples=samples,
+            site=update.site,
+            version=update.version,
+            staleness=update.staleness,
+            loss=loss,
+        )
+        self._add(encoded(line))
+
+    def skip(self, item: int, site: str, why: str) -> None:
+        """Add the line of an item that no update is made from."""
+        version = len(self.updates)
+        self.skipped.append((item, version))
+        self._add(encoded(SkippedLine(skipped=item, version=version, site=site, why=why)))

@@ -13,7 +13,7 @@ from argosy.plan.plan import is_asynchronous
 from argosy.processes.child import Child
 from argosy.processes.kept import KeptProcess
 
-EXCHANGE = "argosy.sync.sites.main"
+EXCHANGE = "argosy.sync.main"
 AGAIN_S = 2.0
 """An exchange that died is started again, at most once in so long."""
 

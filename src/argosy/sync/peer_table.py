@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.links import Links
-from argosy.sync.sites.messages import FromSite, Standing
+from argosy.sync.layout import Sites
+from argosy.sync.links import Links
+from argosy.sync.messages import FromSite, Standing
 
 BEHIND = 1
 """Rounds that a site's ranks may be behind when a round is decided, and be dealt samples of the next one."""
 
 
-class Others:
+class PeerTable:
     """The other sites, as one of them sees them."""
 
     def __init__(self, sites: Sites, links: Links[FromSite]):
