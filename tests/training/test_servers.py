@@ -244,7 +244,10 @@ def test_a_bad_gradient_changes_nothing_and_other_samples_stand_in(corpus, tmp_p
     ("change", "why"),
     [
         (lambda run: run.model_copy(update={"seed": 7}), "another run"),
-        (lambda run: run.model_copy(update={"sites": (*run.sites, SiteConfig(name="C"))}), 'no site is called "C"'),
+        (
+            lambda run: run.model_copy(update={"sites": (*run.sites, SiteConfig(name="C"))}),
+            '"C", which is not expected',
+        ),
         (lambda run: run.model_copy(update={"model": run.model.model_copy(update={"ffn_width": 32})}), "another model"),
     ],
 )

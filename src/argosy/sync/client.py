@@ -22,7 +22,7 @@ from argosy.config.servers import server_name
 from argosy.errors import RunFailed, UserError
 from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout
-from argosy.sync.links import CALL_LOOK_S, REFUSED_THERE, Links, contexts
+from argosy.sync.links import CALL_LOOK_S, SAME_KEYS, Links, contexts
 from argosy.sync.messages import AHEAD_BYTES, FROM_PART, PIECE_BYTES, FromPart
 from argosy.sync.wire import F32
 
@@ -166,8 +166,8 @@ class Client:
         if self._is_closed.is_set():
             raise Closed
         for who, why in self._refusals.items():
-            if why.startswith(REFUSED_THERE):
-                raise UserError(f"{who} refuses this site: {why.removeprefix(REFUSED_THERE)}")
+            if not why.endswith(SAME_KEYS):  # another process may have the port of a server that is to come
+                raise UserError(f"{who}: {why}")
         if not self._inbox[name]:
             return None
         message, data = self._inbox[name].popleft()

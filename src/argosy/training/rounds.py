@@ -1,6 +1,6 @@
 """The outer steps of a run with sites, as its ranks see them: leave what changed, wait for the average, go on from it.
 
-Between the ranks of a site and the other sites stands the site's exchange (`sync.sites.exchange`); what passes between
+Between the ranks of a site and the other sites stands the site's exchange (`sync.exchange`); what passes between
 it and the ranks are files in the site's folder. A round has its effect once its line is in the site's ledger.
 """
 

@@ -38,7 +38,7 @@ INNER_STEPS = (10, 50, 100, 500)
 """Values of H that are compared, beside 1: gradients are summed in every step."""
 WEIGHT_BYTES = 4
 WIRE_BYTES = {wire: of_block / BLOCK for wire, of_block in BLOCK_BYTES.items()}
-"""Bytes of a number between sites (`sync.sites.wire`)."""
+"""Bytes of a number between sites (`sync.wire`)."""
 RANKS_NUMBER_S = 9e-9
 """Seconds for a number of a round in which the ranks do not train: they write what changed, and make the outer step."""
 EXCHANGE_NUMBER_S, EXCHANGE_BYTE_S = 9e-9, 4e-9

@@ -7,18 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from argosy.sync.sites import listening, main
 
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.config.sites import SiteConfig
 from argosy.config.sync import SyncConfig
+from argosy.sync import links, main
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     folder = tmp_path / "sites" / "oslo"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(listening, "BIND_S", 0.0)
+    monkeypatch.setattr(links, "BIND_S", 0.0)
     monkeypatch.setattr(main, "channel_to_parent", lambda: None)
     monkeypatch.setattr(sys, "argv", ["main", str(folder)])
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.data.order import Samples
-from argosy.sync.deal import RESERVE, Shares, SiteOrder, merged
-from argosy.sync.ledger import Contribution, Line, RoundLedger, dealt_in, next_line, weights_of
+from argosy.sync.deal import RESERVE, AppliedUpdate, Shares, SiteOrder, merged
+from argosy.sync.ledger import Contribution, Line, RoundLedger, UpdateLedger, dealt_in, next_line, weights_of
 from dealt_samples import assert_each_sample_once
 
 SHARES = Shares(("A", "B", "C"), (4, 3, 1), round_steps=5)
@@ -107,3 +107,50 @@ def test_a_site_reads_what_it_was_dealt_and_others_stand_in_for_bad_samples() ->
     assert order.replaced(20, 40) == merged([(n, n + 1) for n in dealt[:4]])
     order.skipped = ((20, 24), (20, 24))
     assert order.samples(20, 24).windows.tolist() == list(range(RESERVE + 4, RESERVE + 8))
+
+
+def test_updates_are_read_as_they_were_written_and_turned_back(tmp_path: Path) -> None:
+    ledger = UpdateLedger(tmp_path)
+    ledger.turn_back(0)
+    updates = [AppliedUpdate(0, 0, "A", 0), AppliedUpdate(1, 2, "B", 0), AppliedUpdate(2, 3, "A", 1)]
+    ledger.add(updates[0], 8, loss=3.0)
+    ledger.skip(1, "B", "loss nan")
+    for update in updates[1:]:
+        ledger.add(update, 8, loss=2.5)
+    ledger.sync()
+
+    again = UpdateLedger(tmp_path)
+    assert again.turn_back(2) == 1
+    assert again.updates == updates[:2]
+    assert again.skipped == [(1, 1)]
+    lines = [json.loads(line) for line in again.path.read_text().splitlines()]
+    assert lines[0] == {"update": 0, "item": 0, "samples": [[0, 8]], "site": "A", "version": 0, "staleness": 0,
+                        "loss": 3.0}  # fmt: skip
+    assert [line.get("update") for line in lines] == [0, None, 1]
+
+
+def test_an_update_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    ledger = UpdateLedger(tmp_path)
+    ledger.turn_back(0)
+    ledger.add(AppliedUpdate(0, 0, "A", 0), 8, loss=2.5)
+    with ledger.path.open("ab") as file:
+        file.write(b'{"update": 1, "item')
+    ledger.turn_back(1)
+    assert len(ledger.updates) == 1
+
+
+def test_a_ledger_that_lacks_updates_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    ledger = UpdateLedger(tmp_path)
+    ledger.turn_back(0)
+    ledger.add(AppliedUpdate(0, 0, "A", 0), 8, loss=2.5)
+    with pytest.raises(ValueError, match="first 2 updates"):
+        ledger.turn_back(2)
+
+
+def test_a_ledger_with_a_line_that_is_none_is_refused(tmp_path: Path) -> None:
+    ledger = UpdateLedger(tmp_path)
+    ledger.turn_back(0)
+    ledger.add(AppliedUpdate(0, 0, "A", 0), 8, loss=2.5)
+    ledger.path.write_text('{"update": 0, "item": "first"}\n' + ledger.path.read_text())
+    with pytest.raises(ValueError, match="line 1 is not what was written"):
+        ledger.turn_back(1)

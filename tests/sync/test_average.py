@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from argosy.sync.sites import average
 
+from argosy.sync import average
 from argosy.sync.average import Kept, Slices, encode_file, reduce_slice
 from argosy.sync.wire import WireFormat
 from simulated_sites import Country

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from argosy.sync.sites import pull
 
+from argosy.sync import messages as pull
 from argosy.sync.messages import FromSite, LineNotice, packed
 from dealt_samples import assert_each_sample_once
 from simulated_sites import AtOnce, Country
