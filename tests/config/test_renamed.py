@@ -41,3 +41,12 @@ def test_old_and_new_key_together_are_refused(tmp_path):
     path.write_text("[resilience]\nmove_for_speed = true\nmigrate = false\n")
     with pytest.raises(UserError, match=r"run\.toml:2: resilience\.move_for_speed.*both"):
         load(path)
+
+
+def test_a_key_that_is_gone_is_left_out_where_it_said_what_is_done_now(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[sync]\nmomentum_every = 0\nshards = 2\n")
+    assert load(path).sync.shards == 2
+    path.write_text("[sync]\nmomentum_every = 3\n")
+    with pytest.raises(UserError, match=r"run\.toml:2: sync\.momentum_every = 3: the key is gone; .*\[\[sites\]\]"):
+        load(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.sync import messages as pull
+from argosy.sync import assembly
 from argosy.sync.messages import FromSite, LineNotice, packed
 from dealt_samples import assert_each_sample_once
 from simulated_sites import AtOnce, Country
@@ -234,8 +234,8 @@ def test_at_random(country: Callable[..., Country], seed: int, quorum: int) -> N
 def test_a_transfer_goes_on_from_where_the_link_was_cut(
     country: Callable[..., Country], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "PIECE_BYTES", 64)
-    monkeypatch.setattr(pull, "AHEAD_BYTES", 128)
+    monkeypatch.setattr(assembly, "PIECE_BYTES", 64)
+    monkeypatch.setattr(assembly, "AHEAD_BYTES", 128)
     run = country(names="AB", rounds=4, patience_s=1000.0)
     run.start()
     came = [0]

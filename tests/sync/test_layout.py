@@ -46,7 +46,7 @@ def test_runs_that_train_otherwise_have_another_identity():
 def test_the_parts_of_a_run_are_told_apart():
     run = asynchronous(servers=("localhost:7100", "oslo.example:7101"))
     assert ServerLayout(run).servers == 2
-    assert ServerLayout(run).addresses[0] == ("localhost", 7100)
+    assert ServerLayout(run).addresses == {"server-1": ("localhost", 7100), "server-2": ("oslo.example", 7101)}
     assert is_asynchronous(run.plan)
     assert not is_server(run)
     assert is_server(run.model_copy(update={"site": "server-2"}))

@@ -123,7 +123,7 @@ def test_one_worker_with_local_steps_and_plain_outer_steps_is_plain_training(cor
 
 
 def test_outer_steps_of_one_worker_are_those_of_pytorch(corpus, tmp_path):
-    run = asynchronous(corpus, sync={"local_steps": 2, "momentum_every": 1})
+    run = asynchronous(corpus, workers="A", sync={"local_steps": 2})
     with serving(run, tmp_path):
         assert work(run, tmp_path, "A")
     plain = run.model_copy(update={"plan": "microbatch=4", "sites": ()})

@@ -27,7 +27,6 @@ ADDED = {
     "train.loss": "cross_entropy",
     "train.batch_ramp": [],
     "sync.local_steps": 1,
-    "sync.momentum_every": 0,
     **{f"model.mup.{name}": 0 for name in MuPConfig.model_fields},
 }
 """Keys that older versions did not have, with the value that says what these did: it is left out, as they left it."""

@@ -11,7 +11,7 @@ from typing import Any
 from argosy.config.keys import Key, fields, flatten, key_of, value_type
 from argosy.config.lines import read_toml
 from argosy.config.problems import KeyPlace
-from argosy.config.renamed import new_key
+from argosy.config.renamed import is_removed, new_key
 from argosy.config.schema import RunConfig
 from argosy.config.section import Section
 
@@ -76,7 +76,8 @@ def override_layer(overrides: Mapping[str, object], mark: str) -> Layer:
 
 def run_layer(values: Mapping[Key, object], source: Source, folder: Path) -> Layer:
     """Return the values of a run under today's keys; paths become absolute, a plan's table becomes its string."""
-    named = {new_key(key, source.place(key).text, values): value for key, value in values.items()}
+    there = {key: value for key, value in values.items() if not is_removed(key, value, source.place(key).text)}
+    named = {new_key(key, source.place(key).text, there): value for key, value in there.items()}
     return {key: Setting(_settled(key, value, folder), source) for key, value in named.items()}
 
 

@@ -1,4 +1,7 @@
-"""Keys of the run file that have another name now: the old one works for one version, with a warning."""
+"""Keys of the run file that have another name now, or are gone.
+
+An old name works for one version, with a warning. The run files of older runs have keys that are gone.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,20 @@ RENAMED: Mapping[Key, Key] = {
     ("resilience", "move_for_speed"): ("resilience", "migrate"),
 }
 """Old key -> new key, since 0.1; to be removed with 0.3."""
+REMOVED: Mapping[Key, tuple[object, str]] = {
+    ("sync", "momentum_every"): (0, "the outer momentum is updated once in as many updates as the run has [[sites]]"),
+}
+"""Key that is gone -> the value that said what is done now, which is left out; and what that is."""
+
+
+def is_removed(key: Key, value: object, place: str) -> bool:
+    """Return True if a key is gone, and had no effect. Raises: UserError if it had one."""
+    if key not in REMOVED:
+        return False
+    without_effect, now = REMOVED[key]
+    if value != without_effect:
+        raise UserError(f"{place}{dotted(key)} = {value}: the key is gone; {now}. Remove it.")
+    return True
 
 
 def new_key(key: Key, place: str, beside: Collection[Key] = ()) -> Key:

@@ -32,8 +32,6 @@ class ServerConfig(Section):
     local_steps: Annotated[int, Field(ge=1, le=MOST_LOCAL_STEPS)] = 1
     """async: steps that a worker makes alone, with the run's optimizer, between two pushes; it pushes how far its
     weights have come then, and the servers make outer steps. 1: it pushes gradients, and servers have the optimizer."""
-    momentum_every: NonNegativeInt = 0
-    """async with local_steps: updates between two of the outer momentum; 0: as many as the run has [[sites]]."""
 
     @property
     def server_count(self) -> int:

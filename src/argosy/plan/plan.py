@@ -17,7 +17,7 @@ from argosy.files import atomic_write
 from argosy.plan.integers import checked, lowest, numbers_of
 from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
 from argosy.plan.quantities import Quantities
-from argosy.plan.sync import COMPRESSED, Sync
+from argosy.plan.sync import COMPRESSED, WITH_SERVERS, Sync
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
@@ -175,6 +175,11 @@ class Plan(Section, Quantities[int]):
         return self.sync in COMPRESSED
 
     @property
+    def has_servers(self) -> bool:
+        """True if it is the plan of a worker, which agrees with others through parameter servers."""
+        return self.sync in WITH_SERVERS
+
+    @property
     def sums_in_tiers(self) -> bool:
         """True if replicas sum among neighbours first."""
         return self.sum_inside > 1
@@ -267,7 +272,7 @@ def way_of_sites(plan: str) -> str:
 
 def is_asynchronous(plan: str) -> bool:
     """Return True if a plan, as a run file has it, says sync=async. Raises: UserError if it is none."""
-    return words_of(plan).get("sync") == "async"
+    return words_of(plan).get("sync") in WITH_SERVERS
 
 
 def has_workers(run: RunConfig) -> bool:

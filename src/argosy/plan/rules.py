@@ -16,7 +16,7 @@ from argosy.plan.integers import around, divisors, lowest, numbers_of
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
 from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
-from argosy.plan.sync import COMPRESSED, OF_SITES
+from argosy.plan.sync import COMPRESSED, OF_SITES, WITH_SERVERS
 
 Plans = Any
 """A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
@@ -349,7 +349,7 @@ def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
 
 @rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))
 def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
-    if not run.sites and plan.sync == "async":
+    if not run.sites and plan.has_servers:
         return NO_WORKERS
     if not run.sites:
         return (
@@ -359,7 +359,7 @@ def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
     return NOT_OF_SITES.format(plan.sync)
 
 
-@rule(lambda p, run: p.is_("sync", "async") & p.is_("precision", "fp16"))
+@rule(lambda p, run: p.is_("sync", *WITH_SERVERS) & p.is_("precision", "fp16"))
 def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str:
     return (
         "plan.sync = async with precision = fp16: workers come and go, and a loss scale would be found anew each time. "

@@ -120,8 +120,10 @@ COMPRESSORS: Mapping[str, CompressorCost] = {
 COMPRESSED = tuple(COMPRESSORS)
 LOCAL = ("local", "diloco")
 """Words by which sites train alone for some steps and then agree on the weights."""
-OF_SITES = (*LOCAL, "async")
-"""Words of a run with sites; async: none waits for another, and parameter servers hold the weights."""
+WITH_SERVERS = ("async",)
+"""Words by which workers, none of which waits for another, agree through parameter servers that hold the weights."""
+OF_SITES = (*LOCAL, *WITH_SERVERS)
+"""Words of a run with sites."""
 SYNC_WORDS = ("exact", *COMPRESSED, *OF_SITES)
 SITE_BYTES: Mapping[str, float] = {"local": 4, "diloco": 8}
 """Word -> bytes that a site keeps for each number whose state is on the rank: weights agreed on, outer momentum."""

@@ -52,7 +52,7 @@ def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Predicti
         f" a step that is not finite or an outlier {BAD_STEPS[run.resilience.on_bad_step]}",
         *_own_code(run),
     ]
-    if plan.sync == "async":
+    if plan.has_servers:
         lines.append(f" not deterministic: {ASYNCHRONOUS}; no run repeats its numbers")
     if prediction:
         lines.append(f" predicted: {prediction.in_words()}")
@@ -103,7 +103,7 @@ def write_report(
             "unigram_bits_per_byte": baseline.bits_per_byte,
             "tokens": score.tokens,
         }
-    is_worker = plan.sync == "async"
+    is_worker = plan.has_servers
     if run.evaluate.sample_prompt and finished and not is_worker:  # the servers have the checkpoints
         sample = _sample(run, run_dir, data)
     measured = Measured(plan_since(_starts(run_dir)))
@@ -174,7 +174,7 @@ def _predicted(
     memory_bytes = measured.memory_bytes - facts["memory_before_bytes"]
     sent = typical_bytes(steps) if plan.is_compressed or run.sites else {}
     steps = [record for record in steps if record["step"] >= run.sync.from_step] or steps
-    update_s = typical_update_s(steps) if plan.sync == "async" else None
+    update_s = typical_update_s(steps) if plan.has_servers else None
     waits_s = typical_round_wait_s(steps) if run.sites and update_s is None else None
     return reconcile(prediction, plan, typical(steps), memory_bytes, facts["device"] == "cpu", sent, update_s, waits_s)
 

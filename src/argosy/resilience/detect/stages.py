@@ -69,7 +69,7 @@ class UnevenStagesDetector:
         self._generation, self._said, self._seen, self._microbatches = generation, said, 0, 0
         self._window: deque[_StageStep] = deque()
         plan = Plan.parse(said)
-        is_one = plan.pp > 1 and plan.world_size == size and plan.sync != "async"
+        is_one = plan.pp > 1 and plan.world_size == size and not plan.has_servers
         self._work = PipelineWork.of(plan, self._model, self._seq_len) if is_one else None
 
     def _take_in(self, times: StepTimes, at_s: float) -> None:

@@ -251,8 +251,7 @@ class ServerShard:
             at += size
         self._rule: Optimizer | DelayedNesterov
         if self._layout.local_steps > 1:
-            every = run.sync.momentum_every or len(run.sites)
-            self._rule = DelayedNesterov(pieces, run.sync.outer_momentum, every)
+            self._rule = DelayedNesterov(pieces, run.sync.outer_momentum, every=len(run.sites))
         else:
             self._rule = optimizer_of(run, pieces)
 
