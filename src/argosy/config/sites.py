@@ -83,7 +83,7 @@ class OuterConfig(Section):
     quorum: NonNegativeInt = 0
     """local, diloco: sites that a round needs at least; 0: more than half of them."""
     tls: bool = True
-    """local, diloco, async: encrypt what sites, servers and workers send, with keys that follow from the run's secret."""
+    """local, diloco, async: encrypt what sites, servers and workers send, with keys from the run's secret."""
 
 
 def check_fragments(sync: OuterConfig, layers: int) -> None:

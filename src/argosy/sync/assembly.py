@@ -99,7 +99,6 @@ class PulledFile:
         return zlib.crc32(self.content())
 
     def content(self) -> bytes:
-        """Return all that came."""
         self._file.flush()
         return self.path.read_bytes()
 
@@ -109,7 +108,6 @@ class PulledFile:
         self.path.replace(path)
 
     def close(self) -> None:
-        """Let go of the file."""
         self._file.close()
 
     def forget(self) -> None:
@@ -176,7 +174,6 @@ class Assembly:
         return [part for part in self._mine if part in self.reduced]
 
     def owner(self, part: int) -> str:
-        """Return the site that sums a slice."""
         return self.proposal.names[self.slices.owner(part)]
 
     @property
@@ -215,7 +212,6 @@ class Assembly:
                 self._fetch_slice(part, "average", holder, checksum)
 
     def take(self, peer: str, piece: FilePiece, data: bytes) -> None:
-        """Take a piece that came."""
         for key, pull in self._pulls.items():
             if pull.peer == peer and pull.wanted.what == piece.what and pull.wanted.start == piece.start:
                 before = pull.received

@@ -34,7 +34,7 @@ SLICE_BYTES, SLICES_OF_A_SITE = 1 << 20, 8
 
 @dataclass(frozen=True)
 class Slices:
-    """How the bytes of a change are cut up for `sites` sites."""
+    """The slices of the bytes of a change, for `sites` sites."""
 
     blocks: int
     block_bytes: int
@@ -42,7 +42,7 @@ class Slices:
 
     @cached_property
     def parts(self) -> int:
-        """How many slices there are."""
+        """The number of slices."""
         of_a_site = self.blocks * self.block_bytes // self.sites // SLICE_BYTES
         return self.sites * min(max(of_a_site, 1), SLICES_OF_A_SITE)
 
@@ -55,7 +55,6 @@ class Slices:
         return self._block(part) * self.block_bytes, self._block(part + 1) * self.block_bytes
 
     def size(self, part: int) -> int:
-        """Return the bytes of a slice."""
         first, end = self.of(part)
         return end - first
 
@@ -64,7 +63,7 @@ class Slices:
 
 
 def slices_of(sites: Sites, number: int, count: int) -> Slices:
-    """Return how the change of a round is cut up if `count` sites take part."""
+    """Return the slices of a round's change if `count` sites take part."""
     wire = sites.wire_of(number)
     return Slices(wire.blocks(sites.flat(number).elements), wire.block_bytes, count)
 

@@ -32,7 +32,7 @@ WAIT_S = 0.5
 SILENT_S = 5.0
 """Silence of a server after which the user is told that it is waited for."""
 T = TypeVar("T")
-Answer = TypeVar("Answer", bound=say.Question)
+Answer = TypeVar("Answer", bound=say.NumberedMessage)
 
 
 class Closed(Exception):
@@ -45,7 +45,7 @@ class AskAgain(Exception):
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What a worker is to do next; the weights for it are in its vectors."""
+    """The next task of a worker; the weights for it are in its vectors."""
 
     kind: Literal["dealt", "judge", "over"]
     """Compute a gradient; score the weights on held-out text; or end."""
@@ -106,7 +106,6 @@ class Client:
         self._submit(lambda: self._links.tell(self._names[0], said))
 
     def close(self) -> None:
-        """Say goodbye, and end the thread."""
         self._is_closed.set()
         self._jobs.put(None)
         self._thread.join(5.0)
@@ -185,7 +184,7 @@ class Client:
         self._asked += 1
         return self._asked
 
-    def _answer(self, question: say.Question, kind: type[Answer]) -> Answer:
+    def _answer(self, question: say.NumberedMessage, kind: type[Answer]) -> Answer:
         """Ask the first server, again on each new connection, and return its answer, which is of `kind`."""
         name, said_on, why = self._names[0], 0, ""
         while True:
@@ -194,7 +193,7 @@ class Client:
                 self._links.tell(name, question)
             self._waits(name, why)
             found = self._take(name)
-            if found is None or not isinstance(found[0], say.Question) or found[0].ask != question.ask:
+            if found is None or not isinstance(found[0], say.NumberedMessage) or found[0].ask != question.ask:
                 continue
             if isinstance(found[0], kind):
                 self.waits_for = ""

@@ -28,7 +28,7 @@ Sending = Generator[dist.Work, None, Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """When a sum is taken."""
+    """The time of a sum, in steps."""
 
     step: int = 0
     """Optimizer steps done. What is random depends on it alone, so that a step that is done again gives the same."""
@@ -48,7 +48,6 @@ class Segment:
 
     @property
     def elements(self) -> int:
-        """Numbers in the bucket."""
         return self.batch * self.rows * self.cols
 
     @property
@@ -99,7 +98,7 @@ class BucketMemory:
 
 @dataclass(frozen=True)
 class BucketFacts:
-    """What a compressor knows of the bucket that it sums."""
+    """Facts of a bucket that a compressor sums."""
 
     number: int
     """Place among the model's buckets, the same on all ranks."""
@@ -179,11 +178,9 @@ class Exact:
         self._dtype = dtype
 
     def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
-        """See `Compressor`: nothing is kept."""
         return BucketMemory()
 
     def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
-        """See `Compressor`."""
         flat = flat if self._dtype is None else flat.to(self._dtype)
         yield started(dist.all_reduce(flat, group=groups[0], async_op=True))
         return flat

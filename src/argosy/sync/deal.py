@@ -60,7 +60,6 @@ class Shares:
         return sum(self.batches)
 
     def batch(self, site: str) -> int:
-        """Return the sequences of a site's step."""
         return self.batches[self.names.index(site)]
 
     def first(self, site: str) -> int:
@@ -203,7 +202,7 @@ class DealtItem:
 
 @dataclass
 class Dealing:
-    """What is out, what is done, and what comes next."""
+    """The items that are out, those that are done, and the next one."""
 
     steps: int
     """Updates of the whole run."""
@@ -231,12 +230,10 @@ class Dealing:
 
     @property
     def version(self) -> int:
-        """Updates made so far."""
         return len(self.done)
 
     @property
     def is_over(self) -> bool:
-        """True once all updates are made."""
         return self.version >= self.steps
 
     @property

@@ -75,17 +75,14 @@ class SiteExchange:
 
     @property
     def rounds(self) -> int:
-        """Rounds in its ledger."""
         return len(self._ledger.lines)
 
     def hello(self) -> say.SiteHello:
-        """Return what this site says of itself."""
         sites = self.sites
         about = {"run": sites.identity, "model": sites.whole.identity}
         return say.SiteHello(version=say.VERSION, site=sites.me, standing=self._recovery.standing(), **about)
 
     def refused(self, who: str, why: str) -> None:
-        """Note that a connection was refused."""
         self._events.write("site_refused", site=who, why=why)
         print(f"argosy: site {self.sites.me}: {who} is not let in: {why}; the run goes on", flush=True)
 
@@ -112,7 +109,6 @@ class SiteExchange:
         self._show()
 
     def close(self) -> None:
-        """End the conversation with all sites."""
         self._links.close()
         self._pool.shutdown(cancel_futures=True)
 
@@ -146,7 +142,6 @@ class SiteExchange:
                     self._hear_of_round(name, message, data)
 
     def _hear_of_round(self, name: str, message: say.OfRound, data: bytes) -> None:
-        """Hear something about the round at hand."""
         is_leader = name == self._others.leader(self._number)
         match message:
             case say.ReadyNotice(chain=chain) if chain == self._chain():
@@ -176,7 +171,6 @@ class SiteExchange:
                 self._links.tell(name, self._assembly.summary(part))
 
     def _note_at(self, name: str, its: Standing) -> None:
-        """Note where a site stands."""
         if its.rounds > self.sites.rounds:
             raise BadMessage(f"its ledger has {its.rounds} rounds, and the run {self.sites.rounds}")
         self._others.note(name, its)
@@ -243,7 +237,6 @@ class SiteExchange:
     # ---- the round at hand --------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin with the round after those in the ledger."""
         self._let_go()
         self._number = self.rounds
         self._ready: dict[str, Contribution] = {}
@@ -257,7 +250,6 @@ class SiteExchange:
         self._members = frozenset(dealt_in(self.sites.shares, self._ledger.lines, self._number))
 
     def _tend(self) -> None:
-        """Do what can be done now."""
         self._repeat()
         if self._recovery.tend():
             self._begin()

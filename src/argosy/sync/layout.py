@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -34,28 +33,38 @@ AGAIN = "--again"
 """The word of the command that starts a server in place of one that died."""
 
 
-@dataclass(frozen=True)
 class Sites:
     """The sites of a run, seen from one of them."""
 
-    run: RunConfig
-    folder: Path
-    """Where the site's exchange keeps its files."""
+    def __init__(self, run: RunConfig, folder: Path):
+        """folder: where the site's exchange keeps its files."""
+        self.run, self.folder, self.me = run, folder, run.site
+        self.names = tuple(site.name for site in run.sites)
+        """In the order of the run file."""
+        self.quorum = run.sync.quorum or len(self.names) // 2 + 1
+        """Sites that a round needs at least."""
+        self.wire = WireFormat(run.sync.wire)
+        self.want_state = folder / "want-state"
+        """A file, there while another site wants the whole outer state: the ranks leave it at their next outer step."""
+        self.adopted = folder / "adopted.f32"
+        """The file of another site's outer state that this site is to go on from."""
+        self.adoption = folder / "adopted.json"
+        """The file that says after how many rounds that state is; there once it is whole, until a checkpoint has it."""
+        self.reached = folder / "reached"
+        """The file with the number of rounds that the ranks have made: they train in the next one, or wait for it."""
+        self.adopted_at = folder / "adopted-at"
+        """The file with the step from which on checkpoints follow from the ledger; older ones may have gone apart."""
+        self.lost = folder / "lost"
+        """A file, there while the ranks lack an average of the ledger: another site's state is to be taken over."""
+        self.damaged = folder / "damaged"
+        """A file, there when the ranks have found a line of the ledger that is not what was written."""
+        self.status = folder / "status.json"
+        """The file that says which sites are connected, and what is waited for."""
 
     @classmethod
     def of(cls, run: RunConfig, run_dir: Path) -> Sites:
         """Return the sites of a run whose folder at this site is `run_dir`."""
         return cls(run, run_dir / FOLDER)
-
-    @property
-    def me(self) -> str:
-        """This site's name."""
-        return self.run.site
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Names of all sites, in the order of the run file."""
-        return tuple(site.name for site in self.run.sites)
 
     @cached_property
     def shares(self) -> Shares:
@@ -74,16 +83,6 @@ class Sites:
         """Rounds of the whole run; the last one may be shorter."""
         return self.shares.round_of(self.run.train.steps - 1) + 1
 
-    @property
-    def quorum(self) -> int:
-        """Sites that a round needs at least."""
-        return self.run.sync.quorum or len(self.names) // 2 + 1
-
-    @cached_property
-    def wire(self) -> WireFormat:
-        """The number format in which changes travel."""
-        return WireFormat(self.run.sync.wire)
-
     def sums_gradients(self, number: int) -> bool:
         """Return True for a round of one step in which the sites sum gradients: those before sync.from_step."""
         return number < self.shares.from_step
@@ -99,7 +98,6 @@ class Sites:
 
     @cached_property
     def whole(self) -> Flat:
-        """All parameters."""
         return Flat({name: parameter.shape for name, parameter in parameter_table(self.run.model).items()})
 
     def is_last(self, number: int) -> bool:
@@ -148,11 +146,9 @@ class Sites:
         return self.folder / f"change-{number:08d}.f32"
 
     def about(self, number: int) -> Path:
-        """Return the file in which the ranks describe their change."""
         return self.folder / f"change-{number:08d}.json"
 
     def sent(self, number: int) -> Path:
-        """Return the file of the change as it is sent."""
         return self.folder / f"sent-{number:08d}.bin"
 
     def average(self, number: int) -> Path:
@@ -163,11 +159,6 @@ class Sites:
         """Return the file of the bytes that this site sent and received in a round."""
         return self.folder / f"traffic-{number:08d}.json"
 
-    @property
-    def want_state(self) -> Path:
-        """A file, there while another site wants the whole outer state: the ranks leave it at their next outer step."""
-        return self.folder / "want-state"
-
     def state(self, number: int) -> Path:
         """Return the file of the outer state after a round: of each fragment the weights, then the momentum, fp32."""
         return self.folder / f"state-{number:08d}.f32"
@@ -175,41 +166,6 @@ class Sites:
     def state_about(self, number: int) -> Path:
         """Return the file of the size and checksum of `state`, there once that is whole."""
         return self.state(number).with_suffix(".json")
-
-    @property
-    def adopted(self) -> Path:
-        """The file of another site's outer state that this site is to go on from."""
-        return self.folder / "adopted.f32"
-
-    @property
-    def adoption(self) -> Path:
-        """The file that says after how many rounds that state is; there once it is whole, until a checkpoint has it."""
-        return self.folder / "adopted.json"
-
-    @property
-    def reached(self) -> Path:
-        """The file with the number of rounds that the ranks have made: they train in the next one, or wait for it."""
-        return self.folder / "reached"
-
-    @property
-    def adopted_at(self) -> Path:
-        """The file with the step from which on checkpoints follow from the ledger; older ones may have gone apart."""
-        return self.folder / "adopted-at"
-
-    @property
-    def lost(self) -> Path:
-        """A file, there while the ranks lack an average of the ledger: another site's state is to be taken over."""
-        return self.folder / "lost"
-
-    @property
-    def damaged(self) -> Path:
-        """A file, there when the ranks have found a line of the ledger that is not what was written."""
-        return self.folder / "damaged"
-
-    @property
-    def status(self) -> Path:
-        """The file that says which sites are connected, and what is waited for."""
-        return self.folder / "status.json"
 
 
 class ServerLayout:
@@ -229,7 +185,6 @@ class ServerLayout:
 
     @property
     def updates(self) -> int:
-        """Updates of the whole run."""
         return self.run.train.steps // self.local_steps
 
     def step_of(self, version: int) -> int:
@@ -242,7 +197,6 @@ class ServerLayout:
 
     @property
     def item_samples(self) -> int:
-        """Samples of an item."""
         return self.local_steps * self.run.train.global_batch
 
     def samples(self, item: int) -> list[list[int]]:
@@ -251,7 +205,6 @@ class ServerLayout:
 
     @cached_property
     def wire(self) -> WireFormat:
-        """The number format in which gradients travel."""
         return WireFormat(self.run.sync.wire)
 
     @cached_property

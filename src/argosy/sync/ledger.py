@@ -41,7 +41,7 @@ AnyFloat = Annotated[float, Field(allow_inf_nan=True)]
 
 
 class Line(WireRecord, ser_json_inf_nan="constants"):
-    """What was agreed on in a round."""
+    """The agreement of a round."""
 
     round: Count
     """Counted from 0."""
@@ -77,7 +77,7 @@ LINE: TypeAdapter[Line] = TypeAdapter(Line)
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a site says of its part in a round."""
+    """A site's part in a round."""
 
     tokens: int
     skipped: list[Range]
@@ -123,7 +123,6 @@ def next_line(
 
 
 def chain_of(lines: Sequence[Line]) -> str:
-    """Return the chain after these lines."""
     return lines[-1].chain if lines else ""
 
 
@@ -203,7 +202,6 @@ class RoundLedger(LedgerFile):
 
     @property
     def last(self) -> Line | None:
-        """The newest line."""
         return self.lines[-1] if self.lines else None
 
     @property
@@ -371,7 +369,6 @@ class UpdateLedger(LedgerFile):
         self._add(encoded(line))
 
     def skip(self, item: int, site: str, why: str) -> None:
-        """Add the line of an item that no update is made from."""
         version = len(self.updates)
         self.skipped.append((item, version))
         self._add(encoded(SkippedLine(skipped=item, version=version, site=site, why=why)))

@@ -75,7 +75,6 @@ class Link:
         self.connection = Connection(connected, handshake(links.secret), links.selector, self, tls, tls is None)
 
     def send(self, message: WireRecord, data: bytes | memoryview = b"") -> None:
-        """Send a message, at once or later."""
         frame = packed(message, data)
         assert len(frame) <= FRAME_BYTES
         self.connection.send(frame, is_bulk=bool(data))
@@ -145,7 +144,6 @@ class Links(Generic[M]):
         return self.sites[name].connection.unsent_bytes if name in self.sites else 0
 
     def tell_all(self, message: WireRecord) -> None:
-        """Send a message to all that are connected."""
         for name in list(self.sites):
             self.tell(name, message)
 
@@ -155,7 +153,6 @@ class Links(Generic[M]):
             self._refuse(link, why)
 
     def close(self) -> None:
-        """End all of them."""
         for link in list(self._links):
             self._drop(link)
         self.selector.close()

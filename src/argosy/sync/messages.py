@@ -28,7 +28,6 @@ M = TypeVar("M")
 
 
 def packed(message: WireRecord, data: bytes | memoryview = b"") -> bytes:
-    """Return the frame of a message."""
     return b"".join([encoded(message), b"\n", data])
 
 
@@ -107,7 +106,7 @@ class SiteHello(Hello):
 
 
 class StandingNotice(WireRecord):
-    """Where the site stands."""
+    """The site's standing."""
 
     kind: Literal["at"] = "at"
     standing: Standing
@@ -230,20 +229,20 @@ class PartHello(Hello):
     """Another one for each process."""
 
 
-class Question(WireRecord, strict=True):
-    """A message that is answered."""
+class NumberedMessage(WireRecord, strict=True):
+    """A question, or its answer."""
 
     ask: Count
-    """Number of the question; the answer has it too."""
+    """Number of the question, which the answer has too."""
 
 
-class AskForWork(Question):
+class AskForWork(NumberedMessage):
     """It wants samples."""
 
     kind: Literal["work"] = "work"
 
 
-class PullWeights(Question):
+class PullWeights(NumberedMessage):
     """It wants weights of that version, or newer ones."""
 
     kind: Literal["pull"] = "pull"
@@ -259,7 +258,7 @@ class PushPiece(WireRecord, strict=True):
     at: Count
 
 
-class Commit(Question):
+class Commit(NumberedMessage):
     """All of its gradient, or of what its steps have changed, is at all servers."""
 
     kind: Literal["commit"] = "commit"
@@ -270,7 +269,7 @@ class Commit(Question):
     """The gradient's norm in each, before clipping."""
 
 
-class BadGradient(Question):
+class BadGradient(NumberedMessage):
     """Its loss or gradient is not finite, and nothing was pushed."""
 
     kind: Literal["bad"] = "bad"
@@ -279,7 +278,7 @@ class BadGradient(Question):
 
 
 class Scored(WireRecord, strict=True):
-    """How well the weights that it pulled to be scored predict held-out text."""
+    """The score, on held-out text, of the weights that it pulled to be scored."""
 
     kind: Literal["scored"] = "scored"
     version: Count
@@ -332,8 +331,8 @@ class Finish(WireRecord, strict=True):
 # ---- a server says --------------------------------------------------------------------------------------------------
 
 
-class NextTask(Question):
-    """What to do next."""
+class NextTask(NumberedMessage):
+    """The next task."""
 
     epoch: Id
     version: Count
@@ -360,7 +359,7 @@ class RunIsOver(NextTask):
     kind: Literal["over"] = "over"
 
 
-class WaitForWork(Question):
+class WaitForWork(NumberedMessage):
     """Wait."""
 
     kind: Literal["held"] = "held"
@@ -368,7 +367,7 @@ class WaitForWork(Question):
     """The server that is not ready, or the slow workers that are waited for."""
 
 
-class Weights(Question):
+class Weights(NumberedMessage):
     """A piece of the weights."""
 
     kind: Literal["weights"] = "weights"
@@ -376,7 +375,7 @@ class Weights(Question):
     at: Count
 
 
-class WeightsGone(Question):
+class WeightsGone(NumberedMessage):
     """The servers have gone back to a checkpoint: ask for work again."""
 
     kind: Literal["again"] = "again"
@@ -390,7 +389,7 @@ class PieceReceived(WireRecord, strict=True):
     at: Count
 
 
-class Committed(Question):
+class Committed(NumberedMessage):
     """The gradient is an update; or it is no longer wanted (`update` is None): its samples are another's."""
 
     kind: Literal["committed"] = "committed"
@@ -407,7 +406,7 @@ class FailureNotice(WireRecord, strict=True):
 
 
 class ServerStatus(WireRecord, strict=True):
-    """Where a server is; `problem`: why it cannot go on."""
+    """The version of a server; `problem`: why it cannot go on."""
 
     kind: Literal["at"] = "at"
     epoch: Id

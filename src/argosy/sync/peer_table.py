@@ -22,11 +22,9 @@ class PeerTable:
         """Sites that have gone on without this one, and otherwise."""
 
     def note(self, name: str, standing: Standing) -> None:
-        """Note where a site stands."""
         self._standings[name] = standing
 
     def standing(self, name: str) -> Standing:
-        """Return where a site stands, as it said last."""
         return self._standings.get(name, Standing())
 
     def is_connected(self, name: str) -> bool:
@@ -40,7 +38,6 @@ class PeerTable:
         return time.monotonic() - self._links.heard_s[name] < self._sites.run.sync.patience_s
 
     def leader(self, number: int) -> str:
-        """Return the site that leads round `number`."""
         return next(name for name in self._sites.names if name == self._sites.me or self._may_lead(name, number))
 
     def _may_lead(self, name: str, number: int) -> bool:

@@ -31,7 +31,6 @@ class ExchangeProcess(KeptProcess):
         self._next_start_s = 0.0
 
     def start(self) -> Child | None:
-        """Start it, not too often."""
         if time.monotonic() >= self._next_start_s:
             self._next_start_s = time.monotonic() + AGAIN_S
             with suppress(OSError):  # no more processes: the next time
@@ -39,6 +38,5 @@ class ExchangeProcess(KeptProcess):
         return None
 
     def lost(self, why: str) -> None:
-        """Say so."""
         self._events.write("exchange_died", why=why)
         print_message(f"argosy: the process that speaks to the other sites died: {why}; it is started again")

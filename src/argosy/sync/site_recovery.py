@@ -40,7 +40,7 @@ Tell = Callable[[str, WireRecord], None]
 
 
 class Adoption:
-    """What an exchange does about it, for its own site and for others."""
+    """Adoption of another site's state, and offers of this one's."""
 
     def __init__(self, sites: Sites, ledger: RoundLedger):
         self._sites, self._ledger = sites, ledger
@@ -52,7 +52,6 @@ class Adoption:
 
     @property
     def is_under_way(self) -> bool:
-        """True while this site is to take over another's state."""
         return self._wanted_from is not None
 
     def begin(self, peer: str, tell: Tell) -> None:
@@ -66,7 +65,6 @@ class Adoption:
             tell(self._wanted_from, StateRequest())
 
     def check(self, is_alive: Callable[[str], bool]) -> None:
-        """Give up a site that is gone."""
         if self._wanted_from is not None and not is_alive(self._wanted_from):
             self._drop()
             self._wanted_from = None
@@ -287,7 +285,6 @@ class SiteRecovery:
         return self._adoption.is_under_way or self._mending.is_under_way
 
     def standing(self) -> Standing:
-        """Return where this site stands."""
         lines, reached = self._ledger.lines, 0
         with suppress(OSError, ValueError):
             reached = int(self._sites.reached.read_text())
@@ -314,19 +311,15 @@ class SiteRecovery:
         )
 
     def again(self) -> None:
-        """Ask again, in case that what was said was lost."""
         self._adoption.again(self._links.tell)
 
     def connected_again(self, name: str) -> None:
-        """Ask that site again for what has not come."""
         self._adoption.connected_again(name)
 
     def asked(self, name: str) -> None:
-        """Have the ranks leave their state for another site."""
         self._adoption.asked(name)
 
     def hear(self, name: str, message: say.StateOffer | say.FilePiece | say.NotThere, data: bytes) -> None:
-        """Hear of another site's state, or of its ledger."""
         self._adoption.hear(name, message, data)
 
     def hear_line(self, name: str, line: Line) -> None:
@@ -343,6 +336,5 @@ class SiteRecovery:
             self.adopt_from(name)
 
     def adopt_from(self, name: str) -> None:
-        """Take another site's state over."""
         self._adoption.begin(name, self._links.tell)
         self._links.tell_all(say.StandingNotice(standing=self.standing()))

@@ -33,7 +33,6 @@ class WireFormat:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
         return BLOCK_BYTES[self.name]
 
     def blocks(self, elements: int) -> int:
@@ -103,7 +102,6 @@ class Flat:
 
     @cached_property
     def elements(self) -> int:
-        """Length of the vector."""
         return sum(prod(shape) for shape in self.shapes.values())
 
     @property
