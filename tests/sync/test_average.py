@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from argosy.sync import average
-from argosy.sync.average import Kept, Slices, encode_file, reduce_slice
+from argosy.sync.average import RetainedAverages, Slices, encode_file, reduce_slice
 from argosy.sync.wire import WireFormat
 from simulated_sites import Country
 
@@ -68,7 +68,7 @@ def test_averages_are_kept_for_checkpoints_and_for_who_reads_them(country: Calla
     def averages() -> list[int]:
         return [number for number in range(10) if sites.average(number).exists()]
 
-    kept = Kept(sites)
+    kept = RetainedAverages(sites)
     kept.sweep(8)  # it did not take part: nothing is known
     assert averages() == list(range(10))
     assert [n for n in range(10) if sites.sent(n).exists()] == [9] and not sites.state(7).exists()

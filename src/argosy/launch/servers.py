@@ -33,13 +33,13 @@ from argosy.training.stop import StopSignal
 
 SERVER = "argosy.training.server.main"
 PLAN = Plan.parse("sync=async")
-"""What stands in the plan.toml of the whole run: each worker has a plan of its own."""
+"""The plan in the plan.toml of the whole run: each worker has a plan of its own."""
 AGAIN_S = 1.0
 """A server that died is started again after so long."""
 SHORT_S, MOST_SHORT = 10.0, 5
 """One that lived for less than SHORT_S, so often in a row, is given up."""
 SAVE_S = 120.0
-"""How long a server that is to stop may take to save."""
+"""Time for a server that is to stop to save."""
 SERVED = ("loss", "optimizer", "family", "sink")
 """Kinds of the user's code that asynchronous runs have."""
 
@@ -95,7 +95,7 @@ def check(run: RunConfig) -> None:
         "train.pause_at": run.train.pause_at,
     }.items():
         if value:
-            raise UserError(f"{key} = {value} with plan.sync = async: it is not done there. Leave it out.")
+            raise UserError(f"{key} = {value} with plan.sync = async: not supported there; remove it.")
     layout = ServerLayout(run)
     if run.model.vocab_size and any(not flat.shapes for flat in layout.flats):
         raise UserError(

@@ -35,9 +35,9 @@ from argosy.sync.messages import (
 )
 
 Transfer = tuple[str, int, str]
-"""What is fetched: "sent", a slice of the change of a site, which is named; or "slice", one of the average."""
-AGAIN_S = 0.5
-"""How long after a peer did not have something it is asked again."""
+"""What to fetch: "sent", a slice of the change of a site, which is named; or "slice", one of the average."""
+ASK_AGAIN_S = 0.5
+"""Seconds after which a peer that did not have something is asked again."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Assembly:
         self._wire = sites.wire_of(number)
         self.slices = slices_of(sites, number, len(proposal.names))
         self.reduced: dict[int, Reduced] = {}
-        """What is known of slices that were summed."""
+        """Facts of the slices that were summed."""
         self._here: set[int] = set()
         self._pulls: dict[Transfer, PulledFile] = {}
         self._not_before_s: dict[Transfer, float] = {}
@@ -229,7 +229,7 @@ class Assembly:
                 self.is_lost = self.is_lost or what == "average"
                 if what == "slice":
                     self._not_at_owner.add(start)
-                self._not_before_s[key] = time.monotonic() + AGAIN_S
+                self._not_before_s[key] = time.monotonic() + ASK_AGAIN_S
 
     def connected_again(self, peer: str) -> None:
         """Ask that peer again for what has not come."""

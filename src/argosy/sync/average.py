@@ -146,7 +146,7 @@ def distances(
     }
 
 
-class Kept:
+class RetainedAverages:
     """Averages are kept as long as a checkpoint of this site needs them, or another site is reading its way to now."""
 
     def __init__(self, sites: Sites):

@@ -27,7 +27,7 @@ from argosy.sync.messages import AHEAD_BYTES, FROM_PART, PIECE_BYTES, FromPart
 from argosy.sync.wire import F32
 
 IDLE_S = 0.2
-"""How often the thread looks after its connections while it has nothing to do."""
+"""Seconds between two looks after the connections while there is nothing to do."""
 WAIT_S = 0.5
 SILENT_S = 5.0
 """Silence of a server after which the user is told that it is waited for."""
@@ -72,11 +72,11 @@ class Client:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         self.waits_for = ""
-        """What it waits for, in words; empty if for nothing in particular."""
+        """The thing that it waits for, in words; empty if there is none."""
         self.sent_bytes = self.received_bytes = 0
         self._inbox: dict[str, deque[tuple[FromPart, bytes]]] = {name: deque() for name in self._names}
         self._connections = dict.fromkeys(self._names, 0)
-        """How often each server was connected: what it was asked on an earlier connection may be lost."""
+        """The number of connections to each server so far: a question on an earlier one may be lost."""
         self._refusals: dict[str, str] = {}
         self._links = self._open()
         self._thread = threading.Thread(target=self._run, name="argosy-servers", daemon=True)

@@ -76,7 +76,7 @@ class Segment:
 
 @dataclass
 class BucketMemory:
-    """What a rank keeps from step to step of one bucket.
+    """A rank's memory of one bucket from step to step.
 
     A step is all or nothing: what a sum leaves is staged, and counts once the step is applied (`commit`).
     """
@@ -122,7 +122,7 @@ class Compressor(Protocol):
     """One way to sum a bucket over replicas."""
 
     messages: int
-    """How many messages `sum` yields."""
+    """The number of messages that `sum` yields."""
 
     def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
         """Return the memory of a bucket of these parameters before the first step."""
@@ -156,7 +156,7 @@ def started(work: dist.Work | None) -> dist.Work:
 
 
 class WithResidual:
-    """What compressors share that keep what they did not send: their settings, and a residual."""
+    """Base of compressors that keep what they did not send: their settings, and a residual."""
 
     def __init__(self, settings: SyncConfig):
         self._settings = settings

@@ -26,7 +26,7 @@ from argosy.observe.events import Events
 from argosy.processes.messages import BadMessage
 from argosy.sync import messages as say
 from argosy.sync.assembly import Assembly, Proposal, read_piece
-from argosy.sync.average import Kept, distances, encode_file, slices_of
+from argosy.sync.average import RetainedAverages, distances, encode_file, slices_of
 from argosy.sync.layout import Sites
 from argosy.sync.ledger import Contribution, Line, RoundLedger, chain_of, dealt_in, is_next, next_line, weights_of
 from argosy.sync.links import Links
@@ -35,7 +35,7 @@ from argosy.sync.peer_table import PeerTable
 from argosy.sync.site_recovery import SiteRecovery
 
 REPEAT_S = 1.0
-"""How often what matters is said again."""
+"""Seconds after which what matters is said again."""
 MOST_ATTEMPTS = 1 << 20
 """No site is so many attempts at a round ahead of another."""
 
@@ -55,7 +55,7 @@ class SiteExchange:
         self.sites, self._ledger, self._events = sites, ledger, events
         make_folder(sites.folder)
         self._pool = pool or ThreadPoolExecutor(1, "argosy-exchange")
-        self._kept = Kept(sites)
+        self._kept = RetainedAverages(sites)
         self._sent_bytes = 0
         self._status = ""
         self._repeated_s = 0.0

@@ -64,7 +64,7 @@ class Line(WireRecord, ser_json_inf_nan="constants"):
     """CRC-32 of each slice of the average."""
     chain: Chain = ""
     extra: dict[Literal["norms", "spread", "cosines"], dict[str, AnyFloat]] = {}
-    """What was measured; not part of the chain."""
+    """Measurements, which are no part of the chain."""
 
     def chained(self, before: str) -> str:
         """Return the chain after this line, given the one before it."""
@@ -188,7 +188,7 @@ class RoundLedger(LedgerFile):
         self.tokens = 0
         """Tokens that it counts, of all sites."""
         self.damage = ""
-        """Which line of the file is not what was written, in words; empty if all are."""
+        """The line of the file that is not what was written, in words; empty if all are."""
         self._rest: list[bytes] = []
         self._read_bytes = 0
         self._file_id: tuple[int, int] | None = None

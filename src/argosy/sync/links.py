@@ -45,10 +45,10 @@ PING_S = 1.0
 SILENT_S = 10.0
 """A peer that says nothing for this long is not connected any more: a link that was cut does not say so."""
 HELLO_S = 10.0
-AGAIN_S, REFUSED_AGAIN_S = 1.0, 5.0
-"""How long after a failed call the next one is made; and after a refusal."""
+CALL_AGAIN_S, REFUSED_AGAIN_S = 1.0, 5.0
+"""Seconds from a failed call to the next one; and from a refusal."""
 CALL_LOOK_S = 0.02
-"""How often a call that is made is looked after."""
+"""Seconds between two looks after a call that is under way."""
 MOST_STRANGERS = 16
 """Connections that have not said who they are."""
 MOST_REFUSALS = 256
@@ -57,7 +57,7 @@ SAME_KEYS = "all sites need the same secret (ARGOSY_SECRET_FILE) and the same sy
 REFUSED_THERE = "it refuses this site: "
 """Precedes what another part gives as its reason."""
 Tls = tuple[ssl.SSLContext, ssl.SSLContext]
-"""What encrypts the end that calls, and the end that is called."""
+"""TLS of the end that calls, and of the end that is called."""
 SayHello = Callable[[], Hello]
 """Returns what this part says of itself."""
 Refused = Callable[[str, str], None]
@@ -119,7 +119,7 @@ class Links(Generic[M]):
         self.sites: dict[str, Link] = {}
         """The connected ones."""
         self.heard_s: dict[str, float] = dict.fromkeys((n for n in names if n != me), time.monotonic())
-        """When each was heard last; at first, the time of the start."""
+        """The time at which each was heard last; at first, that of the start."""
         self._pinged_s = 0.0
 
     def turn(self, timeout_s: float) -> list[tuple[str, M, bytes]]:
@@ -176,7 +176,7 @@ class Links(Generic[M]):
             if name in self._calls:
                 if self._calls[name].done():
                     answered = self._calls.pop(name)
-                    self._next_call_s[name] = now + AGAIN_S
+                    self._next_call_s[name] = now + CALL_AGAIN_S
                     if answered.exception() is None:
                         self._links.append(Link(answered.result(), address[0], name, self))
             elif name not in under_way and now >= self._next_call_s[name]:

@@ -19,7 +19,7 @@ from argosy.sync.links import open_links
 from argosy.sync.messages import FROM_SITE
 
 TURN_S = 0.02
-"""How often it looks for what the ranks have left."""
+"""Seconds between two looks for files of the ranks."""
 
 
 def open_exchange(run: RunConfig, run_dir: Path) -> SiteExchange:

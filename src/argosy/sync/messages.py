@@ -68,7 +68,7 @@ class Ping(WireRecord):
 
 
 class Standing(WireRecord):
-    """How far a site has come.
+    """A site's progress.
 
     Sites have gone apart if their ledgers differ in a round that both have. The one whose ledger counts fewer tokens
     gives way; of as many, the later one of the run file. A site that gives way decides no more rounds until it has the
@@ -202,7 +202,7 @@ class FilePiece(WireRecord):
 
 
 class NotThere(WireRecord):
-    """What is wanted is not there, or not any more."""
+    """The wanted bytes are not there, or not any more."""
 
     kind: Literal["gone"] = "gone"
     what: Source
@@ -215,7 +215,7 @@ FromSite = (
     | StateRequest | StateOffer | PieceRequest | FilePiece | NotThere
 )  # fmt: skip
 OfRound = ReadyNotice | ProposalNotice | SliceSummed | FilePiece | NotThere
-"""What is said about one round, while it is made."""
+"""Messages about one round, while it is made."""
 FROM_SITE: TypeAdapter[FromSite] = TypeAdapter(Annotated[FromSite, Field(discriminator="kind")])
 
 
@@ -415,7 +415,7 @@ class ServerStatus(WireRecord, strict=True):
 
 
 Order = Begin | Apply | CheckServer | Finish
-"""What the first server alone may say."""
+"""Messages that the first server alone may send."""
 FromPart = (
     PartHello | Refusal | Ping | AskForWork | PullWeights | PushPiece | Commit | BadGradient | Scored | Bye | Order
     | DealtWork | ScoreRequest | RunIsOver | WaitForWork | Weights | WeightsGone | PieceReceived | Committed

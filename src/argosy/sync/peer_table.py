@@ -1,4 +1,4 @@
-"""What a site's exchange knows of the other sites: who is there, where each stands, who leads."""
+"""The other sites, as a site's exchange knows them: who is there, where each stands, who leads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exchange's process, for the process of the site that starts it."""
+"""The exchange's process, as the process that starts it has it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from argosy.processes.child import Child
 from argosy.processes.kept import KeptProcess
 
 EXCHANGE = "argosy.sync.main"
-AGAIN_S = 2.0
+START_AGAIN_S = 2.0
 """An exchange that died is started again, at most once in so long."""
 
 
@@ -32,7 +32,7 @@ class ExchangeProcess(KeptProcess):
 
     def start(self) -> Child | None:
         if time.monotonic() >= self._next_start_s:
-            self._next_start_s = time.monotonic() + AGAIN_S
+            self._next_start_s = time.monotonic() + START_AGAIN_S
             with suppress(OSError):  # no more processes: the next time
                 return Child(EXCHANGE, str(self._folder))
         return None

@@ -32,7 +32,7 @@ from argosy.sync.messages import FilePiece, LineRequest, NotThere, Source, Stand
 from argosy.sync.peer_table import PeerTable
 
 ASK_S = 1.0
-"""How often a line is asked for."""
+"""Seconds between two requests for a line."""
 
 
 Tell = Callable[[str, WireRecord], None]
@@ -169,7 +169,7 @@ class Adoption:
 
 
 class Mending:
-    """What an exchange does about its own ledger. While it is under way the site takes part in no round."""
+    """Mending of a site's own ledger. While it is under way the site takes part in no round."""
 
     def __init__(self, sites: Sites, ledger: RoundLedger, events: Events):
         self._sites, self._ledger, self._events = sites, ledger, events
@@ -270,7 +270,7 @@ class Mending:
 
 
 class SiteRecovery:
-    """What an exchange does about its own site's state and ledger, and does for other sites that need a state."""
+    """Recovery of this site's state and ledger, and help for other sites that need a state."""
 
     def __init__(
         self, sites: Sites, ledger: RoundLedger, events: Events, links: Links[say.FromSite], others: PeerTable

@@ -1,5 +1,7 @@
-"""What sites send each other of a change: number formats, in blocks of 256 numbers, the short ones with a scale each;
-and the order in which all sites have a fragment's numbers, as one vector, under any plan.
+"""Number formats of changes and gradients on the wire, and the vector that they are of.
+
+Formats have blocks of 256 numbers, the short ones with a scale each. All parts of a run have the same order of a
+fragment's numbers, as one vector, under any plan.
 
 Streaming DiLoCo found 4 bits to cost no loss (Douillard et al. 2025, section 3.3). What was rounded away is not sent
 later: the next change is measured from the weights that all sites agreed on, so it contains what was lost. Fragments
@@ -93,7 +95,7 @@ class Flat:
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """Where each parameter begins."""
+        """The first element of each parameter."""
         starts, at = {}, 0
         for name, shape in self.shapes.items():
             starts[name] = at

@@ -1,4 +1,4 @@
-"""How the replicas of a run come to the same weights: which steps they make, what makes one count, who keeps the state.
+"""The agreement of replicas on weights: which steps they make, what makes one count, who keeps the state.
 
 The trainer calls each method at its place in the step, and knows no more of it.
 """
@@ -23,6 +23,8 @@ from argosy.training.step import Requests, Step, StepOutcome, UpdateObserver
 from argosy.training.step_policy import StepPolicy
 
 SHOWN_S, SAID_S = 1.0, 15.0
+FIRST_PAUSE_S, PAUSE_S = 0.001, 0.05
+"""Seconds between two looks whether a wait is over: at first, and after a while."""
 
 
 class Agreement:
@@ -154,6 +156,7 @@ class Waiting:
 
     def __init__(self, progress: Progress):
         self._progress, self._began_s, self._shown, self._is_said = progress, time.monotonic(), "", False
+        self._pause_s = FIRST_PAUSE_S
 
     def is_for(self, words: str) -> None:
         """Show what is waited for, once it takes longer than SHOWN_S, and say it once, after SAID_S."""
@@ -164,6 +167,11 @@ class Waiting:
         if waited_s > SAID_S and words and not self._is_said:
             self._is_said = True
             self._progress.say(f" waiting: {words}", "yellow")
+
+    def pause(self) -> None:
+        """Sleep until the next look, a little longer each time."""
+        time.sleep(self._pause_s)
+        self._pause_s = min(1.5 * self._pause_s, PAUSE_S)
 
     def ends(self) -> None:
         """Show it no more."""

@@ -35,9 +35,6 @@ from argosy.training.state import StepUpdate, boxes_written
 from argosy.training.step import Requests, StepOutcome, UpdateObserver
 from argosy.training.stop import HOLD_S, StoppedEarly
 
-FIRST_LOOK_S, LOOK_S = 0.001, 0.05
-"""How often ranks look whether the servers have answered: at first, and after a while."""
-
 
 class Servers(Agreement):
     """Workers push gradients to the parameter servers, or what a few local steps have changed, and pull weights."""
@@ -302,7 +299,7 @@ class Servers(Agreement):
         Raises: StoppedEarly if a signal came to any rank; WorldIsOver.
         """
         future = ask(self._client) if self._client is not None else None
-        look_s, waiting = FIRST_LOOK_S, Waiting(self._records.progress)
+        waiting = Waiting(self._records.progress)
         while True:
             self._parts.advance()
             is_there = 1.0 if future is not None and future.done() else 0.0
@@ -315,8 +312,7 @@ class Servers(Agreement):
                 raise StoppedEarly
             if self._client is not None:
                 waiting.is_for(self._client.waits_for)
-            time.sleep(look_s)
-            look_s = min(1.5 * look_s, LOOK_S)
+            waiting.pause()
         waiting.ends()
 
         def found() -> Any:

@@ -27,8 +27,8 @@ from argosy.training.server.shard import Refuses, ServerShard
 
 LOST_S = 10.0
 """A worker that was not heard for so long is lost: what it was dealt is dealt to another."""
-LOOK_S = 1.0
-"""How often the other servers are asked where they are, and workers that wait are told why."""
+CHECK_S = 1.0
+"""Seconds between two questions to the other servers, and two answers to workers that wait."""
 MOST_IN_A_ROW = 10
 """The run fails after so many gradients in a row that are not finite."""
 Tell = Callable[[str, WireRecord], None]
@@ -140,7 +140,7 @@ class Leader:
         now = time.monotonic()
         self._take_back(now)
         self._deal_out(now)
-        if now - self._looked_s < LOOK_S:
+        if now - self._looked_s < CHECK_S:
             return
         self._looked_s = now
         for name in self._servers[1:]:

@@ -45,7 +45,7 @@ LAST_S = 60.0
 FOLLOW_S = 15.0
 """A server that is to end waits so long for the first one's word."""
 TELL_S = 0.5
-"""How long workers are told that the run has failed."""
+"""Time to tell workers that the run has failed."""
 PORT_S = 120.0
 """A server whose command was killed saves its state, and then leaves the port: it is waited for so long."""
 FIRST = server_name(0)
@@ -78,7 +78,7 @@ class ParameterServer:
         self._pulls: dict[str, say.PullWeights] = {}
         self._streams: dict[str, WeightStream] = {}
         self._untold: dict[str, list[WireRecord]] = {}
-        """What the other servers are to be told once they are connected."""
+        """Messages for the other servers, to be sent once they are connected."""
         self._is_over = False
         self.is_alone = False
         """True if it was to end, and the first server did not say so: the newest checkpoint is all that is saved."""

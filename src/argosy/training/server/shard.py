@@ -75,7 +75,7 @@ class DelayedNesterov:
 
 
 class Refuses(Exception):
-    """What a worker or the first server asked for cannot be done. The message says why."""
+    """A worker, or the first server, asked for something that cannot be done. The message says why."""
 
 
 class ShardSaver(Saver):
