@@ -155,3 +155,15 @@ def test_a_ledger_with_a_line_that_is_none_is_refused(tmp_path: Path) -> None:
     ledger.path.write_text('{"update": 0, "item": "first"}\n' + ledger.path.read_text())
     with pytest.raises(ValueError, match="line 1 is not what was written"):
         ledger.turn_back(1)
+
+
+def test_a_ledger_of_updates_that_an_older_version_wrote_is_read(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").write_text(
+        '{"update": 0, "item": 0, "samples": [[0, 8]], "site": "A", "version": 0, "staleness": 0, "loss": 5.9}\n'
+        '{"skipped": 1, "version": 1, "site": "B", "why": "loss nan, gradient norm nan"}\n'
+        '{"update": 1, "item": 2, "samples": [[16, 24]], "site": "B", "version": 0, "staleness": 1, "loss": 5.8}\n'
+    )
+    ledger = UpdateLedger(tmp_path)
+    assert ledger.turn_back(2) == 0
+    assert ledger.updates == [AppliedUpdate(0, 0, "A", 0), AppliedUpdate(1, 2, "B", 0)]
+    assert ledger.skipped == [(1, 1)]

@@ -78,6 +78,9 @@ class Client:
         self._connections = dict.fromkeys(self._names, 0)
         """The number of connections to each server so far: a question on an earlier one may be lost."""
         self._refusals: dict[str, str] = {}
+        """Why servers refused this worker, or were refused, at any time."""
+        self._failure = ""
+        """Why the run has failed; empty if it has not."""
         self._links = self._open()
         self._thread = threading.Thread(target=self._run, name="argosy-servers", daemon=True)
         self._thread.start()
@@ -154,7 +157,8 @@ class Client:
             if isinstance(message, say.PartHello):
                 self._connections[name] += 1
                 self._inbox[name].clear()
-                self._refusals.pop(name, None)
+            elif isinstance(message, say.FailureNotice):
+                self._failure = f"{name}: {message.why}"
             else:
                 self._inbox[name].append((message, data))
 
@@ -167,17 +171,15 @@ class Client:
         for who, why in self._refusals.items():
             if not why.endswith(SAME_KEYS):  # another process may have the port of a server that is to come
                 raise UserError(f"{who}: {why}")
-        if not self._inbox[name]:
-            return None
-        message, data = self._inbox[name].popleft()
-        if isinstance(message, say.FailureNotice):
-            raise RunFailed(f"{name}: {message.why}")
-        return message, data
+        if self._failure:
+            raise RunFailed(self._failure)
+        return self._inbox[name].popleft() if self._inbox[name] else None
 
     def _waits(self, name: str, why: str = "") -> None:
         """Tell the user of a server that has been silent for long, or what it said why one has to wait."""
         is_silent = time.monotonic() - self._links.heard_s[name] > SILENT_S
-        refusal = f" ({self._refusals[name]})" if name in self._refusals else ""
+        is_refused = name in self._refusals and name not in self._links.sites
+        refusal = f" ({self._refusals[name]})" if is_refused else ""
         self.waits_for = f"no answer from {name}{refusal}" if is_silent or refusal else why
 
     def _number(self) -> int:

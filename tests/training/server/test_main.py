@@ -20,43 +20,10 @@ from argosy.observe.events import read_lines
 from argosy.processes.messages import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout
-from argosy.sync.links import Links, keys_of
-from argosy.sync.messages import FROM_PART, FromPart, packed
+from argosy.sync.messages import packed
 from argosy.training.server.main import ParameterServer
-from parameter_servers import asynchronous, serving, work
+from parameter_servers import Peer, asynchronous, serving, work
 from wrong_messages import altered
-
-
-class Peer:
-    """Another part of the run, which knows its secret, connected to some servers; it says what the test wants."""
-
-    def __init__(self, run: RunConfig, run_dir: Path, me: str, listener: socket.socket | None = None):
-        layout, (secret, tls) = ServerLayout(run), keys_of(run, run_dir)
-        self.hello = say.PartHello(version=say.VERSION, site=me, session="s", model=layout.model, run=layout.identity)
-        addresses = {**layout.addresses, **dict.fromkeys(layout.workers)}
-        self.links = Links(me, addresses, listener, secret, tls, FROM_PART, lambda: self.hello, self._refused)
-        self.refusals: list[str] = []
-        self.heard: list[FromPart] = []
-
-    def _refused(self, _: str, why: str) -> None:
-        self.refusals.append(why)
-
-    def turn(self) -> None:
-        self.heard += [message for _, message, _ in self.links.turn(0.02) if not isinstance(message, say.PartHello)]
-
-    def meet(self, name: str) -> None:
-        """Wait until a server is connected; at once, though it has refused this part before."""
-        while name not in self.links.sites:
-            self.turn()
-
-    def answer(self, name: str, message: WireRecord, data: bytes = b"") -> FromPart | None:
-        """Return what a server answers to a message; None if it ends the connection."""
-        self.meet(name)
-        self.heard.clear()
-        self.links.tell(name, message, data)
-        while not self.heard and name in self.links.sites:
-            self.turn()
-        return self.heard[0] if self.heard else None
 
 
 @contextmanager
