@@ -12,6 +12,7 @@ from argosy.observe import terminal
 from argosy.observe.progress import SCREEN, Progress
 from argosy.observe.run_view import RunView
 from argosy.observe.screen import Line, Screen, packed, read_lines_of
+from waiting import wait_until
 
 
 class Recorder:
@@ -29,13 +30,6 @@ class Recorder:
 
     def close(self, lines: list[Line], view: RunView, is_told: bool) -> None:
         self.show(lines, view)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_messages_of_this_process_are_lines_that_stay():
@@ -60,7 +54,7 @@ def test_workers_say_it_through_what_they_print(monkeypatch, capsys):
         os.write(writer, b"[W socket.cpp] a library's \xff words\nno newline" + printed.encode() + b"the end")
         os.close(writer)
         read_lines_of(reader, screen)
-        eventually(lambda: any(view.doing == "evaluating" for view in surface.views))
+        wait_until(lambda: any(view.doing == "evaluating" for view in surface.views))
     assert surface.lines == [
         ("[W socket.cpp] a library's � words", ""),
         ("no newline", ""),
@@ -84,12 +78,12 @@ def test_what_the_agent_waits_for_comes_before_what_a_worker_did_last():
         agent.doing("")
         worker.doing("evaluating")
         agent.hand_over()
-        eventually(lambda: bool(surface.views) and surface.views[-1].doing == "evaluating")
+        wait_until(lambda: bool(surface.views) and surface.views[-1].doing == "evaluating")
         agent.doing("recovering")
-        eventually(lambda: surface.views[-1].doing == "recovering")
+        wait_until(lambda: surface.views[-1].doing == "recovering")
         agent.hand_over()
         worker.step({"step": 3}, 10, None, None)
-        eventually(lambda: surface.views[-1].doing == "")
+        wait_until(lambda: surface.views[-1].doing == "")
 
 
 def test_nobody_waits_for_a_terminal_that_takes_nothing():

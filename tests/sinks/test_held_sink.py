@@ -14,7 +14,7 @@ import pytest
 
 from argosy.config.observe import SinksConfig
 from argosy.observe.events import Events
-from argosy.sinks.held import MOST_TRIES, HeldSink
+from argosy.sinks.held import MOST_FAILURES, SupervisedSink
 from run_folder import RunFolder
 
 LIMITS = {"timeout_s": 30.0, "flush_s": 5.0, "memory_bytes": 2**29}
@@ -25,16 +25,16 @@ def _bad_sinks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
 
 
-def sink(run: RunFolder, name: str, again_s: float = 60.0, **limits: Any) -> HeldSink:
+def sink(run: RunFolder, name: str, pause_s: float = 60.0, **limits: Any) -> SupervisedSink:
     config = SinksConfig.model_validate({**LIMITS, **limits})
-    return HeldSink(run.path, name, config, Events(run.path, "follower"), again_s)
+    return SupervisedSink(run.path, name, config, Events(run.path, "follower"), pause_s)
 
 
-def keep_until(one: HeldSink, condition: Callable[[], bool], seconds: float = 40.0) -> None:
+def keep_until(one: SupervisedSink, condition: Callable[[], bool], seconds: float = 40.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
-        one.keep(time.monotonic())
+        one.keep()
         time.sleep(0.02)
 
 
@@ -76,16 +76,16 @@ def test_a_sink_that_hangs_is_ended(tmp_path):
     run.step(0)
     one = sink(run, "bad_sinks:Hangs", timeout_s=2.0)
     keep_until(one, lambda: bool(offs(run)))
-    assert offs(run)[0]["why"] == "it has done nothing for 2 s"
+    assert offs(run)[0]["why"] == "it did not answer for 2 s"
     assert not one.is_running
 
 
 def test_a_sink_is_tried_again_so_often_and_no_more(tmp_path, capsys):
     run = RunFolder(tmp_path)
-    one = sink(run, "bad_sinks:Missing", again_s=0.01)
-    keep_until(one, lambda: len(offs(run)) == MOST_TRIES)
+    one = sink(run, "bad_sinks:Missing", pause_s=0.01)
+    keep_until(one, lambda: len(offs(run)) == MOST_FAILURES)
     assert [event["again_s"] for event in offs(run)] == [0.01, 0.02, 0.04, 0.08, None]
-    one.keep(time.monotonic() + 1e6)
+    one.keep()
     assert not one.is_running
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
@@ -95,14 +95,14 @@ def test_a_sink_is_tried_again_so_often_and_no_more(tmp_path, capsys):
 def test_a_sink_that_was_killed_goes_on_with_the_lines_that_it_has_not_had(tmp_path):
     run = RunFolder(tmp_path)
     run.step(0, 1)
-    one = sink(run, "bad_sinks:Good", again_s=0.01)
+    one = sink(run, "bad_sinks:Good", pause_s=0.01)
     kept = tmp_path / "sinks/bad_sinks.Good.json"
     keep_until(one, lambda: kept.exists() and '"told": 2' in kept.read_text() and bool(run.events_of("follower")))
     os.kill(run.events_of("follower")[0]["pid"], signal.SIGKILL)
     keep_until(one, lambda: bool(offs(run)))
     run.step(2)
     keep_until(one, lambda: "2" in told(run))
-    one.finish(time.monotonic())
+    one.finish()
     keep_until(one, lambda: not one.is_running)
     assert told(run) == ["start", "0 1", "start", "2", "close"]
     assert len(offs(run)) == 1
@@ -112,7 +112,7 @@ def test_a_sink_that_is_off_at_the_end_is_told_the_rest(tmp_path):
     run = RunFolder(tmp_path)
     one = sink(run, "bad_sinks:Good")
     run.step(0)
-    one.finish(time.monotonic())  # it was never started
+    one.finish()  # it was never started
     keep_until(one, lambda: not one.is_running)
     assert told(run) == ["start", "0", "close"]
 
@@ -121,7 +121,7 @@ def test_a_sink_that_is_off_at_the_end_is_told_the_rest(tmp_path):
 def test_a_sink_that_cannot_be_closed_is_ended(tmp_path, name):
     run = RunFolder(tmp_path)
     one = sink(run, f"bad_sinks:{name}", timeout_s=2.0)
-    one.keep(time.monotonic())
-    one.finish(time.monotonic())
+    one.keep()
+    one.finish()
     keep_until(one, lambda: not one.is_running)
     assert [event["again_s"] for event in offs(run)] == [None]

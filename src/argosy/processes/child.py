@@ -52,6 +52,11 @@ class ForkEntry:
         return function
 
 
+def end_in_words(exit_code: int) -> str:
+    """Return how a process ended. exit_code: negative for a signal."""
+    return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+
+
 class Child:
     """A process that runs `python -m MODULE ARGUMENTS`, and the channel to it."""
 
@@ -104,6 +109,11 @@ class Child:
         """True until it has ended."""
         return self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, negative if a signal ended it; None until `kill` or `reap` has seen it end."""
+        return self._process.returncode
+
     def hear(self, timeout_s: float) -> list[Message]:
         """Return what it has said; wait for that up to `timeout_s`. Raises: Gone once it has closed its end."""
         if self.channel.fileno() >= 0:
@@ -119,10 +129,7 @@ class Child:
         """Say how it ended. Call this once it is Gone; if it has not ended within `END_S` all the same, kill it."""
         if not self._wait():
             self.kill()
-        code = self._process.returncode
-        if code is None:
-            return "it cannot be ended"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "it cannot be ended" if self.exit_code is None else end_in_words(self.exit_code)
 
     def _wait(self) -> bool:
         self.channel.close()

@@ -18,7 +18,7 @@ from argosy.observe.events import Events
 from argosy.plan.flops import parameters
 from argosy.processes.channel import Channel
 from argosy.processes.child import channel_to_parent, messages
-from argosy.sinks.held import HeldSink
+from argosy.sinks.held import SupervisedSink
 from argosy.sinks.table import parts_of
 from argosy.sinks.worker import FOLDER
 
@@ -34,21 +34,17 @@ PROCESS = "follower"
 def follow(folder: Path, is_over: threading.Event) -> None:
     """Hold the sinks of the run in `folder`, until it is over and they have written the rest, or had time for it."""
     run, events = load(folder / "run.toml"), Events(folder, PROCESS)
-    limits = run.observe.sink
-    sinks = [HeldSink(folder, name, _limits_of(name, run), events) for name in parts_of(run)]
+    sinks = [SupervisedSink(folder, name, _limits_of(name, run), events) for name in parts_of(run)]
     with _alone(folder, is_over):
         while not is_over.wait(LOOK_S):
             for sink in sinks:
-                sink.keep(time.monotonic())
-        end_s = time.monotonic() + limits.flush_s
+                sink.keep()
         for sink in sinks:
-            sink.finish(time.monotonic())
-        while any(sink.is_running for sink in sinks) and time.monotonic() < end_s:
+            sink.finish()
+        while any(sink.is_running for sink in sinks):
             time.sleep(LOOK_S / 4)
             for sink in sinks:
-                sink.keep(time.monotonic())
-        for sink in sinks:
-            sink.end(f"it has not written the rest within {limits.flush_s:g} s")
+                sink.keep()
 
 
 def _limits_of(name: str, run: RunConfig) -> SinksConfig:

@@ -155,8 +155,6 @@ def main() -> None:
         with suppress(Gone):
             channel.send("failed", why=" ".join(why.split())[:500])
         raise
-    with suppress(Gone):
-        channel.send("done")
     sys.stdout.flush()
     os._exit(0)  # threads that a package left behind have had their time
 

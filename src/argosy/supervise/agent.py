@@ -33,10 +33,11 @@ from argosy.plan.plan import Plan, is_asynchronous
 from argosy.processes.channel import Gone
 from argosy.processes.child import ForkEntry
 from argosy.processes.fork_server import ForkServer
+from argosy.processes.supervisor import RestartPolicy, Restarts, Supervisor
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.node import NodeWatch
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
-from argosy.sinks.process import FollowerProcess
+from argosy.sinks.process import follower_of
 from argosy.supervise import flight_recorder
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
@@ -48,13 +49,13 @@ from argosy.supervise.scratch import MEMORY, scratch_folder
 from argosy.supervise.stack_gatherer import FOLDER, StackGatherer
 from argosy.supervise.stopping import Stopping
 from argosy.supervise.worker_process import WorkerProcess
-from argosy.sync.sites.process import ExchangeProcess
+from argosy.sync.sites.process import exchange_of
 
 WORKER = ForkEntry("argosy.supervise.worker")
 """A worker process; by name, as it imports torch, which an agent does without."""
 TICK_S = 0.05
 """How often it looks at the clock; messages and ended processes wake it at once."""
-MOST_FAILED_STARTS = 3
+FORK_SERVERS = RestartPolicy(most_failures=3)
 """So many fork servers in a row that die before they have forked anything end the run."""
 SPEAKERS = 3
 """Nodes that say in the log that the coordinator is lost: each of a thousand would."""
@@ -88,12 +89,13 @@ class Agent:
         self._metrics = NodeMetrics.of_run(run, run_dir, self._name)
         self._world_size = plan.world_size
         self._newcomers = Newcomers(run.resilience)
-        self._follower = FollowerProcess(run_dir, run, self._events)
-        self._exchange = ExchangeProcess(run_dir, run, self._events)
+        beside = exchange_of(run_dir, run, self._events), follower_of(run_dir, run, self._events)
+        self._beside: list[Supervisor] = [process for process in beside if process is not None]
+        """Processes that the node of rank 0 has beside the workers."""
         self._hang_of = 0
         """The generation whose end was looked at last for a hang."""
         self._stacks = StackGatherer(run_dir, self._name)
-        self._failed_starts = 0
+        self._restarts = Restarts(FORK_SERVERS)
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None
         self._reporter = NodeReporter()
@@ -148,8 +150,8 @@ class Agent:
         if self._node_check is not None:
             self._node_check.end_if_late()
         self._show_what_is_waited_for()
-        self._follower.keep()
-        self._exchange.keep()
+        for beside in self._beside:
+            beside.keep()
         self._stacks.keep(now, self._scratch, self._processes.values())
         if self._coordinator.keep(now):
             self._show_heartbeat(now)
@@ -207,8 +209,7 @@ class Agent:
 
         Raises: RunFailed if several in a row never forked anything: another would fail in the same way.
         """
-        self._failed_starts = 0 if self._fork_server.has_forked else self._failed_starts + 1
-        if self._failed_starts == MOST_FAILED_STARTS:
+        if self._restarts.ended(made_progress=self._fork_server.has_forked) is None:
             raise RunFailed("the process that workers are forked from died at once; what it printed says why")
         self._selector.unregister(self._fork_server)
         self._fork_server.replace()
@@ -336,8 +337,8 @@ class Agent:
         self._processes.clear()
         self._store.close()
         self._coordinator.close()
-        self._exchange.finish()
-        self._follower.finish()
+        for beside in self._beside:
+            beside.finish()
 
     # ---- the node -----------------------------------------------------------------------------------------------
 
@@ -411,7 +412,8 @@ class Agent:
         self._world_size = world.size
         file = "" if world.port else str(store_file(self._scratch, world.generation))
         # Sinks are held where the first rank writes what they read, and the exchange where it looks for the ledger.
-        self._follower.is_wanted = self._exchange.is_wanted = any(place.rank == 0 for place in world.places)
+        for beside in self._beside:
+            beside.is_wanted = any(place.rank == 0 for place in world.places)
         for place in world.places:
             process = self._processes.get(place.slot)
             if process is None:

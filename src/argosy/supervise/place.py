@@ -23,13 +23,14 @@ from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.child import Child
 from argosy.processes.connection import Address
+from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.supervise.descriptors import check_descriptors
 from argosy.supervise.lease.address import check_coordinator, own_address
 from argosy.supervise.lease.backends import check_lease, open_lease
 from argosy.supervise.lease.lease import Holder, LeaseUnreachable
 
-MOST_FAILED_STARTS = 5
-"""This many coordinators in a row died before they said anything: another would do the same."""
+POLICY = RestartPolicy(most_failures=5)
+"""If so many coordinators in a row die before they say anything, another would do the same."""
 COORDINATOR = "argosy.supervise.coordinator"
 
 
@@ -46,7 +47,7 @@ class CoordinatorProcess:
         self._listener: socket.socket | None = None
         self._child: Child | None = None
         self._was_started = self._is_heard = False
-        self._failed_starts = 0
+        self._restarts = Restarts(POLICY)
         self.address: Address | None = None
         """Where it listens; None before `listen`."""
 
@@ -77,9 +78,10 @@ class CoordinatorProcess:
         assert self._listener is not None and self.address is not None
         descriptor = self._listener.fileno()
         log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent: its output must not stay open
-        self._failed_starts = self._failed_starts + 1 if self._was_started and not self._is_heard else 0
-        if self._failed_starts == MOST_FAILED_STARTS:
-            raise RunFailed(f"the coordinator died {self._failed_starts} times before it said anything: {log} says why")
+        if self._was_started and self._restarts.ended(made_progress=self._is_heard) is None:
+            raise RunFailed(
+                f"the coordinator died {self._restarts.failures} times before it said anything: {log} says why"
+            )
         log.parent.mkdir(parents=True, exist_ok=True)
         arguments = (str(self._run_dir), str(descriptor), str(self._plan), self._owner, lease)
         with log.open("ab") as out:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from argosy.errors import FINAL
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
 from argosy.processes.channel import Channel, Message
+from argosy.processes.child import end_in_words
 from argosy.supervise.nodes import Cause, RankState
 
 
@@ -55,5 +55,5 @@ class WorkerProcess:
             why = text if exit_code >= FINAL else f"exit code {exit_code}, {(text.splitlines() or [''])[0]}"
             return Cause(why, self.failure["error"], exit_code, step)
         if exit_code < 0:
-            return Cause(self.killed or f"signal {signal.Signals(-exit_code).name}", "", exit_code, step)
-        return Cause(f"exit code {exit_code}", "", exit_code or 1, step)
+            return Cause(self.killed or end_in_words(exit_code), "", exit_code, step)
+        return Cause(end_in_words(exit_code), "", exit_code or 1, step)
