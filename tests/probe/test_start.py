@@ -20,6 +20,7 @@ from argosy.probe.machine import catalogue_device
 from argosy.probe.probe import ProbeRequest
 from argosy.probe.start import probe_here
 from argosy.processes.child import ForkEntry
+from waiting import wait_until
 
 
 def asked(folder: Path) -> ProbeRequest:
@@ -60,10 +61,7 @@ def folder(tmp_path, monkeypatch, request) -> Path:
 
 def wait_until_gone(folder: Path) -> None:
     pids = [int(path.read_text()) for path in folder.iterdir()]
-    end = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < end, "processes are left"
-        time.sleep(0.02)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 @pytest.mark.parametrize("folder", ["well"], indirect=True)

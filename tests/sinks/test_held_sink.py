@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from argosy.config.observe import SinksConfig
 from argosy.observe.events import Events
 from argosy.sinks.held import MOST_FAILURES, SupervisedSink
 from run_folder import RunFolder
+from waiting import wait_until
 
 LIMITS = {"timeout_s": 30.0, "flush_s": 5.0, "memory_bytes": 2**29}
 
@@ -30,12 +30,12 @@ def sink(run: RunFolder, name: str, pause_s: float = 60.0, **limits: Any) -> Sup
     return SupervisedSink(run.path, name, config, Events(run.path, "follower"), pause_s)
 
 
-def keep_until(one: SupervisedSink, condition: Callable[[], bool], seconds: float = 40.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
+def keep_until(one: SupervisedSink, condition: Callable[[], bool]) -> None:
+    def holds() -> bool:
         one.keep()
-        time.sleep(0.02)
+        return condition()
+
+    wait_until(holds)
 
 
 def offs(run: RunFolder) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from argosy.processes.connection import Address
 from argosy.supervise.lease import lease as lease_module
 from argosy.supervise.lease.lease import Holder, LeaseUnreachable
 from argosy.supervise.place import LeasedPlace, check_place, place_of
+from waiting import wait_until
 
 LAUNCH = LaunchConfig(nodes=2, lease="folder", address="127.0.0.1")
 
@@ -39,13 +40,9 @@ def agents(tmp_path: Path) -> Iterator[Callable[[str], LeasedPlace]]:
         place.process.close()
 
 
-def found(place: LeasedPlace, seconds: float = 20.0) -> Address:
+def found(place: LeasedPlace) -> Address:
     """Its address, once it is known."""
-    end = time.monotonic() + seconds
-    while (address := place.address(time.monotonic())) is None:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return address
+    return wait_until(lambda: place.address(time.monotonic()))
 
 
 def test_one_agent_starts_the_coordinator_and_the_others_find_it(agents, tmp_path):
@@ -74,15 +71,8 @@ def test_a_lease_that_ends_is_taken_by_another_agent(agents, monkeypatch):
     a.process.kill()  # and its agent with it: nobody asks a any more
     monkeypatch.setattr(lease_module, "TTL_S", 1.0)
     assert not b.has_moved(time.monotonic(), address, silent_s=1.0), "so short a silence proves nothing"
-    end = time.monotonic() + 10
-    while not b.has_moved(time.monotonic(), address, silent_s=60.0):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    end = time.monotonic() + 10
-    while not b.process.is_alive:
-        b.address(time.monotonic())
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: b.has_moved(time.monotonic(), address, silent_s=60.0))
+    wait_until(lambda: b.address(time.monotonic()) and b.process.is_alive)
     assert found(b) == b.process.address != address
 
 
@@ -101,10 +91,7 @@ def test_while_the_backend_does_not_answer_the_problem_is_known_and_nothing_is_d
         raise LeaseUnreachable("etcd does not answer")
 
     monkeypatch.setattr(a._lease, "holder", silent)
-    end = time.monotonic() + 10
-    while not a.problem:
-        assert a.address(time.monotonic()) is None and time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: a.address(time.monotonic()) or a.problem)
     assert a.problem == "etcd does not answer" and a.process.address is None
     assert not a.has_moved(time.monotonic(), ("127.0.0.1", 1), silent_s=60.0)
     monkeypatch.undo()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +25,7 @@ from argosy.chaos.weights import weight_differences
 from argosy.errors import UserError
 from argosy.faults import VARIABLE
 from argosy.observe.events import each_line
+from argosy.processes.patience import wait_until
 from argosy.supervise.scratch import SCRATCH
 
 Range = tuple[int, int]
@@ -317,9 +317,7 @@ def _losses(run_dir: Path) -> dict[int, float]:
 
 def _left_behind(pids: set[int]) -> Iterator[str]:
     """Yield processes of the run that still live some seconds after its end, and their shared memory."""
-    deadline = time.monotonic() + SCATTER_S
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_alive, pids)), SCATTER_S, every_s=0.1)
     for pid in sorted(pids):
         if is_alive(pid):
             yield f"process {pid} is still alive: {' '.join(command_of(pid))[:80]}"

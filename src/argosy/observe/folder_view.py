@@ -16,8 +16,9 @@ from argosy.config.load import load
 from argosy.config.model_name import model_name
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyError
-from argosy.observe.events import Tail, each_line
+from argosy.observe.events import each_line
 from argosy.observe.heartbeat import BESIDE, HeartbeatReading, read_heartbeat
+from argosy.observe.line_follower import LineFollower
 from argosy.observe.panel import figures, step_in_words
 from argosy.observe.records import evaluation_line, event_of, node_line, step_line
 from argosy.observe.run_view import RunView
@@ -124,16 +125,16 @@ class FolderView:
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
-        self._metrics = Tail(run_dir / "metrics.jsonl", HISTORY_BYTES)
+        self._metrics = LineFollower.near_end(run_dir / "metrics.jsonl", HISTORY_BYTES)
         self._losses, self._validation = Curve(), Curve()
         self._record: dict[str, Any] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=LAST_STEPS)
-        self._tails: dict[Path, Tail] = {}
+        self._tails: dict[Path, LineFollower] = {}
         self._events: deque[tuple[float, str, str]] = deque(maxlen=MOST_EVENTS)
         self._looked_at = 0.0
         self._settled: dict[str, tuple[float, Any]] = {}
         self._progress: dict[int, tuple[Hashable, float]] = {}
-        self._nodes: dict[Path, Tail] = {}
+        self._nodes: dict[Path, LineFollower] = {}
         self._nodes_at = 0.0
         self._own: dict[Path, tuple[int, dict[int, tuple[float, int]]]] = {}
         self.heartbeats: Path | None = None
@@ -166,7 +167,7 @@ class FolderView:
         )
 
     def _read_metrics(self) -> None:
-        for line in self._metrics.read():
+        for line in self._metrics.take():
             if (record := step_line(line)) is not None and {"seconds", "step_time_s"} <= record.keys():
                 if record["step"] <= self._record.get("step", -1):
                     self._recent.clear()  # steps that are run again
@@ -184,8 +185,8 @@ class FolderView:
             folder = self._run_dir / "events"
             names = [*folder.glob("launcher*.jsonl"), *(folder / f"{name}.jsonl" for name in ("coordinator", "rank-0"))]
             for path in names[:MOST_FILES]:
-                self._tails.setdefault(path, Tail(path, EVENTS_BYTES))
-        fresh = [event for tail in self._tails.values() for event in map(event_of, tail.read()) if event is not None]
+                self._tails.setdefault(path, LineFollower.near_end(path, EVENTS_BYTES))
+        fresh = [event for tail in self._tails.values() for event in map(event_of, tail.take()) if event is not None]
         known = [(event["time_s"], *words) for event in fresh if (words := in_words(event)) is not None]
         if known:
             newest = sorted(
@@ -248,7 +249,9 @@ class FolderView:
         if now - self._nodes_at >= FILES_EVERY_S:
             self._nodes_at = now
             for path in sorted((self._run_dir / "nodes").glob("*.jsonl"))[:MOST_FILES]:
-                for record in map(node_line, self._nodes.setdefault(path, Tail(path, EVENTS_BYTES)).read()[-1:]):
+                for record in map(
+                    node_line, self._nodes.setdefault(path, LineFollower.near_end(path, EVENTS_BYTES)).take()[-1:]
+                ):
                     with suppress(KeyError, IndexError, TypeError, ValueError):  # another version wrote it
                         ranks, (_, seconds) = record["ranks"], record["own"][-1]
                         many = record["microbatches"][-1][1] if "microbatches" in record else [1] * len(ranks)

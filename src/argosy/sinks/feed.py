@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from argosy.observe.new_lines import NewLines
+from argosy.observe.line_follower import LineFollower
 from argosy.sinks.sink import Record, Sink
 
 MOST_LINES = 2000
@@ -59,7 +59,7 @@ class Feed:
     def __init__(self, folder: Path, marks: Mapping[str, Any]):
         """`marks`: what `marks` returned before; empty: from the start."""
         self._folder, self._marks = folder, dict(marks)
-        self._files: dict[str, NewLines] = {}
+        self._files: dict[str, LineFollower] = {}
 
     def take(self) -> NewRows:
         """Return what is new, in parts of `MOST_LINES` lines of a file."""
@@ -81,9 +81,9 @@ class Feed:
         """Return where each file was read to (JSON)."""
         return self._marks | {name: lines.marks() for name, lines in self._files.items()}
 
-    def _lines(self, name: str) -> NewLines:
+    def _lines(self, name: str) -> LineFollower:
         if name not in self._files:
-            self._files[name] = NewLines(self._folder / name, self._marks.get(name, []))
+            self._files[name] = LineFollower(self._folder / name, by_line=True, marks=self._marks.get(name, []))
         return self._files[name]
 
     def _event_files(self) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.errors import UserError
-from argosy.observe.events import Tail
+from argosy.observe.line_follower import LineFollower
 from argosy.sinks.sink import About, Record, Sink
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 
@@ -70,7 +70,7 @@ class Prometheus(Sink):
         self._latest.step = self.state.get("step", {})
         self._latest.evaluation = self.state.get("evaluation", {})
         self._latest.events = Counter(self.state.get("events", {}))
-        self._nodes: dict[str, Tail] = {}
+        self._nodes: dict[str, LineFollower] = {}
         self._text = ""
         self._server = _serve(settings["host"], settings["port"], token_for(settings["host"]), lambda: self._text)
         host, port = self._server.server_address[:2]
@@ -110,7 +110,7 @@ class Prometheus(Sink):
     def _read_nodes(self, folder: Path) -> dict[str, Record]:
         nodes: dict[str, Record] = {name: dict(line) for name, line in self._latest.nodes.items()}
         for path in sorted(folder.glob("*.jsonl"))[:MOST_NODES]:
-            if lines := self._nodes.setdefault(path.stem, Tail(path)).read():
+            if lines := self._nodes.setdefault(path.stem, LineFollower.near_end(path)).take():
                 nodes[path.stem] = lines[-1]
         return nodes
 

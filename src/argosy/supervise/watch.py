@@ -7,7 +7,7 @@ from pathlib import Path
 
 from argosy.config.resilience import ResilienceConfig
 from argosy.config.schema import RunConfig
-from argosy.observe.events import Tail
+from argosy.observe.line_follower import LineFollower
 from argosy.plan.dealing import RankWork
 from argosy.plan.plan import Plan
 from argosy.resilience.detect.finding import Finding
@@ -34,7 +34,7 @@ class RunWatch:
         self._hang = HangDetector(settings.hang_s, settings.heartbeat_timeout_s, settings.first_step_s)
         self._straggler = StragglerDetector(settings.straggler_factor, settings.straggler_steps, settings.straggler_s)
         self._link = SlowLinkDetector(settings.straggler_steps, settings.straggler_s)
-        self._metrics, self._took_s = Tail(metrics) if metrics else None, dict[int, float]()
+        self._metrics, self._took_s = LineFollower.near_end(metrics) if metrics else None, dict[int, float]()
         self._read_s = 0.0
         self._suspect = SuspectDetector()
         self._stages = UnevenStagesDetector(run) if run is not None and settings.rebalance else None
@@ -101,5 +101,5 @@ class RunWatch:
         if self._metrics is None or at_s - self._read_s < READ_S:
             return
         self._read_s = at_s
-        self._took_s |= {line["step"]: line["step_time_s"] for line in self._metrics.read() if "step_time_s" in line}
+        self._took_s |= {line["step"]: line["step_time_s"] for line in self._metrics.take() if "step_time_s" in line}
         self._took_s = dict(list(self._took_s.items())[-LAST_STEPS:])

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import record_of
-from argosy.watch.linefile import LineFile
 from argosy.watch.reader import RunReader
 
 JOULES_PER_KWH = 3.6e6
@@ -37,7 +37,7 @@ class EnergySoFar:
 
     def __init__(self, reader: RunReader):
         self._reader = reader
-        self._files: dict[str, LineFile] = {}
+        self._files: dict[str, LineFollower] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -56,13 +56,13 @@ class EnergySoFar:
     def refresh(self) -> None:
         """Read the lines that were added."""
         for node in self._reader.nodes:
-            self._files.setdefault(node, LineFile(Path(self._reader.folder, "nodes", f"{node}.jsonl")))
+            self._files.setdefault(node, LineFollower(Path(self._reader.folder, "nodes", f"{node}.jsonl")))
         try:
             if sum(file.forget_what_is_gone() for file in self._files.values()):
                 self._clear()  # a file was replaced: the sum is made anew
-                self._files = {node: LineFile(file.path) for node, file in self._files.items()}
+                self._files = {node: LineFollower(file.path) for node, file in self._files.items()}
             for node, file in self._files.items():
-                for chunk in file.read_on():
+                for chunk in file.blocks():
                     for line in _records(chunk):
                         self._add(node, line)
         except OSError:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from argosy.observe.events import Tail
+from argosy.observe.line_follower import LineFollower
 from argosy.watch.columns import STEP, Columns
 from argosy.watch.metrics_table import MetricsTable
 from argosy.watch.node_series import MOST_RECORDS, Record
@@ -28,7 +28,7 @@ class RunReader(RunFiles):
         """Raises: UserError if `folder` does not hold a run. Nothing is read before `refresh`."""
         super().__init__(folder)
         self._metrics = MetricsTable(folder / "metrics.jsonl")
-        self._samples = Tail(folder / "samples.jsonl")
+        self._samples = LineFollower.near_end(folder / "samples.jsonl")
         self.samples: list[Record] = []
         """Lines of samples.jsonl: step, time_s, prompt, text."""
 
@@ -79,7 +79,7 @@ class RunReader(RunFiles):
         return changed
 
     def _read_samples(self) -> bool:
-        new = [record for record in self._samples.read() if isinstance(record.get("text"), str)]
+        new = [record for record in self._samples.take() if isinstance(record.get("text"), str)]
         self.samples = [*self.samples, *new][-MOST_SAMPLES:]
         return bool(new)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from argosy.resilience.detect.disk import DiskDetector, DiskProbe, DiskReading
+from waiting import wait_until
 
 WELL = DiskReading(100 * 2**30, 200 * 2**30, 10**6, 2 * 10**6, False, 0.01)
 
@@ -82,12 +82,14 @@ def test_a_file_system_without_inodes_is_well(disk):
 
 def after_a_write(probe: DiskProbe) -> DiskReading:
     """The reading that has the outcome of the first trial write."""
-    reading, deadline = probe.read(), time.monotonic() + 20
-    while reading.write_s is None and reading.error is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+
+    def written() -> DiskReading | None:
         reading = probe.read()
-    return reading
+        return None if reading.write_s is None and reading.error is None else reading
+
+    found = wait_until(written)
+    assert found is not None
+    return found
 
 
 def test_a_real_disk_is_probed_and_nothing_is_left_behind(tmp_path):
