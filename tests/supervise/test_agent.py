@@ -23,8 +23,7 @@ from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer
-from argosy.processes.handshake import listen
-from argosy.processes.secret import VALUE
+from argosy.processes.secret import VALUE, listen
 from argosy.resilience import node_health
 from argosy.resilience.node_health import Health
 from argosy.supervise import coordinator_client as module

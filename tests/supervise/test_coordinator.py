@@ -18,7 +18,7 @@ from argosy.config.resilience import ResilienceConfig
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
-from argosy.processes.handshake import call
+from argosy.processes.secret import call
 from argosy.supervise import agent_connections, coordinator
 from argosy.supervise.coordinator import Coordinator
 from argosy.supervise.lease.lease import LeaseLost

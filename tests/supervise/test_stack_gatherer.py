@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from argosy.supervise.stack_gatherer import COLLECT_S, FOLDER, LOOK_S, MOST_BYTES, OLD_S, REQUEST, StackGatherer
+from argosy.supervise.stack_gatherer import (
+    COLLECT_S,
+    FOLDER,
+    LOOK_S,
+    MOST_BYTES,
+    OLD_S,
+    REQUEST,
+    StackGatherer,
+    ask_flight_recorders,
+    flight_environment,
+)
 
 
 def look(run_dir: Path, gatherer: StackGatherer, times: int = 3) -> list[str]:
@@ -62,3 +72,20 @@ def test_an_answer_that_cannot_be_written_disturbs_nobody(tmp_path):
     write(tmp_path, '{"name": "17-ab"}')
     (tmp_path / FOLDER / "17-ab").write_text("a file in the way")
     assert look(tmp_path, StackGatherer(tmp_path, "node")) == []
+
+
+def test_ranks_that_have_a_pipe_are_asked_and_others_are_left_alone(tmp_path):
+    pipe = tmp_path / "flight-3.pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    ask_flight_recorders(tmp_path / "stacks", tmp_path, [2, 3, None])
+    assert os.read(reader, 9) == b"1" and (tmp_path / "stacks" / "flight").is_dir()
+    os.close(reader)
+    ask_flight_recorders(tmp_path / "stacks", tmp_path, [3])  # nobody reads: the agent does not wait
+
+
+def test_what_the_user_has_set_comes_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    found = flight_environment(tmp_path / "stacks", tmp_path)
+    assert "TORCH_FR_BUFFER_SIZE" not in found
+    assert found["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == str(tmp_path / "flight-")

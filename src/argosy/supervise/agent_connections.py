@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from argosy.processes.connection import Connection
-from argosy.processes.handshake import listen
 from argosy.processes.messages import BadMessage, WireRecord, decoded, encoded
+from argosy.processes.secret import listen
 from argosy.supervise.messages import FROM_AGENT, AgentHello, FromAgent
 
 LEASE_S = 10.0

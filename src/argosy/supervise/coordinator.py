@@ -2,7 +2,7 @@
 
 Agents connect to it and report what happened; it answers with what to do. It may die: training goes on without it. The
 coordinator that takes its place learns from the agents which nodes and workers there are, and the rest from the
-handover file (`handover`). It imports no torch, so that it starts in a moment.
+handover file (`nodes.Handover`). It imports no torch, so that it starts in a moment.
 """
 
 from __future__ import annotations
@@ -25,21 +25,29 @@ from argosy.errors import STOP_SIGNALS, UnfitNode, UserError
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import LAST_STEPS
 from argosy.plan.plan import Plan
+from argosy.processes.connection import raise_limit
 from argosy.processes.secret import secret_of
 from argosy.processes.tls import server_context
 from argosy.resilience.node_health import Health, NodeRates
 from argosy.resilience.replanner import Replanner
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import LEASE_S, AgentConnection, AgentConnections
-from argosy.supervise.descriptors import raise_limit
-from argosy.supervise.handover import Handover
-from argosy.supervise.lease.backends import open_lease
-from argosy.supervise.lease.held import HeldLease
+from argosy.supervise.lease.held import HeldLease, open_lease
 from argosy.supervise.lease.lease import LeaseLost
 from argosy.supervise.membership import Membership, Settings
 from argosy.supervise.migration import Migrator
-from argosy.supervise.nodes import Cause, RankProcess, RankState
-from argosy.supervise.orders import Break, CheckNode, FinishRun, Join, Order, Start
+from argosy.supervise.nodes import (
+    Break,
+    Cause,
+    CheckNode,
+    FinishRun,
+    Handover,
+    Join,
+    Order,
+    RankProcess,
+    RankState,
+    Start,
+)
 from argosy.supervise.watch import RunWatch
 
 TICK_S = 0.02

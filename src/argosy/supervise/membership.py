@@ -13,10 +13,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from argosy.errors import FINAL, Retryable
-from argosy.supervise.failures import Failures
-from argosy.supervise.handover import Handover
-from argosy.supervise.nodes import Cause, Node, RankProcess, RankState
-from argosy.supervise.orders import Break, CheckNode, FinishRun, Join, Order, Start
+from argosy.supervise.nodes import (
+    Break,
+    Cause,
+    CheckNode,
+    Failures,
+    FinishRun,
+    Handover,
+    Join,
+    Node,
+    Order,
+    RankProcess,
+    RankState,
+    Start,
+)
 from argosy.supervise.roster import Place, Roster
 
 MOST_SUSPICIONS = 3

@@ -222,7 +222,7 @@ class RunNodeCheck(WireRecord):
 
 
 class EndRun(WireRecord):
-    """The run is over. The rest is that of `orders.FinishRun`."""
+    """The run is over. The rest is that of `nodes.FinishRun`."""
 
     kind: Literal["finish"] = "finish"
     exit_code: ExitCode

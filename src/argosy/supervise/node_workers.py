@@ -31,11 +31,10 @@ from argosy.processes.patience import STOPPED, process_state
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.joining import JoiningWatch, Newcomer
 from argosy.resilience.detect.node import NodeWatch
-from argosy.supervise import flight_recorder
 from argosy.supervise import messages as say
 from argosy.supervise.nodes import Cause, RankState
 from argosy.supervise.scratch import MEMORY
-from argosy.supervise.stack_gatherer import FOLDER, StackGatherer
+from argosy.supervise.stack_gatherer import FOLDER, StackGatherer, flight_environment
 from argosy.supervise.stopping import Stopping
 from argosy.supervise.worker_process import WorkerProcess
 
@@ -121,7 +120,7 @@ class NodeWorkers:
             SCREEN: str(int(terminal.owner is not None)),
         }
         if self._run.launch.device != "cpu":
-            environment |= flight_recorder.environment(self._run_dir / FOLDER, self._scratch)
+            environment |= flight_environment(self._run_dir / FOLDER, self._scratch)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             # Else gloo takes the address that the host's name resolves to.
             environment["GLOO_SOCKET_IFNAME"] = interface

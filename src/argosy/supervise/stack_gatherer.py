@@ -1,5 +1,5 @@
 """Stacks and progress of a node's workers, written down when `argosy stacks` asks, or when a world ends in which all
-stood still.
+stood still; of workers on GPUs, what NCCL's flight recorder holds too.
 
 Who may write to the run's folder may ask: a request is one small file there, which each agent looks for every second,
 and its answer is a file beside it. Nothing is run on behalf of the asker but this.
@@ -22,7 +22,6 @@ from argosy.files import atomic_write
 from argosy.observe import stacks
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.processes.patience import process_state
-from argosy.supervise import flight_recorder
 from argosy.supervise.nodes import RankState
 from argosy.supervise.worker_process import WorkerProcess
 
@@ -77,7 +76,7 @@ class StackGatherer:
     def gather_now(self, name: str, why: str, scratch: Path, workers: Iterable[WorkerProcess]) -> None:
         """Write down where the workers are, before some of them are killed."""
         members = list(workers)
-        flight_recorder.ask(self._run_dir / FOLDER, scratch, [worker.rank for worker in members])
+        ask_flight_recorders(self._run_dir / FOLDER, scratch, [worker.rank for worker in members])
         self._ask(name, why, time.monotonic(), scratch, members)
         if self._asked is not None:
             time.sleep(COLLECT_S)
@@ -155,3 +154,37 @@ def _seen(worker: WorkerProcess, scratch: Path) -> dict[str, Any]:
             seen |= {"step": reading.step, "phase": reading.phase, "phase_s": round(since_s, 3)}
             seen["collectives"] = dict(sequences)
     return seen
+
+
+# NCCL's flight recorder: torch keeps the last collectives in a ring buffer, and writes them to a file when a byte comes
+# through a named pipe (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, DumpPipe); both are asked for by environment
+# variables, so no private function is called. `torchfrtrace`, which comes with torch, reads the files. Gloo has no such
+# recorder: there the heartbeat's numbers of collectives begun serve. With TORCH_NCCL_DUMP_ON_TIMEOUT torch would also
+# write when its own watchdog times out; Argosy's detectors are earlier.
+
+ENTRIES = 2000
+"""Collectives that are kept, a few hundred bytes each."""
+PIPE, DUMP = "flight-", "flight/rank-"
+"""How the names of the pipes in the agent's scratch folder and of the files in the run's folder of stacks begin."""
+
+
+def flight_environment(stacks: Path, scratch: Path) -> dict[str, str]:
+    """Return the variables for a worker on a GPU, without those that are set."""
+    wanted = {
+        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
+        "TORCH_FR_DUMP_TEMP_FILE": str(stacks / DUMP),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(scratch / PIPE),
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def ask_flight_recorders(stacks: Path, scratch: Path, ranks: Iterable[int | None]) -> None:
+    """Have these ranks write what their recorders hold; without a recorder there is no pipe, and nothing happens."""
+    for rank in ranks:
+        with suppress(OSError):
+            pipe = os.open(scratch / f"{PIPE}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                (stacks / DUMP).parent.mkdir(parents=True, exist_ok=True)
+                os.write(pipe, b"1")
+            finally:
+                os.close(pipe)

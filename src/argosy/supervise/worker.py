@@ -30,7 +30,7 @@ from argosy.parallel.world import World, WorldSeat, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import channel_to_parent
-from argosy.supervise.descriptors import raise_limit
+from argosy.processes.connection import raise_limit
 from argosy.training.loop import train
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from argosy.resilience.detect.finding import Finding
-from argosy.resilience.detect.link import SlowLinkDetector
+from argosy.resilience.detect.straggler import SlowLinkDetector
 from resilience.detect.samples import World
 
 STEP_S = 1.0

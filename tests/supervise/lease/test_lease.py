@@ -22,8 +22,8 @@ from argosy.errors import UserError
 from argosy.supervise.lease import etcd as etcd_module
 from argosy.supervise.lease import kubernetes as kubernetes_module
 from argosy.supervise.lease import lease as lease_module
-from argosy.supervise.lease.backends import open_lease
 from argosy.supervise.lease.etcd import EtcdLease
+from argosy.supervise.lease.held import open_lease
 from argosy.supervise.lease.lease import Holder, Lease, LeaseLost, LeaseUnreachable
 from etcd import WHERE_FROM, Etcd, etcd, is_installed
 from kubernetes_api import Api, kubernetes_api

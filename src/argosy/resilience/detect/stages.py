@@ -17,8 +17,7 @@ import numpy as np
 from argosy.config.schema import RunConfig
 from argosy.plan.dealing import PipelineWork
 from argosy.plan.plan import Plan
-from argosy.resilience.detect.finding import Finding
-from argosy.resilience.detect.sample import Sample, StepTimes, Times
+from argosy.resilience.detect.finding import Finding, Sample, StepTimes, Times
 
 LEAST_SAVED = 0.1
 """Share of the pipeline's time that another deal must save."""

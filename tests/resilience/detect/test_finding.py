@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from argosy.resilience.detect.sample import Sample, Suspicion
-from argosy.resilience.detect.suspect import SuspectDetector
+from argosy.resilience.detect.finding import Sample, SuspectDetector, Suspicion
 from resilience.detect.samples import World
 
 

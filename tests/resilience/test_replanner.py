@@ -14,7 +14,7 @@ from argosy.config.load import load
 from argosy.plan.cost import heterogeneous
 from argosy.plan.integers import numbers_of
 from argosy.plan.plan import Plan
-from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion, answer, steps_left
+from argosy.resilience.replanner import MigrationAnswer, MigrationQuestion, answer, steps_left
 
 PLAN = "dp_replicate=4,microbatch=4,precision=fp32,compile=false"
 
