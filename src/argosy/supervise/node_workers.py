@@ -29,14 +29,13 @@ from argosy.processes.child import ForkEntry
 from argosy.processes.fork_server import ForkServer
 from argosy.processes.patience import STOPPED, process_state
 from argosy.resilience.detect.finding import Finding
-from argosy.resilience.detect.joining import JoiningWatch, Newcomer
+from argosy.resilience.detect.hang import JoiningWatch, Newcomer
 from argosy.resilience.detect.node import NodeWatch
 from argosy.supervise import messages as say
-from argosy.supervise.nodes import Cause, RankState
+from argosy.supervise.nodes import Cause, RankState, WorkerProcess
 from argosy.supervise.scratch import MEMORY
 from argosy.supervise.stack_gatherer import FOLDER, StackGatherer, flight_environment
 from argosy.supervise.stopping import Stopping
-from argosy.supervise.worker_process import WorkerProcess
 
 WORKER = ForkEntry("argosy.supervise.worker")
 """A worker process; by name, as it imports torch, which an agent does without."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
 from argosy.checkpoint.fence import OLD_NAME
-from argosy.errors import Poisoned, Retryable
+from argosy.errors import FINAL, Poisoned, Retryable
 from argosy.files import atomic_write
+from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
+from argosy.processes.channel import Channel, Message
+from argosy.processes.child import end_in_words
 
 
 class RankState(Enum):
@@ -197,3 +202,48 @@ class Handover:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return cls(generation)
         return found if found.generation == generation else cls(generation)
+
+
+@dataclass
+class WorkerProcess:
+    """A process that the agent's fork server forked."""
+
+    slot: int
+    channel: Channel
+    pid: int = 0
+    """0 until it is forked."""
+    state: RankState = RankState.STARTING
+    rank: int | None = None
+    generation: int = 0
+    failure: Message | None = None
+    """Its message about the error that it ended with."""
+    killed: str = ""
+    """Why its agent killed it; empty if it did not."""
+    leave_by: float | None = None
+    """The time by which it must have left the broken world."""
+    is_ending: bool = False
+    """True once it has closed its end of the channel."""
+    is_finished: bool = False
+    """With state DONE: True if the run's last step was made."""
+
+    def reading(self, scratch: Path) -> HeartbeatReading | None:
+        """Return what it shows in its agent's folder `scratch`; None if it shows nothing (yet)."""
+        return read_heartbeat(heartbeat_path(scratch, self.pid))
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, unless it is gone."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def cause_of_death(self, exit_code: int, step: int) -> Cause:
+        """Return why it was lost, from its exit code (negative: a signal), its last message and why it was killed.
+
+        `step`: the one it was in; -1 if that is not known.
+        """
+        if self.failure is not None:
+            text = self.failure["text"]
+            why = text if exit_code >= FINAL else f"exit code {exit_code}, {(text.splitlines() or [''])[0]}"
+            return Cause(why, self.failure["error"], exit_code, step)
+        if exit_code < 0:
+            return Cause(self.killed or end_in_words(exit_code), "", exit_code, step)
+        return Cause(end_in_words(exit_code), "", exit_code or 1, step)

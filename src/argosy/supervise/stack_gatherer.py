@@ -22,8 +22,7 @@ from argosy.files import atomic_write
 from argosy.observe import stacks
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.processes.patience import process_state
-from argosy.supervise.nodes import RankState
-from argosy.supervise.worker_process import WorkerProcess
+from argosy.supervise.nodes import RankState, WorkerProcess
 
 FOLDER, REQUEST = "stacks", "request.json"
 LOOK_S = 1.0

@@ -15,8 +15,7 @@ from argosy.plan.dealing import RankWork
 from argosy.plan.plan import Plan
 from argosy.resilience.detect.finding import Finding, Sample, StepTimes, SuspectDetector, Suspicion, WorkerSeen
 from argosy.resilience.detect.hang import HangDetector
-from argosy.resilience.detect.stages import UnevenStagesDetector
-from argosy.resilience.detect.straggler import SlowLinkDetector, StragglerDetector
+from argosy.resilience.detect.slow import SlowLinkDetector, StragglerDetector, UnevenStagesDetector
 from argosy.supervise.node_report import NodeReport
 
 PENDING_STEPS = 3 * LAST_STEPS

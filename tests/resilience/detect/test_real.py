@@ -17,7 +17,7 @@ from argosy.observe.sequences import sequence_numbers
 from argosy.parallel.world import World
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.hang import HangDetector
-from argosy.resilience.detect.straggler import StragglerDetector
+from argosy.resilience.detect.slow import StragglerDetector
 from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.watch import WorldView
 from workers import WorkerPool

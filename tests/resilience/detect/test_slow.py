@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from argosy.config.model import ModelConfig
+from argosy.config.schema import RunConfig
 from argosy.plan.dealing import RankWork
 from argosy.plan.plan import Plan
 from argosy.resilience.detect.finding import Finding
-from argosy.resilience.detect.straggler import StragglerDetector, chance_of
+from argosy.resilience.detect.slow import (
+    MOST_WATCHED,
+    SlowLinkDetector,
+    StragglerDetector,
+    UnevenStagesDetector,
+    chance_of,
+)
 from resilience.detect.samples import World
+from tiny import run_config
 
 STEP_S = 1.0
 Noise = Callable[[random.Random], float]
@@ -168,3 +178,125 @@ def _choose(n: int, k: int) -> int:
     import math
 
     return math.comb(n, k)
+
+
+LINK_STEP_S = 1.0
+
+
+def run_link(
+    steps: int,
+    own: Callable[[int, int], float] = lambda rank, step: 1.0,
+    waited: Callable[[int], float] = lambda step: 1.0,
+    next_world: str = "",
+    seed: int = 0,
+) -> list[tuple[int, Finding]]:
+    """(step, finding) of a world whose own work and waiting take 0.1 s and 0.05 s times what is given."""
+    world, link, random_, took = World(4, tick_s=LINK_STEP_S), SlowLinkDetector(), random.Random(seed), {}
+    found = []
+    for step in range(steps):
+        busy_s = {rank: 0.1 * random_.uniform(0.8, 1.2) * own(rank, step) for rank in range(4)}
+        took[step] = max(busy_s.values()) + 0.05 * random_.uniform(0.8, 1.2) * waited(step)
+        if step == 100 and next_world:
+            world.change(range(4), generation=2, busy_s={})
+        plan = next_world if step >= 100 and next_world else "dp_replicate=4"
+        world.step(busy_s=busy_s)
+        found += [(step, finding) for finding in link.observe(world.sampled(), took, plan)]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("times", [4.0, 20.0])
+def test_a_link_that_became_slow_is_told_of_once_and_by_how_much(times, seed):
+    ((step, finding),) = run_link(300, waited=lambda step: times if step >= 100 else 1.0, seed=seed)
+    assert 155 <= step <= 185, "when it has lasted for most of four windows"
+    assert (finding.kind, finding.action, finding.ranks) == ("slow_link", "alarm", ())
+    grown = 1 + (times - 1) * 0.05 / 0.165
+    assert finding.evidence["factor"] == pytest.approx(grown, rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_else_is_taken_for_one(seed):
+    assert not run_link(600, seed=seed)
+    assert not run_link(300, own=lambda rank, step: 6.0 if rank == 2 and step >= 100 else 1.0, seed=seed), "a slow rank"
+    slow = lambda step: 2.0 if step >= 100 else 1.0  # noqa: E731
+    assert not run_link(300, own=lambda rank, step: slow(step), waited=slow, seed=seed), "a busy machine"
+    assert not run_link(300, waited=lambda step: 20.0 if 100 <= step < 140 else 1.0, seed=seed), "what passes"
+    assert not run_link(600, waited=lambda step: 20.0 if step % 3 == 0 else 1.0, seed=seed), "a step of three"
+
+
+@pytest.mark.parametrize(("plan", "found"), [("tp=4", 0), ("dp_replicate=4", 1)])
+def test_a_new_world_is_compared_with_the_one_before_if_it_has_its_plan(plan, found):
+    assert len(run_link(300, waited=lambda step: 20.0 if step >= 100 else 1.0, next_world=plan)) == found
+
+
+def test_what_a_step_takes_is_known_after_a_window():
+    world, link = World(2, tick_s=LINK_STEP_S), SlowLinkDetector()
+    for step in range(30):
+        world.step()
+        link.observe(world.sampled(), dict.fromkeys(range(step + 1), 0.15), "")
+        assert (link.step_s is None) == (step < 21), "two that warm up, and twenty"
+    assert link.step_s == pytest.approx(0.15)
+
+
+RUN = run_config(Path("no data"), model={"layers": 8, "vocab_size": 40}, resilience={"rebalance": True})
+Speed = Callable[[int, int, random.Random], float]
+"""Rank, step and chance -> seconds for a layer."""
+
+
+def found(
+    speed: Speed, steps: int = 60, plan: str = "pp=2,layers=4:4", layers: tuple[int, ...] = (4, 4), run: RunConfig = RUN
+) -> list[tuple[int, Finding]]:
+    """(step, finding) of a world of one rank for each stage, with so many layers, and four microbatches a step."""
+    world, detector, chance = World(len(layers), tick_s=1.0), UnevenStagesDetector(run), random.Random(1)
+    told = []
+    for step in range(steps):
+        busy_s = {rank: 4 * n * speed(rank, step, chance) for rank, n in enumerate(layers)}
+        world.step(busy_s=busy_s, microbatches=dict.fromkeys(busy_s, 4))
+        told += [(step, finding) for finding in detector.observe(world.sampled(), plan)]
+    return told
+
+
+def test_a_slow_stage_is_to_have_fewer_layers_once_a_window_has_shown_it():
+    (first, finding), *later = found(lambda rank, step, chance: 0.3 if rank else 0.1)
+    assert 20 <= first < 25 and finding.kind == "uneven_stages" and not finding.ranks
+    assert finding.evidence["layers"] == "4:4" and finding.evidence["microbatches"] == 4
+    assert finding.evidence["stage_s"] == pytest.approx([0.4, 1.2]) and "layers 6:2" in finding.why
+    assert all(step > 2 * first for step, _ in later), "and then it is watched twice as long"
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda rank, step, chance: chance.uniform(0.7, 1.3),
+        lambda rank, step, chance: chance.lognormvariate(0, 0.5),
+        lambda rank, step, chance: chance.paretovariate(1.2),
+        lambda rank, step, chance: 50.0 if chance.random() < 0.2 else 1.0,
+        lambda rank, step, chance: 3.0 if rank == step // 5 % 4 else 1.0,
+        lambda rank, step, chance: 1.12 if rank else 1.0,
+    ],
+    ids=["uniform", "lognormal", "pareto", "spikes", "in turns", "a little slow"],
+)
+@pytest.mark.parametrize("layers", [(4, 4), (2, 2, 2, 2)])
+def test_stages_that_are_alike_stay(noise, layers):
+    said = ":".join(map(str, layers))
+    assert not found(noise, 2000, f"pp={len(layers)},layers={said}", layers)
+
+
+def test_layers_that_fit_the_speed_stay():
+    assert not found(lambda rank, step, chance: 0.3 if rank else 0.1, 200, "pp=2,layers=6:2", (6, 2))
+
+
+def test_a_stage_that_was_slow_for_a_while_keeps_its_layers():
+    assert not found(lambda rank, step, chance: 5.0 if rank and step < 12 else 1.0, 200)
+
+
+def test_other_plans_are_left_alone():
+    slow = lambda rank, step, chance: 5.0 if rank else 1.0  # noqa: E731
+    for plan in ("dp_replicate=2", "pp=4", ""):
+        assert not found(slow, 100, plan)
+
+
+def test_what_does_not_pay_is_asked_for_ever_more_seldom():
+    steps = [step for step, _ in found(lambda rank, step, chance: 0.3 if rank else 0.1, 1500)]
+    assert [b - a for a, b in pairwise(steps)] == [min(2 * 2**n, MOST_WATCHED) * 20 for n in range(len(steps) - 1)]
+    assert len(steps) >= 6
