@@ -178,7 +178,6 @@ class ChaosReport(BaseModel):
         return self.finished and self.same_weights and self.same_losses and not (self.ledger or self.left_behind)
 
     def in_words(self) -> str:
-        """Return the report as text."""
         lines = [
             f"chaos, seed {self.seed}: {len(self.faults)} faults in {self.chaos_s:.0f} s, {self.steps} steps; goodput "
             f"{self.goodput:.0%} (undisturbed, all take {self.reference_s:.0f} s)",

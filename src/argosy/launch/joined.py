@@ -31,7 +31,7 @@ from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import World, join_world, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.processes.supervisor import supervised
-from argosy.sinks.process import follower_of
+from argosy.sinks.processes import follower_of
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import node_name
 from argosy.supervise.scratch import scratch_folder

@@ -155,7 +155,6 @@ class NodeRates:
             insort(self._sorted.setdefault(what, []), (rate, node))
 
     def remove(self, node: str) -> None:
-        """Forget a node."""
         for what, rate in self._rates.pop(node, {}).items():
             rates = self._sorted[what]
             del rates[bisect_left(rates, (rate, node))]

@@ -133,7 +133,6 @@ class MigrationAnswer:
 
 
 def main() -> None:
-    """Answer one question."""
     os.nice(NICE)
     coordinator = channel_to_parent()
     asked = coordinator.receive()
@@ -143,7 +142,6 @@ def main() -> None:
 
 
 def answer(run_dir: Path, question: MigrationQuestion) -> MigrationAnswer:
-    """Return the planner's answer."""
     from argosy.config.load import load
     from argosy.plan.search.replan import worth_migrating
 

@@ -18,7 +18,7 @@ from argosy.observe.events import Events
 from argosy.plan.flops import parameters
 from argosy.processes.channel import Channel
 from argosy.processes.child import channel_to_parent, messages
-from argosy.sinks.held import SupervisedSink
+from argosy.sinks.processes import SupervisedSink
 from argosy.sinks.table import parts_of
 from argosy.sinks.worker import FOLDER
 

@@ -26,7 +26,7 @@ from argosy.processes.channel import Gone
 from argosy.processes.fork_server import ForkServer
 from argosy.processes.supervisor import RestartPolicy, Restarts, Supervisor
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
-from argosy.sinks.process import follower_of
+from argosy.sinks.processes import follower_of
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.generation_store import STORE, GenerationStore, store_file
@@ -288,5 +288,4 @@ def process_name(launch: LaunchConfig) -> str:
 
 
 def _as_error(finish: say.EndRun, how_to_go_on: str) -> ArgosyError:
-    """Return the exception for the way in which the run ended."""
     return error_of(finish.exit_code, finish.why if finish.error else f"{finish.why}. {how_to_go_on}")

@@ -132,7 +132,6 @@ class AgentConnections:
         self._drop_if_broken(agent)
 
     def drop(self, agent: AgentConnection, why: str) -> None:
-        """End a connection."""
         if agent.is_dropped:
             return
         agent.is_dropped = True

@@ -366,7 +366,6 @@ class Membership:
             self._forfeit(f"node {name} has not all of its members left")
 
     def _forfeit(self, why: str) -> None:
-        """Give up the inherited generation."""
         self._inherited = self._instead = None
         self.plan, self.size = self._settings.plan, self._settings.size
         if self._roster.counts.members:

@@ -132,7 +132,6 @@ class SuspectDetector:
         """Node and process -> how often it was blamed so far. Nodes give the same numbers to their processes."""
 
     def observe(self, sample: Sample) -> list[Finding]:
-        """Return what is found in the newest sample."""
         found = []
         for rank, suspicion in sorted(sample.suspicions.items()):
             process, times = (suspicion.node, suspicion.pid), suspicion.times

@@ -67,7 +67,6 @@ class DiskDetector:
         self._latch = Latch()
 
     def observe(self, reading: DiskReading) -> list[Finding]:
-        """Return what is found in a reading."""
         return [*self._failed(reading), *self._slowed(reading), *self._filled(reading)]
 
     def _failed(self, now: DiskReading) -> Iterator[Finding]:
@@ -217,7 +216,6 @@ class LimitsDetector:
         self._latch = Latch()
 
     def observe(self, reading: LimitsReading) -> list[Finding]:
-        """Return what is found in a reading."""
         return list(self._near(reading))
 
     def _near(self, reading: LimitsReading) -> Iterator[Finding]:

@@ -133,7 +133,6 @@ class FolderLease:
         return Holder.parse(text) if text else None
 
     def acquire(self, me: Holder) -> bool:
-        """Take the lease if it is free, or held by an earlier coordinator of `me.owner`, which is dead."""
         number, text = self._newest()
         if text and Holder.parse(text).owner != me.owner:
             return False
@@ -147,7 +146,6 @@ class FolderLease:
         return True
 
     def renew(self) -> None:
-        """Keep the lease for another `TTL_S`. Raises: LeaseLost."""
         self.check(0)
         self._renewals += 1
         with _reachable():
@@ -160,7 +158,6 @@ class FolderLease:
                 raise LeaseLost(f"another coordinator has taken the lease in {self._folder}")
 
     def release(self) -> None:
-        """Give the lease up, if this process still holds it: it is free at once."""
         with _reachable():
             self._claims.give_up(int(self.token))
 

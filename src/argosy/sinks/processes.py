@@ -1,31 +1,52 @@
-"""One sink, supervised: its process is started, ended when it hangs, and started again within bounds."""
+"""The processes of a run's sinks, supervised: the follower, by an agent; and each sink, by the follower."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from argosy.config.observe import SinksConfig
+from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.observe.events import Events
 from argosy.observe.terminal import print_message
 from argosy.processes.channel import Message
 from argosy.processes.child import Child
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
+from argosy.sinks.table import parts_of
 
-WORKER = "argosy.sinks.worker"
-MOST_FAILURES, PAUSE_S, GROWTH, PROGRESS_S = 5, 60.0, 2.0, 600.0
-"""The policy of restarts: after 60, 120, ... seconds, and none after five failures of which each came in 10 minutes."""
+FOLLOWER, WORKER = "argosy.sinks.follower", "argosy.sinks.worker"
+SINK = RestartPolicy(most_failures=5, pause_s=60.0, growth=2.0, progress_s=600.0)
+"""Of each sink: it is tried again after 60, 120, ... s, and not after five failures of which each came in 10 minutes."""
+SPARE_S = 5.0
+"""Time that it may take to end, beside that of its sinks."""
+
+
+def follower_of(folder: Path, run: RunConfig, events: Events) -> Supervisor | None:
+    """Return the supervisor of the run's follower; None for a run without sinks.
+
+    events: those of the process that starts it.
+    """
+
+    def ended(end: ChildEnd) -> None:
+        is_again = end.again_s is not None
+        events.write("follower_died", why=end.why, again=is_again)
+        then = "it is started again" if is_again else "the run has no sinks any more"
+        print_message(f"argosy: the process that holds the run's sinks died: {end.why}; {then}, and training goes on")
+
+    if not parts_of(run):
+        return None
+    policy = RestartPolicy(most_failures=5, finish_s=run.observe.sink.flush_s + SPARE_S)
+    return Supervisor(policy, lambda: Child(FOLLOWER, str(folder)), ended, is_wanted=False)
 
 
 class SupervisedSink:
     """The process of one sink, as the follower sees it. Nothing here waits for it."""
 
-    def __init__(self, folder: Path, name: str, limits: SinksConfig, events: Events, pause_s: float = PAUSE_S):
+    def __init__(self, folder: Path, name: str, limits: SinksConfig, events: Events, policy: RestartPolicy = SINK):
         self.name = name
         self._folder, self._limits, self._events = folder, limits, events
-        policy = RestartPolicy(
-            MOST_FAILURES, pause_s, GROWTH, PROGRESS_S, silent_s=limits.timeout_s, finish_s=limits.flush_s
-        )
+        policy = replace(policy, silent_s=limits.timeout_s, finish_s=limits.flush_s)
         self._process = Supervisor(policy, self._start, self._ended, self._hear)
         self.keep = self._process.keep
         self._is_over = False
