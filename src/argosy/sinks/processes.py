@@ -15,9 +15,10 @@ from argosy.processes.child import Child
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
 from argosy.sinks.table import parts_of
 
-FOLLOWER, WORKER = "argosy.sinks.follower", "argosy.sinks.worker"
+FOLLOWER = "argosy.sinks.follower"
+WORKER = "argosy.sinks.worker"
 SINK = RestartPolicy(most_failures=5, pause_s=60.0, growth=2.0, progress_s=600.0)
-"""Of each sink: it is tried again after 60, 120, ... s, and not after five failures of which each came in 10 minutes."""
+"""Each sink is tried again after 60, 120, ... s, and not after five failures of which each came in 10 minutes."""
 SPARE_S = 5.0
 """Time that it may take to end, beside that of its sinks."""
 
