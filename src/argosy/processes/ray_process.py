@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.processes.ray_cluster import node_and_address
+from argosy.processes.supervisor import RestartPolicy, Restarts
 
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that comes when the parent ends. It outlives exec."""
@@ -42,8 +43,8 @@ if __name__ == "__main__":
     main()
 
 
-MOST_STARTS = 5
-"""How often a process that was killed is started."""
+RESTARTS = RestartPolicy(most_failures=5)
+"""Of a process that was killed; one that ended otherwise is not started again."""
 POLL_S = 0.1
 NEWS_S = 10.0
 """How long a question for news waits for some."""
@@ -103,11 +104,9 @@ class OwnedProcess:
                 os.kill(self._pid, signal.SIGTERM)
 
     def _hold(self) -> None:
-        code = 0
-        for _ in range(MOST_STARTS):
+        code, restarts = self._run(), Restarts(RESTARTS)
+        while code == -signal.SIGKILL and not self._is_stopping and restarts.ended() is not None:
             code = self._run()
-            if code != -signal.SIGKILL or self._is_stopping:
-                break
         with self._changed:
             self._exit_code = code if code >= 0 else 128 - code
             self._changed.notify_all()
