@@ -14,7 +14,7 @@ import pytest
 
 from argosy.config.observe import SinksConfig
 from argosy.observe.events import Events
-from argosy.sinks.processes import SINK, SupervisedSink
+from argosy.sinks.processes import SINK_RESTARTS, SupervisedSink
 from run_folder import RunFolder
 from waiting import wait_until
 
@@ -28,7 +28,7 @@ def _bad_sinks_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sink(run: RunFolder, name: str, pause_s: float = 60.0, **limits: Any) -> SupervisedSink:
     config = SinksConfig.model_validate({**LIMITS, **limits})
-    return SupervisedSink(run.path, name, config, Events(run.path, "follower"), replace(SINK, pause_s=pause_s))
+    return SupervisedSink(run.path, name, config, Events(run.path, "follower"), replace(SINK_RESTARTS, pause_s=pause_s))
 
 
 def keep_until(one: SupervisedSink, condition: Callable[[], bool]) -> None:
@@ -84,7 +84,7 @@ def test_a_sink_that_hangs_is_ended(tmp_path):
 def test_a_sink_is_tried_again_so_often_and_no_more(tmp_path, capsys):
     run = RunFolder(tmp_path)
     one = sink(run, "bad_sinks:Missing", pause_s=0.01)
-    keep_until(one, lambda: len(offs(run)) == SINK.most_failures)
+    keep_until(one, lambda: len(offs(run)) == SINK_RESTARTS.most_failures)
     assert [event["again_s"] for event in offs(run)] == [0.01, 0.02, 0.04, 0.08, None]
     one.keep()
     assert not one.is_running

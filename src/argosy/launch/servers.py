@@ -35,7 +35,7 @@ from argosy.training.stop import StopSignal
 SERVER = "argosy.training.server.main"
 PLAN = Plan.parse("sync=async")
 """What stands in the plan.toml of the whole run: each worker has a plan of its own."""
-RESTARTS = RestartPolicy(most_failures=5, pause_s=1.0, progress_s=10.0, finish_s=120.0)
+SERVER_RESTARTS = RestartPolicy(most_failures=5, pause_s=1.0, progress_s=10.0, finish_s=120.0)
 """Of a server. finish_s: it may take so long to save."""
 LOOK_S = 0.2
 """How often a signal is looked for."""
@@ -232,12 +232,12 @@ def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
         events.write("server_died", why=end.why)
         if end.again_s is None:
             raise RunFailed(
-                f"{name} died {server.failures} times within {RESTARTS.progress_s:g} s of its start, at last by "
+                f"{name} died {server.failures} times within {SERVER_RESTARTS.progress_s:g} s of its start, at last by "
                 f"{end.why}."
             )
         said.say(f"argosy: {name} died: {end.why}; it is started again, and goes on from the newest checkpoint")
 
-    server = Supervisor(RESTARTS, start, ended, heard)
+    server = Supervisor(SERVER_RESTARTS, start, ended, heard)
     while not last:
         if stop.number is not None:
             server.tell_to_finish()

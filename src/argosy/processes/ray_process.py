@@ -43,7 +43,7 @@ if __name__ == "__main__":
     main()
 
 
-RESTARTS = RestartPolicy(most_failures=5)
+KILL_RESTARTS = RestartPolicy(most_failures=5)
 """Of a process that was killed; one that ended otherwise is not started again."""
 POLL_S = 0.1
 NEWS_S = 10.0
@@ -104,7 +104,7 @@ class OwnedProcess:
                 os.kill(self._pid, signal.SIGTERM)
 
     def _hold(self) -> None:
-        code, restarts = self._run(), Restarts(RESTARTS)
+        code, restarts = self._run(), Restarts(KILL_RESTARTS)
         while code == -signal.SIGKILL and not self._is_stopping and restarts.ended() is not None:
             code = self._run()
         with self._changed:

@@ -17,7 +17,7 @@ from argosy.sinks.table import parts_of
 
 FOLLOWER = "argosy.sinks.follower"
 WORKER = "argosy.sinks.worker"
-SINK = RestartPolicy(most_failures=5, pause_s=60.0, growth=2.0, progress_s=600.0)
+SINK_RESTARTS = RestartPolicy(most_failures=5, pause_s=60.0, growth=2.0, progress_s=600.0)
 """Each sink is tried again after 60, 120, ... s, and not after five failures of which each came in 10 minutes."""
 SPARE_S = 5.0
 """Time that it may take to end, beside that of its sinks."""
@@ -44,7 +44,9 @@ def follower_of(folder: Path, run: RunConfig, events: Events) -> Supervisor | No
 class SupervisedSink:
     """The process of one sink, as the follower sees it. Nothing here waits for it."""
 
-    def __init__(self, folder: Path, name: str, limits: SinksConfig, events: Events, policy: RestartPolicy = SINK):
+    def __init__(
+        self, folder: Path, name: str, limits: SinksConfig, events: Events, policy: RestartPolicy = SINK_RESTARTS
+    ):
         self.name = name
         self._folder, self._limits, self._events = folder, limits, events
         policy = replace(policy, silent_s=limits.timeout_s, finish_s=limits.flush_s)

@@ -39,7 +39,7 @@ from argosy.sync.sites.process import exchange_of
 
 TICK_S = 0.05
 """How often it looks at the clock; messages and ended processes wake it at once."""
-FORK_SERVERS = RestartPolicy(most_failures=3)
+FORK_SERVER_RESTARTS = RestartPolicy(most_failures=3)
 """So many fork servers in a row that die before they have forked anything end the run."""
 SPEAKERS = 3
 """Nodes that say in the log that the coordinator is lost: each of a thousand would."""
@@ -72,7 +72,7 @@ class Agent:
         self._finish: say.EndRun | None = None
         self._progress = Progress(enabled=not quiet, by="agent")
         """What is waited for while no worker of this node is in a world: then none of them has the live line."""
-        self._restarts = Restarts(FORK_SERVERS)
+        self._restarts = Restarts(FORK_SERVER_RESTARTS)
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None
         self._reporter = NodeReporter()

@@ -22,7 +22,7 @@ from argosy.processes.supervisor import RestartPolicy, Restarts
 
 STORE = "store"
 """How the fork server's key of a store begins."""
-RESTARTS = RestartPolicy(most_failures=3)
+STORE_RESTARTS = RestartPolicy(most_failures=3)
 """So many processes in a row that open no store end the run."""
 
 
@@ -62,7 +62,12 @@ class GenerationStore:
         if self._is_file:
             self._opened(generation, None)
             return
-        self._selector, self._host, self._generation, self._restarts = selector, host, generation, Restarts(RESTARTS)
+        self._selector, self._host, self._generation, self._restarts = (
+            selector,
+            host,
+            generation,
+            Restarts(STORE_RESTARTS),
+        )
         self._ask(fork_server)
 
     def forked(self, key: str, pid: int) -> None:
@@ -85,7 +90,7 @@ class GenerationStore:
             why = "it died"
         if why and self._restarts.ended() is None:
             raise RunFailed(
-                f"the rendezvous store could not be opened at {self._host}, {RESTARTS.most_failures} times in a row "
+                f"the rendezvous store could not be opened at {self._host}, {self._restarts.failures} times in a row "
                 f"({why}); what its process printed says more. Try another launch.address."
             )
         if why:

@@ -29,7 +29,7 @@ from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.supervise.lease.held import check_lease, open_lease
 from argosy.supervise.lease.lease import Holder, LeaseUnreachable
 
-POLICY = RestartPolicy(most_failures=5)
+COORDINATOR_RESTARTS = RestartPolicy(most_failures=5)
 """If so many coordinators in a row die before they say anything, another would do the same."""
 COORDINATOR = "argosy.supervise.coordinator"
 
@@ -47,7 +47,7 @@ class CoordinatorProcess:
         self._listener: socket.socket | None = None
         self._child: Child | None = None
         self._was_started = self._is_heard = False
-        self._restarts = Restarts(POLICY)
+        self._restarts = Restarts(COORDINATOR_RESTARTS)
         self.address: Address | None = None
         """Where it listens; None before `listen`."""
 

@@ -35,7 +35,7 @@ RUN_FILE = "run.toml"
 """A trial's run file, in its folder for launches."""
 REFUSED = "refused"
 """Begins the reason of a trial whose values do not go together."""
-RESTARTS = RestartPolicy(most_failures=3)
+TRIAL_RESTARTS = RestartPolicy(most_failures=3)
 """Of a trial; progress is a step more than before."""
 ALIKE = 3
 """This many trials that fail in the same way, before any has learned anything, end the sweep."""
@@ -108,7 +108,7 @@ class Driver:
     def _interrupted(self, number: int, why: str) -> None:
         """Let a trial go on, unless it was started several times without a step."""
         done = steps_of(self._tasks[number].run_dir)
-        before, restarts = self._progress.get(number, (0, Restarts(RESTARTS)))
+        before, restarts = self._progress.get(number, (0, Restarts(TRIAL_RESTARTS)))
         self._progress[number] = (done, restarts)
         if restarts.ended(made_progress=done > before) is None:
             self._fail(number, f"it ended {restarts.failures} times in a row without a step more than {done}: {why}")

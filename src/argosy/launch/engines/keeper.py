@@ -25,7 +25,7 @@ from argosy.errors import (
     UserError,
 )
 from argosy.launch.engines.job import FOLDER
-from argosy.launch.engines.requeue import RESTARTS, last_step, outcome
+from argosy.launch.engines.requeue import AGENT_RESTARTS, last_step, outcome
 from argosy.processes.supervisor import Restarts
 
 STOP = "stop"
@@ -46,7 +46,7 @@ class Keeper:
         """Return the exit code of the last agent; Retryable's if the run may go on when it is launched again."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._pass_on)
-        restarts, step = Restarts(RESTARTS), last_step(self._run_dir)
+        restarts, step = Restarts(AGENT_RESTARTS), last_step(self._run_dir)
         while True:
             code = self._run()
             if self._is_stopped or code in FINAL:
