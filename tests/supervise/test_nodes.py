@@ -13,7 +13,7 @@ import pytest
 
 from argosy.errors import FINAL, Poisoned, Retryable
 from argosy.processes.channel import Channel
-from argosy.supervise.nodes import FILE, OLD_NAMES, Cause, Failures, Handover, WorkerProcess
+from argosy.supervise.nodes import HANDOVER_FILE, OLD_NAMES, Cause, Failures, Handover, WorkerProcess
 
 KILLED = Cause("signal SIGKILL", exit_code=-9)
 
@@ -69,15 +69,15 @@ def test_a_handover_of_another_generation_is_ignored(tmp_path):
 @pytest.mark.parametrize("text", [None, b"", b"{}", b"[]", b'{"generation": 3}', b"\xff"])
 def test_a_missing_or_damaged_handover_keeps_only_the_generation(tmp_path, text):
     if text is not None:
-        (tmp_path / FILE).write_bytes(text)
+        (tmp_path / HANDOVER_FILE).write_bytes(text)
     assert Handover.load(tmp_path, 3) == Handover(3)
 
 
 def test_what_an_older_version_left_is_understood(tmp_path):
-    record = json.loads((LEFT.save(tmp_path), (tmp_path / FILE).read_text())[1])
+    record = json.loads((LEFT.save(tmp_path), (tmp_path / HANDOVER_FILE).read_text())[1])
     for new, old in OLD_NAMES.items():
         record[old] = record.pop(new)
-    (tmp_path / FILE).write_text(json.dumps(record))
+    (tmp_path / HANDOVER_FILE).write_text(json.dumps(record))
     assert Handover.load(tmp_path, LEFT.generation) == LEFT
 
 

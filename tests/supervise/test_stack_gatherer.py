@@ -12,10 +12,10 @@ import pytest
 from argosy.supervise.stack_gatherer import (
     COLLECT_S,
     FOLDER,
-    LOOK_S,
-    MOST_BYTES,
+    MOST_REQUEST_BYTES,
     OLD_S,
     REQUEST,
+    REQUEST_EVERY_S,
     StackGatherer,
     ask_flight_recorders,
     flight_environment,
@@ -25,7 +25,7 @@ from argosy.supervise.stack_gatherer import (
 def look(run_dir: Path, gatherer: StackGatherer, times: int = 3) -> list[str]:
     """Let an agent without workers look; return the answers that there are."""
     for turn in range(times):
-        gatherer.keep(100.0 + turn * (LOOK_S + COLLECT_S), run_dir, [])
+        gatherer.keep(100.0 + turn * (REQUEST_EVERY_S + COLLECT_S), run_dir, [])
     return sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.json") if path.name != REQUEST)
 
 
@@ -47,7 +47,17 @@ def test_a_request_is_answered_once(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ['{"name": "../outside"}', '{"name": 3}', '{"name": ["a"]}', "{}", "[]", "null", "", "[" * MOST_BYTES, "\0\udcff"],
+    [
+        '{"name": "../outside"}',
+        '{"name": 3}',
+        '{"name": ["a"]}',
+        "{}",
+        "[]",
+        "null",
+        "",
+        "[" * MOST_REQUEST_BYTES,
+        "\0\udcff",
+    ],
     ids=["path", "number", "list", "no name", "array", "null", "empty", "deep", "bytes"],
 )
 def test_what_is_no_request_is_left_alone(tmp_path, text):

@@ -37,7 +37,7 @@ PLAN = Plan.parse("sync=async")
 """What stands in the plan.toml of the whole run: each worker has a plan of its own."""
 SERVER_RESTARTS = RestartPolicy(most_failures=5, pause_s=1.0, progress_s=10.0, finish_s=120.0)
 """Of a server. finish_s: it may take so long to save."""
-LOOK_S = 0.2
+SIGNAL_LOOK_S = 0.2
 """How often a signal is looked for."""
 SERVED = ("loss", "optimizer", "family", "sink")
 """Kinds of the user's code that asynchronous runs have."""
@@ -244,7 +244,7 @@ def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
         if server.is_given_up:
             raise Interrupted("it was not running; the same command goes on", stop.number or signal.SIGTERM)
         server.keep()
-        server.wait(LOOK_S)
+        server.wait(SIGNAL_LOOK_S)
     if last[0]["kind"] == "failed":
         error = UserError if last[0]["code"] == UserError.exit_code else RunFailed
         raise error(last[0]["text"])

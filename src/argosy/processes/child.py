@@ -26,7 +26,7 @@ CHANNEL, PARENT = "ARGOSY_CHANNEL", "ARGOSY_PARENT"
 """Environment variables of a child: the descriptor of its end of the channel, and the parent's process."""
 PARENT_S = 0.5
 """How soon the parent's death is noticed if a process that it forked still holds its end of the channel."""
-END_S = 1.0
+KILL_WAIT_S = 1.0
 """How long a killed child is waited for. In a system call that hangs, on a disk say, it ends later or never."""
 STDERR = 2
 
@@ -121,12 +121,12 @@ class Child:
         return self.channel.take()
 
     def kill(self) -> None:
-        """End it with SIGKILL, and wait for that up to `END_S`."""
+        """End it with SIGKILL, and wait for that up to `KILL_WAIT_S`."""
         self._process.kill()
         self._wait()
 
     def reap(self) -> str:
-        """Say how it ended. Call this once it is Gone; if it has not ended within `END_S` all the same, kill it."""
+        """Say how it ended. Call this once it is Gone; if it has not ended within `KILL_WAIT_S`, kill it."""
         if not self._wait():
             self.kill()
         return "it cannot be ended" if self.exit_code is None else end_in_words(self.exit_code)
@@ -134,7 +134,7 @@ class Child:
     def _wait(self) -> bool:
         self.channel.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+            self._process.wait(KILL_WAIT_S)
         return self._process.returncode is not None
 
 

@@ -46,7 +46,7 @@ if __name__ == "__main__":
 KILL_RESTARTS = RestartPolicy(most_failures=5)
 """Of a process that was killed; one that ended otherwise is not started again."""
 POLL_S = 0.1
-NEWS_S = 10.0
+NEWS_WAIT_S = 10.0
 """How long a question for news waits for some."""
 PIECE_BYTES = 1 << 16
 OF_RAY = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
@@ -90,9 +90,9 @@ class OwnedProcess:
         return self._node
 
     def news(self) -> ProcessEvent:
-        """Return what is new; wait for that up to `NEWS_S`."""
+        """Return what is new; wait for that up to `NEWS_WAIT_S`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._output or self._exit_code is not None, NEWS_S)
+            self._changed.wait_for(lambda: self._output or self._exit_code is not None, NEWS_WAIT_S)
             output, self._output = self._output, b""
             return ProcessEvent(self._node, output, self._exit_code)
 

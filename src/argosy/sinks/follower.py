@@ -25,7 +25,7 @@ from argosy.sinks.worker import FOLDER
 FP32_BYTES = 4
 COPIES = 2
 """The model, and what is read of it at once."""
-LOOK_S = 0.2
+SINK_LOOK_S = 0.2
 """How often it looks after the sinks."""
 PROCESS = "follower"
 """Its name among those of the run's events."""
@@ -36,13 +36,13 @@ def follow(folder: Path, is_over: threading.Event) -> None:
     run, events = load(folder / "run.toml"), Events(folder, PROCESS)
     sinks = [SupervisedSink(folder, name, _limits_of(name, run), events) for name in parts_of(run)]
     with _alone(folder, is_over):
-        while not is_over.wait(LOOK_S):
+        while not is_over.wait(SINK_LOOK_S):
             for sink in sinks:
                 sink.keep()
         for sink in sinks:
             sink.finish()
         while any(sink.is_running for sink in sinks):
-            time.sleep(LOOK_S / 4)
+            time.sleep(SINK_LOOK_S / 4)
             for sink in sinks:
                 sink.keep()
 

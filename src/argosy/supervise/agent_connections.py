@@ -30,7 +30,7 @@ BACKLOG = 4096
 LONGEST_TURN_S = 1.0
 """A turn that took longer, as this process was stopped or busy, counts as this long: meanwhile agents could not be
 heard, so their silence proves nothing."""
-PAUSE_S = 0.5
+ACCEPT_PAUSE_S = 0.5
 """No connection is accepted for so long if this process has no descriptor left."""
 
 
@@ -168,7 +168,7 @@ class AgentConnections:
             self.drop(next(iter(self._strangers)), "no descriptor is left for another")
         else:
             self.selector.unregister(self._listener)
-            self._is_accepting, self._accepts_from_s = False, time.monotonic() + PAUSE_S
+            self._is_accepting, self._accepts_from_s = False, time.monotonic() + ACCEPT_PAUSE_S
 
     def _hear(self, agent: AgentConnection) -> Iterator[tuple[AgentConnection, FromAgent]]:
         frames = agent.connection.take()

@@ -34,7 +34,7 @@ from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import LEASE_S, AgentConnection, AgentConnections
 from argosy.supervise.lease.held import HeldLease, open_lease
 from argosy.supervise.lease.lease import LeaseLost
-from argosy.supervise.membership import Membership, Settings
+from argosy.supervise.membership import MOST_NAMED, Membership, Settings
 from argosy.supervise.migration import Migrator
 from argosy.supervise.nodes import (
     Break,
@@ -51,12 +51,10 @@ from argosy.supervise.nodes import (
 from argosy.supervise.watch import RunWatch
 
 TICK_S = 0.02
-LOOK_S = 0.25
+DETECT_EVERY_S = 0.25
 """How often the detectors look at what agents have shown."""
 WAITS_S = 30.0
 """If a world that was begun is not together after so long, an event says what is missing."""
-MOST_NAMED = 16
-"""It names this many nodes at most."""
 ALONE_S = 10.0
 """Without any agent for this long there is no run to coordinate, and it ends."""
 HEARTBEATS_PER_S = 1024
@@ -170,7 +168,7 @@ class Coordinator:
     def _look(self) -> None:
         """Let the detectors look at the ranks, and act on what they find."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < LOOK_S:
+        if now_s - self._looked_s < DETECT_EVERY_S:
             return
         self._looked_s = now_s
         membership = self._membership

@@ -35,11 +35,11 @@ an agent: a node that is cut off misses nothing meanwhile."""
 HANG_S = 60.0
 """A coordinator on this machine, where no network can fail, is replaced after this long without an answer. It may have
 to wait for a disk, or to search for a plan."""
-LONGEST_TURN_S = 2.0
+STOPPED_AFTER_S = 2.0
 """If `keep` is called later than this, this process was stopped."""
 MOST_STRANGERS = 3
 """This many times in a row what answered could not prove that it knows the run's secret: it is something else."""
-AGAIN_S = 0.5
+CALL_AGAIN_S = 0.5
 """How soon it is called again after something else has answered, or hung up before it had proven anything."""
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -90,7 +90,7 @@ class CoordinatorClient:
         each start; UserError if its port is in use.
         """
         slept_s, self._kept_s = now - self._kept_s, now
-        if self._asked_s is not None and slept_s > LONGEST_TURN_S:
+        if self._asked_s is not None and slept_s > STOPPED_AFTER_S:
             self._asked_s += slept_s  # this process was stopped, and could hear no answer
         if self._connection is None:
             self._reach(now)
@@ -216,7 +216,7 @@ class CoordinatorClient:
     def _not_reached(self, connection: Connection) -> None:
         """Something answered, and was not the coordinator. Give up if it does not know the secret, and never did."""
         now = time.monotonic()
-        self._strangers, self._call_from_s = self._strangers + connection.is_stranger, now + AGAIN_S
+        self._strangers, self._call_from_s = self._strangers + connection.is_stranger, now + CALL_AGAIN_S
         self._check_patience(now)
         if self._strangers >= MOST_STRANGERS and not self._was_heard:
             raise UserError(

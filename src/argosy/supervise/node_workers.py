@@ -41,7 +41,7 @@ WORKER = ForkEntry("argosy.supervise.worker")
 """A worker process; by name, as it imports torch, which an agent does without."""
 BREAK_S = 10.0
 """A worker that takes longer to leave a broken world is killed."""
-LOOK_S = 0.5
+NEWCOMERS_EVERY_S = 0.5
 """How often processes that are in no world yet are looked at."""
 
 
@@ -334,7 +334,7 @@ class Newcomers:
         The fork server is one of them if it owes an answer: a process that it was asked for, or how one ended.
         is_owed: it owes one beside those of `processes`.
         """
-        if now_s - self._looked_s < LOOK_S:
+        if now_s - self._looked_s < NEWCOMERS_EVERY_S:
             return {}
         self._looked_s = now_s
         seen = {p.pid: _seen(p, scratch) for p in processes if p.pid and p.state is not RankState.DONE}

@@ -160,7 +160,7 @@ class Failures:
         return FinishRun(Retryable.exit_code, why)
 
 
-FILE = "membership.json"
+HANDOVER_FILE = "membership.json"
 OLD_NAMES = {"generation": OLD_NAME, "suspicions": "doubts"}
 """What keys were called in the folders of older runs, which go on."""
 
@@ -186,14 +186,14 @@ class Handover:
 
     def save(self, run_dir: Path) -> None:
         """Write it, in place of an older one."""
-        with atomic_write(run_dir / FILE) as file:
+        with atomic_write(run_dir / HANDOVER_FILE) as file:
             file.write(json.dumps(asdict(self), indent=1).encode() + b"\n")
 
     @classmethod
     def load(cls, run_dir: Path, generation: int) -> Handover:
         """Read the handover of `generation`; one without members if there is none, or it cannot be read."""
         try:
-            record = json.loads((run_dir / FILE).read_bytes())
+            record = json.loads((run_dir / HANDOVER_FILE).read_bytes())
             for new, old in OLD_NAMES.items():
                 if old in record:
                     record[new] = record.pop(old)

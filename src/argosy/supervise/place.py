@@ -106,9 +106,9 @@ class CoordinatorProcess:
             self._listener = self.address = None
 
 
-LOOK_S = 0.5
+LEASE_LOOK_S = 0.5
 """How often an agent without a coordinator looks the lease up."""
-DOUBT_S = 3.0
+LEASE_DOUBT_S = 3.0
 """A coordinator that does not answer for this long may have lost the lease: it is looked up then."""
 
 T = TypeVar("T")
@@ -226,7 +226,7 @@ class LeasedPlace:
         if self._search is None or not self._search.done():
             return None
         (holder, token), self._search = self._answer(self._search, Found(None, "")), None
-        self._search_from_s = now + LOOK_S
+        self._search_from_s = now + LEASE_LOOK_S
         if token:
             self.process.start(token)
         elif self.process.is_alive and (holder is None or holder.owner != self._owner) and not self.problem:
@@ -238,8 +238,8 @@ class LeasedPlace:
 
     def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
         """Return True if the coordinator at `address`, which has not answered for a while, has lost the lease."""
-        if self._look is None and silent_s > DOUBT_S and now >= self._look_from_s:
-            self._look, self._look_from_s = self._in_thread(self._lease.holder), now + LOOK_S
+        if self._look is None and silent_s > LEASE_DOUBT_S and now >= self._look_from_s:
+            self._look, self._look_from_s = self._in_thread(self._lease.holder), now + LEASE_LOOK_S
         if self._look is None or not self._look.done():
             return False
         holder, self._look = self._answer(self._look, None), None
@@ -381,14 +381,14 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-OTHERS = 64
+OTHER_DESCRIPTORS = 64
 """What a coordinator has open besides a connection to each agent: log, events, planner, some that call."""
 
 
 def check_descriptors(nodes: int) -> None:
     """Raises: UserError if a coordinator that is started here could not have a connection to each of so many nodes."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = nodes + OTHERS
+    needed = nodes + OTHER_DESCRIPTORS
     if most != resource.RLIM_INFINITY and most < needed:
         raise UserError(
             f"launch.nodes = {nodes}: the coordinator needs {needed} file descriptors, and this machine lets a process "

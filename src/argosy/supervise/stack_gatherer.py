@@ -25,18 +25,18 @@ from argosy.processes.patience import process_state
 from argosy.supervise.nodes import RankState, WorkerProcess
 
 FOLDER, REQUEST = "stacks", "request.json"
-LOOK_S = 1.0
+REQUEST_EVERY_S = 1.0
 COLLECT_S = 0.3
 """How long workers have to write their stacks."""
 OLD_S = 60.0
 """A request is not answered any more after so long: whoever asked has given up."""
-MOST_BYTES = 4096
+MOST_REQUEST_BYTES = 4096
 """The largest request."""
 MOST_STACK_BYTES = 2**17
 """The most that is read of one worker's stacks."""
 NOT_A_REQUEST = (ValueError, TypeError, KeyError, RecursionError)
 """What reading any bytes as a request may raise."""
-NAME = re.compile(r"[0-9a-z-]{1,64}")
+REQUEST_NAME = re.compile(r"[0-9a-z-]{1,64}")
 STANDS_S = 5.0
 """If a world is broken off in which a rank has been in one place for so long, it is written down where."""
 
@@ -66,7 +66,7 @@ class StackGatherer:
         if self._asked is not None:
             if now >= self._asked.due:
                 self._answer()
-        elif now - self._looked_at >= LOOK_S:
+        elif now - self._looked_at >= REQUEST_EVERY_S:
             self._looked_at = now
             if name := self._request():
                 self._answered = name
@@ -100,8 +100,8 @@ class StackGatherer:
         with os.fdopen(descriptor, "rb") as file, suppress(OSError, *NOT_A_REQUEST):
             is_fresh = abs(time.time() - os.fstat(descriptor).st_mtime) < OLD_S
             if is_fresh and stat.S_ISREG(os.fstat(descriptor).st_mode):
-                name = json.loads(file.read(MOST_BYTES))["name"]
-                if name != self._answered and NAME.fullmatch(name):
+                name = json.loads(file.read(MOST_REQUEST_BYTES))["name"]
+                if name != self._answered and REQUEST_NAME.fullmatch(name):
                     return str(name)
         return ""
 

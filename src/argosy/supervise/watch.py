@@ -154,7 +154,7 @@ class _StepGather:
 
 READ_S = 1.0
 """How often the run's metrics are read: the disk may be slow."""
-LAST_STEPS = 256
+METRICS_STEPS = 256
 """How many steps' times are kept."""
 
 
@@ -235,4 +235,4 @@ class RunWatch:
             return
         self._read_s = at_s
         self._took_s |= {line["step"]: line["step_time_s"] for line in self._metrics.take() if "step_time_s" in line}
-        self._took_s = dict(list(self._took_s.items())[-LAST_STEPS:])
+        self._took_s = dict(list(self._took_s.items())[-METRICS_STEPS:])

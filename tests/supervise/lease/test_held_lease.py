@@ -45,7 +45,7 @@ class Backend:
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     monkeypatch.setattr(module, "RENEW_S", 0.05)
-    monkeypatch.setattr(module, "AGAIN_S", 0.05)
+    monkeypatch.setattr(module, "RENEW_AGAIN_S", 0.05)
     monkeypatch.setattr(module, "SAFE_S", 0.5)
     return Backend()
 

@@ -23,7 +23,7 @@ from argosy.plan.hardware.host_memory import read_memory
 from argosy.resilience.detect.finding import Finding, Latch
 from argosy.resilience.detect.memory import MemoryDetector
 
-LOW, ENOUGH_LEFT = 0.02, 0.04
+LOW_DISK, ENOUGH_LEFT = 0.02, 0.04
 """Shares of the disk's bytes or inodes that are left: report below the first, reset above the second."""
 LOW_BYTES = 5 * 2**30
 """With more bytes than this left the share does not matter."""
@@ -93,13 +93,13 @@ class DiskDetector:
 
     def _filled(self, now: DiskReading) -> Iterator[Finding]:
         share = now.free_bytes / now.total_bytes if now.total_bytes else 1.0
-        is_low = share < LOW and now.free_bytes < LOW_BYTES
+        is_low = share < LOW_DISK and now.free_bytes < LOW_BYTES
         facts = {"free_bytes": now.free_bytes, "total_bytes": now.total_bytes}
         if self._latch.rises("bytes", is_low, is_right=share > ENOUGH_LEFT or now.free_bytes > 2 * LOW_BYTES):
             why = f"{self._folder}: {now.free_bytes / 2**20:.0f} MiB are left on its disk"
             yield Finding("disk_full", "alarm", why, evidence=facts)
         inodes = now.free_inodes / now.total_inodes if now.total_inodes else 1.0
-        if self._latch.rises("inodes", inodes < LOW, is_right=inodes > ENOUGH_LEFT):
+        if self._latch.rises("inodes", inodes < LOW_DISK, is_right=inodes > ENOUGH_LEFT):
             why = f"{self._folder}: {now.free_inodes} more files fit on its disk"
             evidence = {"free_inodes": now.free_inodes, "total_inodes": now.total_inodes}
             yield Finding("disk_full", "alarm", why, evidence=evidence)
@@ -162,7 +162,7 @@ def _statistics(folder: Path) -> os.statvfs_result | None:
 JUMP_S = 1.0
 """NTP moves a clock by at most half a millisecond a second; more than this between two readings is no adjustment."""
 
-TRIES = 5
+CLOCK_TRIES = 5
 
 
 def read_clocks() -> tuple[float, float]:
@@ -170,7 +170,7 @@ def read_clocks() -> tuple[float, float]:
 
     The quickest of several readings: on a busy machine a process may stop for a second between two lines.
     """
-    readings = ((time.monotonic(), time.time(), time.monotonic()) for _ in range(TRIES))
+    readings = ((time.monotonic(), time.time(), time.monotonic()) for _ in range(CLOCK_TRIES))
     at_s, wall_s, _ = min(readings, key=lambda reading: reading[2] - reading[0])
     return at_s, wall_s
 
@@ -258,7 +258,7 @@ def _processes() -> tuple[int, int] | None:
     return None
 
 
-EVERY_S = 2.0
+READ_EVERY_S = 2.0
 """Reading all takes about a millisecond."""
 
 
@@ -276,15 +276,15 @@ class NodeWatch:
         self._due_s = 0.0
 
     def look(self, pids: Iterable[int]) -> list[Finding]:
-        """Return what is found; nothing if called again within `EVERY_S`. `pids`: the node's workers."""
+        """Return what is found; nothing if called again within `READ_EVERY_S`. `pids`: the node's workers."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return []
-        self._due_s = now_s + EVERY_S
+        self._due_s = now_s + READ_EVERY_S
         return [*self.look_at_memory(), *self._others(pids)]
 
     def look_at_memory(self) -> list[Finding]:
-        """Return what is found about memory, without waiting for `EVERY_S`: call it when a worker was killed."""
+        """Return what is found about memory, without waiting for `READ_EVERY_S`: call it when a worker was killed."""
         return self._memory.observe(time.monotonic(), read_memory())
 
     def why_killed(self) -> str:

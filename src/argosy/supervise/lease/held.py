@@ -12,7 +12,7 @@ from argosy.supervise.lease.etcd import EtcdLease
 from argosy.supervise.lease.kubernetes import KubernetesLease
 from argosy.supervise.lease.lease import RENEW_S, SAFE_S, FolderLease, Lease, LeaseLost, LeaseUnreachable
 
-AGAIN_S = 0.2
+RENEW_AGAIN_S = 0.2
 """How soon an unreachable backend is asked again."""
 
 
@@ -48,7 +48,7 @@ class HeldLease:
                 return
             except LeaseUnreachable as problem:
                 self.problem = str(problem)
-                time.sleep(AGAIN_S)
+                time.sleep(RENEW_AGAIN_S)
         raise LeaseLost(self.problem or "it was not renewed in time")
 
     def end(self) -> None:
@@ -75,7 +75,7 @@ class HeldLease:
                 self.problem, self._valid_until_s = str(problem), 0.0
                 return
             except LeaseUnreachable as problem:
-                self.problem, wait_s = str(problem), AGAIN_S
+                self.problem, wait_s = str(problem), RENEW_AGAIN_S
 
     def _renew(self) -> None:
         asked_s = _clock_s()
