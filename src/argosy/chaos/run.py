@@ -38,7 +38,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Ledger:
-    """What became of a run's samples. `data.order` numbers them 0, 1, 2, ..."""
+    """The samples of a run, taken or skipped. `data.order` numbers them 0, 1, 2, ..."""
 
     committed: int
     """The number of samples that updates were made from."""
@@ -92,7 +92,7 @@ OF_A_PROCESS = ("worker_died", "killed", "writer_died")
 LIMIT, LEAST_LIMIT_S = 20, 900.0
 """A disturbed run may take this many times as long as an undisturbed one, and at least this long."""
 SCATTER_S = 5.0
-"""How long a run's processes may take to end after it."""
+"""Time that a run's processes may take to end after it."""
 
 
 def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)) -> list[PlannedFault]:
@@ -158,7 +158,7 @@ class ChaosReport(BaseModel):
     generations: int
     """Worlds that were formed."""
     starts: int
-    """How often the command was given."""
+    """Number of times that the command was given."""
     same_losses: bool
     same_weights: bool
     """True if the last checkpoints of both are the same, bit for bit."""

@@ -24,7 +24,7 @@ TAIL_BYTES = 2**20
 """More than a thousand lines of metrics."""
 
 Mark = tuple[int, int, int]
-"""Where the sealed part of a block begins and ends, and its CRC-32."""
+"""Begin and end of the sealed part of a block, and its CRC-32."""
 
 
 class LineFollower:
@@ -56,7 +56,7 @@ class LineFollower:
 
     @property
     def end(self) -> int:
-        """Where the next line to read begins, in bytes."""
+        """Offset of the next line to read, in bytes."""
         return self._ends[-1] if self._ends else 0
 
     @property

@@ -25,9 +25,9 @@ from argosy.processes.channel import SEND_TIMEOUT_S, Channel, Gone, Message
 CHANNEL, PARENT = "ARGOSY_CHANNEL", "ARGOSY_PARENT"
 """Environment variables of a child: the descriptor of its end of the channel, and the parent's process."""
 PARENT_S = 0.5
-"""How soon the parent's death is noticed if a process that it forked still holds its end of the channel."""
+"""Time until the parent's death is noticed if a process that it forked still holds its end of the channel."""
 KILL_WAIT_S = 1.0
-"""How long a killed child is waited for. In a system call that hangs, on a disk say, it ends later or never."""
+"""Time that a killed child is waited for. In a system call that hangs, on a disk say, it ends later or never."""
 STDERR = 2
 
 

@@ -34,7 +34,7 @@ FRAME_BYTES = 1 << 20
 OUTBOX_BYTES = 1 << 24
 """An end that lets this much pile up is treated as gone."""
 UNSENT_BYTES = 1 << 17
-"""How much the kernel takes that it cannot send yet: what is there, no urgent frame can overtake."""
+"""Bytes that the kernel takes before it can send them: no urgent frame can overtake those."""
 LENGTH = struct.Struct(">I")
 NUMBER = struct.Struct(">Q")
 HEAD_BYTES = LENGTH.size + PROOF_BYTES

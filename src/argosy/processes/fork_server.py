@@ -36,7 +36,7 @@ STORE_HOST = "ARGOSY_STORE_HOST"
 
 
 ANSWER_LOOK_S = 0.5
-"""How often a process that is waited for is looked at."""
+"""Time between two looks at a process that is waited for."""
 
 
 class Unanswered(Exception):

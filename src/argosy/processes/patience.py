@@ -1,4 +1,4 @@
-"""How long a process of this machine is waited for: one that was stopped, or takes too long, holds up nobody."""
+"""Waiting for a process of this machine: one that was stopped, or takes too long, holds up nobody."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 STOPPED = ("T", "t")
 """States of a process that does nothing until it gets SIGCONT, or its debugger goes on."""
 STOPPED_S = 10.0
-"""How long a process may be stopped while it is waited for."""
+"""Time that a process may be stopped while it is waited for."""
 LONGEST_LOOK_S = 1.0
 """Looks that are further apart count as this far: the process that waits was stopped, or busy."""
 

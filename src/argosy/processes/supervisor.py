@@ -1,4 +1,4 @@
-"""When a process that has ended is started again: one policy, one count of failures, one supervisor of a child.
+"""Restarts of processes: a policy, a count of failures in a row, and a supervisor of one child.
 
 What is restarted without being a `Child` (a command, a job of an engine, a fork server) counts its ends by `Restarts`.
 """
@@ -17,12 +17,12 @@ from argosy.processes.child import Child
 from argosy.processes.patience import STOPPED_S, Patience
 
 KEEP_S = 0.5
-"""How often a thread looks after a child, in a process that has no loop of its own."""
+"""Time between two looks at a child by a thread, in a process that has no loop for it."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When a process that has ended is started again, and when it is killed."""
+    """The restarts of a process, and the limits at which a child is killed."""
 
     most_failures: float = math.inf
     """It is given up at this many ends in a row without progress."""
@@ -61,7 +61,7 @@ class Restarts:
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """How a supervised child ended."""
+    """The end of a supervised child."""
 
     why: str
     again_s: float | None
@@ -92,7 +92,7 @@ class Supervisor:
         self._start_at_s: float | None = -math.inf
         self._finish_by_s: float | None = None
         self.starts = 0
-        """How often it was started."""
+        """Number of starts."""
         self.is_wanted = is_wanted
         """False while another machine has the child: then it is ended here."""
 

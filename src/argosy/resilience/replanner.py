@@ -103,7 +103,7 @@ class MigrationQuestion:
     step_s: float | None
     """The measured step time; None if there is none yet."""
     migration_s: float
-    """How long a migration stops training."""
+    """Time for which a migration stops training."""
     stage_s: tuple[float, ...] = ()
     """uneven_stages: own seconds of each pipeline rank for a microbatch, measured."""
     microbatches: int = 1

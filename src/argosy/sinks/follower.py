@@ -26,7 +26,7 @@ FP32_BYTES = 4
 COPIES = 2
 """The model, and what is read of it at once."""
 SINK_LOOK_S = 0.2
-"""How often it looks after the sinks."""
+"""Time between two looks at the sinks."""
 PROCESS = "follower"
 """Its name among those of the run's events."""
 

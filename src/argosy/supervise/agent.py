@@ -38,9 +38,9 @@ from argosy.supervise.stopping import Stopping
 from argosy.sync.sites.process import exchange_of
 
 TICK_S = 0.05
-"""How often it looks at the clock; messages and ended processes wake it at once."""
+"""Time between two looks at the clock; messages and ended processes wake it at once."""
 FORK_SERVER_RESTARTS = RestartPolicy(most_failures=3)
-"""So many fork servers in a row that die before they have forked anything end the run."""
+"""After three fork servers in a row that die before they have forked anything the run ends."""
 SPEAKERS = 3
 """Nodes that say in the log that the coordinator is lost: each of a thousand would."""
 
@@ -71,13 +71,13 @@ class Agent:
         """Processes that the node of rank 0 has beside the workers."""
         self._finish: say.EndRun | None = None
         self._progress = Progress(enabled=not quiet, by="agent")
-        """What is waited for while no worker of this node is in a world: then none of them has the live line."""
+        """The live line while no worker of this node is in a world."""
         self._restarts = Restarts(FORK_SERVER_RESTARTS)
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None
         self._reporter = NodeReporter()
         self._heard = say.Heard()
-        """What the coordinator last asked of heartbeats."""
+        """The coordinator's last request for heartbeats."""
 
     def run(self) -> None:
         """Hold the workers until the run has ended.

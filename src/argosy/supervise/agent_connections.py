@@ -68,7 +68,7 @@ class AgentConnections:
         self._returning: dict[str, str] = {}
         """Nodes whose connection ended while this process was stopped, and why: their agents call again."""
         self._slept_at_s = -LEASE_S
-        """When this process was stopped last, in `awake_s`."""
+        """Last time that this process was stopped, in `awake_s`."""
         self._strangers: dict[AgentConnection, None] = {}
         """Connections that have not said who they are, the oldest first."""
         self.refused, self.last_refusal = 0, ""

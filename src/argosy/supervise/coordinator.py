@@ -52,7 +52,7 @@ from argosy.supervise.watch import RunWatch
 
 TICK_S = 0.02
 DETECT_EVERY_S = 0.25
-"""How often the detectors look at what agents have shown."""
+"""Time between two looks of the detectors at what agents have shown."""
 WAITS_S = 30.0
 """If a world that was begun is not together after so long, an event says what is missing."""
 ALONE_S = 10.0
@@ -63,7 +63,7 @@ STEP_TIMES_PER_S = 65_536
 HEARTBEATS_A_LEASE = 4
 """But no agent is heard less often than this."""
 REPORT_S = 10.0
-"""How often an event tells of connections that were refused."""
+"""Time between two events about refused connections."""
 
 
 class Coordinator:
@@ -103,12 +103,12 @@ class Coordinator:
         self._reported, self._reported_s = 0, 0.0
         self._pending: Join | None = None
         self._begun_s: float | None = None
-        """When the newest generation was begun, until all its ranks have shown themselves or an event has said why."""
+        """Begin of the newest generation, until all its ranks have shown themselves or an event has said why."""
         self._rates = NodeRates()
         self._slow: set[str] = set()
         self._looked_s = 0.0
         self._heard = say.Heard()
-        """What agents are asked of heartbeats."""
+        """Request for heartbeats that agents were told last."""
         self._finish: FinishRun | None = None
         self._processes: dict[str, tuple[str, float]] = {}
         """Node -> the agent's process that speaks for it (`AgentHello.process`), and since when."""

@@ -40,7 +40,7 @@ STOPPED_AFTER_S = 2.0
 MOST_STRANGERS = 3
 """This many times in a row what answered could not prove that it knows the run's secret: it is something else."""
 CALL_AGAIN_S = 0.5
-"""How soon it is called again after something else has answered, or hung up before it had proven anything."""
+"""Time until it is called again after something else has answered, or hung up before it had proven anything."""
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -63,7 +63,7 @@ class CoordinatorClient:
         self._last_asked_s = 0.0
         self._lost_since: float | None = None
         self.ask_s = EVERY_S
-        """How often it is asked for an answer."""
+        """Time between two questions to it."""
         self._kept_s = math.inf
         self.is_ending = False
         """True once the run is to end: a coordinator that is gone then is not missed."""

@@ -21,9 +21,9 @@ from argosy.processes.patience import STOPPED_S, Patience
 from argosy.processes.supervisor import RestartPolicy, Restarts
 
 STORE = "store"
-"""How the fork server's key of a store begins."""
+"""Prefix of the fork server's keys of stores."""
 STORE_RESTARTS = RestartPolicy(most_failures=3)
-"""So many processes in a row that open no store end the run."""
+"""After three processes in a row that open no store the run ends."""
 
 
 def store_file(folder: Path, generation: int) -> Path:

@@ -32,7 +32,7 @@ from argosy.supervise.roster import Place, Roster
 MOST_SUSPICIONS = 3
 """A node that was suspected or refused this often is used after all others for the rest of the run."""
 STOP_WAIT_S = 5.0
-"""How long a new coordinator of a run that stops waits for agents of the world before: they call within two seconds."""
+"""Time that a new coordinator of a stopping run waits for agents of the world before: they call within two seconds."""
 MOST_NAMED = 16
 """A message names this many nodes at most."""
 
@@ -50,7 +50,7 @@ class Settings:
     max_restarts: int = 3
     wait_for_nodes_s: float = 60.0
     first_wait_s: float = 600.0
-    """How long the run waits for all its nodes before its first step."""
+    """Time that the run waits for all its nodes before its first step."""
     checks_nodes: bool = True
     """True if node health checks are on."""
 

@@ -30,11 +30,11 @@ PLANNER = "argosy.resilience.replanner"
 APART_S = 300.0
 """Shortest time between two migrations."""
 MIGRATION_S = 60.0
-"""What a migration is assumed to cost before this coordinator has seen a world begin."""
+"""Assumed cost of a migration before this coordinator has seen a world begin."""
 GAINED = 0.05
 """Share of the step time that a migration must save to count as a success."""
 HOLD_WITHIN_S = 120.0
-"""How long all ranks may take to hold."""
+"""Time that all ranks may take to hold."""
 
 
 @dataclass

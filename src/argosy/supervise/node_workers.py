@@ -42,7 +42,7 @@ WORKER = ForkEntry("argosy.supervise.worker")
 BREAK_S = 10.0
 """A worker that takes longer to leave a broken world is killed."""
 NEWCOMERS_EVERY_S = 0.5
-"""How often processes that are in no world yet are looked at."""
+"""Time between two looks at processes that are in no world yet."""
 
 
 class NodeWorkers:
@@ -80,7 +80,7 @@ class NodeWorkers:
 
     @property
     def states(self) -> set[RankState]:
-        """What the workers are doing."""
+        """States of the workers."""
         return {process.state for process in self._processes.values()}
 
     @property

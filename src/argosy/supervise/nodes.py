@@ -19,7 +19,7 @@ from argosy.processes.child import end_in_words
 
 
 class RankState(Enum):
-    """What a worker process is doing."""
+    """State of a worker process."""
 
     STARTING = "starting"
     """It imports what it needs."""
@@ -49,7 +49,7 @@ class Node:
 
     host: str
     slots: int
-    """How many workers the node has room for, spare ones included."""
+    """Number of workers that the node has room for, spare ones included."""
     workers: dict[int, RankProcess] = field(default_factory=dict)
     is_avoided: bool = False
     """True if it is used only when there are not enough processes without it."""
@@ -162,7 +162,7 @@ class Failures:
 
 HANDOVER_FILE = "membership.json"
 OLD_NAMES = {"generation": OLD_NAME, "suspicions": "doubts"}
-"""What keys were called in the folders of older runs, which go on."""
+"""Names of keys in the folders of older runs, which go on."""
 
 
 @dataclass(frozen=True)

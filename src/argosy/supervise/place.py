@@ -49,7 +49,7 @@ class CoordinatorProcess:
         self._was_started = self._is_heard = False
         self._restarts = Restarts(COORDINATOR_RESTARTS)
         self.address: Address | None = None
-        """Where it listens; None before `listen`."""
+        """Address at which it listens; None before `listen`."""
 
     @property
     def is_alive(self) -> bool:
@@ -107,7 +107,7 @@ class CoordinatorProcess:
 
 
 LEASE_LOOK_S = 0.5
-"""How often an agent without a coordinator looks the lease up."""
+"""Time between two looks at the lease by an agent without a coordinator."""
 LEASE_DOUBT_S = 3.0
 """A coordinator that does not answer for this long may have lost the lease: it is looked up then."""
 
@@ -122,16 +122,16 @@ class Found(NamedTuple):
 
 
 class CoordinatorPlace(Protocol):
-    """Where the coordinator of a run is."""
+    """The place of a run's coordinator."""
 
     process: CoordinatorProcess
     """The coordinator that this agent starts, if it is to start one."""
     key: str
     """The key that says where it is, and its value."""
     name: str
-    """What messages call the coordinator there."""
+    """Name of the coordinator there in messages."""
     remedy: str
-    """What to do if it cannot be reached."""
+    """Remedy in messages, if it cannot be reached."""
     problem: str
     """Why it is not known where the coordinator is; empty if it is, or nobody is."""
 
@@ -382,7 +382,7 @@ def _is_loopback(address: str) -> bool:
 
 
 OTHER_DESCRIPTORS = 64
-"""What a coordinator has open besides a connection to each agent: log, events, planner, some that call."""
+"""Descriptors of a coordinator besides a connection to each agent: log, events, planner, some that call."""
 
 
 def check_descriptors(nodes: int) -> None:

@@ -27,7 +27,7 @@ from argosy.supervise.nodes import RankState, WorkerProcess
 FOLDER, REQUEST = "stacks", "request.json"
 REQUEST_EVERY_S = 1.0
 COLLECT_S = 0.3
-"""How long workers have to write their stacks."""
+"""Time that workers have to write their stacks."""
 OLD_S = 60.0
 """A request is not answered any more after so long: whoever asked has given up."""
 MOST_REQUEST_BYTES = 4096
@@ -35,7 +35,7 @@ MOST_REQUEST_BYTES = 4096
 MOST_STACK_BYTES = 2**17
 """The most that is read of one worker's stacks."""
 NOT_A_REQUEST = (ValueError, TypeError, KeyError, RecursionError)
-"""What reading any bytes as a request may raise."""
+"""Errors of reading any bytes as a request."""
 REQUEST_NAME = re.compile(r"[0-9a-z-]{1,64}")
 STANDS_S = 5.0
 """If a world is broken off in which a rank has been in one place for so long, it is written down where."""
@@ -164,7 +164,7 @@ def _seen(worker: WorkerProcess, scratch: Path) -> dict[str, Any]:
 ENTRIES = 2000
 """Collectives that are kept, a few hundred bytes each."""
 PIPE, DUMP = "flight-", "flight/rank-"
-"""How the names of the pipes in the agent's scratch folder and of the files in the run's folder of stacks begin."""
+"""Prefixes of the names of pipes in the agent's scratch folder, and of files in the run's folder of stacks."""
 
 
 def flight_environment(stacks: Path, scratch: Path) -> dict[str, str]:

@@ -153,9 +153,9 @@ class _StepGather:
 
 
 READ_S = 1.0
-"""How often the run's metrics are read: the disk may be slow."""
+"""Time between two looks at the run's metrics: the disk may be slow."""
 METRICS_STEPS = 256
-"""How many steps' times are kept."""
+"""Number of steps whose times are kept."""
 
 
 class RunWatch:

@@ -36,7 +36,7 @@ from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
 
 CLOSE_EVERY_S = 0.2
-"""How often the connections of a broken world are closed, until the process has left it."""
+"""Time between two closings of a broken world's connections, until the process has left it."""
 LOCAL_FAULTS = ("Too many open files", "Cannot allocate memory", "No space left on device")
 """Words of errors that gloo reports too, but another world would only meet again: this process must be replaced."""
 GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "TCPStore", "store")

@@ -73,18 +73,18 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long one step took on each rank."""
+    """Times of one step on each rank."""
 
     step: int
     busy_s: Times
     """Seconds of own work, without waiting for others. Shape: (ranks,)."""
     microbatches: Times
-    """How many each rank ran. Shape: (ranks,)."""
+    """Number that each rank ran. Shape: (ranks,)."""
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """How often a process was found, or suspected, to be wrong since it started."""
+    """Number of times that a process was found, or suspected, to be wrong since it started."""
 
     node: str
     pid: int
@@ -102,11 +102,11 @@ class Sample:
     """The watcher's CLOCK_MONOTONIC, seconds."""
     generation: int
     moved: Flags
-    """Which ranks have made progress. Shape, as of all arrays: (ranks,)."""
+    """True for ranks that have made progress. Shape, as of all arrays: (ranks,)."""
     beaten: Flags
-    """Which ranks have sent a heartbeat."""
+    """True for ranks that have sent a heartbeat."""
     every_s: float = 0.5
-    """How often samples come at most, seconds."""
+    """Least time between two samples, seconds."""
     step: int = -1
     """The furthest step that any rank is in, or did last."""
     has_evaluated: bool = False

@@ -142,7 +142,7 @@ MAX_GAP = 2.0
 """A time between two samples that is longer than both, this many times the usual one and so many seconds, means that
 the watcher itself, or the whole machine, did not run."""
 SHOWN = 8
-"""How many blamed ranks, and others, the evidence shows: a world may have thousands."""
+"""Number of blamed ranks, and of others, in the evidence: a world may have thousands."""
 SETTLED_S = 1.0
 """All ranks must have stopped for this long before the waits between them are read."""
 SLOW_PHASES: tuple[Phase, ...] = ("starting", "recovering", "checkpoint", "finishing")
@@ -159,9 +159,9 @@ class HangDetector:
         self._at_s = 0.0
         self._has_evaluated = False
         self._still_s: Times
-        """How long each rank has made no progress, counting only time in which the watcher ran."""
+        """Time for which each rank has made no progress, counting only time in which the watcher ran."""
         self._beat_still_s: Times
-        """How long its heart has not beaten."""
+        """Time for which its heart has not beaten."""
         self._is_blamed: Flags
         self._start(-1, 0)
 
@@ -313,7 +313,7 @@ def _facts(seen: WorkerSeen, generation: int) -> dict[str, Any]:
 
 
 OTHERS_S = 3.0
-"""What is seen by the coordinator's detectors too is left to them for so much longer: they name the rank."""
+"""Time for which the coordinator's detectors, which name the rank, come first."""
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,7 @@ class JoiningWatch:
 
 @dataclass(frozen=True)
 class _Still:
-    """How long the number of beats has been the same."""
+    """Time for which the number of beats has been the same."""
 
     beats: int
     seconds: float = 0.0

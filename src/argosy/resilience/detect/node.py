@@ -54,7 +54,7 @@ class DiskReading:
     error: int | None = None
     """The errno that the trial write failed with."""
     pending_s: float = 0.0
-    """How long a trial write has been running."""
+    """Time for which a trial write has been running."""
 
 
 class DiskDetector:
@@ -199,7 +199,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class LimitsReading:
-    """How much of its limits a node and its workers have used."""
+    """The limits of a node and its workers, and how much of them is used."""
 
     files: Mapping[int, tuple[int, int]]
     """Process -> open files, and the limit."""

@@ -13,7 +13,7 @@ from argosy.supervise.lease.kubernetes import KubernetesLease
 from argosy.supervise.lease.lease import RENEW_S, SAFE_S, FolderLease, Lease, LeaseLost, LeaseUnreachable
 
 RENEW_AGAIN_S = 0.2
-"""How soon an unreachable backend is asked again."""
+"""Time until an unreachable backend is asked again."""
 
 
 class HeldLease:

@@ -21,7 +21,7 @@ from argosy.processes.connection import Address
 TTL_S = 8.0
 """A lease that was not renewed for this long ends."""
 RENEW_S = 1.5
-"""How often its holder renews it."""
+"""Time between two renewals by its holder."""
 SAFE_S = 6.0
 """The holder stops after this long without a renewal that was answered, counted from when it asked for that: before the
 lease ends, also where two clocks differ by a few percent."""
@@ -46,7 +46,7 @@ class Holder:
 
     @property
     def address(self) -> Address:
-        """Where agents reach it."""
+        """Address at which agents reach it."""
         return self.host, self.port
 
     @classmethod
