@@ -25,8 +25,8 @@ from argosy.probe.compute import (
     measure_launch,
     measure_layer_host,
     measure_matmuls,
+    seconds,
 )
-from argosy.probe.timing import seconds
 from tiny import model_config, run_config
 from workers import WorkerPool
 

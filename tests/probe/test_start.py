@@ -16,8 +16,7 @@ from argosy.errors import Interrupted, RunFailed
 from argosy.parallel.world import World
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.probe import start
-from argosy.probe.machine import catalogue_device
-from argosy.probe.probe import ProbeRequest
+from argosy.probe.probe import ProbeRequest, catalogue_device
 from argosy.probe.start import probe_here
 from argosy.processes.child import ForkEntry
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from argosy.sinks import prometheus
-from argosy.sinks.feed import Feed
 from argosy.sinks.prometheus import Prometheus
-from argosy.sinks.worker import about
+from argosy.sinks.worker import Feed, about
 from run_folder import RunFolder
 
 TOKEN = "0123456789abcdef"

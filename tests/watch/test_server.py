@@ -13,8 +13,8 @@ pytest.importorskip("starlette")
 
 from argosy.watch import library, linefile, metrics_table, timeline
 from argosy.watch import server as server_module
-from argosy.watch.energy import EnergySoFar
 from argosy.watch.library import Library
+from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunReader
 from argosy.watch.server import VIEWS
 from run_folders import Made, Trouble, append
@@ -159,8 +159,8 @@ def test_the_map_of_ranks_shows_the_straggler_and_the_death(server: Served) -> N
 def test_a_minute_of_which_only_a_part_is_known_is_no_ramp_of_the_power(tmp_path: Path) -> None:
     reader = RunReader(Made(steps=400).write(tmp_path / "demo"))
     reader.refresh()
-    meter = EnergySoFar(reader)
-    meter.refresh()
+    meter = EnergySoFar(reader.folder)
+    meter.refresh(reader.nodes)
     power = meter.series()["power_w"]
     assert len(power) > 2 and power == pytest.approx([2000.0] * len(power), rel=0.02)  # four devices of 500 W
 

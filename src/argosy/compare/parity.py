@@ -19,7 +19,7 @@ from argosy.extend.trust import check_approved
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.devices import check_compiler, find_devices
 from argosy.launch.local import train
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics
 from argosy.parallel.world import threads_per_process
 from argosy.plan.plan import Plan, words_of
 from argosy.plan.search.auto import Devices, choose_plan

@@ -23,8 +23,7 @@ from argosy.errors import ArgosyWarning, Interrupted, UserError
 from argosy.extend.trust import check_approved
 from argosy.launch import run_folder
 from argosy.launch.local import train
-from argosy.observe.events import each_line
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics, each_line
 from argosy.plan.plan import Plan
 
 COMPARED = ("loss", "grad_norm", "first_sample")

@@ -15,10 +15,9 @@ from threading import Event, Thread
 from typing import Any, TextIO
 
 from argosy.observe.new_lines import NewLines
-from argosy.observe.notebook import NotebookSurface, is_in_notebook
 from argosy.observe.screen import Screen, read_lines_of
+from argosy.observe.surfaces import NotebookSurface, TerminalSurface, is_in_notebook
 from argosy.observe.terminal import has_live_line
-from argosy.observe.terminal_surface import TerminalSurface
 
 EVERY_S = 0.1
 """How often the file is looked at."""

@@ -11,6 +11,7 @@ stood still, between two events that are read when the step's clock waits for th
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,15 +19,39 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # the operators of `_c10d_functional`
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.profiler import record_function
 
 from argosy.observe.counters import NETWORK, NODE, OTHER
 from argosy.observe.wire import COLLECTIVES, Sent
 from argosy.plan.cost.traffic import WORLD
+
+NAME_END = 12
+"""Characters kept of a group's name, which may be a long hash."""
+
+
+def sequence_numbers() -> dict[str, int]:
+    """Return process group -> number of collectives that this process has begun in it; groups of one are left out.
+
+    A group's name is its purpose and the end of torch's name for it, the same on all its ranks. Any thread may call
+    this, also while another waits in a collective.
+
+    Torch has no public list of groups (`pg_map`), and its flight recorder, which has such numbers in public, only knows
+    NCCL's; `_get_sequence_number_for_group` is what torch itself names in the message of a collective that timed out.
+    """
+    world = distributed_c10d._world
+    return {
+        f"{group.group_desc}#{name[-NAME_END:]}": group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        for group, name in list(world.pg_names.items())
+        if group.size() > 1
+    }
+
 
 Arguments = Callable[..., tuple[Any, ...]]
 """The arguments of a method or functional operator -> those of c10d's operator, as `wire.COLLECTIVES` reads them."""
@@ -337,3 +362,55 @@ def _wait_tensor(call: Any) -> Any:
 def _group(group: Any) -> dist.ProcessGroup:
     """Return the group, which compiled code names by its name."""
     return group if isinstance(group, dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(group)
+
+
+COLLECTIVE = "argosy:collective/"
+
+
+class CollectiveMarks:
+    """A block in which collectives are marked."""
+
+    def __init__(self, axes: Mapping[str, str]):
+        """axes: name of a process group -> the axis that it is along (`Meshes.axis_of_groups`)."""
+        self._axes = axes
+        self._numbers = itertools.count()
+        self._works: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._originals: list[tuple[type, str, Any]] = []
+
+    def __enter__(self) -> Self:
+        for name in METHODS:
+            if hasattr(dist.ProcessGroup, name):
+                self._replace(dist.ProcessGroup, name, self._marked(name, getattr(dist.ProcessGroup, name)))
+        self._replace(dist.Work, "wait", self._waiting(dist.Work.wait))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name, original in reversed(self._originals):
+            setattr(owner, name, original)
+        self._originals.clear()
+
+    def _replace(self, owner: type, name: str, by: Any) -> None:
+        self._originals.append((owner, name, vars(owner).get(name, getattr(owner, name))))
+        setattr(owner, name, by)
+
+    def _marked(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def marked(group: dist.ProcessGroup, *args: Any, **kw: Any) -> Any:
+            unnamed = WORLD if group.size() == dist.get_world_size() else OTHER
+            mark = f"{COLLECTIVE}{self._axes.get(group.group_name, unnamed)}/{name}#{next(self._numbers)}"
+            with record_function(mark):
+                work = call(group, *args, **kw)
+            if isinstance(work, dist.Work):
+                self._works[work] = mark
+            return work
+
+        return marked
+
+    def _waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting(work: dist.Work, *args: Any, **kw: Any) -> Any:
+            mark = self._works.get(work)
+            if mark is None:
+                return wait(work, *args, **kw)
+            with record_function(f"{mark}/wait"):
+                return wait(work, *args, **kw)
+
+        return waiting

@@ -18,9 +18,8 @@ from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyError
 from argosy.observe.events import Tail, each_line
 from argosy.observe.heartbeat import BESIDE, HeartbeatReading, read_heartbeat
-from argosy.observe.panel import figures, step_in_words
+from argosy.observe.panel import RunView, figures, step_in_words
 from argosy.observe.records import evaluation_line, event_of, node_line, step_line
-from argosy.observe.run_view import RunView
 from argosy.plan.calibration.reconcile import PARTS, part_of
 from argosy.plan.cost.estimate import count
 from argosy.plan.cost.prediction import Prediction

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from argosy.files import atomic_write
 from argosy.observe.energy_report import Energy
 from argosy.observe.heartbeat import BESIDE
-from argosy.observe.run_view import duration, mfu_in_words
+from argosy.observe.panel import duration, mfu_in_words
 from argosy.plan.calibration.reconcile import Reconciled
 from argosy.plan.cost.estimate import gib, table_in_html
 

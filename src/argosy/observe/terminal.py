@@ -38,7 +38,7 @@ class Owner(Protocol):
     """Whoever has this process's terminal to itself: an `observe.screen.Screen`."""
 
     def take(self, message: dict[str, Any]) -> None:
-        """Show a message of `observe.progress`; waits for nothing."""
+        """Show a message of `Progress`; waits for nothing."""
 
 
 owner: Owner | None = None

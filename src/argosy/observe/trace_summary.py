@@ -1,7 +1,7 @@
 """What a trace of torch's profiler says, in a few figures: operations, communication by axis, idle gaps.
 
 It reads the trace's events (Chrome's trace format: name, cat, tid, ts and dur in microseconds) and the marks that
-`observe.collective_marks` and `training.services.profiling` left in them. No torch.
+`observe.collectives` and `training.services.profiling` left in them. No torch.
 
 On a CPU the process's main thread is looked at: it is idle where it is neither in an operation nor in a collective
 (Python, or another process had the core), and a collective is exposed as long as the thread is in its call or its
@@ -13,7 +13,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from argosy.plan.cost.estimate import seconds
 
 STEP, PART, COLLECTIVE = "argosy:step/", "argosy:part/", "argosy:collective/"
 """How the names of marks begin: a step, a part of it by the clock's category, a collective (see the other module)."""
@@ -207,3 +210,57 @@ def _mean(us: float, count: int) -> float:
 def _memory(events: Sequence[Event]) -> dict[str, int]:
     held = [event["args"].get("Total Allocated", 0) for event in events if event.get("name") == "[memory]"]
     return {"memory_bytes": int(max(held))} if held else {}
+
+
+OPERATIONS = 5
+SHOWN_NAME = 40
+
+
+def profile_in_words(steps: list[int], ranks: Mapping[int, Mapping[str, Any]], folder: Path) -> str:
+    """Return what was recorded, of the first rank in full: it stands for the others unless one differs much."""
+    which = f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
+    lines = [f" profile of {which}, {_ranks(ranks)}: {folder}"]
+    lines += [f"  rank {rank}: {found['problem']}" for rank, found in ranks.items() if "problem" in found]
+    whole = {rank: found for rank, found in ranks.items() if "problem" not in found}
+    if whole:
+        rank = min(whole)
+        lines += [
+            f"  a step of rank {rank} takes {seconds(whole[rank]['step_s'])} while it is recorded",
+            *_of(whole[rank]),
+        ]
+    return "\n".join(lines)
+
+
+def _of(found: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, figures in found["parts"].items():
+        planned = f"   planned {seconds(figures['predicted'])}" if "predicted" in figures else ""
+        lines.append(f"  {name.replace('_', ' + '):20} {seconds(figures['measured']):>9}{planned}")
+    for axis, figures in found["communication"].items():
+        planned = (
+            f"   planned {seconds(figures['predicted_exposed_seconds'])}"
+            if "predicted_exposed_seconds" in figures
+            else ""
+        )
+        exposed = f"{seconds(figures['exposed_seconds']):>9}{planned}   of {seconds(figures['seconds'])} in collectives"
+        lines.append(f"  {'waits along ' + axis:20} {exposed}")
+    lines.append(f"  {'idle':20} {seconds(found['idle_s']):>9}{_gap(found['gaps'])}")
+    lines.append("  longest operations:")
+    lines += [
+        f"    {operation['share']:>4.0%}  {seconds(operation['seconds']):>9}  {operation['name'][:SHOWN_NAME]}"
+        for operation in found["operations"][:OPERATIONS]
+    ]
+    return lines
+
+
+def _gap(gaps: list[Mapping[str, Any]]) -> str:
+    if not gaps:
+        return ""
+    after = f" after {gaps[0]['after']}" if gaps[0]["after"] else ""
+    return f"   the longest gap: {seconds(gaps[0]['seconds'])} in {gaps[0]['part']}{after}"
+
+
+def _ranks(ranks: Mapping[int, Any]) -> str:
+    known = sorted(ranks)
+    shown = ", ".join(map(str, known[:8])) + (", ..." if len(known) > 8 else "")
+    return f"rank{'s' if len(known) > 1 else ''} {shown}" if known else "no rank"

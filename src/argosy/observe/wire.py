@@ -13,7 +13,7 @@ message of `size` bytes in a group of n ranks that is
     scatter            (n-1)/n size      at the root, which alone sends
 
 `plan.cost.traffic` predicts the same numbers from the plan. What watches every operation that torch runs is at the top;
-`simulate.operators` counts with it too.
+`simulate.fake` counts with it too.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from argosy.parallel.world import World
 from argosy.plan.hardware.measurements import CollectiveRate, Operation, four_digits
-from argosy.probe.timing import LONGEST_SLICE_S, lower_quartile, synchronize
+from argosy.probe.compute import LONGEST_SLICE_S, lower_quartile, synchronize
 from argosy.sync.collectives import all_gather_single, reduce_scatter_single
 
 MESSAGES = {"cpu": [2**p for p in range(10, 27, 2)], "cuda": [2**p for p in range(10, 31, 2)]}

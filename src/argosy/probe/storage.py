@@ -16,7 +16,7 @@ from argosy.data.prepare import prepare
 from argosy.errors import UserError
 from argosy.files import sync
 from argosy.parallel.world import World
-from argosy.probe.timing import total
+from argosy.probe.compute import total
 
 FILE_BYTES = 2**26
 """Bytes of each process's file, a multiple of BLOCK_BYTES."""

@@ -26,9 +26,8 @@ from argosy.plan.cost.exact_state import dp_rank_of, place_of, stages_on
 from argosy.plan.parameters import Stage
 from argosy.plan.plan import Plan
 from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
-from argosy.simulate.layers import layers_alike
 from argosy.simulate.record import Pass, Recorder, Trace
-from argosy.simulate.repeat import grown
+from argosy.simulate.repeat import grown, layers_alike
 from argosy.training.state import StepUpdate, TrainState
 from argosy.training.step import Step
 

@@ -21,7 +21,7 @@ from argosy.observe.clock import Category as Part
 from argosy.observe.clock import StepClock
 from argosy.observe.wire import Message, message_of, nbytes, tensors_in
 from argosy.parallel.world import CPU
-from argosy.simulate.operators import LiveBytes, flops_of
+from argosy.simulate.fake import LiveBytes, flops_of
 
 Category = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "host", "other"]
 """What memory is for:

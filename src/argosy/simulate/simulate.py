@@ -42,7 +42,7 @@ class Simulated:
     host_bytes: int
     """The most that `plan.offload` keeps in host memory at once."""
     flops: dict[Phase, int]
-    """FLOPs of contractions by phase (`simulate.operators`)."""
+    """FLOPs of contractions by phase (`simulate.fake`)."""
     sent_bytes: Counts
     """(axis, kind of collective) -> bytes sent (`observe.wire`)."""
     messages: Counts

@@ -27,7 +27,7 @@ from argosy.observe import stacks, terminal
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path
 from argosy.observe.node_metrics import NodeMetrics
-from argosy.observe.progress import SCREEN, Progress
+from argosy.observe.screen import SCREEN, Progress
 from argosy.observe.terminal import print_message
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.processes.channel import Gone

@@ -1,25 +1,221 @@
-"""The conclusions of a run's page: advice by rules that state their evidence, forecast, and alerts.
-
-They are drawn anew only when the folder tells more.
+"""Conclusions about a run: its facts, gathered from what was read of its folder; advice by rules that state their
+evidence, the forecast and the alerts, drawn anew only when the folder tells more.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.observe.events import from_the_end
 from argosy.watch.alerts import Alert, standing
-from argosy.watch.facts import RunFacts
+from argosy.watch.columns import rows_of
+from argosy.watch.facts import RECENT, DeviceSeen, DiskSeen, Floats, RankTable, RunFacts
 from argosy.watch.forecast import Forecast, forecast
-from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader
-from argosy.watch.rules import learning, memory, ranks, reliability, times
-from argosy.watch.rules.planner import Planner
+from argosy.watch.rules import learning, ranks, reliability, times
+from argosy.watch.rules.planner import Advice, Planner, Rule
 from argosy.watch.rules.ranks import slow_ranks
-from argosy.watch.rules.rule import Advice, Rule
+
+Record = dict[str, Any]
+
+READ_NODES = 64
+"""Up to this many nodes, all lines about the last steps are read; beyond, the newest line of each, from memory."""
+LINES = 60
+DISK_S = 3600.0
+"""The free space of disks is looked at over so long."""
+OWN_STEPS = 50
+"""Steps whose own work is compared between ranks."""
+KNOWN = 4000
+"""Last lines of a longer run that keys other than `OF_ALL` are read from: all of them would be gigabytes."""
+OF_ALL = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
+"""Keys that a reader has of all steps at once."""
+FRESH_S = 600.0
+"""A node's line that is so much older than the newest one tells nothing of now."""
+
+
+def facts_of(reader: RunReader, now_s: float | None = None) -> RunFacts:
+    """Return the facts of the run as of the reader's last `refresh`.
+
+    now_s: seconds since 1970; default: now, or of a run that has ended, when it last said something.
+    """
+    if now_s is None:
+        has_ended = reader.state in ("finished", "stopped", "failed", "dead")
+        now_s = reader.alive_s if has_ended and reader.alive_s else time.time()
+    first_step = float(reader.steps["step"][-RECENT:][:1].max(initial=0.0))
+    lines = dict(_lines(reader, first_step))
+    power_w, power_source = _power(lines)
+    return RunFacts(
+        now_s=now_s,
+        state=reader.state,
+        run=reader.run,
+        plan=reader.plan,
+        prediction=reader.prediction,
+        report=reader.report,
+        steps=reader.steps if len(reader.steps) <= KNOWN else _Newest(reader),
+        evaluations=reader.evaluations,
+        events=reader.events,
+        ranks=_ranks(lines),
+        devices=tuple(_devices(lines)),
+        disks=tuple(_disks(reader, now_s)),
+        power_w=power_w,
+        power_source=power_source,
+        folder=str(reader.folder),
+    )
+
+
+class _Newest:
+    """The columns of a long run: `OF_ALL` of all steps; of other keys the last values, NaN before."""
+
+    def __init__(self, reader: RunReader):
+        self._of_all, self._count = reader.steps, len(reader.steps)
+        lines = (line for line in from_the_end(reader.folder / "metrics.jsonl") if "loss" in line)
+        last = rows_of(list(islice(lines, KNOWN))[::-1])
+        steps = reader.steps["step"]
+        at = np.minimum(np.searchsorted(steps, last.get("step", np.empty(0))), self._count - 1)
+        self._is_there = steps[at] == last.get("step", np.empty(0))
+        self._at, self._last = at[self._is_there], last
+
+    def __getitem__(self, key: str) -> Floats:
+        """Return a column as long as the run."""
+        if key in OF_ALL:
+            return self._of_all[key]
+        column = np.full(self._count, np.nan)
+        if key in self._last:
+            column[self._at] = self._last[key][self._is_there]
+        return column
+
+    def keys(self) -> list[str]:
+        """Return the keys of the last lines."""
+        return list({**dict.fromkeys(OF_ALL), **dict.fromkeys(self._last)})
+
+
+def _lines(reader: RunReader, first_step: float) -> Iterator[tuple[str, list[Record]]]:
+    """Yield each node's lines about the last steps; nodes that have fallen silent are left out."""
+    newest_s = max((_number(series.last.get("time_s")) for series in reader.nodes.values()), default=0.0)
+    for node, series in reader.nodes.items():
+        if not series.last or _number(series.last.get("time_s")) < newest_s - FRESH_S:
+            continue
+        few = len(reader.nodes) <= READ_NODES
+        lines = reader.node_records(node, first_step, most=LINES)[0][-LINES:] if few else []
+        yield node, lines or [series.last]
+
+
+def _ranks(lines: dict[str, list[Record]]) -> RankTable | None:
+    """Return the ranks of the newest generation."""
+    newest = max((_number(line.get("generation")) for each in lines.values() for line in each), default=-1.0)
+    of_node = {
+        node: current
+        for node, each in lines.items()
+        if (current := [line for line in each if _number(line.get("generation")) == newest and line.get("ranks")])
+    }
+    places = sorted((int(rank), node) for node, each in of_node.items() for rank in each[-1]["ranks"])
+    if not places:
+        return None
+    numbers = np.array([rank for rank, _ in places])
+    told = {int(step) for each in of_node.values() for line in each for step, _ in line.get("own") or []}
+    steps = np.array(sorted(told)[-OWN_STEPS:], dtype=np.int64)
+    own_s = np.full((len(steps), len(numbers)), np.nan)
+    microbatches = np.ones_like(own_s)
+    row_of = {int(step): row for row, step in enumerate(steps)}
+    for each in of_node.values():
+        for line in each:
+            at = _places(line, numbers)
+            told_from = dict(line.get("microbatches") or [])
+            many = np.ones(len(at))
+            for step, values in line.get("own") or []:
+                many = _floats(told_from[step]) if len(told_from.get(step, ())) == len(at) else many
+                if step in row_of and len(values) == len(at):
+                    own_s[row_of[step], at] = _floats(values)
+                    microbatches[row_of[step], at] = np.maximum(many, 1.0)
+    seconds, memory = _means(of_node, numbers)
+    return RankTable(numbers, tuple(node for _, node in places), steps, own_s, seconds, memory, microbatches)
+
+
+def _places(line: Record, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.searchsorted(numbers, np.array(line["ranks"], dtype=np.int64))
+
+
+def _means(of_node: dict[str, list[Record]], numbers: NDArray[np.int64]) -> tuple[dict[str, Floats], Floats | None]:
+    """Return the mean seconds of each category, and the peak memory, by rank, of the newest line of each node."""
+    seconds: dict[str, Floats] = {}
+    memory = np.full(len(numbers), np.nan)
+    for each in of_node.values():
+        line = next((line for line in reversed(each) if line.get("seconds")), each[-1])  # some end no step
+        at = _places(line, numbers)
+        for category, values in (line.get("seconds") or {}).items():
+            if len(values) == len(at):
+                seconds.setdefault(category, np.full(len(numbers), np.nan))[at] = _floats(values)
+        if len(line.get("memory_bytes") or []) == len(at):
+            memory[at] = _floats(line["memory_bytes"])
+    return seconds, memory if np.isfinite(memory).any() else None
+
+
+def _devices(lines: dict[str, list[Record]]) -> Iterator[DeviceSeen]:
+    """Yield each device, with its means over the lines."""
+    for node, each in lines.items():
+        for number, device in enumerate(each[-1].get("devices") or []):
+            same = [line["devices"][number] for line in each if len(line.get("devices") or []) > number]
+            yield DeviceSeen(
+                node=node,
+                ranks=tuple(int(rank) for rank in device.get("ranks") or ()),
+                name=str(device.get("name", "")),
+                **{key: _mean(same, key) for key in ("utilisation", "temperature_c", "clock_mhz", "power_w")},
+            )
+
+
+def _disks(reader: RunReader, now_s: float) -> Iterator[DiskSeen]:
+    for node, series in reader.nodes.items():
+        few = len(reader.nodes) <= READ_NODES
+        lines = series.records(now_s - DISK_S, now_s, LINES)[0] if few else [series.last]
+        known = [
+            (_number(line.get("time_s")), _number((line.get("host") or {}).get("disk_free_bytes"), np.nan))
+            for line in lines
+        ]
+        found = np.array([pair for pair in known if np.isfinite(pair[1])])
+        if len(found):
+            yield DiskSeen(node, found[:, 0], found[:, 1])
+
+
+def _power(lines: dict[str, list[Record]]) -> tuple[float | None, str]:
+    """Return the mean power of all nodes over their lines, W, and where it is from."""
+    total, sources = 0.0, set()
+    for each in lines.values():
+        told = [line for line in each if isinstance(line.get("energy"), dict)]
+        took_s = _number(told[-1].get("time_s")) - _number(told[0].get("time_s")) if len(told) > 1 else 0.0
+        if took_s <= 0:  # a single line does not say how long it is about
+            power = [_number(device.get("power_w"), np.nan) for device in each[-1].get("devices") or []]
+            if not power or not np.isfinite(power).all():
+                return None, ""
+            total += float(np.sum(power))
+            sources.add("nvml")
+            continue
+        total += sum(_number(line["energy"].get("joules")) for line in told[1:]) / took_s
+        sources |= {str(line["energy"].get("source", "")) for line in told}
+    if not sources or total <= 0:
+        return None, ""
+    return total, "estimate" if "estimate" in sources else sorted(sources)[0]
+
+
+def _mean(devices: list[Record], key: str) -> float | None:
+    values = [float(device[key]) for device in devices if isinstance(device.get(key), int | float)]
+    return float(np.mean(values)) if values else None
+
+
+def _number(value: Any, otherwise: float = 0.0) -> float:
+    return float(value) if isinstance(value, int | float) else otherwise
+
+
+def _floats(values: list[Any]) -> Floats:
+    return np.array([np.nan if value is None else value for value in values], dtype=float)
+
 
 RULES: tuple[Rule, ...] = (
     ranks.straggler,
@@ -31,11 +227,11 @@ RULES: tuple[Rule, ...] = (
     learning.learning_rate_ended,
     learning.overfits,
     learning.skewed_experts,
-    memory.memory_near_limit,
+    times.memory_near_limit,
     times.waiting_for_data,
     times.exposed_communication,
     times.pipeline_bubble,
-    memory.memory_left_over,
+    times.memory_left_over,
     times.recompiles,
     times.slower_than_planned,
     times.idle_devices,

@@ -6,7 +6,7 @@ The time left is the sum of steps, evaluations and failures that are still to co
   looked up in the run itself: at earlier points of what it has done, its later part is forecast from its earlier one.
   The errors, with a prior for short runs, give the spread of a t-distribution, since they are few;
 - *evaluations*: as many as the run file asks for, each as long as those so far;
-- *failures*: a Poisson process with the rate of `watch.outages`: the run's own if it had more failures than the
+- *failures*: a Poisson process with the rate of `rules.reliability`: the run's own if it had more failures than the
   catalogue's rate explains, else the catalogue's. Each costs as much as those so far, or as is usual
   (`plan.cost.goodput.RESTART_S`).
 
@@ -25,8 +25,8 @@ from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
 from argosy.plan.cost.goodput import RESTART_S, mtbf_s
 from argosy.watch.facts import Floats, RunFacts
-from argosy.watch.outages import failure_rate, failures
 from argosy.watch.rules.planner import Planner
+from argosy.watch.rules.reliability import failure_rate, failures
 
 DRAWS = 4000
 LEAST_STEPS = 10

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.records import encodable
-from argosy.watch.energy import EnergySoFar
 from argosy.watch.metrics_table import Preview, preview
+from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunReader
 from argosy.watch.run_files import RunTail, find_runs, run_folder
 
@@ -86,7 +86,7 @@ class Library:
             entry = self._open.get(folder)
             if entry is None:
                 reader = RunReader(folder)
-                entry = self._open[folder] = Open(reader, EnergySoFar(reader))
+                entry = self._open[folder] = Open(reader, EnergySoFar(folder))
             self._open.move_to_end(folder)
         try:
             with entry.lock:

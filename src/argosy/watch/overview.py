@@ -20,11 +20,11 @@ from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.watch.columns import STEP
-from argosy.watch.energy import JOULES_PER_KWH, EnergySoFar
 from argosy.watch.linefile import leads_away, table_of
+from argosy.watch.nodes import JOULES_PER_KWH, EnergySoFar
 from argosy.watch.reader import RunReader
 from argosy.watch.run_files import RunFiles, RunTail
-from argosy.watch.series import Buckets
+from argosy.watch.steps import Buckets
 from argosy.watch.timeline import RunTimeline, run_timeline, timeline, useful_s
 
 
@@ -208,7 +208,7 @@ def _experts(line: dict[str, Any]) -> dict[str, Any]:
 
 def energy(reader: RunReader, meter: EnergySoFar) -> dict[str, Any]:
     """Return the energy of a run: what its report says, or what the agents measured so far."""
-    meter.refresh()
+    meter.refresh(reader.nodes)
     reported = (reader.report or {}).get("energy")
     reported = reported if isinstance(reported, dict) else {}
     so_far = {"kwh": meter.joules / JOULES_PER_KWH, "source": meter.source} if meter.joules else {}

@@ -10,7 +10,7 @@ import numpy as np
 
 from argosy.watch.columns import STEP, Floats
 from argosy.watch.conclusions import slow_ranks_of
-from argosy.watch.node_series import Record
+from argosy.watch.nodes import Record
 from argosy.watch.reader import RunReader
 
 ROWS, COLUMNS = 256, 400

@@ -10,7 +10,7 @@ import numpy as np
 from argosy.observe.events import Tail
 from argosy.watch.columns import STEP, Columns
 from argosy.watch.metrics_table import MetricsTable
-from argosy.watch.node_series import MOST_RECORDS, Record
+from argosy.watch.nodes import MOST_RECORDS, Record
 from argosy.watch.run_files import RECENT_STEPS, Part, RunFiles, is_run
 
 MOST_SAMPLES = 1000

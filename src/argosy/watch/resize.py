@@ -28,9 +28,9 @@ from argosy.plan.report.report import PlanRequest
 from argosy.plan.report.terminal import PIPE_WIDTH
 from argosy.plan.report.within import best_by_size
 from argosy.plan.search.sizes import grown
+from argosy.watch.conclusions import facts_of
 from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import forecast
-from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader
 from argosy.watch.rules.planner import RESTART_S, Planner
 

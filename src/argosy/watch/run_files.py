@@ -25,7 +25,7 @@ from argosy.observe.records import encodable, evaluation_line, record_of, report
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
 from argosy.watch.linefile import Event, EventLog, WatchedFile, leads_away, spread_lines, table_of
-from argosy.watch.node_series import NodeSeries
+from argosy.watch.nodes import NodeSeries
 
 State = Literal["training", "finished", "stopped", "failed", "silent", "dead"]
 

@@ -22,16 +22,12 @@ import msgspec
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Route
 
 from argosy.errors import UserError
-from argosy.watch import conclusions, overview, rank_view, series, step_parts
-from argosy.watch.auth import OWN_NAMES, AuthMiddleware
+from argosy.watch import conclusions, overview, rank_view, steps
 from argosy.watch.library import Library, Open, Unreadable
 from argosy.watch.linefile import leads_away
 from argosy.watch.metrics_table import Preview
@@ -40,7 +36,6 @@ from argosy.watch.reader import RunReader
 from argosy.watch.run_files import RunTail, run_folder
 from argosy.watch.timeline import goodput, run_timeline, shown_events
 
-PAGE = Path(__file__).parent / "page"
 NEWS_S = 1.0
 BEAT_S = 10.0
 """The live line says something at least so often, so that the page knows that it is there."""
@@ -101,8 +96,8 @@ def _series(asked: QueryParameters, run: Open) -> Any:
 
 
 def _series_of(asked: QueryParameters, run: RunReader | Preview) -> Any:
-    points = asked.count("points", series.POINTS, series.MOST_POINTS)
-    return series.series(run, asked.words("keys") or ["loss"], *asked.steps, points)
+    points = asked.count("points", steps.POINTS, steps.MOST_POINTS)
+    return steps.series(run, asked.words("keys") or ["loss"], *asked.steps, points)
 
 
 def _evaluations(asked: QueryParameters, run: Open) -> Any:
@@ -111,7 +106,7 @@ def _evaluations(asked: QueryParameters, run: Open) -> Any:
 
 
 def _time(asked: QueryParameters, run: Open) -> Any:
-    return step_parts.step_parts(run.reader, *asked.steps, asked.count("points", series.POINTS, series.MOST_POINTS))
+    return steps.step_parts(run.reader, *asked.steps, asked.count("points", steps.POINTS, steps.MOST_POINTS))
 
 
 def _ranks(asked: QueryParameters, run: Open) -> Any:
@@ -143,7 +138,7 @@ VIEWS: dict[str, View] = {
     "series": _series,
     "evaluations": _evaluations,
     "time": _time,
-    "memory": lambda asked, run: step_parts.memory(run.reader),
+    "memory": lambda asked, run: steps.memory(run.reader),
     "ranks": _ranks,
     "devices": lambda asked, run: rank_view.devices(run.reader, *asked.steps),
     "events": _events,
@@ -366,36 +361,10 @@ def _folder(root: Path, run_id: str) -> Path:
         raise HTTPException(404, str(error)) from None
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def failed_answer(request: Request, error: Exception) -> Response:
     """Answer with a sentence as JSON under /api, and as text elsewhere."""
     code = error.status_code if isinstance(error, HTTPException) else 500  # uvicorn prints its traceback
     text = error.detail if isinstance(error, HTTPException) else "the server failed; its terminal says more"
     if request.url.path.startswith("/api/"):
         return Response(_encoded({"error": text}), code, media_type="application/json")
     return PlainTextResponse(f"{text}\n", code)
-
-
-async def _page(request: Request) -> Response:
-    return FileResponse(PAGE / "index.html", headers={"cache-control": "no-cache"})
-
-
-def make_app(
-    root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_NAMES
-) -> tuple[AuthMiddleware, Callable[[], None]]:
-    """Return the application that shows the runs under `root`, and what lets go of those who wait for its news.
-
-    `token` and `names` as in `AuthMiddleware`.
-    """
-    api = Api(Library(root))
-    routes = [
-        *api.routes(),
-        Route("/", _page),
-        Mount("/static", StaticFiles(directory=PAGE, check_dir=False)),
-    ]
-    app = Starlette(
-        routes=routes,
-        lifespan=api.lifespan,
-        middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=4)],
-        exception_handlers={HTTPException: _failed, Exception: _failed},
-    )
-    return AuthMiddleware(app, token, port, names), api.news.end

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from argosy.errors import UserError
 from argosy.observe.folder_view import FolderView
-from argosy.observe.panel import one_line
-from argosy.observe.run_view import RunView, duration
+from argosy.observe.panel import RunView, duration, one_line
+from argosy.observe.surfaces import TerminalSurface
 from argosy.observe.terminal import has_live_line, printable
-from argosy.observe.terminal_surface import TerminalSurface
 from argosy.watch.run_files import RunFiles, find_runs
 
 REFRESH_S = 0.5

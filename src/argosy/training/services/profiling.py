@@ -21,10 +21,9 @@ from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning
 from argosy.files import atomic_write
 from argosy.observe.clock import StepClock
-from argosy.observe.collective_marks import CollectiveMarks
+from argosy.observe.collectives import CollectiveMarks
 from argosy.observe.heartbeat import Heartbeat
-from argosy.observe.profile_words import profile_in_words
-from argosy.observe.trace_summary import PART, STEP, summary
+from argosy.observe.trace_summary import PART, STEP, profile_in_words, summary
 from argosy.parallel.world import World
 from argosy.plan.calibration.reconcile import PARTS, part_of
 from argosy.plan.plan import Plan
