@@ -15,9 +15,10 @@ import pytest
 
 from argosy.observe import screen as module
 from argosy.observe import terminal
-from argosy.observe.panel import RunView, duration
+from argosy.observe.panel import RunView
 from argosy.observe.screen import SCREEN, Line, Progress, Screen, packed, read_lines_of
 from argosy.observe.terminal import print_message
+from argosy.watch.terminal import FolderView, duration
 
 
 class Recorder:
@@ -46,7 +47,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 def test_messages_of_this_process_are_lines_that_stay():
     surface = Recorder()
-    with Screen(surface):
+    with Screen(surface, FolderView):
         Progress(enabled=True).say("evaluated", "cyan")
         Progress(enabled=False).say("of another rank")
     assert surface.lines == [("evaluated", "cyan")]
@@ -62,7 +63,7 @@ def test_workers_say_it_through_what_they_print(monkeypatch, capsys):
     assert all(line.startswith("\x1b_argosy ") and line.endswith("\x1b\\") for line in printed.splitlines())
     reader, writer = os.pipe()
     surface = Recorder()
-    with Screen(surface) as screen:
+    with Screen(surface, FolderView) as screen:
         os.write(writer, b"[W socket.cpp] a library's \xff words\nno newline" + printed.encode() + b"the end")
         os.close(writer)
         read_lines_of(reader, screen)
@@ -77,7 +78,7 @@ def test_workers_say_it_through_what_they_print(monkeypatch, capsys):
 
 def test_a_message_that_is_damaged_is_left_out():
     surface = Recorder()
-    with Screen(surface) as screen:
+    with Screen(surface, FolderView) as screen:
         for line in ("\x1b_argosy {half", "\x1b_argosy [1]\x1b\\", packed({"say": 3}), packed({"unknown": 1})):
             screen.printed(line)
     assert surface.lines == []
@@ -86,7 +87,7 @@ def test_a_message_that_is_damaged_is_left_out():
 def test_what_the_agent_waits_for_comes_before_what_a_worker_did_last():
     surface = Recorder()
     agent, worker = Progress(enabled=True, by="agent"), Progress(enabled=True)
-    with Screen(surface):
+    with Screen(surface, FolderView):
         agent.doing("")
         worker.doing("evaluating")
         agent.hand_over()
@@ -101,7 +102,7 @@ def test_what_the_agent_waits_for_comes_before_what_a_worker_did_last():
 def test_nobody_waits_for_a_terminal_that_takes_nothing():
     is_released = threading.Event()
     surface = Recorder(is_released.wait)
-    with Screen(surface) as screen:
+    with Screen(surface, FolderView) as screen:
         began = time.monotonic()
         for number in range(20_000):
             screen.take({"say": str(number)})
@@ -114,7 +115,7 @@ def test_a_terminal_that_is_gone_stops_nobody():
     def gone() -> None:
         raise OSError
 
-    with Screen(Recorder(gone)) as screen:
+    with Screen(Recorder(gone), FolderView) as screen:
         screen.take({"say": "x"})
         screen.take({"say": "y"})
 
@@ -122,7 +123,7 @@ def test_a_terminal_that_is_gone_stops_nobody():
 def test_the_last_step_stands_above_the_report(tmp_path: Path):
     surface = Recorder()
     line = '{"step": 9, "loss": 3.0, "tokens_per_s": 10.0, "mfu": 0.5, "step_time_s": 0.1, "seconds": {"step": 0.1}}\n'
-    with Screen(surface) as screen:
+    with Screen(surface, FolderView) as screen:
         screen.begin(tmp_path)
         (tmp_path / "metrics.jsonl").write_text(line)
         progress = Progress(enabled=True)
@@ -133,7 +134,7 @@ def test_the_last_step_stands_above_the_report(tmp_path: Path):
 
 def test_messages_to_a_stderr_that_is_no_terminal_do_not_go_to_the_screen(capsys):
     surface = Recorder()
-    with Screen(surface):
+    with Screen(surface, FolderView):
         terminal.print_message("argosy: worker 0 died")
     assert surface.lines == [] and capsys.readouterr().err == "argosy: worker 0 died\n"
 

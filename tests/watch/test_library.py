@@ -20,12 +20,11 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 
 from argosy.launch.launched import launched_in
-from argosy.observe.folder_view import FolderView
 from argosy.observe.panel import one_line, panel
 from argosy.watch import overview, server
 from argosy.watch.library import Library, Open, Unreadable
 from argosy.watch.prometheus import exposition
-from argosy.watch.terminal import seen
+from argosy.watch.terminal import FolderView, seen
 from run_folders import Made, Trouble, append
 from watch.served import served
 
@@ -131,7 +130,7 @@ def read_all(folder: Path) -> None:
     for view, query in QUERIES:
         asked = server.QueryParameters(Request({"type": "http", "query_string": str(QueryParams(query)).encode()}))
         library.ask("run", lambda entry, view=view, asked=asked: server._encoded(server.VIEWS[view](asked, entry)))
-    look = seen(FolderView(folder), folder)
+    look = seen(FolderView(folder))
     one_line(look).plain.encode()
     assert panel(look, 100, 30)
     for run in launched_in(folder.parent):

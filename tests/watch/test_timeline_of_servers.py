@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from argosy.watch.run_files import condition
-from argosy.watch.timeline import timeline
+from argosy.watch.timeline import condition, timeline
 
 
 def event(time_s: float, kind: str, process: str = "server-1", **facts: Any) -> dict[str, Any]:

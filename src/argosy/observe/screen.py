@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,6 @@ from rich.segment import ControlType
 from rich.text import Text
 
 from argosy.observe import terminal
-from argosy.observe.folder_view import FolderView
 from argosy.observe.panel import RunView, duration, figures, one_line, step_in_words
 
 MARK, END = "\x1b_argosy ", "\x1b\\"
@@ -57,20 +56,29 @@ class Surface(Protocol):
         """Print the last lines, and leave the run as it ended; `is_told`: the line of its last step was printed."""
 
 
+class RunFolder(Protocol):
+    """A run's folder, which is read anew at each look."""
+
+    heartbeats: Path | None
+
+    def look(self) -> RunView:
+        """Return the run as it is now."""
+
+
 def packed(message: dict[str, Any]) -> str:
     """Return a message as a line that a process can print."""
     return f"{MARK}{json.dumps(message, default=str)}{END}\n"
 
 
 class Screen:
-    """Shows a run on a surface, in a thread."""
+    """Shows a run on a surface, in a thread. `folder_of` opens a run's folder."""
 
-    def __init__(self, surface: Surface):
-        self._surface = surface
+    def __init__(self, surface: Surface, folder_of: Callable[[Path], RunFolder]):
+        self._surface, self._folder_of = surface, folder_of
         self._lines: deque[Line] = deque(maxlen=MOST_LINES)
         self._doing: dict[str, str] = {}
         self._told: dict[str, Any] = {}
-        self._folder: FolderView | None = None
+        self._folder: RunFolder | None = None
         self._is_closed = False
         self._wake, self._is_over = Event(), Event()
         self._thread = Thread(target=self._keep_drawing, name="argosy-screen", daemon=True)
@@ -88,7 +96,7 @@ class Screen:
 
     def begin(self, run_dir: Path) -> None:
         """Show the run in this folder from now on."""
-        self._folder, self._is_closed = FolderView(run_dir), False
+        self._folder, self._is_closed = self._folder_of(run_dir), False
         self._wake.set()
 
     def take(self, message: dict[str, Any]) -> None:

@@ -16,8 +16,7 @@ from argosy.observe.events import plan_since
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.watch.run_files import State
-from argosy.watch.timeline import Stretch, timeline
+from argosy.watch.timeline import State, Stretch, timeline
 
 Floats = NDArray[np.float64]
 

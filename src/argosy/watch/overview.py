@@ -16,16 +16,16 @@ from argosy.config.model_name import model_name
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.errors import ArgosyError
+from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.watch.columns import STEP
 from argosy.watch.linefile import leads_away, table_of
 from argosy.watch.nodes import JOULES_PER_KWH, EnergySoFar
-from argosy.watch.reader import RunReader
-from argosy.watch.run_files import RunFiles, RunTail
+from argosy.watch.reader import RunFiles, RunReader, RunTail
 from argosy.watch.steps import Buckets
-from argosy.watch.timeline import RunTimeline, run_timeline, timeline, useful_s
+from argosy.watch.timeline import RunTimeline, timeline
 
 
 def line(run_id: str, run: RunFiles) -> dict[str, Any]:
@@ -276,3 +276,36 @@ def _modified_s(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return -math.inf
+
+
+def run_timeline(reader: RunReader) -> RunTimeline:
+    """Return the timeline of a run."""
+    times = reader.steps["time_s"]
+    return timeline(reader.events, reader.alive_s, reader.recent_step_s, times[np.isfinite(times)])
+
+
+def goodput(reader: RunReader, found: RunTimeline) -> dict[str, Any]:
+    """Return where a run's wall time went, in seconds; the parts add up to it.
+
+    useful: steps that count. evaluate, checkpoint, check: beside steps. lost: steps that were run again. other: what
+    is left of the training. `goodput` is the share of the useful part, None if there was no time yet.
+    """
+    training = found.seconds("training")
+    parts = {"useful": useful_s(reader)}
+    parts |= {name: float(np.nansum(reader.steps[f"seconds.{name}"])) for name in sorted(BESIDE)}
+    parts["lost"] = min(found.lost_s, max(0.0, training - sum(parts.values())))
+    if (inside := sum(parts.values())) > training:  # a step that began before its world said so, or clocks that differ
+        parts = {name: seconds * training / inside for name, seconds in parts.items()}
+    parts["other"] = training - sum(parts.values())
+    parts |= {phase: found.seconds(phase) for phase in ("startup", "recovery", "stopped")}
+    wall_s = found.wall_s
+    return {
+        "wall_s": wall_s,
+        "parts": {name: round(max(0.0, seconds), 3) for name, seconds in parts.items()},
+        "goodput": parts["useful"] / wall_s if wall_s > 0 else None,
+    }
+
+
+def useful_s(reader: RunReader) -> float:
+    """Return the seconds of the steps that count."""
+    return float(np.nansum(reader.steps["step_time_s"]))

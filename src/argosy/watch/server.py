@@ -28,13 +28,12 @@ from starlette.routing import Route
 
 from argosy.errors import UserError
 from argosy.watch import conclusions, overview, rank_view, steps
-from argosy.watch.library import Library, Open, Unreadable
+from argosy.watch.library import Library, Open, Unreadable, run_folder
 from argosy.watch.linefile import leads_away
 from argosy.watch.metrics_table import Preview
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
-from argosy.watch.reader import RunReader
-from argosy.watch.run_files import RunTail, run_folder
-from argosy.watch.timeline import goodput, run_timeline, shown_events
+from argosy.watch.reader import RunReader, RunTail
+from argosy.watch.timeline import shown_events
 
 NEWS_S = 1.0
 BEAT_S = 10.0
@@ -118,11 +117,11 @@ def _ranks(asked: QueryParameters, run: Open) -> Any:
 
 
 def _events(asked: QueryParameters, run: Open) -> Any:
-    found = run_timeline(run.reader)
+    found = overview.run_timeline(run.reader)
     events = list(shown_events(run.reader.events, found, asked.words("kinds") or None))
     phases = [asdict(stretch) for stretch in found.stretches]
     more = max(0, len(events) - MOST_EVENTS)
-    return {"events": events[more:], "goodput": goodput(run.reader, found), "phases": phases, "more": more}
+    return {"events": events[more:], "goodput": overview.goodput(run.reader, found), "phases": phases, "more": more}
 
 
 def _advice(asked: QueryParameters, run: Open) -> Any:
