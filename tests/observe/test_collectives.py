@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from argosy.observe.collectives import FUNCTIONAL, METHODS, CommunicationMeter, sequence_numbers
-from argosy.observe.wire import WireCounter
 from argosy.parallel.collectives import gather_sequence
 from argosy.parallel.world import World
+from wire_counter import WireCounter
 from workers import WorkerPool
 
 LATE_S = 0.3

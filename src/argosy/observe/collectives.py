@@ -159,11 +159,9 @@ class CommunicationMeter:
         self.close()
 
     def open(self) -> None:
-        """Begin to count."""
         _Doors.open_for(self)
 
     def close(self) -> None:
-        """Count no longer; torch is as it was."""
         _Doors.close_for(self)
 
     def marks(self) -> tuple[float, int]:
@@ -196,7 +194,6 @@ class CommunicationMeter:
         return found
 
     def call(self, group: dist.ProcessGroup, sent: Sent, arguments: Arguments, call: Any, args: Any, kw: Any) -> Any:
-        """Carry out a method of `group`, and count it."""
         channel = self._channels.get(id(group)) or self._meet(group)
         start = self._mark(channel)
         work = call(group, *args, **kw)

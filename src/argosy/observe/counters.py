@@ -80,7 +80,6 @@ def _channel_of(counters: Counters, axis: str, tier: str) -> Sequence[float]:
 
 
 def clear(words: memoryview, at: int) -> None:
-    """Begin to count anew, in the words from `at` on."""
     for place in range(at, at + WORDS):
         words[place] = 0
     words[at + FIRST] = words[at + LAST] = -1
@@ -94,7 +93,6 @@ def add_step(
     communication: Communication,
     memory_bytes: int,
 ) -> None:
-    """Add a step that has ended."""
     words[at + STEPS] += 1
     words[at + LAST] = step
     if words[at + FIRST] < 0:

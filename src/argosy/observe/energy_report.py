@@ -50,7 +50,6 @@ class Energy(Costs):
     predicted_per_token: Costs | None
 
     def in_words(self) -> str:
-        """Return the line that a person reads when the run ends."""
         marked = " (an estimate)" if self.source == "estimate" else f" ({self.source})"
         words = f"energy: {_figures(self, self.currency, marked)}"
         if self.predicted is not None:

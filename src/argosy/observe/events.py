@@ -221,5 +221,4 @@ class Metrics:
         return each_line(self.path)
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all records so far."""
         return read_lines(self.path)

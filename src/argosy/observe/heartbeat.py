@@ -126,7 +126,6 @@ class Heartbeat:
         self.enter(PHASES[self._words[PHASE]])
 
     def begin(self, step: int) -> None:
-        """Show that step `step` begins."""
         self._words[STEP] = step
 
     def can_go_back_to(self, step: int) -> None:
@@ -172,7 +171,6 @@ class Heartbeat:
         self._page.close()
 
     def close(self) -> None:
-        """End the beat and remove the file."""
         self.stop()
         self.path.unlink(missing_ok=True)
 

@@ -53,7 +53,6 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
         return int(self.record["step"]) + 1 if self.record else 0
 
     @property
@@ -119,7 +118,6 @@ class LineChart:
             before = column, row
 
     def rows(self) -> list[Text]:
-        """Return the chart's lines, from top to bottom."""
         return [
             Text.assemble(*((chr(BRAILLE + dots) if dots else " ", style) for dots, style in zip(*row, strict=True)))
             for row in zip(self._cells, self._styles, strict=True)
@@ -242,7 +240,6 @@ def figures(record: Mapping[str, object], validation_loss: float | None, left_s:
 
 
 def number(loss: object) -> str:
-    """Return a loss; one that is not finite is null in JSON."""
     return f"{loss:.3f}" if isinstance(loss, float | int) else "not finite"
 
 

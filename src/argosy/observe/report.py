@@ -152,13 +152,11 @@ class Report(BaseModel):
         return table_in_html((name, value) for name, value in rows.items() if value)
 
     def save(self, run_dir: Path) -> None:
-        """Write report.json atomically."""
         with atomic_write(run_dir / "report.json") as file:
             file.write(self.model_dump_json(indent=1).encode() + b"\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> Report:
-        """Read report.json."""
         return cls.model_validate_json((run_dir / "report.json").read_bytes())
 
 

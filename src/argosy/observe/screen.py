@@ -95,7 +95,6 @@ class Screen:
         self._thread.join(END_S)
 
     def begin(self, run_dir: Path) -> None:
-        """Show the run in this folder from now on."""
         self._folder, self._is_closed = self._folder_of(run_dir), False
         self._wake.set()
 
@@ -259,7 +258,6 @@ class Progress:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Show in this block what is done now."""
         self.doing(what)
         try:
             yield

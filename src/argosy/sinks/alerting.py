@@ -55,7 +55,6 @@ class SinkDelivery:
         self._thread.start()
 
     def put(self, record: Mapping[str, Any]) -> None:
-        """Have a record delivered."""
         self._put(record)
 
     def close(self) -> None:
@@ -207,14 +206,12 @@ class Alerting(Sink):
         self._look_s = 0.0
 
     def tick(self) -> None:
-        """Look at the run, if it is time to."""
         now_s = time.monotonic()
         if now_s - self._look_s >= LOOK_S:
             self._look_s = now_s
             self._tell(self._look())
 
     def close(self, report: Record | None) -> None:
-        """Look once more, and wait a little until all is delivered."""
         self._tell(self._look())
         self._delivery.close()
 

@@ -78,15 +78,12 @@ class Prometheus(Sink):
         self.tick()
 
     def steps(self, records: Sequence[Record]) -> None:
-        """Show the newest."""
         self._latest.step = self.state["step"] = records[-1]
 
     def evaluations(self, records: Sequence[Record]) -> None:
-        """Show the newest."""
         self._latest.evaluation = self.state["evaluation"] = records[-1]
 
     def events(self, records: Sequence[Record]) -> None:
-        """Count them."""
         self._latest.events.update(str(record.get("event")) for record in records)
         for record in records:
             if record.get("event") == "length":
@@ -98,12 +95,10 @@ class Prometheus(Sink):
         self._latest.step = self.state["step"] = {"step": step - 1} if step else {}
 
     def tick(self) -> None:
-        """Write the text anew."""
         self._latest.nodes = self._read_nodes(self.about.folder / "nodes")
         self._text = exposition([self._latest])
 
     def close(self, report: Record | None) -> None:
-        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
 

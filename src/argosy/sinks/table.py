@@ -29,7 +29,6 @@ class SinkEntry:
     """The extra of Argosy that installs that."""
 
     def load(self) -> type[Sink]:
-        """Import the sink's class."""
         found: type[Sink] = getattr(importlib.import_module(self.module), self.kind)
         return found
 

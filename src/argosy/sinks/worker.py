@@ -50,7 +50,6 @@ class NewRows:
     """There may be more at once."""
 
     def tell(self, sink: Sink) -> None:
-        """Pass it on."""
         if self.rewound_to is not None:
             if not sink.can_rewind:
                 raise StartOver

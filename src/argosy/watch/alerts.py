@@ -289,7 +289,6 @@ def _hours_left(time_s: np.ndarray, free_bytes: np.ndarray) -> float:
 
 
 def _newest_by(events: Iterable[Event], key: Callable[[Event], str]) -> Iterator[Event]:
-    """Yield the newest event of each key."""
     yield from {key(event): event for event in events}.values()
 
 
@@ -340,7 +339,6 @@ class Alert:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Return it for JSON."""
         return asdict(self)
 
 

@@ -84,7 +84,6 @@ class _Newest:
         self._at, self._last = at[self._is_there], last
 
     def __getitem__(self, key: str) -> Floats:
-        """Return a column as long as the run."""
         if key in OF_ALL:
             return self._of_all[key]
         column = np.full(self._count, np.nan)
@@ -93,7 +92,6 @@ class _Newest:
         return column
 
     def keys(self) -> list[str]:
-        """Return the keys of the last lines."""
         return list({**dict.fromkeys(OF_ALL), **dict.fromkeys(self._last)})
 
 
@@ -109,7 +107,6 @@ def _lines(reader: RunReader, first_step: float) -> Iterator[tuple[str, list[Rec
 
 
 def _ranks(lines: dict[str, list[Record]]) -> RankTable | None:
-    """Return the ranks of the newest generation."""
     newest = max((_number(line.get("generation")) for each in lines.values() for line in each), default=-1.0)
     of_node = {
         node: current

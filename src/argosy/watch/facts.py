@@ -112,7 +112,6 @@ class RunFacts:
     """The run's folder, as a user types it."""
 
     def __len__(self) -> int:
-        """Return the number of steps made."""
         return len(_column(self.steps, "step"))
 
     def column(self, key: str, part: slice | None = None) -> Floats:
@@ -121,7 +120,6 @@ class RunFacts:
         return values[part] if len(values) else np.full(len(range(*part.indices(len(self)))), np.nan)
 
     def evaluated(self, key: str) -> Floats:
-        """Return the values of a key in the lines of evaluations; none if nobody wrote it."""
         return _column(self.evaluations, key)
 
     def keys(self, beginning: str) -> list[str]:
@@ -171,7 +169,6 @@ class RunFacts:
 
     @property
     def recent_count(self) -> int:
-        """Number of recent steps."""
         return self.recent.stop - self.recent.start
 
     @cached_property

@@ -56,7 +56,6 @@ class Interval:
 
     @classmethod
     def of(cls, draws: Floats) -> Interval:
-        """Return the interval of what was drawn."""
         low, mid, high = np.quantile(draws, [0.05, 0.5, 0.95])
         return cls(float(low), float(mid), float(high))
 

@@ -66,7 +66,6 @@ class Library:
         self._finding = threading.Lock()
 
     def ids(self) -> list[str]:
-        """Return the ids of all runs."""
         with self._finding:
             now = time.monotonic()
             if now - self._found_at > max(FIND_S, self._finding_s / SHARE):
@@ -162,7 +161,6 @@ class Library:
 
 
 def _sentence(problem: Exception) -> str:
-    """Return a sentence on why a run cannot be read."""
     return f"it cannot be read ({type(problem).__name__}: {encodable(str(problem))[:200]})"
 
 

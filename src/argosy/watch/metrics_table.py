@@ -69,7 +69,6 @@ class MetricsTable:
 
     @property
     def is_missing(self) -> bool:
-        """True if there is no file at the moment."""
         return self._file.is_missing
 
     def keys(self) -> list[str]:
@@ -286,7 +285,6 @@ class Preview:
             self.steps.append(rows_of(lines))
 
     def keys(self) -> list[str]:
-        """Return the keys of these lines."""
         return self.steps.keys()
 
 

@@ -61,7 +61,6 @@ def line(run_id: str, run: RunFiles) -> dict[str, Any]:
 
 
 def details(run_id: str, reader: RunReader) -> dict[str, Any]:
-    """Return what the head of a run's page shows."""
     found = run_timeline(reader)
     predicted = reader.prediction
     return line(run_id, reader) | {
@@ -279,7 +278,6 @@ def _modified_s(path: Path) -> float:
 
 
 def run_timeline(reader: RunReader) -> RunTimeline:
-    """Return the timeline of a run."""
     times = reader.steps["time_s"]
     return timeline(reader.events, reader.alive_s, reader.recent_step_s, times[np.isfinite(times)])
 
@@ -307,5 +305,4 @@ def goodput(reader: RunReader, found: RunTimeline) -> dict[str, Any]:
 
 
 def useful_s(reader: RunReader) -> float:
-    """Return the seconds of the steps that count."""
     return float(np.nansum(reader.steps["step_time_s"]))

@@ -237,5 +237,4 @@ def _number(value: float) -> str:
 
 
 def names() -> Sequence[str]:
-    """Return every name that may be said."""
     return tuple(METRICS)

@@ -100,7 +100,6 @@ def _fill(grid: Floats, edges: Any, row_of: dict[int, int], record: Record, key:
 
 
 def _values(record: Record, key: str) -> Iterator[tuple[int, int, Floats]]:
-    """Yield (first step, last step, value of each rank)."""
     steps = record.get("steps")
     if key == OWN:
         told = [e for e in record.get(OWN) or () if isinstance(e, list) and len(e) == 2 and isinstance(e[0], int)]

@@ -113,7 +113,6 @@ class RunFiles:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force."""
         return self._plan.value
 
     @property
@@ -295,7 +294,6 @@ class RunReader(RunFiles):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the numbers take."""
         return self.steps.nbytes + self.evaluations.nbytes + self.norms.nbytes
 
     @property

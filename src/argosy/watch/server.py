@@ -81,12 +81,10 @@ class QueryParameters:
         return [word for word in self._query.get(name, "").split(",") if word]
 
     def text(self, name: str, default: str) -> str:
-        """Return a word."""
         return self._query.get(name) or default
 
     @property
     def steps(self) -> tuple[float | None, float | None]:
-        """The stretch that is asked for."""
         return self.number("from"), self.number("to")
 
 
@@ -180,7 +178,6 @@ class Api:
             await task
 
     async def runs(self, request: Request) -> Response:
-        """Answer /api/runs."""
 
         def line(run_id: str, tail: RunTail) -> msgspec.Raw:
             return msgspec.Raw(_encoded(overview.line(run_id, tail)))
@@ -191,12 +188,10 @@ class Api:
         return await _answer(lambda: self._library.ask_all(line, unreadable))
 
     async def run(self, request: Request) -> Response:
-        """Answer /api/runs/ID."""
         run_id = request.path_params["run_id"]
         return await _answer(lambda: self._opened(run_id, lambda entry: overview.details(run_id, entry.reader)))
 
     async def view(self, view: View, request: Request) -> Response:
-        """Answer /api/runs/ID/VIEW."""
         asked, run_id = QueryParameters(request), request.path_params["run_id"]
         return await _answer(lambda: self._opened(run_id, partial(view, asked)))
 
@@ -233,7 +228,6 @@ class Api:
         return path
 
     async def metrics(self, request: Request) -> Response:
-        """Answer /metrics, for Prometheus."""
         runs = await anyio.to_thread.run_sync(lambda: self._library.ask_all(latest, _untold))
         text = await anyio.to_thread.run_sync(exposition, runs)
         return Response(text, media_type=None, headers={"content-type": CONTENT_TYPE})
@@ -258,7 +252,6 @@ class Broadcast:
 
     @property
     def listeners(self) -> int:
-        """The number of pages that listen."""
         return len(self._pending)
 
     async def follow(self) -> None:
@@ -308,7 +301,6 @@ class Broadcast:
 
 
 def latest(run_id: str, tail: RunTail) -> Latest:
-    """Return what Prometheus is told of a run."""
     line = overview.line(run_id, tail)
     return Latest(
         run=run_id,

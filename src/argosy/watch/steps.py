@@ -60,11 +60,9 @@ class Buckets:
         return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
 
     def least(self, values: Floats) -> Floats:
-        """Return the least of each group."""
         return self._of(np.fmin, values)
 
     def most(self, values: Floats) -> Floats:
-        """Return the most of each group."""
         return self._of(np.fmax, values)
 
     def _of(self, function: np.ufunc, values: Floats) -> Floats:

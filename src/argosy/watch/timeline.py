@@ -128,7 +128,6 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
         return max(0.0, self.end_s - self.begin_s)
 
 
@@ -189,7 +188,6 @@ class _Walk:
         self._lost_steps = 0
 
     def take(self, index: int, event: Mapping[str, Any]) -> None:
-        """Go on by one event."""
         kind, time_s, process = event["event"], float(event["time_s"]), event.get("process", "rank-0")
         if kind in CAUSES and (self._cause is None or time_s - self._cause[1] > CAUSE_S):
             self._cause = index, time_s
@@ -283,7 +281,6 @@ LONGEST_WORDS = 200
 
 
 def words(event: Event) -> str:
-    """Return one line of text about an event."""
     kind = event["event"].replace("_", " ")
     parts = [kind]
     if isinstance(event.get("rank"), int) and event["event"] != "fault":

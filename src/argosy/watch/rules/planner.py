@@ -58,7 +58,6 @@ class Alternative:
 
     @property
     def saves(self) -> float:
-        """Share of the step that it saves."""
         return 1 - float(self.step_s.mid) / self.now_s
 
 
@@ -228,7 +227,6 @@ class Planner:
 
     @cached_property
     def _raw(self) -> Prediction | None:
-        """The prediction without factors."""
         facts, plain = self._facts, self._plain
         if facts.run is None or facts.plan is None or plain is None:
             return None

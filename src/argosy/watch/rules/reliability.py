@@ -79,7 +79,6 @@ class Rate:
 
     @property
     def mtbf_s(self) -> float:
-        """Seconds between failures."""
         return self.exposure_s / self.shape
 
 
@@ -203,7 +202,6 @@ class Spent:
 
     @property
     def goodput(self) -> float:
-        """Share of the time in steps that count."""
         return self.useful_s / self.wall_s
 
 
