@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from argosy.observe.wire import Counts, Watch, message_of
+from argosy.observe.wire import Counts, OperatorWatch, message_of
 
 
-class WireCounter(Watch):
+class WireCounter(OperatorWatch):
     """Counts the bytes that this rank sends while it is entered.
 
         with WireCounter(meshes.axis_of_groups()) as counts:

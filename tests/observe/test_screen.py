@@ -278,7 +278,7 @@ def test_what_is_done_now_adds_no_lines_where_there_is_no_terminal(capsys):
 
 
 def test_what_takes_long_is_said_without_a_terminal_too(capsys, monkeypatch):
-    monkeypatch.setattr(module, "SILENT_S", 0.05)
+    monkeypatch.setattr(module, "BREAK_SILENCE_S", 0.05)
     progress, out = Progress(enabled=True), ""
     with progress.during("finding devices"):
         while not out:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from argosy.observe.panel import RunView, panel
-from argosy.observe.surfaces import MOST_POINTS, TerminalSurface, curves, in_html, is_in_notebook
+from argosy.observe.surfaces import SVG_POINTS, TerminalSurface, curves, in_html, is_in_notebook
 from emulator import Emulator
 
 RECORD = {
@@ -142,10 +142,10 @@ def test_the_cell_shows_progress_curves_and_messages_and_needs_nothing_from_else
 
 
 def test_curves_are_whole_svg_and_stay_inside():
-    losses = [(step, 1000.0 / (1 + step)) for step in range(50 * MOST_POINTS)]
+    losses = [(step, 1000.0 / (1 + step)) for step in range(50 * SVG_POINTS)]
     root = ElementTree.fromstring(curves(RunView(losses=losses, validation=[(3, 2.0), (9_999_999, 1.0)])))
     lines = [line.attrib["points"].split() for line in root if line.tag == "polyline"]
-    assert len(lines) == 2 and len(lines[0]) <= MOST_POINTS
+    assert len(lines) == 2 and len(lines[0]) <= SVG_POINTS
     for x, y in (point.split(",") for line in lines for point in line):
         assert 0 <= float(x) <= 640 and 0 <= float(y) <= 180
 

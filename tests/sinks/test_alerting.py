@@ -106,7 +106,7 @@ def test_a_webhook_that_goes_on_failing_is_told_of_without_its_secret(webhook, m
     monkeypatch.setenv("HOOK", f"{server.url}?key=value")
     (why,), _ = deliver(AlertsConfig(webhook_env="HOOK"))
     assert "stall begins: webhook on 127.0.0.1 failed: status 302" in why and "key" not in why
-    assert len(server.got) <= alerting.TRIES, "redirects are not followed"
+    assert len(server.got) <= alerting.DELIVERY_TRIES, "redirects are not followed"
 
 
 def drip(handler: BaseHTTPRequestHandler) -> None:
@@ -204,7 +204,7 @@ BAD = {
 
 @pytest.fixture(autouse=True)
 def _looks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alerting, "LOOK_S", 0.0)
+    monkeypatch.setattr(alerting, "CHECK_EVERY_S", 0.0)
 
 
 def run_with_a_bad_step(folder: Path) -> Path:

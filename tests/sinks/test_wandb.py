@@ -9,7 +9,7 @@ from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
 
-from argosy.sinks.worker import Told
+from argosy.sinks.worker import SinkSession
 from run_folder import RunFolder
 
 BLOCK = 32768
@@ -58,7 +58,7 @@ def losses(path: Path) -> list[tuple[int, float]]:
 
 def test_all_that_a_run_writes_is_in_the_offline_run(tmp_path):
     run = RunFolder(tmp_path, wandb=OFFLINE)
-    told = Told(tmp_path, "wandb")
+    told = SinkSession(tmp_path, "wandb")
     run.step(0)
     run.evaluation(1, 3.5)
     run.step(1)
@@ -81,7 +81,7 @@ def test_all_that_a_run_writes_is_in_the_offline_run(tmp_path):
 def test_a_run_that_goes_on_is_the_same_run(tmp_path):
     run = RunFolder(tmp_path, wandb=OFFLINE)
     for steps in ((0, 1), (2, 3)):
-        told = Told(tmp_path, "wandb")
+        told = SinkSession(tmp_path, "wandb")
         run.step(*steps)
         told.catch_up()
         told.close()
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path):
 
 def test_steps_that_were_lost_are_rewound_by_wandb_itself(tmp_path):
     run = RunFolder(tmp_path, wandb=OFFLINE)
-    told = Told(tmp_path, "wandb")
+    told = SinkSession(tmp_path, "wandb")
     run.step(*range(6))
     told.catch_up()
     run.lose_from(3)
@@ -108,7 +108,7 @@ def test_steps_that_were_lost_are_rewound_by_wandb_itself(tmp_path):
 
 def test_a_run_that_begins_anew_is_another_run(tmp_path):
     run = RunFolder(tmp_path, wandb=OFFLINE)
-    told = Told(tmp_path, "wandb")
+    told = SinkSession(tmp_path, "wandb")
     run.step(0, 1)
     told.catch_up()
     run.lose_from(0)
@@ -122,12 +122,12 @@ def test_a_run_that_begins_anew_is_another_run(tmp_path):
 
 def test_a_process_that_was_killed_leaves_no_doubled_rows(tmp_path):
     run = RunFolder(tmp_path, wandb=OFFLINE)
-    told = Told(tmp_path, "wandb")
+    told = SinkSession(tmp_path, "wandb")
     run.step(0, 1)
     told.catch_up()
     told.sink._run.finish()  # as if killed: it has not noted that it closed
     run.step(2)
-    told = Told(tmp_path, "wandb")
+    told = SinkSession(tmp_path, "wandb")
     told.catch_up()
     told.close()
     _first, second = files(tmp_path)

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from argosy.launch.launched import launched_in
 from argosy.observe.panel import one_line, panel
 from argosy.watch import overview, server
-from argosy.watch.library import Library, Open, Unreadable
+from argosy.watch.library import Library, OpenRun, Unreadable
 from argosy.watch.prometheus import exposition
 from argosy.watch.terminal import FolderView, seen
 from run_folders import Made, Trouble, append
@@ -175,7 +175,7 @@ def test_one_run_that_cannot_be_read_keeps_no_other_from_being_shown(tmp_path: P
         Made(steps=5).write(tmp_path / name)
     library = Library(tmp_path)
 
-    def broken(entry: Open) -> Any:
+    def broken(entry: OpenRun) -> Any:
         raise RuntimeError("a file that no check foresees")
 
     with pytest.raises(Unreadable, match="bad: it cannot be read"):

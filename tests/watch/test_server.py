@@ -256,7 +256,7 @@ def test_nothing_is_written_or_changed_by_any_method(server: Served) -> None:
 
 def test_news_come_when_a_run_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "NEWS_S", 0.1)
-    monkeypatch.setattr(library, "REFRESH_S", 0.05)
+    monkeypatch.setattr(library, "REREAD_S", 0.05)
     made = Made(steps=5, total_steps=50, start_s=time.time() - 12, is_finished=False)
     folder = made.write(tmp_path / "demo")
     with served(tmp_path) as server:

@@ -80,10 +80,10 @@ def test_steps_that_are_run_again_replace_what_there_was(tmp_path):
 
 def test_a_long_curve_is_thinned_out_and_keeps_its_ends():
     curve = Curve()
-    for number in range(3 * terminal.MOST_POINTS):
+    for number in range(3 * terminal.CURVE_POINTS):
         curve.add(number, 1.0)
-    assert len(curve.points) <= terminal.MOST_POINTS
-    assert curve.points[0][0] == 0 and curve.points[-1][0] == 3 * terminal.MOST_POINTS - 1
+    assert len(curve.points) <= terminal.CURVE_POINTS
+    assert curve.points[0][0] == 0 and curve.points[-1][0] == 3 * terminal.CURVE_POINTS - 1
 
 
 def test_events_of_all_processes_stand_in_order_each_once(tmp_path):

@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Differences:
-    """How far two runs of the same steps are apart."""
+    """The largest differences between two runs of the same steps."""
 
     loss: Difference
     """The largest difference of the training loss in any step."""
@@ -64,7 +64,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class Parity:
-    """What `parity` found."""
+    """The result of `parity`."""
 
     reference: str
     """The plan of the one process."""

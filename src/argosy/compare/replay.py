@@ -47,7 +47,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Replay:
-    """What `replay` found."""
+    """The result of `replay`."""
 
     start: int
     """The step of the checkpoint that the replay began with; 0 is the initial weights."""

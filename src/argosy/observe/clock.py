@@ -1,5 +1,5 @@
-"""What a step takes of a device: its time, each second in one category; the peak of its memory; and the matmul rate
-that MFU is measured against.
+"""The time of a step, each second in one category; the peak of a device's memory; and the matmul rate that MFU is
+measured against.
 """
 
 from __future__ import annotations

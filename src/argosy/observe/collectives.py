@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 from torch.profiler import record_function
 
 from argosy.observe.counters import NETWORK, NODE, OTHER
+from argosy.observe.trace_summary import COLLECTIVE_MARK
 from argosy.observe.wire import COLLECTIVES, Sent
 from argosy.plan.cost.traffic import WORLD
 
@@ -110,7 +111,7 @@ FUNCTIONAL: dict[str, tuple[str, int, Callable[[Any, tuple[Any, ...]], tuple[Any
 
 @dataclass(slots=True)
 class _Channel:
-    """What is counted of the groups along one axis, on one tier."""
+    """The counts of the groups along one axis, on one tier."""
 
     axis: str
     tier: str
@@ -361,9 +362,6 @@ def _group(group: Any) -> dist.ProcessGroup:
     return group if isinstance(group, dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(group)
 
 
-COLLECTIVE = "argosy:collective/"
-
-
 class CollectiveMarks:
     """A block in which collectives are marked."""
 
@@ -393,7 +391,7 @@ class CollectiveMarks:
     def _marked(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def marked(group: dist.ProcessGroup, *args: Any, **kw: Any) -> Any:
             unnamed = WORLD if group.size() == dist.get_world_size() else OTHER
-            mark = f"{COLLECTIVE}{self._axes.get(group.group_name, unnamed)}/{name}#{next(self._numbers)}"
+            mark = f"{COLLECTIVE_MARK}{self._axes.get(group.group_name, unnamed)}/{name}#{next(self._numbers)}"
             with record_function(mark):
                 work = call(group, *args, **kw)
             if isinstance(work, dist.Work):

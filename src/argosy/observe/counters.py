@@ -1,4 +1,4 @@
-"""What a rank counts from step to step: seconds by category, communication by axis and tier, bytes it wrote.
+"""Counters of a rank from step to step: seconds by category, communication by axis and tier, bytes it wrote.
 
 The counters only grow while the rank is in one world, so that a reader who comes now and then misses nothing: two
 readings, one subtracted from the other, are what happened between them. In a heartbeat's page they are a fixed number
@@ -43,7 +43,7 @@ each category; nanoseconds and bytes of each axis and tier."""
 
 @dataclass(frozen=True)
 class Counters:
-    """What a rank has counted since it joined its world."""
+    """Counts of a rank since it joined its world."""
 
     steps: int = 0
     first_step: int = -1

@@ -24,7 +24,7 @@ UNSEEN = 0.05
 
 
 class Costs(BaseModel):
-    """What a run, or a token of it, takes."""
+    """Costs of a run, or of a token of it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,7 +37,7 @@ class Costs(BaseModel):
 
 
 class Energy(Costs):
-    """What a run took, over all its starts, beside what was predicted."""
+    """The costs of a run, over all its starts, beside the predicted ones."""
 
     source: str
     """nvml: GPUs, and CPUs where they tell. rapl: CPUs and memory. estimate: at least in part by the catalogue."""

@@ -1,4 +1,4 @@
-"""What a node shows beside its ranks: its GPUs, the machine, and the energy that both take.
+"""Measurements of a node beside its ranks: its GPUs, the machine, and the energy that both take.
 
 GPUs: utilisation, memory, temperature, power, clock and energy, as NVML tells them. Without NVIDIA's library or the
 package `nvidia-ml-py` (the extra `devices`) nothing is known; AMD's devices are left out. The device itself is not
@@ -301,7 +301,7 @@ class HostMeter:
 
 
 class Instruments:
-    """What this machine has to measure with. What it lacks is left out of the lines."""
+    """The instruments of this machine. Measurements that it lacks are left out of the lines."""
 
     def __init__(self, gpus: NvmlDevices | None, host: HostMeter | None, energy: EnergyMeter | None):
         self._gpus, self._host, self._energy = gpus, host, energy

@@ -20,7 +20,7 @@ from argosy.observe.heartbeat import HeartbeatReading
 from argosy.observe.instruments import NOTHING, Instruments
 
 BYTES_PER_DAY = 1e9
-"""What all nodes of a run together may write in a day."""
+"""Most bytes that all nodes of a run together write in a day."""
 DAY_S = 86_400.0
 MOST_OWN = 16
 """A line has own seconds of at most so many steps: of every second, fourth, ... where there are more."""

@@ -32,7 +32,7 @@ class RunView:
     left_s: float | None = None
     """Seconds to the end."""
     doing: str = ""
-    """What it does now beside training; "" while it trains."""
+    """Present work beside training; "" while it trains."""
     record: Mapping[str, Any] = field(default_factory=dict)
     """The newest step's line of metrics.jsonl."""
     losses: Sequence[tuple[int, float]] = ()

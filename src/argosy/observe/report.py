@@ -24,7 +24,7 @@ DIGITS = {"step_time_s": 6, "tokens_per_s": 1, "mfu": 4}
 
 
 class SyncSavings(BaseModel):
-    """What replicas, or sites, sent to agree in fewer bytes than those of exact fp32 sums."""
+    """The traffic of replicas, or sites, that agree in fewer bytes than those of exact fp32 sums."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,7 +37,7 @@ class SyncSavings(BaseModel):
     staleness: float | None = None
     """Steps since values were agreed on, mean."""
     distance: float | None = None
-    """How far replicas were from each other before they agreed, mean."""
+    """Mean distance between replicas before they agreed."""
 
     def in_words(self) -> str:
         """Return e.g. 12.3 MB sent, 0.26 of fp32's; waited 4.1 s."""
@@ -84,7 +84,7 @@ class Report(BaseModel):
     not_deterministic: tuple[str, ...] = ()
     """Code of the user's that is declared not to repeat itself: no replay gives these numbers again."""
     seconds: dict[str, float]
-    """Where the time of the steps went; the categories add up to `step`."""
+    """Time of the steps by category; they add up to `step`."""
     sync: SyncSavings | None = None
     """None if replicas summed exactly, or there are none."""
     wall_s: float

@@ -1,4 +1,4 @@
-"""Whoever shows a run to a person: one thread of one process, to which the run's other processes pass what they say.
+"""The screen thread, which shows a run to a person, and `Progress`, by which the run's processes pass it what they say.
 
 Rank 0 may be another process after a recovery, libraries print in any of them, and the agent outlives them all. So the
 agent's process has the terminal to itself: workers write to a pipe, and what they print stands above the panel. They
@@ -32,14 +32,14 @@ MARK, END = "\x1b_argosy ", "\x1b\\"
 """Around a message that is meant for the screen, among what a process prints: an application program command (ECMA-48
 APC ... ST), of which a terminal shows nothing.
 """
-REFRESH_S = 0.5
-"""How often the panel is drawn if nothing happens."""
+PANEL_REFRESH_S = 0.5
+"""Seconds between two drawings of the panel if nothing happens."""
 LEAST_S = 0.1
 """It is not drawn more often."""
-MOST_LINES = 10_000
+WAITING_LINES = 10_000
 """Most lines that wait for a terminal that takes none; older ones are lost."""
-END_S = 10.0
-"""How long a terminal that takes nothing is waited for at the end."""
+LAST_WORDS_S = 10.0
+"""Most seconds to wait at the end for a terminal that takes nothing."""
 Line = tuple[str, str]
 """Text, and its style as rich names it."""
 LAST_STEP: Line = ("", "the last step")
@@ -47,7 +47,7 @@ LAST_STEP: Line = ("", "the last step")
 
 
 class Surface(Protocol):
-    """Where a run is shown."""
+    """A place where a run is shown: a terminal, a notebook."""
 
     def show(self, lines: list[Line], view: RunView) -> None:
         """Print lines that stay, and show the run as it is now. Raises: OSError, ValueError if it is gone."""
@@ -75,7 +75,7 @@ class Screen:
 
     def __init__(self, surface: Surface, folder_of: Callable[[Path], RunFolder]):
         self._surface, self._folder_of = surface, folder_of
-        self._lines: deque[Line] = deque(maxlen=MOST_LINES)
+        self._lines: deque[Line] = deque(maxlen=WAITING_LINES)
         self._doing: dict[str, str] = {}
         self._told: dict[str, Any] = {}
         self._folder: RunFolder | None = None
@@ -92,7 +92,7 @@ class Screen:
         terminal.owner = None
         self._is_over.set()
         self._wake.set()
-        self._thread.join(END_S)
+        self._thread.join(LAST_WORDS_S)
 
     def begin(self, run_dir: Path) -> None:
         self._folder, self._is_closed = self._folder_of(run_dir), False
@@ -134,7 +134,7 @@ class Screen:
     def _keep_drawing(self) -> None:
         is_over = False
         while not is_over:
-            self._wake.wait(REFRESH_S)
+            self._wake.wait(PANEL_REFRESH_S)
             self._wake.clear()
             is_over = self._is_over.is_set()
             is_closed = self._is_closed
@@ -181,15 +181,15 @@ def read_lines_of(descriptor: int, screen: Screen) -> None:
 
 PLAIN_EVERY_S = 10.0
 """Seconds between lines where there is no terminal."""
-SILENT_S, AGAIN_S = 5.0, 60.0
-"""Where there is no terminal, what is done now is printed once it has taken so long, and then every so many seconds."""
+BREAK_SILENCE_S, REPEAT_S = 5.0, 60.0
+"""Without a terminal, what is done now is printed once it has taken so long, and then every so many seconds."""
 CLEAR = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
 SCREEN = "ARGOSY_SCREEN"
 """Environment variable of a worker: 1 if a screen reads what it prints."""
 TELL_EVERY_S = 0.2
-"""How often a worker tells the screen what only it knows."""
+"""Seconds between two messages of a worker about what only it knows."""
 
 
 class Progress:
@@ -304,9 +304,9 @@ class Progress:
         """Print what is done now, if that takes long; end once nothing is."""
         told_since, told_s = 0.0, 0.0
         while self._doing:
-            time.sleep(SILENT_S / 5)
+            time.sleep(BREAK_SILENCE_S / 5)
             what, since, now = self._doing, self._doing_since, time.monotonic()
-            if what and now - since >= SILENT_S and (since != told_since or now - told_s >= AGAIN_S):
+            if what and now - since >= BREAK_SILENCE_S and (since != told_since or now - told_s >= REPEAT_S):
                 told_since, told_s = since, now
                 with suppress(OSError, ValueError):  # nobody reads any more
                     self._console.print(f" {what} ({duration(now - since)})", markup=False)

@@ -116,7 +116,7 @@ WIDTH, HEIGHT = 640, 180
 """Size of the curves, in pixels."""
 LEFT, BOTTOM = 44, 18
 """Room for the numbers at the axes, in pixels."""
-MOST_POINTS = 600
+SVG_POINTS = 600
 MESSAGES = 6
 """Last messages that stand below the curves."""
 LOSS, VALIDATION = "#1f77b4", "#ff7f0e"
@@ -160,7 +160,7 @@ class NotebookSurface:
 
 
 class _Html:
-    """What IPython shows as HTML, or as text where there is no HTML."""
+    """A display object for IPython: HTML, or text where there is no HTML."""
 
     def __init__(self, page: str = "", text: str = ""):
         self._page, self._text = page, text
@@ -220,8 +220,8 @@ def curves(view: RunView) -> str:
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Return at most about MOST_POINTS points, each the mean of its neighbours."""
-    size = -(-len(points) // MOST_POINTS)
+    """Return at most about SVG_POINTS points, each the mean of its neighbours."""
+    size = -(-len(points) // SVG_POINTS)
     if size <= 1:
         return list(points)
     groups = [points[at : at + size] for at in range(0, len(points), size)]

@@ -35,7 +35,7 @@ TRANSPARENT = ("argosy", "_c10d_functional")
 """Namespaces of operators that are also watched inside: our own, and DTensor's collectives."""
 
 
-class Watch(TorchDispatchMode):
+class OperatorWatch(TorchDispatchMode):
     """Sees every operation, also in backward, in hooks (FSDP2's), under DTensors and inside our own operators.
 
     While it is on, torch.compile runs eagerly.
@@ -160,7 +160,7 @@ class Message:
     axis: str
     kind: str
     sent_bytes: int
-    """What this rank sends; 0 where it only receives or waits."""
+    """Bytes that this rank sends; 0 where it only receives or waits."""
     group: dist.ProcessGroup
 
 

@@ -1,4 +1,4 @@
-"""How fast processes communicate: each collective by message size, in groups of each size, alone and at once."""
+"""Rates of communication: each collective by message size, in groups of each size, alone and at once."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _error(line: Sequence[float], sizes: np.ndarray, times: np.ndarray) -> float
 
 
 def _nothing() -> None:
-    """What a rank without a part does: nothing."""
+    """The part of a rank that has none."""
 
 
 def _all_reduce(message: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""How fast a device computes: matmuls, attention, memory, compression, and the host that launches its work.
+"""Rates of a device: matmuls, attention, memory, compression, and the host that launches its work.
 
 All processes measure the same at the same time, as they would in training, and each figure is the mean over them.
 """

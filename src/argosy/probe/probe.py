@@ -91,7 +91,7 @@ def machine_of(world: World) -> Machine:
 
 
 LEAST_LATENCY_S = 1e-6
-"""What a link takes at least. A line through few messages may begin at 0: a throttle lets the first bytes pass."""
+"""Least latency of a link. A line through few messages may begin at 0: a throttle lets the first bytes pass."""
 
 
 def as_cluster(catalogue: Device, machine: Machine, measured: Measurements) -> Cluster:
@@ -176,7 +176,7 @@ COMPUTE_SHARE, COLLECTIVES_SHARE, LOADER_SHARE = 0.4, 0.4, 0.02
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What is to be measured."""
+    """The measurements that are asked for."""
 
     run: RunConfig
     """The run whose model's shapes, sequence length and data (if they are prepared) are measured."""

@@ -38,7 +38,7 @@ AHEAD = AHEAD_BYTES // PIECE_BYTES
 """Pieces that may be on the way."""
 ECHOES = 20
 STREAM_S, FEWEST = 4.0, 16
-"""How long pieces are sent for; and pieces that are sent however long it takes."""
+"""Seconds for which pieces are sent; and pieces that are sent however long it takes."""
 TURN_S = 0.05
 SAID_AGAIN_S = 10.0
 
@@ -80,7 +80,7 @@ class PieceTaken(WireRecord):
 
 
 class WayMeasured(WireRecord):
-    """How fast the way to a site is, for the first one."""
+    """The rate of the way to a site, for the first one."""
 
     kind: Literal["measured"] = "measured"
     to: SiteName
@@ -110,11 +110,11 @@ FROM_PROBE: TypeAdapter[FromProbe] = TypeAdapter(Annotated[FromProbe, Field(disc
 
 @dataclass
 class _Stream:
-    """What this site sends to measure the way to another."""
+    """The pieces that this site sends to measure the way to another."""
 
     to: str
     asked_s: float = 0.0
-    """When the message that is to come back was sent."""
+    """Time at which the message that is to come back was sent."""
     trips_s: list[float] = field(default_factory=list)
     sent: int = 0
     taken: int = 0
@@ -129,7 +129,7 @@ class SitesProbe:
         self.names = [site.name for site in run.sites]
         self.me, self._links, self._say = run.site, links, say
         self.hellos: dict[str, SiteHello] = {}
-        """What each other site said of itself."""
+        """The hello of each other site."""
         self._found: dict[tuple[str, str], Mapping[str, float]] = {}
         self._stream: _Stream | None = None
         self._left = list(permutations(self.names, 2)) if self.me == self.names[0] else []

@@ -32,7 +32,7 @@ MEMBER = ForkEntry("argosy.probe.start")
 MOST_CPU_PROCESSES = 8
 """Processes if the user gives no number: ranks beyond the first few share the machine in the same way."""
 LINGER_S = 1.0
-"""How long to wait for more news after an error: a process may report a lost peer before the peer's death shows."""
+"""Seconds to wait for more news after an error: a process may report a lost peer before the peer's death shows."""
 
 
 def find_probed(launch: LaunchConfig) -> Devices:

@@ -1,4 +1,4 @@
-"""How fast the disk and the loader are."""
+"""Rates of the disk and the loader."""
 
 from __future__ import annotations
 

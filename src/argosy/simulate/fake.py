@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from argosy.errors import UserError
-from argosy.observe.wire import Watch, tensors_in
+from argosy.observe.wire import OperatorWatch, tensors_in
 from argosy.parallel.world import World, leave_world
 
 SOME_NUMBER = 1.0
 """The value of any floating-point number that is read: a loss, a gradient's norm."""
 
 
-class Fake(FakeTensorMode):
+class FakeMemoryMode(FakeTensorMode):
     """While it is on, tensors have shape, dtype and device and no memory; but host knowledge stays real.
 
     What code decides by numbers it decides by small integers: where documents start, the ranks of a mesh, the tokens of
@@ -102,12 +102,12 @@ def _answer_alike(collective: str, args: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def fake_memory() -> Iterator[Fake]:
+def fake_memory() -> Iterator[FakeMemoryMode]:
     """Tensors made in this block have no memory. Two of torch's parts are told so, which no public switch does."""
     reset, propagate = FSDPParam.reset_sharded_param, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def reset_if_new(self: FSDPParam) -> None:
-        """FSDP2 pads what has a new address. Fake memory has none, so whether it is new is asked here."""
+        """FSDP2 pads what has a new address. FakeMemoryMode memory has none, so whether it is new is asked here."""
         parameter = getattr(self._module_info.module, self._module_info.param_name)
         if parameter.to_local().untyped_storage() is not self._sharded_param_data.untyped_storage():
             reset(self)
@@ -120,7 +120,7 @@ def fake_memory() -> Iterator[Fake]:
     with (
         replaced(FSDPParam, "reset_sharded_param", reset_if_new),
         replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
-        Fake() as fake,
+        FakeMemoryMode() as fake,
     ):
         yield fake
 
@@ -183,7 +183,7 @@ _ATTENTION: dict[str, Formula] = {
 }
 
 
-class LiveBytes(Watch):
+class LiveBytes(OperatorWatch):
     """Counts the bytes of tensors that were made while it is on and are still alive.
 
         with LiveBytes() as live:

@@ -25,7 +25,7 @@ from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import dp_rank_of, place_of, stages_on
 from argosy.plan.parameters import Stage
 from argosy.plan.plan import Plan
-from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
+from argosy.simulate.fake import FakeMemoryMode, fake_memory, fake_world, replaced
 from argosy.simulate.record import Pass, Recorder, Trace
 from argosy.simulate.repeat import grown, layers_alike
 from argosy.training.state import StepUpdate, TrainState
@@ -123,7 +123,7 @@ def _traced(plan: Plan, run: RunConfig, rank: int, microbatches: int | None, lay
 
 def _record(
     recorder: Recorder,
-    fake: Fake,
+    fake: FakeMemoryMode,
     plan: Plan,
     run: RunConfig,
     world: World,
@@ -165,7 +165,7 @@ def _make_what_is_kept(step: Step, run: RunConfig, recorder: Recorder) -> None:
     step.checks.fingerprint(state.step)
 
 
-def _batch(plan: Plan, run: RunConfig, world: World, fake: Fake) -> list[Microbatch]:
+def _batch(plan: Plan, run: RunConfig, world: World, fake: FakeMemoryMode) -> list[Microbatch]:
     many = plan.microbatches_of(dp_rank_of(world.rank, plan), run.train.global_batch) * plan.microbatch
     rows = np.ones((many, run.data.seq_len + 1), dtype=np.int32)
     batch = microbatches(rows, plan.microbatch, 0, world.device)

@@ -24,7 +24,7 @@ from argosy.parallel.world import CPU
 from argosy.simulate.fake import LiveBytes, flops_of
 
 Category = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "host", "other"]
-"""What memory is for:
+"""Uses of memory:
 
 parameters    what the rank holds of the weights
 gathered      weights that FSDP2 has gathered from other ranks, whole
@@ -109,7 +109,7 @@ class Sent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What follows needs a message's result."""
+    """The next event needs a message's result."""
 
     messages_ago: int
     where: Where
@@ -332,7 +332,7 @@ class Recorder(LiveBytes):
 
 
 class _Graph:
-    """Which layer made which nodes of the graph: autograd numbers them in their order, under names of its own."""
+    """The layer of each node of the graph: autograd numbers them in their order, under names of its own."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []

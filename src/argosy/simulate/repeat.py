@@ -24,12 +24,12 @@ from argosy.simulate.record import Category, Change, Event, MemoryBlock, Operati
 
 
 @dataclass(frozen=True)
-class Alike:
+class RepeatedLayers:
     """Layers that come again and again, the last ones of a stage."""
 
     stage: Stage
     first: int
-    """Where they begin."""
+    """The first of them."""
     period: int
     """Layers of one repetition."""
 
@@ -45,7 +45,7 @@ class Alike:
         return [*range(self.stage.layers[0], kept), *range(kept + left_out, self.stage.layers[-1] + 1)]
 
 
-def layers_alike(plan: Plan, run: RunConfig, rank: int) -> Alike | None:
+def layers_alike(plan: Plan, run: RunConfig, rank: int) -> RepeatedLayers | None:
     """Those on rank `rank`; None if it has several stages, or what it does with them may not be the same for each."""
     stages = stages_on(plan, run, rank)
     if len(stages) > 1 or run.optimizer.kind == "muon" or run.optimizer.groups:
@@ -55,7 +55,7 @@ def layers_alike(plan: Plan, run: RunConfig, rank: int) -> Alike | None:
         return None
     last = stage.layers[-1]
     same = [layer for layer in stage.layers if run.model.is_moe_layer(layer) == run.model.is_moe_layer(last)]
-    return Alike(stage, min(same), 1 if plan.recompute == "none" else plan.recompute_every)
+    return RepeatedLayers(stage, min(same), 1 if plan.recompute == "none" else plan.recompute_every)
 
 
 def _buckets_repeat(plan: Plan, run: RunConfig, rank: int, stage: Stage) -> bool:

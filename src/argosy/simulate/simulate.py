@@ -36,7 +36,7 @@ class Simulated:
     peak: dict[Category, int]
     """The peak by category (`simulate.record.Category`)."""
     peak_where: Where
-    """What runs at the peak, and in which layer."""
+    """Operation that runs at the peak, and its layer."""
     held_bytes: int
     """Still allocated on the device after the step."""
     host_bytes: int
@@ -49,7 +49,7 @@ class Simulated:
     """The same -> in how many messages."""
     timeline: StepTimeline
     tracing_s: float
-    """How long the simulation took."""
+    """Seconds that the simulation took."""
 
     def record(self) -> dict[str, Any]:
         """For JSON; without the timeline's spans."""

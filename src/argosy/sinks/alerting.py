@@ -29,11 +29,11 @@ from argosy.watch.reader import RunReader
 
 WAITING = 64
 """Alerts that wait at most; of more, the oldest are dropped."""
-TRIES = 4
+DELIVERY_TRIES = 4
 PAUSES_S = (1.0, 5.0, 20.0)
 """Times that a request is made, and the pauses in between. A command is run once: it may have done half its work."""
 CLOSE_S = 20.0
-"""How long the end of a run waits for what is not delivered."""
+"""Most seconds that the end of a run waits for deliveries."""
 OK = 300
 """Statuses below this mean that a request was taken."""
 
@@ -61,7 +61,7 @@ class SinkDelivery:
         """Wait until all is delivered, `CLOSE_S` at most."""
         self._is_closing.set()
         self._put(None)
-        self._thread.join(min(CLOSE_S, (TRIES + 1) * self._settings.timeout_s))
+        self._thread.join(min(CLOSE_S, (DELIVERY_TRIES + 1) * self._settings.timeout_s))
 
     def _put(self, record: Mapping[str, Any] | None) -> None:
         while True:
@@ -83,7 +83,7 @@ class SinkDelivery:
 
     def _post(self, record: Mapping[str, Any], text: bytes) -> None:
         why = ""
-        for number in range(TRIES):
+        for number in range(DELIVERY_TRIES):
             try:
                 why = post(self._url, text, self._headers, self._settings.timeout_s)
             except (OSError, http.client.HTTPException, ValueError) as problem:
@@ -186,8 +186,8 @@ def _variable(key: str, name: str) -> str:
     return value
 
 
-LOOK_S = 2.0
-"""How often the run is looked at."""
+CHECK_EVERY_S = 2.0
+"""Seconds between two checks of the run."""
 PROCESS = "alerts"
 """Name of its file of events."""
 
@@ -207,7 +207,7 @@ class Alerting(Sink):
 
     def tick(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._look_s >= LOOK_S:
+        if now_s - self._look_s >= CHECK_EVERY_S:
             self._look_s = now_s
             self._tell(self._look())
 

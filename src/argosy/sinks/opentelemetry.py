@@ -39,7 +39,7 @@ MOST_SPANS = 500
 """In one request."""
 
 
-class GivenIds(IdGenerator):
+class FixedIds(IdGenerator):
     """Gives the ids that are set."""
 
     trace_id = span_id = 0
@@ -51,7 +51,7 @@ class GivenIds(IdGenerator):
         return self.span_id
 
 
-class Ended(SpanProcessor):
+class EndedSpans(SpanProcessor):
     """Holds the spans that have ended, until they are sent."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class OpenTelemetry(Sink):
         resource = Resource.create({"service.name": service} if service else {})
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "argosy"}))
-        self._ids, self._ended = GivenIds(), Ended()
+        self._ids, self._ended = FixedIds(), EndedSpans()
         provider = TracerProvider(ALWAYS_ON, resource, id_generator=self._ids, shutdown_on_exit=False)
         provider.add_span_processor(self._ended)
         self._tracer = provider.get_tracer("argosy")

@@ -1,6 +1,6 @@
 """The run's own /metrics, for a Prometheus server to scrape. Needs no package.
 
-It listens on loopback unless told otherwise; on any other address only who has the token is answered.
+It listens on loopback unless told otherwise; on any other address a scrape needs the token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from argosy.sinks.sink import About, Record, Sink
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 
 TOKEN = "ARGOSY_METRICS_TOKEN"
-"""Environment variable: who scrapes has to say `Authorization: Bearer` and this."""
+"""Environment variable of the scrape token: a request says `Authorization: Bearer` and this."""
 SHORTEST_TOKEN = 16
 """Characters."""
 REQUEST_S = 5.0
@@ -44,7 +44,7 @@ def is_loopback(host: str) -> bool:
 
 
 def token_for(host: str) -> str:
-    """Return the token that who scrapes has to know; empty if anybody on this machine may.
+    """Return the scrape token; empty if anybody on this machine may scrape.
 
     Raises: UserError if `host` needs one, and it is not there or too short.
     """

@@ -38,7 +38,7 @@ class StartOver(Exception):
 
 @dataclass
 class NewRows:
-    """What was added to a run's files."""
+    """Lines that were added to a run's files."""
 
     rewound_to: int | None = None
     """The first step whose lines were forgotten; None if none were."""
@@ -109,16 +109,16 @@ class Feed:
 
 FOLDER = "sinks"
 """In a run's folder: what each sink keeps of itself."""
-EVERY_S = 1.0
-"""How often the folder is looked at."""
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at the folder."""
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
-"""What a run does is told to nobody whom the user has not named."""
+"""Nothing of a run is told to anybody whom the user has not named."""
 NICENESS = 10
 """Training comes first (nice(2))."""
 
 
 class SinkState:
-    """What a sink keeps over restarts: where it has read to, and what it wants to know of itself."""
+    """A sink's state over restarts: how far it has read, and what it keeps of itself."""
 
     def __init__(self, folder: Path, name: str):
         self._path = folder / FOLDER / f"{name.replace(':', '.').replace('/', '.')}.json"
@@ -150,7 +150,7 @@ def about(folder: Path, state: dict[str, Any]) -> About:
     return About(run.name, folder, config, plan.model_dump(mode="json"), str(plan), state)
 
 
-class Told:
+class SinkSession:
     """A sink, and how far it has been told of its run."""
 
     def __init__(self, folder: Path, name: str):
@@ -194,14 +194,14 @@ class Told:
 
 def follow(folder: Path, name: str, channel: Channel, is_over: threading.Event) -> None:
     """Tell the sink what is new in `folder`, until the run is over and all is told."""
-    told = Told(folder, name)
+    told = SinkSession(folder, name)
     channel.send("started", state=told.sink.state)
     is_last = False
     while not is_last:
         is_last = is_over.is_set()
         told.catch_up(lambda: channel.send("alive"))
         if not is_last:
-            is_over.wait(EVERY_S)
+            is_over.wait(LOOK_EVERY_S)
     told.close()
 
 

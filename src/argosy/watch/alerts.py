@@ -1,7 +1,7 @@
 """Alerts: what a person should know now. Each begins, may go on, and ends; each of these is said once.
 
-Conditions look at the facts and say of their subjects what is wrong, and what is right again; between the two (less
-than enough, more than little) they say nothing. An alert ends only when all was right for a while, so that it does not
+Checks look at the facts and say of their subjects what is wrong, and what is right again; between the two (less than
+enough, more than little) they say nothing. An alert ends only when all was right for a while, so that it does not
 flap.
 """
 
@@ -32,7 +32,7 @@ UNVERIFIED_S = 1800.0
 INTERVALS = 3.0
 FINDINGS = {
     "straggler": "Advice names what it costs; look at the machine.",
-    "slow_link": "Look at the network between the nodes.",
+    "slow_link": "Check at the network between the nodes.",
     "suspect": "Its numbers were found wrong: its machine is checked, and is best taken out of the run.",
     "node_refused": "It computes wrongly: have it repaired.",
     "node_slow": "It is much slower than the others: look at clocks and at other programs.",
@@ -45,7 +45,7 @@ FINDINGS = {
     "hang": "The ranks are replaced; if it comes back, look at the machine.",
     "frozen": "The ranks are replaced; if it comes back, look at the machine.",
     "stopped": "The ranks are replaced; somebody has stopped them (SIGSTOP).",
-    "stuck_loader": "Look at the storage of the data.",
+    "stuck_loader": "Check at the storage of the data.",
     "corruption": "Replicas differ: have the machine checked.",
     "gradient_corrupt": "A gradient was wrong: have the machine checked.",
     "collective_corrupt": "A sum was wrong: have network and machine checked.",
@@ -55,7 +55,7 @@ FINDINGS = {
 
 @dataclass(frozen=True)
 class AlertCondition:
-    """What a look at the facts says of one subject."""
+    """The finding of one check of the facts about one subject."""
 
     alert: AlertKind
     is_wrong: bool
@@ -66,7 +66,7 @@ class AlertCondition:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
 
-Look = Callable[[RunFacts, AlertsConfig], Iterable[AlertCondition]]
+Check = Callable[[RunFacts, AlertsConfig], Iterable[AlertCondition]]
 
 
 def newest_step(facts: RunFacts) -> int:
@@ -77,7 +77,7 @@ def newest_step(facts: RunFacts) -> int:
 def conditions(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Yield what the facts say of all alerts that the settings ask for."""
     for alert in settings.on:
-        yield from LOOKS[alert](facts, settings)
+        yield from CHECKS[alert](facts, settings)
 
 
 def spike(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
@@ -153,7 +153,7 @@ def dead(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
             "dead",
             True,
             f"the run has failed{f': {why}' if why else ''}",
-            "Look at its logs; the same command goes on.",
+            "Check at its logs; the same command goes on.",
         )
     elif facts.state == "dead":
         do = "The same command goes on from the newest checkpoint."
@@ -233,14 +233,14 @@ def checkpoint_unverified(facts: RunFacts, settings: AlertsConfig) -> Iterator[A
     age_s = facts.now_s - since_s
     if age_s > limit_s:
         what = "since the start" if not whole else "since the last one"
-        do = "Look at the disk and at events save_failed and damaged_checkpoint: a failure now loses all since then."
+        do = "Check at the disk and at events save_failed and damaged_checkpoint: a failure now loses all since then."
         why = f"no checkpoint was found whole in {seconds(age_s)}, {what}"
         yield AlertCondition("checkpoint_unverified", True, why, do, evidence={"age_s": round(age_s, 1)})
     elif age_s <= limit_s:
         yield AlertCondition("checkpoint_unverified", False, "a checkpoint was read back and is whole")
 
 
-LOOKS: dict[AlertKind, Look] = {
+CHECKS: dict[AlertKind, Check] = {
     "spike": spike,
     "nan": nan,
     "stall": stall,
@@ -250,7 +250,7 @@ LOOKS: dict[AlertKind, Look] = {
     "low_goodput": low_goodput,
     "checkpoint_unverified": checkpoint_unverified,
 }
-"""Alert -> what looks for it."""
+"""Alert -> its check."""
 
 
 def _pace(facts: RunFacts, settings: AlertsConfig) -> tuple[float, float]:
@@ -324,18 +324,18 @@ class Alert:
     state: Phase
     severity: Literal["warning", "critical"]
     why: str
-    """What is wrong, with its figures; when it ends, what is right again."""
+    """The reason, with its figures; when it ends, what is right again."""
     do: str
-    """What to do about it."""
+    """The remedy."""
     time_s: float
-    """When it is said, seconds since 1970."""
+    """Time of this message, seconds since 1970."""
     since_s: float
-    """When it began."""
+    """Time at which it began."""
     run: str
     step: int | None = None
     """The run's newest step."""
     subject: str = ""
-    """What it is about, if there can be several: a node, a disk."""
+    """The node or disk that it is about, if there can be several."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
@@ -417,7 +417,7 @@ _ENDED = Alert("stall", "ends", "warning", "", "", 0.0, 0.0, "")
 def _of_event(event: Event) -> Alert | None:
     """Return the alert that an event of the run tells of; None if it is not one of ours."""
     names = {name: event[name] for name in Alert.__dataclass_fields__ if name in event}
-    if names.get("alert") not in LOOKS or names.get("state") not in ("begins", "goes_on", "ends"):
+    if names.get("alert") not in CHECKS or names.get("state") not in ("begins", "goes_on", "ends"):
         return None
     try:
         return Alert(**names)

@@ -270,7 +270,7 @@ LATEST_S = 5.0
 
 
 @dataclass
-class _Kept:
+class _Conclusions:
     """The conclusions of one reader."""
 
     version: Hashable
@@ -280,7 +280,7 @@ class _Kept:
     answers: dict[str, Any] = field(default_factory=dict)
 
 
-_KEPT: WeakKeyDictionary[RunReader, _Kept] = WeakKeyDictionary()
+_CONCLUSIONS: WeakKeyDictionary[RunReader, _Conclusions] = WeakKeyDictionary()
 
 
 def advice_of(reader: RunReader) -> tuple[Advice, ...]:
@@ -291,7 +291,7 @@ def advice_of(reader: RunReader) -> tuple[Advice, ...]:
 def slow_ranks_of(reader: RunReader) -> tuple[dict[int, float], tuple[int, int]]:
     """Return rank -> how many times its peers' time it takes, for ranks that are slow now; and the steps that tell."""
 
-    def conclude(kept: _Kept) -> tuple[dict[int, float], tuple[int, int]]:
+    def conclude(kept: _Conclusions) -> tuple[dict[int, float], tuple[int, int]]:
         slow, ranks = slow_ranks(kept.facts), kept.facts.ranks
         return slow, (int(ranks.steps[0]), int(ranks.steps[-1])) if slow and ranks is not None else (0, 0)
 
@@ -308,21 +308,21 @@ def alerts_of(reader: RunReader) -> list[Alert]:
     return _answer(reader, "alerts", lambda kept: standing(kept.facts))
 
 
-def _answer(reader: RunReader, name: str, conclude: Callable[[_Kept], AnswerT]) -> AnswerT:
-    kept = _kept(reader)
+def _answer(reader: RunReader, name: str, conclude: Callable[[_Conclusions], AnswerT]) -> AnswerT:
+    kept = _conclusions(reader)
     if name not in kept.answers:
         kept.answers[name] = conclude(kept)
     answer: AnswerT = kept.answers[name]
     return answer
 
 
-def _kept(reader: RunReader) -> _Kept:
+def _conclusions(reader: RunReader) -> _Conclusions:
     """Return what is kept of the reader, or a new beginning if the run has said more since, or time tells more."""
-    now_s, kept = time.monotonic(), _KEPT.get(reader)
+    now_s, kept = time.monotonic(), _CONCLUSIONS.get(reader)
     version = (len(reader.steps), len(reader.events), reader.alive_s, reader.state, str(reader.plan))
     is_fresh = kept is not None and now_s - kept.made_s < LATEST_S
     is_final = kept is not None and kept.version == version and kept.facts.has_ended
     if kept is None or not (is_fresh or is_final):
         facts = facts_of(reader)
-        kept = _KEPT[reader] = _Kept(version, now_s, facts, Planner(facts))
+        kept = _CONCLUSIONS[reader] = _Conclusions(version, now_s, facts, Planner(facts))
     return kept

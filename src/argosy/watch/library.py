@@ -20,8 +20,8 @@ from argosy.watch.reader import RunReader, RunTail, is_run
 
 AnswerT = TypeVar("AnswerT")
 
-REFRESH_S = 0.5
-"""What was read so recently is not looked at again."""
+REREAD_S = 0.5
+"""A run that was read so recently is not read again."""
 FIND_S = 5.0
 """New runs are looked for so often, or less often where that takes long."""
 MOST_OPEN = 24
@@ -32,14 +32,14 @@ SHARE = 0.2
 
 
 @dataclass
-class Open:
+class OpenRun:
     """An open run."""
 
     reader: RunReader
     meter: EnergySoFar
     lock: threading.Lock = field(default_factory=threading.Lock)
     read_at: float = -1e9
-    """When it was last refreshed, on the monotonic clock."""
+    """Time of the last refresh, on the monotonic clock."""
 
 
 class Unreadable(ArgosyError):
@@ -59,7 +59,7 @@ class Library:
     def __init__(self, root: Path):
         self.root = root
         self._lock = threading.Lock()
-        self._open: OrderedDict[Path, Open] = OrderedDict()
+        self._open: OrderedDict[Path, OpenRun] = OrderedDict()
         self._tails: dict[str, _Tail] = {}
         self._found: dict[str, Path] = {}
         self._found_at, self._finding_s = -1e9, 0.0
@@ -76,7 +76,7 @@ class Library:
                     self._tails = {run_id: tail for run_id, tail in self._tails.items() if run_id in self._found}
             return list(self._found)
 
-    def ask(self, run_id: str, question: Callable[[Open], AnswerT]) -> AnswerT:
+    def ask(self, run_id: str, question: Callable[[OpenRun], AnswerT]) -> AnswerT:
         """Return the answer of the run with this id, refreshed. Nobody else reads it until the question returns.
 
         Raises: UserError if there is none; Unreadable if it cannot be answered.
@@ -86,11 +86,11 @@ class Library:
             entry = self._open.get(folder)
             if entry is None:
                 reader = RunReader(folder)
-                entry = self._open[folder] = Open(reader, EnergySoFar(folder))
+                entry = self._open[folder] = OpenRun(reader, EnergySoFar(folder))
             self._open.move_to_end(folder)
         try:
             with entry.lock:
-                if time.monotonic() - entry.read_at > REFRESH_S:
+                if time.monotonic() - entry.read_at > REREAD_S:
                     entry.reader.refresh()
                     entry.read_at = time.monotonic()
                 return question(entry)
@@ -139,7 +139,7 @@ class Library:
             entry = self._tails.setdefault(run_id, _Tail())
         with entry.lock:
             try:
-                if entry.tail is None or time.monotonic() - entry.read_at > REFRESH_S:
+                if entry.tail is None or time.monotonic() - entry.read_at > REREAD_S:
                     entry.tail = entry.tail or RunTail(run_folder(self.root, run_id))
                     entry.tail.refresh()
                     entry.read_at = time.monotonic()
@@ -150,7 +150,7 @@ class Library:
                 entry.tail, why = None, _sentence(problem)
         return otherwise(run_id, why)
 
-    def _make_room(self, keep: Open) -> None:
+    def _make_room(self, keep: OpenRun) -> None:
         with self._lock:
             sizes = {folder: entry.reader.nbytes for folder, entry in self._open.items()}
             for folder, entry in list(self._open.items()):

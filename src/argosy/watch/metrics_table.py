@@ -29,7 +29,7 @@ VALIDATION_LOSS = "validation_loss"
 """A line with this key, and without the other, is that of an evaluation."""
 BITS_PER_BYTE = "bits_per_byte"
 FIRST = (STEP, LOSS, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
-"""What is read of each line of a long file before anything is shown."""
+"""Keys of a long file that are read of each line before anything is shown."""
 NORMS = "norms"
 """Group that only steps that are due have; in a table of its own, since it is hundreds of keys in a large model."""
 READ_WHOLE_BYTES = 4 * 2**20

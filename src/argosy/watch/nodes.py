@@ -1,4 +1,4 @@
-"""What agents wrote down of their machines and ranks (nodes/NODE.jsonl): lines, read where they are asked for, and the
+"""The lines that agents write of their machines and ranks (nodes/NODE.jsonl), read where they are asked for, and the
 energy of all of them, added up.
 """
 
@@ -134,7 +134,6 @@ def _line(line: bytes) -> Record | None:
     return record if "time_s" in record else None
 
 
-JOULES_PER_KWH = 3.6e6
 SERIES_POINTS = 500
 MOST_MINUTES = 1_000_000
 LONGEST_LINE_S = 120.0

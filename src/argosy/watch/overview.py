@@ -16,13 +16,14 @@ from argosy.config.model_name import model_name
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.errors import ArgosyError
+from argosy.observe.energy_report import JOULES_PER_KWH
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.watch.columns import STEP
 from argosy.watch.linefile import leads_away, table_of
-from argosy.watch.nodes import JOULES_PER_KWH, EnergySoFar
+from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunFiles, RunReader, RunTail
 from argosy.watch.steps import Buckets
 from argosy.watch.timeline import RunTimeline, timeline

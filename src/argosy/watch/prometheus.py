@@ -41,7 +41,7 @@ class Latest:
 
 @dataclass(frozen=True)
 class Metric:
-    """What one name says."""
+    """A metric: its kind and its help text."""
 
     kind: str
     """gauge or counter."""
@@ -86,7 +86,7 @@ METRICS: dict[str, Metric] = {
     "argosy_node_energy_joules_total": Metric("counter", "Energy that a node has used for the run."),
 }
 """Every name, in the order of the text."""
-STEP = {
+OF_STEP = {
     "argosy_trained_tokens": "tokens",
     "argosy_loss": "loss",
     "argosy_gradient_norm": "grad_norm",
@@ -97,29 +97,29 @@ STEP = {
     "argosy_memory_bytes": "memory_bytes",
     "argosy_last_step_timestamp_seconds": "time_s",
 }
-SYNC = {
+OF_SYNC = {
     "argosy_sync_ratio": "ratio",
     "argosy_sync_staleness_steps": "staleness",
     "argosy_sync_distance": "distance",
 }
-EVALUATION = {"argosy_validation_loss": "validation_loss", "argosy_validation_bpb": "bits_per_byte"}
-PARTS = {
+OF_EVALUATION = {"argosy_validation_loss": "validation_loss", "argosy_validation_bpb": "bits_per_byte"}
+OF_TABLES = {
     "argosy_step_part_seconds": ("seconds", "part"),
     "argosy_memory_part_bytes": ("memory", "part"),
     "argosy_user_metric": ("user", "name"),
 }
-DEVICE = {
+OF_DEVICE = {
     "argosy_device_utilization_ratio": ("utilisation", 1.0),
     "argosy_device_memory_bytes": ("memory_bytes", 1.0),
     "argosy_device_temperature_celsius": ("temperature_c", 1.0),
     "argosy_device_power_watts": ("power_w", 1.0),
     "argosy_device_clock_hertz": ("clock_mhz", 1e6),
 }
-RANK = {
+OF_RANK = {
     "argosy_rank_step_seconds": "step_s",
     "argosy_rank_memory_bytes": "memory_bytes",
 }
-HOST = {
+OF_HOST = {
     "argosy_host_cpu_ratio": "cpu",
     "argosy_host_memory_used_bytes": "memory_used_bytes",
     "argosy_host_disk_free_bytes": "disk_free_bytes",
@@ -154,11 +154,11 @@ def _samples(run: Latest) -> Iterator[Sample]:
     newest = run.step.get("step", -1)
     yield "argosy_steps_done", {}, newest + 1 if isinstance(newest, int | float) else None
     yield "argosy_steps_planned", {}, run.steps
-    for name, key in STEP.items():
+    for name, key in OF_STEP.items():
         yield name, {}, run.step.get(key)
-    for name, key in EVALUATION.items():
+    for name, key in OF_EVALUATION.items():
         yield name, {}, run.evaluation.get(key)
-    for name, (key, label) in PARTS.items():
+    for name, (key, label) in OF_TABLES.items():
         for part, value in _table(run.step, key).items():
             yield name, {label: part}, value
     communication = _table(run.step, "communication")
@@ -167,7 +167,7 @@ def _samples(run: Latest) -> Iterator[Sample]:
             if isinstance(pair, Sequence) and len(pair) == 2:
                 yield "argosy_communication_seconds", {"axis": axis, "tier": tier}, pair[0]
                 yield "argosy_communication_bytes", {"axis": axis, "tier": tier}, pair[1]
-    for name, key in SYNC.items():
+    for name, key in OF_SYNC.items():
         yield name, {}, _table(run.step, "sync").get(key)
     for kind, count in sorted(run.events.items()):
         yield "argosy_events_total", {"event": kind}, count
@@ -201,13 +201,13 @@ def _of_node(node: str, line: Mapping[str, Any]) -> Iterator[Sample]:
     for number, device in enumerate(_list(line, "devices")):
         if isinstance(device, Mapping):
             labels = {"node": node, "device": str(number), "name": str(device.get("name", ""))}
-            for name, (key, factor) in DEVICE.items():
+            for name, (key, factor) in OF_DEVICE.items():
                 if isinstance(value := device.get(key), int | float):
                     yield name, labels, value * factor
-    for name, key in RANK.items():
+    for name, key in OF_RANK.items():
         for rank, value in zip(_list(line, "ranks"), _list(line, key), strict=False):
             yield name, {"node": node, "rank": str(rank)}, value
-    for name, key in HOST.items():
+    for name, key in OF_HOST.items():
         yield name, {"node": node}, _table(line, "host").get(key)
     yield "argosy_node_energy_joules_total", {"node": node}, _table(line, "energy").get("total_joules")
 

@@ -16,7 +16,7 @@ from argosy.watch.reader import RunReader
 ROWS, COLUMNS = 256, 400
 """Size of a map, by default."""
 MOST_ROWS, MOST_COLUMNS = 1024, 2000
-MOST_LINES = 20_000
+NODE_LINES = 20_000
 """Most lines, over all nodes, that are read for one map. If there are more, evenly spread ones are read."""
 MOST_NODES, NODE_POINTS = 64, 200
 OWN = "own"
@@ -51,7 +51,7 @@ def rank_map(
     grid = np.full((len(groups), max(1, len(edges) - 1)), np.nan)
     all_there = True
     if groups:
-        most = max(8, MOST_LINES // max(1, len(reader.nodes)))
+        most = max(8, NODE_LINES // max(1, len(reader.nodes)))
         wanted = {slots[rank] for rank in ranks}
         for node in sorted(wanted & reader.nodes.keys()):
             records, are_all = reader.node_records(node, begin, end, most)

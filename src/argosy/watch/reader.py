@@ -137,7 +137,7 @@ class RunFiles:
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read, or is not shown, in sentences."""
+        """Files that could not be read, and records that are not shown, in sentences."""
         found = list(self._io_problems.values())
         if self._events.left_out:
             found.append(f"events: {self._events.left_out} of single ranks, or old, are not shown")
@@ -298,7 +298,7 @@ class RunReader(RunFiles):
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read, or is not shown, in sentences."""
+        """Files that could not be read, and records that are not shown, in sentences."""
         found = []
         if self._metrics.is_missing:
             found.append("metrics.jsonl is not there: it is being rotated, or the run has made no step yet")

@@ -1,4 +1,4 @@
-"""The server process of `argosy watch`: who may read (token, Host header), its socket, its limits, its end."""
+"""The server process of `argosy watch`: access (token, Host header), the socket, limits, the end."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def is_loopback(host: str) -> bool:
 class AuthMiddleware:
     """Lets a request through if it may read, and marks each answer for the browser.
 
-    Without a token, a request must name this machine's loopback address as its host: a foreign page whose name was
-    made to lead here (DNS rebinding) does not. With one, whoever knows it may come by any name.
+    Without a token, a request must name this machine's loopback address as its host, which keeps out a foreign page
+    whose name leads here (DNS rebinding). With a token, it may name any host.
     """
 
     def __init__(self, app: ASGIApp, token: str = "", port: int = 0, names: Iterable[str] = OWN_NAMES):
@@ -90,7 +90,7 @@ class AuthMiddleware:
             await self._app(scope, receive, _marking(send))
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """Return the answer for whom this is not; None if it is for the caller."""
+        """Return a refusal, or None if allowed."""
         headers = Headers(scope=scope)
         if headers.get("sec-fetch-site", "none") in ("cross-site", "same-site") and scope["path"] != "/":
             return PlainTextResponse("another site's page may not read this\n", 403)
@@ -159,7 +159,7 @@ def _marking(send: Send) -> Send:
 
 PAGE = Path(__file__).parent / "page"
 PORT = 8765
-TRIES = 50
+PORTS_TRIED = 50
 """Ports that are tried, from PORT on, if the user named none."""
 REQUEST_S = 15.0
 """A connection must have sent its whole request after so long."""
@@ -252,7 +252,7 @@ def listening(host: str, port: int | None) -> socket.socket:
     """
     if port is not None and not 0 <= port <= 65535:
         raise UserError(f"--port {port}: a port is a number from 0 to 65535. Try --port {PORT}.")
-    tried = [port] if port is not None else [*range(PORT, PORT + TRIES), 0]
+    tried = [port] if port is not None else [*range(PORT, PORT + PORTS_TRIED), 0]
     for each in tried:
         try:
             return _bound(host, each)
@@ -316,7 +316,7 @@ def make_app(
 def server_of(root: Path, listener: socket.socket, token: str = "", host: str = "127.0.0.1") -> PageServer:
     """Return the server of the runs under `root`. `listener` was made for `host`.
 
-    token: who reads must have it; empty: nobody needs one.
+    token: needed to read; empty: none is needed.
     `run(sockets=[listener])` serves until SIGINT or SIGTERM.
     """
     port = listener.getsockname()[1]

@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from argosy.errors import UserError
 from argosy.watch import conclusions, overview, rank_view, steps
-from argosy.watch.library import Library, Open, Unreadable, run_folder
+from argosy.watch.library import Library, OpenRun, Unreadable, run_folder
 from argosy.watch.linefile import leads_away
 from argosy.watch.metrics_table import Preview
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
@@ -39,11 +39,11 @@ NEWS_S = 1.0
 BEAT_S = 10.0
 """The live line says something at least so often, so that the page knows that it is there."""
 MOST_LISTENERS = 100
-MOST_EVENTS = 5000
+EVENTS_IN_ANSWER = 5000
 """Events in one answer; the newest are there."""
 PROFILE_FILES = (".json.gz", ".json", ".pickle")
 
-View = Callable[["QueryParameters", Open], Any]
+View = Callable[["QueryParameters", OpenRun], Any]
 
 
 class WrongParameter(UserError):
@@ -88,7 +88,7 @@ class QueryParameters:
         return self.number("from"), self.number("to")
 
 
-def _series(asked: QueryParameters, run: Open) -> Any:
+def _series(asked: QueryParameters, run: OpenRun) -> Any:
     return _series_of(asked, run.reader)
 
 
@@ -97,16 +97,16 @@ def _series_of(asked: QueryParameters, run: RunReader | Preview) -> Any:
     return steps.series(run, asked.words("keys") or ["loss"], *asked.steps, points)
 
 
-def _evaluations(asked: QueryParameters, run: Open) -> Any:
+def _evaluations(asked: QueryParameters, run: OpenRun) -> Any:
     table = run.reader.evaluations
     return {"step": table["step"], "loss": table["validation_loss"], "bits_per_byte": table["bits_per_byte"]}
 
 
-def _time(asked: QueryParameters, run: Open) -> Any:
+def _time(asked: QueryParameters, run: OpenRun) -> Any:
     return steps.step_parts(run.reader, *asked.steps, asked.count("points", steps.POINTS, steps.MOST_POINTS))
 
 
-def _ranks(asked: QueryParameters, run: Open) -> Any:
+def _ranks(asked: QueryParameters, run: OpenRun) -> Any:
     rows = asked.count("rows", rank_view.ROWS, rank_view.MOST_ROWS)
     columns = asked.count("points", rank_view.COLUMNS, rank_view.MOST_COLUMNS)
     low, high = asked.number("rank_from"), asked.number("rank_to")
@@ -114,15 +114,15 @@ def _ranks(asked: QueryParameters, run: Open) -> Any:
     return rank_view.rank_map(run.reader, asked.text("key", rank_view.OWN), *asked.steps, rows, columns, *ranks)
 
 
-def _events(asked: QueryParameters, run: Open) -> Any:
+def _events(asked: QueryParameters, run: OpenRun) -> Any:
     found = overview.run_timeline(run.reader)
     events = list(shown_events(run.reader.events, found, asked.words("kinds") or None))
     phases = [asdict(stretch) for stretch in found.stretches]
-    more = max(0, len(events) - MOST_EVENTS)
+    more = max(0, len(events) - EVENTS_IN_ANSWER)
     return {"events": events[more:], "goodput": overview.goodput(run.reader, found), "phases": phases, "more": more}
 
 
-def _advice(asked: QueryParameters, run: Open) -> Any:
+def _advice(asked: QueryParameters, run: OpenRun) -> Any:
     forecast = conclusions.forecast_of(run.reader)
     return {
         "advice": [asdict(advice) for advice in conclusions.advice_of(run.reader)],
@@ -206,7 +206,7 @@ class Api:
 
         return await _answer(previewed)
 
-    def _opened(self, run_id: str, answer: Callable[[Open], Any]) -> bytes:
+    def _opened(self, run_id: str, answer: Callable[[OpenRun], Any]) -> bytes:
         # Encoded while nobody else reads the run: arrays may change afterwards.
         return self._library.ask(run_id, lambda entry: _encoded(answer(entry)))
 

@@ -37,7 +37,7 @@ class Buckets:
 
     rows: slice
     begins: npt.NDArray[np.intp]
-    """Where each group begins, counted from the first of `rows`."""
+    """First row of each group, counted from the first of `rows`."""
 
     @classmethod
     def of(cls, table: Columns, first: float | None, last: float | None, points: int) -> Buckets:

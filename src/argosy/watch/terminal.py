@@ -41,11 +41,11 @@ from argosy.watch.timeline import in_words
 
 HISTORY_BYTES = 2**22
 """Bytes at the end of metrics.jsonl that are read when a run goes on: some thousand steps."""
-MOST_POINTS = 8192
+CURVE_POINTS = 8192
 """A curve that has more points loses every second one: no screen has more columns."""
 SLOW = 3.0
 """A step that took so many times the median compiled or was disturbed."""
-MOST_EVENTS = 8
+SHOWN_EVENTS = 8
 FILES_EVERY_S = 2.0
 """Other files than the metrics are looked at so often: there may be thousands."""
 STANDS_S = 10.0
@@ -63,7 +63,7 @@ class Curve:
         while self.points and self.points[-1][0] >= step:
             self.points.pop()
         self.points.append((step, value))
-        if len(self.points) > MOST_POINTS:
+        if len(self.points) > CURVE_POINTS:
             del self.points[1:-1:2]
 
 
@@ -108,7 +108,7 @@ class FolderView(RunFiles):
             predicted_memory_bytes=float(prediction.memory_bytes.mid) if prediction else None,
             ranks=ranks,
             standing_s=standing,
-            events=self.told()[-MOST_EVENTS:],
+            events=self.told()[-SHOWN_EVENTS:],
         )
 
     def told(self) -> list[tuple[float, str, str]]:

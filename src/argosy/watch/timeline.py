@@ -1,5 +1,5 @@
-"""What a run's events say of it: its state; its wall time, split into training, waiting and recovering; what each fault
-cost; each event in words.
+"""A run by its events: its state; its wall time, split into training, waiting and recovering; the cost of each fault;
+each event in words.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from argosy.watch.facts import RunFacts
 
 AnswerT = TypeVar("AnswerT")
 
-RESTART_S = 300.0
-"""What stopping, and going on with another plan, is assumed to cost: saving, starting, compiling."""
+REPLAN_S = 300.0
+"""Assumed cost of going on with another plan: saving, starting, compiling."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Planner:
         if other is None:
             return None
         left = facts.steps_in_all if facts.has_ended else facts.steps_left
-        is_worth = worth_migrating(other.now_s, float(other.step_s.mid), 10**9 if left is None else left, RESTART_S)
+        is_worth = worth_migrating(other.now_s, float(other.step_s.mid), 10**9 if left is None else left, REPLAN_S)
         return other if is_worth and float(other.step_s.high) < other.now_s else None
 
     def without(self, processes: int, times: float) -> Alternative | None:
@@ -270,13 +270,13 @@ class Advice:
     severity: Literal["warning", "info"]
     """warning: something is wrong; info: it could be better."""
     title: str
-    """What is so, in a few words."""
+    """The conclusion in a few words."""
     evidence: str
     """The figures of this run that say so, and over which steps."""
     do: str
-    """What to do about it."""
+    """The remedy."""
     gain: str = ""
-    """What that would bring; empty where nobody can tell."""
+    """Gain of the remedy; empty where nobody can tell."""
     gain_share: float | None = None
     """Share of the run's time that it would save, 0 to 1."""
     plan: str = ""

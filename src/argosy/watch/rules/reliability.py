@@ -1,4 +1,4 @@
-"""Failures: what stopped a run, and what each stop cost; rules about failures, checkpoints and goodput."""
+"""Failures: each stop of a run with its cost; rules about failures, checkpoints and goodput."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Outage:
     steps_lost: int
     """Steps that were made again."""
     source: str
-    """Where the state came from: live, memory, disk; empty if the run does not say."""
+    """Source of the state: live, memory, disk; empty if the run does not say."""
     deaths: tuple[Event, ...]
     """worker_died, oom_kill and killed, by time."""
     migrated: bool = False
@@ -70,7 +70,7 @@ def failures(facts: RunFacts) -> list[Outage]:
 
 @dataclass(frozen=True)
 class Rate:
-    """What is known of the rate of failures: a gamma distribution of this shape, over so many seconds."""
+    """The rate of failures: a gamma distribution of this shape, over so many seconds."""
 
     shape: float
     exposure_s: float
@@ -126,7 +126,7 @@ AGAIN = 2
 GOODPUT, GOODPUT_AFTER_S = 0.9, 600.0
 """Llama 3 405B reached more than 90 % effective training time on 16,384 GPUs (Dubey et al. 2024, section 3.3.4). Of a
 shorter run, starting is a large part."""
-WORTH = 0.01
+WORTH_SHARE = 0.01
 """Share of the time that another checkpoint interval must save to be worth saying."""
 STALL_SHARE = 0.03
 """Share of the time that saving may stop training: with background = true it is the copy to host memory, seconds for
@@ -148,11 +148,11 @@ def lost_ranks(facts: RunFacts, planner: Planner) -> Advice | None:
     named = ", ".join(map(str, ranks[:5])) + (f" and {len(ranks) - 5} more" if len(ranks) > 5 else "")
     return Advice(
         "lost_ranks",
-        "warning" if again or (share or 0) > WORTH or len(struck) > 1 else "info",
+        "warning" if again or (share or 0) > WORTH_SHARE or len(struck) > 1 else "info",
         f"Rank{'s' if len(ranks) > 1 else ''} {named or '?'} died",
         f"{'; '.join(_told(facts, death) for death in deaths[-3:])}. {_cost(struck, cost_s, lost)}",
         _after_deaths(deaths, again),
-        f"{seconds(cost_s)} so far" if share is not None and share > WORTH else "",
+        f"{seconds(cost_s)} so far" if share is not None and share > WORTH_SHARE else "",
         share if again else None,
         facts={"ranks": ranks, "nodes": dict(nodes), "cost_s": cost_s, "steps_lost": lost, "stops": len(struck)},
     )
@@ -191,21 +191,21 @@ _ABOUT = {
 
 
 @dataclass(frozen=True)
-class Spent:
-    """Where the time since the first start went, without that in which nobody ran it."""
+class WallTimeSplit:
+    """The time since the first start, split by use, without that in which nobody ran it."""
 
     wall_s: float
     useful_s: float
     """Steps that count, without what comes beside them."""
     parts: dict[str, float]
-    """What else took how long."""
+    """Seconds of all else."""
 
     @property
     def goodput(self) -> float:
         return self.useful_s / self.wall_s
 
 
-def spent(facts: RunFacts) -> Spent | None:
+def spent(facts: RunFacts) -> WallTimeSplit | None:
     """Return where the time since the first start went; None before the first step."""
     whole = slice(0, len(facts))
     useful_s = float(np.nansum(facts.column("step_time_s")))
@@ -221,7 +221,7 @@ def spent(facts: RunFacts) -> Spent | None:
     }
     wall_s = max(facts.wall_s, useful_s)
     parts["starting and the rest"] = max(0.0, wall_s - useful_s - sum(parts.values()))
-    return Spent(wall_s, useful_s, parts)
+    return WallTimeSplit(wall_s, useful_s, parts)
 
 
 def checkpoint_stalls(facts: RunFacts, planner: Planner) -> Advice | None:
@@ -257,7 +257,7 @@ def checkpoint_stalls(facts: RunFacts, planner: Planner) -> Advice | None:
 def checkpoint_interval(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that checkpoints should be rarer, or oftener, by what they cost and by the measured rate of failures."""
     found = _interval(facts, planner)
-    if found is None or facts.has_ended or found.gain < WORTH:
+    if found is None or facts.has_ended or found.gain < WORTH_SHARE:
         return None
     oftener = found.best_s < found.now_s
     rate = (
@@ -280,7 +280,7 @@ def checkpoint_interval(facts: RunFacts, planner: Planner) -> Advice | None:
 
 @dataclass(frozen=True)
 class _Interval:
-    """How often the run saves, and how often it should."""
+    """The interval of saves, and the best one."""
 
     now_s: float
     best_s: float
