@@ -63,8 +63,7 @@ def main(argv: list[str]) -> None:
         return
     if options.device is not None:
         find_device(options.device)  # what is wrong with the command is said before torch is imported
-    from argosy.probe.probe import ProbeRequest, catalogue_device
-    from argosy.probe.start import find_probed, probe_here, probe_joined
+    from argosy.probe.probe import ProbeRequest, catalogue_device, find_probed, probe_here, probe_joined
 
     devices = find_probed(run.launch)
     asked = ProbeRequest(

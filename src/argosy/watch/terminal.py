@@ -4,7 +4,6 @@ panel of `argosy watch --terminal`, for runs that train elsewhere or did so; its
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import statistics
@@ -46,8 +45,8 @@ CURVE_POINTS = 8192
 SLOW = 3.0
 """A step that took so many times the median compiled or was disturbed."""
 SHOWN_EVENTS = 8
-FILES_EVERY_S = 2.0
-"""Other files than the metrics are looked at so often: there may be thousands."""
+SHARE = 0.05
+"""Most of a processor that goes into reading other files than the metrics: there may be thousands."""
 STANDS_S = 10.0
 """A rank that makes no progress for so long, and for so many times the step's time, is named."""
 
@@ -76,17 +75,19 @@ class FolderView(RunFiles):
         super().__init__(folder)
         self._metrics = Tail(folder / "metrics.jsonl", HISTORY_BYTES)
         self._losses, self._validation = Curve(), Curve()
-        self._refreshed_at = -math.inf
+        self._refresh_at_s = 0.0
         self._progress: dict[int, tuple[Hashable, float]] = {}
         self._own: dict[str, tuple[int, dict[int, tuple[float, int]]]] = {}
         self.heartbeats: Path | None = None
         """The folder of this machine's heartbeats, once it is known."""
 
     def look(self) -> RunView:
-        """Return the run as it is now; of other files than its metrics, as it was up to FILES_EVERY_S ago."""
-        if time.monotonic() - self._refreshed_at >= FILES_EVERY_S:
-            self._refreshed_at = time.monotonic()
+        """Return the run as it is now; of a large run, events and nodes as they were a moment ago."""
+        began_s = time.monotonic()
+        if began_s >= self._refresh_at_s:
             self.refresh()
+            ended_s = time.monotonic()
+            self._refresh_at_s = ended_s + (ended_s - began_s) / SHARE
         else:
             self._read_metrics()
         run, plan, prediction = self.run, self.plan, self.prediction
