@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from argosy.files import atomic_write
-from argosy.observe.energy_report import Energy
+from argosy.observe.energy import Energy
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.panel import duration, mfu_in_words
 from argosy.plan.calibration.reconcile import Reconciled

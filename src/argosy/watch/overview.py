@@ -15,12 +15,10 @@ import numpy as np
 from argosy.config.model_name import model_name
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
-from argosy.errors import ArgosyError
-from argosy.observe.energy_report import JOULES_PER_KWH
+from argosy.observe.energy import JOULES_PER_KWH, machine_started_on
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.watch.columns import STEP
 from argosy.watch.linefile import leads_away, table_of
 from argosy.watch.nodes import EnergySoFar
@@ -150,14 +148,9 @@ def _cost(run: RunFiles, found: RunTimeline) -> tuple[float | None, str | None]:
 
 
 def machine_of(run: RunFiles) -> Cluster | None:
-    """Return the cluster that a run's money and power are counted for: launch.cluster, else the catalogue's devices."""
+    """Return the cluster that a run's money and power are counted for; None if nobody knows it."""
     hardware = next((e["hardware"] for e in reversed(run.events) if isinstance(e.get("hardware"), dict)), None)
-    if run.run is None or hardware is None:
-        return None
-    try:
-        return machine_at_hand(run.run, DetectedHardware(**hardware))
-    except (ArgosyError, ValueError, TypeError, OSError):  # the cluster's file is elsewhere, or the event is foreign
-        return None
+    return None if run.run is None else machine_started_on(run.run, hardware)
 
 
 def _config(run: RunConfig | None) -> dict[str, dict[str, Any]]:
