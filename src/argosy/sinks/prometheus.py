@@ -14,12 +14,11 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 from argosy.errors import UserError
-from argosy.observe.events import Tail
 from argosy.sinks.sink import About, Record, Sink
+from argosy.watch.nodes import NodeSeries
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 
 TOKEN = "ARGOSY_METRICS_TOKEN"
@@ -70,7 +69,7 @@ class Prometheus(Sink):
         self._latest.step = self.state.get("step", {})
         self._latest.evaluation = self.state.get("evaluation", {})
         self._latest.events = Counter(self.state.get("events", {}))
-        self._nodes: dict[str, Tail] = {}
+        self._nodes: dict[str, NodeSeries] = {}
         self._text = ""
         self._server = _serve(settings["host"], settings["port"], token_for(settings["host"]), lambda: self._text)
         host, port = self._server.server_address[:2]
@@ -95,19 +94,14 @@ class Prometheus(Sink):
         self._latest.step = self.state["step"] = {"step": step - 1} if step else {}
 
     def tick(self) -> None:
-        self._latest.nodes = self._read_nodes(self.about.folder / "nodes")
+        for path in sorted((self.about.folder / "nodes").glob("*.jsonl"))[:MOST_NODES]:
+            self._nodes.setdefault(path.stem, NodeSeries(path)).refresh()
+        self._latest.nodes = {node: series.last for node, series in self._nodes.items()}
         self._text = exposition([self._latest])
 
     def close(self, report: Record | None) -> None:
         self._server.shutdown()
         self._server.server_close()
-
-    def _read_nodes(self, folder: Path) -> dict[str, Record]:
-        nodes: dict[str, Record] = {name: dict(line) for name, line in self._latest.nodes.items()}
-        for path in sorted(folder.glob("*.jsonl"))[:MOST_NODES]:
-            if lines := self._nodes.setdefault(path.stem, Tail(path)).read():
-                nodes[path.stem] = lines[-1]
-        return nodes
 
 
 def _serve(host: str, port: int, token: str, text: Any) -> ThreadingHTTPServer:
