@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from argosy.watch import conclusions
-from argosy.watch.conclusions import advice_of, advise, alerts_of, facts_of, forecast_of
+from argosy.watch.conclusions import advise, conclusions_of, facts_of
 from argosy.watch.reader import RunReader
 from watched import BEGAN_S, STEPS, columns, start
 
@@ -115,6 +115,8 @@ def test_a_long_run_is_judged_by_its_last_lines(tmp_path: Path, monkeypatch: pyt
 
 def test_conclusions_are_kept_until_the_run_says_more(tmp_path: Path):
     reader = write_run(tmp_path / "run")
-    assert advice_of(reader) is advice_of(reader)
-    assert forecast_of(reader) is None, "without a run file nobody knows how long it is"
-    assert [alert.alert for alert in alerts_of(reader)] in (["stall", "dead"], ["dead", "stall"]), "its lines are old"
+    assert conclusions_of(reader).advice is conclusions_of(reader).advice
+    assert conclusions_of(reader).forecast is None, "without a run file nobody knows how long it is"
+    assert [alert.alert for alert in conclusions_of(reader).alerts] in (["stall", "dead"], ["dead", "stall"]), (
+        "its lines are old"
+    )

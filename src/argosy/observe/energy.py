@@ -347,12 +347,8 @@ def _last_lines(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 def _rounded(costs: Costs, per: int = 1) -> Costs:
     """Return the costs in five figures: nothing here is known better."""
-    each = {key: None if value is None else float(f"{value / per:.5g}") for key, value in _plain(costs).items()}
+    each = {key: None if value is None else float(f"{value / per:.5g}") for key, value in costs.model_dump().items()}
     return Costs(**each)
-
-
-def _plain(costs: Costs) -> dict[str, float | None]:
-    return {"kwh": costs.kwh, "co2_kg": costs.co2_kg, "money": costs.money}
 
 
 def _figures(costs: Costs, currency: str, marked: str = "") -> str:

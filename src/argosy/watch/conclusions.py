@@ -5,10 +5,10 @@ evidence, the forecast and the alerts, drawn anew only when the folder tells mor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -263,66 +263,53 @@ def _is_said(advice: Advice, said: Sequence[Advice]) -> bool:
     return advice.rule in ("exposed_communication", "slower_than_planned") and "straggler" in names
 
 
-AnswerT = TypeVar("AnswerT")
-
 LATEST_S = 5.0
 """Conclusions of a run that goes on are at most so old; who asks more often gets the same again."""
 
 
-@dataclass
-class _Conclusions:
-    """The conclusions of one reader."""
+class Conclusions:
+    """The conclusions about a run as of its reader's last `refresh`, each drawn when it is first asked for."""
 
-    version: Hashable
-    made_s: float
-    facts: RunFacts
-    planner: Planner
-    answers: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, reader: RunReader):
+        self.made_s = time.monotonic()
+        self.version = _version(reader)
+        self.facts = facts_of(reader)
+        self._planner = Planner(self.facts)
 
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """Advice on the run, the most important first."""
+        return advise(self.facts, self._planner)
 
-_CONCLUSIONS: WeakKeyDictionary[RunReader, _Conclusions] = WeakKeyDictionary()
+    @cached_property
+    def slow_ranks(self) -> tuple[dict[int, float], tuple[int, int]]:
+        """Rank -> how many times its peers' time it takes, for ranks that are slow now; and the steps that tell."""
+        slow, table = slow_ranks(self.facts), self.facts.ranks
+        return slow, (int(table.steps[0]), int(table.steps[-1])) if slow and table is not None else (0, 0)
 
+    @cached_property
+    def forecast(self) -> Forecast | None:
+        """The forecast of the run's end and cost; None if it has ended, or it is too early to tell."""
+        return forecast(self.facts, self._planner)
 
-def advice_of(reader: RunReader) -> tuple[Advice, ...]:
-    """Return advice on the run as of the reader's last `refresh`, the most important first."""
-    return _answer(reader, "advice", lambda kept: advise(kept.facts, kept.planner))
-
-
-def slow_ranks_of(reader: RunReader) -> tuple[dict[int, float], tuple[int, int]]:
-    """Return rank -> how many times its peers' time it takes, for ranks that are slow now; and the steps that tell."""
-
-    def conclude(kept: _Conclusions) -> tuple[dict[int, float], tuple[int, int]]:
-        slow, ranks = slow_ranks(kept.facts), kept.facts.ranks
-        return slow, (int(ranks.steps[0]), int(ranks.steps[-1])) if slow and ranks is not None else (0, 0)
-
-    return _answer(reader, "slow ranks", conclude)
-
-
-def forecast_of(reader: RunReader) -> Forecast | None:
-    """Return the forecast of the run's end and cost; None if it has ended, or it is too early to tell."""
-    return _answer(reader, "forecast", lambda kept: forecast(kept.facts, kept.planner))
+    @cached_property
+    def alerts(self) -> list[Alert]:
+        """The alerts that its events tell of, and those that hold now, the newest first."""
+        return standing(self.facts)
 
 
-def alerts_of(reader: RunReader) -> list[Alert]:
-    """Return the alerts that its events tell of, and those that hold now, the newest first."""
-    return _answer(reader, "alerts", lambda kept: standing(kept.facts))
+_NEWEST: WeakKeyDictionary[RunReader, Conclusions] = WeakKeyDictionary()
 
 
-def _answer(reader: RunReader, name: str, conclude: Callable[[_Conclusions], AnswerT]) -> AnswerT:
-    kept = _conclusions(reader)
-    if name not in kept.answers:
-        kept.answers[name] = conclude(kept)
-    answer: AnswerT = kept.answers[name]
-    return answer
+def conclusions_of(reader: RunReader) -> Conclusions:
+    """Return the conclusions about the reader's run; they are drawn anew if it has said more, or time tells more."""
+    found = _NEWEST.get(reader)
+    is_fresh = found is not None and time.monotonic() - found.made_s < LATEST_S
+    is_final = found is not None and found.facts.has_ended and found.version == _version(reader)
+    if found is None or not (is_fresh or is_final):
+        found = _NEWEST[reader] = Conclusions(reader)
+    return found
 
 
-def _conclusions(reader: RunReader) -> _Conclusions:
-    """Return what is kept of the reader, or a new beginning if the run has said more since, or time tells more."""
-    now_s, kept = time.monotonic(), _CONCLUSIONS.get(reader)
-    version = (len(reader.steps), len(reader.events), reader.alive_s, reader.state, str(reader.plan))
-    is_fresh = kept is not None and now_s - kept.made_s < LATEST_S
-    is_final = kept is not None and kept.version == version and kept.facts.has_ended
-    if kept is None or not (is_fresh or is_final):
-        facts = facts_of(reader)
-        kept = _CONCLUSIONS[reader] = _Conclusions(version, now_s, facts, Planner(facts))
-    return kept
+def _version(reader: RunReader) -> Hashable:
+    return len(reader.steps), len(reader.events), reader.alive_s, reader.state, str(reader.plan)

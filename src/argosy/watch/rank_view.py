@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from argosy.watch.columns import STEP, Floats
-from argosy.watch.conclusions import slow_ranks_of
+from argosy.watch.conclusions import conclusions_of
 from argosy.watch.nodes import Record
 from argosy.watch.reader import RunReader
 
@@ -151,7 +151,7 @@ def _marks(reader: RunReader, slots: dict[int, str]) -> dict[str, list[dict[str,
             each = [{"rank": rank, "node": slots.get(rank, ""), **told} for rank in ranks]
             each = each or [{"rank": None, "node": str(event.get("node", "")), **told}]
             marks["stragglers" if kind in STRAGGLERS else "deaths"] += each
-    slow, (first, last) = slow_ranks_of(reader)
+    slow, (first, last) = conclusions_of(reader).slow_ranks
     for rank in slow.keys() - {mark["rank"] for mark in marks["stragglers"]}:  # shorter than the detector waits
         why = f"its own work takes {slow[rank]:.1f} times as long as its peers', median of steps {first} to {last}"
         marks["stragglers"].append(

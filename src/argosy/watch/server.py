@@ -27,7 +27,8 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from argosy.errors import UserError
-from argosy.watch import conclusions, overview, rank_view, steps
+from argosy.watch import overview, rank_view, steps
+from argosy.watch.conclusions import conclusions_of
 from argosy.watch.library import Library, OpenRun, Unreadable, run_folder
 from argosy.watch.linefile import leads_away
 from argosy.watch.metrics_table import Preview
@@ -123,11 +124,11 @@ def _events(asked: QueryParameters, run: OpenRun) -> Any:
 
 
 def _advice(asked: QueryParameters, run: OpenRun) -> Any:
-    forecast = conclusions.forecast_of(run.reader)
+    found = conclusions_of(run.reader)
     return {
-        "advice": [asdict(advice) for advice in conclusions.advice_of(run.reader)],
-        "forecast": None if forecast is None else asdict(forecast),
-        "alerts": [asdict(alert) for alert in conclusions.alerts_of(run.reader)],
+        "advice": [asdict(advice) for advice in found.advice],
+        "forecast": None if found.forecast is None else asdict(found.forecast),
+        "alerts": [asdict(alert) for alert in found.alerts],
     }
 
 
