@@ -97,9 +97,9 @@ class _Newest:
 
 def _lines(reader: RunReader, first_step: float) -> Iterator[tuple[str, list[Record]]]:
     """Yield each node's lines about the last steps; nodes that have fallen silent are left out."""
-    newest_s = max((_number(series.last.get("time_s")) for series in reader.nodes.values()), default=0.0)
+    newest_s = max((series.last.get("time_s", 0.0) for series in reader.nodes.values()), default=0.0)
     for node, series in reader.nodes.items():
-        if not series.last or _number(series.last.get("time_s")) < newest_s - FRESH_S:
+        if not series.last or series.last["time_s"] < newest_s - FRESH_S:
             continue
         few = len(reader.nodes) <= READ_NODES
         lines = reader.node_records(node, first_step, most=LINES)[0][-LINES:] if few else []
@@ -107,17 +107,17 @@ def _lines(reader: RunReader, first_step: float) -> Iterator[tuple[str, list[Rec
 
 
 def _ranks(lines: dict[str, list[Record]]) -> RankTable | None:
-    newest = max((_number(line.get("generation")) for each in lines.values() for line in each), default=-1.0)
+    newest = max((line.get("generation", 0) for each in lines.values() for line in each), default=-1)
     of_node = {
         node: current
         for node, each in lines.items()
-        if (current := [line for line in each if _number(line.get("generation")) == newest and line.get("ranks")])
+        if (current := [line for line in each if line.get("generation", 0) == newest and line.get("ranks")])
     }
-    places = sorted((int(rank), node) for node, each in of_node.items() for rank in each[-1]["ranks"])
+    places = sorted((rank, node) for node, each in of_node.items() for rank in each[-1]["ranks"])
     if not places:
         return None
     numbers = np.array([rank for rank, _ in places])
-    told = {int(step) for each in of_node.values() for line in each for step, _ in line.get("own") or []}
+    told = {step for each in of_node.values() for line in each for step, _ in line.get("own", ())}
     steps = np.array(sorted(told)[-OWN_STEPS:], dtype=np.int64)
     own_s = np.full((len(steps), len(numbers)), np.nan)
     microbatches = np.ones_like(own_s)
@@ -125,12 +125,12 @@ def _ranks(lines: dict[str, list[Record]]) -> RankTable | None:
     for each in of_node.values():
         for line in each:
             at = _places(line, numbers)
-            told_from = dict(line.get("microbatches") or [])
+            told_from = dict(line.get("microbatches", ()))
             many = np.ones(len(at))
-            for step, values in line.get("own") or []:
-                many = _floats(told_from[step]) if len(told_from.get(step, ())) == len(at) else many
+            for step, values in line.get("own", ()):
+                many = np.array(told_from[step], dtype=float) if len(told_from.get(step, ())) == len(at) else many
                 if step in row_of and len(values) == len(at):
-                    own_s[row_of[step], at] = _floats(values)
+                    own_s[row_of[step], at] = values
                     microbatches[row_of[step], at] = np.maximum(many, 1.0)
     seconds, memory = _means(of_node, numbers)
     return RankTable(numbers, tuple(node for _, node in places), steps, own_s, seconds, memory, microbatches)
@@ -147,22 +147,22 @@ def _means(of_node: dict[str, list[Record]], numbers: NDArray[np.int64]) -> tupl
     for each in of_node.values():
         line = next((line for line in reversed(each) if line.get("seconds")), each[-1])  # some end no step
         at = _places(line, numbers)
-        for category, values in (line.get("seconds") or {}).items():
+        for category, values in line.get("seconds", {}).items():
             if len(values) == len(at):
-                seconds.setdefault(category, np.full(len(numbers), np.nan))[at] = _floats(values)
-        if len(line.get("memory_bytes") or []) == len(at):
-            memory[at] = _floats(line["memory_bytes"])
+                seconds.setdefault(category, np.full(len(numbers), np.nan))[at] = values
+        if len(line.get("memory_bytes", ())) == len(at):
+            memory[at] = line["memory_bytes"]
     return seconds, memory if np.isfinite(memory).any() else None
 
 
 def _devices(lines: dict[str, list[Record]]) -> Iterator[DeviceSeen]:
     """Yield each device, with its means over the lines."""
     for node, each in lines.items():
-        for number, device in enumerate(each[-1].get("devices") or []):
-            same = [line["devices"][number] for line in each if len(line.get("devices") or []) > number]
+        for number, device in enumerate(each[-1].get("devices", ())):
+            same = [line["devices"][number] for line in each if len(line.get("devices", ())) > number]
             yield DeviceSeen(
                 node=node,
-                ranks=tuple(int(rank) for rank in device.get("ranks") or ()),
+                ranks=tuple(device.get("ranks", ())),
                 name=str(device.get("name", "")),
                 **{key: _mean(same, key) for key in ("utilisation", "temperature_c", "clock_mhz", "power_w")},
             )
@@ -172,11 +172,8 @@ def _disks(reader: RunReader, now_s: float) -> Iterator[DiskSeen]:
     for node, series in reader.nodes.items():
         few = len(reader.nodes) <= READ_NODES
         lines = series.records(now_s - DISK_S, now_s, LINES)[0] if few else [series.last]
-        known = [
-            (_number(line.get("time_s")), _number((line.get("host") or {}).get("disk_free_bytes"), np.nan))
-            for line in lines
-        ]
-        found = np.array([pair for pair in known if np.isfinite(pair[1])])
+        free = [(line["time_s"], line.get("host", {}).get("disk_free_bytes")) for line in lines if line]
+        found = np.array([pair for pair in free if isinstance(pair[1], int | float)], dtype=float)
         if len(found):
             yield DiskSeen(node, found[:, 0], found[:, 1])
 
@@ -185,16 +182,16 @@ def _power(lines: dict[str, list[Record]]) -> tuple[float | None, str]:
     """Return the mean power of all nodes over their lines, W, and where it is from."""
     total, sources = 0.0, set()
     for each in lines.values():
-        told = [line for line in each if isinstance(line.get("energy"), dict)]
-        took_s = _number(told[-1].get("time_s")) - _number(told[0].get("time_s")) if len(told) > 1 else 0.0
+        told = [line for line in each if "energy" in line]
+        took_s = told[-1]["time_s"] - told[0]["time_s"] if told else 0.0
         if took_s <= 0:  # a single line does not say how long it is about
-            power = [_number(device.get("power_w"), np.nan) for device in each[-1].get("devices") or []]
-            if not power or not np.isfinite(power).all():
+            power = [device.get("power_w") for device in each[-1].get("devices", ())]
+            if not power or not all(isinstance(watts, int | float) for watts in power):
                 return None, ""
-            total += float(np.sum(power))
+            total += float(sum(power))
             sources.add("nvml")
             continue
-        total += sum(_number(line["energy"].get("joules")) for line in told[1:]) / took_s
+        total += sum(line["energy"].get("joules", 0.0) for line in told[1:]) / took_s
         sources |= {str(line["energy"].get("source", "")) for line in told}
     if not sources or total <= 0:
         return None, ""
@@ -204,14 +201,6 @@ def _power(lines: dict[str, list[Record]]) -> tuple[float | None, str]:
 def _mean(devices: list[Record], key: str) -> float | None:
     values = [float(device[key]) for device in devices if isinstance(device.get(key), int | float)]
     return float(np.mean(values)) if values else None
-
-
-def _number(value: Any, otherwise: float = 0.0) -> float:
-    return float(value) if isinstance(value, int | float) else otherwise
-
-
-def _floats(values: list[Any]) -> Floats:
-    return np.array([np.nan if value is None else value for value in values], dtype=float)
 
 
 RULES: tuple[Rule, ...] = (

@@ -92,7 +92,7 @@ def unreadable(run_id: str, problem: str) -> dict[str, Any]:
 
 def _count(step: Any) -> int | None:
     """Return how many steps are done; they are counted from 0."""
-    return int(step) + 1 if isinstance(step, int | float) else None
+    return None if step is None else int(step) + 1
 
 
 def _steps_to_make(run: RunFiles) -> int | None:
@@ -125,16 +125,16 @@ def _pace_s(run: RunFiles) -> float | None:
 
 def _devices(run: RunFiles) -> int | None:
     for event in reversed(run.events):
-        size = event.get("size") if event["event"] == "generation" else event.get("world_size")
-        if isinstance(size, int):
-            return size
+        size = event.get("size" if event["event"] == "generation" else "world_size")
+        if size is not None:
+            return int(size)
     return run.plan.world_size if run.plan else None
 
 
 def _plan(run: RunFiles) -> str | None:
     if run.plan:
         return str(run.plan)
-    told = (event["plan"] for event in reversed(run.events) if isinstance(event.get("plan"), str))
+    told = (event["plan"] for event in reversed(run.events) if "plan" in event)
     return next(told, None)
 
 
@@ -191,10 +191,10 @@ def model(reader: RunReader, first: float | None = None, last: float | None = No
 
 
 def _experts(line: dict[str, Any]) -> dict[str, Any]:
-    tables = line.get("experts")
-    if not isinstance(tables, dict):
+    tables = line.get("experts", {})
+    if not tables:
         return {"layers": [], "step": None, "load": []}
-    layers = [layer for layer, table in tables.items() if isinstance(table, dict) and "tokens" in table]
+    layers = [layer for layer, table in tables.items() if "tokens" in table]
     facts = {name: [tables[layer].get(name) for layer in layers] for name in ("imbalance", "entropy", "dropped")}
     return {"layers": layers, "step": line["step"], "load": [tables[layer]["tokens"] for layer in layers], **facts}
 
@@ -202,11 +202,10 @@ def _experts(line: dict[str, Any]) -> dict[str, Any]:
 def energy(reader: RunReader, meter: EnergySoFar) -> dict[str, Any]:
     """Return the energy of a run: what its report says, or what the agents measured so far."""
     meter.refresh(reader.nodes)
-    reported = (reader.report or {}).get("energy")
-    reported = reported if isinstance(reported, dict) else {}
+    reported = (reader.report or {}).get("energy", {})
     so_far = {"kwh": meter.joules / JOULES_PER_KWH, "source": meter.source} if meter.joules else {}
     tokens = reader.last_line.get("tokens")
-    if so_far and isinstance(tokens, int | float) and tokens:
+    if so_far and tokens:
         so_far["per_token"] = {"joules": meter.joules / tokens}
     return {**so_far, **reported, "series": meter.series()}
 

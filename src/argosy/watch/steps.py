@@ -5,6 +5,7 @@ steps goes and what memory holds, beside what the plan predicts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,10 +280,9 @@ def _newest(values: Floats) -> float | None:
 def _by_rank(reader: RunReader) -> dict[str, list[Any]]:
     rows = []
     for node, series in reader.nodes.items():
-        ranks, used = series.last.get("ranks"), series.last.get("memory_bytes")
-        if isinstance(ranks, list) and isinstance(used, list):
-            limit = _limit_bytes(series.last)
-            rows += [(rank, node, value, limit) for rank, value in zip(ranks, used, strict=False)]
+        both = zip(series.last.get("ranks", ()), series.last.get("memory_bytes", ()), strict=False)
+        limit = _limit_bytes(series.last)
+        rows += [(rank, node, used, limit) for rank, used in both]
     rows.sort(key=lambda row: row[0])
     names = ("ranks", "nodes", "bytes", "limit_bytes")
     return {name: [row[n] for row in rows] for n, name in enumerate(names)}
@@ -290,14 +290,10 @@ def _by_rank(reader: RunReader) -> dict[str, list[Any]]:
 
 def _limit_bytes(record: dict[str, Any]) -> float | None:
     """Return what a rank of this node can use: its device's memory by the catalogue, else its share of the host's."""
-    devices = record.get("devices")
-    if isinstance(devices, list) and devices and isinstance(devices[0], dict):
-        try:
+    if devices := record.get("devices"):
+        with suppress(UserError):
             return float(find_device(device_named(str(devices[0].get("name")))).memory_bytes)
-        except UserError:
-            pass
-    host, ranks = record.get("host"), record.get("ranks")
-    whole = host.get("memory_bytes") if isinstance(host, dict) else None
+    whole, ranks = record.get("host", {}).get("memory_bytes"), record.get("ranks")
     return whole / len(ranks) if isinstance(whole, int | float) and ranks else None
 
 

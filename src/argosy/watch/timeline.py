@@ -191,7 +191,7 @@ class _Walk:
         kind, time_s, process = event["event"], float(event["time_s"]), event.get("process", "rank-0")
         if kind in CAUSES and (self._cause is None or time_s - self._cause[1] > CAUSE_S):
             self._cause = index, time_s
-        if kind == "generation" and isinstance(event.get("size"), int):
+        if kind == "generation" and "size" in event:
             self._devices = event["size"]
         is_new = kind == "coordinator_started" and not event.get("replaces")
         if is_new or (self._phase == "stopped" and kind in BEGINNINGS):
@@ -241,8 +241,8 @@ class _Walk:
         self._enter("training", time_s)
 
     def _lose(self, index: int, event: Mapping[str, Any]) -> None:
-        steps = event.get("steps_lost")
-        if isinstance(steps, int) and steps > 0:
+        steps = event.get("steps_lost", 0)
+        if steps > 0:
             self._lost_steps = steps
             self._found.lost_s += steps * self._step_s
             if self._break is None:  # the run had died as a whole
@@ -283,18 +283,15 @@ LONGEST_WORDS = 200
 def words(event: Event) -> str:
     kind = event["event"].replace("_", " ")
     parts = [kind]
-    if isinstance(event.get("rank"), int) and event["event"] != "fault":
+    if "rank" in event and event["event"] != "fault":
         parts.append(f"rank {event['rank']}")
-    if isinstance(event.get("step"), int) and event["event"] in OF_A_STATE:
+    if "step" in event and event["event"] in OF_A_STATE:
         parts.append(f"after {event['step']} steps")
-    elif isinstance(event.get("step"), int):
+    elif "step" in event:
         parts.append(str(event["step"]) if kind.endswith(" step") else f"step {event['step']}")  # bad step 1865
-    if isinstance(event.get("site"), str):
-        parts.append(event["site"])
-    if isinstance(event.get("node"), str):
-        parts.append(event["node"])
+    parts += [event[name] for name in ("site", "node") if name in event]
     facts = [str(event[name]) for name in TELLING if event.get(name)]
-    if isinstance(event.get("steps_lost"), int):
+    if "steps_lost" in event:
         facts.append(f"{event['steps_lost']} steps lost")
     if isinstance(event.get("seconds"), int | float):
         facts.append(f"{event['seconds']:.3g} s")
