@@ -73,7 +73,8 @@ class Planner:
         facts, plain = self._facts, self._plain
         if plain is None or self._raw is None or facts.plan is None or facts.run is None or not facts.recent_count:
             return plain
-        done = Finished(Path(facts.folder), facts.run, facts.plan, self._hardware_name, "", self._measured(self._raw))
+        name = str((self._hardware or {}).get("device"))
+        done = Finished(Path(facts.folder), facts.run, facts.plan, name, "", self._measured(self._raw))
         learned = _quietly(lambda: learn_from([done], plain))
         if learned is None:
             return plain
@@ -207,10 +208,10 @@ class Planner:
     def _plain(self) -> Cluster | None:
         """The machine as the run found it; None if nobody described it and the catalogue does not know it."""
         facts = self._facts
-        starts = [start for start in facts.starts if "hardware" in start]
-        if not starts or facts.run is None or facts.plan is None:
+        newest = self._hardware
+        if newest is None or facts.run is None or facts.plan is None:
             return None
-        newest, run, size = starts[-1]["hardware"], facts.run, facts.plan.world_size
+        run, size = facts.run, facts.plan.world_size
         try:
             known = {each.name: newest[each.name] for each in fields(DetectedHardware)}
             found = DetectedHardware(**{**known, "processes": size, "per_node": min(known["per_node"], size)})
@@ -222,8 +223,10 @@ class Planner:
         return machine if is_told else None
 
     @property
-    def _hardware_name(self) -> str:
-        return str(self._facts.starts[-1]["hardware"]["device"])
+    def _hardware(self) -> dict[str, Any] | None:
+        """The hardware that the newest start tells of."""
+        told = (start["hardware"] for start in reversed(self._facts.starts) if "hardware" in start)
+        return next(told, None)
 
     @cached_property
     def _raw(self) -> Prediction | None:
