@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from wandb.proto.wandb_internal_pb2 import Record
 
 from argosy.sinks.worker import SinkSession
@@ -36,7 +39,19 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    """The files of a folder by the start of their runs; W&B's own process may still be writing the end of one."""
+    paths = list(folder.glob("wandb/offline-run-*/*.wandb"))
+    deadline = time.monotonic() + 60
+    while not all(map(is_whole, paths)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return sorted(paths, key=lambda path: run_of(path).start_time.ToNanoseconds())
+
+
+def is_whole(path: Path) -> bool:
+    with suppress(DecodeError):
+        return any(record.WhichOneof("record_type") == "exit" for record in records(path))
+    return False
 
 
 def history(path: Path) -> list[dict[str, Any]]:

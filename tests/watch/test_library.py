@@ -123,13 +123,13 @@ def read_all(folder: Path) -> None:
         raise AssertionError(why)
 
     library = Library(folder.parent)
-    library.ask_all(lambda run_id, tail: server._encoded(overview.line(run_id, tail)), fail)
+    library.ask_all(lambda run_id, tail: server.encoded(overview.line(run_id, tail)), fail)
     exposition(library.ask_all(server.latest, fail)).encode()
     assert library.news({})[0]["state"] != "unreadable"
-    library.ask("run", lambda entry: server._encoded(overview.details("run", entry.reader)))
+    library.ask("run", lambda entry: server.encoded(overview.details("run", entry.reader)))
     for view, query in QUERIES:
         asked = server.QueryParameters(Request({"type": "http", "query_string": str(QueryParams(query)).encode()}))
-        library.ask("run", lambda entry, view=view, asked=asked: server._encoded(server.VIEWS[view](asked, entry)))
+        library.ask("run", lambda entry, view=view, asked=asked: server.encoded(server.VIEWS[view](asked, entry)))
     look = seen(FolderView(folder))
     one_line(look).plain.encode()
     assert panel(look, 100, 30)

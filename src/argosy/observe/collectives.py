@@ -280,11 +280,30 @@ class CommunicationMeter:
             self._apart_s += seconds
 
 
+class _Replaced:
+    """Attributes of torch's classes that are replaced for a while."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        """Put what `around` makes of the original in its place, if `owner` has it: another version may lack it."""
+        if (original := getattr(owner, name, None)) is not None:
+            # As the class has it: what getattr gives of a class is no longer bound to an instance.
+            self._originals.append((owner, name, vars(owner).get(name, original)))
+            setattr(owner, name, around(original))
+
+    def restore(self) -> None:
+        for owner, name, original in reversed(self._originals):
+            setattr(owner, name, original)
+        self._originals.clear()
+
+
 class _Doors:
     """The calls of torch that collectives go through, replaced while a meter is on."""
 
     meter: CommunicationMeter | None = None
-    _originals: list[tuple[Any, str, Any]] = []
+    _replaced = _Replaced()
 
     @classmethod
     def open_for(cls, meter: CommunicationMeter) -> None:
@@ -297,29 +316,20 @@ class _Doors:
         if cls.meter is not meter:
             return
         cls.meter = None
-        for owner, name, original in reversed(cls._originals):
-            setattr(owner, name, original)
-        cls._originals.clear()
+        cls._replaced.restore()
 
     @classmethod
     def _replace_all(cls) -> None:
         for name, (operator, arguments) in METHODS.items():
-            cls._replace(dist.ProcessGroup, name, partial(_method, operator, arguments))
-        cls._replace(dist.Work, "wait", _wait)
+            cls._replaced.replace(dist.ProcessGroup, name, partial(_method, operator, arguments))
+        cls._replaced.replace(dist.Work, "wait", _wait)
         operators = torch.ops._c10d_functional
         for name in FUNCTIONAL:
             if (packet := getattr(operators, name, None)) is not None:
                 for callee in (packet, packet.default):  # Python code calls the one, compiled code the other
-                    cls._replace(callee, "_op", partial(_operator, name))
+                    cls._replaced.replace(callee, "_op", partial(_operator, name))
         for callee in (operators.wait_tensor, operators.wait_tensor.default):
-            cls._replace(callee, "_op", _wait_tensor)
-
-    @classmethod
-    def _replace(cls, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        if (original := getattr(owner, name, None)) is not None:  # another version of torch may lack it
-            # As the class has it: what getattr gives of a class is no longer bound to an instance.
-            cls._originals.append((owner, name, vars(owner).get(name, original)))
-            setattr(owner, name, around(original))
+            cls._replaced.replace(callee, "_op", _wait_tensor)
 
 
 def _method(operator: str, arguments: Arguments, call: Any) -> Any:
@@ -370,23 +380,16 @@ class CollectiveMarks:
         self._axes = axes
         self._numbers = itertools.count()
         self._works: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        self._originals: list[tuple[type, str, Any]] = []
+        self._replaced = _Replaced()
 
     def __enter__(self) -> Self:
         for name in METHODS:
-            if hasattr(dist.ProcessGroup, name):
-                self._replace(dist.ProcessGroup, name, self._marked(name, getattr(dist.ProcessGroup, name)))
-        self._replace(dist.Work, "wait", self._waiting(dist.Work.wait))
+            self._replaced.replace(dist.ProcessGroup, name, partial(self._marked, name))
+        self._replaced.replace(dist.Work, "wait", self._waiting)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for owner, name, original in reversed(self._originals):
-            setattr(owner, name, original)
-        self._originals.clear()
-
-    def _replace(self, owner: type, name: str, by: Any) -> None:
-        self._originals.append((owner, name, vars(owner).get(name, getattr(owner, name))))
-        setattr(owner, name, by)
+        self._replaced.restore()
 
     def _marked(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def marked(group: dist.ProcessGroup, *args: Any, **kw: Any) -> Any:

@@ -107,7 +107,7 @@ def fake_memory() -> Iterator[FakeMemoryMode]:
     reset, propagate = FSDPParam.reset_sharded_param, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def reset_if_new(self: FSDPParam) -> None:
-        """FSDP2 pads what has a new address. FakeMemoryMode memory has none, so whether it is new is asked here."""
+        """FSDP2 pads what has a new address. Fake memory has none, so whether it is new is asked here."""
         parameter = getattr(self._module_info.module, self._module_info.param_name)
         if parameter.to_local().untyped_storage() is not self._sharded_param_data.untyped_storage():
             reset(self)

@@ -181,10 +181,10 @@ class Api:
     async def runs(self, request: Request) -> Response:
 
         def line(run_id: str, tail: RunTail) -> msgspec.Raw:
-            return msgspec.Raw(_encoded(overview.line(run_id, tail)))
+            return msgspec.Raw(encoded(overview.line(run_id, tail)))
 
         def unreadable(run_id: str, why: str) -> msgspec.Raw:
-            return msgspec.Raw(_encoded(overview.unreadable(run_id, why)))
+            return msgspec.Raw(encoded(overview.unreadable(run_id, why)))
 
         return await _answer(lambda: self._library.ask_all(line, unreadable))
 
@@ -209,7 +209,7 @@ class Api:
 
     def _opened(self, run_id: str, answer: Callable[[OpenRun], Any]) -> bytes:
         # Encoded while nobody else reads the run: arrays may change afterwards.
-        return self._library.ask(run_id, lambda entry: _encoded(answer(entry)))
+        return self._library.ask(run_id, lambda entry: encoded(answer(entry)))
 
     async def profile_file(self, request: Request) -> Response:
         """Answer /api/runs/ID/profiles/NAME/FILE: a trace, as a file to be saved."""
@@ -329,11 +329,11 @@ async def _answer(compute: Callable[[], Any]) -> Response:
         raise HTTPException(404, str(error)) from None
     except Unreadable as error:
         raise HTTPException(500, str(error)) from None
-    body = found if isinstance(found, bytes) else _encoded(found)
+    body = found if isinstance(found, bytes) else encoded(found)
     return Response(body, media_type="application/json")
 
 
-def _encoded(value: Any) -> bytes:
+def encoded(value: Any) -> bytes:
     """Return JSON; what is not finite is null."""
     return msgspec.json.encode(value, enc_hook=_plain)
 
@@ -358,5 +358,5 @@ async def failed_answer(request: Request, error: Exception) -> Response:
     code = error.status_code if isinstance(error, HTTPException) else 500  # uvicorn prints its traceback
     text = error.detail if isinstance(error, HTTPException) else "the server failed; its terminal says more"
     if request.url.path.startswith("/api/"):
-        return Response(_encoded({"error": text}), code, media_type="application/json")
+        return Response(encoded({"error": text}), code, media_type="application/json")
     return PlainTextResponse(f"{text}\n", code)
