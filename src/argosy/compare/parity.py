@@ -182,13 +182,17 @@ def _under(run: RunConfig, plan: str) -> RunConfig:
 
 def _train(run: RunConfig, plan: Plan, run_dir: Path) -> None:
     launch = run.launch.model_copy(update={"processes": plan.world_size})
-    run = run.model_copy(update={"plan": str(plan), "launch": launch})
+    train_quietly(run.model_copy(update={"plan": str(plan), "launch": launch}), run_dir, "parity")
+
+
+def train_quietly(run: RunConfig, run_dir: Path, command: str) -> None:
+    """Train in a folder that does not outlive the command. Raises: as `train`; Interrupted says so."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArgosyWarning)
         try:
             train(run, run_dir, quiet=True)
-        except Interrupted as stop:  # its text names a folder which is gone by now
-            raise Interrupted("stopped; parity keeps nothing.", stop.exit_code - 128) from None
+        except Interrupted as stop:  # its own words name a folder that is gone by now
+            raise Interrupted(f"stopped; {command} keeps nothing.", stop.exit_code - 128) from None
 
 
 def _steps(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Time and bytes of this rank's collectives by axis and tier, counted while it trains.
 
-All collectives of a process, whoever asks for them (our own layers, FSDP2, torch's pipelines), go through two doors:
+All collectives of a process (our own layers', FSDP2's, those of torch's pipelines) go through two doors:
 the methods of `ProcessGroup`, and in compiled code the operators of torch's namespace `_c10d_functional`. Torch has no
 public hook there, so `CommunicationMeter` replaces both while it is on, and passes every call on. What is waited for is
 the `Work` that a call returned. Bytes are counted by the formulas of `observe.wire`.

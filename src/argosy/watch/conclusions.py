@@ -253,7 +253,7 @@ def _is_said(advice: Advice, said: Sequence[Advice]) -> bool:
 
 
 LATEST_S = 5.0
-"""Conclusions of a run that goes on are at most so old; who asks more often gets the same again."""
+"""Conclusions of a run that goes on are drawn anew after so long."""
 
 
 class Conclusions:

@@ -76,7 +76,7 @@ METRICS = {
     "argosy_host_disk_free_bytes": "What is left of the disk that holds the run.",
     "argosy_node_energy_joules_total": "Energy that a node has used for the run.",
 }
-"""Name -> help, in the order of the text. What ends in `_total` is a counter, all else a gauge."""
+"""Name -> help, in the order of the text. A name that ends in `_total` is a counter, any other a gauge."""
 OF_STEP = {
     "argosy_trained_tokens": "tokens",
     "argosy_loss": "loss",

@@ -162,10 +162,10 @@ PORT = 8765
 PORTS_TRIED = 50
 """Ports that are tried, from PORT on, if the user named none."""
 REQUEST_S = 15.0
-"""A connection must have sent its whole request after so long."""
+"""Most seconds in which a connection sends its whole request."""
 MOST_CONNECTIONS = 400
 MOST_OF_ADDRESS = 100
-"""Connections of one address. The one of them that has idled for longest is closed when there is another."""
+"""Most connections of one address: beyond, the one that has idled for longest is closed."""
 MOST_HEADER_BYTES = 2**14
 
 
@@ -219,7 +219,7 @@ class PatientProtocol(H11Protocol):
 
 
 def _close_one(connections: list[PatientProtocol]) -> None:
-    """Close the connection that has idled for longest: who has no request to make must not keep others out."""
+    """Close the connection that has idled for longest: an idle one must not keep others out."""
     idle = [each for each in connections if each.idles]
     if idle:
         longest = min(idle, key=lambda each: each.idle_since_s)

@@ -38,7 +38,7 @@ from argosy.watch.timeline import shown_events
 
 NEWS_S = 1.0
 BEAT_S = 10.0
-"""The live line says something at least so often, so that the page knows that it is there."""
+"""Most seconds between two events of the live line, by which the page knows that it is there."""
 MOST_LISTENERS = 100
 EVENTS_IN_ANSWER = 5000
 """Events in one answer; the newest are there."""
