@@ -76,7 +76,7 @@ def open_checkpoint(path: Path, trust_code: bool = False) -> TrainedModel:
 
 
 def default_device() -> torch.device:
-    """The first GPU, or the CPU."""
+    """Return the first GPU, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -66,7 +66,7 @@ def _finite(value: Any) -> Any:
 
 
 def _is_cut_off(file: FileIO) -> bool:
-    """True if the last line is incomplete: its writer was killed, or the disk was full."""
+    """Return True if the last line is incomplete: its writer was killed, or the disk was full."""
     if not file.seek(0, os.SEEK_END):
         return False
     file.seek(-1, os.SEEK_END)

@@ -103,7 +103,7 @@ def _answer_alike(collective: str, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def fake_memory() -> Iterator[FakeMemoryMode]:
-    """Tensors made in this block have no memory. Two of torch's parts are told so, which no public switch does."""
+    """Make tensors without memory in this block. Two of torch's parts are told so, which no public switch does."""
     reset, propagate = FSDPParam.reset_sharded_param, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def reset_if_new(self: FSDPParam) -> None:
@@ -127,7 +127,7 @@ def fake_memory() -> Iterator[FakeMemoryMode]:
 
 @contextmanager
 def replaced(owner: type | ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`function` is the method or function `name` of `owner` while this block runs."""
+    """Put `function` in the place of `owner`'s method or function `name` while this block runs."""
     original = getattr(owner, name)
     setattr(owner, name, function)
     try:
@@ -138,7 +138,7 @@ def replaced(owner: type | ModuleType, name: str, function: Callable[..., Any]) 
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[World]:
-    """Rank `rank` of `size` on the CPU, in this process alone: collectives return at once, and send nothing."""
+    """Be rank `rank` of `size` on the CPU, in this process alone: collectives return at once, and send nothing."""
     if size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -236,10 +236,10 @@ class LiveBytes(OperatorWatch):
                 weakref.finalize(storage, self._died, key).atexit = False
 
     def changed(self, memory: int, before: int, after: int) -> None:
-        """The memory with this number had `before` bytes and now has `after`. For subclasses."""
+        """Note that the memory with this number had `before` bytes and now has `after`. For subclasses."""
 
     def freed(self, memory: int) -> None:
-        """The memory with this number is gone; other memory may get the number. For subclasses."""
+        """Note that the memory with this number is gone; other memory may get the number. For subclasses."""
 
     def _set(self, key: int, size: int) -> None:
         before = self._sizes.get(key, 0)

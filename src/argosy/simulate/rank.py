@@ -36,7 +36,7 @@ WORTH_IT = 1.3
 
 
 def simulate_rank(plan: Plan, run: RunConfig, rank: int, in_full: bool = False) -> Trace:
-    """A step of rank `rank` under `plan`, with no device, no weights and no other rank; nothing is compiled.
+    """Trace a step of rank `rank` under `plan`, with no device, no weights and no other rank; nothing is compiled.
 
     The batch has whole documents, and goes evenly to all experts; fingerprints of replicas are compared, if they ever
     are. Equal layers repeat, and so do microbatches: a few are traced, then one more, and if that adds what the ones

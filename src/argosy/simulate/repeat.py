@@ -46,7 +46,7 @@ class RepeatedLayers:
 
 
 def layers_alike(plan: Plan, run: RunConfig, rank: int) -> RepeatedLayers | None:
-    """Those on rank `rank`; None if it has several stages, or what it does with them may not be the same for each."""
+    """Return those of rank `rank`; None if it has several stages, or may not do the same with each layer."""
     stages = stages_on(plan, run, rank)
     if len(stages) > 1 or run.optimizer.kind == "muon" or run.optimizer.groups:
         return None  # Muon deals matrices out over ranks, and groups may name single layers
@@ -162,7 +162,7 @@ def _described(event: Event) -> tuple[Hashable, tuple[int, ...], tuple[int, ...]
 
 
 def _with(event: Event, numbers: Sequence[int]) -> Event:
-    """The event with other `_Trace.numbers`."""
+    """Return the event with other `_Trace.numbers`."""
     if isinstance(event, Pass):
         return event
     where = event.where if event.where.layer is None else Where(event.where.phase, numbers[-1])

@@ -78,7 +78,7 @@ class StepTimeline:
 
 
 def draw(traces: Mapping[int, Trace], cluster: Cluster) -> dict[int, StepTimeline]:
-    """The timelines of ranks, by rank, on `cluster`.
+    """Return the timelines of ranks, by rank, on `cluster`.
 
     A message between two of these ranks arrives when the other has sent it; any other peer is taken to be as far as
     this rank. So a pipeline's bubble shows if all its stages are here.
@@ -173,7 +173,7 @@ class _Player:
         self._free[axis] = max(self._free.get(axis, 0.0), begin + duration)
 
     def _arrival(self, messages_ago: int) -> tuple[str, float]:
-        """The axis of a message that all of its ranks send, and when it has arrived."""
+        """Return the axis of a message that all of its ranks send, and its time of arrival."""
         axis, end = self._ends[-1 - messages_ago]
         assert isinstance(end, float)
         return axis, end

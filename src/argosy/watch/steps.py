@@ -107,7 +107,7 @@ def _summed_up(buckets: Buckets, values: Floats) -> dict[str, Floats]:
 
 
 def _norms(table: Columns, keys: list[str], first: float | None, last: float | None, points: int) -> dict[str, Any]:
-    """Norms have steps of their own, since only those have them that are due."""
+    """Sum up norms, which have steps of their own: only those that are due have them."""
     buckets = Buckets.of(table, first, last, points)
     found = {key: _summed_up(buckets, table[key.removeprefix(NORMS)]) for key in keys}
     return {"step": np.round(buckets.mean(table[STEP])), "keys": found}

@@ -224,7 +224,7 @@ class _Walk:
             self._enter("stopped", max(alive_s, self._last_s))
 
     def _begin(self, time_s: float) -> None:
-        """The run begins, or begins again; if it did not say that it had ended, it ended with its last sign of life."""
+        """Begin, or begin again; a run that did not say that it had ended ended with its last sign of life."""
         if self._phase != "stopped":
             before = int(np.searchsorted(self._signs_s, time_s))
             sign_s = float(self._signs_s[before - 1]) if before else 0.0
