@@ -34,7 +34,7 @@ def watch(run_dir: Path) -> None:
 
 def resume(run_dir: Path) -> None:
     """As `training.restore` and `training.records` do."""
-    from argosy.observe.metrics import Metrics
+    from argosy.observe.events import Metrics
 
     metrics = Metrics(run_dir)
     metrics.forget_from(metrics.last(1)[0]["step"] + 1 - LOST)
@@ -48,7 +48,7 @@ def result(run_dir: Path) -> None:
 
 def report(run_dir: Path) -> None:
     """As `training.summary` does."""
-    from argosy.observe.metrics import Metrics
+    from argosy.observe.events import Metrics
     from argosy.observe.report import totals, typical
     from argosy.training.summary import Measured
 

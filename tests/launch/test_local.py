@@ -22,8 +22,7 @@ from argosy.errors import Retryable, RunFailed, UserError
 from argosy.launch import run_folder
 from argosy.launch.local import fork_server, train
 from argosy.launch.shown import Shown
-from argosy.observe.events import read_lines
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics, read_lines
 from argosy.observe.report import Report
 from argosy.parallel.world import World
 from argosy.supervise.agent import Agent

@@ -14,8 +14,8 @@ pytest.importorskip("starlette")
 from argosy.observe import line_follower
 from argosy.watch import library, metrics_table, timeline
 from argosy.watch import server as server_module
-from argosy.watch.energy import EnergySoFar
 from argosy.watch.library import Library
+from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunReader
 from argosy.watch.server import VIEWS
 from run_folders import Made, Trouble, append
@@ -160,8 +160,8 @@ def test_the_map_of_ranks_shows_the_straggler_and_the_death(server: Served) -> N
 def test_a_minute_of_which_only_a_part_is_known_is_no_ramp_of_the_power(tmp_path: Path) -> None:
     reader = RunReader(Made(steps=400).write(tmp_path / "demo"))
     reader.refresh()
-    meter = EnergySoFar(reader)
-    meter.refresh()
+    meter = EnergySoFar(reader.folder)
+    meter.refresh(reader.nodes)
     power = meter.series()["power_w"]
     assert len(power) > 2 and power == pytest.approx([2000.0] * len(power), rel=0.02)  # four devices of 500 W
 
@@ -257,7 +257,7 @@ def test_nothing_is_written_or_changed_by_any_method(server: Served) -> None:
 
 def test_news_come_when_a_run_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "NEWS_S", 0.1)
-    monkeypatch.setattr(library, "REFRESH_S", 0.05)
+    monkeypatch.setattr(library, "REREAD_S", 0.05)
     made = Made(steps=5, total_steps=50, start_s=time.time() - 12, is_finished=False)
     folder = made.write(tmp_path / "demo")
     with served(tmp_path) as server:

@@ -22,11 +22,11 @@ from argosy.launch.devices import find_devices
 from argosy.launch.profile import check_profile
 from argosy.launch.resolve import resolve
 from argosy.launch.sites import settle_site
+from argosy.observe.collectives import sequence_numbers
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import UNREAD, Heartbeat, HeartbeatReading, heartbeat_path, read_heartbeat
 from argosy.observe.node_metrics import NodeMetrics
-from argosy.observe.progress import Progress
-from argosy.observe.sequences import sequence_numbers
+from argosy.observe.screen import Progress
 from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import World, join_world, node_of_each_rank
 from argosy.plan.plan import Plan

@@ -20,8 +20,8 @@ from argosy.launch.resolve import resolve
 from argosy.launch.shown import Following, OnStep, Shown, shown
 from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
-from argosy.observe.progress import Progress
 from argosy.observe.report import Report
+from argosy.observe.screen import Progress
 from argosy.observe.terminal import lasting_output
 from argosy.plan.check import check_size
 from argosy.plan.plan import is_asynchronous

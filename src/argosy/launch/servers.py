@@ -20,8 +20,8 @@ from argosy.launch import run_folder
 from argosy.launch.children import RUN_FILE, check_codes, free_port, held, started
 from argosy.launch.resolve import resolve
 from argosy.observe.events import Events
-from argosy.observe.progress import Progress
 from argosy.observe.report import Report
+from argosy.observe.screen import Progress
 from argosy.plan.plan import NO_WORKERS, Plan, is_asynchronous
 from argosy.processes.channel import Message
 from argosy.processes.child import Child

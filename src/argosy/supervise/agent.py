@@ -19,7 +19,7 @@ from argosy.checkpoint.store import how_to_go_on
 from argosy.config.schema import LaunchConfig, RunConfig
 from argosy.errors import ArgosyError, RunFailed, error_of
 from argosy.observe.events import Events
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.observe.terminal import print_message
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.processes.channel import Gone

@@ -22,7 +22,7 @@ from argosy.observe import stacks, terminal
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path
 from argosy.observe.node_metrics import NodeMetrics
-from argosy.observe.progress import SCREEN
+from argosy.observe.screen import SCREEN
 from argosy.observe.terminal import print_message
 from argosy.processes.channel import Gone
 from argosy.processes.child import ForkEntry

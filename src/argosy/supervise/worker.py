@@ -21,8 +21,8 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.errors import FINAL, ArgosyError
+from argosy.observe.collectives import sequence_numbers
 from argosy.observe.heartbeat import UNREAD, Heartbeat
-from argosy.observe.sequences import sequence_numbers
 from argosy.observe.stacks import write_when_asked
 from argosy.observe.terminal import lasting_output
 from argosy.parallel.connections import Connections

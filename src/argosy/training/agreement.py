@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.training.bad_steps import Action, BadStepPolicy
 from argosy.training.integrity import Integrity
 from argosy.training.memory_checkpoints import MemoryCheckpointing

@@ -6,7 +6,7 @@ import time
 
 from argosy.checkpoint.memory import memory_folder
 from argosy.errors import Retryable, RunFailed
-from argosy.observe.metrics import forget_peak_memory
+from argosy.observe.clock import forget_peak_memory
 from argosy.parallel.world import give_back_freed_memory
 from argosy.training.bad_steps import MOST_REWINDS, REMEDY, BadStepCounts, BadStepPolicy
 from argosy.training.integrity import Integrity

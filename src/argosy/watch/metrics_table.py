@@ -30,7 +30,7 @@ VALIDATION_LOSS = "validation_loss"
 """A line with this key, and without the other, is that of an evaluation."""
 BITS_PER_BYTE = "bits_per_byte"
 FIRST = (STEP, LOSS, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
-"""What is read of each line of a long file before anything is shown."""
+"""Keys of a long file that are read of each line before anything is shown."""
 NORMS = "norms"
 """Group that only steps that are due have; in a table of its own, since it is hundreds of keys in a large model."""
 READ_WHOLE_BYTES = 4 * 2**20
@@ -70,7 +70,6 @@ class MetricsTable:
 
     @property
     def is_missing(self) -> bool:
-        """True if there is no file at the moment."""
         return self._file.is_missing
 
     def keys(self) -> list[str]:
@@ -287,7 +286,6 @@ class Preview:
             self.steps.append(rows_of(lines))
 
     def keys(self) -> list[str]:
-        """Return the keys of these lines."""
         return self.steps.keys()
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from argosy.faults import arm, fault
 from argosy.observe.clock import StepClock
+from argosy.observe.collectives import sequence_numbers
 from argosy.observe.heartbeat import Heartbeat, read_heartbeat
-from argosy.observe.sequences import sequence_numbers
 from argosy.parallel.world import World
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.hang import HangDetector

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.watch import gather
-from argosy.watch.conclusions import advice_of, advise, alerts_of, forecast_of
-from argosy.watch.gather import facts_of
+from argosy.watch import conclusions
+from argosy.watch.conclusions import advise, conclusions_of, facts_of
 from argosy.watch.reader import RunReader
 from watched import BEGAN_S, STEPS, columns, start
 
@@ -97,7 +96,7 @@ def test_lines_of_an_older_world_and_of_silent_nodes_do_not_count(tmp_path: Path
 
 
 def test_of_many_nodes_the_newest_lines_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gather, "READ_NODES", 2)
+    monkeypatch.setattr(conclusions, "READ_NODES", 2)
     facts = facts_of(write_run(tmp_path / "run", nodes=4))
     assert facts.ranks is not None and facts.ranks.own_s.shape == (10, 16)
     assert "straggler" in {advice.rule for advice in advise(facts)}
@@ -106,7 +105,7 @@ def test_of_many_nodes_the_newest_lines_are_enough(tmp_path: Path, monkeypatch: 
 def test_a_long_run_is_judged_by_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     reader = write_run(tmp_path / "run")
     whole = facts_of(reader)
-    monkeypatch.setattr(gather, "KNOWN", 250)
+    monkeypatch.setattr(conclusions, "KNOWN", 250)
     last = facts_of(reader)
     assert last.known == (150, 399) and whole.known == (0, 399)
     assert np.isnan(last.column("seconds.forward")[:150]).all()
@@ -116,6 +115,8 @@ def test_a_long_run_is_judged_by_its_last_lines(tmp_path: Path, monkeypatch: pyt
 
 def test_conclusions_are_kept_until_the_run_says_more(tmp_path: Path):
     reader = write_run(tmp_path / "run")
-    assert advice_of(reader) is advice_of(reader)
-    assert forecast_of(reader) is None, "without a run file nobody knows how long it is"
-    assert [alert.alert for alert in alerts_of(reader)] in (["stall", "dead"], ["dead", "stall"]), "its lines are old"
+    assert conclusions_of(reader).advice is conclusions_of(reader).advice
+    assert conclusions_of(reader).forecast is None, "without a run file nobody knows how long it is"
+    assert [alert.alert for alert in conclusions_of(reader).alerts] in (["stall", "dead"], ["dead", "stall"]), (
+        "its lines are old"
+    )

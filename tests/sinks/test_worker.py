@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from argosy.sinks.feed import MOST_FILES, MOST_LINES, Feed, NewRows
+from argosy.sinks.worker import MOST_FILES, MOST_LINES, Feed, NewRows
 from run_folder import RunFolder
 
 

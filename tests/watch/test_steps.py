@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from argosy.watch.reader import RunReader
-from argosy.watch.step_parts import step_parts
+from argosy.watch.steps import step_parts
 
 
 def line(step: int, **more: object) -> str:

@@ -1,3 +1,5 @@
+""""""
+
 from __future__ import annotations
 
 import time
@@ -10,7 +12,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from argosy.watch import serve
-from argosy.watch.auth import AuthMiddleware, host_name, is_loopback, new_token
+from argosy.watch.serve import AuthMiddleware, host_name, is_loopback, new_token
 from run_folders import Made
 from watch.served import Served, served
 

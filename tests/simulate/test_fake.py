@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.observe.wire import Watch
+from argosy.observe.wire import OperatorWatch
 from argosy.simulate.record import LiveBytes, flops_of
 
 KIB = 1024
@@ -79,7 +79,7 @@ def test_the_meta_device_has_no_memory():
     assert (live.most, shape.device.type) == (0, "meta")
 
 
-class Count(Watch):
+class Count(OperatorWatch):
     """`with Count() as counted:` ... `counted.total`"""
 
     def __init__(self) -> None:

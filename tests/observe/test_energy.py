@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from argosy.config.observe import EnergyConfig
-from argosy.observe import instruments as energy_module
-from argosy.observe.energy_report import RunSoFar, energy_of_run
-from argosy.observe.instruments import VISIBLE, EnergyMeter, HostMeter, NvmlDevices, Rapl, totals_of, watts_per_device
+from argosy.observe import energy as energy_module
+from argosy.observe.energy import EnergyMeter, Rapl, RunSoFar, energy_of_run, totals_of, watts_per_device
+from argosy.observe.node_metrics import VISIBLE, HostMeter, NvmlDevices
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.hardware.clusters import Cluster
 
