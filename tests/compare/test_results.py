@@ -13,7 +13,7 @@ from argosy.config.dump import save_run
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.plan.flops import parameters
-from argosy.plan.scaling.law import RunResult
+from argosy.plan.scaling_law import RunResult
 from tiny import run_config
 
 

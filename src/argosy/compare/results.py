@@ -16,7 +16,7 @@ from argosy.errors import UserError
 from argosy.files import file_sha256
 from argosy.observe.events import from_the_end
 from argosy.plan.flops import active_parameters
-from argosy.plan.scaling.law import RunResult
+from argosy.plan.scaling_law import RunResult
 
 SWEEP_FILE = "sweep.toml"
 """A folder with this file is that of a sweep; its folders are its trials."""

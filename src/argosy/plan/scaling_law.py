@@ -2,105 +2,22 @@
 
 N: parameters of the model, embeddings counted, as Hoffmann et al. 2022 ("Chinchilla") do, of experts only those that a
 token goes to; D: training tokens; L: loss, nats per token. Compute is C = 6 N D, that paper's convention.
-
-L-BFGS for many small problems at once: thousands of short vectors cost a NumPy call as little as one.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from argosy.errors import UserError
+from argosy.errors import UserError, missing_extra
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-Function = Callable[[Array], tuple[Array, Array]]
-"""Points [P, n] -> values [P] and gradients [P, n]; a point outside the domain has a value that is not finite."""
-
-MEMORY = 10
-"""Number of steps that the curvature is estimated from."""
-SUFFICIENT_DECREASE, CURVATURE = 1e-4, 0.9
-"""Wolfe's two conditions (Nocedal and Wright 2006, equation 3.6)."""
-TRIALS = 20
-"""Step lengths that a line search tries."""
-
-
-def minimize(function: Function, starts: Array, steps: int = 300, tolerance: float = 1e-9) -> tuple[Array, Array]:
-    """Return the points [P, n] where the descents from `starts` [P, n] end, and their values [P].
-
-    Liu and Nocedal 1989 (Nocedal and Wright 2006, algorithm 7.4), each point for itself, with the line search of Lewis
-    and Overton 2013 (algorithm 2.6), which kinks do not stop. Ends after `steps` steps, or once no point has come
-    down by more than `tolerance` * (1 + its value) in `MEMORY` of them. `starts` have finite values.
-    """
-    points = starts
-    values, gradients = function(points)
-    history: deque[tuple[Array, Array]] = deque(maxlen=MEMORY)
-    earlier: deque[Array] = deque([values], maxlen=MEMORY)
-    for _ in range(steps):
-        directions = _directions(gradients, history)
-        found, values, found_gradients = _line_search(function, points, values, gradients, directions, tolerance)
-        history.append((found - points, found_gradients - gradients))
-        points, gradients = found, found_gradients
-        if len(earlier) == MEMORY and np.all(earlier[0] - values <= tolerance * (1 + np.abs(values))):
-            break
-        earlier.append(values)
-    return points, values
-
-
-def _directions(gradients: Array, history: deque[tuple[Array, Array]]) -> Array:
-    """Return downhill directions, scaled by the curvature in `history`; the first step has length 1 at most."""
-    directions = -gradients
-    if not history:
-        return directions / np.maximum(1.0, np.linalg.norm(gradients, axis=1, keepdims=True))
-    kept = []
-    for step, change in reversed(history):
-        curvature = _dot(step, change)
-        # A step without positive curvature, such as none at all, teaches nothing.
-        inverse = np.divide(1.0, curvature, out=np.zeros_like(curvature), where=curvature > 0)
-        share = inverse * _dot(step, directions)
-        directions = directions - share * change
-        kept.append((step, change, inverse, share))
-    step, change, inverse, _ = kept[0]
-    directions = directions * np.where(inverse > 0, _dot(step, change) / np.maximum(_dot(change, change), 1e-300), 1.0)
-    for step, change, inverse, share in reversed(kept):
-        directions = directions + step * (share - inverse * _dot(change, directions))
-    return np.where(_dot(directions, gradients) < 0, directions, -gradients)
-
-
-def _line_search(
-    function: Function, points: Array, values: Array, gradients: Array, directions: Array, tolerance: float
-) -> tuple[Array, Array, Array]:
-    """Return lower points along `directions`, with values and gradients; a point with no lower one stays."""
-    slope = _dot(gradients, directions)[:, 0]
-    low, high, length = np.zeros_like(slope), np.full_like(slope, np.inf), np.ones_like(slope)
-    best, best_values, best_gradients = points, values, gradients
-    at_end = slope >= -1e-3 * tolerance * (1 + np.abs(values))  # the others need not wait for it
-    for _ in range(TRIALS):
-        trial = points + length[:, None] * directions
-        trial_values, trial_gradients = function(trial)
-        falls = trial_values <= values + SUFFICIENT_DECREASE * length * slope
-        flat = _dot(trial_gradients, directions)[:, 0] >= CURVATURE * slope
-        better = (falls & (trial_values <= best_values))[:, None]
-        best, best_gradients = np.where(better, trial, best), np.where(better, trial_gradients, best_gradients)
-        best_values = np.where(better[:, 0], trial_values, best_values)
-        if np.all(falls & flat | at_end):
-            break
-        low, high = np.where(falls & ~flat, length, low), np.where(falls, high, length)
-        following = np.where(np.isinf(high), 2 * low, (low + high) / 2)
-        length = np.where(falls & flat, length, following)
-    return best, best_values, best_gradients
-
-
-def _dot(a: Array, b: Array) -> Array:
-    """Return the dot product of each point's vectors, [P, 1]."""
-    return np.einsum("pn,pn->p", a, b)[:, None]
-
 
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
 HUBER_DELTA = 1e-3
@@ -115,6 +32,8 @@ STARTS = {
 """The grid of starts: the paper's, with exponents above 0."""
 DESCENTS = 32
 """Number of the grid's best starts from which to descend."""
+UNTIL = {"maxiter": 300, "ftol": 1e-9, "gtol": 1e-6}
+"""Where a descent ends: steps, relative gain of one, gradient."""
 COEFFICIENTS = 5
 FEWEST, FEWEST_SIZES = COEFFICIENTS + 1, 3
 """Fewest results, and fewest different N and different D among them."""
@@ -243,16 +162,17 @@ def fit_scaling_law(results: Sequence[RunResult], draws: int = 100, seed: int = 
     random weights on all results, so that none lacks a size that the fit needs.
 
     draws: laws of the bootstrap, for the intervals. seed: of its random weights.
-    Raises: UserError if the results are too few.
+    Raises: UserError if the results are too few, or SciPy is not installed.
     """
+    if find_spec("scipy") is None:
+        raise missing_extra("scipy", "scaling", "argosy scaling")
     _check_enough(results)
     problem = _Problem(results)
-    points, losses = minimize(problem.loss, problem.best_starts(DESCENTS))
-    best = points[losses.argmin()]
+    best = min((problem.descend(start) for start in problem.best_starts(DESCENTS)), key=lambda end: end[1])[0]
     # Exponential weights have variance 1; these make up for the degrees of freedom that the coefficients take.
     freedom = 1 - COEFFICIENTS / len(results)
     weights = np.random.default_rng(seed).gamma(freedom, 1 / freedom, size=(draws, len(results)))
-    drawn, _ = minimize(lambda points: problem.loss(points, weights), np.tile(best, (draws, 1)))
+    drawn = [problem.descend(best, of_draw)[0] for of_draw in weights]
     law = problem.law(best)
     residuals = tuple(math.log(r.loss / law.loss(r.parameters, r.tokens)) for r in results)
     return ScalingFit(law, tuple(map(problem.law, drawn)), residuals)
@@ -294,6 +214,17 @@ class _Problem:
         n, d = self._centre
         logs = log_E, log_a + np.exp(log_alpha) * n, log_b + np.exp(log_beta) * d, log_alpha, log_beta
         return ScalingLaw(*np.exp(logs).tolist())
+
+    def descend(self, start: Array, weights: Array | float = 1.0) -> tuple[Array, float]:
+        """Return the point where L-BFGS ends that begins at `start`, and its loss. weights: those of the results."""
+        from scipy.optimize import minimize  # takes a fifth of a second, and nothing else needs it
+
+        def loss(point: Array) -> tuple[float, Array]:
+            losses, gradients = self.loss(point[None], weights)
+            return float(losses[0]), gradients[0]
+
+        found = minimize(loss, start, jac=True, method="L-BFGS-B", options=UNTIL)
+        return found.x, float(found.fun)
 
     def loss(self, points: Array, weights: Array | float = 1.0) -> tuple[Array, Array]:
         """Return the Huber loss at each point, in units of delta squared, [P], and its gradient, [P, 5].

@@ -10,7 +10,7 @@ import pytest
 from pytest import approx
 
 from argosy.errors import UserError
-from argosy.plan.scaling.law import RunResult, ScalingFit, ScalingLaw, fit_scaling_law
+from argosy.plan.scaling_law import RunResult, ScalingFit, ScalingLaw, fit_scaling_law
 
 PRINTED = ScalingLaw(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
 """Hoffmann et al. 2022, equation 10."""
