@@ -38,8 +38,8 @@ from pathlib import Path
 
 from argosy.checkpoint.owner import name_of
 from argosy.config.dump import save_run
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.observe.events import read_lines
 from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
 from argosy.processes.child import Child

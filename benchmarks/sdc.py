@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from argosy.config.resilience import ResilienceConfig
+from argosy.config.schema import ResilienceConfig
 from argosy.parallel.checks import checksums, is_sum, sum_of_bits, tolerance
 from argosy.training.bad_steps import BadStepPolicy
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from argosy.config.sites import SiteConfig
+from argosy.config.sync import SiteConfig
 from argosy.plan.calibration.reconcile import reconcile
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.prediction import predict

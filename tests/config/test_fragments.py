@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.config.sites import OuterConfig, check_fragments
+from argosy.config.sync import OuterConfig, check_fragments
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from argosy.config.batch_ramp import BatchSizes
 from argosy.config.data import DataConfig, DataStage, PrepareConfig
+from argosy.config.train import BatchSizes
 from argosy.data.loader import OpenData, open_data
 from argosy.data.order import Samples
 from argosy.data.stream import BadShard

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
-from argosy.config.sites import SiteConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
+from argosy.config.sync import SiteConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.launch.devices import ask, check_compiler, devices_of_run, find_devices
 from argosy.plan.plan import Plan

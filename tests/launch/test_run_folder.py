@@ -14,7 +14,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
+from argosy.config.sync import SiteConfig
 from argosy.errors import StorageError, UserError
 from argosy.launch import run_folder
 from argosy.plan.plan import Plan

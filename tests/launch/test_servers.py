@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.config.sites import SiteConfig
-from argosy.config.sync import SyncConfig
+from argosy.config.sync import SiteConfig, SyncConfig
 from argosy.errors import UserError
 from argosy.launch.servers import check, serve, settle_worker
 from argosy.plan.plan import Plan

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.launch.slurm import with_slurm
 

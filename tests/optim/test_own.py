@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from argosy.config.schema import OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig
 from argosy.errors import RunFailed, UserError
 from argosy.extend.declared import CodeFile, read_code
 from argosy.extend.trust import approve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from argosy.config.schema import OptimizerConfig, OptimizerGroup
+from argosy.config.optimizer import OptimizerConfig, OptimizerGroup
 from optim.pieces import normal, train, whole_pieces
 
 

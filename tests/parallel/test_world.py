@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from argosy.config.schema import LaunchConfig
+from argosy.config.launch import LaunchConfig
 from argosy.errors import StorageError
 from argosy.parallel.connections import _tcp_sockets
 from argosy.parallel.encoding import FailedElsewhere, WrongMessage

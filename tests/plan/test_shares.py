@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from argosy.errors import UserError
-from argosy.plan.integers import ratio_of
 from argosy.plan.plan import Plan
+from argosy.plan.quantities import ratio_of
 
 
 @pytest.mark.parametrize(

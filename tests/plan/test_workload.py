@@ -7,11 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from argosy.config.catalog import preset_names
+from argosy.config.layers import preset_names
 from argosy.config.load import load
-from argosy.plan.flops import active_parameters, matmul_parameters, train_flops_per_token
 from argosy.plan.parameters import parameter_table
-from argosy.plan.workload import Workload, stack
+from argosy.plan.workload import Workload, active_parameters, matmul_parameters, stack, train_flops_per_token
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
-from argosy.config.sync import SyncConfig
+from argosy.config.sync import SiteConfig, SyncConfig
 from argosy.errors import RunFailed, UserError
 from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.local_machine import own_part

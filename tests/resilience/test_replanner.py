@@ -12,7 +12,6 @@ import pytest
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.plan.cost import heterogeneous
-from argosy.plan.integers import numbers_of
 from argosy.plan.plan import Plan
 from argosy.resilience.replanner import MigrationAnswer, MigrationQuestion, answer, steps_left
 

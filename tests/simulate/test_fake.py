@@ -1,6 +1,6 @@
 """Live memory is counted to the byte, in forward, backward, and inside operators of our own.
 
-Contractions count, by the convention of `plan.flops`; all else does not.
+Contractions count, by the convention of `plan.workload`; all else does not.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import Retryable
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message

@@ -14,8 +14,8 @@ import pytest
 
 from argosy.checkpoint.fence import begin_generation, newest_generation
 from argosy.checkpoint.owner import name_of
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.secret import call

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from argosy.config.resilience import ResilienceConfig
+from argosy.config.schema import ResilienceConfig
 from argosy.observe.events import read_lines
 from argosy.processes.channel import Gone, Message
 from argosy.resilience.detect.finding import Finding

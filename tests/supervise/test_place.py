@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from argosy.config.dump import save_run
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan

@@ -17,7 +17,8 @@ from argosy.checkpoint.history import History
 from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.store import Checkpoint
-from argosy.config.schema import CheckpointConfig, OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig
+from argosy.config.schema import CheckpointConfig
 from argosy.errors import ArgosyError, StorageError, UserError
 from argosy.observe.events import Events, read_lines
 from argosy.observe.screen import Progress

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.config.schema import RunConfig, ScheduleConfig, TrainConfig
+from argosy.config.optimizer import ScheduleConfig
+from argosy.config.schema import RunConfig
+from argosy.config.train import TrainConfig
 from argosy.parallel.world import World
 from argosy.training.pace import FORWARD, SLACK, Pace
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.config.schema import ScheduleConfig
+from argosy.config.optimizer import ScheduleConfig
 from argosy.training.schedule import learning_rate_factor
 
 KINDS = st.sampled_from(["constant", "cosine", "wsd"])

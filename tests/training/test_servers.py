@@ -16,7 +16,7 @@ import torch
 from argosy import faults
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
+from argosy.config.sync import SiteConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
 from argosy.observe.clock import StepClock

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from argosy.plan.cost.traffic import traffic
-from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
+from argosy.plan.workload import parameters
 from argosy.training.sync_account import SyncAccount
 from tiny import run_config
 

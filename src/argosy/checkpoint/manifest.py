@@ -28,7 +28,7 @@ class CheckpointManifest:
 
     format: int = FORMAT
     step: int
-    """Optimizer steps done; also the data cursor: the next sample is the first of that step (`config.batch_ramp`)."""
+    """Optimizer steps done; also the data cursor: the next sample is the first of that step (`config.train`)."""
     tokens: int
     """Tokens trained on."""
     saved_at_s: float

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from argosy.cli.help import ALL, SHORT, fitted
-from argosy.cli.options import must_be_folder, parse
+from argosy.cli.options import ALL, SHORT, fitted, must_be_folder, parse
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.screen import Progress
 from argosy.observe.terminal import printable

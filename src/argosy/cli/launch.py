@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from argosy.cli.options import parse_run
-from argosy.config.launch_options import LaunchOptions
+from argosy.config.launch import LaunchOptions
 from argosy.errors import UserError
 
 if TYPE_CHECKING:

@@ -191,7 +191,7 @@ def _resize(options: Options, folder: Path) -> None:
 
 
 def _within(options: Options, limit_s: float) -> None:
-    from argosy.config.model_name import model_name
+    from argosy.config.load import model_name
     from argosy.plan.report.within import of_each
     from argosy.plan.report.within_terminal import show
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from argosy.config.keys import Key
+from argosy.config.section import Key
 from argosy.errors import UserError
 from argosy.files import read_at_most
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.config.batch_ramp import BatchSizes
 from argosy.config.data import DataConfig
+from argosy.config.train import BatchSizes
 from argosy.data.manifest import TOKENIZER
 from argosy.data.order import I64, MixtureStage, Order, Range, SampleOrder, Samples, kept
 from argosy.data.permutation import key_of

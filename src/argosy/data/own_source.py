@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from argosy.config.catalog import near_names
+from argosy.config.layers import near_names
 from argosy.errors import UserError
 from argosy.extend.declared import CodeFile
 from argosy.extend.loading import Extension, find, where

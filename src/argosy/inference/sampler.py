@@ -15,8 +15,8 @@ from argosy.checkpoint.names import step_name
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.observe.events import JsonLines, forget_from
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.host_memory import read_memory
+from argosy.plan.workload import parameters
 from argosy.sinks.sink import About, Record, Sink
 
 MOST_TOKENS = 200

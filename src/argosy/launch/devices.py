@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.observe.terminal import print_message
 from argosy.plan.hardware.host_memory import host_memory_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from argosy.config.parameter_groups import check_groups
+from argosy.config.optimizer import check_groups
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.data.manifest import NAME as MANIFEST

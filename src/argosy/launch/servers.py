@@ -10,7 +10,7 @@ from argosy.checkpoint.store import committed
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_name, server_number
+from argosy.config.sync import server_name, server_number
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Interrupted, RunFailed, UserError
 from argosy.extend.trust import approve

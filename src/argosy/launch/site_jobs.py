@@ -13,8 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_name
-from argosy.config.sites import SiteLaunch
+from argosy.config.sync import SiteLaunch, server_name
 from argosy.errors import UserError
 from argosy.launch.engines.engine import LaunchRequest
 from argosy.launch.engines.job import FOLDER, RECORD, LaunchedJob

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.config.schema import OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig
 from argosy.optim.piece import Piece
 from argosy.optim.rules import UpdateRule
 from argosy.optim.slot import Slot, opened

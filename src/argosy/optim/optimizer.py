@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from argosy.config.parameter_groups import ParameterSettings, RateFactor, no_factor, settings_of
-from argosy.config.schema import OptimizerConfig, RunConfig
+from argosy.config.optimizer import OptimizerConfig, ParameterSettings, RateFactor, no_factor, settings_of
+from argosy.config.schema import RunConfig
 from argosy.faults import fault
 from argosy.optim.muon import Muon
 from argosy.optim.own import own_rule

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from argosy.config.schema import OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig
 from argosy.errors import RunFailed, UserError
 from argosy.extend import Update
 from argosy.extend.declared import CodeFile

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.optim.adamw import adamw
 
-from argosy.config.schema import OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig
 from argosy.optim.slot import Slot, opened
 
 

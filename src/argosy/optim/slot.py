@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from argosy.config.parameter_groups import ParameterSettings
+from argosy.config.optimizer import ParameterSettings
 from argosy.optim.piece import Piece
 from argosy.precision.int8 import SIGNED, UNSIGNED, Quantized, dequantize, quantize
 from argosy.precision.rounding import Places, noise, places, round_to_bf16

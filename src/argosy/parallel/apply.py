@@ -15,7 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.config.model import ModelConfig
-from argosy.config.schema import LOSSES, RunConfig
+from argosy.config.schema import RunConfig
+from argosy.config.train import LOSSES
 from argosy.models.decoder import Block, Decoder
 from argosy.models.experts import moe_layers
 from argosy.models.initialize import materialize

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.config.schema import LaunchConfig
+from argosy.config.launch import LaunchConfig
 from argosy.faults import fault
 from argosy.parallel.encoding import FRAME, MOST_BYTES, ErrorRecord, WrongMessage, decode, encode
 

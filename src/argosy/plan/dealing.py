@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.model import ModelConfig
-from argosy.plan.flops import train_flops_per_token
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import Plan
+from argosy.plan.workload import train_flops_per_token
 
 Floats = NDArray[np.float64]
 

@@ -10,10 +10,9 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.integers import numbers_of
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Offload, Plan, Precision, Recompute
-from argosy.plan.quantities import Quantities
+from argosy.plan.quantities import Quantities, numbers_of
 from argosy.plan.sync import SYNC_WORDS
 
 Ints = NDArray[np.int64]

@@ -14,9 +14,8 @@ from argosy.config.schema import RunConfig
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.plan.integers import checked, lowest, numbers_of
 from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
-from argosy.plan.quantities import Quantities
+from argosy.plan.quantities import Quantities, checked, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, Sync
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]

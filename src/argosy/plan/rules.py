@@ -12,10 +12,10 @@ from operator import or_
 from typing import Any
 
 from argosy.config.schema import RunConfig
-from argosy.plan.integers import around, divisors, lowest, numbers_of
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
 from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
+from argosy.plan.quantities import around, divisors, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, OF_SITES
 
 Plans = Any

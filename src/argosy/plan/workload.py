@@ -5,13 +5,16 @@ All fields are plain numbers, so that many jobs can be stacked into one of array
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
+from argosy.plan.parameters import Parameter, Stage, block_table, parameter_table
 
-if TYPE_CHECKING:  # a plan is read where nothing is computed, and NumPy takes a tenth of a second to import
+if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Numbers: TypeAlias = "float | NDArray[Any]"
@@ -146,7 +149,7 @@ class Workload:
 
     @property
     def matrix_parameters(self) -> Numbers:
-        """Parameters of all matrices; `plan.flops.parameters` counts norms and biases too (below 0.1 %)."""
+        """Parameters of all matrices; `parameters` counts norms and biases too (below 0.1 %)."""
         return (
             self.layers * self.attention_parameters
             + self.dense_layers * self.ffn_parameters
@@ -156,7 +159,7 @@ class Workload:
 
     @property
     def matmul_parameters(self) -> Numbers:
-        """Parameters that take part in a matmul with each token (`plan.flops.matmul_parameters`)."""
+        """Parameters that take part in a matmul with each token (`matmul_parameters`)."""
         active = self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
         return (
             self.layers * self.attention_parameters
@@ -167,6 +170,50 @@ class Workload:
 
     @property
     def train_flops_per_token(self) -> Numbers:
-        """Model FLOPs of forward and backward: 6 N + 6 L s a d (`plan.flops.train_flops_per_token`)."""
+        """Model FLOPs of forward and backward: 6 N + 6 L s a d (`train_flops_per_token`)."""
         attention = 6 * self.layers * self.attention_span * self.heads * (self.key_width + self.value_width)
         return 6 * self.matmul_parameters + attention
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Return how many parameters take part in a matmul with each token.
+
+    These are all but the embedding lookup, norms, biases and idle experts: of the routed experts, as many count as one
+    token goes to ("active parameters").
+    """
+    return int(Workload.of_model(model, seq_len=1, global_batch=1).matmul_parameters)
+
+
+def parameters(model: ModelConfig) -> int:
+    """Return the number of all parameters."""
+    return sum(times * math.prod(parameter.shape) for parameter, times in _parameters(model))
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters without the routed experts that one token does not go to."""
+    idle = sum(
+        times * math.prod(parameter.shape[1:]) * (model.moe.experts - model.moe.experts_per_token)
+        for parameter, times in _parameters(model)
+        if parameter.is_expert
+    )
+    return parameters(model) - idle
+
+
+def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Return the model FLOPs of forward and backward per token: 6 N + 6 L s a d (the causal half counted).
+
+    N: `matmul_parameters`; L layers, s `seq_len`, a heads, d head width (with latent attention the mean of a key's
+    and a value's). PaLM (Chowdhery et al. 2022, appendix B) with causal attention counted once, as Megatron-Bridge
+    does. Packed documents shorter than the sequence do less attention than this; the formula counts whole sequences,
+    so that runs compare. Balance losses, dropped tokens and padding are not counted either.
+    """
+    return float(Workload.of_model(model, seq_len, global_batch=1).train_flops_per_token)
+
+
+def _parameters(model: ModelConfig) -> Iterator[tuple[Parameter, int]]:
+    """Each parameter outside blocks, and those of one block of each kind with the number of such blocks."""
+    yield from ((parameter, 1) for parameter in parameter_table(model, Stage(layers=())).values())
+    moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
+    for layer, times in ((0, model.layers - moe_layers), (model.layers - 1, moe_layers)):
+        if times:
+            yield from ((parameter, times) for parameter in block_table(model, layer).values())

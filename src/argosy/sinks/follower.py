@@ -15,7 +15,7 @@ from argosy.config.load import load
 from argosy.config.observe import SinksConfig
 from argosy.config.schema import RunConfig
 from argosy.observe.events import Events
-from argosy.plan.flops import parameters
+from argosy.plan.workload import parameters
 from argosy.processes.channel import Channel
 from argosy.processes.child import channel_to_parent, messages
 from argosy.sinks.processes import SupervisedSink

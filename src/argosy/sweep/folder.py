@@ -9,8 +9,8 @@ from typing import Any
 
 from argosy.compare.results import SWEEP_FILE
 from argosy.config.dump import dump, save_run
-from argosy.config.keys import dotted, flatten
 from argosy.config.schema import RunConfig
+from argosy.config.section import dotted, flatten
 from argosy.errors import UserError
 from argosy.files import atomic_write, lock_or_holder, made_folder
 from argosy.sweep.load import Sweep, load_sweep

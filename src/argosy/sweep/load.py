@@ -12,16 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from argosy.config.catalog import near_names
-from argosy.config.keys import Key, dotted, fields, flatten, key_of, nest, sections, value_type
-from argosy.config.layers import Source, file_layer, override_layer, run_layer, table_layer
+from argosy.config.layers import Source, file_layer, near_names, new_key, override_layer, run_layer, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build, load_layers, run_preset
 from argosy.config.load import run_file as existing_run_file
-from argosy.config.problems import KeyPlace, problem_of, shown
-from argosy.config.renamed import new_key
+from argosy.config.problems import KeyPlace, problem_of, shown, suggestion
 from argosy.config.schema import RunConfig
-from argosy.config.suggest import suggestion
+from argosy.config.section import Key, dotted, flatten, key_fields, key_of, nest, sections, value_type
 from argosy.errors import UserError
 from argosy.plan.search.auto import check_written
 from argosy.sweep.config import Range, SweepConfig
@@ -154,7 +151,7 @@ def _leaves(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
     """Yield the names of each parameter and what it is varied over."""
     for name, value in table.items():
         names = (*above, name)
-        is_table = isinstance(value, dict) and key_of(".".join(names)) not in fields(RunConfig)
+        is_table = isinstance(value, dict) and key_of(".".join(names)) not in key_fields(RunConfig)
         if is_table and value and not RANGE_KEYS & value.keys():
             yield from _leaves(value, names)
         else:
@@ -165,8 +162,8 @@ def _parameter(name: str, given: Range, place: str) -> SweepParameter:
     """Return a parameter of the run's schema. Raises: UserError for a key or a value that no run can have."""
     key = key_of(name)
     is_table = key in sections(RunConfig) and key != ()
-    if key not in fields(RunConfig) and not is_table:
-        raise UserError(f"{place}{name}: unknown key of a run; {suggestion(key, fields(RunConfig))}")
+    if key not in key_fields(RunConfig) and not is_table:
+        raise UserError(f"{place}{name}: unknown key of a run; {suggestion(key, key_fields(RunConfig))}")
     for prefix, why in NOT_VARIED.items():
         if name == prefix or name.startswith(f"{prefix}."):
             raise UserError(f"{place}{name} cannot vary: {why}.")
@@ -177,7 +174,7 @@ def _parameter(name: str, given: Range, place: str) -> SweepParameter:
 
 
 def _of_list(name: str, given: Range, place: str) -> SweepParameter:
-    kind = value_type(fields(RunConfig)[key_of(name)]) if key_of(name) in fields(RunConfig) else None
+    kind = value_type(key_fields(RunConfig)[key_of(name)]) if key_of(name) in key_fields(RunConfig) else None
     values = tuple(_like(value, kind) for value in given.values or ())
     for at, value in enumerate(values):
         if value in values[:at]:
@@ -194,7 +191,7 @@ def _like(value: Any, kind: Any) -> Any:
 
 def _of_range(name: str, given: Range, place: str, is_table: bool) -> SweepParameter:
     assert given.min is not None and given.max is not None  # the schema has seen to it
-    kind = None if is_table else value_type(fields(RunConfig)[key_of(name)])
+    kind = None if is_table else value_type(key_fields(RunConfig)[key_of(name)])
     if kind not in (int, float):
         raise UserError(f"{place}{name} takes no numbers, so it has no range. Give a list of values.")
     whole = kind is int or given.int
@@ -207,7 +204,7 @@ def _of_range(name: str, given: Range, place: str, is_table: bool) -> SweepParam
 
 def _check_value(key: Key, value: Any, place: str) -> None:
     """Raise UserError unless a run may have this value, whatever the other keys say."""
-    is_table = isinstance(value, dict) and key not in fields(RunConfig)
+    is_table = isinstance(value, dict) and key not in key_fields(RunConfig)
     of_key = flatten(value, RunConfig, key) if is_table else {key: value}
     try:
         RunConfig.model_validate_json(json.dumps(nest(of_key), default=str), strict=True)

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 
 from argosy.config.identity import config_sha256
-from argosy.config.schema import LOSSES, OPTIMIZERS, RunConfig
+from argosy.config.optimizer import OPTIMIZERS
+from argosy.config.schema import RunConfig
+from argosy.config.train import LOSSES
 from argosy.data.loader import OpenData, open_data
 from argosy.errors import UserError
 from argosy.models.own_loss import check_loss

@@ -28,11 +28,11 @@ from argosy.parallel.world import World, processes_here
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.goodput import mtbf_s
 from argosy.plan.cost.prediction import Prediction, predict
-from argosy.plan.flops import train_flops_per_token
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
+from argosy.plan.workload import train_flops_per_token
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from argosy.config.schema import RunConfig, ScheduleConfig
+from argosy.config.optimizer import ScheduleConfig
+from argosy.config.schema import RunConfig
 
 
 def learning_rate(run: RunConfig, step: int, steps: int | None) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from argosy.checkpoint import store
 from argosy.checkpoint.load import load_into, problem_of
 from argosy.checkpoint.shards import wholes
-from argosy.config.model_name import model_name
+from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.models.decoder import Decoder
@@ -23,9 +23,9 @@ from argosy.observe.report import Report, totals, typical, typical_bytes, typica
 from argosy.observe.screen import Progress
 from argosy.plan.calibration.reconcile import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
+from argosy.plan.workload import parameters
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_TOKENS = 200

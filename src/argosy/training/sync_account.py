@@ -8,9 +8,9 @@ from typing import Any
 from argosy.config.schema import RunConfig
 from argosy.observe.counters import Communication
 from argosy.plan.cost.traffic import traffic
-from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
 from argosy.plan.sync import OF_SITES
+from argosy.plan.workload import parameters
 
 OVER_REPLICAS = ("replicate", "expert_replicate")
 """Axes between replicas."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from argosy.config.model_name import model_name
+from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.observe.energy import JOULES_PER_KWH, machine_started_on

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.config.batch_ramp import BatchSizes
 from argosy.config.data import CacheConfig
+from argosy.config.train import BatchSizes
 from argosy.data.checksum import BLOCK_BYTES
 from argosy.data.loader import OpenData, open_data
 from argosy.data.stores.cache import Cache

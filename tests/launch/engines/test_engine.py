@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.config.launch_options import EngineOptions
+from argosy.config.launch import EngineOptions
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.launch.engines.engine import Engine, LaunchRequest

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.launch.engines import ray_job
 from argosy.launch.engines.engine import LaunchRequest

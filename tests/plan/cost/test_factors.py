@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, RUN_STD, calibrated, spread
+from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, RUN_STD, spread
 from argosy.plan.cost.memory_model import Footprint
 from argosy.plan.cost.step_time import StepTime
 from argosy.plan.hardware.clusters import Factor
@@ -23,10 +23,10 @@ def test_every_category_has_one_factor_but_the_state_which_is_exact():
 
 
 def test_a_factor_multiplies_its_own_categories():
-    slower = calibrated(TIME, {"network": Factor(value=3.0, std=0.1), "memory": Factor(value=9.0, std=0.1)})
+    slower = TIME.calibrated({"network": Factor(value=3.0, std=0.1), "memory": Factor(value=9.0, std=0.1)})
     assert {name for name, value in vars(slower).items() if value == 3.0} == set(OF_TIME["network"])
     assert slower.total == TIME.total + 2 * len(OF_TIME["network"])
-    larger = calibrated(MEMORY, {"optimizer": Factor(value=3.0, std=0.1), "memory": Factor(value=9.0, std=0.1)})
+    larger = MEMORY.calibrated({"optimizer": Factor(value=3.0, std=0.1), "memory": Factor(value=9.0, std=0.1)})
     assert {name for name, value in vars(larger).items() if value == 9.0} == set(OF_MEMORY["memory"])
     assert larger.optimizer == 1.0
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from argosy.config.load import load
+from argosy.plan.cost.breakdown import RankSizes
 from argosy.plan.cost.exact_state import state_bytes
-from argosy.plan.cost.rank_sizes import RankSizes
 from argosy.plan.cost.rates import System
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan

@@ -2,7 +2,7 @@
 
 import pytest
 
-from argosy.config.catalog import preset_names, preset_path
+from argosy.config.layers import preset_names, preset_path
 from argosy.errors import UserError
 from argosy.plan.hardware.devices import find_device
 

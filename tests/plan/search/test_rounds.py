@@ -6,7 +6,7 @@ import pytest
 from test_tiers import MBIT_S, run
 
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig, check_fragments
+from argosy.config.sync import SiteConfig, check_fragments
 from argosy.errors import UserError
 from argosy.plan.cost.sites import rounds_of
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink

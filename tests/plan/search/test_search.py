@@ -15,8 +15,8 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.integers import divisors
 from argosy.plan.layouts import WORDS, Layouts
+from argosy.plan.quantities import divisors
 from argosy.plan.rules import breaks_any, first_problem
 from argosy.plan.search.search import SearchResult, search
 from argosy.plan.search.space import parse_pins

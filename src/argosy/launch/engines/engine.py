@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from argosy.config.launch_options import EngineOptions
+from argosy.config.launch import EngineOptions
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.launch.engines.followed import follow as followed

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from argosy.config.address import LeaseUrl
 from argosy.config.dump import dump
+from argosy.config.launch import LeaseUrl
 from argosy.errors import DataError, Poisoned, RunFailed, StorageError, UserError
 from argosy.launch.engines.engine import LaunchRequest
 from argosy.processes.secret import VALUE

@@ -21,7 +21,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.calibration.reconcile import Reconciled, part_of
-from argosy.plan.cost.factors import OF_MEMORY, OF_TIME
+from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.hardware.clusters import Category, Cluster, Factor
 from argosy.plan.hardware.devices import device_names, find_device

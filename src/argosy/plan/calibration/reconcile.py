@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
+from argosy.plan.cost.breakdown import OF_TIME
 from argosy.plan.cost.estimate import seconds
-from argosy.plan.cost.factors import OF_TIME
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
 from argosy.plan.workload import Numbers

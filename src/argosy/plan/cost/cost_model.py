@@ -16,11 +16,11 @@ from typing import TypeVar
 import numpy as np
 
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.breakdown import Factors
 from argosy.plan.cost.cluster_constants import COMPILER_BYTES, constants_of, memory_std, time_std
 from argosy.plan.cost.compression import Compression
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
-from argosy.plan.cost.factors import Factors, calibrated
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
@@ -130,7 +130,7 @@ class CostModel:
             lambda some: MemoryModel(some, self.workload, self.system, self.constants, self.compression).predict(),
             Footprint,
         )
-        return calibrated(raw, self.factors)
+        return raw.calibrated(self.factors)
 
     def with_buckets(self, plans: Layouts) -> Layouts:
         """Return the plans with the size of buckets that each waits least for (`plan.cost.step_time`)."""
@@ -151,7 +151,7 @@ class CostModel:
             ).predict(),
             StepTime,
         )
-        time = calibrated(raw, self.factors)
+        time = raw.calibrated(self.factors)
         return self._by_speed(plans, time) if self.kinds else time
 
     @cached_property

@@ -24,12 +24,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from argosy.config.parameter_groups import settings_of
-from argosy.config.schema import OptimizerConfig, RunConfig
-from argosy.plan.integers import numbers_of
+from argosy.config.optimizer import OptimizerConfig, settings_of
+from argosy.config.schema import RunConfig
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import AXES, Plan
+from argosy.plan.quantities import numbers_of
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an element that is stored or sent, by the plan's word: fp8 is for matmuls only, all around them is bf16."""

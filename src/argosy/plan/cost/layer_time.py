@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
+from argosy.plan.cost.breakdown import RankSizes
 from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.rank_sizes import RankSizes
 from argosy.plan.cost.rates import Rates, System, in_precision
 from argosy.plan.layouts import Layouts
 from argosy.plan.workload import Numbers, Workload

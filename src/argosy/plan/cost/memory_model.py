@@ -21,10 +21,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.cost.breakdown import Breakdown
+from argosy.plan.cost.breakdown import OF_MEMORY, Breakdown, RankSizes
 from argosy.plan.cost.compression import Compression
 from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.rank_sizes import RankSizes
 from argosy.plan.cost.rates import System
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED
@@ -42,6 +41,8 @@ DROPOUT_BYTES = 1
 @dataclass(frozen=True)
 class Footprint(Breakdown):
     """Bytes at the peak of the rank that needs most; the categories add up to it."""
+
+    parts = OF_MEMORY
 
     weights: Numbers
     gradients: Numbers

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from argosy.config.schema import RunConfig
-from argosy.config.sites import Wire
+from argosy.config.sync import Wire
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import plain

@@ -26,7 +26,7 @@ from functools import cached_property
 
 import numpy as np
 
-from argosy.plan.cost.breakdown import Breakdown
+from argosy.plan.cost.breakdown import OF_TIME, Breakdown
 from argosy.plan.cost.compression import HIDDEN, Compression
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, BACKWARD_POINTWISE, LayerModel, LayerTime
@@ -77,6 +77,8 @@ BACKWARD_SHARE = 0.6
 @dataclass(frozen=True)
 class StepTime(Breakdown):
     """Seconds of a step by category; their sum is the step."""
+
+    parts = OF_TIME
 
     ideal: Numbers
     """Model FLOPs at the data sheet's rate."""

@@ -54,7 +54,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from argosy.config.model import ModelConfig
-from argosy.config.parameter_groups import settings_of
+from argosy.config.optimizer import settings_of
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SyncConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, dp_rank_of, local_shard_of, place_of, stages_on

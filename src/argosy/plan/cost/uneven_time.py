@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.breakdown import Factors
 from argosy.plan.cost.compression import Compression
 from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.factors import Factors, calibrated
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.dealing import pipeline_s
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.integers import numbers_of
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
+from argosy.plan.quantities import numbers_of
 from argosy.plan.workload import Numbers, Workload
 
 ONCE_A_STEP = ("gradients", "optimizer", "other")
@@ -95,7 +95,7 @@ class UnevenTimes:
         one = Layouts.of([plan.model_copy(update={"shares": "", "layers": ""})])
         work = replace(self.work, global_batch=microbatches * float(plan.dp * plan.microbatch))
         model = StepModel(one, work, kind.rates, self.system, self.constants, self.compression)
-        return calibrated(model.predict(), self.factors)
+        return model.predict().calibrated(self.factors)
 
     def of_kinds(self, plan: Plan) -> list[StepTime]:
         """Return the time of a step of `plan`, dealt out evenly, on devices of each kind alone."""

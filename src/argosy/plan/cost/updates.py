@@ -25,10 +25,9 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink
 from argosy.plan.plan import NO_WORKERS
-from argosy.plan.workload import Numbers
+from argosy.plan.workload import Numbers, parameters
 
 WORKER_NUMBER_S = 8e-9
 """Seconds of a worker for a number: received, decrypted, copied to the weights; copied from the gradient, sent. This

@@ -39,9 +39,8 @@ from pydantic import (
     model_validator,
 )
 
-from argosy.config.catalog import near_names, preset_names, preset_path
 from argosy.config.dump import dump
-from argosy.config.layers import Source, table_layer
+from argosy.config.layers import Source, near_names, preset_names, preset_path, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build
 from argosy.config.section import Section

@@ -17,11 +17,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from argosy.config.catalog import near_names, preset_names, preset_path
-from argosy.config.layers import Source, table_layer
+from argosy.config.layers import Source, near_names, preset_names, preset_path, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build
-from argosy.config.schema import Fraction
+from argosy.config.optimizer import Fraction
 from argosy.config.section import Section
 from argosy.errors import UserError
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.config.model_name import model_name
+from argosy.config.load import model_name
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import count, gib, seconds, within
 from argosy.plan.cost.inference import Serving, predict_serving
-from argosy.plan.integers import divisors
+from argosy.plan.quantities import divisors
 from argosy.plan.report.report import PlanRequest, describe
 from argosy.plan.search.space import Pins
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from argosy.config.model_name import model_name
-from argosy.config.schema import OPTIMIZERS, RunConfig
+from argosy.config.load import model_name
+from argosy.config.optimizer import OPTIMIZERS
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import price_per_device_h
@@ -24,7 +25,6 @@ from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
 from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, exchange_bytes, outer_exchanges, site_count, within_site
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.cost.updates import in_words, with_workers
-from argosy.plan.flops import active_parameters, parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan, has_workers
@@ -35,6 +35,7 @@ from argosy.plan.search.search import SearchResult, search
 from argosy.plan.search.sizes import rounder
 from argosy.plan.search.space import Pins
 from argosy.plan.sync import OF_SITES
+from argosy.plan.workload import active_parameters, parameters
 
 WHERE = {
     "shard": "among ranks that share the state",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from argosy.config.catalog import preset_names, preset_path
-from argosy.config.layers import preset_layer
+from argosy.config.layers import preset_layer, preset_names, preset_path
 from argosy.config.load import build, load
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig

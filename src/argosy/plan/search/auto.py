@@ -17,10 +17,10 @@ from argosy.plan.cost.heterogeneous import uneven_splits
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, own_part, resized
-from argosy.plan.integers import divisors
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import NUMERICS, Plan, Precision, said_in, with_sync, words_of
+from argosy.plan.quantities import divisors
 from argosy.plan.rules import first_problem
 from argosy.plan.search.agreement import choose_word
 from argosy.plan.search.best import AS_FAST, misfit, plainest, search_to_run, why_nothing_fits

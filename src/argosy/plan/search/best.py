@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from argosy.errors import UserError
+from argosy.plan.cost.breakdown import OF_MEMORY, spread
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import GIB, Estimate
-from argosy.plan.cost.factors import OF_MEMORY, spread
 from argosy.plan.layouts import WORDS, Ints, Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.search.search import SearchResult, search

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import WholeRun, whole_run
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.goodput import Goodput, checkpoint_cost, goodput
 from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.sites import exchange_s, site_count, within_site

@@ -15,7 +15,7 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.cost.factors import OF_TIME, slowed
+from argosy.plan.cost.breakdown import OF_TIME, slowed
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import resized

@@ -17,8 +17,7 @@ from itertools import product
 from typing import Any, get_args
 
 from argosy.config.schema import RunConfig
-from argosy.config.sites import Wire, batches_of, check_fragments
-from argosy.config.sync import SyncConfig
+from argosy.config.sync import SyncConfig, Wire, batches_of, check_fragments
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import seconds

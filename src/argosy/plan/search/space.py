@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from argosy.errors import UserError
 from argosy.plan.check import nearest
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.integers import divisors
 from argosy.plan.layouts import WORDS, Layouts, column_of
 from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
 from argosy.plan.plan import AXES, Plan, words_of
+from argosy.plan.quantities import divisors
 from argosy.plan.rules import OF_MICROBATCHES, breaks_any, first_problem
 
 Mask = NDArray[np.bool_]

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from argosy.config.servers import server_name
+from argosy.config.sync import server_name
 from argosy.errors import ArgosyError, RunFailed, UserError
 from argosy.processes.messages import BadMessage
 from argosy.sync.server import messages as say

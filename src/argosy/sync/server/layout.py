@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 
-from argosy.config.address import host_and_port
 from argosy.config.identity import lasting_values
+from argosy.config.launch import host_and_port
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_number
+from argosy.config.sync import server_number
 from argosy.plan.parameters import parameter_table
 from argosy.sync.sites.wire import Flat, WireFormat
 

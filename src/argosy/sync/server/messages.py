@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from argosy.config.servers import MOST_LOCAL_STEPS
+from argosy.config.sync import MOST_LOCAL_STEPS
 from argosy.processes.messages import BadMessage, Count, WireRecord, decoded, encoded
 
 VERSION = 2

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from argosy.config.identity import lasting_values
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_number
-from argosy.config.sites import batches_of
+from argosy.config.sync import batches_of, server_number
 from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import way_of_sites, with_sync, words_of
 from argosy.sync.sites.deal import Shares

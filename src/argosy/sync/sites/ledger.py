@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from argosy.config.sites import SITE_NAME
+from argosy.config.sync import SITE_NAME
 from argosy.data.order import Range
 from argosy.files import atomic_write
 from argosy.processes.messages import BadMessage, Count, WireRecord, decoded, encoded

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from pydantic import TypeAdapter
 
-from argosy.config.address import host_and_port, interface_of
+from argosy.config.launch import host_and_port, interface_of
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError, missing_extra
 from argosy.processes.connection import Address

@@ -13,7 +13,7 @@ import torch
 from argosy.checkpoint import store
 from argosy.checkpoint.load import problem_of
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_name
+from argosy.config.sync import server_name
 from argosy.errors import RunFailed
 from argosy.observe.clock import peak_memory_bytes
 from argosy.observe.events import Events, Metrics

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from argosy.config.address import interface_of
+from argosy.config.launch import interface_of
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_name
+from argosy.config.sync import server_name
 from argosy.data.loader import open_data
 from argosy.errors import ArgosyError, RunFailed, UserError
 from argosy.observe.events import Events

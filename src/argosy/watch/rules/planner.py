@@ -21,10 +21,10 @@ import numpy as np
 from argosy.errors import ArgosyWarning, UserError
 from argosy.plan.calibration.learn import Finished, learn_from
 from argosy.plan.calibration.reconcile import Reconciled, reconcile
+from argosy.plan.cost.breakdown import OF_TIME, RUN_STD
 from argosy.plan.cost.cluster_constants import time_std
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.factors import OF_TIME, RUN_STD
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand, resized

@@ -1,7 +1,7 @@
-"""How each parameter is trained: the run file's groups over the defaults, by names and shapes alone.
+"""The run file's tables `optimizer` and `schedule`, and how each parameter is trained: groups over the defaults.
 
-Trainer and planner read the same: what the optimizer keeps of a parameter is what it is predicted to take.
-"""
+That follows from names and shapes alone. Trainer and planner read the same: what the optimizer keeps of a parameter is
+what it is predicted to take."""
 
 from __future__ import annotations
 
@@ -10,9 +10,69 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Annotated, Literal
 
-from argosy.config.schema import OptimizerConfig
+import tyro
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from argosy.config.extend import one_of_or_own
+from argosy.config.section import Section
 from argosy.errors import UserError
+
+OPTIMIZERS = ("adamw", "lion", "muon")
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class OptimizerGroup(Section):
+    """Parameters with settings of their own."""
+
+    match: str
+    """Names of the parameters; * stands for any characters, e.g. "*_norm.weight" or "head.*"."""
+    lr_factor: NonNegativeFloat = 1.0
+    """Factor on the learning rate; 0 freezes them."""
+    weight_decay: NonNegativeFloat | None = None
+    """Weight decay of these parameters; none given: the default."""
+
+
+class OptimizerConfig(Section):
+    """The optimizer."""
+
+    kind: Annotated[str, one_of_or_own(*OPTIMIZERS)] = "adamw"
+    """adamw; lion (Chen et al. 2023; needs a 3 to 10 times lower lr); muon (Jordan 2024), adamw beside it; or one of
+    your own, by its name (docs/extending.md)."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    beta1: Beta = 0.9
+    """adamw: decay of the first moment; lion: share of the momentum in a step."""
+    beta2: Beta = 0.95
+    """adamw: decay of the second moment; lion: decay of the momentum."""
+    momentum: Beta = 0.95
+    """muon: decay of the momentum."""
+    eps: PositiveFloat = 1e-8
+    """adamw: added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, on matrices only (not on norms, biases)."""
+    state: Literal["fp32", "int8"] = "fp32"
+    """Moments of adamw and lion: 4 bytes per number, or 1 (blocks of 256; Dettmers et al. 2022)."""
+    groups: Annotated[tuple[OptimizerGroup, ...], tyro.conf.Suppress] = ()
+    """Parameters with a learning rate or weight decay of their own; the first group that matches a name applies."""
+    grad_clip: NonNegativeFloat = 1.0
+    """Gradient clipping: largest global gradient norm; 0 does not clip."""
+
+
+class ScheduleConfig(Section):
+    """The schedule of the learning rate over the run, as a share of optimizer.lr."""
+
+    kind: Literal["cosine", "wsd", "constant"] = "wsd"
+    """cosine; wsd: warmup, stable, linear decay (Hu et al. 2024); constant after warmup."""
+    warmup_steps: NonNegativeInt = 20
+    """Warmup: steps in which the learning rate rises linearly."""
+    decay_fraction: Fraction = 0.3
+    """wsd: share of the run that decays."""
+    final_ratio: Fraction = 0.1
+    """Learning rate at the end over its peak."""
+
 
 NOT_HIDDEN = ("embedding", "head", "router")
 """Modules whose matrices Muon leaves to AdamW: their rows stand for tokens or experts, one by one (Jordan 2024)."""

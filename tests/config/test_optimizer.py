@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from argosy.config.model import ModelConfig
-from argosy.config.parameter_groups import check_groups, settings_of
-from argosy.config.schema import OptimizerConfig, OptimizerGroup
+from argosy.config.optimizer import OptimizerConfig, OptimizerGroup, check_groups, settings_of
 from argosy.errors import UserError
 from argosy.models.decoder import Decoder
 from optim.pieces import SHAPES

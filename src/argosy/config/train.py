@@ -1,4 +1,4 @@
-"""A global batch that grows while a run goes on: its stages, and where each step begins, in closed form."""
+"""The run file's table `train`: the length of a run, and its batch, which may grow while it goes on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated, Self
 
-from pydantic import PositiveInt
+import tyro
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
+from argosy.config.extend import one_of_or_own
 from argosy.config.section import Section
 
 
@@ -90,3 +93,38 @@ class BatchSizes:
             for batch, start, end in zip(self.all, starts, ends, strict=True)
             if min(end, steps) > start
         ]
+
+
+LOSSES = ("cross_entropy",)
+
+
+class TrainConfig(Section):
+    """The length and the batch of the run."""
+
+    steps: NonNegativeInt = 0
+    """Length of the run in optimizer steps (epochs times the tokens of the data, over batch size times sequence
+    length); 0: as many as fit in `minutes`, decided once from the speed of the first steps."""
+    minutes: NonNegativeFloat = 0.0
+    """Length of the run in minutes, used when steps = 0."""
+    global_batch: PositiveInt = 16
+    """Batch size: sequences per optimizer step, over all processes and accumulated microbatches."""
+    batch_ramp: Annotated[tuple[BatchStage, ...], tyro.conf.Suppress] = ()
+    """Batch-size ramp: stages of first steps with smaller batches, which grow up to global_batch."""
+    deterministic: bool = False
+    """Use deterministic kernels only: the same numbers again, slower on a GPU."""
+    loss: Annotated[str, one_of_or_own(*LOSSES)] = "cross_entropy"
+    """Training loss: cross_entropy, or one of your own, by its name (docs/extending.md)."""
+    pause_at: NonNegativeInt = 0
+    """Save and stop after this many steps, with the schedule of the whole run; 0 does not stop."""
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Self:
+        if not self.steps and not self.minutes:
+            raise ValueError("steps = 0 and minutes = 0: say how long, e.g. steps = 1000 or minutes = 10")
+        check_ramp(self.batch_ramp, self.global_batch, self.steps)
+        return self
+
+    @property
+    def batches(self) -> BatchSizes:
+        """The batch of each step, and the samples before it."""
+        return BatchSizes(self.global_batch, tuple((s.until_step, s.global_batch) for s in self.batch_ramp))
