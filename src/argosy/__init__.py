@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from argosy.launch.local import train
     from argosy.observe.report import Report
     from argosy.plan.plan import Plan
-    from argosy.plan.report.ask import best_plans
+    from argosy.plan.report.request import best_plans
 
 __version__ = "0.1.0"
 __all__ = [

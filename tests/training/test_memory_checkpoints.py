@@ -11,7 +11,7 @@ from argosy.checkpoint.memory import FOLDER, NODE, memory_checkpoints_in
 from argosy.config.schema import RunConfig
 from argosy.observe.events import read_lines
 from argosy.parallel.world import World
-from argosy.plan.cost.goodput import MEMORY_CHECKPOINTS_MAY_COST, memory_checkpoint_interval_s
+from argosy.plan.cost.economy import MEMORY_CHECKPOINTS_MAY_COST, memory_checkpoint_interval_s
 from argosy.training.loop import train
 from argosy.training.memory_checkpoints import MemoryCheckpointPace
 from argosy.training.stop import StopSignal

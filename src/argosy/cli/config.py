@@ -29,8 +29,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.data_sheet import DataSheet
-from argosy.plan.hardware.devices import FORMATS, find_device
+from argosy.plan.hardware.devices import FORMATS, DataSheet, find_device
 from argosy.plan.workload import parameters
 
 LAPTOP_VOCABULARY = 4096

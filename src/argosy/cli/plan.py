@@ -192,8 +192,7 @@ def _resize(options: Options, folder: Path) -> None:
 
 def _within(options: Options, limit_s: float) -> None:
     from argosy.config.load import model_name
-    from argosy.plan.report.within import of_each
-    from argosy.plan.report.within_terminal import show
+    from argosy.plan.report.within import of_each, show_within
 
     asked = []
     for named, price in _priced(options) or [(None, *(options.price or [None]))]:
@@ -205,7 +204,9 @@ def _within(options: Options, limit_s: float) -> None:
         return
     requests = [request for _, request, _ in asked]
     run = requests[0].run
-    show(found, model_name(run.model, run.name), list(dict.fromkeys(line for each in found for line in each.assumed)))
+    show_within(
+        found, model_name(run.model, run.name), list(dict.fromkeys(line for each in found for line in each.assumed))
+    )
 
 
 def _nodes_of(named: str | None) -> tuple[str | None, bool]:
@@ -228,7 +229,7 @@ def _side_by_side(options: Options) -> None:
 
 
 def _learn(options: Options) -> None:
-    from argosy.plan.calibration.learn import cluster_file, in_words, learn
+    from argosy.plan.calibration import cluster_file, in_words, learn
 
     path = cluster_file(options.cluster[0] if options.cluster else None)
     before = Cluster.load(path)

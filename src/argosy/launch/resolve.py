@@ -27,7 +27,7 @@ from argosy.plan.hardware.local_machine import cluster_of
 from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, costs_of, machine_for
-from argosy.plan.search.best import least_memory_bytes, nearest_that_fits, search_to_run, with_memory
+from argosy.plan.search.search import least_memory_bytes, nearest_that_fits, search_to_run, with_memory
 from argosy.plan.search.space import pins_of
 
 

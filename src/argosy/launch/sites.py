@@ -18,7 +18,7 @@ from argosy.observe.report import Report
 from argosy.observe.screen import Progress
 from argosy.plan.hardware.local_machine import cluster_of
 from argosy.plan.plan import NOT_OF_SITES, Plan, is_asynchronous, said_in, way_of_sites, with_sync
-from argosy.plan.search.rounds import CHOSEN, check_sites_of, choose_rounds
+from argosy.plan.search.agreement import CHOSEN, check_sites_of, choose_rounds
 from argosy.plan.sync import LOCAL
 from argosy.processes.secret import secret_of
 from argosy.sync.sites.layout import Sites, at_site, group_folder, site_folder

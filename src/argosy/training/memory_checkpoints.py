@@ -1,7 +1,7 @@
 """When in-memory checkpoints are saved: so often that saving them and losing the steps between them cost least.
 
 If one holds training up for c seconds, and a failure comes every M seconds on average, one is saved every sqrt(2 c M)
-seconds of work (Young 1974; to higher order Daly 2006: `plan.cost.goodput`), or more often as long as they take no more
+seconds of work (Young 1974; to higher order Daly 2006: `plan.cost.economy`), or more often as long as they take no more
 than a thousandth of the time. c is measured with each of them, M follows from the devices.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from argosy.checkpoint.exchange import travels
 from argosy.checkpoint.memory import MemoryCheckpointer, memory_folder
 from argosy.checkpoint.shards import box_bytes
-from argosy.plan.cost.goodput import HOST_COPY_BYTES_PER_S, memory_checkpoint_interval_s
+from argosy.plan.cost.economy import HOST_COPY_BYTES_PER_S, memory_checkpoint_interval_s
 from argosy.training.parts import Parts
 
 TOLD_AGAIN = 2.0

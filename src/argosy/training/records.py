@@ -25,8 +25,8 @@ from argosy.observe.screen import Progress
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import DTYPES
 from argosy.parallel.world import World, processes_here
+from argosy.plan.cost.economy import mtbf_s
 from argosy.plan.cost.exact_state import state_bytes
-from argosy.plan.cost.goodput import mtbf_s
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand

@@ -8,7 +8,7 @@ The time left is the sum of steps, evaluations and failures that are still to co
 - *evaluations*: as many as the run file asks for, each as long as those so far;
 - *failures*: a Poisson process with the rate of `rules.reliability`: the run's own if it had more failures than the
   catalogue's rate explains, else the catalogue's. Each costs as much as those so far, or as is usual
-  (`plan.cost.goodput.RESTART_S`).
+  (`plan.cost.economy.RESTART_S`).
 
 All are drawn together 4000 times, with a fixed seed: the same folder gives the same forecast. The final loss is not
 forecast: see docs/advice.md.
@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
+from argosy.plan.cost.economy import RESTART_S, mtbf_s, power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
-from argosy.plan.cost.goodput import RESTART_S, mtbf_s
 from argosy.watch.facts import Floats, RunFacts
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.reliability import failure_rate, failures

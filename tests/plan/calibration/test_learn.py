@@ -13,8 +13,7 @@ from argosy.cli import main
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.errors import UserError
-from argosy.plan.calibration.learn import PRIOR_STD, cluster_file, in_words, learn
-from argosy.plan.calibration.reconcile import PARTS, reconcile
+from argosy.plan.calibration import PARTS, PRIOR_STD, cluster_file, in_words, learn, reconcile
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster, Factor
 from argosy.plan.hardware.local_machine import resized

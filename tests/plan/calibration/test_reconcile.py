@@ -9,7 +9,7 @@ import pytest
 
 from argosy.observe.clock import Category
 from argosy.observe.heartbeat import BESIDE
-from argosy.plan.calibration.reconcile import PARTS, Reconciled, part_of, reconcile
+from argosy.plan.calibration import PARTS, Reconciled, part_of, reconcile
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.cost.step_time import StepTime

@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 
 from argosy.config.load import load
-from argosy.plan.cost.cluster_constants import COMPILER_BYTES, constants_of, memory_std, time_std
-from argosy.plan.cost.constants import fitted
+from argosy.plan.cost.constants import (
+    BACKWARD_ATTENTION,
+    COMPILER_BYTES,
+    INTENSITY,
+    constants_of,
+    fitted,
+    memory_std,
+    time_std,
+)
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, INTENSITY
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Efficiencies, PeakFlops

@@ -6,9 +6,9 @@ import pytest
 
 from argosy.config.load import load
 from argosy.config.sync import SyncConfig
-from argosy.plan.cost.compression import Compression
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.memory_model import MemoryModel
+from argosy.plan.cost.network import Compression
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.cost.traffic import traffic

@@ -5,9 +5,15 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from argosy.plan.cost.economy import power_per_device_w, price_per_device_h, whole_run
+from argosy.plan.cost.economy import (
+    CheckpointCost,
+    checkpoint_cost,
+    goodput,
+    power_per_device_w,
+    price_per_device_h,
+    whole_run,
+)
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.goodput import CheckpointCost, checkpoint_cost, goodput
 from argosy.plan.hardware.clusters import Cluster
 
 LLAMA = Cluster.parse("h100-16384")

@@ -5,8 +5,7 @@ from math import exp, factorial
 import numpy as np
 import pytest
 
-from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.goodput import (
+from argosy.plan.cost.economy import (
     CheckpointCost,
     best_interval_s,
     checkpoint_cost,
@@ -16,6 +15,7 @@ from argosy.plan.cost.goodput import (
     mtbf_s,
     spare_nodes,
 )
+from argosy.plan.cost.estimate import Estimate
 from argosy.plan.hardware.clusters import Cluster
 
 HOUR = 3600.0

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from argosy.errors import UserError
-from argosy.plan.cost.cluster_constants import time_std
+from argosy.plan.cost.constants import time_std
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
-from argosy.plan.hardware.data_sheet import DataSheet
-from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.devices import DataSheet, find_device
 
 SHEET = DataSheet({"bf16": 165.2, "fp8": 330.3}, memory_gb=24, memory_gb_s=1008)
 WHOLE = DataSheet(

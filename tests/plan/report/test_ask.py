@@ -7,7 +7,7 @@ import pytest
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.plan.plan import Plan
-from argosy.plan.report.ask import best_plans
+from argosy.plan.report.request import best_plans
 
 
 def test_a_model_and_a_run_are_planned_for():

@@ -6,7 +6,7 @@ import pytest
 
 from argosy.config.schema import RunConfig
 from argosy.plan.plan import Plan
-from argosy.plan.report.report import sums_in_words
+from argosy.plan.report.explain import sums_in_words
 
 RUN = RunConfig.model_validate(
     {

@@ -11,8 +11,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search.best import AS_FAST, features, plainest, search_to_run, why_nothing_fits
-from argosy.plan.search.search import search
+from argosy.plan.search.search import AS_FAST, features, plainest, search, search_to_run, why_nothing_fits
 
 
 def costs(preset: str, cluster: str = "8xh100") -> CostModel:

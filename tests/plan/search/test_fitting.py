@@ -10,8 +10,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search.best import misfit, nearest_that_fits
-from argosy.plan.search.search import search
+from argosy.plan.search.search import misfit, nearest_that_fits, search
 from argosy.plan.search.space import parse_pins
 
 PLAN = Plan.parse("pp=2,dp_shard=4,tp=2,zero=1,recompute=selective,precision=bf16")

@@ -12,7 +12,7 @@ from argosy.plan.cost.sites import rounds_of
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.measurements import Measurements
-from argosy.plan.search.rounds import CHOSEN, MOST_WAITING, SETTINGS, choose_rounds, inner_step
+from argosy.plan.search.agreement import CHOSEN, MOST_WAITING, SETTINGS, choose_rounds, inner_step
 
 
 def cluster(rate: float) -> Cluster:
@@ -81,7 +81,7 @@ def test_what_each_site_s_probe_found_gives_its_step_and_the_slowest_decides() -
 
 @pytest.mark.parametrize("place", [None, Cluster.parse("2xcpu"), Cluster.parse("two-sites")])
 def test_a_link_that_nobody_described_is_refused_with_what_to_do(place: Cluster | None) -> None:
-    from argosy.plan.search.rounds import check_sites_of
+    from argosy.plan.search.agreement import check_sites_of
 
     with pytest.raises(UserError, match=r"oslo and lyon .*argosy probe --run RUN.toml --site NAME"):
         check_sites_of(of_two(), place)

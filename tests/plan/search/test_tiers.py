@@ -13,8 +13,7 @@ from argosy.plan.hardware.devices import find_device
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.rules import first_problem
-from argosy.plan.search.best import plainest
-from argosy.plan.search.search import search
+from argosy.plan.search.search import plainest, search
 
 MBIT_S = 1e6 / 8
 RING = {"pp": (1,), "tp": (1,), "dp_shard": (1,)}

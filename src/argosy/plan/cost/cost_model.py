@@ -17,11 +17,10 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.breakdown import Factors
-from argosy.plan.cost.cluster_constants import COMPILER_BYTES, constants_of, memory_std, time_std
-from argosy.plan.cost.compression import Compression
-from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.constants import COMPILER_BYTES, Constants, constants_of, memory_std, time_std
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
+from argosy.plan.cost.network import Compression
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.cost.uneven_time import DeviceKind, UnevenTimes, first_of, kinds_of

@@ -14,17 +14,13 @@ from functools import cached_property
 import numpy as np
 
 from argosy.plan.cost.breakdown import RankSizes
-from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.constants import BACKWARD_ATTENTION, INTENSITY, Constants
 from argosy.plan.cost.rates import Rates, System, in_precision
 from argosy.plan.layouts import Layouts
 from argosy.plan.workload import Numbers, Workload
 
-BACKWARD_ATTENTION = 2.5
-"""Time of attention's backward over its forward: backward computes the scores again (Dao 2023)."""
 BACKWARD_POINTWISE = 1.6
 """Time of a pointwise backward over its forward: backward reads the gradient too, and writes one result."""
-INTENSITY = 156e0
-"""FLOPs for each byte of memory bandwidth of an A100 in bf16, for which `Constants.half_size` is stated."""
 FULL_HEAD = 128
 """Head width from which tiled attention is as fast as it gets: half as wide, it takes as many exponentials for half the
 FLOPs (Shah et al. 2024: 0.65 to 0.75 of the FLOP/s)."""

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.plan.cost.breakdown import OF_MEMORY, Breakdown, RankSizes
-from argosy.plan.cost.compression import Compression
 from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.network import Compression
 from argosy.plan.cost.rates import System
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED

@@ -27,11 +27,10 @@ from functools import cached_property
 import numpy as np
 
 from argosy.plan.cost.breakdown import OF_TIME, Breakdown
-from argosy.plan.cost.compression import HIDDEN, Compression
-from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, BACKWARD_POINTWISE, LayerModel, LayerTime
+from argosy.plan.cost.constants import BACKWARD_ATTENTION, Constants
+from argosy.plan.cost.layer_time import BACKWARD_POINTWISE, LayerModel, LayerTime
 from argosy.plan.cost.memory_model import MemoryModel
-from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
+from argosy.plan.cost.network import HIDDEN, Compression, all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.layouts import SCHEDULE_NAMES, Ints, Layouts
 from argosy.plan.pipeline import SPLITTING

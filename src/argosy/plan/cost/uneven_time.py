@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.breakdown import Factors
-from argosy.plan.cost.compression import Compression
 from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.network import Compression
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.dealing import pipeline_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from argosy.config.layers import preset_layer, preset_names, preset_path
 from argosy.config.load import build, load
@@ -13,11 +14,10 @@ from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan, said_in
-from argosy.plan.report.report import PlanRequest, usual_batch
-from argosy.plan.search.agreement import choose_word
+from argosy.plan.report.report import PlanReport, PlanRequest, plan_report, usual_batch
+from argosy.plan.search.agreement import choose_rounds, choose_word
 from argosy.plan.search.auto import Devices, choose_with_reasons, fast_precision, machine_for
 from argosy.plan.search.candidates import Objective
-from argosy.plan.search.rounds import choose_rounds
 from argosy.plan.search.space import Pins, parse_pins
 
 USUAL_SEQ_LEN = 8192
@@ -191,3 +191,20 @@ def _with_vocabulary(run: RunConfig) -> tuple[RunConfig, list[str]]:
     return run.model_copy(update={"model": model}), [
         f"Assumed: a vocabulary of {SMALL_VOCABULARY} tokens, as it is not known yet."
     ]
+
+
+def best_plans(what: RunConfig | str, cluster: str, **asked: Any) -> PlanReport:
+    """Rank the plans for a run, or for the model preset of this name, on a cluster such as "8xh100" or a cluster file.
+
+    asked: fields of `Question`, such as seq_len=8192, objective="cost", fix="tp=2" or top=3.
+    The best plan is `report.choices[0].plan`, which can be a run's `plan`.
+
+    Raises: UserError if nothing is legal or nothing fits, or for an unknown model or cluster.
+    """
+    question = Question(**asked)
+    request = (
+        of_run(what, Cluster.parse(cluster), question)
+        if isinstance(what, RunConfig)
+        else of_model(what, cluster, question)
+    )
+    return plan_report(request)

@@ -23,8 +23,7 @@ from argosy.plan.plan import NUMERICS, Plan, Precision, said_in, with_sync, word
 from argosy.plan.quantities import divisors
 from argosy.plan.rules import first_problem
 from argosy.plan.search.agreement import choose_word
-from argosy.plan.search.best import AS_FAST, misfit, plainest, search_to_run, why_nothing_fits
-from argosy.plan.search.search import SearchResult
+from argosy.plan.search.search import AS_FAST, SearchResult, misfit, plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.space import pins_of
 
 MESHES_SPLIT = 16

@@ -21,8 +21,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import resized
 from argosy.plan.plan import NUMERICS, Plan, said_in
 from argosy.plan.search.auto import costs_of
-from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
-from argosy.plan.search.search import SearchResult
+from argosy.plan.search.search import SearchResult, plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.space import Pins
 
 GIVEN_UP: tuple[tuple[str, ...], ...] = (

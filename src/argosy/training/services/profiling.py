@@ -25,7 +25,7 @@ from argosy.observe.collectives import CollectiveMarks
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.trace_summary import PART_MARK, STEP_MARK, profile_in_words, summary
 from argosy.parallel.world import World
-from argosy.plan.calibration.reconcile import PARTS, part_of
+from argosy.plan.calibration import PARTS, part_of
 from argosy.plan.plan import Plan
 from argosy.training.parts import Parts
 from argosy.training.records import Records

@@ -19,18 +19,17 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from argosy.errors import ArgosyWarning, UserError
-from argosy.plan.calibration.learn import Finished, learn_from
-from argosy.plan.calibration.reconcile import Reconciled, reconcile
+from argosy.plan.calibration import Finished, Reconciled, learn_from, reconcile
 from argosy.plan.cost.breakdown import OF_TIME, RUN_STD
-from argosy.plan.cost.cluster_constants import time_std
+from argosy.plan.cost.constants import time_std
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand, resized
 from argosy.plan.plan import NUMERICS, Plan
-from argosy.plan.search.best import plainest, search_to_run
 from argosy.plan.search.replan import LEAST_GAIN, replan, step_with_slow_rank_s, with_slow_link, worth_migrating
+from argosy.plan.search.search import plainest, search_to_run
 from argosy.watch.facts import RunFacts
 
 AnswerT = TypeVar("AnswerT")

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from argosy.plan.cost.economy import RESTART_S, CheckpointCost, best_interval_s, effective_share, mtbf_s
 from argosy.plan.cost.estimate import percent, seconds
-from argosy.plan.cost.goodput import RESTART_S, CheckpointCost, best_interval_s, effective_share, mtbf_s
 from argosy.watch.facts import Event, RunFacts
 from argosy.watch.rules.planner import Advice, Planner, is_enough
 from argosy.watch.rules.ranks import node_of
