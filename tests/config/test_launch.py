@@ -1,7 +1,4 @@
-"""Addresses are HOST:PORT, and one that is not is refused in words.
-
-The forms of launch.lease, and what is said of others.
-"""
+"""Addresses and leases have forms, and what is none is refused in words; options of engines are said once."""
 
 from __future__ import annotations
 
