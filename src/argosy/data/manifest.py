@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from argosy.config.data import PrepareConfig
-from argosy.errors import DataError, UserError
+from argosy.errors import DataError, UserError, first_error
 from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
 
 NAME = "manifest.json"
@@ -187,11 +187,9 @@ class Manifest(_Record):
         try:
             return cls.model_validate_json(read_at_most(path, MOST_BYTES))
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part)[:60] for part in first["loc"])
             raise UserError(
-                f"{path}: {key + ': ' if key else ''}{first['msg'][:200]}. It is damaged or of another version: delete "
-                f"{folder} and prepare it again: argosy prepare --out {folder}"
+                f"{path}: {first_error(error)}. It is damaged or of another version: delete {folder} and prepare it "
+                f"again: argosy prepare --out {folder}"
             ) from None
 
     def _shards(self) -> list[Shard]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_tiers import MBIT_S, RING, nodes, run
+from test_search import MBIT_S, RING, nodes, run
 
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SiteConfig, check_fragments

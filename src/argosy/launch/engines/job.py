@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from argosy.errors import UserError
+from argosy.errors import UserError, first_error
 from argosy.files import atomic_write, read_own, state_folder
 from argosy.processes.secret import kept_secret
 
@@ -84,10 +84,7 @@ class LaunchedJob(BaseModel):
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as problem:
-            why: object = problem
-            if isinstance(problem, ValidationError):
-                first = problem.errors(include_url=False)[0]
-                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            why = first_error(problem) if isinstance(problem, ValidationError) else problem
             raise UserError(f"{path}: is no record of a launched run ({why}). Remove it, and launch again.") from None
         folder, name = path.parent.absolute(), Path(job.log).name
         log = str(folder if name == FOLDER else folder / name) if name else ""
