@@ -17,6 +17,7 @@ import tyro
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
 from argosy.errors import UserError
+from argosy.observe.terminal import told_if_long
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,14 @@ def main(argv: list[str]) -> None:
     must_be_folder(options.path)
     from argosy.inference.trained_model import evaluate
 
-    score = evaluate(
-        options.path,
-        options.data,
-        split=options.split,
-        max_tokens=options.max_tokens,
-        seq_len=options.seq_len,
-        trust_code=options.trust_code,
-    )
+        score = evaluate(
+            options.path,
+            options.data,
+            split=options.split,
+            max_tokens=options.max_tokens,
+            seq_len=options.seq_len,
+            trust_code=options.trust_code,
+        )
     if options.json:
         print(json.dumps(asdict(score)))
         return

@@ -34,6 +34,7 @@ from argosy.cli.options import parse
 from argosy.config.counts import Count, WholeCount
 from argosy.config.load import load
 from argosy.errors import UserError
+from argosy.observe.terminal import told_if_long
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.search.candidates import Objective
 
@@ -91,10 +92,12 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy plan", Options)
     _check(options)
     if options.learn:
-        _learn(options)
+        with told_if_long("argosy plan: learning from runs"):
+            _learn(options)
         return
     try:
-        _answer(options)
+        with told_if_long("argosy plan: computing plans"):
+            _answer(options)
     except UserError as error:
         raise UserError(_by_option(str(error), options)) from None
 

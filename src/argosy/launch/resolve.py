@@ -145,10 +145,10 @@ def check_memory(run: RunConfig, plan: Plan, devices: Devices) -> None:
         needs, has, what = on_device, device, "of each device"
     remedy = "No plan fits here: take a smaller model or more devices (`argosy plan` says how many)."
     with suppress(UserError):  # no plan is legal
-        found = search_to_run(with_memory(costs, device), pins_of(plan, {"precision", "sync"}, is_auto=True))
+        found = search_to_run(with_memory(costs, device, host), pins_of(plan, {"precision", "sync"}, is_auto=True))
         row = nearest_that_fits(plan, found)
-        if row is not None and least_memory_bytes(costs, near := found.plans.plan(row))[1] <= host:
-            remedy = f'The nearest plan that fits: "{near}".'
+        if row is not None:
+            remedy = f'The nearest plan that fits: "{found.plans.plan(row)}".'
     raise UserError(
         f'plan = "{plan}" needs at least {needs / GIB:.1f} GiB {what}, which may take {has / GIB:.1f} GiB. {remedy} '
         "--launch.allow-memory starts it all the same."

@@ -10,11 +10,14 @@ import io
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+TOLD_AFTER_S, TOLD_AGAIN_S = 5.0, 60.0
 CLEAR_LINE = "\r\x1b[2K"
 """Back to the start of the line, and erase it (ECMA-48: CR, EL 2)."""
 
@@ -59,6 +62,25 @@ def print_message(text: str) -> None:
     start = CLEAR_LINE if has_live_line(sys.stderr) else ""
     sys.stderr.write(f"{start}{text}\n")  # at once: other processes write too
     sys.stderr.flush()
+
+
+@contextmanager
+def told_if_long(what: str) -> Iterator[None]:
+    """Print on stderr what is done in this block, once it has taken `TOLD_AFTER_S`, and then every `TOLD_AGAIN_S`."""
+    begun_s, has_ended = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        wait_s = TOLD_AFTER_S
+        while not has_ended.wait(wait_s):
+            wait_s = TOLD_AGAIN_S
+            with suppress(OSError, ValueError):  # nobody reads any more
+                print_message(f"{what} ({time.monotonic() - begun_s:.0f} s so far)")
+
+    threading.Thread(target=tell, name="argosy-told-if-long", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
 
 
 @contextmanager

@@ -394,3 +394,40 @@ def test_the_nearest_differs_in_as_little_as_can_be() -> None:
 
 def test_nothing_is_near_where_nothing_fits() -> None:
     assert nearest_that_fits(PLAN, search(costs_with("8xh100", "llama3-70b"), {})) is None
+
+
+def with_host_memory(host_gib: float, device: str = "") -> CostModel:
+    costs = costs_with("8xh100", "llama3-70b")
+    costs = replace(costs, rates=replace(costs.rates, host_memory_bytes=host_gib * 2**30))
+    return replace(costs, rates=replace(costs.rates, host_waits=1.0)) if device == "cpu" else costs
+
+
+def test_plans_whose_offload_exceeds_the_hosts_memory_are_ruled_out() -> None:
+    pins = {"offload": ("optimizer", "all")}
+    roomy, tight = search(with_host_memory(250), pins), search(with_host_memory(50), pins)
+    assert len(roomy) and not len(tight)
+    some = search(with_host_memory(90), pins)
+    assert 0 < len(some) < len(roomy)
+    costs = with_host_memory(90)
+    assert (costs.predict_host_memory(some.plans) <= 90 * 2**30).all()
+    assert (costs.predict_host_memory(roomy.plans) > 90 * 2**30).any()
+
+
+def test_what_is_offloaded_is_named_where_the_host_has_no_room() -> None:
+    costs = with_host_memory(50)
+    found = search(costs, {"offload": ("optimizer", "all")})
+    assert "of the host's memory for each device" in why_nothing_fits(costs, found)
+    plan = search(with_host_memory(250), {"offload": ("optimizer",)}).plans.plan(0)
+    missing = misfit(costs, plan)
+    assert missing is not None and missing.largest == "what is offloaded"
+    assert missing.needs_bytes > missing.has_bytes
+    assert misfit(with_host_memory(250), plan) is None
+
+
+def test_on_a_cpu_what_is_offloaded_takes_the_same_memory() -> None:
+    plan = Plan.parse("tp=8,offload=optimizer,precision=bf16")
+    costs = with_host_memory(float("inf"), "cpu")
+    whole = misfit(costs, plan.model_copy(update={"offload": "none"}))
+    offloaded = misfit(costs, plan)
+    assert whole is not None and offloaded is not None
+    assert offloaded.needs_bytes == pytest.approx(whole.needs_bytes)

@@ -14,6 +14,7 @@ from operator import or_
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.breakdown import Factors
@@ -25,10 +26,11 @@ from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.cost.uneven_time import DeviceKind, UnevenTimes, first_of, kinds_of
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.layouts import RATIOS, Layouts
+from argosy.plan.layouts import RATIOS, Layouts, column_of
 from argosy.plan.plan import Precision
 from argosy.plan.workload import Workload
 
+Floats = NDArray[np.float64]
 BreakdownT = TypeVar("BreakdownT", StepTime, Footprint)
 
 CHUNK = 4096
@@ -120,7 +122,36 @@ class CostModel:
     @property
     def memory_bytes(self) -> float:
         """Most bytes that a prediction may come to, so that the plan fits nine times of ten."""
-        return float(self.rates.memory_bytes) / math.exp(FITS_Z * self.memory_std)
+        return float(self.rates.memory_bytes) / self._margin
+
+    @property
+    def host_memory_bytes(self) -> float:
+        """The same of what a device keeps in its host's memory."""
+        return float(self.rates.host_memory_bytes) / self._margin
+
+    @property
+    def _margin(self) -> float:
+        return math.exp(FITS_Z * self.memory_std)
+
+    def has_room(self, plans: Layouts, memory_bytes: Floats, slack: float = 0.0) -> NDArray[np.bool_]:
+        """Return True for the plans, predicted to take `memory_bytes`, that fit the device and, offloaded, its host.
+
+        slack: share by which they may exceed the device. On CPUs the host is the device.
+        """
+        on_host, most = self.predict_host_memory(plans), self.memory_bytes * (1 + slack)
+        if self.rates.host_waits:
+            return memory_bytes + on_host <= most
+        return (memory_bytes <= most) & (on_host <= self.host_memory_bytes)
+
+    def predict_host_memory(self, plans: Layouts) -> Floats:
+        """Return the bytes that each plan's rank offloads to its host's memory."""
+        offloads = np.broadcast_to(~plans.is_("offload", "none"), len(plans))
+        found = np.zeros(len(plans))
+        if offloads.any():
+            some = plans[offloads]
+            whole = replace(some, offload=column_of("offload", ["none"]))
+            found[offloads] = np.asarray(self.predict_memory(whole).total) - self.predict_memory(some).total
+        return np.maximum(0.0, found)
 
     def predict_memory(self, plans: Layouts) -> Footprint:
         """Return the bytes of each plan, on the rank that needs most."""

@@ -42,6 +42,8 @@ class Rates:
     """Bandwidth of a device to its host's memory."""
     host_memory_bytes_per_s: Numbers = 50e9
     """Share of one device in the bandwidth of that memory."""
+    host_memory_bytes: Numbers = np.inf
+    """Share of one device in that memory."""
     host_waits: Numbers = 0.0
     """1 if the host itself computes (CPUs), so that its time to start operations is added."""
     site: Numbers = EVERYWHERE
@@ -76,6 +78,7 @@ class Rates:
             reduction_gain=(device.nvls_busbw_bytes_per_s or ring) / ring,
             host_link_bytes_per_s=device.memory_bytes_per_s if is_cpu else device.host_link_bytes_per_s,
             host_memory_bytes_per_s=device.memory_bytes_per_s if is_cpu else device.host_memory_bytes_per_s,
+            host_memory_bytes=device.host_memory_bytes or np.inf,
             host_waits=float(is_cpu),
         )
 
@@ -103,6 +106,7 @@ class Rates:
             reduction_gain=min(kind.reduction_gain for kind in kinds),
             host_link_bytes_per_s=min(kind.host_link_bytes_per_s for kind in kinds),
             host_memory_bytes_per_s=min(kind.host_memory_bytes_per_s for kind in kinds),
+            host_memory_bytes=min(kind.host_memory_bytes for kind in kinds),
             **_between_sites(cluster),
         )
 

@@ -118,6 +118,9 @@ class Device(Section):
     """Bandwidth to the host's memory, one direction, from the specification; default: PCIe 4.0 x16."""
     host_memory_bytes_per_s: PositiveFloat = 50e9
     """Share of one device in the bandwidth of the host's memory; default: 8 devices on 16 channels of DDR4-3200."""
+    host_memory_bytes: PositiveFloat | None = None
+    """Share of one device in the host's memory, for state that is offloaded; none: nobody said, and all is taken to
+    fit."""
     power_w: PositiveFloat | None = None
     """Specified power of the device."""
     node_power_w: PositiveFloat | None = None

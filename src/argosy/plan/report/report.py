@@ -330,7 +330,7 @@ def _nothing_fits(request: PlanRequest, costs: CostModel, found: SearchResult, c
     assert missing is not None  # or it would have been found
     lines = [
         f'nothing fits: of {found.looked_at:,} plans the leanest, "{found.leanest}", needs '
-        f"{missing.needs_bytes / GIB:.1f} GiB of each device, {missing.excess_bytes / GIB:.1f} GiB more than the "
+        f"{missing.needs_bytes / GIB:.1f} GiB {missing.where}, {missing.excess_bytes / GIB:.1f} GiB more than the "
         f"{missing.has_bytes / GIB:.1f} GiB that it may (with a margin for the prediction); "
         f"{missing.largest} takes {missing.largest_bytes / GIB:.1f} GiB."
     ]

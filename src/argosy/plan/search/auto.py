@@ -47,6 +47,8 @@ class Devices:
     """The driver's name of a GPU; empty if nobody asked."""
     memory_bytes: float | None = None
     """Memory of one device; None: as in the catalogue."""
+    host_memory_bytes: float | None = None
+    """Share of one GPU in its host's memory; None: as in the catalogue."""
     per_node: int = 0
     """Devices of one host; 0: all are on one host."""
 
@@ -237,6 +239,8 @@ def _by_the_catalogue(devices: Devices) -> Cluster:
         device = device.model_copy(
             update={"memory_bytes": devices.memory_bytes, "reserved_bytes": 0.0, "assumed": known}
         )
+    if devices.host_memory_bytes:
+        device = device.model_copy(update={"host_memory_bytes": devices.host_memory_bytes})
     per_node = min(devices.count, devices.per_node or devices.count)
     nodes = -(-devices.count // per_node)
     return Cluster(groups=(NodeGroup(device=device, nodes=nodes, devices_per_node=per_node),))

@@ -129,6 +129,7 @@ class WholeRunModel:
             Estimate.log_normal(sum(parts.values()), spread(parts, OF_MEMORY, costs.factors, costs.memory_std))
             for parts in (memory.by_category(i) for i in range(n))
         ]
+        fits = costs.has_room(plans, np.array([float(rank.mid) for rank in ranks]))
         step_s = stacked(steps)
         failures = self.failures(devices, step_s.mid)
         made = self.whole(plans, devices, step_s, failures)
@@ -141,7 +142,7 @@ class WholeRunModel:
                 devices=int(devices[i]) * self.sites,
                 step_s=steps[i],
                 memory_bytes=ranks[i],
-                fits=bool(float(ranks[i].mid) <= costs.memory_bytes),
+                fits=bool(fits[i]),
                 tokens_per_s=self.run.tokens_per_step / float(steps[i].mid),
                 mfu=flops / float(steps[i].mid * devices[i] * self.sites * peak[i]),
                 run=_row(made, i),

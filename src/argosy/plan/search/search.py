@@ -164,8 +164,8 @@ def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) ->
     plans = space.plans(crossed(columns_of(fitting), space.microbatches(), space.recomputes()))
     memory = costs.predict_memory(plans)
     memory_bytes = np.asarray(memory.total)
-    near = memory_bytes <= costs.memory_bytes * (1 + MORE)
-    fits = memory_bytes[near] <= costs.memory_bytes
+    near = costs.has_room(plans, memory_bytes, MORE)
+    fits = costs.has_room(plans[near], memory_bytes[near])
     timed = plans[near] if "bucket_mb" in pins else costs.with_buckets(plans[near])
     timed, time = with_tiers(costs, timed, costs.predict_time(timed), pins)
     return SearchResult(
@@ -199,6 +199,7 @@ class MemoryMisfit:
     largest: str
     """The largest category."""
     largest_bytes: float
+    where: str = "of each device"
 
     @property
     def excess_bytes(self) -> float:
@@ -208,12 +209,19 @@ class MemoryMisfit:
 
 def misfit(costs: CostModel, plan: Plan) -> MemoryMisfit | None:
     """Return by how much `plan` does not fit; None if it fits."""
-    by_category = costs.predict_memory(Layouts.of([plan])).by_category(0)
+    row = Layouts.of([plan])
+    by_category = costs.predict_memory(row).by_category(0)
+    on_host = float(costs.predict_host_memory(row)[0])
+    if costs.rates.host_waits and on_host:
+        by_category["offloaded"] = on_host
     needs = sum(by_category.values())
-    if needs <= costs.memory_bytes:
-        return None
-    largest = max(by_category, key=lambda name: by_category[name])
-    return MemoryMisfit(needs, costs.memory_bytes, largest, by_category[largest])
+    if needs > costs.memory_bytes:
+        largest = max(by_category, key=lambda name: by_category[name])
+        return MemoryMisfit(needs, costs.memory_bytes, largest, by_category[largest])
+    if on_host > costs.host_memory_bytes:
+        where = "of the host's memory for each device"
+        return MemoryMisfit(on_host, costs.host_memory_bytes, "what is offloaded", on_host, where)
+    return None
 
 
 def nearest_that_fits(plan: Plan, found: SearchResult) -> int | None:
@@ -236,20 +244,18 @@ def least_memory_bytes(costs: CostModel, plan: Plan) -> tuple[float, float]:
 
     Nine times of ten it needs more.
     """
-    on_device = _memory(costs, plan)
-    whole = _memory(costs, plan.model_copy(update={"offload": "none"}))
+    row = Layouts.of([plan])
+    parts = costs.predict_memory(row).by_category(0)
+    std = spread(parts, OF_MEMORY, costs.factors, costs.memory_std)
+    on_device = Estimate.log_normal(sum(parts.values()), std)
     low = float(on_device.low)
-    return low, max(0.0, float(whole.mid) - float(on_device.mid)) * low / float(on_device.mid)
+    return low, float(costs.predict_host_memory(row)[0]) * low / float(on_device.mid)
 
 
-def _memory(costs: CostModel, plan: Plan) -> Estimate:
-    parts = costs.predict_memory(Layouts.of([plan])).by_category(0)
-    return Estimate.log_normal(sum(parts.values()), spread(parts, OF_MEMORY, costs.factors, costs.memory_std))
-
-
-def with_memory(costs: CostModel, memory_bytes: float) -> CostModel:
-    """Return the cost model of devices with so much memory."""
-    return replace(costs, rates=replace(costs.rates, memory_bytes=memory_bytes))
+def with_memory(costs: CostModel, memory_bytes: float, host_memory_bytes: float) -> CostModel:
+    """Return the cost model of devices with so much memory, and so much of the host's for each."""
+    rates = replace(costs.rates, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes)
+    return replace(costs, rates=rates)
 
 
 AS_FAST = 0.03
@@ -315,7 +321,7 @@ def why_nothing_fits(costs: CostModel, found: SearchResult) -> str:
     missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found
     return (
-        f'nothing fits: the leanest plan, "{found.leanest}", needs {missing.needs_bytes / GIB:.1f} GiB of each device, '
-        f"which may need {missing.has_bytes / GIB:.1f} GiB; {missing.largest} takes "
+        f'nothing fits: the leanest plan, "{found.leanest}", needs {missing.needs_bytes / GIB:.1f} GiB '
+        f"{missing.where}, which may need {missing.has_bytes / GIB:.1f} GiB; {missing.largest} takes "
         f"{missing.largest_bytes / GIB:.1f} GiB."
     )
