@@ -81,7 +81,6 @@ class Importing:
 
 
 def main(argv: list[str]) -> int:
-    """`argosy checkpoint ACTION ...`."""
     actions: dict[str, Callable[[list[str]], int]] = {
         "list": _list,
         "verify": _verify,

@@ -83,7 +83,6 @@ class DeviceOptions:
 
 
 def main(argv: list[str]) -> int:
-    """`argosy config ACTION ...`."""
     actions = {"show": _show, "schema": _schema, "presets": _presets, "device": _device}
     if not argv or argv[0] in (*SHORT, ALL):
         print(f"usage: argosy config {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")

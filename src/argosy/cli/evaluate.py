@@ -41,7 +41,6 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy evaluate PATH ...`."""
     options = parse(argv, "argosy evaluate", Options)
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
         raise UserError("--max-tokens and --seq-len must be at least 1.")

@@ -46,7 +46,6 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy generate PATH ...`."""
     options = parse(argv, "argosy generate", Options)
     _check(options)
     must_be_folder(options.path)

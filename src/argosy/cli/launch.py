@@ -43,7 +43,6 @@ class Options(LaunchOptions):
 
 
 def main(argv: list[str]) -> int:
-    """`argosy launch RUN ...`."""
     from argosy.launch.engines.engine import LaunchRequest
     from argosy.launch.engines.ray_job import hold, job_here
     from argosy.launch.engines.table import ENGINES

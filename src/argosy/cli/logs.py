@@ -31,7 +31,6 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy logs RUN`."""
     options = parse(argv, "argosy logs", Options)
     from argosy.launch.launched import launched_in, one_line, printed
     from argosy.observe.terminal import printable

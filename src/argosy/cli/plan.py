@@ -88,7 +88,6 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """Run `argosy plan [RUN] --model NAME --cluster CLUSTER ...`."""
     options = parse(argv, "argosy plan", Options)
     _check(options)
     if options.learn:

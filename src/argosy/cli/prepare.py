@@ -78,7 +78,6 @@ class Positional(PrepareConfig):
 
 @lasting_output()
 def main(argv: list[str]) -> None:
-    """`argosy prepare INPUT ... --out DIR`."""
     options, config = parse_section(argv, "argosy prepare", Options, Positional)
     before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:

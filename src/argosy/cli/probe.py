@@ -51,7 +51,6 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy probe ...`."""
     options = parse(argv, "argosy probe", Options)
     _check(options)
     from argosy.config.load import load

@@ -52,7 +52,6 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """Run `argosy scaling RESULTS ...`."""
     options = parse(argv, "argosy scaling", Options)
     _check(options)
     from argosy.compare.results import planned_size, read_results

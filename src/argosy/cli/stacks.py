@@ -53,7 +53,6 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    """`argosy stacks RUN`."""
     options = parse(argv, "argosy stacks", Options)
     run_dir = options.run
     nodes = _nodes(run_dir)

@@ -33,7 +33,6 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy stop RUN`."""
     options = parse(argv, "argosy stop", Options)
     from argosy.launch.engines.table import engine_of, state_of
     from argosy.launch.site_jobs import jobs_of

@@ -61,7 +61,6 @@ class Options:
 
 @lasting_output()
 def main(argv: list[str]) -> None:
-    """`argosy sweep SWEEP.toml`."""
     options = parse(argv, "argosy sweep", Options)
     from argosy.sweep.load import load_sweep
     from argosy.sweep.run import run_sweep, show_sweep

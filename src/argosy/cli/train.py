@@ -48,7 +48,6 @@ class Options:
 
 @lasting_output()  # a run goes on when the reader of its output does not
 def main(argv: list[str]) -> None:
-    """`argosy train [RUN] ...`."""
     argv = [word.replace(SHORT, LONG) if word == SHORT or word.startswith(f"{SHORT}=") else word for word in argv]
     options, run = parse_run(argv, "argosy train", Options)
     prompt = run.evaluate.sample_prompt or "Once upon a time"

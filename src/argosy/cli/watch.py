@@ -49,7 +49,6 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    """`argosy watch [RUN|FOLDER] ...`."""
     options = parse(argv, "argosy watch", Options)
     root = _folder(options.run)
     warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it

@@ -155,7 +155,7 @@ class DataStage(Section):
 
 
 class DataConfig(Section):
-    """What the model reads."""
+    """The data that the model reads."""
 
     seq_len: PositiveInt = 512
     """Sequence length (context length): tokens per sample."""

@@ -1,4 +1,4 @@
-"""Where a run is started and its processes meet: the table `launch`, addresses, the options of `argosy launch`.
+"""The place of a run and of its processes: the table `launch`, addresses, the options of `argosy launch`.
 
 The options are said once: the command line, a site's table `launch` and an engine's request have these fields."""
 
@@ -113,7 +113,7 @@ EngineName = Literal["slurm", "kubernetes", "ray", "ssh", "local"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What a run asks of the engine that starts it. Each engine takes some, and refuses the others."""
+    """The options of engines that start a run. Each engine takes some, and refuses the others."""
 
     nodes: PositiveInt = 1
     """Machines."""
@@ -157,7 +157,7 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(EngineOptions, _Place):
-    """Where a run is started, and what it asks for there."""
+    """An engine, and its options."""
 
 
 class LaunchConfig(Section):

@@ -76,7 +76,7 @@ class Source:
     lines: Mapping[Key, int] | None = None
 
     def place(self, key: Key) -> KeyPlace:
-        """Where `key` is written: its own line, that of its first element, or of the nearest table around it."""
+        """Return the place of `key`: its own line, that of its first element, or of the nearest table around it."""
         if self.lines is None:
             return KeyPlace(self.name)
         for depth in range(len(key), 0, -1):

@@ -153,7 +153,7 @@ def _whole(key: Key, value: object, schema: type[Section]) -> object:
 
 
 def _place(key: Key, entries: Layer) -> KeyPlace:
-    """Where `key` was written; if nowhere, the table in which it might have been, or the only file there is."""
+    """Return where `key` was written; if nowhere, the table in which it might have been, or the only file there is."""
     for depth in range(len(key), 0, -1):
         if entry := entries.get(key[:depth]):
             return entry.source.place(key)

@@ -91,7 +91,7 @@ def no_factor(name: str, shape: tuple[int, ...], rule: str) -> float:
 
 @dataclass(frozen=True)
 class ParameterSettings:
-    """How one parameter is trained."""
+    """The settings of one parameter's training."""
 
     rule: str
     """adamw, lion, muon, or the name of an optimizer of the user's."""

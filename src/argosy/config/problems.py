@@ -29,7 +29,7 @@ from argosy.config.section import (
 
 
 class KeyPlace(NamedTuple):
-    """Where a key was written: `text` stands before the key in a message, `line` orders the messages."""
+    """The place of a key: `text` stands before the key in a message, `line` orders the messages."""
 
     text: str = ""
     line: int = 0
@@ -101,7 +101,7 @@ def _broken_rule(key: Key, rule: str, schema: type[Section], place: Callable[[Ke
 
 
 def allowed(field: FieldInfo) -> str:
-    """What `field` takes: "a whole number above 0"."""
+    """Return in words what `field` takes: "a whole number above 0"."""
     bounds = [
         f"{word} {getattr(limit, attribute):g}"
         for limit in limits(field)

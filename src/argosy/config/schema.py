@@ -108,7 +108,7 @@ class EvaluateConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When state is saved, and which saves are kept."""
+    """The times of checkpoints, and which are kept."""
 
     every_steps: NonNegativeInt = 0
     """Steps between checkpoints; 0 does not save by steps."""

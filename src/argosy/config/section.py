@@ -97,7 +97,7 @@ def element_of(field: FieldInfo) -> type[Section] | None:
 
 
 def value_type(field: FieldInfo) -> Any:
-    """What `field` holds, without None and without limits: int for `PositiveInt | None`."""
+    """Return the type of `field`, without None and without limits: int for `PositiveInt | None`."""
     kind = field.annotation
     if get_origin(kind) in (Union, types.UnionType):
         kind = next(k for k in get_args(kind) if k is not types.NoneType)

@@ -17,7 +17,7 @@ from argosy.config.section import Section
 SERVER = re.compile(r"^server-([1-9][0-9]{0,3})$")
 """Names of parameter servers, as `server_name` gives them."""
 MOST_LOCAL_STEPS = 500
-"""What a worker says of its steps is one message."""
+"""A worker's record of its steps is one message."""
 
 
 class ServerConfig(Section):
@@ -61,7 +61,7 @@ Wire = Literal["fp32", "bf16", "int8", "int4"]
 
 
 class SiteLaunch(Section, LaunchOptions):
-    """How `argosy launch` starts the site: where, and with which of that command's options."""
+    """The start of the site by `argosy launch`: where, and with which of that command's options."""
 
     login: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")] = ""
     """A machine of the site, by a name that ssh takes: the command is given there; empty: it is given here."""
@@ -100,7 +100,7 @@ class SiteConfig(Section):
 
 
 class OuterConfig(Section):
-    """How sites agree under plan.sync = "local" or "diloco"."""
+    """Rounds of sites under plan.sync = "local" or "diloco"."""
 
     every_steps: PositiveInt = 50
     """local, diloco: steps (H) that each site trains alone between two sums of what they changed."""
@@ -182,7 +182,7 @@ def batches_of(sites: Sequence[SiteConfig], global_batch: int) -> list[int]:
 
 
 class SyncConfig(OuterConfig, ServerConfig):
-    """How replicas sum their gradients if the plan's word `sync` is not exact."""
+    """The sums of replicas, and rounds of sites, if the plan's word `sync` is not exact."""
 
     block: Annotated[int, Field(ge=16, le=65536, multiple_of=16)] = 256
     """int8, int4, sign: numbers that share one fp32 scale."""

@@ -1,4 +1,4 @@
-"""What a file of the user's declares, read from its text: nothing of it is run, and nothing imported.
+"""The declarations in a file of the user's, read from its text: nothing of it is run, and nothing imported.
 
 So every process knows a run's extensions (names, what an optimizer keeps, what is not deterministic), also those that
 must never run code of the user's, and a mistake is found with its line before a run begins.
@@ -36,7 +36,7 @@ class Declaration:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What must be there only once."""
+        """The key that may be there only once."""
         return (self.kind, self.name, str(self.facts.get("point", "")))
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from argosy.plan.workload import train_flops_per_token
 Floats = NDArray[np.float64]
 
 DOUBT = 2.0
-"""What is around the layers, the embedding and the head, may take nothing, or so many times what its FLOPs say."""
+"""Embedding and head, around the layers, may take nothing, or so many times what their FLOPs say."""
 
 
 def deal(total: int, holders: NDArray[np.int64], seconds: Floats) -> tuple[NDArray[np.int64], float] | None:

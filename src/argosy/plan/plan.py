@@ -135,7 +135,7 @@ class Plan(Section, Quantities[int]):
 
     @property
     def holders_of_shares(self) -> int:
-        """How many may have shares of their own: replicas, or the data-parallel ranks of the only one."""
+        """Number of holders of shares: replicas, or the data-parallel ranks of the only one."""
         if self.dp_replicate > 1:
             return self.dp_replicate
         return 1 if self.shards_parameters or self.ep > 1 else self.dp
@@ -231,7 +231,7 @@ def words_of(text: str) -> dict[str, str]:
 
 
 class ParsedPlan(NamedTuple):
-    """What a plan, as a run file has it, says and leaves open."""
+    """A plan as a run file has it: what it says, and what it leaves open."""
 
     words: dict[str, str]
     """Keys and values."""

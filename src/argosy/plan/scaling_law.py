@@ -33,7 +33,7 @@ STARTS = {
 DESCENTS = 32
 """Number of the grid's best starts from which to descend."""
 UNTIL = {"maxiter": 300, "ftol": 1e-9, "gtol": 1e-6}
-"""Where a descent ends: steps, relative gain of one, gradient."""
+"""A descent ends after so many steps, or with so small a relative gain or gradient."""
 COEFFICIENTS = 5
 FEWEST, FEWEST_SIZES = COEFFICIENTS + 1, 3
 """Fewest results, and fewest different N and different D among them."""

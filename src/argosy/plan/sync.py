@@ -1,4 +1,4 @@
-"""How replicas agree, by the plan's word `sync`: the one table that plan, planner, probe and trainer read.
+"""The ways for replicas to agree, by the plan's word `sync`: the one table of plan, planner, probe and trainer.
 
 A compressor is a row of `COMPRESSORS` here, which says what it costs, and a class in `sync.table`, which does it.
 Bytes: with S numbers in a bucket, n replicas, blocks of b numbers and rank r, a bucket sends
@@ -46,7 +46,7 @@ class Summand(Protocol):
 
 @dataclass(frozen=True)
 class CompressorCost:
-    """What a compressor of gradient sums costs."""
+    """The costs of a compressor of gradient sums."""
 
     share_sent: Callable[[SyncConfig, Numbers, Workload], Any]
     """(settings, replicas, sizes) -> about the share of an exact fp32 sum's bytes that a replica sends."""

@@ -133,7 +133,7 @@ ON_CPUS = {
 """Constants of processes on CPUs, which no published run covers. Nothing overlaps; a first step makes torch's code and
 the buffers of BLAS and gloo resident (`benchmarks/results/planner_memory_cpu.md`)."""
 COMPILER_BYTES = 75e6
-"""What torch.compile adds to that: its own code, and what it keeps of graphs (the same runs)."""
+"""Bytes that torch.compile adds to that: its own code, and what it keeps of graphs (the same runs)."""
 CPU_MEMORY_STD = 0.10
 """Standard deviation (of the logarithm) to add to that of memory on CPUs (the same runs)."""
 CPU_STD, ASSUMED_STD = 0.25, 0.5

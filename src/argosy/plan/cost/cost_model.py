@@ -116,7 +116,7 @@ class CostModel:
 
     @cached_property
     def compression(self) -> Compression:
-        """How the run's replicas agree in fewer bytes."""
+        """The costs of compressed sums."""
         return Compression(self.run.sync, self.compress_s)
 
     @property

@@ -119,7 +119,7 @@ RESIDUAL_BYTES = 8
 
 @dataclass(frozen=True)
 class Compression:
-    """How replicas of a run agree, and how fast its devices compress."""
+    """The costs of compressed sums of one run: its settings, and how fast its devices compress."""
 
     settings: SyncConfig = field(default_factory=SyncConfig)
     measured_s: Mapping[str, float] = field(default_factory=dict)

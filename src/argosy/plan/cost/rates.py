@@ -121,7 +121,7 @@ def _between_sites(cluster: Cluster) -> dict[str, Numbers]:
 
 @dataclass(frozen=True)
 class System:
-    """How the software that runs a plan works. The defaults are those of Argosy."""
+    """The habits of the software that runs a plan. The defaults are those of Argosy."""
 
     flash: Numbers = 1
     """1: attention is tiled; 0: scores are matrices in memory, and all of them are computed."""

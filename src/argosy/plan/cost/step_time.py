@@ -183,7 +183,7 @@ class StepModel(LayerModel):
 
     @cached_property
     def waits(self) -> LayerWaits:
-        """What a layer waits for."""
+        """Waits of a layer."""
         layer = self.mean_layer
         compute = layer.forward + layer.backward + self.recomputed_s
         tensor, context, experts = self._tensor(), self._context(layer), self._experts()
@@ -339,7 +339,7 @@ class StepModel(LayerModel):
 
     @cached_property
     def _least_wait(self) -> Numbers:
-        """What is left to wait for with the best size or with the plan's, whichever is less."""
+        """Wait that is left with the best size of buckets or with the plan's, whichever is less."""
         every = np.stack(np.broadcast_arrays(self._bucket_waits(self.plans.bucket_mb), *self._waits_of_sizes.values()))
         least: Numbers = every.min(axis=0)
         return least

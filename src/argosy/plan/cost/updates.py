@@ -64,7 +64,7 @@ class Updates:
 
     @property
     def limit(self) -> Limit:
-        """What keeps the run from making updates faster, where there is one plan."""
+        """The limit that sets the pace of updates, where there is one plan."""
         return max(self.limits, key=lambda name: float(self.limits[name]))
 
 

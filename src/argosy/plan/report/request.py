@@ -33,7 +33,7 @@ SMALL_VOCABULARY = 4096
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a run, or about a model."""
+    """A question about a run, or about a model."""
 
     global_batch: int | None = None
     """Sequences in a step; None: by DeepSeek's scaling law."""

@@ -21,7 +21,7 @@ MOST_DEVICES = 2**18
 
 
 OPEN_MORE = 4
-"""Where there are as many devices as it takes, so many times what is enough is looked at, to be sure too."""
+"""Of a device named alone, so many times as many as are enough are looked at, to be sure too."""
 FEW_NODES = 64
 """Nodes that are looked at where no number is known to do."""
 

@@ -40,7 +40,7 @@ EXACT_SHARE = 0.1
 
 @dataclass(frozen=True)
 class SyncChoice:
-    """How replicas agree, and what the other ways would have taken."""
+    """The chosen word of `sync`, and what the other ways would have taken."""
 
     word: Sync
     step_s: Mapping[Sync, float]
@@ -90,7 +90,7 @@ CHOSEN = ("every_steps", "fragments", "wire", "overlap_steps", "mixing")
 
 @dataclass(frozen=True)
 class ChosenRounds:
-    """How sites agree, and what that is predicted to cost."""
+    """The chosen rounds of sites, and their predicted cost."""
 
     sync: SyncConfig
     rounds: RoundCosts

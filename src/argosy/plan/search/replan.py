@@ -31,7 +31,7 @@ GIVEN_UP: tuple[tuple[str, ...], ...] = (
     ("tp",),
     ("zero", "recompute", "recompute_every", "offload"),
 )
-"""What the user wrote is given up in this order: first the keys that follow from the number of ranks."""
+"""The user's keys are given up in this order: first those that follow from the number of ranks."""
 LAYOUT = tuple(key for keys in GIVEN_UP for key in keys)
 """Keys of a plan that a user may have written and that do not change the numbers."""
 WORTH_A_PIN = 1.25
