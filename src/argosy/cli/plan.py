@@ -221,13 +221,13 @@ def _nodes_of(named: str | None) -> tuple[str | None, bool]:
 
 
 def _side_by_side(options: Options) -> None:
-    from argosy.plan.report.comparison import compare, show
+    from argosy.plan.report.terminal import compare, show_side_by_side
 
     found = compare([(cluster, _request(options, cluster, price)) for cluster, price in _priced(options)])
     if options.json:
         print(_json(found))
     else:
-        show(found)
+        show_side_by_side(found)
 
 
 def _learn(options: Options) -> None:
