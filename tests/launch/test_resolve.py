@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from argosy.config.sites import SiteConfig
 
 from argosy.config.load import load
+from argosy.config.sync import SiteConfig
 from argosy.data.manifest import TOKENIZER, Manifest
 from argosy.errors import UserError
 from argosy.launch.resolve import check_memory, resolve, with_known_sizes
