@@ -89,7 +89,6 @@ def main(argv: list[str]) -> None:
 
 
 def _what_next(result: Result) -> str:
-    """Return the commands that use what was found."""
     folder = Path(os.path.relpath(result.folder))
     best = shlex.quote(str(folder / "best.toml"))
     return f"plot: {folder / 'trials.svg'}\nnext: argosy train {best}"

@@ -74,7 +74,6 @@ def main(argv: list[str]) -> None:
 
 
 def _what_next(run_dir: Path, prompt: str) -> str:
-    """Return the command that lets the trained model write."""
     return f"next: {_argosy()} generate {shlex.quote(os.path.relpath(run_dir))} --prompt {shlex.quote(prompt)}"
 
 
@@ -87,7 +86,6 @@ def _argosy() -> str:
 
 
 def _what_next_after_the_demo(run_dir: Path) -> str:
-    """Return the three commands to run after the demo."""
     argosy = _argosy()
     commands = {
         f'{argosy} generate {os.path.relpath(run_dir)} --prompt "class "': "let it write",

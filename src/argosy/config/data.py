@@ -132,7 +132,6 @@ class PrepareConfig(Section):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The field of each input."""
         return self.field * len(self.input) if len(self.field) == 1 else self.field
 
     @model_validator(mode="after")

@@ -145,7 +145,6 @@ class EngineOptions:
     extra = ["--constraint=h100"]."""
 
     def for_engine(self) -> dict[str, Any]:
-        """Return the values of these options by name."""
         return {field.name: getattr(self, field.name) for field in fields(EngineOptions)}
 
 

@@ -24,7 +24,6 @@ Kind = Literal["models", "runs", "devices", "clusters"]
 
 
 def preset_names(kind: Kind) -> list[str]:
-    """Names of the presets there are."""
     return sorted(path.stem for path in (FOLDER / kind).glob("*.toml"))
 
 

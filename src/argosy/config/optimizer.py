@@ -85,7 +85,6 @@ RateFactor = Callable[[str, tuple[int, ...], str], float]
 
 
 def no_factor(name: str, shape: tuple[int, ...], rule: str) -> float:
-    """The factor of the usual parametrization."""
     return 1.0
 
 

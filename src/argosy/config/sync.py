@@ -41,7 +41,6 @@ class ServerConfig(Section):
 
     @property
     def server_count(self) -> int:
-        """The number of parameter servers."""
         return len(self.servers) or self.shards
 
 

@@ -58,7 +58,6 @@ class CodeFile:
 
     @property
     def sha256(self) -> str:
-        """Checksum of the file."""
         return hashlib.sha256(self.source).hexdigest()
 
     def sha256_for(self, kind: Kind, name: str) -> str:

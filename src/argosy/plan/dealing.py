@@ -142,7 +142,6 @@ class RankWork:
 
     @classmethod
     def of(cls, plan: Plan, model: ModelConfig, seq_len: int) -> RankWork:
-        """Return the work of the plan's ranks."""
         ranks, of_stage = plan.world_size, plan.world_size // plan.pp
         if plan.pp == 1 or of_stage > 1:
             stages = tuple(range(first, first + of_stage) for first in range(0, ranks, of_stage))

@@ -66,7 +66,6 @@ class Layouts(Quantities[Ints]):
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> Layouts:
-        """Return these plans as columns."""
         rows = [plan.model_dump() for plan in plans]
         return cls(**{f.name: column_of(f.name, [row[f.name] for row in rows]) for f in fields(cls)})
 
@@ -79,7 +78,6 @@ class Layouts(Quantities[Ints]):
         return Layouts(**{f.name: np.broadcast_to(getattr(self, f.name), n)[chosen] for f in fields(self)})
 
     def plan(self, row: int) -> Plan:
-        """Return the plan in one row."""
         n = len(self)
         columns = {f.name: np.broadcast_to(getattr(self, f.name), n) for f in fields(self)}
         return Plan(**{key: _value(key, column[row]) for key, column in columns.items()})
@@ -110,7 +108,6 @@ class Layouts(Quantities[Ints]):
 
 
 def column_of(key: str, values: Sequence[Any]) -> NDArray[Any]:
-    """Return values of a plan's key as a column."""
     if key in RATIOS:
         return np.array(values, object)
     return np.array([WORDS[key].index(value) if key in WORDS else int(value) for value in values], np.int64)

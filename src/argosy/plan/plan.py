@@ -170,7 +170,6 @@ class Plan(Section, Quantities[int]):
 
     @property
     def is_compressed(self) -> bool:
-        """True if replicas sum their gradients in fewer bytes."""
         return self.sync in COMPRESSED
 
     @property
@@ -206,7 +205,6 @@ class Plan(Section, Quantities[int]):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read the plan that `save` wrote."""
         table = read_table(path)
         table.pop("prediction", None)
         return cls.model_validate(table)

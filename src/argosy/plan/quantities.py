@@ -88,7 +88,6 @@ class Quantities(Generic[NumberT]):
 
     @property
     def stages(self: Any) -> NumberT:
-        """Pipeline stages in all."""
         return self.pp * self.stages_here
 
     @property

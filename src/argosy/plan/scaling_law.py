@@ -113,7 +113,6 @@ class ScalingFit:
 
     @property
     def coefficients(self) -> dict[str, BootstrapEstimate]:
-        """Estimates of E, A, B, alpha and beta."""
         names = [field.name for field in fields(ScalingLaw)]
         return self._estimates(lambda law: {name: getattr(law, name) for name in names})
 
@@ -209,7 +208,6 @@ class _Problem:
         return starts[self.loss(starts)[0].argsort()[:count]]
 
     def law(self, point: Array) -> ScalingLaw:
-        """Return the law of a point."""
         log_E, log_a, log_b, log_alpha, log_beta = point
         n, d = self._centre
         logs = log_E, log_a + np.exp(log_alpha) * n, log_b + np.exp(log_beta) * d, log_alpha, log_beta

@@ -58,7 +58,6 @@ def spread(costs: Mapping[str, float], parts: Parts, factors: Factors, std: floa
 
 
 def _std(factor: Factor) -> float:
-    """Return the standard deviation of the factor's logarithm."""
     return factor.std / factor.value
 
 
@@ -71,7 +70,6 @@ class Breakdown:
 
     @property
     def total(self) -> Numbers:
-        """The sum of all categories."""
         return sum((getattr(self, f.name) for f in fields(self)), np.zeros(1))
 
     def by_category(self, row: int = 0) -> dict[str, float]:
@@ -79,7 +77,6 @@ class Breakdown:
         return {f.name: float(getattr(self, f.name)[row]) for f in fields(self)}
 
     def calibrated(self, factors: Factors) -> Self:
-        """Return the figures multiplied by the factors."""
         scaled = {
             name: getattr(self, name) * factor.value
             for category, factor in factors.items()

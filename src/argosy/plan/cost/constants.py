@@ -144,7 +144,6 @@ HALF_SIZES = np.geomspace(1, 2000, 100)
 
 
 def constants_of(cluster: Cluster) -> Constants:
-    """Return the constants for predictions on `cluster`."""
     constants, _ = fitted()
     device, found = cluster.device, cluster.measured or Measurements()
     if device.kind == "cpu":

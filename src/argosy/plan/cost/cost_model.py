@@ -156,7 +156,6 @@ def repeated_s(time: StepTime) -> float:
 
 
 def first_of(values: Numbers) -> float:
-    """Return the first number of a column."""
     return float(np.atleast_1d(values)[0])
 
 
@@ -227,7 +226,6 @@ class CostModel:
 
     @cached_property
     def workload(self) -> Workload:
-        """The workload of a step."""
         return Workload.of(self.run)
 
     @cached_property
@@ -246,7 +244,6 @@ class CostModel:
 
     @cached_property
     def compression(self) -> Compression:
-        """The costs of compressed sums."""
         return Compression(self.run.sync, self.compress_s)
 
     @property
@@ -303,7 +300,6 @@ class CostModel:
         return replace(plans, bucket_mb=np.concatenate(sizes)) if sizes else plans
 
     def predict_time(self, plans: Layouts) -> StepTime:
-        """Return the seconds of each plan's step."""
         raw = _in_chunks(
             plans,
             lambda some: StepModel(

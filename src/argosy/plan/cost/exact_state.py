@@ -49,7 +49,6 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 

@@ -91,7 +91,6 @@ class LayerModel(RankSizes):
         return LayerTime(flops / rate * slow + quantize, 0.0, 0.0)
 
     def _attention(self) -> LayerTime:
-        """Return the projections and the attention itself."""
         work, plans, tokens = self.work, self.plans, self.tokens
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
         kv_heads = np.maximum(1, work.kv_heads / plans.tp)
@@ -161,7 +160,6 @@ class LayerModel(RankSizes):
         )
 
     def _around(self) -> LayerTime:
-        """Return norms, residuals, rotary embedding and dropout."""
         widths = self.constants.pointwise + 3 * self.system.dropout
         return self._moving(widths * self.tokens / self.sequence_ranks * self.work.width)
 

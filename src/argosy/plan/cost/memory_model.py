@@ -182,7 +182,6 @@ class MemoryModel(RankSizes):
 
     @cached_property
     def _fused_layer(self) -> Numbers:
-        """Bytes that one layer of fused operations keeps."""
         work, system = self.work, self.system
         hidden = (4 + system.kept_widths) * work.width / self.sequence_ranks + self._inputs
         elements = hidden + self._attention + self._feed_forward(work.ffn_matrices)

@@ -52,7 +52,6 @@ class Group:
 
     @property
     def crosses(self) -> Numbers:
-        """True if the group spans nodes."""
         return self.inside < self.ranks
 
 

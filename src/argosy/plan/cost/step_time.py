@@ -183,7 +183,6 @@ class StepModel(LayerModel):
 
     @cached_property
     def waits(self) -> LayerWaits:
-        """Waits of a layer."""
         layer = self.mean_layer
         compute = layer.forward + layer.backward + self.recomputed_s
         tensor, context, experts = self._tensor(), self._context(layer), self._experts()

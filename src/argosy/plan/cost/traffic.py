@@ -76,7 +76,6 @@ class Summed:
 
     @property
     def elements(self) -> int:
-        """Numbers that are summed."""
         return math.prod(self.shape)
 
     def part(self, k: int) -> Summed:

@@ -131,7 +131,6 @@ class NodeGroup(Section):
 
     @property
     def devices(self) -> int:
-        """Devices of all its nodes."""
         return self.nodes * self.devices_per_node
 
 
@@ -228,12 +227,10 @@ class Cluster(Section):
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
         return sum(group.devices for group in self.groups)
 
     @property
     def nodes(self) -> int:
-        """Nodes in all."""
         return sum(group.nodes for group in self.groups)
 
     @property
@@ -264,7 +261,6 @@ class Cluster(Section):
 
     @property
     def site_devices(self) -> int:
-        """Devices of the largest site."""
         return max(self.sites.values())
 
     @cached_property

@@ -251,7 +251,6 @@ def _joined(name: str) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Return True if `name` is meant as a path."""
     return name.endswith(".toml") or "/" in name
 
 

@@ -22,7 +22,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan, has_workers
 from argosy.plan.report.explain import Sensitivity, binding, sensitivities, sums_in_words, ways_to_agree
-from argosy.plan.search.candidates import Candidate, Objective, WholeRunModel, first_of, rounder
+from argosy.plan.search.candidates import Candidate, Objective, WholeRunModel, rounder, row_of
 from argosy.plan.search.search import (
     OFFLOADS,
     MemoryMisfit,
@@ -264,7 +264,7 @@ def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: b
         memory=costs.predict_memory(row).by_category(0),
         binding=binding(changes),
         sensitivities=tuple(changes),
-        failures=first_of(failures),
+        failures=row_of(failures, 0),
         sums=sums_in_words(plan, costs.run),
         spare_nodes=spare_nodes(economy.cluster, REPAIR_H),
     )

@@ -32,7 +32,6 @@ PIPE_WIDTH = 200
 
 
 def show(report: PlanReport, console: Console | None = None) -> None:
-    """Print the report."""
     console = console or Console()
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -55,7 +54,6 @@ def _parts(report: PlanReport, width: int) -> Iterator[RenderableType]:
 
 
 def headline(report: PlanReport) -> str:
-    """Return the request in one line."""
     active = report.active_parameters
     of_them = "" if active == report.parameters else f", {count(active)} active"
     return (
@@ -65,7 +63,6 @@ def headline(report: PlanReport) -> str:
 
 
 def search_line(report: PlanReport) -> str:
-    """Return the outcome of the search in one line."""
     by = {"time": "step time", "cost": "cost", "energy": "energy", "goodput": "tokens a day, failures included"}
     return (
         f"{report.looked_at:,} plans looked at, {report.fitting:,} fit in {gib(report.memory_bytes)} GiB a device; "

@@ -35,21 +35,21 @@ class Within:
     cluster: str
     """What it is made of."""
     within_s: float
+    currency: str
     devices: int
     """Devices that there are, or that were looked at."""
     is_open: bool
     """There are as many as it takes."""
-    fewest: Candidate | None
+    fewest: Candidate | None = None
     """The fewest devices whose whole run takes no longer, half of the time; None: more are needed than there are."""
-    surely: Candidate | None
+    surely: Candidate | None = None
     """The fewest that do so nine times of ten or more: the upper end of the interval is within the limit."""
-    fastest: Candidate | None
+    fastest: Candidate | None = None
     """The fastest plan that there is on the cluster."""
-    sizes: tuple[Candidate, ...]
+    sizes: tuple[Candidate, ...] = ()
     """The best plan for each number of devices; the fewest first."""
-    beyond: int | None
+    beyond: int | None = None
     """If the cluster is too small: how many such devices would do; None if none are known to."""
-    currency: str
     tokens: float = 0.0
     """Tokens of the run."""
     assumed: tuple[str, ...] = ()
@@ -137,20 +137,8 @@ def _answer(named: str, request: PlanRequest, limit_s: float, is_open: bool) -> 
         return fewest_within(named, request, limit_s, is_open)
     except UserError as error:
         cluster = request.cluster
-        return Within(
-            named=named,
-            cluster=describe(cluster),
-            within_s=limit_s,
-            devices=cluster.devices,
-            is_open=is_open,
-            fewest=None,
-            surely=None,
-            fastest=None,
-            sizes=(),
-            beyond=None,
-            currency=cluster.currency,
-            problem=str(error),
-        )
+        about = named, describe(cluster), limit_s, cluster.currency, cluster.devices, is_open
+        return Within(*about, problem=str(error))
 
 
 def _large_enough(request: PlanRequest, limit_s: float, start: int = 1) -> int | None:
@@ -183,7 +171,6 @@ def _on(request: PlanRequest, cluster: Cluster) -> PlanRequest:
 
 
 def in_words(one: Within) -> str:
-    """Return the answer for one cluster in a sentence."""
     limit = seconds(one.within_s)
     if one.problem:
         return f"{one.named}: {one.problem}"

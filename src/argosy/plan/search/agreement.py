@@ -47,7 +47,6 @@ class SyncChoice:
     """Predicted seconds of a step with each way that was compared, in their order."""
 
     def in_words(self) -> str:
-        """Return the choice and why, in one line."""
         if len(self.step_s) < 2:
             return f"sync=auto takes {self.word}: there are no replicas that could agree in another way."
         each = ", ".join(f"{word} {seconds(step_s)}" for word, step_s in self.step_s.items())
@@ -110,7 +109,6 @@ class ChosenRounds:
         return {key: value for key, value in said.items() if key == "every_steps" or value != getattr(usual, key)}
 
     def in_words(self) -> str:
-        """Return the choice and why, in one line."""
         keys = ", ".join(f"{key} = {value!r}" for key, value in self.keys().items()).replace("'", '"')
         enough = self.waiting <= MOST_WAITING
         why = f"the most exact way that waits for {100 * MOST_WAITING:.0f} % or less" if enough else "none waits less"

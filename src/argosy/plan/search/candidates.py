@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from argosy.plan.plan import has_workers
 from argosy.plan.search.search import SearchResult
 from argosy.plan.workload import Numbers
 
+RowT = TypeVar("RowT", Estimate, Goodput, WholeRun)
 Objective = Literal["time", "cost", "energy", "goodput"]
 """The quantity that plans are ranked by."""
 
@@ -114,7 +115,6 @@ class WholeRunModel:
         return np.asarray((chosen or made.device_hours).mid)
 
     def choices(self, plans: Layouts) -> tuple[Candidate, ...]:
-        """Return these plans with their costs."""
         costs, n = self.costs, len(plans)
         devices = np.broadcast_to(plans.world_size, n)
         time, memory = costs.predict_time(plans), costs.predict_memory(plans)
@@ -145,7 +145,7 @@ class WholeRunModel:
                 fits=bool(fits[i]),
                 tokens_per_s=self.run.tokens_per_step / float(steps[i].mid),
                 mfu=flops / float(steps[i].mid * devices[i] * self.sites * peak[i]),
-                run=_row(made, i),
+                run=row_of(made, i),
                 effective=row_of(failures.effective, i),
             )
             for i in range(n)
@@ -153,41 +153,20 @@ class WholeRunModel:
 
 
 def stacked(estimates: Sequence[Estimate]) -> Estimate:
-    """Stack many estimates into one of arrays."""
     return Estimate(*(np.array([getattr(each, f.name) for each in estimates], float) for f in fields(Estimate)))
 
 
-def _row(made: WholeRun, i: int) -> WholeRun:
-    def one(estimate: Estimate | None) -> Estimate | None:
-        return estimate and row_of(estimate, i)
+def row_of(columns: RowT, i: int) -> RowT:
+    """Return row `i` of an estimate, or of a record of estimates and figures, that are columns; one number is alike for
+    all."""
 
-    return replace(
-        made,
-        steps=float(made.steps),
-        time_s=row_of(made.time_s, i),
-        device_hours=row_of(made.device_hours, i),
-        money=one(made.money),
-        energy_kwh=one(made.energy_kwh),
-        co2_kg=one(made.co2_kg),
-        tokens_per_day=row_of(made.tokens_per_day, i),
-    )
+    def one(value: Any) -> Any:
+        if value is None or isinstance(value, Estimate):
+            return value and row_of(value, i)
+        column = np.ravel(value)
+        return float(column[i if len(column) > 1 else 0])
 
-
-def first_of(failures: Goodput) -> Goodput:
-    """Return the failures of the first of several plans."""
-    return Goodput(
-        mtbf_s=row_of(failures.mtbf_s, 0),
-        stops_per_day=row_of(failures.stops_per_day, 0),
-        interval_s=float(np.atleast_1d(failures.interval_s)[0]),
-        copy_interval_s=float(np.atleast_1d(failures.copy_interval_s)[0]),
-        overhead=row_of(failures.overhead, 0),
-        effective=row_of(failures.effective, 0),
-    )
-
-
-def row_of(estimate: Estimate, i: int) -> Estimate:
-    """Return one estimate of a stack."""
-    return Estimate(*(float(np.atleast_1d(end)[i]) for end in (estimate.low, estimate.mid, estimate.high)))
+    return replace(columns, **{f.name: one(getattr(columns, f.name)) for f in fields(columns)})
 
 
 MOST_COUNTS = 128

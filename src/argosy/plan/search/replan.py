@@ -186,7 +186,6 @@ def _best_of(
 
 
 def _noted(found: Replanned, before: Plan, run: RunConfig) -> Replanned:
-    """Add notes about what changes."""
     plan, notes = found.plan, []
     words = said_in(run.plan).words
     written = Plan.from_words(words)

@@ -106,7 +106,6 @@ class SearchResult:
 
     @cached_property
     def step_s(self) -> Floats:
-        """Seconds of a step, for each plan."""
         return np.asarray(self.time.total)
 
     @cached_property
@@ -119,7 +118,6 @@ class SearchResult:
 
     @property
     def devices(self) -> NDArray[np.int64]:
-        """Devices, for each plan."""
         return np.broadcast_to(self.plans.world_size, len(self))
 
     def best(self, score: Floats, many: int) -> NDArray[np.int64]:
@@ -203,7 +201,6 @@ class MemoryMisfit:
 
     @property
     def excess_bytes(self) -> float:
-        """Bytes too many."""
         return self.needs_bytes - self.has_bytes
 
 

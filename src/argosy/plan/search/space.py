@@ -254,13 +254,11 @@ def _word(value: object) -> str:
 
 
 def table_of(keys: Sequence[str], rows: Sequence[tuple[int, ...]]) -> Table:
-    """Return a table of the rows under these keys."""
     columns = np.array(rows, np.int64).reshape(-1, len(keys)).T
     return dict(zip(keys, columns, strict=True))
 
 
 def columns_of(plans: Layouts) -> Table:
-    """Return the plans as a table."""
     return {f.name: getattr(plans, f.name) for f in fields(plans)}
 
 
