@@ -36,7 +36,7 @@ from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.observe.terminal import told_if_long
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.search.candidates import Objective
+from argosy.plan.plan import Objective
 
 if TYPE_CHECKING:
     from argosy.config.schema import RunConfig

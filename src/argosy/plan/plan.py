@@ -21,6 +21,8 @@ from argosy.plan.sync import COMPRESSED, Sync
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "all"]
+Objective = Literal["time", "cost", "energy", "goodput"]
+"""The quantity that plans are ranked by."""
 
 Ratio = Annotated[str, BeforeValidator(str), AfterValidator(checked)]
 """Whole numbers joined by colons, such as 3:1; empty: nothing is said, and all get as much."""

@@ -20,9 +20,9 @@ from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, site_count, with
 from argosy.plan.cost.updates import in_words, with_workers
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import Plan, has_workers
+from argosy.plan.plan import Objective, Plan, has_workers
 from argosy.plan.report.explain import Sensitivity, binding, sensitivities, sums_in_words, ways_to_agree
-from argosy.plan.search.candidates import Candidate, Objective, WholeRunModel, rounder, row_of
+from argosy.plan.search.candidates import Candidate, WholeRunModel, rounder, row_of
 from argosy.plan.search.search import (
     OFFLOADS,
     MemoryMisfit,

@@ -13,11 +13,10 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.plan import Plan, said_in
+from argosy.plan.plan import Objective, Plan, said_in
 from argosy.plan.report.report import PlanReport, PlanRequest, plan_report, usual_batch
 from argosy.plan.search.agreement import choose_rounds, choose_word
 from argosy.plan.search.auto import Devices, choose_with_reasons, fast_precision, machine_for
-from argosy.plan.search.candidates import Objective
 from argosy.plan.search.space import Pins, parse_pins
 
 USUAL_SEQ_LEN = 8192

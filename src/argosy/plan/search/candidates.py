@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,11 @@ from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.sites import exchange_s, site_count, within_site
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import has_workers
+from argosy.plan.plan import Objective, has_workers
 from argosy.plan.search.search import SearchResult
 from argosy.plan.workload import Numbers
 
 RowT = TypeVar("RowT", Estimate, Goodput, WholeRun)
-Objective = Literal["time", "cost", "energy", "goodput"]
-"""The quantity that plans are ranked by."""
 
 
 @dataclass(frozen=True)
