@@ -57,7 +57,7 @@ _HOME = {
     "RunConfig": "argosy.config.schema",
     "RunFailed": "argosy.errors",
     "UserError": "argosy.errors",
-    "best_plans": "argosy.plan.report.ask",
+    "best_plans": "argosy.plan.report.request",
     "evaluate": "argosy.inference.trained_model",
     "export_checkpoint": "argosy.inference.huggingface",
     "generate": "argosy.inference.trained_model",

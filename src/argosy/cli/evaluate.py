@@ -45,7 +45,8 @@ def main(argv: list[str]) -> None:
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
         raise UserError("--max-tokens and --seq-len must be at least 1.")
     must_be_folder(options.path)
-    from argosy.inference.trained_model import evaluate
+    with told_if_long("argosy evaluate: reading the text and the model, and computing the loss"):
+        from argosy.inference.trained_model import evaluate
 
         score = evaluate(
             options.path,

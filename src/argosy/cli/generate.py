@@ -49,7 +49,8 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy generate", Options)
     _check(options)
     must_be_folder(options.path)
-    from argosy.inference.trained_model import stream
+    with told_if_long("argosy generate: loading the model"):
+        from argosy.inference.trained_model import stream
 
         pieces = stream(
             options.path,

@@ -23,9 +23,8 @@ from argosy.config.observe import EnergyConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyError
 from argosy.observe.events import from_the_end
-from argosy.plan.cost.economy import power_per_device_w, price_per_device_h, whole_run
+from argosy.plan.cost.economy import Goodput, power_per_device_w, price_per_device_h, whole_run
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.goodput import Goodput
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 

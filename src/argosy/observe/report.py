@@ -15,7 +15,7 @@ from argosy.files import atomic_write
 from argosy.observe.energy import Energy
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.panel import duration, mfu_in_words
-from argosy.plan.calibration.reconcile import Reconciled
+from argosy.plan.calibration import Reconciled
 from argosy.plan.cost.estimate import gib, table_in_html
 
 COLUMNS = 80

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import Interrupted, RunFailed, UserError
 from argosy.launch.devices import find_devices
 from argosy.observe.clock import software

@@ -21,7 +21,7 @@ from argosy.observe.energy import RunSoFar, energy_of_run
 from argosy.observe.events import Metrics, each_line, plan_since
 from argosy.observe.report import Report, totals, typical, typical_bytes, typical_round_wait_s, typical_update_s
 from argosy.observe.screen import Progress
-from argosy.plan.calibration.reconcile import Reconciled, reconcile
+from argosy.plan.calibration import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan

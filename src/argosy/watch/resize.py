@@ -27,7 +27,7 @@ from argosy.plan.plan import NUMERICS, Plan
 from argosy.plan.report.report import PlanRequest
 from argosy.plan.report.terminal import PIPE_WIDTH
 from argosy.plan.report.within import best_by_size
-from argosy.plan.search.sizes import grown
+from argosy.plan.search.candidates import grown
 from argosy.watch.conclusions import facts_of
 from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import forecast

@@ -19,7 +19,7 @@ from heapq import merge
 from pathlib import Path
 from typing import Any
 
-from argosy.config.model_name import model_name
+from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.events import each_line
@@ -29,11 +29,11 @@ from argosy.observe.panel import RunView, duration, figures, one_line, step_in_w
 from argosy.observe.records import evaluation_line, step_line
 from argosy.observe.surfaces import TerminalSurface
 from argosy.observe.terminal import has_live_line, printable
-from argosy.plan.calibration.reconcile import PARTS, part_of
+from argosy.plan.calibration import PARTS, part_of
 from argosy.plan.cost.estimate import count
 from argosy.plan.cost.prediction import Prediction
-from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
+from argosy.plan.workload import parameters
 from argosy.watch.library import find_runs
 from argosy.watch.linefile import tells_of_the_run
 from argosy.watch.reader import RECENT_STEPS, Part, RunFiles

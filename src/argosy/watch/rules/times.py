@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from argosy.plan.calibration.reconcile import Reconciled, reconcile
+from argosy.plan.calibration import Reconciled, reconcile
 from argosy.plan.cost.estimate import GIB, percent, seconds
 from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Advice, Alternative, Planner, is_enough, over
