@@ -13,6 +13,7 @@ from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.plan.cost import heterogeneous
 from argosy.plan.plan import Plan
+from argosy.plan.quantities import numbers_of
 from argosy.resilience.replanner import MigrationAnswer, MigrationQuestion, answer, steps_left
 
 PLAN = "dp_replicate=4,microbatch=4,precision=fp32,compile=false"

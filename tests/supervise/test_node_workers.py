@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import FINAL
 from argosy.observe.events import Events, read_lines
 from argosy.processes.channel import Channel, Gone, Message

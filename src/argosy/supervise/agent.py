@@ -16,7 +16,8 @@ from pathlib import Path
 from argosy.checkpoint.fence import GENERATION
 from argosy.checkpoint.owner import name_of
 from argosy.checkpoint.store import how_to_go_on
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyError, RunFailed, error_of
 from argosy.observe.events import Events
 from argosy.observe.screen import Progress

@@ -15,8 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import RunConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import FINAL
 from argosy.observe import stacks, terminal
 from argosy.observe.events import Events

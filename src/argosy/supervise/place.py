@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from argosy.config.address import LeaseUrl, host_and_port
-from argosy.config.schema import LaunchConfig
+from argosy.config.launch import LaunchConfig, LeaseUrl, host_and_port
 from argosy.errors import RunFailed, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan

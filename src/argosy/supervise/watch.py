@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import RunConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.observe.heartbeat import LAST_STEPS
 from argosy.observe.line_follower import LineFollower
 from argosy.plan.dealing import RankWork

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from argosy.checkpoint.owner import name_of
-from argosy.config.address import LeaseUrl
+from argosy.config.launch import LeaseUrl
 from argosy.supervise.lease.etcd import EtcdLease
 from argosy.supervise.lease.kubernetes import KubernetesLease
 from argosy.supervise.lease.lease import RENEW_S, SAFE_S, FolderLease, Lease, LeaseLost, LeaseUnreachable
