@@ -11,7 +11,7 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.launch import survivor
-from argosy.launch.engines.requeue import decide
+from argosy.launch.requeue import decide
 from argosy.launch.survivor import do_others_run, is_lost, was_there_at_the_end
 
 

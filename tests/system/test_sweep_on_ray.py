@@ -91,7 +91,7 @@ def test_a_trial_waits_for_a_node_that_fits_and_one_that_never_will_is_said(fold
     assert [(trial["state"], trial["why"]) for trial in trials(folder)] == [("waiting", "pending")]
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
-    assert re.search(r"trial 0000 needs 2 CPUs, 0\.\d+ GB of memory of one node, .*\(1 CPUs, [\d.]+ GB", err), err
+    assert re.search(r"lr-\w+-0000 needs 2 CPUs, 0\.\d+ GB of memory of one node, .*\(1 CPUs, [\d.]+ GB", err), err
 
     running.add("n3", cpus=2)
     held = subprocess.Popen(  # others use it, until the trial has waited for longer than Ray lets a job wait

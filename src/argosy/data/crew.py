@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from argosy.data.executors.executor import CrewExecutor
 from argosy.data.work import Chunk, DamagedResult, PrepareTask, WorkFolder, WorkState
 from argosy.data.worker import BEAT_S, SILENT_S
+from argosy.engines.engine import Engine, ProgramJob
+from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import ArgosyError, RunFailed, UserError
 
 LOOK_S = 1.0
@@ -49,26 +51,31 @@ class Workers:
     def __init__(
         self,
         folder: WorkFolder,
-        executor: Callable[[], CrewExecutor],
+        engine: Engine,
+        job_of: Callable[[str], ProgramJob],
         wanted: int,
         on_look: Callable[[Crew], None] = lambda crew: None,
     ):
-        """on_look: told how many live, about once a second while results are waited for."""
-        self._folder, self._make_executor, self._wanted, self._on_look = folder, executor, wanted, on_look
-        self._executor: CrewExecutor | None = None
+        """job_of: returns the job of a worker, given its name. on_look: told how many live, about once a second while
+        results are waited for."""
+        self._folder, self._wanted, self._on_look = folder, wanted, on_look
+        self._engine, self._job_of = engine, job_of
+        self._jobs: dict[str, LaunchedJob] = {}
+        self._states: dict[str, tuple[JobState, str]] = {}
+        """What has become of each worker that was started and not replaced, and a few words on it."""
+        self._over = set[str]()
+        """Workers whose jobs have ended; one that was replaced because it was silent may go on."""
         self._state = WorkState(uuid.uuid4().hex, ahead=max(LEAST_AHEAD, 4 * wanted))
         self._told_s = self._looked_s = -1e9
         self._beats: dict[str, tuple[int, float]] = {}
-        self._gone: dict[str, str] = {}
-        """Workers that were replaced, and how they ended."""
         self._ends = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._executor is not None:
-            self._executor.stop()
+        with suppress(UserError):
+            self._engine.stop_all([job for name, job in self._jobs.items() if name not in self._over])
 
     def results(
         self, stage: str, tasks: int, first: int = 0, chunk: int = 0, start: int = 0, ahead: int = 0
@@ -115,39 +122,50 @@ class Workers:
             poll_s = min(1.5 * poll_s, MOST_POLL_S)
 
     def _start_if_none(self) -> None:
-        if self._executor is None:
+        if not self._jobs:
             self._tell()
-            self._executor = self._make_executor()
-            self._executor.start(self._wanted)
+            self._start(self._wanted)
+
+    def _start(self, count: int) -> None:
+        """Start workers. They may have to wait for machines."""
+        first = len(self._jobs)
+        names = [f"{self._state.caller[:6]}-{first + number}" for number in range(count)]
+        started = self._engine.start_all([self._job_of(name) for name in names])
+        self._jobs.update(zip(names, started, strict=True))
+        self._states.update(dict.fromkeys(names, ("waiting", "started")))
 
     def _tick(self) -> None:
         now_s = time.monotonic()
         if now_s - self._told_s >= TELL_S:
             self._told_s = now_s
             self._tell()
-        if self._executor is not None and now_s - self._looked_s >= LOOK_S:
+        if self._jobs and now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
-            self._look(self._executor)
+            self._look()
 
     def _tell(self, is_over: bool = False) -> None:
         self._state = replace(self._state, beat=self._state.beat + 1, is_over=is_over)
         self._folder.say(self._state)
 
-    def _look(self, executor: CrewExecutor) -> None:
+    def _look(self) -> None:
         """Free what workers held that have ended, and start others in their place."""
-        states = {name: state for name, state in executor.states().items() if name not in self._gone}
-        beats = self._folder.beats()
+        states, beats = self._states, self._folder.beats()
+        with suppress(UserError):  # a cluster that does not answer now says nothing of any worker
+            found = self._engine.states([self._jobs[name] for name in states])
+            states.update(zip(list(states), found, strict=True))
         ended = {name: why for name, (state, why) in states.items() if state == "ended"}
+        self._over |= set(ended)
         ended |= {name: f"it shows no life for {SILENT_S:.0f} s" for name in states if self._is_silent(name, beats)}
         if ended:
-            self._gone |= ended
             self._folder.release_all(set(ended))
             self._ends += len(ended)
             if self._ends >= MOST_ENDS * self._wanted:
                 raise _ended(next(iter(ended.values())), self._ends, self._folder)
-            executor.start(len(ended))
-        waiting = [why for name, (state, why) in states.items() if state == "waiting" and name not in ended]
-        running = {name for name, (state, _) in states.items() if state == "running" and name not in ended}
+            for name in ended:
+                del states[name]
+            self._start(len(ended))
+        waiting = [why for state, why in states.values() if state == "waiting"]
+        running = {name for name, (state, _) in states.items() if state == "running"}
         text_bytes = sum(beats[name][1] for name in running if name in beats)
         self._on_look(Crew(len(running), len(waiting), waiting[0] if waiting else "", text_bytes))
 

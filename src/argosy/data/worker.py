@@ -12,12 +12,14 @@ import threading
 import time
 from pathlib import Path
 
-from argosy.data.executors.executor import WORKER
 from argosy.data.stages import Stages, stages_of
 from argosy.data.work import PrepareTask, WorkFolder, WorkState
 from argosy.errors import ArgosyError
 from argosy.processes.child import CHANNEL, channel_to_parent, end_with_parent
 
+WORKER = "ARGOSY_WORKER"
+"""Environment variable with a worker's name. No two workers of a folder have the same, unless one is the other, started
+again by the cluster."""
 BEAT_S = 1.0
 SILENT_S = 60.0
 """A caller or a worker whose heartbeat stands still for so long is taken for dead."""
@@ -118,7 +120,7 @@ class PrepareWorker:
 
 
 def main() -> None:
-    """`python -m argosy.data.worker FOLDER`, which executors start."""
+    """`python -m argosy.data.worker FOLDER`, which an engine starts."""
     if CHANNEL in os.environ:
         end_with_parent(channel_to_parent())
     name = os.environ.get(WORKER) or f"{socket.gethostname()}-{os.getpid()}"

@@ -12,9 +12,9 @@ from argosy.checkpoint.owner import NAME_FILE
 from argosy.checkpoint.store import committed
 from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import USAGE
+from argosy.engines.record import FOLDER as LAUNCH
 from argosy.errors import UserError
 from argosy.files import LOCK, MadeFolder, made_folder
-from argosy.launch.engines.job import FOLDER as LAUNCH
 from argosy.processes.secret import NAME as SECRET
 from argosy.processes.tls import FOLDER as TLS
 from argosy.supervise.handover import FILE as MEMBERSHIP

@@ -10,20 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 from argosy.config.schema import RunConfig
 from argosy.config.servers import server_name
 from argosy.config.sites import SiteLaunch
+from argosy.engines.engine import RunJob
+from argosy.engines.login import Login, LoginJob
+from argosy.engines.record import FOLDER, RECORD, LaunchedJob
+from argosy.engines.table import engine_of
 from argosy.errors import UserError
-from argosy.launch.engines.engine import LaunchRequest
-from argosy.launch.engines.job import FOLDER, RECORD, LaunchedJob
-from argosy.launch.engines.login import Login
-from argosy.launch.engines.table import engine_of
 from argosy.launch.servers import check, check_addresses_of_servers
 from argosy.launch.sites import check_addresses, checked
 from argosy.plan.plan import is_asynchronous
-from argosy.sync.sites.layout import SITES, site_folder
+from argosy.sync.sites.layout import SITES, group_folder, site_folder
 
 
 def are_jobs(run: RunConfig) -> bool:
@@ -32,7 +31,7 @@ def are_jobs(run: RunConfig) -> bool:
     return bool(run.sites) and (bool(run.site) or has_table)
 
 
-def requests(request: LaunchRequest, engine: str, is_here: bool = False) -> list[tuple[str, str, LaunchRequest]]:
+def requests(request: RunJob, engine: str, is_here: bool = False) -> list[tuple[str, str, RunJob]]:
     """Return name, engine and request for each site to launch, given those of the whole run: of `run.site` or of all.
 
     Parameter servers come first. A part without a table `launch` takes what the command says. is_here: no matter which
@@ -71,7 +70,7 @@ def _tables_of_servers(run: RunConfig) -> dict[str, SiteLaunch | None]:
     return {server_name(number): table for number, table in enumerate(each)}
 
 
-def _check_server(name: str, on: str, request: LaunchRequest) -> None:
+def _check_server(name: str, on: str, request: RunJob) -> None:
     """Raises: UserError for what a parameter server, which is one process, cannot use."""
     if on == "ray":
         raise UserError(
@@ -85,17 +84,19 @@ def _check_server(name: str, on: str, request: LaunchRequest) -> None:
         )
 
 
-def _request(
-    request: LaunchRequest, engine: str, name: str, launch: SiteLaunch | None, is_here: bool
-) -> tuple[str, LaunchRequest]:
+def _request(request: RunJob, engine: str, name: str, launch: SiteLaunch | None, is_here: bool) -> tuple[str, RunJob]:
     words = request.words if request.run.site else (*request.words, "--site", name)
     run_dir = site_folder(request.run_dir, name)
     own = replace(request, run=request.run.model_copy(update={"site": name}), run_dir=run_dir, words=words)
     if launch is None:
         return engine, own
     if launch.login and not is_here:
-        there: dict[str, Any] = {"login": launch.login, "login_options": launch.login_options, "there": launch.folder}
-        return Login.name, replace(own, **there, program=launch.argosy)
+        group = group_folder(run_dir)
+        group_there = Path(launch.folder) / "runs" / group.name
+        return Login.name, LoginJob(
+            **vars(own), login=launch.login, login_options=launch.login_options, there=launch.folder,
+            program=launch.argosy, group=group, group_there=group_there, run_dir_there=site_folder(group_there, name),
+        )  # fmt: skip
     return launch.on, replace(own, **launch.for_engine())
 
 

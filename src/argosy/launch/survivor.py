@@ -20,12 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from argosy.engines.record import FOLDER
+from argosy.engines.slurm import ask, listed
 from argosy.errors import STOP_SIGNALS, Retryable, UserError
 from argosy.files import LOCK
-from argosy.launch.engines.job import FOLDER
-from argosy.launch.engines.requeue import decide
+from argosy.launch.requeue import decide
 from argosy.observe.events import from_the_end
-from argosy.processes.slurm import ask, listed
 from argosy.sync.sites.layout import kept_in
 
 T = TypeVar("T")

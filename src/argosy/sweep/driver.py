@@ -19,9 +19,8 @@ from typing import Any
 
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
+from argosy.engines.record import FOLDER, LaunchedJob
 from argosy.errors import Interrupted, RunFailed, UserError
-from argosy.launch.engines.job import FOLDER, LaunchedJob
-from argosy.sweep.executor import Task, TrialExecutor
 from argosy.sweep.folder import trial_folder
 from argosy.sweep.load import Sweep
 from argosy.sweep.needs import Limits, needs_of, processes, threads
@@ -29,6 +28,7 @@ from argosy.sweep.rungs import Bracket, Judgement, halving, hyperband, judge
 from argosy.sweep.space import in_words, short
 from argosy.sweep.study import Study, Trial
 from argosy.sweep.trial import DIVERGED, has_reached, last_words, metric_of, outcome, steps_of
+from argosy.sweep.trials import Task, Trials
 
 RUN_FILE = "run.toml"
 """A trial's run file, in its folder for launches."""
@@ -47,10 +47,10 @@ Say = Callable[[str], None]
 class Driver:
     """A sweep that runs."""
 
-    def __init__(self, sweep: Sweep, folder: Path, study: Study, executor: TrialExecutor, limits: Limits, say: Say):
+    def __init__(self, sweep: Sweep, folder: Path, study: Study, jobs: Trials, limits: Limits, say: Say):
         """folder: the sweep's, absolute and locked. say: shows a line to the user."""
         self._sweep, self._folder, self._study = sweep, folder, study
-        self._executor, self._limits, self._say = executor, limits, say
+        self._trials, self._limits, self._say = jobs, limits, say
         self._brackets = brackets_of(sweep)
         self._minimize = sweep.config.direction == "minimize"
         self._jobs: dict[int, LaunchedJob] = {}
@@ -83,20 +83,20 @@ class Driver:
                     return
                 if not fail_alike:
                     self._start(trials)
-                self._stop.wait(self._executor.poll_s)
+                self._stop.wait(self._trials.poll_s)
             self._save_and_end()
 
     def _collect(self) -> None:
         """Record what became of the trials whose jobs have ended."""
         numbers = list(self._jobs)
-        states = self._executor.states([self._jobs[number] for number in numbers]) if numbers else []
+        states = self._trials.states([self._jobs[number] for number in numbers]) if numbers else []
         for number, state in zip(numbers, states, strict=True):
             if state == "ended":
                 self._end(number, self._jobs.pop(number))
 
     def _end(self, number: int, job: LaunchedJob) -> None:
         task = self._tasks[number]
-        found = outcome(task.run_dir, task.run.train.pause_at, self._executor.exit_code(job), job.log)
+        found = outcome(task.run_dir, task.run.train.pause_at, self._trials.exit_code(job), job.log)
         if found.kind == "reached":
             self._record(number, task.run)
         elif found.kind == "failed":
@@ -178,23 +178,23 @@ class Driver:
             if (task := self._settle(trial, until)) is not None:
                 waiting = not self._start_or_queue(task, ready)
         if ready:
-            for task, job in zip(ready, self._executor.start(ready), strict=True):
+            for task, job in zip(ready, self._trials.start(ready), strict=True):
                 self._begin(task, job)
 
     def _may_propose(self, ready: int) -> bool:
         at_once = self._limits.trials or TPE_AT_ONCE
-        if self._executor.queues and self._sweep.config.method == "tpe":
+        if self._trials.queues and self._sweep.config.method == "tpe":
             return len(self._jobs) + ready < at_once
-        return not self._executor.is_full
+        return not self._trials.is_full
 
     def _start_or_queue(self, task: Task, ready: list[Task]) -> bool:
         """Start a task if it fits, or gather it for a place that queues. Return False if it has to wait."""
-        if self._executor.queues:
+        if self._trials.queues:
             ready.append(task)
             return True
-        if not self._executor.fits(task):
+        if not self._trials.fits(task):
             return False
-        self._begin(task, self._executor.start([task])[0])
+        self._begin(task, self._trials.start([task])[0])
         return True
 
     def _begin(self, task: Task, job: LaunchedJob, was_found: bool = False) -> None:
@@ -225,7 +225,7 @@ class Driver:
             return None
         self._tasks[trial.number] = task
         self._words[trial.number] = in_words(trial.values)
-        if (job := self._executor.found(task, LaunchedJob.load(task.run_dir))) is not None:
+        if (job := self._trials.find(task)) is not None:
             self._begin(task, job, was_found=True)
             return None
         if has_reached(task.run_dir, until):
@@ -251,8 +251,7 @@ class Driver:
         path = run_dir / FOLDER / RUN_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         save_run(run, path)
-        words = (str(path), "--run-dir", str(run_dir))
-        return Task(trial.number, run, run_dir, words, needs_of(run, self._limits))
+        return Task(trial.number, run, path, run_dir, needs_of(run, self._limits))
 
     def _fail_alike(self, trials: list[Trial]) -> bool:
         """Return True if trials fail alike and none has learned anything: then no more are started.
@@ -283,7 +282,7 @@ class Driver:
                 f"{signal.Signals(self._signal).name}: {len(jobs)} trials save their state; once more leaves them"
             )
             self._stop.clear()
-            self._executor.stop(jobs)
+            self._trials.stop(jobs)
             self._wait_for(jobs)
         raise Interrupted(
             f"the sweep was stopped by {signal.Signals(self._signal).name}. The same command goes on ({self._folder}).",
@@ -294,10 +293,10 @@ class Driver:
         """Wait until these jobs have ended, not longer than they may take to save, nor beyond a signal."""
         end = time.monotonic() + self._sweep.base.resilience.grace_s + SPARE_S
         while jobs and time.monotonic() < end and not self._stop.is_set():
-            states = self._executor.states(jobs)
+            states = self._trials.states(jobs)
             jobs = [job for job, state in zip(jobs, states, strict=True) if state != "ended"]
             if jobs:
-                self._stop.wait(min(1.0, self._executor.poll_s))
+                self._stop.wait(min(1.0, self._trials.poll_s))
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ from argosy.plan.hardware.host_memory import host_memory_bytes
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.sweep.config import Parallel
-from argosy.sweep.executor import Needs
 
 BESIDE_BYTES, WORKER_BYTES = 300e6, 250e6
 """Memory of a run beside its model: of its agent, coordinator, fork server and writer together, and of each worker
@@ -21,6 +20,16 @@ BESIDE_BYTES, WORKER_BYTES = 300e6, 250e6
 SHARE_OF_MEMORY = 0.9
 ANY_RATE = {"fp32": 1e11, "bf16": 1e11}
 """Memory does not depend on it."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one trial takes of a machine."""
+
+    cores: int
+    gpus: int = 0
+    memory_bytes: float = 0.0
+    """Host memory of all its processes, as predicted; 0 if its model is on GPUs."""
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from argosy.compare.results import SWEEP_FILE
+from argosy.config.launch_options import LaunchOptions
 from argosy.errors import UserError
 from argosy.extend.trust import approve
 from argosy.launch.resolve import prepare_shown
 from argosy.observe.screen import Progress
 from argosy.sweep.driver import Driver
-from argosy.sweep.executor import Asked
-from argosy.sweep.executors.table import Place, executor_on, limits_on
 from argosy.sweep.folder import check_is_same, enter, locked
 from argosy.sweep.load import Sweep
 from argosy.sweep.needs import Limits, needs_of
 from argosy.sweep.result import Result
 from argosy.sweep.study import JOURNAL, Study, check_optuna
+from argosy.sweep.trials import Trials, limits_on
 
 
-def run_sweep(sweep: Sweep, folder: Path, on: Place, asked: Asked, quiet: bool = False) -> Result:
+def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions, quiet: bool = False) -> Result:
     """Run a sweep, or go on with it, in its folder; return what it has found.
 
     Raises: UserError if it cannot be started as asked; RunFailed if its trials fail alike; Interrupted after SIGINT or
@@ -28,16 +28,16 @@ def run_sweep(sweep: Sweep, folder: Path, on: Place, asked: Asked, quiet: bool =
     """
     check_optuna()
     approve(sweep.base.extend.code)
-    limits = limits_on(on, sweep.config)
+    limits = limits_on(options.on, sweep.config)
     progress = Progress(enabled=not quiet)
-    executor = executor_on(on, sweep.config, folder, limits, asked)
+    trials = Trials(folder, sweep.config.name, limits, options)
     with locked(folder):
         enter(folder, sweep)
         study = Study(folder, sweep)
         _prepare_data(sweep, progress)
-        driver = Driver(sweep, folder, study, executor, limits, progress.say)
+        driver = Driver(sweep, folder, study, trials, limits, progress.say)
         progress.say(f"sweep {sweep.config.name}: {driver.trials} trials in {folder}")
-        if on == "local":
+        if options.on == "local":
             _say_what_does_not_fit(sweep, limits, progress.say)
         try:
             driver.run()
