@@ -15,15 +15,15 @@ import pytest
 from argosy.config.data import PrepareConfig
 from argosy.config.extend import ExtendConfig
 from argosy.data import prepare as module
+from argosy.data.crew import PrepareProgress
+from argosy.data.documents import InputPiece
 from argosy.data.manifest import TOKENIZER, Manifest, verify
-from argosy.data.pieces import InputPiece
 from argosy.data.prepare import prepare
-from argosy.data.progress import PrepareProgress
+from argosy.data.shards import TokenSource
 from argosy.data.sources import find_files
-from argosy.data.stages import TOKENS, PrepareJob
-from argosy.data.stream import TokenSource
 from argosy.data.tokenizer import Tokenizer, train
 from argosy.data.work import FOLDER, WorkFolder, WorkState
+from argosy.data.worker import TOKENS, PrepareJob
 from argosy.engines.engine import Job
 from argosy.engines.local import Local
 from argosy.engines.record import LaunchedJob
@@ -258,10 +258,10 @@ def test_a_damaged_result_is_made_again(config: PrepareConfig, monkeypatch: pyte
 SCRIPT = """
 import json, sys
 from argosy.config.data import PrepareConfig
-from argosy.data import prepare as module, progress
+from argosy.data import crew, prepare as module
 module.BATCH_CHARS = module.CHUNK_BYTES = 2000
 module.PIECE_BYTES = 5000
-progress.REPORT_EVERY_S = 0
+crew.REPORT_EVERY_S = 0
 def report(progress):
     print(progress.stage, flush=True)
     if progress.stage == "tokens" and progress.documents > 100:

@@ -17,7 +17,7 @@ from argosy.engines.record import JobState, LaunchedJob
 from argosy.engines.table import ENGINES
 from argosy.errors import UserError
 from argosy.launch.launched import launch, launch_sites, launched_in, printed
-from argosy.launch.site_jobs import jobs_of
+from argosy.launch.sites import jobs_of
 
 
 class Memory(Engine):

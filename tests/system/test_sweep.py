@@ -124,9 +124,8 @@ def test_wrong_input_is_refused_and_nothing_is_written(folder: Folder, refused):
 
 def test_a_changed_sweep_file_is_refused_for_the_same_folder(folder: Folder, refused):
     sweep = write(folder, "method = 'random'\ntrials = 2\n[parameters]\noptimizer.lr = { min = 1e-3, max = 1 }")
-    from argosy.sweep.folder import enter
     from argosy.sweep.load import load_sweep
-    from argosy.sweep.study import Study
+    from argosy.sweep.study import Study, enter
 
     sweep.mkdir(parents=True)
     before = load_sweep(folder.path / "lr.toml")

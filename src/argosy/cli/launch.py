@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     from argosy.launch.launched import launch
     from argosy.launch.own_folder import check_is_own
     from argosy.launch.ray_job import hold, job_here
-    from argosy.launch.site_jobs import are_jobs, requests
+    from argosy.launch.sites import are_jobs, requests
 
     options, run = parse_run(argv, "argosy launch", Options)
     if options.nodes < 1 or min(options.cpus_per_node, options.gpus_per_node) < 0:

@@ -151,7 +151,7 @@ def _stop(number: int, _: object) -> NoReturn:
 
 
 def _copy(folder: Path, url: str, progress: Progress) -> None:
-    from argosy.data.stores.upload import upload
+    from argosy.data.stores.store import upload
 
     upload(folder, url, lambda done, files: progress.note(f"copying to {url}: {done} of {files} files", done == files))
     progress.close()

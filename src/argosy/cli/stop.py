@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     """`argosy stop RUN`."""
     options = parse(argv, "argosy stop", Options)
     from argosy.engines.table import engine_of, state_of
-    from argosy.launch.site_jobs import jobs_of
+    from argosy.launch.sites import jobs_of
     from argosy.observe.terminal import printable
 
     problems = []

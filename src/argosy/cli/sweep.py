@@ -52,8 +52,8 @@ class Options(ClusterOptions):
 def main(argv: list[str]) -> None:
     """`argosy sweep SWEEP.toml`."""
     options = parse(argv, "argosy sweep", Options)
+    from argosy.sweep.driver import run_sweep, show_sweep
     from argosy.sweep.load import load_sweep
-    from argosy.sweep.run import run_sweep, show_sweep
 
     sweep = load_sweep(options.sweep)
     folder = (options.sweep_dir or Path("sweeps") / sweep.config.name).absolute()

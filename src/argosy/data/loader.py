@@ -16,13 +16,12 @@ import numpy.typing as npt
 from argosy.config.batch_ramp import BatchSizes
 from argosy.config.data import DataConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.order import I64, MixtureStage, Order, Range, SampleOrder, Samples, kept
-from argosy.data.permutation import key_of
+from argosy.data.order import I64, MixtureStage, Order, Range, SampleOrder, Samples, kept, key_of
+from argosy.data.shards import I32, Place, TokenSource
 from argosy.data.stores.ahead import Ahead
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.source import open_source, stores_of
 from argosy.data.stores.store import is_url
-from argosy.data.stream import I32, Place, TokenSource
 from argosy.data.tokenizer import Tokenizer, how_to_prepare
 from argosy.errors import DataError, UserError
 from argosy.faults import fault

@@ -19,26 +19,18 @@ import numpy as np
 from argosy.config.data import FiltersConfig, PrepareConfig
 from argosy.config.extend import ExtendConfig
 from argosy.config.launch_options import LaunchOptions
-from argosy.data import journal as journals
+from argosy.data import cutting as journals
 from argosy.data import manifest as manifests
-from argosy.data.crew import Workers
-from argosy.data.cutting import Cutter
-from argosy.data.documents import Tally
-from argosy.data.duplicates import key_maker, parts_of
-from argosy.data.engine import choose_engine
-from argosy.data.filters import OWN_LISTS, Filters, list_checksums
-from argosy.data.journal import DocumentPosition, Journal, fingerprint
+from argosy.data.crew import Meter, PrepareProgress, Report, Workers
+from argosy.data.cutting import Cutter, DocumentPosition, Journal, fingerprint
+from argosy.data.documents import PIECE_BYTES, InputPiece, Tally, cut_input, sample_texts
+from argosy.data.filters import OWN_LISTS, Filters, key_maker, list_checksums, parts_of
 from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, Shard, SplitName
-from argosy.data.own_source import checksums_of
-from argosy.data.pieces import PIECE_BYTES, InputPiece, cut_input
-from argosy.data.progress import Meter, PrepareProgress, Report
-from argosy.data.sample import sample_texts
 from argosy.data.shards import token_dtype
-from argosy.data.sources import RECORDS, InputFile, find_files
-from argosy.data.stages import DUPLICATES, KEYS, TOKENS, PrepareJob, Stages
-from argosy.data.tokenizer import Tokenizer, tokenizer_file, train
+from argosy.data.sources import RECORDS, InputFile, checksums_of, find_files
+from argosy.data.tokenizer import Tokenizer, choose_engine, tokenizer_file, train
 from argosy.data.work import FOLDER, LOGS, PrepareTask, WorkFolder
-from argosy.data.worker import WORKER
+from argosy.data.worker import DUPLICATES, KEYS, TOKENS, WORKER, PrepareJob, Stages
 from argosy.engines.engine import ProgramJob
 from argosy.engines.table import engine_for_programs
 from argosy.errors import ArgosyWarning, RunFailed, UserError

@@ -19,8 +19,7 @@ from argosy.errors import ArgosyError
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
-from argosy.launch.profile import check_profile
-from argosy.launch.resolve import resolve
+from argosy.launch.resolve import check_profile, resolve
 from argosy.launch.sites import settle_site
 from argosy.observe.collectives import sequence_numbers
 from argosy.observe.events import Events

@@ -1,7 +1,8 @@
-"""The loop of a sweep: propose trials, start them where there is room, collect what they have learned, promote.
+"""A sweep from its file to its result: propose trials, start them where there is room, collect what they have learned,
+promote.
 
-All that it knows is in the journal and in the trials' folders. So it may be killed at any moment and started again: it
-finds the trials that still run, and starts the others again from their checkpoints.
+All that the loop knows is in the journal and in the trials' folders. So it may be killed at any moment and started
+again: it finds the trials that still run, and starts the others again from their checkpoints.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from argosy.compare.results import SWEEP_FILE
 from argosy.config.dump import save_run
+from argosy.config.launch_options import LaunchOptions
 from argosy.config.schema import RunConfig
 from argosy.engines.record import FOLDER, LaunchedJob
 from argosy.errors import Interrupted, RunFailed, UserError
-from argosy.sweep.folder import trial_folder
-from argosy.sweep.load import Sweep
+from argosy.extend.trust import approve
+from argosy.launch.resolve import prepare_shown
+from argosy.observe.screen import Progress
+from argosy.sweep.load import Sweep, in_words, short
 from argosy.sweep.needs import Limits, needs_of, processes, threads
+from argosy.sweep.result import Result
 from argosy.sweep.rungs import Bracket, Judgement, halving, hyperband, judge
-from argosy.sweep.space import in_words, short
-from argosy.sweep.study import Study, Trial
-from argosy.sweep.trial import DIVERGED, has_reached, last_words, metric_of, outcome, steps_of
-from argosy.sweep.trials import Task, Trials
+from argosy.sweep.study import JOURNAL, Study, Trial, check_is_same, check_optuna, enter, locked, trial_folder
+from argosy.sweep.trials import DIVERGED, Task, Trials, has_reached, last_words, limits_on, metric_of, outcome, steps_of
 
 RUN_FILE = "run.toml"
 """A trial's run file, in its folder for launches."""
@@ -322,3 +326,65 @@ def brackets_of(sweep: Sweep) -> list[Bracket]:
     if config.method == "hyperband":
         return hyperband(steps, config.halving.eta, config.halving.min_steps)
     return []
+
+
+def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions, quiet: bool = False) -> Result:
+    """Run a sweep, or go on with it, in its folder; return what it has found.
+
+    Raises: UserError if it cannot be started as asked; RunFailed if its trials fail alike; Interrupted after SIGINT or
+    SIGTERM, once its trials have saved.
+    """
+    check_optuna()
+    approve(sweep.base.extend.code)
+    limits = limits_on(options.on, sweep.config)
+    progress = Progress(enabled=not quiet)
+    trials = Trials(folder, sweep.config.name, limits, options)
+    with locked(folder):
+        enter(folder, sweep)
+        study = Study(folder, sweep)
+        _prepare_data(sweep, progress)
+        driver = Driver(sweep, folder, study, trials, limits, progress.say)
+        progress.say(f"sweep {sweep.config.name}: {driver.trials} trials in {folder}")
+        if options.on == "local":
+            _say_what_does_not_fit(sweep, limits, progress.say)
+        try:
+            driver.run()
+        finally:
+            result = Result.of(sweep, folder, study)
+            result.write()
+    return result
+
+
+def show_sweep(sweep: Sweep, folder: Path) -> Result:
+    """Return what a sweep has found so far, whether it runs or not. Raises: UserError if its folder is not there."""
+    check_optuna()
+    if not (folder / SWEEP_FILE).exists() or not (folder / JOURNAL).exists():
+        raise UserError(f"{folder}: there is no sweep yet. Start it without --show.")
+    check_is_same(folder, sweep)
+    return Result.of(sweep, folder, Study(folder, sweep, may_write=False))
+
+
+def _prepare_data(sweep: Sweep, progress: Progress) -> None:
+    """Prepare the data that all trials read, once. Raises: UserError if there are none."""
+    data = sweep.base.data
+    if data.prepare.input:
+        prepare_shown(sweep.base, progress)
+        progress.close()
+    elif not data.sources and not any(p.key.startswith("data") for p in sweep.parameters):
+        raise UserError(
+            f"{sweep.path}: its run has no data to train on. Give data.sources (folders that `argosy prepare` wrote), "
+            "or data.prepare.input (text to prepare)."
+        )
+
+
+def _say_what_does_not_fit(sweep: Sweep, limits: Limits, say: Callable[[str], None]) -> None:
+    """Warn if a trial alone is predicted to take more memory than there is for all."""
+    try:
+        needs = needs_of(sweep.base, limits)
+    except UserError:  # only some of its trials may go together
+        return
+    if needs.memory_bytes > limits.memory_bytes:
+        say(
+            f"a trial is predicted to take {needs.memory_bytes / 1e9:.1f} GB, more than the "
+            f"{limits.memory_bytes / 1e9:.1f} GB for all of them: trials run one at a time"
+        )

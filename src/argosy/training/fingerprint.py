@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from argosy.data.permutation import key_of
+from argosy.data.order import key_of
 from argosy.errors import RunFailed
 from argosy.models.layers import local
 from argosy.optim.optimizer import Optimizer

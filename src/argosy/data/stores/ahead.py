@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from argosy.data.manifest import Shard
 from argosy.data.order import Samples
+from argosy.data.shards import TokenSource
 from argosy.data.stores.cache import Cache, Reader
 from argosy.data.stores.folder import PAUSES_S, StoreFolder
 from argosy.data.stores.source import FETCHES, StoreSource
 from argosy.data.stores.store import StoreUnreachable
-from argosy.data.stream import TokenSource
 from argosy.errors import ArgosyError
 
 AHEAD_SHARE = 0.5

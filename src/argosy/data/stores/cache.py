@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.config.data import CacheConfig
-from argosy.data.checksum import BLOCK_BYTES
+from argosy.data.manifest import BLOCK_BYTES
 from argosy.errors import UserError
 from argosy.files import PARTIAL, atomic_write
 

@@ -19,8 +19,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.checksum import BLOCK_BYTES, BlockChecksums, read_checksums
-from argosy.data.manifest import MOST_BYTES, TOKENIZER, Manifest, Shard
+from argosy.data.manifest import BLOCK_BYTES, MOST_BYTES, TOKENIZER, BlockChecksums, Manifest, Shard, read_checksums
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.store import Store, StoreUnreachable

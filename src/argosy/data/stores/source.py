@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.checksum import BLOCK_BYTES
-from argosy.data.manifest import Shard, SplitName
+from argosy.data.manifest import BLOCK_BYTES, Shard, SplitName
+from argosy.data.shards import I32, TokenSource
 from argosy.data.stores.cache import Cache, block_key
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.store import is_url
-from argosy.data.stream import I32, TokenSource
 from argosy.errors import DataError
 
 FETCHES = 32

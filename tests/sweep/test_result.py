@@ -6,7 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from argosy.sweep.load import load_sweep
-from argosy.sweep.plot import plot
+from argosy.sweep.result import plot
 from argosy.sweep.study import Trial
 
 SVG = "{http://www.w3.org/2000/svg}"

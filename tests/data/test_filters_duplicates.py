@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.config.data import FiltersConfig, PrepareConfig
-from argosy.data import duplicates, stages
+from argosy.data import filters, worker
 from argosy.data import prepare as module
 from argosy.data.manifest import TOKENIZER
 from argosy.data.prepare import prepare
-from argosy.data.stream import TokenSource
+from argosy.data.shards import TokenSource
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 
@@ -90,13 +90,13 @@ def test_workers_pieces_and_parts_of_the_keys_make_no_difference(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(config)
-    monkeypatch.setattr(duplicates, "MOST_KEYS", 100)
+    monkeypatch.setattr(filters, "MOST_KEYS", 100)
     monkeypatch.setattr(module, "PIECE_BYTES", 1700)
     prepare(changed(config, out=tmp_path / "three", processes=3))
     assert contents(config.out) == contents(tmp_path / "three")
 
 
-@pytest.mark.parametrize("stage", [stages.KEYS, stages.DUPLICATES, stages.TOKENS])
+@pytest.mark.parametrize("stage", [worker.KEYS, worker.DUPLICATES, worker.TOKENS])
 def test_interrupted_in_any_stage_it_goes_on(
     config: PrepareConfig, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,9 +120,9 @@ def test_interrupted_in_any_stage_it_goes_on(
 
 def test_other_filters_are_refused_both_ways(config: PrepareConfig) -> None:
     prepare(config)
-    for filters in (FiltersConfig(), FiltersConfig(duplicates="drop_exact")):
+    for changes in (FiltersConfig(), FiltersConfig(duplicates="drop_exact")):
         with pytest.raises(UserError, match=r"other options \(filters = {'duplicates': 'drop_near'} there"):
-            prepare(changed(config, filters=filters))
+            prepare(changed(config, filters=changes))
 
 
 def test_the_limit_counts_what_stays(config: PrepareConfig) -> None:
@@ -135,10 +135,10 @@ def test_the_limit_counts_what_stays(config: PrepareConfig) -> None:
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=4, unique=True), max_size=12), st.integers(1, 5))
 def test_repeated_is_what_a_loop_over_all_would_find(documents: list[list[int]], parts: int) -> None:
     spread = [[key * (2**64 // 31) for key in keys] for keys in documents]
-    arrays = duplicates.as_arrays(list(enumerate(spread)))
+    arrays = filters.as_arrays(list(enumerate(spread)))
     found = set()
     for part in range(parts):
-        marked = duplicates.repeated([(0, duplicates.within(arrays, *duplicates.bounds(part, parts)))])
+        marked = filters.repeated([(0, filters.within(arrays, *filters.bounds(part, parts)))])
         found |= set(marked["numbers"].tolist())
     seen, expected = set[int](), set()
     for number, keys in enumerate(spread):
@@ -149,9 +149,9 @@ def test_repeated_is_what_a_loop_over_all_would_find(documents: list[list[int]],
 
 def test_a_long_document_has_the_same_signature_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     long = " ".join(random.Random(1).choices(WORDS, k=500))
-    whole = duplicates.key_maker(FiltersConfig(duplicates="drop_near"))(long)
-    monkeypatch.setattr(duplicates, "SHINGLES_AT_ONCE", 37)
-    assert duplicates.key_maker(FiltersConfig(duplicates="drop_near"))(long) == whole and len(whole) == 15
+    whole = filters.key_maker(FiltersConfig(duplicates="drop_near"))(long)
+    monkeypatch.setattr(filters, "SHINGLES_AT_ONCE", 37)
+    assert filters.key_maker(FiltersConfig(duplicates="drop_near"))(long) == whole and len(whole) == 15
 
 
 def test_hashes_are_those_of_datatrove() -> None:
@@ -159,12 +159,12 @@ def test_hashes_are_those_of_datatrove() -> None:
     from datatrove.utils.hashing import HashConfig
 
     settings = minhash.MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))
-    step = minhash.MinhashDedupSignature("memory://argosy", settings, language=duplicates.word_tokenizer())
+    step = minhash.MinhashDedupSignature("memory://argosy", settings, language=filters.word_tokenizer())
     values = np.random.default_rng(0).integers(0, 2**64, 1500, np.uint64)
     values[:5] = 0, 1, 2**61 - 2, 2**61 - 1, 2**64 - 1
     for shingles in (values[:, None], *values[:5, None, None]):
-        found = duplicates.least_hashes(shingles, *step.parameters)
+        found = filters.least_hashes(shingles, *step.parameters)
         assert found.tolist() == np.concatenate(step.get_signature(shingles)).tolist()
     plain = np.array([[1]], np.uint64), np.array([[0]], np.uint64)  # the hash is the remainder itself
     for value in values[:200]:
-        assert int(duplicates.least_hashes(value.reshape(1, 1), *plain)[0]) == int(value) % (2**61 - 1)
+        assert int(filters.least_hashes(value.reshape(1, 1), *plain)[0]) == int(value) % (2**61 - 1)
