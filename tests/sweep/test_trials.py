@@ -9,7 +9,7 @@ import pytest
 
 from argosy.config.launch_options import LaunchOptions
 from argosy.config.schema import RunConfig
-from argosy.engines.engine import Job, ProgramJob, RunJob
+from argosy.engines.engine import Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.local import Local
 from argosy.engines.record import FOLDER, JobState, LaunchedJob
 from argosy.errors import UserError
@@ -100,6 +100,15 @@ def test_an_engine_that_is_away_ends_no_trial_until_patience_is_over(
     assert mine.states(jobs) == ["running"]
     monkeypatch.setattr("argosy.sweep.trials.PATIENCE_S", -1.0)
     with pytest.raises(UserError, match="away"):
+        mine.states(jobs)
+
+
+def test_a_trial_that_no_machine_can_hold_is_said_at_once(tmp_path: Path) -> None:
+    engine = Kept()
+    mine = trials(tmp_path, engine)
+    jobs = mine.start([task(tmp_path, 0)])
+    engine.says = NeverFits("it needs 2 CPUs")
+    with pytest.raises(UserError, match="2 CPUs"):
         mine.states(jobs)
 
 

@@ -17,7 +17,7 @@ from argosy.data.cutting import Journal
 from argosy.data.tokenizer import EncodedBatch
 from argosy.data.work import Chunk, DamagedResult, PrepareTask, WorkFolder, WorkState
 from argosy.data.worker import BEAT_S, SILENT_S
-from argosy.engines.engine import Engine, ProgramJob
+from argosy.engines.engine import Engine, NeverFits, ProgramJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import ArgosyError, RunFailed, UserError
 
@@ -155,9 +155,13 @@ class Workers:
     def _look(self) -> None:
         """Free what workers held that have ended, and start others in their place."""
         states, beats = self._states, self._folder.beats()
-        with suppress(UserError):  # a cluster that does not answer now says nothing of any worker
+        try:
             found = self._engine.states([self._jobs[name] for name in states])
             states.update(zip(list(states), found, strict=True))
+        except NeverFits:
+            raise
+        except UserError:  # a cluster that does not answer now says nothing of any worker
+            pass
         ended = {name: why for name, (state, why) in states.items() if state == "ended"}
         self._over |= set(ended)
         ended |= {name: f"it shows no life for {SILENT_S:.0f} s" for name in states if self._is_silent(name, beats)}

@@ -129,6 +129,10 @@ class ProgramJob(Job):
         return ("-m", self.module, *self.words)
 
 
+class NeverFits(UserError):
+    """No machine of the cluster has what a job asks for."""
+
+
 class Engine(ABC):
     """An engine. Each method raises UserError if the engine is not there, or refuses."""
 
@@ -198,7 +202,10 @@ class Engine(ABC):
         """Return what the engine knows of a job, and a few words on it. Raises: UserError if it gives no answer."""
 
     def states(self, jobs: Sequence[LaunchedJob]) -> list[tuple[JobState, str]]:
-        """Return the state of each; cheap enough to be asked every second. Raises: UserError if it gives no answer."""
+        """Return the state of each; cheap enough to be asked every second.
+
+        Raises: UserError if it gives no answer; NeverFits.
+        """
         return [self.state(job) for job in jobs]
 
     def known(self, job: LaunchedJob) -> tuple[JobState, str]:

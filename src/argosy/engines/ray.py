@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.launch_options import EngineOptions
-from argosy.engines.engine import Engine, Job, ProgramJob, RunJob
+from argosy.engines.engine import Engine, Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
 from argosy.processes.ray_cluster import ADDRESS, knock, need_ray, no_cluster
@@ -172,7 +172,7 @@ class Ray(Engine):
         """Return what Ray says of programs that were submitted, or found, from here.
 
         One that has waited for as long as Ray lets a job wait is submitted again, which its starter need not know.
-        Raises: UserError too if no node of the cluster has what it needs.
+        Raises: UserError; NeverFits if no node of the cluster has what it needs.
         """
         listed = self._list(jobs[0].place["address"]) if jobs else {}
         states: list[tuple[JobState, str]] = []
@@ -191,7 +191,7 @@ class Ray(Engine):
         nodes = _nodes(queued.launched.place["address"])
         if not any(all(node[name] >= amount for name, amount in wanted.items()) for node in nodes):
             there = "; ".join(sorted({_in_words(node) for node in nodes})) or "it has no nodes"
-            raise UserError(
+            raise NeverFits(
                 f"--on ray: {queued.job.name} needs {_in_words(wanted)} of one node, and no node of the cluster has "
                 f"that ({there}). Ask for less, or add a node; the same command goes on."
             )
@@ -311,17 +311,18 @@ def _given(job: Job) -> dict[str, Any]:
 def client_of(address: str) -> Any:
     """Return a client of the cluster's jobs. Raises: UserError if there is no Ray here, or no cluster there."""
     need_ray("--on ray")
+    where = address or os.environ.get(API_ADDRESS) or os.environ.get(ADDRESS, "")
     try:
         from ray.job_submission import JobSubmissionClient
     except ImportError as problem:
         raise UserError(f"--on ray: {problem}. Install it: pip install 'argosy[ray]'") from None
     try:
-        knock(address)
+        knock(where)
         headers = json.loads(os.environ.get(HEADERS, "null"))
         with _without(*((API_ADDRESS, ADDRESS) if address else ())):  # they would go before the address
             return JobSubmissionClient(address or None, headers=headers)
     except (ConnectionError, RuntimeError, ValueError, OSError) as problem:
-        raise no_cluster("--on ray", address, problem) from None
+        raise no_cluster("--on ray", where, problem) from None
 
 
 def _submit(client: Any, **given: Any) -> None:

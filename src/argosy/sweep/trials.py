@@ -21,7 +21,7 @@ from typing import Any, Literal
 from argosy.checkpoint.store import committed
 from argosy.config.launch_options import ClusterOptions, LaunchOptions
 from argosy.config.schema import RunConfig
-from argosy.engines.engine import Engine, Job, ProgramJob, RunJob
+from argosy.engines.engine import Engine, Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.record import FOLDER, JobState, LaunchedJob
 from argosy.engines.table import ENGINES, engine_for_programs
 from argosy.errors import Retryable, RunFailed, UserError
@@ -133,6 +133,8 @@ class Trials:
         try:
             found = [state for state, _ in self._engine.states(jobs)]
             self._answered_s = time.monotonic()
+        except NeverFits:
+            raise
         except UserError:
             if time.monotonic() - self._answered_s > PATIENCE_S:
                 raise
