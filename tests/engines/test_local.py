@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from argosy.engines.engine import ProgramJob
 from argosy.engines.local import Local, job_of
 from argosy.engines.record import FOLDER, LaunchedJob
 from argosy.errors import UserError
+from argosy.files import LOCK
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 
@@ -83,3 +85,45 @@ def test_a_process_of_another_machine_is_not_taken_for_one_that_has_ended(run):
 def test_a_record_of_an_older_version_is_of_this_machine(run):
     job = LaunchedJob(engine="local", id="1@1", submitted_s=0, nodes=1, log=str(run / FOLDER / "local.out"))
     assert Local().state(job)[0] == "ended"
+
+
+def program(folder: Path, text: str, **options: object) -> ProgramJob:
+    """A module `mine` of a folder, as a job."""
+    (folder / "mine.py").write_text(text)
+    return ProgramJob(
+        title="mine", module="mine", words=("a b",), work_dir=folder, log=folder / "mine.out",
+        environment={"GIVEN": "c d"}, **options,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_a_program_has_its_words_and_environment_and_its_end_is_known(tmp_path):
+    engine = Local()
+    job = engine.start(program(tmp_path, "import os, sys\nprint(sys.argv[1:], os.environ['GIVEN'])\nsys.exit(3)"))
+    assert b"".join(engine.logs(job, follow=True)) == b"['a b'] c d\n"
+    assert engine.state(job)[0] == "ended" and engine.exit_code(job) == 3
+    assert Local().exit_code(job) is None  # nobody else knows
+
+
+def test_many_programs_are_stopped(tmp_path):
+    engine = Local()
+    jobs = engine.start_all([program(tmp_path, "import time\ntime.sleep(60)")] * 2)
+    assert [state for state, _ in engine.states(jobs)] == ["running"] * 2
+    engine.stop_all(jobs)
+    for job in jobs:
+        assert b"".join(engine.logs(job, follow=True)) == b""
+        assert engine.exit_code(job) == -15
+
+
+def test_the_process_that_holds_a_folder_is_found_without_a_record(run):
+    text = "import fcntl, sys\nfile = open(sys.argv[1], 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\n" \
+           "print(__import__('os').getpid(), file=file, flush=True)\nprint(flush=True)\nsys.stdin.read()"  # fmt: skip
+    words = [sys.executable, "-c", text, str(run / LOCK), "argosy", "train", "--run-dir", str(run)]
+    job = ProgramJob(title="mine", module="argosy", words=(), work_dir=run, log=run / FOLDER / "local.out")
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        found = Local().find(job)
+        assert found is not None and found.id.startswith(f"{holder.pid}@") and Local().state(found)[0] == "running"
+        found.save(run)
+        assert Local().find(job) == LaunchedJob.load(run)
+        holder.kill()
+    assert Local().find(job) is None

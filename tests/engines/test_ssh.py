@@ -11,7 +11,7 @@ import pytest
 
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import RunJob
-from argosy.engines.login import Login
+from argosy.engines.login import Login, LoginJob
 from argosy.engines.record import LaunchedJob
 from argosy.engines.ssh import Ssh, command
 from matrix import free_port
@@ -44,3 +44,18 @@ def test_a_folder_is_what_it_is_called_in_the_commands_that_are_shown():
     first, second = (line for line in Ssh().script(request).splitlines() if not line.startswith("#"))
     assert shlex.split(first)[:3] == shlex.split(second)[:3] == ["cd", str(folder), "&&"]
     assert shlex.split(replace(request, hosts="h1").command)[-1] == str(folder / "runs/a")
+
+
+def test_the_command_behind_a_login_is_given_in_its_folder_there(tmp_path: Path) -> None:
+    group = tmp_path / "runs" / "my run"
+    job = LoginJob(
+        run=RunConfig(), run_dir=group / "sites/oslo", words=("sites.toml", "--site", "oslo"),
+        work_dir=tmp_path, login="ann@h1", login_options=("-p2222",), there="/data/my work", program="/opt/bin/argosy",
+        group=group, group_there=Path("/data/my work/runs/my run"), run_dir_there=Path("/x"),
+    )  # fmt: skip
+    where, command = Login().script(job).splitlines()
+    assert where == "# on ann@h1"
+    assert shlex.split(command) == [
+        "cd", "/data/my work", "&&", "/opt/bin/argosy", "launch", "sites.toml", "--site", "oslo", "--here",
+        "--run-dir", "/data/my work/runs/my run",
+    ]  # fmt: skip

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from argosy.engines.local import spawn
 from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, UserError
 from argosy.sync.sites.layout import SITES
 
@@ -39,10 +40,7 @@ def started(
         for name in (*servers, *names):
             words = [sys.executable, "-m", "argosy", "train", str(run_file), "--run-dir", str(run_dir)]
             words += ["--site", name, *(["--accept-changes"] if accept_changes else [])]
-            children[name] = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )  # fmt: skip
+            children[name] = spawn(words, subprocess.PIPE, {"PYTHONUNBUFFERED": "1"})
             if name in names:
                 first = names.index(name) * share % len(cores)
                 os.sched_setaffinity(children[name].pid, cores[first : first + share])
