@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+import yaml
 
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import RunJob
@@ -81,7 +82,6 @@ def test_extra_lines_are_merged_into_the_pod():
 
 
 def test_objects_are_printed_in_yaml_that_means_the_same():
-    yaml = pytest.importorskip("yaml", reason="needs PyYAML")
     run = RunConfig.model_validate({"name": "mine", "train": {"steps": 7}})
     asked = request(run=run, nodes=2, gpus_per_node=8, extra=('{"nodeSelector": {"on": "yes", "a b": "1", "t": ""}}',))
     made = [*access(PLACE), *belongings(asked, PLACE, "s: #" * 9, ""), jobset(asked, PLACE)]
@@ -94,6 +94,5 @@ def test_objects_are_printed_in_yaml_that_means_the_same():
     "text", ["a\nb\n", "a\n\nb\n", " a\nb\n", "\na\n", "a\nb", "a\nb\n\n", "a\tb\nc\n", "\x1b[2J\n\n", "x: y\n"]
 )
 def test_any_text_is_the_same_in_yaml(text):
-    yaml = pytest.importorskip("yaml", reason="needs PyYAML")
     made = [{"a": text, "b": [text, [1, {"c": text}], [], {}, None, True, 1.5], "null": "null"}]
     assert list(yaml.safe_load_all(in_yaml(made))) == made

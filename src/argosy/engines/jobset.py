@@ -8,11 +8,13 @@ for the exit codes of pods, stands in the runtime there and not in the TrainJob.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
+
+import yaml
 
 from argosy.config.address import LeaseUrl
 from argosy.config.dump import dump
@@ -36,9 +38,6 @@ KEPT_S = 7 * 24 * 3600
 FINAL = sorted(kind.exit_code for kind in (RunFailed, UserError, DataError, Poisoned, StorageError))
 """Exit codes of a pod that end the job: the same command would fail again. That of a machine that computes wrongly (69)
 is not among them: another pod may come to another machine."""
-PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
-"""Strings that YAML takes as such without quotes, but for its words of other types."""
-WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
 
 
 @dataclass(frozen=True)
@@ -211,50 +210,21 @@ def _merged(target: Object, patch: Object) -> Object:
     return result
 
 
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # which has no types
+    """Writes texts of several lines as they are, where YAML can."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def in_yaml(objects: Sequence[Object]) -> str:
     """Return objects as documents of YAML, each after a line "---"."""
-    return "".join("---\n" + "".join(f"{line}\n" for line in _yaml(made)) for made in objects)
-
-
-def _yaml(value: Any) -> Iterator[str]:
-    """Yield the lines of a value in block style; what is in one line is as in JSON, which YAML 1.2 includes."""
-    if isinstance(value, dict) and value:
-        for key, under in value.items():
-            yield from _after(f"{_scalar(key)}:", under, "  ")
-    elif isinstance(value, list) and value:
-        for item in value:
-            first, *rest = _yaml(item) if isinstance(item, dict | list) else (_scalar(item),)
-            yield f"- {first}"
-            yield from (f"  {line}" for line in rest)
-    else:
-        yield _scalar(value)
-
-
-def _after(key: str, value: Any, indent: str) -> Iterator[str]:
-    """Yield a key and its value; a text of several lines as it is."""
-    if isinstance(value, str) and _is_block(value):
-        yield f"{key} |"
-        yield from (f"{indent}{line}" if line else "" for line in value[:-1].split("\n"))
-    elif isinstance(value, dict | list) and value:
-        yield key
-        yield from (f"{indent}{line}" for line in _yaml(value))
-    else:
-        yield f"{key} {_scalar(value)}"
-
-
-def _is_block(text: str) -> bool:
-    """Return True for lines that can stand as they are: the first says the indent, one end of line ends the last."""
-    lines = text[:-1].split("\n")
-    return (
-        len(lines) > 1
-        and text[-1] == "\n"
-        and lines[0][:1] not in ("", " ")
-        and bool(lines[-1])
-        and all(line.isprintable() for line in lines)
-    )
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, str) and PLAIN.fullmatch(value) and value.lower() not in WORDS:
-        return value
-    return json.dumps(value)
+    text: str = yaml.dump_all(objects, Dumper=_Dumper, explicit_start=True, sort_keys=False, width=sys.maxsize)
+    return text

@@ -72,7 +72,7 @@ def hold(request: RunJob, job_id: str) -> int:
     with made_folder(request.folder), path.open("ab", buffering=0) as file:
         log = Log(file)
         try:
-            dashboard = connect("", "--on ray")
+            dashboard = connect("--on ray")
             before = LaunchedJob.load(request.run_dir)
             if before is None or before.id != job_id:
                 LaunchedJob(
