@@ -21,11 +21,11 @@ from argosy.engines.engine import Engine, NeverFits, ProgramJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import ArgosyError, RunFailed, UserError
 
-LOOK_S = 1.0
-"""How often the caller looks whether its workers live."""
+WORKERS_LOOK_S = 1.0
+"""Seconds between two looks of the caller at its workers."""
 TELL_S = 0.1
-"""How often workers are told that the caller has got on."""
-POLL_S, MOST_POLL_S = 0.005, 0.2
+"""Seconds between two notes to workers of how far the caller is."""
+RESULT_POLL_S, MOST_RESULT_POLL_S = 0.005, 0.2
 LEAST_AHEAD = 64
 """Tasks that may be done ahead of the first one that the caller waits for: this bounds what lies in the folder."""
 MOST_ENDS = 3
@@ -67,7 +67,7 @@ class Workers:
         self._engine, self._job_of = engine, job_of
         self._jobs: dict[str, LaunchedJob] = {}
         self._states: dict[str, tuple[JobState, str]] = {}
-        """What has become of each worker that was started and not replaced, and a few words on it."""
+        """The state of each worker that was started and not replaced, and a few words on it."""
         self._over = set[str]()
         """Workers whose jobs have ended; one that was replaced because it was silent may go on."""
         self._state = WorkState(uuid.uuid4().hex, ahead=max(LEAST_AHEAD, 4 * wanted))
@@ -107,11 +107,10 @@ class Workers:
                 chunk, start, is_last = chunk + 1, found.end, found.is_last
 
     def finish(self) -> None:
-        """Tell the workers that all is done."""
         self._tell(is_over=True)
 
     def _wait(self, task: PrepareTask, chunk: int) -> Chunk:
-        poll_s = POLL_S
+        poll_s = RESULT_POLL_S
         while True:
             self._tick()
             try:
@@ -124,7 +123,7 @@ class Workers:
                 raise _error(*failure)
             self._start_if_none()
             time.sleep(poll_s)
-            poll_s = min(1.5 * poll_s, MOST_POLL_S)
+            poll_s = min(1.5 * poll_s, MOST_RESULT_POLL_S)
 
     def _start_if_none(self) -> None:
         if not self._jobs:
@@ -144,7 +143,7 @@ class Workers:
         if now_s - self._told_s >= TELL_S:
             self._told_s = now_s
             self._tell()
-        if self._jobs and now_s - self._looked_s >= LOOK_S:
+        if self._jobs and now_s - self._looked_s >= WORKERS_LOOK_S:
             self._looked_s = now_s
             self._look()
 
@@ -289,7 +288,6 @@ class Meter:
         self._show(replace(self.progress, underway_bytes=crew.text_bytes, workers=str(crew)))
 
     def finish(self) -> None:
-        """Report that the work is finished."""
         self._report(replace(self.progress, stage="done", underway_bytes=0, workers=""))
 
     def _show(self, progress: PrepareProgress) -> None:

@@ -82,7 +82,7 @@ class Journal:
 
     @property
     def next(self) -> DocumentPosition:
-        """Where to resume."""
+        """The position at which to resume."""
         return self.cuts[-1].next if self.cuts else DocumentPosition()
 
     def add(self, cut: Cut) -> None:
@@ -127,7 +127,6 @@ class _Documents(NamedTuple):
     text_bytes: npt.NDArray[np.int64]
 
     def split_last(self) -> tuple[_Documents, _Documents]:
-        """Split into all documents but the last, and the last."""
         at = len(self.tokens) - int(self.lengths[-1])
         return (
             _Documents(self.tokens[:at], self.lengths[:-1], self.text_bytes[:-1]),

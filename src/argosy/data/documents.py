@@ -43,7 +43,7 @@ class InputPiece:
     """The files `first` to `end` - 1."""
     from_byte: int = 0
     to_byte: int | None = None
-    """Where the part begins and ends; None: at the end of the file."""
+    """The bytes at which the part begins and ends; None: at the end of the file."""
 
 
 def cut_input(files: Sequence[InputFile], most_bytes: int = PIECE_BYTES) -> list[InputPiece]:
@@ -183,7 +183,6 @@ class DocumentReader:
         return data.decode(errors="ignore")  # a character that the limit cuts is dropped
 
     def _left(self) -> int | None:
-        """Bytes left until max_text_bytes."""
         return None if self._max_text_bytes is None else self._max_text_bytes - self.tally.text_bytes
 
 

@@ -1,4 +1,4 @@
-"""Which documents are left out: by language, length, repetition, quality, lists of URLs and words, and as duplicates.
+"""Rules by which documents are left out: language, length, repetition, quality, lists of URLs and words, duplicates.
 
 The rules are datatrove's, applied to one document at a time, without its pipelines; the language is py3langid's, whose
 model is in its package. Both are deterministic.

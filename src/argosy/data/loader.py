@@ -27,7 +27,7 @@ from argosy.errors import DataError, UserError
 from argosy.faults import fault
 
 WAITED_S = 1.0
-"""How often a loader that waits for a store says so."""
+"""Seconds between two lines of a loader that waits for a store."""
 AHEAD = 4
 """Steps that are read ahead."""
 
@@ -249,7 +249,6 @@ class OpenData:
         return self.batches.largest
 
     def loader(self, rows: slice) -> Loader:
-        """Return a loader for these rows of every global batch."""
         return Loader(self.sources, self.order, self.seq_len, self.batches, rows)
 
     @cached_property
@@ -264,7 +263,6 @@ class OpenData:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the tokenizer's vocabulary."""
         return self.sources[0].manifest.vocab_size
 
     def news(self) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""What makes a folder prepared: `manifest.json`, which is written last, and the checksums of its shards.
+"""The files that make a folder prepared: `manifest.json`, which is written last, and the checksums of its shards.
 
 The sidecar `NAME.crc32` has one CRC-32 for each block of `NAME.bin`, little-endian uint32 after uint32. Checking a
 checksum of the whole file would take a full read before the first step. With one for each block, a block is read when
@@ -121,7 +121,6 @@ class Manifest(_Record):
         return sum(shard.tokens for shard in self.splits.get(split, ()))
 
     def documents(self, split: SplitName) -> int:
-        """Count the documents in a split."""
         return sum(shard.documents for shard in self.splits.get(split, ()))
 
     def text_bytes(self, split: SplitName) -> int:

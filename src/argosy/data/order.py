@@ -162,7 +162,7 @@ class Samples:
 
     sources: I64
     epochs: I64
-    """How many times the sample's source had been read completely before it."""
+    """The number of times that the sample's source had been read completely before it."""
     windows: I64
 
     def __len__(self) -> int:
@@ -173,7 +173,6 @@ class Samples:
 
     @classmethod
     def joined(cls, parts: Sequence[Samples]) -> Samples:
-        """Concatenate parts, in order."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -210,7 +209,7 @@ def skipped_by(start: int, stop: int, skipped: Sequence[Range]) -> list[Range]:
 
 
 class Order(Protocol):
-    """Which sample comes when."""
+    """The order of a run's samples."""
 
     def samples(self, start: int, stop: int) -> Samples:
         """Return samples `start` to `stop`."""

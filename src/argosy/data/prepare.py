@@ -55,7 +55,7 @@ OPTIONS = {
     "cpus_per_node": "--cpus",
     **{name: f"--{name}" for name in ("time", "account", "partition", "address", "extra")},
 }
-"""What a worker may ask for -> how the command line calls it."""
+"""Field of a worker's job -> its option."""
 
 Splits = dict[SplitName, tuple[Shard, ...]]
 
@@ -212,7 +212,6 @@ def _workers_wanted(config: PrepareConfig, machines: LaunchOptions) -> int:
 
 
 def _worker_job(folder: WorkFolder, machines: LaunchOptions, workers: int, name: str) -> ProgramJob:
-    """Return the job of one of so many workers."""
     cpus = machines.cpus_per_node or 1
     threads = max(1, len(os.sched_getaffinity(0)) // workers if machines.on == "local" else cpus)
     asked = {**machines.for_engine(), "cpus_per_node": cpus}

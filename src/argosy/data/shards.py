@@ -50,7 +50,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def dtype_code(dtype: np.dtype[Any]) -> int:
-    """Return Megatron's code of a dtype in DTYPE_CODES."""
     return next(code for code, name in DTYPE_CODES.items() if np.dtype(name) == dtype)
 
 
@@ -93,7 +92,6 @@ class ShardWriter:
         )
 
     def abandon(self) -> None:
-        """Close and remove the files written so far."""
         self._bin.abandon()
 
 
@@ -120,7 +118,6 @@ class ShardIndex:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the .bin."""
         return int(self.lengths.sum(dtype=np.int64))
 
     @classmethod
@@ -257,7 +254,7 @@ class TokenSource:
     def __init__(self, folder: Path | str, split: SplitName = "train", check_shards: bool = True):
         self.folder, self.split = Path(folder), split
         self.name = str(self.folder)
-        """What the user calls it: the folder, or a URL."""
+        """Its name for the user: the folder, or a URL."""
         self.manifest = Manifest.load(self.folder, check_shards)
         self._shards = [shard for shard in self.manifest.splits.get(split, ()) if shard.tokens]
         self._starts = [0, *accumulate(shard.tokens for shard in self._shards)]

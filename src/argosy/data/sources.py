@@ -98,7 +98,7 @@ class InputFile:
 
     @property
     def as_found(self) -> tuple[str, int | None, str, bool, str]:
-        """What another process needs to open it."""
+        """The facts that another process needs to open it."""
         return self.name, self.size, self.stamp, self.is_seekable, self.field
 
     @property

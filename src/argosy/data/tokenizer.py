@@ -123,7 +123,6 @@ class Tokenizer:
         return [e.ids for e in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens."""
         return self._engine.decode(ids)
 
     def _find_end(self, where: str) -> int:
@@ -188,12 +187,10 @@ class EncodedBatch:
     """True for each document in the validation split."""
 
     def before(self, count: int) -> EncodedBatch:
-        """Return the first `count` documents."""
         end = int(self.lengths[:count].sum())
         return EncodedBatch(self.tokens[:end], self.lengths[:count], self.text_bytes[:count], self.held_out[:count])
 
     def after(self, count: int) -> EncodedBatch:
-        """Return the documents after the first `count`."""
         if not count:
             return self
         first = int(self.lengths[:count].sum())
@@ -216,7 +213,6 @@ class Encoder:
         self._dtype, self._threshold = dtype, int(validation_fraction * 2**64)
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
-        """Encode `texts`, count them and choose their split."""
         ids, lengths = self._encode(texts)
         raw = [text.encode() for text in texts]
         return EncodedBatch(

@@ -39,7 +39,7 @@ EXACT, NEAR = "duplicate", "near-duplicate"
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """What is to be made: the content of job.json."""
+    """The job of a `prepare`, as job.json has it."""
 
     fingerprint: str
     config: PrepareConfig
@@ -62,7 +62,6 @@ class PrepareJob:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> PrepareJob:
-        """Return the job that `as_json` has written."""
         return cls(
             **{
                 **facts,
@@ -244,14 +243,12 @@ class Stages:
 
 
 def stages_of(folder: WorkFolder, count: Callable[[int], None]) -> Stages:
-    """Return the stages of the job in a folder."""
     job = PrepareJob.of(folder.job())
     files, pieces = folder.input()
     return Stages(job, folder, InputFiles(files, job.extend), [InputPiece(*piece) for piece in pieces], count)
 
 
 def _joined(batches: Sequence[EncodedBatch], dtype: str) -> EncodedBatch:
-    """Return the documents of all batches in one."""
     none = EncodedBatch(np.empty(0, dtype), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
     return EncodedBatch(
         **{name: np.concatenate([getattr(batch, name) for batch in batches or [none]]) for name in vars(none)}
@@ -259,7 +256,6 @@ def _joined(batches: Sequence[EncodedBatch], dtype: str) -> EncodedBatch:
 
 
 def _batches(documents: Sequence[Document], most_chars: int) -> Iterator[list[str]]:
-    """Yield the texts in batches of `most_chars` or a little more."""
     texts, chars = list[str](), 0
     for document in documents:
         texts.append(document.text)
@@ -277,7 +273,7 @@ again by the cluster."""
 BEAT_S = 1.0
 SILENT_S = 60.0
 """A caller or a worker whose heartbeat stands still for so long is taken for dead."""
-POLL_S, MOST_POLL_S = 0.02, 0.5
+TASK_POLL_S, MOST_TASK_POLL_S = 0.02, 0.5
 
 
 class PrepareWorker:
@@ -296,7 +292,7 @@ class PrepareWorker:
         """Work until all is done or the caller is gone, and return which of the two."""
         self._folder.release_all({self._name})  # those of this worker before it was started again
         threading.Thread(target=self._beat, name="argosy-beat", daemon=True).start()
-        heard, heard_s, poll_s = -1, time.monotonic(), POLL_S
+        heard, heard_s, poll_s = -1, time.monotonic(), TASK_POLL_S
         while (state := self._folder.state()) is not None and not state.is_over:
             self._caller = self._caller or state.caller
             if state.caller != self._caller:
@@ -307,9 +303,9 @@ class PrepareWorker:
                 return "the caller is gone"
             if (task := self._take(state)) is None:
                 time.sleep(poll_s)
-                poll_s = min(2 * poll_s, MOST_POLL_S)
+                poll_s = min(2 * poll_s, MOST_TASK_POLL_S)
                 continue
-            poll_s = POLL_S
+            poll_s = TASK_POLL_S
             self._do(task, state)
             heard_s = time.monotonic()
         return "all is done"

@@ -28,11 +28,11 @@ FOLLOW_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Job(EngineOptions, ABC):
-    """What an engine is to start, and what it asks for."""
+    """A command that an engine is to start, and the machines that it asks for."""
 
     words: tuple[str, ...]
     work_dir: Path
-    """Where the command is given: relative paths begin there."""
+    """The folder in which the command is given: relative paths begin there."""
 
     @property
     @abstractmethod
@@ -52,7 +52,7 @@ class Job(EngineOptions, ABC):
     @property
     @abstractmethod
     def grace_s(self) -> float:
-        """How long it may take to end after a signal."""
+        """Time that it may take to end after a signal."""
 
     @property
     def command(self) -> str:
@@ -108,7 +108,7 @@ class ProgramJob(Job):
     memory_bytes: float = 0.0
     """Memory that it is predicted to take; 0: nobody knows."""
     save_s: float = 0.0
-    """How long it may take to save after a signal."""
+    """Time that it may take to save after a signal."""
     is_tied: bool = False
     """It is to end at once with the process that starts it. Elsewhere than on this machine it has to see to that."""
 
@@ -224,7 +224,6 @@ class Engine(ABC):
         """Have it save its state and end; return without waiting for that."""
 
     def stop_all(self, jobs: Sequence[LaunchedJob]) -> None:
-        """Stop each."""
         for job in jobs:
             self.stop(job)
 

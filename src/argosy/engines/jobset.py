@@ -42,7 +42,7 @@ is not among them: another pod may come to another machine."""
 
 @dataclass(frozen=True)
 class ClusterPlace:
-    """Where a run's objects are, and its folders in the pods."""
+    """The names of a run's objects, and its folders in the pods."""
 
     name: str
     """The name of the JobSet, the Secret and the ConfigMap."""

@@ -127,7 +127,6 @@ class Kubernetes(Engine):
         _ask("delete", "jobset", job.id, *_where(job), "--cascade=foreground", "--wait=false", "--ignore-not-found")
 
     def step(self, job: LaunchedJob) -> int | None:
-        """Return the last step that the pods have printed."""
         printed = _ask("logs", *_where(job), *_selected(job), f"--tail={TAIL_LINES}", may_fail=True)
         steps = [int(number) for number in STEP.findall(printed.encode())]
         return max(steps, default=None)

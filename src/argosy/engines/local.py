@@ -52,7 +52,6 @@ class Local(Engine):
         """Job -> the process, of those that were started from here."""
 
     def script(self, job: Job) -> str:
-        """Return the command."""
         return f"cd {shlex.quote(str(job.work_dir))} && exec {job.command}\n"
 
     def start(self, job: Job) -> LaunchedJob:

@@ -74,7 +74,6 @@ class Login(Engine):
         job.check(**{name: (job.place.get(name), LINE) for name in ("folder", "program", "run_dir")})
 
     def script(self, job: RunJob) -> str:
-        """Return the command that is given there."""
         assert isinstance(job, LoginJob)
         return f"# on {job.login}\ncd {shlex.quote(job.there)} && {_command(job)}\n"
 

@@ -42,7 +42,7 @@ SPARE_S = 30
 WAITING = "argosy launch: waiting: "
 """If the log's last line begins so, it says what the job waits for."""
 NOT_YET = "No available agent"
-"""What Ray answers before the head has all of its processes."""
+"""Ray's answer before the head has all of its processes."""
 CLUSTER_S = 60
 """Added to what a job is given to stop, beside `SPARE_S`: the job's own end."""
 EXTRA: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -57,7 +57,7 @@ EXTRA: dict[str, tuple[str, Callable[[str], Any]]] = {
 OPTION = "--"
 GONE = "no longer known to Ray"
 WAITED_LONG = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
-"""What Ray calls the end of a job that has waited for room for 15 minutes (RAY_JOB_START_TIMEOUT_SECONDS of the
+"""Ray's word for the end of a job that has waited for room for 15 minutes (RAY_JOB_START_TIMEOUT_SECONDS of the
 head)."""
 NEWS_S = 1.0
 RESOURCES = {
@@ -65,7 +65,7 @@ RESOURCES = {
     "entrypoint_num_gpus": ("GPU", 1.0, "GPUs"),
     "entrypoint_memory": ("memory", 1e9, "GB of memory"),
 }
-"""What a program asks for -> what Ray calls it on a node, its unit, and that in words."""
+"""Request of a program -> its name on a node of Ray, its unit, and that in words."""
 NODES = 10_000
 """Most nodes that Ray is asked for."""
 
@@ -155,7 +155,6 @@ class Ray(Engine):
         return None
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:
-        """Return what Ray says of the job."""
         client = client_of(job.place["address"])
         try:
             details = client.get_job_info(job.id)

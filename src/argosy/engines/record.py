@@ -36,7 +36,7 @@ JobState = Literal["waiting", "running", "ended", "unknown"]
 
 
 class LaunchedJob(BaseModel):
-    """What was launched, as it stands in the run's folder."""
+    """The record of a launched job, in the run's folder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -51,11 +51,11 @@ class LaunchedJob(BaseModel):
     secret: str = ""
     """The fingerprint of the secret that the environment or the run's folder gave it; empty: it made its own."""
     place: dict[str, str] = {}
-    """Where the engine finds it again: an address, a namespace, hosts, ..."""
+    """The words by which the engine finds it again: an address, a namespace, hosts, ..."""
     seal: str = ""
     """Proves that this user has written the rest."""
     foreign: str = Field("", exclude=True)
-    """Who else may have written the record; empty: nobody. Not in the file."""
+    """The other user who may have written the record; empty: none. Not in the file."""
     is_sealed: bool = Field(True, exclude=True)
     """False if it was read from a file without a seal of this user's. Not in the file."""
 

@@ -35,7 +35,7 @@ NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 NOTE = "slurm.json"
 """A file in the folder of a run that is a task of an array: it is there before the array is submitted, and names it."""
 UNKNOWN_JOB = "Invalid job id"
-"""What squeue says of jobs that ended some time ago. All else that it fails with says nothing of the job."""
+"""squeue's error for jobs that ended some time ago. Any other error says nothing of the job."""
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "SPECIAL_EXIT")
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
          "REVOKED", "TIMEOUT")  # fmt: skip
@@ -81,7 +81,6 @@ class Slurm(Engine):
         job.check(id=(job.id, NUMBER))
 
     def script(self, job: Job) -> str:
-        """Return the batch script."""
         body = _run_lines(job) if isinstance(job, RunJob) else _program_lines(job)
         return "\n".join(["#!/bin/bash", *_directives_of(job), *body, ""])
 
@@ -145,7 +144,6 @@ class Slurm(Engine):
         return None
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:
-        """Return what squeue says of the job."""
         return self.states([job])[0]
 
     def states(self, jobs: Sequence[LaunchedJob]) -> list[tuple[JobState, str]]:
@@ -163,7 +161,6 @@ class Slurm(Engine):
         self.stop_all([job])
 
     def stop_all(self, jobs: Sequence[LaunchedJob]) -> None:
-        """Send SIGTERM to all at once."""
         if jobs:
             ask("scancel", *(job.id for job in jobs))
 

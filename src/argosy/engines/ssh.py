@@ -82,7 +82,6 @@ class Ssh(Engine):
                 job.check(host=(name.removeprefix(AGENT), HOST), agent=(agent, PROCESS))
 
     def script(self, job: RunJob) -> str:
-        """Return the command of each host."""
         folder = shlex.quote(str(job.work_dir))
         return "".join(
             f"# {host}\ncd {folder} && {_command(job, host, 'the address of ' + host)}\n" for host in _hosts(job)
@@ -137,7 +136,6 @@ class Ssh(Engine):
             raise UserError(f"there is no way to {away}. The other hosts' agents save and end.")
 
     def files(self, job: LaunchedJob) -> dict[str, Path]:
-        """Return a file for each host."""
         return {_node(host): Path(job.log) / f"{_node(host)}.out" for host in job.id.split(",")}
 
     @staticmethod
@@ -252,11 +250,11 @@ def _distinct(seen: dict[str, _Seen]) -> dict[str, _Seen]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a host said."""
+    """The answer of a host."""
 
     said: dict[str, str] = field(default_factory=dict)
     problem: str = ""
-    """What ssh or the script said if it failed."""
+    """The message of ssh or of the script if it failed."""
     is_reached: bool = True
 
 

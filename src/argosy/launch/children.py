@@ -22,7 +22,7 @@ RUN_FILE = "run.toml"
 ENDED_BY_SIGTERM = (128 + signal.SIGTERM, -signal.SIGTERM)
 """Exit codes after the signal: of a part that has saved, and of one that had nothing to save yet."""
 ALONE_S = 20.0
-"""How long what is left of a run may take to write its report, or wait for a worker that is started again."""
+"""Time that the parts that are left of a run have to write a report, or to wait for a worker that is started again."""
 
 
 @contextmanager
@@ -146,7 +146,6 @@ def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -177,7 +177,6 @@ def _has_printed(job: LaunchedJob) -> bool:
 
 
 def one_line(text: object) -> str:
-    """Return a message of several lines in one."""
     return " ".join(str(text).split())
 
 

@@ -143,7 +143,7 @@ def _check_processes(run: RunConfig, origin: Callable[[str], str]) -> None:
 
 
 EVERY_S = 0.1
-"""How often the file is looked at."""
+"""Seconds between two looks at the file."""
 OnStep = Callable[[dict[str, Any]], object]
 
 
@@ -190,12 +190,12 @@ class Following:
 
 STANDARD = 1
 END_S = 5.0
-"""How long the last words are waited for: a process that outlives the run may still hold the pipe."""
+"""Time for which the last words are waited for: a process that outlives the run may still hold the pipe."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Where a run's processes are to print, and who shows it."""
+    """The places where a run's processes print, and the screen that shows it."""
 
     stdout: int | None = None
     """A descriptor; None: this process's standard output."""

@@ -84,6 +84,5 @@ def _cannot_be_made(run_dir: Path, problem: OSError) -> UserError:
 
 
 def _is_begun(run_dir: Path) -> bool:
-    """Return True if steps were done or saved there."""
     metrics = run_dir / "metrics.jsonl"
     return bool(committed(run_dir)) or (metrics.exists() and metrics.stat().st_size > 0)

@@ -31,9 +31,9 @@ from argosy.processes.ray_process import THREADS, OwnedProcess, ProcessEvent
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the command of a job, with its number among other things."""
-LOOK_S = 1.0
-AGAIN_S = 1.0
-"""How long an actor that does not answer is left alone."""
+NEWS_WAIT_S = 1.0
+LOST_ACTOR_S = 1.0
+"""Time for which an actor that does not answer is left alone."""
 PACKAGES = "/working_dir_files/_ray_pkg_"
 """Part of the path of a folder that `ray job submit --working-dir` has copied to each node."""
 
@@ -92,13 +92,12 @@ def hold(request: RunJob, job_id: str) -> int:
 
 
 class Log:
-    """What the job prints, which goes to the run's folder as well."""
+    """The output of the job, which goes to the run's folder as well."""
 
     def __init__(self, file: BinaryIO):
         self._file = file
 
     def say(self, text: str) -> None:
-        """Print a line of the job's own."""
         self.put(f"argosy launch: {text}\n".encode())
 
     def put(self, text: bytes) -> None:
@@ -113,7 +112,7 @@ class _Stop:
 
     def __init__(self) -> None:
         self.since_s: float | None = None
-        """When it came first; None: it did not."""
+        """The time of the first one; None: there was none."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -202,9 +201,9 @@ class _Agents:
                     is_told = True
                 self._ask()
                 if not self._asked:
-                    time.sleep(LOOK_S)
+                    time.sleep(NEWS_WAIT_S)
                     continue
-                for ref in ray.wait(list(self._asked), timeout=LOOK_S)[0]:
+                for ref in ray.wait(list(self._asked), timeout=NEWS_WAIT_S)[0]:
                     self._hear(self._asked.pop(ref), ref)
         finally:
             for agent in self._agents:
@@ -234,7 +233,7 @@ class _Agents:
         except ActorUnavailableError:
             if not agent.is_lost:
                 self._log.say(f"{agent.node or 'a node'} is lost; Ray starts its agent again where there is room")
-            agent.is_lost, agent.ask_at_s = True, time.monotonic() + AGAIN_S
+            agent.is_lost, agent.ask_at_s = True, time.monotonic() + LOST_ACTOR_S
             return
         except ActorDiedError as died:
             why = str(died).strip().splitlines()[-1].strip()

@@ -40,7 +40,7 @@ from argosy.sync.sites.length import check_length
 CODE = "extend"
 """The part of a run's folder with copies of the user's code, by their checksums: the older ones stay."""
 NEVER = ("model", "sync.local_steps")
-"""What even `--accept-changes` cannot change: the checkpoint would not fit."""
+"""Keys that even `--accept-changes` cannot change: the checkpoint would not fit."""
 
 
 @contextmanager

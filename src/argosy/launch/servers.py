@@ -35,13 +35,13 @@ from argosy.training.stop import StopSignal
 
 SERVER = "argosy.training.server.main"
 PLAN = Plan.parse("sync=async")
-"""What stands in the plan.toml of the whole run: each worker has a plan of its own."""
+"""The plan in plan.toml of the whole run: each worker has a plan of its own."""
 AGAIN_S = 1.0
 """A server that died is started again after so long."""
 SHORT_S, MOST_SHORT = 10.0, 5
 """One that lived for less than SHORT_S, so often in a row, is given up."""
 SAVE_S = 120.0
-"""How long a server that is to stop may take to save."""
+"""Time that a server that is to stop may take to save."""
 SERVED = ("loss", "optimizer", "family", "sink")
 """Kinds of the user's code that asynchronous runs have."""
 

@@ -39,7 +39,7 @@ RUN_FILE = "run.toml"
 REFUSED = "refused"
 """Begins the reason of a trial whose values do not go together."""
 MOST_IDLE = 3
-"""How often in a row a trial may end without a step more."""
+"""Ends of a trial in a row without a step more, after which it has failed."""
 ALIKE = 3
 """This many trials that fail in the same way, before any has learned anything, end the sweep."""
 TPE_AT_ONCE = 8
@@ -69,7 +69,6 @@ class Driver:
 
     @property
     def trials(self) -> int:
-        """The number of trials in all."""
         return sum(bracket.counts[0] for bracket in self._brackets) or self._sweep.trials
 
     def run(self) -> None:

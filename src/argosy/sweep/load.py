@@ -55,7 +55,7 @@ class SweepParameter:
 
     @property
     def choices(self) -> tuple[Scalar, ...]:
-        """What stands for each value of a list in the journal, which takes plain values only: tables as JSON."""
+        """The text for each value of a list in the journal, which takes plain values only: tables as JSON."""
         return tuple(v if isinstance(v, Scalar) else json.dumps(v, sort_keys=True) for v in self.values)
 
     def value(self, drawn: Scalar) -> Any:

@@ -1,4 +1,4 @@
-"""What a trial takes of this machine, and what all trials together may take."""
+"""The needs of a trial, and the limits of all trials together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ANY_RATE = {"fp32": 1e11, "bf16": 1e11}
 
 @dataclass(frozen=True)
 class Needs:
-    """What one trial takes of a machine."""
+    """The part of a machine that one trial takes."""
 
     cores: int
     gpus: int = 0
@@ -34,7 +34,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the trials that run at the same time may take together."""
+    """The most that trials that run at the same time may take together."""
 
     trials: int
     """0: no limit of its own."""
@@ -103,7 +103,7 @@ def memory_bytes(run: RunConfig, count: int) -> float:
 
 
 class Room:
-    """What is left of the limits while trials run."""
+    """The rest of the limits while trials run."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
@@ -136,7 +136,6 @@ class Room:
         return given
 
     def give_back(self, number: int) -> None:
-        """Count a trial as ended."""
         self._taken.pop(number, None)
 
     @property

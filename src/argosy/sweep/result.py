@@ -58,7 +58,6 @@ class Result:
             save_run(self.sweep.run_of(self.best.values, name=name), self.folder / BEST)
 
     def json(self) -> str:
-        """Return all of it as one JSON object."""
         best = self.best
         return json.dumps(
             {
@@ -230,7 +229,6 @@ def _panel(name: str, metric: str, x: Axis, y: Axis, points: Sequence[tuple[floa
 
 
 def _axis(values: Sequence[float]) -> Axis:
-    """Return an axis that all these values stand on."""
     return Axis(min(values), max(values)) if values else Axis(0.0, 1.0)
 
 

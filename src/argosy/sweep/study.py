@@ -31,7 +31,6 @@ MOST_NAMED = 3
 
 
 def trial_folder(folder: Path, number: int) -> Path:
-    """Return the run folder of a trial."""
     return folder / f"{number:04d}"
 
 
@@ -124,7 +123,7 @@ State = Literal["open", "done", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Trial:
-    """What the journal knows of a trial."""
+    """A trial, as the journal has it."""
 
     number: int
     values: Values
@@ -168,7 +167,6 @@ class Study:
             ) from None
 
     def trials(self) -> list[Trial]:
-        """Return all trials that were proposed, by number."""
         return [self._trial(found) for found in self._study.get_trials(deepcopy=False) if self._is_whole(found)]
 
     def propose(self) -> Trial:
@@ -196,11 +194,9 @@ class Study:
         return next((t for t in others if t.same_as is None and t.values == trial.values), None)
 
     def report(self, number: int, steps: int, metric: float) -> None:
-        """Record the metric of an open trial at a rung."""
         self._handle(number).report(metric, steps)
 
     def complete(self, number: int, metric: float) -> None:
-        """Record the result of a trial that has come to its end."""
         self._study.tell(number, metric)
 
     def copy_result(self, number: int, of: Trial) -> None:
@@ -212,11 +208,9 @@ class Study:
             self.fail(number, of.reason)
 
     def stop(self, number: int) -> None:
-        """Record that a trial was not promoted."""
         self._study.tell(number, state=self._optuna.trial.TrialState.PRUNED)
 
     def fail(self, number: int, reason: str) -> None:
-        """Record that a trial has failed, and why."""
         self._handle(number).set_user_attr(REASON, reason)
         self._study.tell(number, state=self._optuna.trial.TrialState.FAIL)
 

@@ -35,7 +35,7 @@ GPUS = "gpus"
 PATIENCE_S = 600.0
 """An engine that does not answer for so long ends the sweep; its trials go on."""
 OPTIONS = {"gpus_per_node": "--gpus-per-trial"} | {field.name: f"--{field.name}" for field in fields(ClusterOptions)}
-"""What a trial may ask for -> how the command line calls it."""
+"""Field of a trial's job -> its option."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,6 @@ class Trials:
 
     @property
     def poll_s(self) -> float:
-        """Seconds between two looks."""
         return self._engine.poll_s
 
     def fits(self, task: Task) -> bool:
@@ -147,7 +146,6 @@ class Trials:
         return found
 
     def exit_code(self, job: LaunchedJob) -> int | None:
-        """Return the exit code of a job that has ended; None if nobody knows it."""
         return self._engine.exit_code(job)
 
     def stop(self, jobs: Sequence[LaunchedJob]) -> None:
@@ -188,7 +186,7 @@ LOG_BYTES = 4096
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is to be done with a trial that does not run."""
+    """The outcome of a trial that does not run any more."""
 
     kind: Literal["reached", "again", "failed"]
     """reached: it has come to the rung, or its end; again: it was interrupted and goes on from its checkpoint."""
@@ -263,7 +261,6 @@ def metric_of(run_dir: Path, key: str, until: int = 0) -> float | None:
 
 
 def steps_of(run_dir: Path) -> int:
-    """Return the steps that a trial has made."""
     return next((int(record["step"]) + 1 for record in from_the_end(run_dir / "metrics.jsonl")), 0)
 
 

@@ -53,11 +53,9 @@ class StoreShard:
 
     @property
     def blocks(self) -> int:
-        """Number of its blocks."""
         return -(-self.shard.tokens * self._dtype.itemsize // BLOCK_BYTES)
 
     def has(self, block: int) -> bool:
-        """True if the block need not be fetched."""
         return self._key(block) in self._blocks or self._folder.cache.path(self.shard.bin_sha256, block).exists()
 
     def hold(self, blocks: dict[int, bytes]) -> None:
@@ -139,7 +137,6 @@ class StoreSource(TokenSource):
 
     @property
     def blocks(self) -> int:
-        """Blocks of all shards of the split."""
         return int(self._first_block[-1])
 
     @cached_property

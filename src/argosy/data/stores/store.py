@@ -23,7 +23,7 @@ from argosy.errors import ArgosyError, RunFailed, UserError, missing_extra
 
 SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
 CONNECT_S, ANSWER_S = 5, 30
-"""How long one request waits for a connection, and for its answer. Who asks tries again."""
+"""Time that one request waits for a connection, and for its answer. The caller tries again."""
 
 CHUNK_BYTES = 2**20
 
@@ -232,7 +232,7 @@ ATTEMPTS, PAUSE_S = 5, 3.0
 NAMED = "remote = "
 Answer = TypeVar("Answer")
 JOURNAL = ".copied.jsonl"
-"""What was copied where, so that an interrupted copy goes on."""
+"""The file that notes what was copied where, so that an interrupted copy goes on."""
 
 
 def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda done, files: None) -> bool:
