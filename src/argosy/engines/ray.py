@@ -312,6 +312,7 @@ def client_of(address: str) -> Any:
     need_ray("--on ray")
     where = address or os.environ.get(API_ADDRESS) or os.environ.get(ADDRESS, "")
     try:
+        from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
     except ImportError as problem:
         raise UserError(f"--on ray: {problem}. Install it: pip install 'argosy[ray]'") from None
@@ -320,7 +321,7 @@ def client_of(address: str) -> Any:
         headers = json.loads(os.environ.get(HEADERS, "null"))
         with _without(*((API_ADDRESS, ADDRESS) if address else ())):  # they would go before the address
             return JobSubmissionClient(address or None, headers=headers)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as problem:
+    except (RayError, RuntimeError, ValueError, OSError) as problem:
         raise no_cluster("--on ray", where, problem) from None
 
 
