@@ -155,7 +155,7 @@ def test_trials_are_tasks_of_array_jobs_that_a_killed_sweep_finds_again(folder: 
         out, err = again.communicate(timeout=400)
         assert again.returncode == 0, out + err
         listed = cluster.ask("squeue", "--states=all", "--noheader", "--array", "--format=%i").split()
-        assert len(list((sweep / "arrays").iterdir())) == 2 and len(listed) == 5, listed
+        assert len({number.partition("_")[0] for number in listed}) == 2 and len(listed) == 5, listed
         trials = result(folder)["trials"]
         assert sorted((t["state"], t["steps"]) for t in trials) == [("done", 40), *[("stopped", 10)] * 3]
         refused = folder.start("sweep", "lr.toml", "--on", "slurm", "--sweep-dir", "b", "--partition", "fast", **slow)

@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
     from argosy.engines.engine import RunJob
     from argosy.engines.table import ENGINES
     from argosy.launch.launched import launch
-    from argosy.launch.own_folder import check_is_own
     from argosy.launch.ray_job import hold, job_here
+    from argosy.launch.run_folder import check_is_own
     from argosy.launch.sites import are_jobs, requests
 
     options, run = parse_run(argv, "argosy launch", Options)

@@ -13,7 +13,7 @@ from argosy.engines.record import FOLDER, RECORD, LaunchedJob, user_key
 from argosy.engines.table import ENGINES, engine_of, state_of
 from argosy.errors import UserError
 from argosy.files import made_folder, make_folder
-from argosy.launch.own_folder import check_is_own
+from argosy.launch.run_folder import check_is_own
 from argosy.launch.sites import are_there, jobs_of, printed_by
 from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of, secret_of
 from argosy.sync.sites.layout import SITES, home_of, kept_in
