@@ -224,8 +224,15 @@ class Engine(ABC):
         """Have it save its state and end; return without waiting for that."""
 
     def stop_all(self, jobs: Sequence[LaunchedJob]) -> None:
+        """Stop each. Raises: the first UserError, once all were asked."""
+        refused: UserError | None = None
         for job in jobs:
-            self.stop(job)
+            try:
+                self.stop(job)
+            except UserError as problem:
+                refused = refused or problem
+        if refused:
+            raise refused
 
     def step(self, job: LaunchedJob) -> int | None:
         """Return the steps that a run has made whose folder cannot be seen from here; None if that is not known."""

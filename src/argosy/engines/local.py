@@ -76,7 +76,7 @@ class Local(Engine):
     def find(self, job: Job) -> LaunchedJob | None:
         """Return the job of the record, or of the process that holds the run's folder."""
         with suppress(UserError):
-            if (before := super().find(job)) is not None:
+            if (before := super().find(job)) is not None and self.state(before)[0] == "running":
                 return before
         owner = _owner(job.folder.parent)
         log = job.log if isinstance(job, ProgramJob) else job.folder / "local.out"
