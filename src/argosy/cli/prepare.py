@@ -42,9 +42,7 @@ LITTLE_HELD_OUT = 8 * DataConfig().seq_len
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ClusterOptions):
-    """Options of `argosy prepare`."""
-
+class _PrepareOptions:
     verify: bool = False
     """Only check the folder `--out`, byte by byte."""
     adopt: bool = False
@@ -57,6 +55,11 @@ class Options(ClusterOptions):
     """slurm, ray: CPUs of each worker."""
     json: bool = False
     """Print the manifest as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ClusterOptions, _PrepareOptions):
+    """Options of `argosy prepare`, and at last those of a cluster."""
 
 
 class Positional(PrepareConfig):

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ClusterOptions):
-    """Options of `argosy sweep`."""
-
+class _SweepOptions:
     sweep: Annotated[Path, tyro.conf.Positional]
     """The sweep file."""
     on: EngineName = "local"
@@ -46,6 +44,11 @@ class Options(ClusterOptions):
     """Print the result as one JSON object."""
     gpus_per_trial: int = 0
     """slurm, ray: GPUs of each trial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ClusterOptions, _SweepOptions):
+    """Options of `argosy sweep`, and at last those of a cluster."""
 
 
 @lasting_output()
