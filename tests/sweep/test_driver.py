@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from argosy.config.launch_options import LaunchOptions
-from argosy.engines.engine import Job
+from argosy.engines.engine import Engine, Job
 from argosy.engines.local import Local
 from argosy.engines.record import FOLDER, JobState, LaunchedJob
 from argosy.sweep.driver import Driver
@@ -34,6 +34,9 @@ class Left(Local):
 
     def start(self, job: Job) -> LaunchedJob:
         return LaunchedJob(engine=self.name, id="8@1", submitted_s=0, nodes=1)
+
+    def find(self, job: Job) -> LaunchedJob | None:
+        return Engine.find(self, job)
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         return self._state, ""
