@@ -36,8 +36,8 @@ class Alike:
 def layers_alike(plan: Plan, run: RunConfig, rank: int) -> Alike | None:
     """Those on rank `rank`; None if it has several stages, or what it does with them may not be the same for each."""
     stages = stages_on(plan, run, rank)
-    if len(stages) > 1 or run.optimizer.kind == "muon" or run.optimizer.groups:
-        return None  # Muon deals matrices out over ranks, and groups may name single layers
+    if len(stages) > 1 or run.optimizer.kind == "muon" or run.optimizer.groups or run.train.frozen:
+        return None  # Muon deals matrices out over ranks, and patterns may name single layers
     (stage,) = stages.values()
     if not _buckets_repeat(plan, run, rank, stage):
         return None

@@ -30,7 +30,7 @@ from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES, rounds_in, sent_in_run, sent_in_turn
 from argosy.plan.cost.updates import added_s
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.parameters import parameter_table
+from argosy.plan.parameters import trained_shapes
 from argosy.plan.plan import Plan, has_workers
 from argosy.plan.workload import Numbers
 
@@ -145,7 +145,7 @@ def bytes_of_step(run: RunConfig) -> float:
 
     Of a run in minutes the beginning (`sync.from_step`) and the last round do not count.
     """
-    shapes = {name: parameter.shape for name, parameter in parameter_table(run.model).items()}
+    shapes = trained_shapes(run)
     if steps := run.train.steps:
         return sent_in_run(shapes, run.sync, len(run.sites), steps) / steps
     return sum(sent_in_turn(shapes, run.sync, len(run.sites))) / run.sync.every_steps
