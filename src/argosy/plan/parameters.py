@@ -84,6 +84,27 @@ def trained_shapes(run: RunConfig) -> dict[str, tuple[int, ...]]:
     return {name: parameter.shape for name, parameter in run_table(run).items() if parameter.is_trained}
 
 
+def reached_layers(run: RunConfig, stage: Stage) -> list[int]:
+    """Return the stage's layers whose backward is computed: none comes before the first that the run trains."""
+    first = first_reached(run, stage)
+    return [layer for layer in stage.layers if first is not None and layer >= first]
+
+
+def first_reached(run: RunConfig, stage: Stage) -> int | None:
+    """Return the first layer that backward reaches, -1 if it goes on through all; None if it reaches none.
+
+    Stages after the first compute the gradient of what they receive in any case.
+    """
+    if not run.train.frozen or not stage.first:
+        return -1
+    for name, parameter in run_table(run, stage).items():
+        if parameter.is_trained and name.startswith("blocks."):
+            return int(name.split(".")[1])
+        if parameter.is_trained and name == "embedding.weight":
+            return -1
+    return None
+
+
 def state_table(model: ModelConfig) -> Table:
     """The whole decoder's parameters, and the biases by which routers choose (`moe.balance` = "bias"): its state."""
     table: Table = {}

@@ -29,11 +29,11 @@ from argosy.parallel.world import World, processes_here
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.goodput import mtbf_s
 from argosy.plan.cost.prediction import Prediction, predict
-from argosy.plan.flops import train_flops_per_token
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
+from argosy.plan.workload import Workload
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery
@@ -69,7 +69,7 @@ class Records:
         """Known on rank 0 once the run is introduced, if its devices are known."""
         self.peak_flops = 0.0
         """FLOP/s of matmuls, all processes together."""
-        self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
+        self._flops_per_token = float(Workload.of(run).train_flops_per_token)
         self._state = state_bytes(plan, run, world.rank)
         self._sync = SyncAccount(run, plan)
         self.memory_before_bytes = 0

@@ -181,27 +181,6 @@ def stages_on(plan: Plan, run: RunConfig, rank: int) -> dict[int, Stage]:
     }
 
 
-def reached_layers(run: RunConfig, stage: Stage) -> list[int]:
-    """Return the stage's layers whose backward is computed: none comes before the first that the run trains."""
-    first = first_reached(run, stage)
-    return [layer for layer in stage.layers if first is not None and layer >= first]
-
-
-def first_reached(run: RunConfig, stage: Stage) -> int | None:
-    """Return the first layer that backward reaches, -1 if it goes on through all; None if it reaches none.
-
-    Stages after the first compute the gradient of what they receive in any case.
-    """
-    if not run.train.frozen or not stage.first:
-        return -1
-    for name, parameter in run_table(run, stage).items():
-        if parameter.is_trained and name.startswith("blocks."):
-            return int(name.split(".")[1])
-        if parameter.is_trained and name == "embedding.weight":
-            return -1
-    return None
-
-
 def _chunk_of(size: int, ranks: int, rank: int) -> int:
     """Return how many of `size` rows are one rank's: chunks of ceil(size/ranks), the last ones smaller, or empty."""
     chunk = -(-size // ranks)

@@ -215,11 +215,11 @@ def _parts_s(costs: CostModel, cluster: Cluster, wire: Wire, fragments: int = 1)
     """Return the seconds of a round of one fragment: of the ranks, of the exchange, and until all has arrived."""
     if not cluster.links:
         return 0.0, 0.0, 0.0
-    numbers = float(costs.workload.matrix_parameters) / fragments
+    numbers = float(costs.workload.trained_parameters) / fragments
     sent = _sent(costs, site_count(cluster), WIRE_BYTES[wire]) / fragments
     travels_s = ROUND_S + between_sites_s(FRAMING * sent, cluster, 2 * ROUND_TRIPS)
     return RANKS_NUMBER_S * numbers, EXCHANGE_NUMBER_S * numbers + EXCHANGE_BYTE_S * sent, travels_s
 
 
 def _sent(costs: CostModel, sites: int, of_number: float) -> float:
-    return 2 * (sites - 1) / sites * of_number * float(costs.workload.matrix_parameters)
+    return 2 * (sites - 1) / sites * of_number * float(costs.workload.trained_parameters)

@@ -64,10 +64,9 @@ from argosy.plan.cost.exact_state import (
     dp_rank_of,
     local_shard_of,
     place_of,
-    reached_layers,
     stages_on,
 )
-from argosy.plan.parameters import Parameter, Stage, run_table
+from argosy.plan.parameters import Parameter, Stage, reached_layers, run_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.plan.sync import COMPRESSORS, Sent, Summand, is_summed_exactly
