@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from argosy.checkpoint import read_back, store
-from argosy.checkpoint.checksums import DamagedCheckpoint
-from argosy.checkpoint.names import shard_name
+from argosy.checkpoint.checksums import DamagedCheckpoint, shard_name
 from argosy.checkpoint.rank_writer import SaveOrder, commit_part
 from argosy.checkpoint.read_back import verify_together, vouch
 from argosy.checkpoint.store import Checkpoint

@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 
 from argosy.observe.collectives import FUNCTIONAL, METHODS, CommunicationMeter
 from argosy.observe.wire import WireCounter
-from argosy.parallel.collectives import gather_sequence
+from argosy.parallel.tensor import gather_sequence
 from argosy.parallel.world import World
 
 LATE_S = 0.3

@@ -22,12 +22,12 @@ from argosy.models.initialize import materialize
 from argosy.models.own_family import load_family
 from argosy.models.own_loss import own_loss
 from argosy.parallel.context import RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
+from argosy.parallel.data import shard_fully
 from argosy.parallel.expert import SplitRows, split_experts
 from argosy.parallel.mesh import Meshes, lay_out_meshes
 from argosy.parallel.model import DTYPES, ParallelModel
 from argosy.parallel.offload import offload_activations
 from argosy.parallel.recompute import apply_recompute
-from argosy.parallel.shard import shard_fully
 from argosy.parallel.tensor import GatheredLoss, VocabularyLoss, split_over_ranks
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import stages_on

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.config.model import ModelConfig
 from argosy.models.experts import Compute, Load, MoE, Rows, inverse, take_rows
-from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence
-from argosy.parallel.tensor import split
+from argosy.parallel.tensor import gather_sequence, reduce_scatter_sequence, split
 from argosy.plan.parameters import inside, moe_table
 
 # n ranks, E experts, e of them on each rank, P pairs of token and expert that this rank has, Q that it computes

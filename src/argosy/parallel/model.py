@@ -18,13 +18,12 @@ from argosy.models.experts import MoE
 from argosy.observe.clock import StepClock
 from argosy.parallel.buckets import Bucket, GradientSync, SumRanks
 from argosy.parallel.context import shard_sequence
-from argosy.parallel.data import GradientSum
+from argosy.parallel.data import FullySharded, GradientSum
 from argosy.parallel.gradients import LocalSquares, has_own_gradients, square_share
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
 from argosy.parallel.pieces import PlacedPiece, pieces_of
 from argosy.parallel.pipeline import Pipeline, Schedule, Sequential
-from argosy.parallel.shard import FullySharded
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.plan.sync import is_summed_exactly

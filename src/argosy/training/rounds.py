@@ -20,9 +20,8 @@ from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
 from argosy.sync.sites.ledger import dealt_in
 from argosy.training.agreement import Agreement, Waiting
-from argosy.training.pace import Pace
 from argosy.training.parts import Parts
-from argosy.training.schedule import learning_rate
+from argosy.training.schedule import Pace, learning_rate
 from argosy.training.site_files import SiteFiles
 from argosy.training.step import Requests, StepOutcome
 
