@@ -39,8 +39,7 @@ from argosy.probe.compute import (
     measure_layer_host,
     measure_matmuls,
 )
-from argosy.probe.machine import machine_of
-from argosy.probe.probe import as_cluster
+from argosy.probe.probe import as_cluster, machine_of
 from argosy.training.state import TrainState
 from argosy.training.step import Step
 from thin_link_model import ROWS, configuration, rows

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from argosy.config.schema import RunConfig
     from argosy.data.prepare import prepare
     from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
-    from argosy.inference.evaluate import evaluate
-    from argosy.inference.generate import generate
     from argosy.inference.huggingface import export_checkpoint, import_checkpoint
+    from argosy.inference.trained_model import evaluate, generate
     from argosy.launch.local import train
     from argosy.observe.report import Report
     from argosy.plan.plan import Plan
@@ -59,9 +58,9 @@ _HOME = {
     "RunFailed": "argosy.errors",
     "UserError": "argosy.errors",
     "best_plans": "argosy.plan.report.ask",
-    "evaluate": "argosy.inference.evaluate",
+    "evaluate": "argosy.inference.trained_model",
     "export_checkpoint": "argosy.inference.huggingface",
-    "generate": "argosy.inference.generate",
+    "generate": "argosy.inference.trained_model",
     "import_checkpoint": "argosy.inference.huggingface",
     "load": "argosy.config.load",
     "parity": "argosy.compare.parity",

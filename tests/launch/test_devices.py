@@ -54,7 +54,7 @@ def test_the_number_format_follows_what_a_cpu_is_and_not_the_moment(text, is_fas
     if text is not None:
         cpus.write_text(text)
     monkeypatch.setattr("argosy.launch.devices.CPUS", cpus)
-    monkeypatch.setattr("argosy.observe.peak.matmul_peak_flops", None)  # nothing is measured
+    monkeypatch.setattr("argosy.observe.clock.matmul_peak_flops", None)  # nothing is measured
     run = RunConfig(plan="auto", launch=LaunchConfig(device="cpu", processes=1))
     assert devices_of_run(run).fast_bf16 is is_fast
 

@@ -16,12 +16,13 @@ from argosy.config.schema import RunConfig
 from argosy.models.decoder import microbatches
 from argosy.models.layers import local
 from argosy.observe.collectives import CommunicationMeter
-from argosy.observe.wire import Counts, WireCounter
+from argosy.observe.wire import Counts
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import StateBytes, state_bytes
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.sync import COMPRESSED
 from tiny import eager, run_config, train_step
+from wire_counter import WireCounter
 
 UNEVEN = {"layers": 4, "vocab_size": 403}  # rows that no number of ranks here divides
 ROWS = np.random.default_rng(0).integers(1, 403, (8, 33)).astype(np.int32)

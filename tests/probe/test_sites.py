@@ -16,8 +16,7 @@ from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.local_machine import own_part
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe import sites
-from argosy.probe.joined import joined, probe_links
-from argosy.probe.sites import joined_links
+from argosy.probe.sites import joined, joined_links, probe_links
 
 
 @pytest.fixture(autouse=True)

@@ -62,11 +62,11 @@ def test_every_module_that_is_started_has_a_main(module):
 
 def test_none_is_overlooked():
     assert {entry.module.removeprefix("argosy.") for entry in ENTRIES} == {
-        "supervise.worker", "processes.rendezvous", "resilience.node_check", "probe.start",
+        "supervise.worker", "processes.rendezvous", "resilience.node_check", "probe.probe",
     }  # fmt: skip
     assert {module.removeprefix("argosy.") for module in CHILDREN} == {
         "processes.fork_server", "checkpoint.writer", "data.worker", "supervise.coordinator",
-        "resilience.migration_cost", "sinks.follower", "sinks.worker", "sync.sites.main",
+        "resilience.replanner", "sinks.follower", "sinks.worker", "sync.sites.main",
         "training.server.main",
     }  # fmt: skip
 

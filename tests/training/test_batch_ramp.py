@@ -11,7 +11,7 @@ from argosy.chaos.run import read_ledger
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics
 from argosy.parallel.world import World
 from argosy.plan.check import check_plan
 from argosy.plan.cost.cost_model import CostModel

@@ -20,7 +20,7 @@ from argosy.checkpoint.store import Checkpoint
 from argosy.config.schema import CheckpointConfig, OptimizerConfig
 from argosy.errors import ArgosyError, StorageError, UserError
 from argosy.observe.events import Events, read_lines
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World

@@ -23,7 +23,7 @@ from argosy.errors import StorageError
 from argosy.models.decoder import microbatches
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.parallel.apply import apply
 from argosy.parallel.peers import Peers, Talk, together
 from argosy.parallel.world import CPU, World

@@ -20,8 +20,7 @@ from argosy.config.sites import SiteConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
 from argosy.observe.clock import StepClock
-from argosy.observe.events import Events, read_lines
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Events, Metrics, read_lines
 from argosy.observe.report import Report
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World

@@ -25,7 +25,7 @@ import tyro
 from argosy.cli.help import ALL, SHORT, fitted
 from argosy.cli.options import must_be_folder, parse
 from argosy.errors import ArgosyError, UserError
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.observe.terminal import printable
 
 if TYPE_CHECKING:

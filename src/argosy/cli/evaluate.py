@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
         raise UserError("--max-tokens and --seq-len must be at least 1.")
     must_be_folder(options.path)
-    from argosy.inference.evaluate import evaluate
+    from argosy.inference.trained_model import evaluate
 
     score = evaluate(
         options.path,

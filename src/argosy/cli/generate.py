@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy generate", Options)
     _check(options)
     must_be_folder(options.path)
-    from argosy.inference.generate import stream
+    from argosy.inference.trained_model import stream
 
     pieces = stream(
         options.path,

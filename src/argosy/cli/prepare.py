@@ -34,7 +34,7 @@ from argosy.config.layers import Setting, Source
 from argosy.config.load import OPTION_MARK, build
 from argosy.data.executors.table import ExecutorName, Machines
 from argosy.errors import ArgosyWarning, DataError, Interrupted, RunFailed, UserError
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.observe.terminal import lasting_output
 
 LITTLE_HELD_OUT = 8 * DataConfig().seq_len

@@ -18,8 +18,8 @@ from argosy.launch.own_folder import check_is_own
 from argosy.launch.site_jobs import are_there, jobs_of, printed_by
 from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of, secret_of
 from argosy.sync.sites.layout import SITES, home_of, kept_in
+from argosy.watch.library import find_runs, own_id
 from argosy.watch.reader import RunReader, is_run
-from argosy.watch.run_files import find_runs, own_id
 
 
 @dataclass(frozen=True)

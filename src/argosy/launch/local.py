@@ -20,15 +20,16 @@ from argosy.launch.resolve import resolve
 from argosy.launch.shown import Following, OnStep, Shown, shown
 from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
-from argosy.observe.progress import Progress
 from argosy.observe.report import Report
+from argosy.observe.screen import Progress
 from argosy.observe.terminal import lasting_output
 from argosy.plan.check import check_size
 from argosy.plan.plan import is_asynchronous
 from argosy.plan.search.auto import processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks
-from argosy.supervise.agent import WORKER, Agent, node_name, process_name
+from argosy.supervise.agent import Agent, node_name, process_name
+from argosy.supervise.node_workers import WORKER
 from argosy.supervise.place import check_place
 from argosy.sync.server.layout import is_server
 

@@ -19,7 +19,7 @@ from argosy.data.stores.upload import upload
 from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_file
 from argosy.errors import UserError
 from argosy.files import file_sha256
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.plan.cost.estimate import GIB
 from argosy.plan.hardware.devices import is_path
 from argosy.plan.hardware.host_memory import host_memory_bytes, process_memory_bytes

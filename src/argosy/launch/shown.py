@@ -14,11 +14,11 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TextIO
 
-from argosy.observe.new_lines import NewLines
-from argosy.observe.notebook import NotebookSurface, is_in_notebook
+from argosy.observe.line_follower import LineFollower
 from argosy.observe.screen import Screen, read_lines_of
+from argosy.observe.surfaces import NotebookSurface, TerminalSurface, is_in_notebook
 from argosy.observe.terminal import has_live_line
-from argosy.observe.terminal_surface import TerminalSurface
+from argosy.watch.terminal import FolderView
 
 EVERY_S = 0.1
 """How often the file is looked at."""
@@ -39,7 +39,8 @@ class Following:
         self._raised: BaseException | None = None
         self._thread: Thread | None = None
         if on_step is not None:
-            self._lines = NewLines(run_dir / "metrics.jsonl")
+            self._lines = LineFollower(run_dir / "metrics.jsonl", by_line=True)
+            self._lines.take()  # what is there now is not new
             self._thread = Thread(target=self._follow, args=(on_step,), name="argosy-on-step", daemon=True)
 
     def __enter__(self) -> None:
@@ -93,13 +94,13 @@ def shown(quiet: bool = False) -> Iterator[Shown]:
     if out is None:
         yield Shown()
     elif not quiet and is_in_notebook():
-        with _screen(Screen(NotebookSurface()), has_stderr=False) as found:
+        with _screen(Screen(NotebookSurface(), FolderView), has_stderr=False) as found:
             yield found
     elif not _is_standard(out):
         with _pipe(lambda reader: _pass_on(reader, out)) as writer:
             yield Shown(stdout=writer)
     elif not quiet and has_live_line(out):
-        with _screen(Screen(TerminalSurface(out)), has_stderr=sys.stderr.isatty()) as found:
+        with _screen(Screen(TerminalSurface(out), FolderView), has_stderr=sys.stderr.isatty()) as found:
             yield found
     else:
         yield Shown()

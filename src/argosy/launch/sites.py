@@ -14,8 +14,8 @@ from argosy.files import make_folder
 from argosy.launch.children import RUN_FILE, check_codes, free_port, held, started
 from argosy.launch.resolve import resolve, with_known_sizes
 from argosy.launch.servers import settle_worker, train_parts
-from argosy.observe.progress import Progress
 from argosy.observe.report import Report
+from argosy.observe.screen import Progress
 from argosy.plan.hardware.local_machine import cluster_of
 from argosy.plan.plan import NOT_OF_SITES, Plan, is_asynchronous, said_in, way_of_sites, with_sync
 from argosy.plan.search.rounds import CHOSEN, check_sites_of, choose_rounds

@@ -35,10 +35,10 @@ def printable(text: str) -> str:
 
 
 class Owner(Protocol):
-    """Whoever has this process's terminal to itself: an `observe.screen.Screen`."""
+    """The owner of this process's terminal: an `observe.screen.Screen`."""
 
     def take(self, message: dict[str, Any]) -> None:
-        """Show a message of `observe.progress`; waits for nothing."""
+        """Show a message of `Progress`; waits for nothing."""
 
 
 owner: Owner | None = None
@@ -51,7 +51,7 @@ def has_live_line(stream: TextIO) -> bool:
 
 
 def print_message(text: str) -> None:
-    """Print to stderr, in place of the live line if there is one: whoever has that line writes it again below."""
+    """Print to stderr, in place of the live line if there is one; its owner writes it again below."""
     text = printable(text)
     if owner is not None and has_live_line(sys.stderr):
         owner.take({"say": text})

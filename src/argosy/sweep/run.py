@@ -9,7 +9,7 @@ from argosy.compare.results import SWEEP_FILE
 from argosy.errors import UserError
 from argosy.extend.trust import approve
 from argosy.launch.resolve import prepare_shown
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.sweep.driver import Driver
 from argosy.sweep.executor import Asked
 from argosy.sweep.executors.table import Place, executor_on, limits_on

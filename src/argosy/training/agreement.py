@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from argosy.errors import RunFailed
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.training.bad_steps import Action, BadStepPolicy
 from argosy.training.integrity import Integrity
 from argosy.training.parts import Parts

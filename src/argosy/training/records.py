@@ -17,12 +17,11 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.data.order import Range
 from argosy.errors import RunFailed
+from argosy.observe.clock import device_name, matmul_peak_flops, peak_memory_bytes, software
 from argosy.observe.counters import Communication
-from argosy.observe.events import Events
+from argosy.observe.events import Events, Metrics
 from argosy.observe.heartbeat import BESIDE, NOTHING
-from argosy.observe.metrics import Metrics, peak_memory_bytes
-from argosy.observe.peak import device_name, matmul_peak_flops, software
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import DTYPES
 from argosy.parallel.world import World, processes_here

@@ -16,7 +16,7 @@ from argosy.checkpoint.exchange import travels
 from argosy.checkpoint.memory import MemoryCheckpointer, memory_folder
 from argosy.checkpoint.shards import box_bytes
 from argosy.errors import Retryable, RunFailed, StorageError
-from argosy.observe.metrics import forget_peak_memory
+from argosy.observe.clock import forget_peak_memory
 from argosy.parallel.world import give_back_freed_memory
 from argosy.plan.cost.goodput import HOST_COPY_BYTES_PER_S, memory_checkpoint_interval_s
 from argosy.training.bad_steps import MOST_REWINDS, REMEDY, BadStepCounts, BadStepPolicy

@@ -14,7 +14,7 @@ from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
-from argosy.observe.metrics import peak_memory_bytes
+from argosy.observe.clock import peak_memory_bytes
 from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor

@@ -17,11 +17,10 @@ from argosy.data.loader import OpenData
 from argosy.models.decoder import Decoder
 from argosy.models.generate import sample_tokens
 from argosy.models.own_family import load_family
-from argosy.observe.energy_report import RunSoFar, energy_of_run
-from argosy.observe.events import each_line, plan_since
-from argosy.observe.metrics import Metrics
-from argosy.observe.progress import Progress
+from argosy.observe.energy import RunSoFar, energy_of_run
+from argosy.observe.events import Metrics, each_line, plan_since
 from argosy.observe.report import Report, totals, typical, typical_bytes, typical_round_wait_s, typical_update_s
+from argosy.observe.screen import Progress
 from argosy.plan.calibration.reconcile import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.flops import parameters

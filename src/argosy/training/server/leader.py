@@ -15,9 +15,9 @@ from argosy.checkpoint.load import problem_of
 from argosy.config.schema import RunConfig
 from argosy.config.servers import server_name
 from argosy.errors import RunFailed
-from argosy.observe.events import Events
-from argosy.observe.metrics import Metrics, peak_memory_bytes
-from argosy.observe.progress import Progress
+from argosy.observe.clock import peak_memory_bytes
+from argosy.observe.events import Events, Metrics
+from argosy.observe.screen import Progress
 from argosy.sync.server import messages as say
 from argosy.sync.server.dealing import AppliedUpdate, Dealing, rate_of
 from argosy.sync.server.layout import ServerLayout

@@ -29,7 +29,7 @@ from argosy.config.servers import server_name
 from argosy.data.loader import open_data
 from argosy.errors import ArgosyError, RunFailed, UserError
 from argosy.observe.events import Events
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.processes.channel import Gone
 from argosy.processes.child import channel_to_parent, messages
 from argosy.processes.messages import BadMessage

@@ -28,7 +28,7 @@ import torch
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.models.decoder import Microbatch
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics
 from argosy.parallel.gradients import LocalSquares, has_own_gradients, square_share
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
