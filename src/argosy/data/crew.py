@@ -20,6 +20,7 @@ from argosy.data.worker import BEAT_S, SILENT_S
 from argosy.engines.engine import Engine, NeverFits, ProgramJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import ArgosyError, RunFailed, UserError
+from argosy.processes.supervisor import RestartPolicy, Restarts
 
 WORKERS_LOOK_S = 1.0
 """Seconds between two looks of the caller at its workers."""
@@ -73,7 +74,7 @@ class Workers:
         self._state = WorkState(uuid.uuid4().hex, ahead=max(LEAST_AHEAD, 4 * wanted))
         self._told_s = self._looked_s = -1e9
         self._beats: dict[str, tuple[int, float]] = {}
-        self._ends = 0
+        self._restarts = Restarts(RestartPolicy(most_failures=MOST_ENDS * wanted))
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +104,7 @@ class Workers:
                 )
                 found = self._wait(task, chunk)
                 yield task, chunk, found
-                self._ends = 0
+                self._restarts.progress()
                 chunk, start, is_last = chunk + 1, found.end, found.is_last
 
     def finish(self) -> None:
@@ -166,9 +167,8 @@ class Workers:
         ended |= {name: f"it shows no life for {SILENT_S:.0f} s" for name in states if self._is_silent(name, beats)}
         if ended:
             self._folder.release_all(set(ended))
-            self._ends += len(ended)
-            if self._ends >= MOST_ENDS * self._wanted:
-                raise _ended(next(iter(ended.values())), self._ends, self._folder)
+            if None in [self._restarts.ended() for _ in ended]:
+                raise _ended(next(iter(ended.values())), self._restarts.failures, self._folder)
             for name in ended:
                 del states[name]
             self._start(len(ended))

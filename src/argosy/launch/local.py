@@ -25,7 +25,7 @@ from argosy.launch.devices import ask, devices_of_run
 from argosy.launch.resolve import check_profile, resolve
 from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
-from argosy.observe.new_lines import NewLines
+from argosy.observe.line_follower import LineFollower
 from argosy.observe.report import Report
 from argosy.observe.screen import Progress, Screen, read_lines_of
 from argosy.observe.surfaces import NotebookSurface, TerminalSurface, is_in_notebook
@@ -35,7 +35,8 @@ from argosy.plan.plan import is_asynchronous
 from argosy.plan.search.auto import processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks
-from argosy.supervise.agent import WORKER, Agent, node_name, process_name
+from argosy.supervise.agent import Agent, node_name, process_name
+from argosy.supervise.node_workers import WORKER
 from argosy.supervise.place import check_place
 from argosy.sync.server.layout import is_server
 from argosy.watch.terminal import FolderView
@@ -161,7 +162,8 @@ class Following:
         self._raised: BaseException | None = None
         self._thread: Thread | None = None
         if on_step is not None:
-            self._lines = NewLines(run_dir / "metrics.jsonl")
+            self._lines = LineFollower(run_dir / "metrics.jsonl", by_line=True)
+            self._lines.take()  # what is there now is not new
             self._thread = Thread(target=self._follow, args=(on_step,), name="argosy-on-step", daemon=True)
 
     def __enter__(self) -> None:

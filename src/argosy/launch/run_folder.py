@@ -39,8 +39,8 @@ from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on
 from argosy.processes.secret import NAME as SECRET
 from argosy.processes.tls import FOLDER as TLS
-from argosy.supervise.handover import FILE as MEMBERSHIP
-from argosy.supervise.lease.folder import FOLDER as COORDINATORS
+from argosy.supervise.lease.lease import FOLDER as COORDINATORS
+from argosy.supervise.nodes import HANDOVER_FILE as MEMBERSHIP
 from argosy.sync.server.ledger import NAME as LEDGER
 from argosy.sync.sites.layout import SITES, home_of, site_folder
 from argosy.sync.sites.length import check_length
