@@ -1,0 +1,144 @@
+"""Fit the constants of serving to published rows: the most probable ones, given what was assumed beforehand.
+
+The logarithm of a constant is normal around its guess. An engine, its old releases, a maker of devices, and an engine on
+a maker's devices each shift some of them (`SHIFTED`) by effects that are normal around 0, so that few rows move one
+little; a publisher shifts all of its rows alike. Errors of rows have heavy tails (Student's t). Gauss-Newton on
+reweighted residuals finds the maximum (Marquardt 1963).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from serving_rows import ServingRow, ServingTable
+
+from argosy.plan.cost.serving_constants import ServingConstants
+
+Floats = NDArray[np.float64]
+
+NAMES = tuple(f.name for f in fields(ServingConstants) if f.name not in ("compute", "overhead"))
+"""Constants of the population."""
+SHIFTED = {"compute": 0.25, "overhead": 0.5, "cache": 0.3, "sequence_s": 0.6}
+"""Constants that effects shift, and the standard deviation of a shift's logarithm."""
+PUBLISHER_STD = 0.15
+ROW_STD = 0.12
+FREEDOM, ROUNDS, DIFFERENCE = 4, 40, 1e-4
+
+
+def effects_of(row: ServingRow) -> tuple[str, ...]:
+    """Return the groups whose effects a row has, from the wide to the narrow."""
+    engine = (row.lineage, row.engine) if row.engine else ()
+    # Most devices are NVIDIA's: the others differ from them.
+    vendor = () if row.vendor == "NVIDIA" else (row.vendor, f"{row.engine} on {row.vendor}")
+    return tuple(dict.fromkeys((*engine, *vendor)))
+
+
+@dataclass(frozen=True)
+class ServingFit:
+    """The result of a fit, in logarithms."""
+
+    constants: dict[str, float]
+    shifts: dict[tuple[str, str], float]
+    """(Group, constant) -> shift."""
+    publishers: dict[str, float]
+
+    def of(self, rows: list[ServingRow]) -> ServingConstants:
+        """Return the constants of each row, a column each, without its publisher's offset."""
+        found = {name: np.full(len(rows), log) for name, log in self.constants.items()}
+        found |= {name: found.get(name, np.zeros(len(rows))).copy() for name in SHIFTED}
+        for index, row in enumerate(rows):
+            for group in effects_of(row):
+                for name in SHIFTED:
+                    found[name][index] += self.shifts.get((group, name), 0.0)
+        return ServingConstants(**{name: np.exp(column) for name, column in found.items()})
+
+
+def fit(table: ServingTable, weights: Floats | None = None) -> ServingFit:
+    """Return the most probable constants and effects; weights: what each row counts (default: `row_weights`)."""
+    rows = table.rows
+    declared = {f.name: f for f in fields(ServingConstants)}
+    of_row = [effects_of(row) for row in rows]
+    groups = sorted({group for each in of_row for group in each})
+    publishers = sorted(set(table.publisher))
+    masks = {group: np.array([group in each for each in of_row], float) for group in groups}
+    keys = [(group, name) for group in groups for name in SHIFTED]
+    center = np.log([float(declared[name].default) for name in NAMES])  # type: ignore[arg-type]
+    scale = np.concatenate(
+        [
+            np.log([declared[name].metadata["spread"] for name in NAMES]),
+            [SHIFTED[name] for _, name in keys],
+            np.full(len(publishers), PUBLISHER_STD),
+        ]
+    )
+    origin = np.concatenate([center, np.zeros(len(keys) + len(publishers))])
+    member = np.array([table.publisher == name for name in publishers], float).T
+    # One publisher's rows share what its constants leave over; throughputs are inverse to times.
+    sign = np.where(table.metric == "throughput", -1.0, 1.0)
+    member = member * sign[:, None]
+    counts = (row_weights(rows) if weights is None else weights) ** 0.5
+    logs = np.log(table.measured)
+    used = tuple(dict.fromkeys((*NAMES, *SHIFTED)))
+
+    def unpack(point: Floats) -> ServingFit:
+        numbers = point.tolist()
+        k, e = len(NAMES), len(keys)
+        return ServingFit(
+            dict(zip(NAMES, numbers[:k], strict=True)),
+            dict(zip(keys, numbers[k : k + e], strict=True)),
+            dict(zip(publishers, numbers[k + e :], strict=True)),
+        )
+
+    def miss_of(constants: ServingConstants, point: Floats) -> Floats:
+        return np.asarray(np.log(table.predict(constants)) + member @ point[-len(publishers) :] - logs)
+
+    def columns(constants: ServingConstants) -> dict[str, Floats]:
+        base = np.log(table.predict(constants))
+        return {
+            name: (np.log(table.predict(replace(constants, **{name: getattr(constants, name) * np.exp(DIFFERENCE)}))) - base)
+            / DIFFERENCE
+            for name in used
+        }  # fmt: skip
+
+    def cost(miss: Floats, point: Floats) -> float:
+        tail = (FREEDOM + 1) * np.log1p((miss / ROW_STD) ** 2 / FREEDOM)
+        return float((counts**2 * tail).sum() + (((point - origin) / scale) ** 2).sum()) / 2
+
+    point, damping = origin.copy(), 1e-2
+    constants = unpack(point).of(rows)
+    miss = miss_of(constants, point)
+    best = cost(miss, point)
+    for _ in range(ROUNDS):
+        slopes = columns(constants)
+        whole = np.column_stack(
+            [*(slopes[name] for name in NAMES), *(masks[g] * slopes[name] for g, name in keys), member]
+        )
+        weight = counts**2 * (FREEDOM + 1) / (FREEDOM + (miss / ROW_STD) ** 2) / ROW_STD**2
+        curvature = whole.T * weight @ whole + np.diag(scale**-2)
+        gradient = whole.T @ (weight * miss) + (point - origin) / scale**2
+        while damping < 1e6:
+            trial = point - np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
+            tried = unpack(trial).of(rows)
+            missed = miss_of(tried, trial)
+            found = cost(missed, trial)
+            if found < best:
+                break
+            damping *= 4
+        else:
+            break
+        gained, point, miss, best, constants = best - found, trial, missed, found, tried
+        damping /= 4
+        if gained < 1e-2:
+            break
+    return unpack(point)
+
+
+def row_weights(rows: list[ServingRow]) -> Floats:
+    """Return a weight for each row: n rows of one source, engine, device and model count as the square root of n.
+
+    They are neither independent (n would count) nor one measurement (1 would).
+    """
+    keys = [(row.publisher, row.engine, row.device.name, row.model, row.metric) for row in rows]
+    counts = {key: keys.count(key) for key in set(keys)}
+    return np.array([counts[key] ** -0.5 for key in keys])
