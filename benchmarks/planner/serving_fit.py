@@ -1,7 +1,7 @@
 """Fit the constants of serving to published rows: the most probable ones, given what was assumed beforehand.
 
-The logarithm of a constant is normal around its guess. An engine, its old releases, a maker of devices, and an engine on
-a maker's devices each shift some of them (`SHIFTED`) by effects that are normal around 0, so that few rows move one
+The logarithm of a constant is normal around its guess. The years before 2025, an engine, its old releases, a maker of
+devices, and an engine on a maker's devices each shift some of them (`SHIFTED`) by effects that are normal around 0, so that few rows move one
 little; a publisher shifts all of its rows alike. Errors of rows have heavy tails (Student's t). Gauss-Newton on
 reweighted residuals finds the maximum (Marquardt 1963).
 """
@@ -20,19 +20,13 @@ Floats = NDArray[np.float64]
 
 NAMES = tuple(f.name for f in fields(ServingConstants) if f.name not in ("compute", "overhead"))
 """Constants of the population."""
-SHIFTED = {"compute": 0.25, "overhead": 0.5, "cache": 0.3, "sequence_s": 0.6}
+SHIFTED = {"compute": 0.15, "overhead": 0.4, "matmul": 0.15, "cache": 0.25, "sequence_s": 0.5}
 """Constants that effects shift, and the standard deviation of a shift's logarithm."""
+ON_VENDOR = 3.0
+"""How much wider effects of an engine on a maker's devices are: ports differ more than engines do."""
 PUBLISHER_STD = 0.15
 ROW_STD = 0.12
-FREEDOM, ROUNDS, DIFFERENCE = 4, 40, 1e-4
-
-
-def effects_of(row: ServingRow) -> tuple[str, ...]:
-    """Return the groups whose effects a row has, from the wide to the narrow."""
-    engine = (row.lineage, row.engine) if row.engine else ()
-    # Most devices are NVIDIA's: the others differ from them.
-    vendor = () if row.vendor == "NVIDIA" else (row.vendor, f"{row.engine} on {row.vendor}")
-    return tuple(dict.fromkeys((*engine, *vendor)))
+FREEDOM, ROUNDS, DIFFERENCE = 4, 25, 1e-4
 
 
 @dataclass(frozen=True)
@@ -49,17 +43,17 @@ class ServingFit:
         found = {name: np.full(len(rows), log) for name, log in self.constants.items()}
         found |= {name: found.get(name, np.zeros(len(rows))).copy() for name in SHIFTED}
         for index, row in enumerate(rows):
-            for group in effects_of(row):
+            for group in row.groups:
                 for name in SHIFTED:
                     found[name][index] += self.shifts.get((group, name), 0.0)
         return ServingConstants(**{name: np.exp(column) for name, column in found.items()})
 
 
-def fit(table: ServingTable, weights: Floats | None = None) -> ServingFit:
-    """Return the most probable constants and effects; weights: what each row counts (default: `row_weights`)."""
+def fit(table: ServingTable, begin: ServingFit | None = None) -> ServingFit:
+    """Return the most probable constants and effects; begin: where the search begins (default: the guesses)."""
     rows = table.rows
     declared = {f.name: f for f in fields(ServingConstants)}
-    of_row = [effects_of(row) for row in rows]
+    of_row = [row.groups for row in rows]
     groups = sorted({group for each in of_row for group in each})
     publishers = sorted(set(table.publisher))
     masks = {group: np.array([group in each for each in of_row], float) for group in groups}
@@ -68,7 +62,7 @@ def fit(table: ServingTable, weights: Floats | None = None) -> ServingFit:
     scale = np.concatenate(
         [
             np.log([declared[name].metadata["spread"] for name in NAMES]),
-            [SHIFTED[name] for _, name in keys],
+            [SHIFTED[name] * (ON_VENDOR if " on " in group else 1.0) for group, name in keys],
             np.full(len(publishers), PUBLISHER_STD),
         ]
     )
@@ -77,7 +71,7 @@ def fit(table: ServingTable, weights: Floats | None = None) -> ServingFit:
     # One publisher's rows share what its constants leave over; throughputs are inverse to times.
     sign = np.where(table.metric == "throughput", -1.0, 1.0)
     member = member * sign[:, None]
-    counts = (row_weights(rows) if weights is None else weights) ** 0.5
+    counts = row_weights(rows)
     logs = np.log(table.measured)
     used = tuple(dict.fromkeys((*NAMES, *SHIFTED)))
 
@@ -103,9 +97,17 @@ def fit(table: ServingTable, weights: Floats | None = None) -> ServingFit:
 
     def cost(miss: Floats, point: Floats) -> float:
         tail = (FREEDOM + 1) * np.log1p((miss / ROW_STD) ** 2 / FREEDOM)
-        return float((counts**2 * tail).sum() + (((point - origin) / scale) ** 2).sum()) / 2
+        return float((counts * tail).sum() + (((point - origin) / scale) ** 2).sum()) / 2
 
     point, damping = origin.copy(), 1e-2
+    if begin is not None:
+        point = np.array(
+            [
+                *(begin.constants[name] for name in NAMES),
+                *(begin.shifts.get(key, 0.0) for key in keys),
+                *(begin.publishers.get(name, 0.0) for name in publishers),
+            ]
+        )
     constants = unpack(point).of(rows)
     miss = miss_of(constants, point)
     best = cost(miss, point)
@@ -114,7 +116,7 @@ def fit(table: ServingTable, weights: Floats | None = None) -> ServingFit:
         whole = np.column_stack(
             [*(slopes[name] for name in NAMES), *(masks[g] * slopes[name] for g, name in keys), member]
         )
-        weight = counts**2 * (FREEDOM + 1) / (FREEDOM + (miss / ROW_STD) ** 2) / ROW_STD**2
+        weight = counts * (FREEDOM + 1) / (FREEDOM + (miss / ROW_STD) ** 2) / ROW_STD**2
         curvature = whole.T * weight @ whole + np.diag(scale**-2)
         gradient = whole.T @ (weight * miss) + (point - origin) / scale**2
         while damping < 1e6:
@@ -129,7 +131,7 @@ def fit(table: ServingTable, weights: Floats | None = None) -> ServingFit:
             break
         gained, point, miss, best, constants = best - found, trial, missed, found, tried
         damping /= 4
-        if gained < 1e-2:
+        if gained < 0.1:
             break
     return unpack(point)
 
@@ -139,6 +141,6 @@ def row_weights(rows: list[ServingRow]) -> Floats:
 
     They are neither independent (n would count) nor one measurement (1 would).
     """
-    keys = [(row.publisher, row.engine, row.device.name, row.model, row.metric) for row in rows]
+    keys = [(row.publisher, row.engine.label, row.device.name, row.model, row.metric) for row in rows]
     counts = {key: keys.count(key) for key in set(keys)}
     return np.array([counts[key] ** -0.5 for key in keys])

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import csv
 import re
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from argosy.errors import UserError
 from argosy.plan.cost.inference import Cut, Formats, Latencies, ServingModel, Traffic
 from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.serving_constants import ServingConstants
+from argosy.plan.cost.serving_constants import Engine, ServingConstants
 from argosy.plan.hardware.devices import Device, Format, find_device
 from argosy.plan.workload import Workload, stack
 
@@ -36,23 +37,8 @@ TIMES = ("ttft", "tpot", "e2e_latency")
 MODELS = Path(__file__).parent / "serving_models.csv"
 MOST_SEQUENCES = 2048
 """Sequences at a time where a source says "max": TensorRT-LLM's default."""
-ENGINES = {
-    "TensorRT-LLM": r"tensorrt|trt-?llm|\bnim\b",
-    "vLLM": r"vllm",
-    "SGLang": r"sglang",
-    "LMDeploy": r"lmdeploy|turbomind",
-    "FasterTransformer": r"fastertransformer",
-    "DeepSpeed-MII": r"deepspeed-?(mii|fastgen)",
-    "DeepSpeed": r"deepspeed",
-    "llama.cpp": r"llama\.?cpp",
-    "TGI": r"\btgi\b|text-generation-inference",
-}
-"""Engine -> how sources write it."""
-NEW = {"vLLM": (0, 6), "TensorRT-LLM": (1, 0)}
-"""Releases before these count as an engine of their own: vLLM 0.6 took scheduling off the path of passes, TensorRT-LLM
-1.0 runs PyTorch modules."""
-
-
+PUBLISHERS = ("docs.vultr", "docs.nvidia.com/nim", "buildkite", "ROCm", "dstackai")
+"""Publishers, by how addresses of their pages begin; others are named by the first word of a source."""
 @dataclass(frozen=True)
 class Source:
     """What a source says outside of its rows."""
@@ -98,8 +84,7 @@ class ServingRow:
 
     line: int
     publisher: str
-    engine: str
-    """Engine, with "old" if it is one of `NEW` before that release; "" if unknown."""
+    engine: Engine
     model: str
     device: Device
     work: Workload
@@ -116,14 +101,14 @@ class ServingRow:
     cells: tuple[str, ...]
 
     @property
-    def lineage(self) -> str:
-        """The engine without its release."""
-        return self.engine.removesuffix(" old")
-
-    @property
     def vendor(self) -> str:
         """Maker of the device."""
         return self.device.vendor
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Groups whose shifts of constants it has."""
+        return self.engine.groups(self.vendor)
 
 
 def read(path: Path) -> tuple[list[ServingRow], list[tuple[int, str]]]:
@@ -147,27 +132,16 @@ def read(path: Path) -> tuple[list[ServingRow], list[tuple[int, str]]]:
     return rows, skipped
 
 
+def held_out(row: ServingRow) -> bool:
+    """Return True for a fifth of the published (publisher, device, model) groups, which nothing is ever fitted to."""
+    group = "|".join((row.publisher, row.cells[COLUMNS.index("device")], row.model))
+    return zlib.crc32(group.encode()) % 5 == 0
+
+
 def publisher_of(source: str) -> str:
     """Return the publisher: sources of one repository or site measure alike."""
-    return re.split(r"[ @(]", source)[0] or source
-
-
-def engine_of(source: str, version: tuple[int, int] | None = None) -> str:
-    """Return the engine of a source, its version from the text or as given; "" if no known one is named."""
-    text = source.lower()
-    # The last part of a source names the engine where a suite's name holds another's (vllm-benchmark: SGLang).
-    found = [(text.rfind(m[-1]), name) for name, pattern in ENGINES.items() if (m := _matches(pattern, text))]
-    if not found:
-        return ""
-    exact = [name for _, name in found]
-    engine = "DeepSpeed-MII" if "DeepSpeed-MII" in exact else max(found)[1]
-    said = re.search(r"(?:vllm|tensorrt-llm|trt-?llm)[ :@]*v?(\d+)\.(\d+)", text)
-    number = (int(said[1]), int(said[2])) if said else version
-    return f"{engine} old" if engine in NEW and number is not None and number < NEW[engine] else engine
-
-
-def _matches(pattern: str, text: str) -> list[str]:
-    return [m.group(0) for m in re.finditer(pattern, text)]
+    begin = re.split(r"[ @(:]", source)[0]
+    return next((name for name in PUBLISHERS if begin.startswith(name)), begin)
 
 
 def _row(line: int, cell: dict[str, str]) -> ServingRow:
@@ -177,7 +151,7 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         raise Skip(f"value = {cell['value']!r} is not a number above 0")
     if cell["unit"] == "ms":
         value /= 1000
-    engine = engine_of(f"{cell['source']} {source.engine}", source.version)
+    engine = Engine.of(f"{cell['source']} {source.engine}", source.version)
     prompt, output = _number(cell, "input_len"), _number(cell, "output_len")
     if not prompt or (not output and metric != "ttft"):
         raise Skip("input_len or output_len is not known")
@@ -186,7 +160,7 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
     tp, pp = _number(cell, "tp") or 0.0, _number(cell, "pp") or 0.0
     devices = _number(cell, "devices") or max(1.0, tp * pp)
     if not tp:  # llama.cpp gives each device some layers; elsewhere one replica has all
-        tp, pp = (1.0, devices) if engine == "llama.cpp" else (devices / max(1.0, pp), max(1.0, pp))
+        tp, pp = (1.0, devices) if engine.name == "llama.cpp" else (devices / max(1.0, pp), max(1.0, pp))
     pp = pp or 1.0
     own_attention = "dp" in re.split(r"[ -]", cell["precision"].lower()) and work.experts > 0
     replicas = devices if own_attention else max(1.0, devices / (tp * pp))
@@ -292,7 +266,7 @@ def _of_sizes(sizes: dict[str, float]) -> tuple[Workload, float, float | None]:
     return work, given("cached_layers") or given("layers"), given("weight_bits") or None
 
 
-def _formats(cell: dict[str, str], device: Device, engine: str, bits: float | None) -> tuple[Formats, Rates]:
+def _formats(cell: dict[str, str], device: Device, engine: Engine, bits: float | None) -> tuple[Formats, Rates]:
     precision, text = cell["precision"].lower(), f"{cell['precision']} {cell['source']}".lower()
     four_bits = re.search(r"int4|awq|gptq|w4a16|q4", precision)
     narrow: Format = "fp4" if "fp4" in precision else "fp8"
@@ -304,7 +278,7 @@ def _formats(cell: dict[str, str], device: Device, engine: str, bits: float | No
     peak = (rates.narrow * rates.achieved_narrow) if computes_narrow else (rates.half * rates.achieved_half)
     if re.search(r"1[06]|bf16|fp16|half", precision) and weight_bytes == 1.0 and "fp8" not in precision:
         weight_bytes = 2.0
-    small_cache = weight_bytes <= 1.0 and (engine.startswith("TensorRT-LLM") or re.search(r"fp8[- ]?kv|kv[- ]?fp8", text))
+    small_cache = weight_bytes <= 1.0 and (engine.name == "TensorRT-LLM" or re.search(r"fp8[- ]?kv|kv[- ]?fp8", text))
     weight = min(weight_bytes, bits / 8) if bits else weight_bytes
     return Formats(weight, 1.0 if small_cache else 2.0, peak, float(bool(computes_narrow))), rates
 
@@ -322,7 +296,6 @@ class ServingTable:
         self.metric = np.array([row.metric for row in rows])
         self.measured = np.array([row.value for row in rows])
         self.publisher = np.array([row.publisher for row in rows])
-        self.engine = np.array([row.engine for row in rows])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -348,5 +321,3 @@ class ServingTable:
         of_metric = {"ttft": found.ttft_s, "tpot": found.tpot_s, "e2e_latency": found.e2e_s, "throughput": rate}
         return np.select([self.metric == name for name in of_metric], list(of_metric.values()))
 
-
-__all__ = ["COLUMNS", "TIMES", "ServingRow", "ServingTable", "Skip", "engine_of", "publisher_of", "read", "replace"]

@@ -143,7 +143,8 @@ class ServingModel:
 
     def _device_s(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> Floats:
         work, rates, constants, formats, tp = self.work, self.rates, self.constants, self.formats, self.cut.tp
-        rate = formats.flops_per_s * constants.matmul * np.where(np.asarray(formats.narrow) > 0, constants.narrow, 1.0)
+        filled = 1 / (1 + constants.half_tokens / tokens)
+        rate = formats.flops_per_s * constants.matmul * filled * np.where(np.asarray(formats.narrow) > 0, constants.narrow, 1.0)
         reads = rates.memory_bytes_per_s * constants.bandwidth
         shared = work.moe_layers * work.router_and_shared_parameters
         dense = work.layers * work.attention_parameters + work.dense_layers * work.ffn_parameters + shared
@@ -171,6 +172,7 @@ class ServingModel:
         across = np.asarray(tp * 1.0 > rates.node)
         ring = np.where(across, np.minimum(rates.nic_bytes_per_s, rates.link_bytes_per_s), rates.link_bytes_per_s)
         starts = constants.sum_s + constants.sum_hops * rates.link_latency_s + np.where(across, constants.nic_s, 0.0)
+        starts = starts * constants.overhead / constants.compute  # kernels for small messages are the engine's
         of_sum = np.where(np.asarray(tp) > 1, starts + 2 * (tp - 1) / tp * message / (ring * constants.link), 0.0)
         dealt = np.asarray(self.ep) > np.asarray(tp)
         to_experts = 2 * message * work.experts_per_token / (rates.link_bytes_per_s * constants.link) + 2 * starts
@@ -196,37 +198,31 @@ class ServingModel:
     def latencies(self, traffic: Traffic) -> Latencies:
         """Return the latencies of requests that come so that `traffic.sequences` are on the way at any time."""
         prompt, output = traffic.prompt, np.maximum(1.0, traffic.output)
-        wanted = np.asarray(traffic.sequences, float)
-        room = np.maximum(1.0, self.room(prompt + output / 2))
-        active = np.minimum(wanted, room)
-        decode = _mean_over_context(lambda context: self.decode_s(active, context), prompt, output)
-        alone, steps = self.prefill_s(1.0, prompt), output - 1
-        whole = self.prefill_s(active, prompt)
-        together = np.asarray(traffic.together) > 0
+        wanted, together = np.asarray(traffic.sequences, float), np.asarray(traffic.together) > 0
+        # Engines reserve room for whole answers of a fixed batch; in a steady state, answers are at half on average.
+        room = np.maximum(1.0, self.room(prompt + output * np.where(together, 1.0, 0.5)))
+        turns = np.where(together, np.ceil(wanted / room - 1e-9), 1.0)
+        active = np.where(together, wanted / turns, np.minimum(wanted, room))
+        decode = self.decode_s(active, prompt + output / 2)  # linear in the context, nearly
+        alone, whole = self.prefill_s(1.0, prompt), self.prefill_s(active, prompt)
         # Each of the others is prefilled once while this one is answered.
-        others = np.where(active > 1, whole * (active - 1) / active, 0.0)
-        tpot = np.where(together, decode, decode + others / np.maximum(output, 1.0))
-        burst = self.constants.burst * others
-        tick = np.where(active > 1, 0.5 * decode, 0.0)
-        begins = np.where(together, whole, alone + burst + tick) + self.constants.request_s * self.constants.overhead
-        answers = begins + steps * tpot
-        # By Little's law, requests that find no room wait for a share of those before them.
-        excess = wanted / active - 1
+        others = whole * (active - 1) / active
+        tpot = np.where(together, decode, decode + others / output)
+        waits_for_pass = np.where(active > 1, decode / 2, 0.0)
+        begins = np.where(together, whole, alone + self.constants.burst * others + waits_for_pass)
+        begins = begins + self.constants.request_s * self.constants.overhead
+        answers = begins + (output - 1) * tpot
+        # A fixed batch takes turns. Else, by Little's law, requests wait for room as long as those before them hold it.
+        excess = np.where(together, turns - 1, wanted / active - 1)
         waits = excess * answers
-        cycle = np.where(together, whole, whole) + steps * decode
         return Latencies(
             ttft_s=begins + np.where(together, waits / 2, waits),
             tpot_s=tpot,
             e2e_s=answers + waits,
-            tokens_per_s=active * output / cycle,
+            tokens_per_s=active * output / (whole + (output - 1) * decode),
             room=room,
         )
 
 
 def _soft_max(one: Numbers, other: Numbers) -> Floats:
     return np.asarray((one**SOFTNESS + other**SOFTNESS) ** (1 / SOFTNESS))
-
-
-def _mean_over_context(seconds, prompt: Numbers, output: Numbers) -> Floats:  # type: ignore[no-untyped-def]
-    """Return the mean over the tokens of an answer: decode's time is nearly linear in the context."""
-    return np.asarray(seconds(prompt + output / 2))

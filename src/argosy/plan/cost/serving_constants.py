@@ -6,12 +6,35 @@ holds guesses made before any measurement.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from math import prod
 from pathlib import Path
 
 from argosy.plan.workload import Numbers
 
 SERVING = Path(__file__).parent / "serving.toml"
+"""The file that `benchmarks/planner/fit_serving.py` writes."""
+ENGINES = {
+    "vLLM": r"vllm",
+    "SGLang": r"sglang",
+    "TensorRT-LLM": r"tensorrt|trt-?llm|\bnim\b",
+    "LMDeploy": r"lmdeploy|turbomind",
+    "FasterTransformer": r"fastertransformer",
+    "DeepSpeed": r"deepspeed",
+    "DeepSpeed-MII": r"deepspeed-?(?:mii|fastgen)",
+    "llama.cpp": r"llama\.?cpp",
+    "TGI": r"\btgi\b|text-generation-inference",
+}
+"""Engine -> how sources write it."""
+NEW = {"vLLM": (0, 6), "TensorRT-LLM": (0, 16)}
+"""Releases before these, of 2024 and earlier, count as engines of their own ("old"): vLLM 0.6 took scheduling off the
+path of passes, TensorRT-LLM 0.16 has today's kernels for small sums and fp8."""
+PAST = ("FasterTransformer", "DeepSpeed-MII", "DeepSpeed", "llama.cpp", "LMDeploy")
+"""Engines that were measured in releases of 2024 and earlier only."""
 
 
 def _guess(value: float, spread: float) -> Numbers:
@@ -29,6 +52,8 @@ class ServingConstants:
     """Share of the memory bandwidth for reading the cache in pages."""
     matmul: Numbers = _guess(0.75, 1.2)
     """Rate of a model's matmuls over that of large ones."""
+    half_tokens: Numbers = _guess(32, 2.0)
+    """Tokens of a pass that halve the rate of matmuls."""
     narrow: Numbers = _guess(0.75, 1.3)
     """The same of formats of 8 bits and fewer over that of 16: scales, conversions."""
     experts: Numbers = _guess(0.6, 1.4)
@@ -55,9 +80,77 @@ class ServingConstants:
     """Seconds of a sequence in each pass: sampling, text, bookkeeping."""
     request_s: Numbers = _guess(10e-3, 2.0)
     """Seconds of a request before its prefill begins, and until its first token is sent."""
-    burst: Numbers = _guess(0.1, 2.0)
+    burst: Numbers = _guess(0.15, 1.3)
     """Share of the other requests' prefill that a request finds before it, where requests come as others end."""
     compute: Numbers = _guess(1.0, 1.3)
     """Time of what devices compute, read and exchange over that of most engines."""
     overhead: Numbers = _guess(1.0, 1.6)
     """Time of launches, scheduling and sampling over that of most engines."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The software that serves."""
+
+    name: str = ""
+    """A key of `ENGINES`; "" if unknown."""
+    old: bool = False
+    """A release of 2024 or earlier."""
+
+    @classmethod
+    def of(cls, text: str, version: tuple[int, int] | None = None) -> Engine:
+        """Return the engine that a text names last, as "vLLM 0.5" or a source; version: if the text says none."""
+        low = text.lower()
+        found = [(m.start(), name) for name, pattern in ENGINES.items() for m in re.finditer(pattern, low)]
+        if not found:
+            return cls()
+        name = max(found, key=lambda each: (each[0], len(each[1])))[1]
+        said = re.search(rf"(?:{ENGINES[name]})[ :@=-]*v?(\d+)\.(\d+)", low)
+        number = (int(said[1]), int(said[2])) if said else version
+        return cls(name, name in PAST or (name in NEW and number is not None and number < NEW[name]))
+
+    @property
+    def label(self) -> str:
+        """Name of the engine with its age, as in `serving.toml`."""
+        return f"{self.name} old" if self.old and self.name in NEW else self.name
+
+    def groups(self, vendor: str) -> tuple[str, ...]:
+        """Return the groups whose shifts of constants it has on a maker's devices, from the wide to the narrow.
+
+        Most measurements are from NVIDIA's devices, so that the others differ from them.
+        """
+        engine = (self.name, self.label) if self.name else ()
+        port = () if vendor == "NVIDIA" else (vendor, f"{self.label} on {vendor}")
+        return tuple(dict.fromkeys((*(("old",) if self.old else ()), *engine, *port)))
+
+
+@dataclass(frozen=True)
+class FittedServing:
+    """What published measurements tell."""
+
+    constants: ServingConstants
+    shifts: Mapping[str, Mapping[str, float]]
+    """Group -> constant -> factor on it."""
+    spread: Mapping[str, Mapping[str, float]]
+    """Kind of prediction -> metric -> standard deviation of the logarithm of measured over predicted."""
+    publishers: Mapping[str, float]
+    """Publisher -> logarithm of its predicted over measured times: what its setup makes of all its figures."""
+
+    def of(self, engine: Engine, vendor: str) -> ServingConstants:
+        """Return the constants of an engine on a maker's devices; the population's where nothing is known of them."""
+        groups = [self.shifts.get(group, {}) for group in engine.groups(vendor)]
+        return ServingConstants(
+            **{
+                f.name: getattr(self.constants, f.name) * prod(group.get(f.name, 1.0) for group in groups)
+                for f in fields(ServingConstants)
+            }
+        )
+
+
+@cache
+def fitted_serving() -> FittedServing:
+    """Return the constants that fit published measurements best, with the errors of predictions elsewhere."""
+    table = tomllib.loads(SERVING.read_text())
+    return FittedServing(
+        ServingConstants(**table["constants"]), table["shifts"], table["spread"], table["publishers"]
+    )
