@@ -75,6 +75,7 @@ def score(rows: Sequence[ServingRow], few: int) -> dict[str, Any]:
     constants, std = shipped(table)
     if known.any():
         constants = _without_publishers(table, constants, known)
+        std = np.where(known, _std(table, "strangers", burst_std(table, constants)), std)
     if few:
         errors, chosen = calibrated_errors(table, constants, few)
         scored = table.take(chosen)
@@ -103,7 +104,7 @@ def shipped(table: ServingTable) -> tuple[ServingConstants, Floats]:
     Of a publisher that was learnt from, its own offset is taken into account.
     """
     found = fitted_serving()
-    parts = [found.of(row.engine, row.vendor) for row in table.rows]
+    parts = [found.of(row.engine, row.vendor, row.device.name) for row in table.rows]
     names = vars(found.constants)
     constants = ServingConstants(**{name: np.array([getattr(part, name) for part in parts]) for name in names})
     offsets = np.array([found.publishers.get(row.publisher, 0.0) for row in table.rows])
@@ -190,11 +191,11 @@ def burst_std(table: ServingTable, constants: ServingConstants) -> Floats:
 
 
 def _std(table: ServingTable, kind: str, burst: Floats) -> Floats:
-    spread = fitted_serving().spread
-    found = []
+    widths, found = fitted_serving().spread[kind], []
     for row in table.rows:
-        name, plain = f"{row.metric}_{maker(row)}", f"{row.metric}_nvidia"
-        found.append(next(spread[k][n] for k, n in ((kind, name), ("strangers", name), (kind, plain)) if n in spread[k]))
+        names = (f"{row.metric}_{maker(row)}", f"{row.metric}_nvidia", f"e2e_latency_{maker(row)}")
+        one, *others = [widths[name] for name in names if name in widths]
+        found.append(one if names[0] in widths else max(one, *others))
     return np.hypot(found, burst)
 
 

@@ -108,7 +108,7 @@ class ServingRow:
     @property
     def groups(self) -> tuple[str, ...]:
         """Groups whose shifts of constants it has."""
-        return self.engine.groups(self.vendor)
+        return self.engine.groups(self.vendor, self.device.name)
 
 
 def read(path: Path) -> tuple[list[ServingRow], list[tuple[int, str]]]:

@@ -34,6 +34,8 @@ WORKSPACE_BYTES = 2e9
 CHUNK_TOKENS = 8192
 """Most prompt tokens of a pass: vLLM's and TensorRT-LLM's max_num_batched_tokens of 8192."""
 ACTIVATION_BYTES = 2.0
+ADMITTED = 0.1
+"""Share of an answer's cache that has to be free when its prompt is let in; assumed."""
 SOFTNESS = 3.0
 """Exponent p of the soft maximum (x^p + y^p)^(1/p); assumed."""
 
@@ -209,14 +211,18 @@ class ServingModel:
         others = whole * (active - 1) / active
         tpot = np.where(together, decode, decode + others / output)
         waits_for_pass = np.where(active > 1, decode / 2, 0.0)
+        before = np.where(together, active, 1 + self.constants.burst * (active - 1))
         begins = np.where(together, whole, alone + self.constants.burst * others + waits_for_pass)
-        begins = begins + self.constants.request_s * self.constants.overhead
+        begins = begins + (self.constants.request_s + before * self.constants.arrival_s) * self.constants.overhead
         answers = begins + (output - 1) * tpot
         # A fixed batch takes turns. Else, by Little's law, requests wait for room as long as those before them hold it.
         excess = np.where(together, turns - 1, wanted / active - 1)
         waits = excess * answers
+        # With a cache in pages a prompt is let in once it fits with a little of its answer; what does not fit is evicted.
+        let_in = np.maximum(1.0, self.room(prompt + ADMITTED * output))
+        first_turns = np.ceil(wanted / let_in - 1e-9)
         return Latencies(
-            ttft_s=begins + np.where(together, waits / 2, waits),
+            ttft_s=begins + np.where(together, (first_turns - 1) * answers / 2, waits),
             tpot_s=tpot,
             e2e_s=answers + waits,
             tokens_per_s=active * output / (whole + (output - 1) * decode),

@@ -80,6 +80,8 @@ class ServingConstants:
     """Seconds of a sequence in each pass: sampling, text, bookkeeping."""
     request_s: Numbers = _guess(10e-3, 2.0)
     """Seconds of a request before its prefill begins, and until its first token is sent."""
+    arrival_s: Numbers = _guess(0.3e-3, 2.0)
+    """Seconds that each of several requests which come together adds to that."""
     burst: Numbers = _guess(0.15, 1.3)
     """Share of the other requests' prefill that a request finds before it, where requests come as others end."""
     compute: Numbers = _guess(1.0, 1.3)
@@ -114,13 +116,13 @@ class Engine:
         """Name of the engine with its age, as in `serving.toml`."""
         return f"{self.name} old" if self.old and self.name in NEW else self.name
 
-    def groups(self, vendor: str) -> tuple[str, ...]:
-        """Return the groups whose shifts of constants it has on a maker's devices, from the wide to the narrow.
+    def groups(self, vendor: str, device: str) -> tuple[str, ...]:
+        """Return the groups whose shifts of constants it has on a maker's device, from the wide to the narrow.
 
         Most measurements are from NVIDIA's devices, so that the others differ from them.
         """
         engine = (self.name, self.label) if self.name else ()
-        port = () if vendor == "NVIDIA" else (vendor, f"{self.label} on {vendor}")
+        port = () if vendor == "NVIDIA" else (vendor, f"{self.label} on {vendor}", f"{self.label} on {device}")
         return tuple(dict.fromkeys((*(("old",) if self.old else ()), *engine, *port)))
 
 
@@ -136,9 +138,9 @@ class FittedServing:
     publishers: Mapping[str, float]
     """Publisher -> logarithm of its predicted over measured times: what its setup makes of all its figures."""
 
-    def of(self, engine: Engine, vendor: str) -> ServingConstants:
-        """Return the constants of an engine on a maker's devices; the population's where nothing is known of them."""
-        groups = [self.shifts.get(group, {}) for group in engine.groups(vendor)]
+    def of(self, engine: Engine, vendor: str, device: str) -> ServingConstants:
+        """Return the constants of an engine on a maker's device; the population's where nothing is known of them."""
+        groups = [self.shifts.get(group, {}) for group in engine.groups(vendor, device)]
         return ServingConstants(
             **{
                 f.name: getattr(self.constants, f.name) * prod(group.get(f.name, 1.0) for group in groups)
