@@ -65,6 +65,23 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """Speculative or multi-token decoding: cheap guesses that a pass of the model checks (Leviathan et al. 2023)."""
+
+    tokens: int = 0
+    """Guesses a pass."""
+    accepted: float = 0.7
+    """Probability that a guess is right, given those before it are."""
+    cost: float = 0.05
+    """Time of a guess over that of a pass: a draft model of a twentieth, or one layer for several tokens."""
+
+    @property
+    def kept(self) -> float:
+        """Tokens that a pass yields for a sequence, on average."""
+        return float(sum(self.accepted**k for k in range(self.tokens + 1)))
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Requests that a replica answers at a time."""
 
@@ -104,8 +121,10 @@ class ServingModel:
         formats: Formats,
         constants: ServingConstants,
         cached_layers: Numbers | None = None,
+        draft: Draft | None = None,
     ):
         """Set the model up; cached_layers: layers whose cache grows with the sequence (default: all)."""
+        self.draft = draft or Draft()
         self.work, self.rates, self.cut, self.formats = work, rates, cut, formats
         self.constants = constants
         self.cached_layers = work.layers if cached_layers is None else cached_layers
@@ -140,32 +159,46 @@ class ServingModel:
         tokens: new tokens of all sequences; sequences: those that get a token; span: tokens that a new one attends to
         and that are computed with (prefill), 0 in decode; cached: tokens whose cache is read.
         """
-        device = self._device_s(tokens, sequences, span, cached) + self._exchange_s(tokens)
-        return np.asarray(device * self.constants.compute + self._overhead_s(sequences) * self.constants.overhead)
+        return np.asarray(sum(self.pass_parts(tokens, sequences, span, cached).values()))
 
-    def _device_s(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> Floats:
+    def pass_parts(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> dict[str, Floats]:
+        """Return the seconds of a pass by what they are spent on."""
+        parts = {
+            "weights": self._matmul_s(tokens, sequences),
+            "attention": self._attention_s(tokens, span, cached),
+            "exchange": self._exchange_s(tokens),
+        }
+        parts = {name: np.asarray(seconds * self.constants.compute) for name, seconds in parts.items()}
+        return parts | {"overhead": np.asarray(self._overhead_s(sequences) * self.constants.overhead)}
+
+    def _matmul_s(self, tokens: Numbers, sequences: Numbers) -> Floats:
+        """Return the seconds of reading weights and multiplying with them."""
         work, rates, constants, formats, tp = self.work, self.rates, self.constants, self.formats, self.cut.tp
         filled = 1 / (1 + constants.half_tokens / tokens)
-        rate = formats.flops_per_s * constants.matmul * filled * np.where(np.asarray(formats.narrow) > 0, constants.narrow, 1.0)
+        full = formats.flops_per_s * constants.matmul * filled
+        rate = full * np.where(np.asarray(formats.narrow) > 0, constants.narrow, 1.0)
         reads = rates.memory_bytes_per_s * constants.bandwidth
         shared = work.moe_layers * work.router_and_shared_parameters
         dense = work.layers * work.attention_parameters + work.dense_layers * work.ffn_parameters + shared
         seconds = _soft_max(2 * tokens * dense / tp / rate, dense * formats.weight_bytes / tp / reads)
         head = work.vocabulary_parameters / tp
         seconds += _soft_max(2 * sequences * head / (rates.half * constants.matmul), head * 2.0 / reads)
-        experts = np.maximum(1.0, work.experts)
-        chosen = work.experts_per_token / experts
+        chosen = work.experts_per_token / np.maximum(1.0, work.experts)
         # Of attention for sequences of its own, each device sends its tokens to all: experts see those of all devices.
         routed = tokens * np.maximum(1.0, self.ep / tp)
         hit = 1 - (1 - chosen) ** routed
         of_experts = work.moe_layers * work.expert_parameters
         computed = 2 * routed * of_experts * chosen / self.ep / (rate * constants.experts)
-        seconds += _soft_max(computed, of_experts * hit * formats.weight_bytes / self.ep / reads)
+        return np.asarray(seconds + _soft_max(computed, of_experts * hit * formats.weight_bytes / self.ep / reads))
+
+    def _attention_s(self, tokens: Numbers, span: Numbers, cached: Numbers) -> Floats:
+        """Return the seconds of attention, of reading the cache, and of what moves through memory outside matmuls."""
+        work, rates, constants, tp = self.work, self.rates, self.constants, self.cut.tp
         widths = work.heads * (work.key_width + work.value_width) * self.cached_layers
         scores = 2 * tokens * span * widths / tp / (rates.half * rates.achieved_half * constants.attention)
         cache = cached * self.token_cache_bytes * self.cut.pp / (rates.memory_bytes_per_s * constants.cache)
         moved = tokens * work.width * work.layers * ACTIVATION_BYTES * constants.pointwise / tp
-        return np.asarray(seconds + scores + cache + moved / rates.memory_bytes_per_s)
+        return np.asarray(scores + cache + moved / rates.memory_bytes_per_s)
 
     def _exchange_s(self, tokens: Numbers) -> Floats:
         """Return the seconds of two sums over tp ranks in each layer, of tokens' way to experts, and between stages."""
@@ -193,9 +226,20 @@ class ServingModel:
         return passes * self.pass_s(tokens / passes, sequences / passes, prompt / 2, 0.0)
 
     def decode_s(self, sequences: Numbers, context: Numbers) -> Floats:
-        """Return the seconds of one token for each of `sequences`, which have `context` tokens each."""
+        """Return the seconds of one token for each of `sequences`, which have `context` tokens each.
+
+        With a draft it is the mean: a pass checks the drafted tokens of each sequence and keeps those accepted.
+        """
+        return np.asarray(sum(self.decode_parts(sequences, context).values()))
+
+    def decode_parts(self, sequences: Numbers, context: Numbers) -> dict[str, Floats]:
+        """Return the seconds of `decode_s` by what they are spent on."""
+        draft = self.draft
         group = np.maximum(1.0, sequences / self.cut.pp)  # pipeline stages compute for other groups meanwhile
-        return self.pass_s(group, group, 0.0, group * context)
+        parts = self.pass_parts(group * (1 + draft.tokens), group, 0.0, group * context)
+        if draft.tokens:
+            parts["draft"] = draft.tokens * draft.cost * np.asarray(sum(parts.values()))
+        return {name: seconds / draft.kept for name, seconds in parts.items()}
 
     def latencies(self, traffic: Traffic) -> Latencies:
         """Return the latencies of requests that come so that `traffic.sequences` are on the way at any time."""

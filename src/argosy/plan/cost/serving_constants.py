@@ -156,3 +156,14 @@ def fitted_serving() -> FittedServing:
     return FittedServing(
         ServingConstants(**table["constants"]), table["shifts"], table["spread"], table["publishers"]
     )
+
+
+def spread_of(metric: str, vendor: str, calibrated: bool = False) -> float:
+    """Return the standard deviation of the logarithm of measured over predicted.
+
+    metric: ttft, tpot, e2e_latency or throughput; calibrated: rows of the same engine and device were learnt from.
+    """
+    widths = fitted_serving().spread["calibrated" if calibrated else "strangers"]
+    if vendor == "NVIDIA":
+        return widths[f"{metric}_nvidia"]
+    return widths.get(f"{metric}_others", max(widths[f"{metric}_nvidia"], widths["e2e_latency_others"]))
