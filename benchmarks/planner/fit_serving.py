@@ -3,9 +3,9 @@
     python benchmarks/planner/fit_serving.py
 
 It writes src/argosy/plan/cost/serving.toml. A fifth of the published groups of (publisher, device, model) is never
-fitted to (`serving_rows.held_out`). The spread of errors is that of publishers of whom nothing was learnt ("strangers"),
-of other devices and models of publishers that were learnt from ("known"), and of predictions that five rows of the same
-engine and device corrected ("calibrated"), each such that 1.645 of it hold nine of ten errors.
+fitted to (`serving_rows.held_out`). The spread of errors is that of publishers of whom nothing was learnt
+("strangers"), of other devices and models of publishers that were learnt from ("known"), and of predictions that five
+rows of the same engine and device corrected ("calibrated"), each such that 1.645 of it hold nine of ten errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
-from score_serving import METRICS, PUBLISHED, burst_std, calibrated_errors, errors_without, maker, width
+from score_serving import KNOWN_WIDTH, METRICS, PUBLISHED, burst_std, calibrated_errors, errors_without, maker, width
 from serving_fit import ServingFit, fit
 from serving_rows import ServingRow, ServingTable, held_out, read
 
@@ -38,7 +38,7 @@ def main() -> None:
     for kind, key in kinds.items():
         errors = errors_without(table, key, found, offsets=kind == "known")
         spread[kind] = _widths(table, errors, found)
-    errors, chosen = calibrated_errors(table, found.of(table.rows), FEW)
+    errors, chosen = calibrated_errors(table, found.of(table.rows), FEW, np.full(len(table), KNOWN_WIDTH))
     spread["calibrated"] = _widths(table.take(chosen), errors[chosen], None)
     with atomic_write(SERVING) as file:
         file.write(_toml(found, spread, len(table), len(rows), len(skipped)).encode())
@@ -62,7 +62,9 @@ def _widths(table: ServingTable, errors: Floats, found: ServingFit | None) -> di
             if chosen.sum() >= FEW:
                 # What the burst adds is known of each row: the rest is the spread.
                 whole = width(errors[chosen], table.take(chosen).rows) / INTERVAL_Z
-                widths[f"{metric}_{name}"] = max(0.02, (max(0.0, whole**2 - float(np.median(known[chosen] ** 2)))) ** 0.5)
+                widths[f"{metric}_{name}"] = max(
+                    0.02, (max(0.0, whole**2 - float(np.median(known[chosen] ** 2)))) ** 0.5
+                )
     return widths
 
 

@@ -2,11 +2,11 @@
 
     python benchmarks/planner/score_serving.py [FILE.csv] [--calibration-rows N] [--json]
 
-Nothing is predicted by constants that were fitted to it. A row of the file that is among the published ones is predicted
-by a fit without any row of its publisher ("all"); another one by the constants that Argosy has. For published rows it
-also says how far predictions are off without the row's engine, and without its generation of devices, and of the fifth
-that nothing is ever fitted to ("held_out"). With --calibration-rows, N rows of each publisher, engine and device, drawn
-with a fixed seed, correct the predictions of the others, which are scored.
+Nothing is predicted by constants that were fitted to it. A row of the file that is among the published ones is
+predicted by a fit without any row of its publisher ("all"); another one by the constants that Argosy has. For published
+rows it also says how far predictions are off without the row's engine, and without its generation of devices, and of
+the fifth that nothing is ever fitted to ("held_out"). With --calibration-rows, N rows of each publisher, engine and
+device, drawn with a fixed seed, correct the predictions of the others, which are scored.
 
 Errors are of seconds, or of tokens/s ("throughput"): n rows, the median absolute error in percent, the bias (median of
 predicted over measured, less 1, in percent), and the share of measurements in the 90 % interval. "regret" is how much
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from serving_fit import ServingFit, fit, row_weights
+from serving_fit import NAMES, ServingFit, fit, row_weights
 from serving_rows import COLUMNS, TIMES, ServingRow, ServingTable, held_out, read
 from strangers import GENERATIONS, weighted_quantile
 
@@ -44,6 +44,8 @@ METRICS = (*TIMES, "throughput")
 BURST_STD = 0.9
 """Standard deviation of the logarithm of `ServingConstants.burst`: published benchmarks that keep a number of requests
 on the way let them come evenly (a quarter of its value explains them) or at once (four times)."""
+KNOWN_WIDTH = 0.4
+"""Share of what engines differ by that an engine of a known publisher may be off."""
 SEED = 0
 
 
@@ -77,7 +79,9 @@ def score(rows: Sequence[ServingRow], few: int) -> dict[str, Any]:
         constants = _without_publishers(table, constants, known)
         std = np.where(known, _std(table, "strangers", burst_std(table, constants)), std)
     if few:
-        errors, chosen = calibrated_errors(table, constants, few)
+        errors, chosen = calibrated_errors(
+            table, constants, few, np.where(known | ~learnt_from(table), 1.0, KNOWN_WIDTH)
+        )
         scored = table.take(chosen)
         return {"all": _figures(scored, errors[chosen], _std(scored, "calibrated", np.zeros(len(scored))))}
     errors = np.log(table.predict(constants) / table.measured)
@@ -111,8 +115,13 @@ def shipped(table: ServingTable) -> tuple[ServingConstants, Floats]:
     constants = shifted(constants, {"compute": np.exp(offsets), "overhead": np.exp(offsets)})
     strangers = _std(table, "strangers", burst_std(table, constants))
     of_known = _std(table, "known", burst_std(table, constants))
-    is_known = np.array([row.publisher in found.publishers for row in table.rows])
-    return constants, np.where(is_known, of_known, strangers)
+    return constants, np.where(learnt_from(table), of_known, strangers)
+
+
+def learnt_from(table: ServingTable) -> Mask:
+    """Return the rows whose publisher others were learnt from."""
+    publishers = fitted_serving().publishers
+    return np.array([row.publisher in publishers for row in table.rows], bool)
 
 
 def _without_publishers(table: ServingTable, constants: ServingConstants, known: Mask) -> ServingConstants:
@@ -121,7 +130,9 @@ def _without_publishers(table: ServingTable, constants: ServingConstants, known:
     begin = fit_of_shipped()
     for name in sorted(set(table.publisher[known])):
         chosen = known & (table.publisher == name)
-        found = fit(published.take(published.publisher != name), begin).of([table.rows[i] for i in np.flatnonzero(chosen)])
+        found = fit(published.take(published.publisher != name), begin).of(
+            [table.rows[i] for i in np.flatnonzero(chosen)]
+        )
         columns = {}
         for key, column in vars(constants).items():
             columns[key] = np.array(column)
@@ -138,7 +149,7 @@ def fit_of_shipped() -> ServingFit:
     """Return what Argosy has as the point at which further fits begin."""
     found = fitted_serving()
     return ServingFit(
-        {name: float(np.log(value)) for name, value in vars(found.constants).items() if name not in ("compute", "overhead")},
+        {name: float(np.log(getattr(found.constants, name))) for name in NAMES},
         {(group, name): float(np.log(value)) for group, each in found.shifts.items() for name, value in each.items()},
         dict(found.publishers),
     )
@@ -161,8 +172,13 @@ def errors_without(table: ServingTable, key: Key, begin: ServingFit, offsets: bo
     return errors
 
 
-def calibrated_errors(table: ServingTable, constants: ServingConstants, few: int) -> tuple[Floats, Mask]:
-    """Return log(predicted / measured), and the rows that were not among the `few` of their group that calibrate."""
+def calibrated_errors(
+    table: ServingTable, constants: ServingConstants, few: int, widths: Floats
+) -> tuple[Floats, Mask]:
+    """Return log(predicted / measured), and the rows that were not among the `few` of their group that calibrate.
+
+    widths: for each row, how much of what engines differ by its engine may be off.
+    """
     groups = defaultdict(list)
     for index, row in enumerate(table.rows):
         groups[row.publisher, row.engine.label, row.device.name].append(index)
@@ -174,7 +190,7 @@ def calibrated_errors(table: ServingTable, constants: ServingConstants, few: int
         order = draw.permutation(members)
         given, others = table.take(order[:few]), table.take(order[few:])
         at_given, at_others = (_rows_of(constants, places) for places in (order[:few], order[few:]))
-        factors = learn_serving(given.predict, given.measured, at_given)
+        factors = learn_serving(given.predict, given.measured, at_given, float(widths[order[0]]))
         errors[order[few:]] = np.log(others.predict(shifted(at_others, factors)) / others.measured)
         scored[order[few:]] = True
     return errors, scored
@@ -264,7 +280,10 @@ def in_words(result: Mapping[str, Any]) -> str:
         if section == "regret":
             continue
         if section == "skipped":
-            lines += [f"{figures['n']} rows cannot be predicted", *(f"  {n}: {why}" for why, n in figures["why"].items())]
+            lines += [
+                f"{figures['n']} rows cannot be predicted",
+                *(f"  {n}: {why}" for why, n in figures["why"].items()),
+            ]
             continue
         for metric, each in figures.items():
             if each["n"]:

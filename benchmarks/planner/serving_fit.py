@@ -1,9 +1,9 @@
 """Fit the constants of serving to published rows: the most probable ones, given what was assumed beforehand.
 
 The logarithm of a constant is normal around its guess. The years before 2025, an engine, its old releases, a maker of
-devices, and an engine on a maker's devices each shift some of them (`SHIFTED`) by effects that are normal around 0, so that few rows move one
-little; a publisher shifts all of its rows alike. Errors of rows have heavy tails (Student's t). Gauss-Newton on
-reweighted residuals finds the maximum (Marquardt 1963).
+devices, and an engine on a maker's devices each shift some of them (`SHIFTED`) by effects that are normal around 0, so
+that few rows move one little; a publisher shifts all of its rows alike. Errors of rows have heavy tails (Student's t).
+Gauss-Newton on reweighted residuals finds the maximum (Marquardt 1963).
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def fit(table: ServingTable, begin: ServingFit | None = None) -> ServingFit:
     member = member * sign[:, None]
     counts = row_weights(rows)
     logs = np.log(table.measured)
-    used = tuple(dict.fromkeys((*NAMES, *SHIFTED)))
 
     def unpack(point: Floats) -> ServingFit:
         numbers = point.tolist()
@@ -88,12 +87,11 @@ def fit(table: ServingTable, begin: ServingFit | None = None) -> ServingFit:
         return np.asarray(np.log(table.predict(constants)) + member @ point[-len(publishers) :] - logs)
 
     def columns(constants: ServingConstants) -> dict[str, Floats]:
-        base = np.log(table.predict(constants))
-        return {
-            name: (np.log(table.predict(replace(constants, **{name: getattr(constants, name) * np.exp(DIFFERENCE)}))) - base)
-            / DIFFERENCE
-            for name in used
-        }  # fmt: skip
+        base, found = np.log(table.predict(constants)), {}
+        for name in dict.fromkeys((*NAMES, *SHIFTED)):
+            moved = replace(constants, **{name: getattr(constants, name) * np.exp(DIFFERENCE)})
+            found[name] = (np.log(table.predict(moved)) - base) / DIFFERENCE
+        return found
 
     def cost(miss: Floats, point: Floats) -> float:
         tail = (FREEDOM + 1) * np.log1p((miss / ROW_STD) ** 2 / FREEDOM)
@@ -129,8 +127,8 @@ def fit(table: ServingTable, begin: ServingFit | None = None) -> ServingFit:
             damping *= 4
         else:
             break
-        gained, point, miss, best, constants = best - found, trial, missed, found, tried
-        damping /= 4
+        gained, damping = best - found, damping / 4
+        point, miss, best, constants = trial, missed, found, tried
         if gained < 0.1:
             break
     return unpack(point)

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
-from argosy.plan.cost.inference import Cut, Formats, Latencies, ServingModel, Traffic
+from argosy.plan.cost.inference import Formats, Latencies, ReplicaCut, ServingLoad, ServingModel
 from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.serving_constants import Engine, ServingConstants
+from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine
 from argosy.plan.hardware.devices import Device, Format, find_device
 from argosy.plan.workload import Workload, stack
 
@@ -39,6 +39,8 @@ MOST_SEQUENCES = 2048
 """Sequences at a time where a source says "max": TensorRT-LLM's default."""
 PUBLISHERS = ("docs.vultr", "docs.nvidia.com/nim", "buildkite", "ROCm", "dstackai")
 """Publishers, by how addresses of their pages begin; others are named by the first word of a source."""
+
+
 @dataclass(frozen=True)
 class Source:
     """What a source says outside of its rows."""
@@ -55,7 +57,9 @@ class Source:
 
 SOURCES = {
     # Polaris (A100 of 40 GB) and JLSE of Argonne; engines of mid-2024, fixed batches (arXiv:2411.00136).
-    r"LLM-Inference-Bench": Source((0, 5), fixed=True, devices=(("nvidia a100", "a100-40"), ("nvidia h100", "h100-sxm"))),
+    r"LLM-Inference-Bench": Source(
+        (0, 5), fixed=True, devices=(("nvidia a100", "a100-40"), ("nvidia h100", "h100-sxm"))
+    ),
     r"FasterTransformer": Source(fixed=True),
     r"lmdeploy a100": Source(fixed=True),
     r"TensorRT-LLM v0": Source((0, 5), fixed=True),
@@ -84,17 +88,17 @@ class ServingRow:
 
     line: int
     publisher: str
-    engine: Engine
+    engine: ServingEngine
     model: str
     device: Device
     work: Workload
     rates: Rates
     cached_layers: float
-    cut: Cut
+    cut: ReplicaCut
     replicas: float
     devices: float
     formats: Formats
-    traffic: Traffic
+    traffic: ServingLoad
     metric: str
     value: float
     """Seconds, or output tokens of all devices a second."""
@@ -151,7 +155,7 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         raise Skip(f"value = {cell['value']!r} is not a number above 0")
     if cell["unit"] == "ms":
         value /= 1000
-    engine = Engine.of(f"{cell['source']} {source.engine}", source.version)
+    engine = ServingEngine.of(f"{cell['source']} {source.engine}", source.version)
     prompt, output = _number(cell, "input_len"), _number(cell, "output_len")
     if not prompt or (not output and metric != "ttft"):
         raise Skip("input_len or output_len is not known")
@@ -164,7 +168,9 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
     pp = pp or 1.0
     own_attention = "dp" in re.split(r"[ -]", cell["precision"].lower()) and work.experts > 0
     replicas = devices if own_attention else max(1.0, devices / (tp * pp))
-    sequences = float(MOST_SEQUENCES) if cell["batch_or_concurrency"] == "max" else _number(cell, "batch_or_concurrency")
+    sequences = (
+        float(MOST_SEQUENCES) if cell["batch_or_concurrency"] == "max" else _number(cell, "batch_or_concurrency")
+    )
     if not sequences:
         raise Skip("batch_or_concurrency is not known")
     if metric == "output_throughput_per_gpu":
@@ -183,11 +189,11 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         work=work,
         rates=rates,
         cached_layers=cached,
-        cut=Cut(tp, pp, devices if own_attention else 0.0),
+        cut=ReplicaCut(tp, pp, devices if own_attention else 0.0),
         replicas=replicas,
         devices=devices,
         formats=formats,
-        traffic=Traffic(max(1.0, here), prompt, max(1.0, output or 1.0), float(source.fixed)),
+        traffic=ServingLoad(max(1.0, here), prompt, max(1.0, output or 1.0), float(source.fixed)),
         metric=metric if metric in TIMES else "throughput",
         value=value,
         cells=tuple(cell[key] for key in COLUMNS),
@@ -266,7 +272,7 @@ def _of_sizes(sizes: dict[str, float]) -> tuple[Workload, float, float | None]:
     return work, given("cached_layers") or given("layers"), given("weight_bits") or None
 
 
-def _formats(cell: dict[str, str], device: Device, engine: Engine, bits: float | None) -> tuple[Formats, Rates]:
+def _formats(cell: dict[str, str], device: Device, engine: ServingEngine, bits: float | None) -> tuple[Formats, Rates]:
     precision, text = cell["precision"].lower(), f"{cell['precision']} {cell['source']}".lower()
     four_bits = re.search(r"int4|awq|gptq|w4a16|q4", precision)
     narrow: Format = "fp4" if "fp4" in precision else "fp8"
@@ -307,9 +313,7 @@ class ServingTable:
 
     def latencies(self, constants: ServingConstants) -> Latencies:
         """Return the latencies of each row's requests."""
-        model = ServingModel(
-            self.work, self.rates, self.cut, self.formats, constants, cached_layers=self.cached_layers
-        )
+        model = ServingModel(self.work, self.rates, self.cut, self.formats, constants, cached_layers=self.cached_layers)
         return model.latencies(self.traffic)
 
     def predict(self, constants: ServingConstants) -> Floats:
@@ -320,4 +324,3 @@ class ServingTable:
         rate = self.replicas * np.where(together, fixed, np.minimum(fixed, found.tokens_per_s))
         of_metric = {"ttft": found.ttft_s, "tpot": found.tpot_s, "e2e_latency": found.e2e_s, "throughput": rate}
         return np.select([self.metric == name for name in of_metric], list(of_metric.values()))
-

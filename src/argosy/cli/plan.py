@@ -107,7 +107,8 @@ class Options:
     """Serving: speculative or multi-token decoding: TOKENS:ACCEPTED[:COST], e.g. 3:0.7 guesses 3 tokens a pass, each
     right with probability 0.7, at 0.05 of a pass each."""
     learn: tuple[Path, ...] = ()
-    """Folders of all finished runs to learn from: factors from them are written into the cluster's file."""
+    """Folders of all finished runs to learn from: factors from them are written into the cluster's file. Or a .csv file
+    with measurements of serving, of --engine."""
     json: bool = False
     """Print everything as one JSON object."""
     html: Path | None = None
@@ -294,6 +295,15 @@ def _learn(options: Options) -> None:
 
     path = cluster_file(options.cluster[0] if options.cluster else None)
     before = Cluster.load(path)
+    if options.learn[0].suffix == ".csv":
+        from argosy.plan.calibration import serving
+
+        if len(options.learn) > 1:
+            raise UserError("--learn takes one .csv file of serving, or folders of runs. Put the rows into one file.")
+        learnt, rows = serving.learn_from_file(options.learn[0], before, options.engine)
+        learnt.save(path)
+        print(_json(learnt.serving) if options.json else f"{path}: {serving.in_words(learnt, rows)}")
+        return
     after = learn(options.learn, before)
     after.save(path)
     print(_json(after.factors) if options.json else f"{path}: {in_words(before, after, len(options.learn))}")
@@ -347,6 +357,15 @@ def _check(options: Options) -> None:
             raise UserError(
                 f"--within finds the fewest devices that are in time. Leave out --objective {options.objective}."
             )
+    _check_serving(options)
+    if options.html is not None and options.serve:
+        raise UserError("--html is for training plans. Leave out --serve, or take --json.")
+    if len(options.cluster) > 1 and (options.html or options.serve or options.learn):
+        other = "--html" if options.html else "--serve" if options.serve else "--learn"
+        raise UserError(f"{other} takes one --cluster. Several are compared side by side, for training.")
+
+
+def _check_serving(options: Options) -> None:
     given = [name for name in SERVING_ONLY if getattr(options, name)]
     if given and not options.serve and not (options.learn and given == ["engine"]):
         raise UserError(f"--{given[0].replace('_', '-')} says something about serving. Add --serve, or leave it out.")
@@ -354,11 +373,6 @@ def _check(options: Options) -> None:
         raise UserError("--ttft-ms and --tpot-ms are limits at a rate of requests. Add --rate, e.g. --rate 10.")
     if options.serve and options.seq_len is not None:
         raise UserError("--seq-len is for training. With --serve give --prompt-len and --output-len.")
-    if options.html is not None and options.serve:
-        raise UserError("--html is for training plans. Leave out --serve, or take --json.")
-    if len(options.cluster) > 1 and (options.html or options.serve or options.learn):
-        other = "--html" if options.html else "--serve" if options.serve else "--learn"
-        raise UserError(f"{other} takes one --cluster. Several are compared side by side, for training.")
 
 
 def _by_option(text: str, options: Options) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from argosy.plan.report.inference_report import search_serving
 
 from argosy.config.load import load
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.inference import Serving
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.report.inference_report import search_serving
 from argosy.plan.search.space import parse_pins
 
 KIB = 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argosy.plan.report.inference_report import in_words, inference_report
+
 from argosy.plan.report.request import Question, of_model
 
 

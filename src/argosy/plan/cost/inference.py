@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import ServingConstants
+from argosy.plan.hardware.devices import Device, Format
 from argosy.plan.workload import Numbers, Workload
 
 Floats = NDArray[np.float64]
@@ -34,6 +35,10 @@ WORKSPACE_BYTES = 2e9
 CHUNK_TOKENS = 8192
 """Most prompt tokens of a pass: vLLM's and TensorRT-LLM's max_num_batched_tokens of 8192."""
 ACTIVATION_BYTES = 2.0
+WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.53, "fp4": 0.5625}
+"""Bytes of a weight with its scales: groups of 128 (int4), of 16 (NVFP4)."""
+CACHES = {"16": 2.0, "fp8": 1.0}
+"""Bytes of a number in the cache."""
 ADMITTED = 0.1
 """Share of an answer's cache that has to be free when its prompt is let in; assumed."""
 SOFTNESS = 3.0
@@ -55,7 +60,7 @@ class Formats:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ReplicaCut:
     """How a replica is cut over devices."""
 
     tp: Numbers
@@ -82,7 +87,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ServingLoad:
     """Requests that a replica answers at a time."""
 
     sequences: Numbers
@@ -117,7 +122,7 @@ class ServingModel:
         self,
         work: Workload,
         rates: Rates,
-        cut: Cut,
+        cut: ReplicaCut,
         formats: Formats,
         constants: ServingConstants,
         cached_layers: Numbers | None = None,
@@ -241,7 +246,7 @@ class ServingModel:
             parts["draft"] = draft.tokens * draft.cost * np.asarray(sum(parts.values()))
         return {name: seconds / draft.kept for name, seconds in parts.items()}
 
-    def latencies(self, traffic: Traffic) -> Latencies:
+    def latencies(self, traffic: ServingLoad) -> Latencies:
         """Return the latencies of requests that come so that `traffic.sequences` are on the way at any time."""
         prompt, output = traffic.prompt, np.maximum(1.0, traffic.output)
         wanted, together = np.asarray(traffic.sequences, float), np.asarray(traffic.together) > 0
@@ -262,7 +267,7 @@ class ServingModel:
         # A fixed batch takes turns. Else, by Little's law, requests wait for room as long as those before them hold it.
         excess = np.where(together, turns - 1, wanted / active - 1)
         waits = excess * answers
-        # With a cache in pages a prompt is let in once it fits with a little of its answer; what does not fit is evicted.
+        # With a cache in pages a prompt is let in once it fits with a little of its answer; others are evicted.
         let_in = np.maximum(1.0, self.room(prompt + ADMITTED * output))
         first_turns = np.ceil(wanted / let_in - 1e-9)
         return Latencies(
@@ -276,3 +281,17 @@ class ServingModel:
 
 def _soft_max(one: Numbers, other: Numbers) -> Floats:
     return np.asarray((one**SOFTNESS + other**SOFTNESS) ** (1 / SOFTNESS))
+
+
+def formats_of(device: Device, rates: Rates, weights: str, cache: str) -> Formats:
+    """Return the bytes and the matmul rate of weights in one of `WEIGHTS` with a cache in one of `CACHES`.
+
+    Formats that the device has no matmuls for are converted to the next wider one that it has.
+    """
+    if weights == "fp32":
+        return Formats(4.0, 4.0, float(rates.fp32 * rates.achieved_fp32))
+    wanted: tuple[Format, ...] = {"fp4": ("fp4", "fp8"), "fp8": ("fp8",)}.get(weights, ())  # type: ignore[assignment]
+    for computed in wanted:
+        if computed in device.formats:
+            return Formats(WEIGHTS[weights], CACHES[cache], device.matmul_flops_per_s(computed), 1.0)
+    return Formats(WEIGHTS[weights], CACHES[cache], float(rates.half * rates.achieved_half))

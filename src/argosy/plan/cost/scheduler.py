@@ -1,7 +1,7 @@
 """A simulated scheduler of one replica: continuous batching, with prompts in chunks beside the decoding of others.
 
-Requests come at random (Poisson), and take turns as in vLLM and SGLang: in each pass every sequence that has room gets a
-token, and what is left of `CHUNK_TOKENS` goes to prompts that wait, first come first served (Agrawal et al. 2024,
+Requests come at random (Poisson), and take turns as in vLLM and SGLang: in each pass every sequence that has room gets
+a token, and what is left of `CHUNK_TOKENS` goes to prompts that wait, first come first served (Agrawal et al. 2024,
 "Sarathi-Serve"). Passes in which nothing changes are taken at once. Lengths vary by half around their mean.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from argosy.plan.cost.inference import ADMITTED, CHUNK_TOKENS, ServingModel, Traffic
+from argosy.plan.cost.inference import ADMITTED, CHUNK_TOKENS, ServingLoad, ServingModel
 
 REQUESTS, WARM_UP = 300, 60
 """Requests of a simulation, and how many of the first do not count."""
@@ -30,7 +30,7 @@ class Percentiles:
     tpot_p95_s: float
 
 
-class Replica:
+class SimulatedReplica:
     """A replica whose passes are predicted once, to be simulated at many rates."""
 
     def __init__(self, model: ServingModel, prompt: int, output: int, decodes_only: bool = False):
@@ -42,8 +42,10 @@ class Replica:
         self._decode_s = np.array([float(model.decode_s(size, prompt + output / 2)) for size in sizes])
         self._token_s = float(model.prefill_s(1.0, prompt)) / prompt
         self._start_s = float(model.constants.request_s * model.constants.overhead)
-        busiest = model.latencies(Traffic(self.room, prompt, output))
-        self.most_per_s = self.room / (output * self._decode_s[-1]) if decodes_only else float(busiest.tokens_per_s) / output
+        busiest = model.latencies(ServingLoad(self.room, prompt, output))
+        self.most_per_s = (
+            self.room / (output * self._decode_s[-1]) if decodes_only else float(busiest.tokens_per_s) / output
+        )
         """Requests a second beyond which a queue only grows."""
 
     def simulate(self, rate: float) -> Percentiles:
@@ -64,8 +66,8 @@ class Replica:
                 waiting.append(arrived)
                 arrived += 1
             step = float(np.interp(len(running), self._sizes, self._decode_s)) if running else 0.0
-            budget, begun = CHUNK_TOKENS - len(running), []
-            chunk = 0.0
+            budget, chunk = float(CHUNK_TOKENS - len(running)), 0.0
+            begun: list[int] = []
             for request in waiting:
                 if len(running) + len(begun) >= self.room or budget <= 0:
                     break

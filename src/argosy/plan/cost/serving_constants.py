@@ -37,61 +37,60 @@ PAST = ("FasterTransformer", "DeepSpeed-MII", "DeepSpeed", "llama.cpp", "LMDeplo
 """Engines that were measured in releases of 2024 and earlier only."""
 
 
-def _guess(value: float, spread: float) -> Numbers:
-    """Declare a constant: its guess, and the factor by which that may be off (one standard deviation)."""
-    return field(default=value, metadata={"spread": spread})
-
-
 @dataclass(frozen=True)
 class ServingConstants:
-    """The free numbers of the model of serving; all are positive."""
+    """The free numbers of the model of serving; all are positive.
 
-    bandwidth: Numbers = _guess(0.8, 1.15)
+    The default is a guess made before any measurement; "spread" is the factor by which it may be off (one standard
+    deviation).
+    """
+
+    bandwidth: Numbers = field(default=0.8, metadata={"spread": 1.15})
     """Share of the memory bandwidth for reading weights."""
-    cache: Numbers = _guess(0.6, 1.3)
+    cache: Numbers = field(default=0.6, metadata={"spread": 1.3})
     """Share of the memory bandwidth for reading the cache in pages."""
-    matmul: Numbers = _guess(0.75, 1.2)
+    matmul: Numbers = field(default=0.75, metadata={"spread": 1.2})
     """Rate of a model's matmuls over that of large ones."""
-    half_tokens: Numbers = _guess(32, 2.0)
+    half_tokens: Numbers = field(default=32, metadata={"spread": 2.0})
     """Tokens of a pass that halve the rate of matmuls."""
-    narrow: Numbers = _guess(0.75, 1.3)
+    narrow: Numbers = field(default=0.75, metadata={"spread": 1.3})
     """The same of formats of 8 bits and fewer over that of 16: scales, conversions."""
-    experts: Numbers = _guess(0.6, 1.4)
+    experts: Numbers = field(default=0.6, metadata={"spread": 1.4})
     """Rate of grouped matmuls over that of dense ones."""
-    attention: Numbers = _guess(0.5, 1.4)
+    attention: Numbers = field(default=0.5, metadata={"spread": 1.4})
     """Rate of attention in prefill over that of large matmuls."""
-    pointwise: Numbers = _guess(14, 1.4)
+    pointwise: Numbers = field(default=14, metadata={"spread": 1.4})
     """Hidden-state widths that a layer reads or writes outside of matmuls."""
-    link: Numbers = _guess(0.7, 1.3)
+    link: Numbers = field(default=0.7, metadata={"spread": 1.3})
     """Share of a large ring's bandwidth that sums reach."""
-    sum_s: Numbers = _guess(6e-6, 1.6)
+    sum_s: Numbers = field(default=6e-6, metadata={"spread": 1.6})
     """Seconds to start a sum over the ranks of a node, by kernels made for small messages."""
-    sum_hops: Numbers = _guess(2.0, 1.6)
+    sum_hops: Numbers = field(default=2.0, metadata={"spread": 1.6})
     """Latencies of the link that a sum waits for."""
-    nic_s: Numbers = _guess(20e-6, 1.6)
+    nic_s: Numbers = field(default=20e-6, metadata={"spread": 1.6})
     """Seconds more to start a sum across nodes."""
-    layer_s: Numbers = _guess(20e-6, 2.0)
+    layer_s: Numbers = field(default=20e-6, metadata={"spread": 2.0})
     """Seconds between the kernels of a layer: launches and gaps."""
-    moe_layer_s: Numbers = _guess(20e-6, 2.0)
+    moe_layer_s: Numbers = field(default=20e-6, metadata={"spread": 2.0})
     """Seconds more of a layer with experts: routing, sorting."""
-    pass_s: Numbers = _guess(1e-3, 2.0)
+    pass_s: Numbers = field(default=1e-3, metadata={"spread": 2.0})
     """Seconds to schedule a pass."""
-    sequence_s: Numbers = _guess(15e-6, 2.0)
+    sequence_s: Numbers = field(default=15e-6, metadata={"spread": 2.0})
     """Seconds of a sequence in each pass: sampling, text, bookkeeping."""
-    request_s: Numbers = _guess(10e-3, 2.0)
+    request_s: Numbers = field(default=10e-3, metadata={"spread": 2.0})
     """Seconds of a request before its prefill begins, and until its first token is sent."""
-    arrival_s: Numbers = _guess(0.3e-3, 2.0)
+    arrival_s: Numbers = field(default=0.3e-3, metadata={"spread": 2.0})
     """Seconds that each of several requests which come together adds to that."""
-    burst: Numbers = _guess(0.15, 1.3)
+    burst: Numbers = field(default=0.15, metadata={"spread": 1.3})
     """Share of the other requests' prefill that a request finds before it, where requests come as others end."""
-    compute: Numbers = _guess(1.0, 1.3)
+    compute: Numbers = field(default=1.0, metadata={"spread": 1.3})
     """Time of what devices compute, read and exchange over that of most engines."""
-    overhead: Numbers = _guess(1.0, 1.6)
+    overhead: Numbers = field(default=1.0, metadata={"spread": 1.6})
     """Time of launches, scheduling and sampling over that of most engines."""
 
 
 @dataclass(frozen=True)
-class Engine:
+class ServingEngine:
     """The software that serves."""
 
     name: str = ""
@@ -100,7 +99,7 @@ class Engine:
     """A release of 2024 or earlier."""
 
     @classmethod
-    def of(cls, text: str, version: tuple[int, int] | None = None) -> Engine:
+    def of(cls, text: str, version: tuple[int, int] | None = None) -> ServingEngine:
         """Return the engine that a text names last, as "vLLM 0.5" or a source; version: if the text says none."""
         low = text.lower()
         found = [(m.start(), name) for name, pattern in ENGINES.items() for m in re.finditer(pattern, low)]
@@ -138,7 +137,7 @@ class FittedServing:
     publishers: Mapping[str, float]
     """Publisher -> logarithm of its predicted over measured times: what its setup makes of all its figures."""
 
-    def of(self, engine: Engine, vendor: str, device: str) -> ServingConstants:
+    def of(self, engine: ServingEngine, vendor: str, device: str) -> ServingConstants:
         """Return the constants of an engine on a maker's device; the population's where nothing is known of them."""
         groups = [self.shifts.get(group, {}) for group in engine.groups(vendor, device)]
         return ServingConstants(
@@ -153,9 +152,7 @@ class FittedServing:
 def fitted_serving() -> FittedServing:
     """Return the constants that fit published measurements best, with the errors of predictions elsewhere."""
     table = tomllib.loads(SERVING.read_text())
-    return FittedServing(
-        ServingConstants(**table["constants"]), table["shifts"], table["spread"], table["publishers"]
-    )
+    return FittedServing(ServingConstants(**table["constants"]), table["shifts"], table["spread"], table["publishers"])
 
 
 def spread_of(metric: str, vendor: str, calibrated: bool = False) -> float:

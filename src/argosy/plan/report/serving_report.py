@@ -155,12 +155,16 @@ def _sized_in_words(report: ServingReport) -> list[str]:
     together = min((way.devices for way in report.sized if not way.prefill_devices), default=None)
     apart_devices = min((way.devices for way in report.sized if way.prefill_devices), default=None)
     if together and apart_devices:
-        better = "Prefill on devices of its own" if apart_devices < together else "Prefill on the same devices"
-        lines.append(f"{better} takes fewer: {min(together, apart_devices)} against {max(together, apart_devices)}.")
+        better = (
+            "Prefill on devices of its own takes fewer"
+            if apart_devices < together
+            else "Prefill on the same takes no more"
+        )
+        lines.append(f"{better}: {min(together, apart_devices)} devices against {max(together, apart_devices)}.")
     if best.devices > report.devices:
         lines.append(f"The cluster has {report.devices}: it is too small by {best.devices - report.devices}.")
     return lines
 
 
 def _plain(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else f"{float(estimate.mid):.2g}"
+    return "-" if estimate is None else count(estimate.mid)

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
+from argosy.plan.calibration.serving import shifted
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import Estimate, gib, propagate, seconds
-from argosy.plan.cost.inference import Cut, Draft, Formats, ServingModel, Traffic
-from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.scheduler import Replica
-from argosy.plan.cost.serving_constants import Engine, ServingConstants, fitted_serving, spread_of
+from argosy.plan.cost.inference import (
+    CACHES,
+    WEIGHTS,
+    Draft,
+    Formats,
+    ReplicaCut,
+    ServingLoad,
+    ServingModel,
+    formats_of,
+)
+from argosy.plan.cost.scheduler import SimulatedReplica
+from argosy.plan.cost.serving_constants import ServingEngine, fitted_serving, spread_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.integers import divisors
 from argosy.plan.search.space import Pins
@@ -30,10 +39,6 @@ Floats = NDArray[np.float64]
 
 KEYS = ("tp", "pp", "precision")
 """Keys of a plan that apply to serving."""
-WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.53, "fp4": 0.5625}
-"""Bytes of a weight with its scales: groups of 128 (int4), of 16 (NVFP4)."""
-CACHES = {"16": 2.0, "fp8": 1.0}
-"""Bytes of a number in the cache."""
 AT_ONCE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Requests at a time that each replica is predicted for, beside as many as it has room for."""
 PREFILL_LOAD = 0.7
@@ -53,7 +58,7 @@ class ServingQuestion:
     weights: tuple[str, ...] = ()
     """Number formats of weights to choose from; none: that of the run."""
     caches: tuple[str, ...] = ("16",)
-    draft: Draft = Draft()
+    draft: Draft = field(default_factory=Draft)
     sequences: int | None = None
     """Requests at a time on all devices; None: from one for each replica to as many as fit."""
     rate: float | None = None
@@ -132,7 +137,8 @@ class ServingSearch:
         self.costs, self.cluster, self.question = costs, cluster, question
         if strange := [key for key in pins if key not in KEYS]:
             raise UserError(f"--fix {strange[0]} says nothing about serving. Try {', '.join(KEYS)}.")
-        self.engine = Engine.of(question.engine)
+        self.engine = ServingEngine.of(question.engine or cluster.serving_engine)
+        self.learnt = bool(cluster.serving) and self.engine == ServingEngine.of(cluster.serving_engine)
         if question.engine and not self.engine.name:
             raise UserError(f"--engine {question.engine}: not known. Try vLLM, SGLang or TensorRT-LLM.")
         self.weights = question.weights or tuple(map(str, pins.get("precision", (costs.precision,))))
@@ -141,16 +147,21 @@ class ServingSearch:
                 option = "--weights" if known is WEIGHTS else "--kv-cache"
                 raise UserError(f"{option} {wrong[0]}: not known. Try {', '.join(known)}.")
         device = cluster.device
-        self.constants = _calibrated(fitted_serving().of(self.engine, device.vendor, device.name), cluster)
-        self.ways = [_Way(*way) for way in product(*_cuts(costs, pins), self.weights, question.caches) if _allowed(costs, *way[:2])]
+        constants = fitted_serving().of(self.engine, device.vendor, device.name)
+        self.constants = shifted(constants, cluster.serving) if self.learnt else constants
+        self.ways = [
+            _Way(*way)
+            for way in product(*_cuts(costs, pins), self.weights, question.caches)
+            if _allowed(costs, *way[:2])
+        ]
         if not self.ways:
             fixed = ", ".join(f"{key} = {'|'.join(map(str, values))}" for key, values in pins.items())
             raise UserError(f"no way to cut {costs.run.model.heads} heads over {costs.devices} devices with {fixed}.")
 
     def model(self, ways: Sequence[_Way]) -> ServingModel:
         """Return the model of the ways, as columns."""
-        cut = Cut(np.array([way.tp for way in ways], float), np.array([way.pp for way in ways], float))
-        formats = [_formats(self.cluster, self.costs.rates, way) for way in ways]
+        cut = ReplicaCut(np.array([way.tp for way in ways], float), np.array([way.pp for way in ways], float))
+        formats = [formats_of(self.cluster.device, self.costs.rates, way.weights, way.cache) for way in ways]
         columns = Formats(
             **{name: np.array([getattr(each, name) for each in formats], float) for name in vars(formats[0])}
         )
@@ -197,7 +208,7 @@ class ServingSearch:
     def _points(self, rows: list[tuple[_Way, int, int]], model: ServingModel) -> list[Serving]:
         asked = self.question
         sequences = np.array([n for _, _, n in rows], float)
-        found = model.latencies(Traffic(sequences, asked.prompt, asked.output))
+        found = model.latencies(ServingLoad(sequences, asked.prompt, asked.output))
         # Requests on the way, by the time that each takes; not more than prefill and decode let through.
         rates = np.minimum(sequences * asked.output / found.e2e_s, found.tokens_per_s)
         replicas = np.array([n for _, n, _ in rows], float)
@@ -223,20 +234,20 @@ class ServingSearch:
                 replicas -= 1
                 prefill = size * math.ceil(replicas * per_replica / size)
             if replicas:
-                sent = float(model.token_cache_bytes[index]) * asked.prompt * way.pp / float(costs.rates.nic_bytes_per_s)
+                sent = (
+                    float(model.token_cache_bytes[index]) * asked.prompt * way.pp / float(costs.rates.nic_bytes_per_s)
+                )
                 alone = float(prefill_s[best])
                 ttft = alone * (1 + PREFILL_LOAD / (2 * (1 - PREFILL_LOAD))) + sent + token_s  # M/D/1, then one pass
                 kept.append((index, replicas, prefill, self.ways[best].tp, ttft, token_s))
         if not kept:
             return []
-        places = np.array([index for index, *_ in kept])
         chosen = [(rows[i][0], n, rows[i][2]) for i, n, *_ in kept]
-        ttft, token = (np.array([each[k] for each in kept]) for k in (4, 5))
+        ttfts, tokens = (np.array([each[k] for each in kept]) for k in (4, 5))
         rates = np.array([n * rows[i][2] / token_s for i, n, _, _, _, token_s in kept])
-        prefill = np.array([each[2] for each in kept], float)
-        return self._servings(
-            chosen, self.model([rows[i][0] for i in places]), ttft, token, rates, prefill, [each[3] for each in kept]
-        )
+        devices = np.array([each[2] for each in kept], float)
+        columns = self.model([way for way, _, _ in chosen])
+        return self._servings(chosen, columns, ttfts, tokens, rates, devices, [each[3] for each in kept])
 
     def _servings(
         self,
@@ -254,12 +265,14 @@ class ServingSearch:
         parts = model.decode_parts(sequences, asked.prompt + asked.output / 2)
         cache, room = model.token_cache_bytes * length, model.room(length)
         price, power = price_per_device_h(self.cluster), power_per_device_w(self.cluster)
-        std = {name: spread_of(name, self.cluster.device.vendor, bool(self.cluster.serving)) for name in ("ttft", "tpot", "throughput")}
+        std = {
+            name: spread_of(name, self.cluster.device.vendor, self.learnt) for name in ("ttft", "tpot", "throughput")
+        }
         servings = []
         for i, (way, replicas, n) in enumerate(rows):
             devices = replicas * way.tp * way.pp + int(prefill[i])
             tokens = Estimate.log_normal(float(rates[i]), std["throughput"])
-            hours = propagate(lambda rate, used=devices: 1e6 / rate / 3600 * used, tokens)  # type: ignore[misc]
+            hours = propagate(lambda rate, used=devices: 1e6 / rate / 3600 * used, tokens)
             others = float(tpot[i]) - sum(float(part[i]) for part in parts.values())
             servings.append(
                 Serving(
@@ -317,7 +330,7 @@ class ServingSearch:
             load = min(0.9, 2 * wait / (3 + 2 * wait)) if math.isfinite(wait) else 0.9
             prefill = size * math.ceil(rate * alone / load)
             limit = math.inf
-        replica = Replica(model, asked.prompt, asked.output, decodes_only=apart)
+        replica = SimulatedReplica(model, asked.prompt, asked.output, decodes_only=apart)
         most = replica.most_within(limit, asked.tpot_s)
         if not most:
             return None
@@ -327,7 +340,7 @@ class ServingSearch:
     def _nothing_reaches(self) -> None:
         asked = self.question
         model = self.model(self.ways)
-        alone = model.latencies(Traffic(1.0, asked.prompt, asked.output))
+        alone = model.latencies(ServingLoad(1.0, asked.prompt, asked.output))
         over = np.maximum(alone.ttft_s / asked.ttft_s, alone.tpot_s / asked.tpot_s)
         over = np.where(model.room(asked.prompt + asked.output) >= 1, over, np.inf)
         if not np.isfinite(over).any():
@@ -335,13 +348,17 @@ class ServingSearch:
         best = int(np.argmin(over))
         way, ttft, tpot = self.ways[best], float(alone.ttft_s[best]), float(alone.tpot_s[best])
         late = "first token" if ttft / asked.ttft_s >= tpot / asked.tpot_s else "further tokens"
-        parts = model.decode_parts(1.0, asked.prompt) if late == "further tokens" else model.pass_parts(
-            float(asked.prompt), 1.0, asked.prompt / 2, 0.0
+        parts = (
+            model.decode_parts(1.0, asked.prompt)
+            if late == "further tokens"
+            else model.pass_parts(float(asked.prompt), 1.0, asked.prompt / 2, 0.0)
         )
         shares = {name: float(np.broadcast_to(part, len(self.ways))[best]) for name, part in parts.items()}
         most = max(shares, key=lambda name: shares[name])
         advice = {
-            "weights": "--weights fp8, or devices with more memory bandwidth" if late == "further tokens" else "--weights fp8, or devices with more FLOP/s",
+            "weights": "--weights fp8, or devices with more memory bandwidth"
+            if late == "further tokens"
+            else "--weights fp8, or devices with more FLOP/s",
             "attention": "--kv-cache fp8, or shorter prompts",
             "exchange": "devices with a faster link, or a smaller tp",
             "overhead": "a newer engine, or --draft",
@@ -381,29 +398,8 @@ def _allowed(costs: CostModel, tp: int, pp: int) -> bool:
     return costs.devices % (tp * pp) == 0 and model.heads % tp == 0 and model.ffn_width % tp == 0
 
 
-def _formats(cluster: Cluster, rates: Rates, way: _Way) -> Formats:
-    device = cluster.device
-    half = float(rates.half * rates.achieved_half)
-    if way.weights == "fp32":
-        return Formats(4.0, 4.0, float(rates.fp32 * rates.achieved_fp32))
-    cache = CACHES[way.cache]
-    if way.weights in device.formats and way.weights in ("fp8", "fp4"):
-        return Formats(WEIGHTS[way.weights], cache, device.matmul_flops_per_s(way.weights), 1.0)  # type: ignore[arg-type]
-    if way.weights == "fp4" and "fp8" in device.formats:
-        return Formats(WEIGHTS[way.weights], cache, float(rates.narrow * rates.achieved_narrow), 1.0)
-    return Formats(WEIGHTS[way.weights], cache, half)
-
-
 def _single(model: ServingModel) -> ServingModel:
     """Return a model of columns of one as one of numbers."""
-    cut = Cut(float(np.asarray(model.cut.tp)[0]), float(np.asarray(model.cut.pp)[0]))
+    cut = ReplicaCut(float(np.asarray(model.cut.tp)[0]), float(np.asarray(model.cut.pp)[0]))
     formats = Formats(**{name: float(column[0]) for name, column in vars(model.formats).items()})
     return ServingModel(model.work, model.rates, cut, formats, model.constants, draft=model.draft)
-
-
-def _calibrated(constants: ServingConstants, cluster: Cluster) -> ServingConstants:
-    """Return the constants with what `argosy plan --learn` found on this cluster."""
-    shifts = {name: getattr(constants, name) * factor.value for name, factor in cluster.serving.items()}
-    return replace(constants, **shifts)
-
-
