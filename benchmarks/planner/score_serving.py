@@ -31,7 +31,7 @@ from serving_rows import COLUMNS, TIMES, ServingRow, ServingTable, held_out, rea
 from strangers import GENERATIONS, weighted_quantile
 
 from argosy.errors import UserError
-from argosy.plan.calibration.serving import learn_serving, shifted
+from argosy.plan.calibration.learn_serving import learn_serving, shifted
 from argosy.plan.cost.estimate import INTERVAL_Z
 from argosy.plan.cost.serving_constants import ServingConstants, fitted_serving
 

@@ -296,13 +296,13 @@ def _learn(options: Options) -> None:
     path = cluster_file(options.cluster[0] if options.cluster else None)
     before = Cluster.load(path)
     if options.learn[0].suffix == ".csv":
-        from argosy.plan.calibration import serving
+        from argosy.plan.calibration import learn_serving
 
         if len(options.learn) > 1:
             raise UserError("--learn takes one .csv file of serving, or folders of runs. Put the rows into one file.")
-        learnt, rows = serving.learn_from_file(options.learn[0], before, options.engine)
+        learnt, rows = learn_serving.learn_from_file(options.learn[0], before, options.engine)
         learnt.save(path)
-        print(_json(learnt.serving) if options.json else f"{path}: {serving.in_words(learnt, rows)}")
+        print(_json(learnt.serving) if options.json else f"{path}: {learn_serving.in_words(learnt, rows)}")
         return
     after = learn(options.learn, before)
     after.save(path)

@@ -21,7 +21,7 @@ SERVING = Path(__file__).parent / "serving.toml"
 ENGINES = {
     "vLLM": r"vllm",
     "SGLang": r"sglang",
-    "TensorRT-LLM": r"tensorrt|trt-?llm|\bnim\b",
+    "TensorRT-LLM": r"tensorrt(?:-?llm)?|trt-?llm|\bnim\b",
     "LMDeploy": r"lmdeploy|turbomind",
     "FasterTransformer": r"fastertransformer",
     "DeepSpeed": r"deepspeed",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
-from argosy.plan.calibration.serving import shifted
+from argosy.plan.calibration.learn_serving import shifted
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import Estimate, gib, propagate, seconds
@@ -43,8 +43,7 @@ AT_ONCE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Requests at a time that each replica is predicted for, beside as many as it has room for."""
 PREFILL_LOAD = 0.7
 """Share of their time that devices which only prefill are busy."""
-NEAR = 1.5
-"""Excess of a latency over its limit up to which a refusal advises to ask for less."""
+LATE = {"first token": "The first token takes", "further tokens": "Further tokens take"}
 
 
 @dataclass(frozen=True)
@@ -367,7 +366,7 @@ class ServingSearch:
         raise UserError(
             f"nothing answers 95 of 100 requests within {_limits(asked)}, at any rate. Nearest is tp = {way.tp}, pp = "
             f"{way.pp}, {way.weights} weights: {seconds(ttft)} to the first token and {seconds(tpot)} between tokens "
-            f"with one request alone. {late.capitalize()} take most of their time for {most} "
+            f"with one request alone. {LATE[late]} most time for {most} "
             f"({100 * shares[most] / sum(shares.values()):.0f} %). Try {advice}, or limits above these."
         )
 

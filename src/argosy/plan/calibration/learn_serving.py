@@ -129,7 +129,7 @@ class _Measured:
                 found = float("nan")
             if not least <= found < float("inf"):
                 raise UserError(
-                    f"--learn {path}: line {line}: {name} = {cells[name]!r} is no number from {least:g} on."
+                    f"--learn {path}: line {line}: {name} = {cells[name]!r} is not {least:g} or more."
                 )
             return found
 
