@@ -86,6 +86,9 @@ def score(rows: Sequence[ServingRow], few: int) -> dict[str, Any]:
         return {"all": _figures(scored, errors[chosen], _std(scored, "calibrated", np.zeros(len(scored))))}
     errors = np.log(table.predict(constants) / table.measured)
     result: dict[str, Any] = {"all": _figures(table, errors, std), "regret": regret(table, errors)}
+    makers = np.array([maker(row) for row in table.rows])
+    for name in sorted(set(makers)) if len(set(makers)) > 1 else ():
+        result[name] = _figures(table.take(makers == name), errors[makers == name], std[makers == name])
     if known.any():
         here = table.take(known)
         found = _fitted(here)

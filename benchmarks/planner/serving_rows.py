@@ -210,7 +210,7 @@ def _number(cell: dict[str, str], key: str) -> float | None:
 
 @cache
 def _device(name: str, source: Source) -> Device:
-    plain = re.sub(r"^(nvidia|amd|intel|habana|google|aws)\s+", "", name.strip().lower())
+    plain = re.sub(r"^(nvidia|amd|intel|habana|google|aws)\s+(instinct\s+)?", "", name.strip().lower())
     plain = re.sub(r"[ _]+", "-", plain)
     named = dict(source.devices).get(name.lower()) or DEVICES.get(plain) or plain
     for attempt in (named, re.sub(r"-(sxm\d?|oam|\d+gb)", "", named), named.split("-")[0]):
@@ -230,7 +230,8 @@ def _models() -> list[dict[str, str]]:
 @cache
 def _workload(name: str, params_b: float | None) -> tuple[Workload, float, float | None]:
     """Return the model's sizes, its layers with a cache that grows, and bits of its weights if it has only such."""
-    plain = re.sub(r"[ _]+", "-", name.lower())
+    plain = re.sub(r"(?<=\d)_(?=\d)", ".", name.lower()).replace("deepseek-r1-distill-", "")
+    plain = re.sub(r"[ _]+", "-", plain)
     for sizes in _models():
         if re.search(rf"(^|[^a-z0-9])({sizes['pattern']})", plain):
             return _of_sizes({key: float(text or 0) for key, text in sizes.items() if key != "pattern"})

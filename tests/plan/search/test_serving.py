@@ -88,7 +88,9 @@ def test_devices_grow_with_the_rate_and_with_the_limits() -> None:
 
 
 def test_a_target_that_nothing_reaches_says_what_is_nearest_and_why() -> None:
-    with pytest.raises(UserError, match=r"Nearest is tp = 8, pp = 1, bf16 weights: .* Further tokens take most time for weights"):
+    with pytest.raises(
+        UserError, match=r"Nearest is tp = 8, pp = 1, bf16 weights: .* Further tokens take most time for weights"
+    ):
         search_for("llama3-70b", "8xh100", rate=1, tpot_s=0.003).sized()
     with pytest.raises(UserError, match=r"The first token takes most time for"):
         search_for("llama3-70b", "8xh100", rate=1, ttft_s=0.01).sized()
@@ -96,7 +98,9 @@ def test_a_target_that_nothing_reaches_says_what_is_nearest_and_why() -> None:
 
 def test_factors_of_ones_own_hold_for_their_engine_only() -> None:
     plain = Cluster.parse("1xh100")
-    learnt = plain.model_copy(update={"serving": {"compute": Factor(value=2.0, std=0.1)}, "serving_engine": "vLLM 0.10"})
+    learnt = plain.model_copy(
+        update={"serving": {"compute": Factor(value=2.0, std=0.1)}, "serving_engine": "vLLM 0.10"}
+    )
 
     def tpot(cluster: Cluster, engine: str) -> float:
         found = search_for("llama3-8b", cluster, engine=engine, sequences=64).found()[0]

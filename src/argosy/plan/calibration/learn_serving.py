@@ -128,9 +128,7 @@ class _Measured:
             except (TypeError, ValueError):
                 found = float("nan")
             if not least <= found < float("inf"):
-                raise UserError(
-                    f"--learn {path}: line {line}: {name} = {cells[name]!r} is not {least:g} or more."
-                )
+                raise UserError(f"--learn {path}: line {line}: {name} = {cells[name]!r} is not {least:g} or more.")
             return found
 
         def one_of(name: str, known: Collection[str]) -> str:
