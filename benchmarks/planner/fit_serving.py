@@ -4,8 +4,9 @@
 
 It writes src/argosy/plan/cost/serving.toml. A fifth of the published groups of (publisher, device, model) is never
 fitted to (`serving_rows.held_out`). The spread of errors is that of publishers of whom nothing was learnt
-("strangers"), of other devices and models of publishers that were learnt from ("known"), and of predictions that five
-rows of the same engine and device corrected ("calibrated"), each such that 1.645 of it hold nine of ten errors.
+("strangers"), of other devices and models of publishers that were learnt from ("known"), and of predictions of either
+that five rows of the same engine and device corrected ("calibrated", "calibrated_known"), each such that 1.645 of it
+hold nine of ten errors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
-from score_serving import KNOWN_WIDTH, METRICS, PUBLISHED, burst_std, calibrated_errors, errors_without, maker, width
+from score_serving import (
+    KNOWN_WIDTH,
+    METRICS,
+    PUBLISHED,
+    burst_std,
+    calibrated_errors,
+    errors_without,
+    maker,
+    width,
+    without_publishers,
+)
 from serving_fit import ServingFit, fit
 from serving_rows import ServingRow, ServingTable, held_out, read
 
@@ -38,8 +49,14 @@ def main() -> None:
     for kind, key in kinds.items():
         errors = errors_without(table, key, found, offsets=kind == "known")
         spread[kind] = _widths(table, errors, found)
-    errors, chosen = calibrated_errors(table, found.of(table.rows), FEW, np.full(len(table), KNOWN_WIDTH))
-    spread["calibrated"] = _widths(table.take(chosen), errors[chosen], None)
+    everywhere = np.ones(len(table), bool)
+    starts = {
+        "calibrated": (without_publishers(table, found.of(table.rows), everywhere, found), 1.0),
+        "calibrated_known": (found.of(table.rows), KNOWN_WIDTH),
+    }
+    for kind, (constants, share) in starts.items():
+        errors, chosen = calibrated_errors(table, constants, FEW, np.full(len(table), share))
+        spread[kind] = _widths(table.take(chosen), errors[chosen], None)
     with atomic_write(SERVING) as file:
         file.write(_toml(found, spread, len(table), len(rows), len(skipped)).encode())
 

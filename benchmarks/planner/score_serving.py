@@ -76,14 +76,14 @@ def score(rows: Sequence[ServingRow], few: int) -> dict[str, Any]:
     known = np.array([row.cells in published for row in table.rows], bool)
     constants, std = shipped(table)
     if known.any():
-        constants = _without_publishers(table, constants, known)
+        constants = without_publishers(table, constants, known, fit_of_shipped())
         std = np.where(known, _std(table, "strangers", burst_std(table, constants)), std)
     if few:
-        errors, chosen = calibrated_errors(
-            table, constants, few, np.where(known | ~learnt_from(table), 1.0, KNOWN_WIDTH)
-        )
-        scored = table.take(chosen)
-        return {"all": _figures(scored, errors[chosen], _std(scored, "calibrated", np.zeros(len(scored))))}
+        strange = known | ~learnt_from(table)
+        errors, chosen = calibrated_errors(table, constants, few, np.where(strange, 1.0, KNOWN_WIDTH))
+        none = np.zeros(len(table))
+        std = np.where(strange, _std(table, "calibrated", none), _std(table, "calibrated_known", none))
+        return {"all": _figures(table.take(chosen), errors[chosen], std[chosen])}
     errors = np.log(table.predict(constants) / table.measured)
     result: dict[str, Any] = {"all": _figures(table, errors, std), "regret": regret(table, errors)}
     makers = np.array([maker(row) for row in table.rows])
@@ -127,10 +127,11 @@ def learnt_from(table: ServingTable) -> Mask:
     return np.array([row.publisher in publishers for row in table.rows], bool)
 
 
-def _without_publishers(table: ServingTable, constants: ServingConstants, known: Mask) -> ServingConstants:
-    """Return the constants, those of published rows from a fit without their publisher."""
+def without_publishers(
+    table: ServingTable, constants: ServingConstants, known: Mask, begin: ServingFit
+) -> ServingConstants:
+    """Return the constants, those of the known rows from a fit without their publisher; begin: where it begins."""
     published = ServingTable([row for row in read(PUBLISHED)[0] if not held_out(row)])
-    begin = fit_of_shipped()
     for name in sorted(set(table.publisher[known])):
         chosen = known & (table.publisher == name)
         found = fit(published.take(published.publisher != name), begin).of(

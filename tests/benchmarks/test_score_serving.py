@@ -1,4 +1,4 @@
-"""`benchmarks/planner/score_serving.py`, as one runs it: figures for rows it has never seen, clear words for bad files."""
+"""`benchmarks/planner/score_serving.py`, as one runs it: figures for rows it has never seen, words for bad files."""
 
 from __future__ import annotations
 

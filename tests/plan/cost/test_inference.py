@@ -1,4 +1,4 @@
-"""The model of serving: published cache sizes, the roofline's two sides, what no roofline has, and requests that share."""
+"""The model of serving: published cache sizes, rooflines, what no roofline has, and requests that share a replica."""
 
 from __future__ import annotations
 
