@@ -102,6 +102,10 @@ def test_factors_of_ones_own_hold_for_their_engine_only() -> None:
         update={"serving": {"compute": Factor(value=2.0, std=0.1)}, "serving_engine": "vLLM 0.10"}
     )
 
+    wrong = learnt.model_copy(update={"serving": {"speed": Factor(value=2.0, std=0.1)}})
+    with pytest.raises(UserError, match=r"serving\.speed is no constant"):
+        search_for("llama3-8b", wrong)
+
     def tpot(cluster: Cluster, engine: str) -> float:
         found = search_for("llama3-8b", cluster, engine=engine, sequences=64).found()[0]
         return float(found.tpot_s.mid)

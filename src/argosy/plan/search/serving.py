@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
-from argosy.plan.calibration.learn_serving import shifted
+from argosy.plan.calibration.learn_serving import SHIFTED, shifted
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import Estimate, gib, propagate, seconds
@@ -146,6 +146,11 @@ class ServingSearch:
                 option = "--weights" if known is WEIGHTS else "--kv-cache"
                 raise UserError(f"{option} {wrong[0]}: not known. Try {', '.join(known)}.")
         device = cluster.device
+        if wrong := [name for name in cluster.serving if name not in SHIFTED]:
+            raise UserError(
+                f"the cluster's serving.{wrong[0]} is no constant of serving. Let argosy plan --learn FILE.csv write "
+                "them, or leave it out."
+            )
         constants = fitted_serving().of(self.engine, device.vendor, device.name)
         self.constants = shifted(constants, cluster.serving) if self.learnt else constants
         self.ways = [
