@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from argosy.observe.events import Tail, from_the_end
+from argosy.observe.events import from_the_end
+from argosy.observe.line_follower import LineFollower
 
 LOST = 10
 """Steps that are run again on resuming."""
@@ -28,11 +29,11 @@ LOST = 10
 
 def watch(run_dir: Path) -> None:
     """As `supervise.watch` does."""
-    assert Tail(run_dir / "metrics.jsonl").read()
+    assert LineFollower.near_end(run_dir / "metrics.jsonl").take()
 
 
 def resume(run_dir: Path) -> None:
-    """As `training.restore` and `training.records` do."""
+    """As `training.saving` and `training.records` do."""
     from argosy.observe.events import Metrics
 
     metrics = Metrics(run_dir)

@@ -6,7 +6,6 @@ import io
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -28,6 +27,7 @@ from argosy.observe.report import Report
 from argosy.parallel.world import World
 from argosy.supervise.agent import Agent
 from tiny import EAGER, losses, run_config, train_in
+from waiting import wait_until
 
 ENDLESS = {"train": {"steps": 1_000_000}, "evaluate": {"every_steps": 0}}
 
@@ -47,13 +47,6 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 def steps_done(run_dir: Path) -> int:
     return len(losses(Metrics(run_dir).read()))
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"still not so after {seconds} s"
-        time.sleep(0.005)
 
 
 @contextmanager

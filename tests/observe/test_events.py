@@ -12,7 +12,8 @@ import torch
 
 from argosy.errors import ArgosyWarning
 from argosy.observe.clock import forget_peak_memory, peak_memory_bytes
-from argosy.observe.events import TAIL_BYTES, Events, JsonLines, Metrics, Tail, each_line, from_the_end, read_lines
+from argosy.observe.events import Events, JsonLines, Metrics, each_line, from_the_end, read_lines
+from argosy.observe.line_follower import TAIL_BYTES, LineFollower
 
 RECORDS = [{"step": 0, "loss": 5.25}, {"step": 1, "text": "a\nb \N{GREEK SMALL LETTER ALPHA}"}, {"step": 2}]
 
@@ -69,50 +70,6 @@ def test_an_event_has_its_time_and_its_facts_in_the_file_of_its_process(tmp_path
     assert before - 0.01 < event["time_s"] < time.time() + 0.01
 
 
-def test_a_tail_gives_what_is_new_and_whole(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    tail = Tail(path)
-    assert tail.read() == []
-    path.write_bytes(b'{"step": 0}\n{"step": 1}\n{"st')
-    assert tail.read() == [{"step": 0}, {"step": 1}]
-    with path.open("ab") as file:
-        file.write(b'ep": 2}\n')
-    assert tail.read() == [{"step": 2}] and tail.read() == []
-    path.write_bytes(b'{"step": 0}\n')
-    assert tail.read() == []
-    with path.open("ab") as file:
-        file.write(b'{"step": 1}\n')
-    assert tail.read() == [{"step": 1}], "of a file that became shorter, what comes then"
-
-
-def test_a_tail_reads_only_the_end_of_what_is_long(tmp_path):
-    """A coordinator that is started late in a run needs the last steps, not a million."""
-    path = tmp_path / "lines.jsonl"
-    lines = [f'{{"step": {step}}}\n'.encode() for step in range(10_000)]
-    path.write_bytes(b"".join(lines))
-    tail = Tail(path, most_bytes=1000)
-    first = [record["step"] for record in tail.read()]
-    assert first[-1] == 9999 and first == list(range(first[0], 10_000)) and 50 < len(first) <= 1000 // len(lines[-1])
-    assert tail.read() == []
-    with path.open("ab") as file:
-        file.write(b"".join(lines) + b'{"st')
-    late = [record["step"] for record in tail.read()]
-    assert late[-1] == 9999 and late == list(range(late[0], 10_000)) and len(late) < 100
-    with path.open("ab") as file:
-        file.write(b'ep": 1}\n')
-    assert tail.read() == [{"step": 1}]
-
-
-def test_a_tail_gets_past_a_line_without_end(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    path.write_bytes(b"x" * 5000)
-    tail = Tail(path, most_bytes=1000)
-    assert tail.read() == []
-    with path.open("ab") as file:
-        file.write(b'\n{"step": 1}\n')
-    assert tail.read() == [{"step": 1}]
-
-
 @pytest.mark.parametrize("size", [1, 7, 12, 13, 1000])
 def test_records_come_from_the_end_as_they_come_from_the_beginning(tmp_path, monkeypatch, size):
     monkeypatch.setattr("argosy.observe.events.CHUNK_BYTES", size)
@@ -129,7 +86,7 @@ def test_records_one_at_a_time_take_no_memory_for_the_others(tmp_path):
     tracemalloc.start()
     assert sum(record["step"] for record in each_line(path)) == 20_000
     assert next(from_the_end(path))["step"] == 1
-    assert Tail(path).read()
+    assert LineFollower.near_end(path).take()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 6 * TAIL_BYTES < path.stat().st_size

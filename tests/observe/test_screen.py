@@ -19,6 +19,7 @@ from argosy.observe.panel import RunView
 from argosy.observe.screen import SCREEN, Line, Progress, Screen, packed, read_lines_of
 from argosy.observe.terminal import print_message
 from argosy.watch.terminal import FolderView, duration
+from waiting import wait_until
 
 
 class Recorder:
@@ -36,13 +37,6 @@ class Recorder:
 
     def close(self, lines: list[Line], view: RunView, is_told: bool) -> None:
         self.show(lines, view)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_messages_of_this_process_are_lines_that_stay():
@@ -67,7 +61,7 @@ def test_workers_say_it_through_what_they_print(monkeypatch, capsys):
         os.write(writer, b"[W socket.cpp] a library's \xff words\nno newline" + printed.encode() + b"the end")
         os.close(writer)
         read_lines_of(reader, screen)
-        eventually(lambda: any(view.doing == "evaluating" for view in surface.views))
+        wait_until(lambda: any(view.doing == "evaluating" for view in surface.views))
     assert surface.lines == [
         ("[W socket.cpp] a library's � words", ""),
         ("no newline", ""),
@@ -91,12 +85,12 @@ def test_what_the_agent_waits_for_comes_before_what_a_worker_did_last():
         agent.doing("")
         worker.doing("evaluating")
         agent.hand_over()
-        eventually(lambda: bool(surface.views) and surface.views[-1].doing == "evaluating")
+        wait_until(lambda: bool(surface.views) and surface.views[-1].doing == "evaluating")
         agent.doing("recovering")
-        eventually(lambda: surface.views[-1].doing == "recovering")
+        wait_until(lambda: surface.views[-1].doing == "recovering")
         agent.hand_over()
         worker.step({"step": 3}, 10, None, None)
-        eventually(lambda: surface.views[-1].doing == "")
+        wait_until(lambda: surface.views[-1].doing == "")
 
 
 def test_nobody_waits_for_a_terminal_that_takes_nothing():

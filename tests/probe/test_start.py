@@ -18,6 +18,7 @@ from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.probe import probe
 from argosy.probe.probe import ProbeRequest, catalogue_device, probe_here
 from argosy.processes.child import ForkEntry
+from waiting import wait_until
 
 
 def asked(folder: Path) -> ProbeRequest:
@@ -58,10 +59,7 @@ def folder(tmp_path, monkeypatch, request) -> Path:
 
 def wait_until_gone(folder: Path) -> None:
     pids = [int(path.read_text()) for path in folder.iterdir()]
-    end = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < end, "processes are left"
-        time.sleep(0.02)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 @pytest.mark.parametrize("folder", ["well"], indirect=True)

@@ -66,7 +66,7 @@ def test_none_is_overlooked():
     }  # fmt: skip
     assert {module.removeprefix("argosy.") for module in CHILDREN} == {
         "processes.fork_server", "checkpoint.writer", "data.worker", "supervise.coordinator",
-        "resilience.migration_cost", "sinks.follower", "sinks.worker", "sync.sites.main",
+        "resilience.replanner", "sinks.follower", "sinks.worker", "sync.sites.main",
         "training.server.main",
     }  # fmt: skip
 

@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from argosy.watch import library, linefile, metrics_table, timeline
+from argosy.observe import line_follower
+from argosy.watch import library, metrics_table, timeline
 from argosy.watch import server as server_module
 from argosy.watch.library import Library
 from argosy.watch.nodes import EnergySoFar
@@ -311,7 +312,7 @@ def test_a_long_run_is_read_by_groups_and_its_numbers_are_all_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_table, "READ_WHOLE_BYTES", 0)
-    monkeypatch.setattr(linefile, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(line_follower, "BLOCK_BYTES", 50_000)
     Made(steps=300).write(tmp_path / "long")
     with served(tmp_path) as server:
         found = server.get("/api/runs/long/series?keys=loss,seconds.forward").json()

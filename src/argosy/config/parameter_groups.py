@@ -6,12 +6,13 @@ Trainer and planner read the same: what the optimizer keeps of a parameter is wh
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from argosy.config.schema import OptimizerConfig
+from argosy.config.schema import OptimizerConfig, RunConfig
 from argosy.errors import UserError
 
 NOT_HIDDEN = ("embedding", "head", "router")
@@ -73,12 +74,30 @@ def is_hidden(name: str) -> bool:
     return not set(NOT_HIDDEN) & set(name.split("."))
 
 
-def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
-    """Raises: UserError if a group matches none of `names`, the names of all parameters of the whole model."""
-    for index, group in enumerate(config.groups):
+def is_frozen(name: str, patterns: Collection[str]) -> bool:
+    """Return True if one of `train.frozen` matches the parameter, or a module that it is in."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
+
+
+def check_patterns(run: RunConfig, names: Collection[str]) -> None:
+    """Check `optimizer.groups` and `train.frozen` against `names`, those of all parameters of the whole model.
+
+    Raises: UserError if a pattern matches none of them, or all are frozen.
+    """
+    for index, group in enumerate(run.optimizer.groups):
         if not any(fnmatchcase(name, group.match) for name in names):
-            near = get_close_matches(group.match, names, n=3, cutoff=0.0)
-            raise UserError(
-                f'optimizer.groups: match = "{group.match}" (number {index + 1}) matches no parameter. '
-                f'The nearest names are {", ".join(near)}; "*" stands for any characters, dots included.'
-            )
+            raise _no_match(f'optimizer.groups: match = "{group.match}" (number {index + 1})', group.match, names)
+    for pattern in run.train.frozen:
+        if not any(is_frozen(name, (pattern,)) for name in names):
+            modules = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
+            raise _no_match(f'train.frozen: "{pattern}"', pattern, [*names, *sorted(modules)])
+    if names and all(is_frozen(name, run.train.frozen) for name in names):
+        raise UserError("train.frozen matches every parameter, so there is nothing to train. Leave some out.")
+
+
+def _no_match(said: str, pattern: str, names: Collection[str]) -> UserError:
+    near = get_close_matches(pattern, names, n=3, cutoff=0.0)
+    return UserError(
+        f"{said} matches no parameter. The nearest names are {', '.join(near)}; "
+        '"*" stands for any characters, dots included.'
+    )

@@ -13,6 +13,7 @@ from argosy.data.executors.executor import CrewExecutor
 from argosy.data.work import Chunk, DamagedResult, PrepareTask, WorkFolder, WorkState
 from argosy.data.worker import BEAT_S, SILENT_S
 from argosy.errors import ArgosyError, RunFailed, UserError
+from argosy.processes.supervisor import RestartPolicy, Restarts
 
 LOOK_S = 1.0
 """How often the caller looks whether its workers live."""
@@ -61,7 +62,7 @@ class Workers:
         self._beats: dict[str, tuple[int, float]] = {}
         self._gone: dict[str, str] = {}
         """Workers that were replaced, and how they ended."""
-        self._ends = 0
+        self._restarts = Restarts(RestartPolicy(most_failures=MOST_ENDS * wanted))
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +92,7 @@ class Workers:
                 )
                 found = self._wait(task, chunk)
                 yield task, chunk, found
-                self._ends = 0
+                self._restarts.progress()
                 chunk, start, is_last = chunk + 1, found.end, found.is_last
 
     def finish(self) -> None:
@@ -142,9 +143,8 @@ class Workers:
         if ended:
             self._gone |= ended
             self._folder.release_all(set(ended))
-            self._ends += len(ended)
-            if self._ends >= MOST_ENDS * self._wanted:
-                raise _ended(next(iter(ended.values())), self._ends, self._folder)
+            if None in [self._restarts.ended() for _ in ended]:
+                raise _ended(next(iter(ended.values())), self._restarts.failures, self._folder)
             executor.start(len(ended))
         waiting = [why for name, (state, why) in states.items() if state == "waiting" and name not in ended]
         running = {name for name, (state, _) in states.items() if state == "running" and name not in ended}

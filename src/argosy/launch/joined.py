@@ -30,13 +30,13 @@ from argosy.observe.screen import Progress
 from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import World, join_world, node_of_each_rank
 from argosy.plan.plan import Plan
-from argosy.processes.kept import kept_in_thread
-from argosy.sinks.process import FollowerProcess
+from argosy.processes.supervisor import supervised
+from argosy.sinks.processes import follower_of
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import node_name
 from argosy.supervise.scratch import scratch_folder
 from argosy.supervise.worker import work
-from argosy.sync.sites.process import ExchangeProcess
+from argosy.sync.sites.process import exchange_of
 from argosy.training.stop import StopSignal
 
 LOOK_S = 0.5
@@ -147,8 +147,9 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
         os.environ[fence.GENERATION] = str(generation)
         if world.is_first:
             events = Events(run_dir, "launcher")
-            held.enter_context(kept_in_thread(FollowerProcess(run_dir, run, events), "argosy-follower"))
-            held.enter_context(kept_in_thread(ExchangeProcess(run_dir, run, events), "argosy-exchange"))
+            for process in (follower_of(run_dir, run, events), exchange_of(run_dir, run, events)):
+                if process is not None:
+                    held.enter_context(supervised(process, "argosy-supervisor"))
         with read_heartbeats(run, run_dir, world, generation) as heartbeat:
             work(run, plan, world, run_dir, stop, heartbeat=heartbeat)
     if stop.number is not None:

@@ -28,7 +28,8 @@ from argosy.plan.plan import is_asynchronous
 from argosy.plan.search.auto import processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks
-from argosy.supervise.agent import WORKER, Agent, node_name, process_name
+from argosy.supervise.agent import Agent, node_name, process_name
+from argosy.supervise.node_workers import WORKER
 from argosy.supervise.place import check_place
 from argosy.sync.server.layout import is_server
 

@@ -17,8 +17,8 @@ from argosy.files import LOCK, MadeFolder, made_folder
 from argosy.launch.engines.job import FOLDER as LAUNCH
 from argosy.processes.secret import NAME as SECRET
 from argosy.processes.tls import FOLDER as TLS
-from argosy.supervise.handover import FILE as MEMBERSHIP
-from argosy.supervise.lease.folder import FOLDER as COORDINATORS
+from argosy.supervise.lease.lease import FOLDER as COORDINATORS
+from argosy.supervise.nodes import HANDOVER_FILE as MEMBERSHIP
 from argosy.sync.server.ledger import NAME as LEDGER
 
 OF_A_START = (f"{LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from argosy.config.parameter_groups import check_groups
+from argosy.config.parameter_groups import check_patterns
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData, open_data
 from argosy.data.manifest import NAME as MANIFEST
@@ -49,16 +49,17 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
-    if run.optimizer.groups:
-        check_groups(run.optimizer, list(parameter_table(run.model)))
+    check_patterns(run, list(parameter_table(run.model)))
     return run, data
 
 
 def with_known_sizes(run: RunConfig) -> RunConfig:
     """Return the run with the vocabulary that its data have, or will have once they are prepared; nothing is prepared.
 
-    If neither is known, it stays 0. Raises: UserError for prepared data or a tokenizer that cannot be read.
+    If neither is known, it stays 0. Raises: UserError for prepared data or a tokenizer that cannot be read, or a
+    pattern of parameters that matches none.
     """
+    check_patterns(run, list(parameter_table(run.model)))
     if run.model.vocab_size:
         return run
     first = next(iter(run.data.sources), str(run.data.prepare.out))

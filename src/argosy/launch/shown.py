@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TextIO
 
-from argosy.observe.new_lines import NewLines
+from argosy.observe.line_follower import LineFollower
 from argosy.observe.screen import Screen, read_lines_of
 from argosy.observe.surfaces import NotebookSurface, TerminalSurface, is_in_notebook
 from argosy.observe.terminal import has_live_line
@@ -39,7 +39,8 @@ class Following:
         self._raised: BaseException | None = None
         self._thread: Thread | None = None
         if on_step is not None:
-            self._lines = NewLines(run_dir / "metrics.jsonl")
+            self._lines = LineFollower(run_dir / "metrics.jsonl", by_line=True)
+            self._lines.take()  # what is there now is not new
             self._thread = Thread(target=self._follow, args=(on_step,), name="argosy-on-step", daemon=True)
 
     def __enter__(self) -> None:

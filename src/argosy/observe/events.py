@@ -22,8 +22,6 @@ from argosy.observe.records import record_of
 
 CHUNK_BYTES = 2**16
 """Bytes that are read at once, from the end of a file backwards."""
-TAIL_BYTES = 2**20
-"""Most bytes at the end of a file that are read: more than a thousand lines of metrics."""
 
 
 class JsonLines:
@@ -84,29 +82,6 @@ class Events:
         self._lines.write({"time_s": round(time.time(), 3), "event": kind, **redacted(facts)})
 
 
-class Tail:
-    """Follows a JSON-lines file that another process writes, near its end."""
-
-    def __init__(self, path: Path, most_bytes: int = TAIL_BYTES):
-        """`most_bytes`: of what was added at once, only the last part is read; of a file that is there, too."""
-        self._path, self._at, self._most_bytes = path, 0, most_bytes
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the complete records that were added since the last call, or since the file became shorter."""
-        with suppress(OSError), self._path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            self._at = min(self._at, end)
-            if end - self._at > self._most_bytes:
-                file.seek(end - self._most_bytes - 1)
-                file.readline(self._most_bytes)  # the rest of a line, unless one begins right here
-                self._at = file.tell()
-            file.seek(self._at)
-            whole, newline, _ = file.read(self._most_bytes).rpartition(b"\n")
-            self._at += len(whole) + len(newline)
-            return _records(whole.splitlines())
-        return []
-
-
 def each_line(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete records of a JSON-lines file, however long it is, one at a time.
 
@@ -165,10 +140,6 @@ def from_the_end(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete records of a JSON-lines file, the last one first."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         yield from (record for _, record in backwards(file) if record is not None)
-
-
-def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    return [record for line in lines if (record := record_of(line)) is not None]
 
 
 def plan_since(starts: Iterable[Mapping[str, Any]]) -> int:

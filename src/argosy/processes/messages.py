@@ -18,7 +18,7 @@ M = TypeVar("M")
 
 
 class BadMessage(Exception):
-    """What came is no message, or one that nobody may send."""
+    """A frame is no message, or one that nobody may send."""
 
 
 class WireRecord(BaseModel):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.processes.ray_cluster import node_and_address
+from argosy.processes.supervisor import RestartPolicy, Restarts
 
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that comes when the parent ends. It outlives exec."""
@@ -42,10 +43,10 @@ if __name__ == "__main__":
     main()
 
 
-MOST_STARTS = 5
-"""How often a process that was killed is started."""
+KILL_RESTARTS = RestartPolicy(most_failures=5)
+"""Of a process that was killed; one that ended otherwise is not started again."""
 POLL_S = 0.1
-NEWS_S = 10.0
+NEWS_WAIT_S = 10.0
 """How long a question for news waits for some."""
 PIECE_BYTES = 1 << 16
 OF_RAY = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
@@ -89,9 +90,9 @@ class OwnedProcess:
         return self._node
 
     def news(self) -> ProcessEvent:
-        """Return what is new; wait for that up to `NEWS_S`."""
+        """Return what is new; wait for that up to `NEWS_WAIT_S`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._output or self._exit_code is not None, NEWS_S)
+            self._changed.wait_for(lambda: self._output or self._exit_code is not None, NEWS_WAIT_S)
             output, self._output = self._output, b""
             return ProcessEvent(self._node, output, self._exit_code)
 
@@ -103,11 +104,9 @@ class OwnedProcess:
                 os.kill(self._pid, signal.SIGTERM)
 
     def _hold(self) -> None:
-        code = 0
-        for _ in range(MOST_STARTS):
+        code, restarts = self._run(), Restarts(KILL_RESTARTS)
+        while code == -signal.SIGKILL and not self._is_stopping and restarts.ended() is not None:
             code = self._run()
-            if code != -signal.SIGKILL or self._is_stopping:
-                break
         with self._changed:
             self._exit_code = code if code >= 0 else 128 - code
             self._changed.notify_all()

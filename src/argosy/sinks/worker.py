@@ -19,7 +19,7 @@ from typing import Any
 
 from argosy.config.load import load
 from argosy.errors import ArgosyError
-from argosy.observe.new_lines import NewLines
+from argosy.observe.line_follower import LineFollower
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import channel_to_parent, messages
@@ -73,7 +73,7 @@ class Feed:
     def __init__(self, folder: Path, marks: Mapping[str, Any]):
         """`marks`: what `marks` returned before; empty: from the start."""
         self._folder, self._marks = folder, dict(marks)
-        self._files: dict[str, NewLines] = {}
+        self._files: dict[str, LineFollower] = {}
 
     def take(self) -> NewRows:
         """Return what is new, in parts of `MOST_LINES` lines of a file."""
@@ -95,9 +95,9 @@ class Feed:
         """Return where each file was read to (JSON)."""
         return self._marks | {name: lines.marks() for name, lines in self._files.items()}
 
-    def _lines(self, name: str) -> NewLines:
+    def _lines(self, name: str) -> LineFollower:
         if name not in self._files:
-            self._files[name] = NewLines(self._folder / name, self._marks.get(name, []))
+            self._files[name] = LineFollower(self._folder / name, by_line=True, marks=self._marks.get(name, []))
         return self._files[name]
 
     def _event_files(self) -> list[str]:
@@ -238,8 +238,6 @@ def main() -> None:
         with suppress(Gone):
             channel.send("failed", why=" ".join(why.split())[:500])
         raise
-    with suppress(Gone):
-        channel.send("done")
     sys.stdout.flush()
     os._exit(0)  # threads that a package left behind have had their time
 

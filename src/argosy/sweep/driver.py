@@ -21,6 +21,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.errors import Interrupted, RunFailed, UserError
 from argosy.launch.engines.job import FOLDER, LaunchedJob
+from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.sweep.executor import Task, TrialExecutor
 from argosy.sweep.folder import trial_folder
 from argosy.sweep.load import Sweep
@@ -34,8 +35,8 @@ RUN_FILE = "run.toml"
 """A trial's run file, in its folder for launches."""
 REFUSED = "refused"
 """Begins the reason of a trial whose values do not go together."""
-MOST_IDLE = 3
-"""How often in a row a trial may end without a step more."""
+TRIAL_RESTARTS = RestartPolicy(most_failures=3)
+"""Of a trial; progress is a step more than before."""
 ALIKE = 3
 """This many trials that fail in the same way, before any has learned anything, end the sweep."""
 TPE_AT_ONCE = 8
@@ -57,8 +58,8 @@ class Driver:
         self._tasks: dict[int, Task] = {}
         self._words: dict[int, str] = {}
         """Trial -> its values, for messages."""
-        self._progress: dict[int, tuple[int, int]] = {}
-        """Trial -> its steps when it was last interrupted, and how often that was without one more."""
+        self._progress: dict[int, tuple[int, Restarts]] = {}
+        """Trial -> its steps when it was last interrupted, and how often that was."""
         self._may_repeat = sweep.config.method in ("tpe", "random")
         self._stop = threading.Event()
         self._signal = 0
@@ -107,11 +108,10 @@ class Driver:
     def _interrupted(self, number: int, why: str) -> None:
         """Let a trial go on, unless it was started several times without a step."""
         done = steps_of(self._tasks[number].run_dir)
-        before, idle = self._progress.get(number, (-1, 0))
-        idle = idle + 1 if done <= before else 1
-        self._progress[number] = (done, idle)
-        if idle >= MOST_IDLE:
-            self._fail(number, f"it ended {idle} times in a row without a step more than {done}: {why}")
+        before, restarts = self._progress.get(number, (0, Restarts(TRIAL_RESTARTS)))
+        self._progress[number] = (done, restarts)
+        if restarts.ended(made_progress=done > before) is None:
+            self._fail(number, f"it ended {restarts.failures} times in a row without a step more than {done}: {why}")
         else:
             self._say(f"trial {number:04d} was interrupted at step {done}, and goes on ({why})")
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from argosy.observe.events import from_the_end
+from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import record_of, step_line
 from argosy.watch.columns import STEP, Columns, Floats, Line, group_of, group_rows, numbers, rows_of
-from argosy.watch.linefile import LineFile, leads_away, spread_lines
+from argosy.watch.linefile import leads_away, spread_lines
 
 try:  # without the extra `watch` all is the same, but a long run takes some times as long to open
     import msgspec
@@ -51,7 +52,7 @@ class MetricsTable:
     """
 
     def __init__(self, path: Path):
-        self._file = LineFile(path)
+        self._file = LineFollower(path)
         self._clear()
 
     def _clear(self) -> None:
@@ -79,17 +80,17 @@ class MetricsTable:
         """Read what was added; return True if anything changed. Raises: OSError if the file cannot be read."""
         changed = self._file.forget_what_is_gone()
         if changed:
-            self._forget_after(self._file.mark)
+            self._forget_after(self._file.note)
         is_long = self._file.unread_bytes() > READ_WHOLE_BYTES
         if is_long and not len(self.steps):
             self._groups = set(FIRST)
-        for chunk in self._file.read_on():
+        for chunk in self._file.blocks():
             changed = True
             if is_long and self._groups is not None:
                 self._append_groups(chunk, self._groups)
             else:
                 self._append(chunk)
-            self._file.mark = float(self.steps[STEP][-1]) if len(self.steps) else -np.inf
+            self._file.note = float(self.steps[STEP][-1]) if len(self.steps) else -np.inf
         if changed:
             found = map(step_line, from_the_end(self._file.path))
             self.last_line = next((line for line in found if line is not None), {})

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from argosy.observe.events import from_the_end
+from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import node_line, record_of
-from argosy.watch.linefile import LineFile
 
 MOST_RECORDS = 400
 READ_WHOLE_BYTES = 2**20
@@ -160,7 +160,7 @@ class EnergySoFar:
     def __init__(self, folder: Path):
         """`folder`: the run's."""
         self._folder = folder / "nodes"
-        self._files: dict[str, LineFile] = {}
+        self._files: dict[str, LineFollower] = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -179,13 +179,13 @@ class EnergySoFar:
     def refresh(self, nodes: Iterable[str]) -> None:
         """Read the lines that these nodes have added."""
         for node in nodes:
-            self._files.setdefault(node, LineFile(self._folder / f"{node}.jsonl"))
+            self._files.setdefault(node, LineFollower(self._folder / f"{node}.jsonl"))
         try:
             if sum(file.forget_what_is_gone() for file in self._files.values()):
                 self._clear()  # a file was replaced: the sum is made anew
-                self._files = {node: LineFile(file.path) for node, file in self._files.items()}
+                self._files = {node: LineFollower(file.path) for node, file in self._files.items()}
             for node, file in self._files.items():
-                for chunk in file.read_on():
+                for chunk in file.blocks():
                     for line in _records(chunk):
                         self._add(node, line)
         except OSError:

@@ -17,7 +17,8 @@ from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.errors import UserError
 from argosy.files import LOCK, is_abandoned
-from argosy.observe.events import Tail, from_the_end
+from argosy.observe.events import from_the_end
+from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import encodable, evaluation_line, record_of, report_of, step_line
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
@@ -273,7 +274,7 @@ class RunReader(RunFiles):
             raise UserError(f"{folder}: not a run: it {what}. Name a run's folder, such as runs/demo.")
         super().__init__(folder)
         self._metrics = MetricsTable(folder / "metrics.jsonl")
-        self._samples = Tail(folder / "samples.jsonl")
+        self._samples = LineFollower.near_end(folder / "samples.jsonl")
         self.samples: list[Record] = []
         """Lines of samples.jsonl: step, time_s, prompt, text."""
 
@@ -323,7 +324,7 @@ class RunReader(RunFiles):
         return changed
 
     def _read_samples(self) -> bool:
-        new = [record for record in self._samples.read() if isinstance(record.get("text"), str)]
+        new = [record for record in self._samples.take() if isinstance(record.get("text"), str)]
         self.samples = [*self.samples, *new][-MOST_SAMPLES:]
         return bool(new)
 

@@ -22,8 +22,9 @@ from typing import Any
 from argosy.config.model_name import model_name
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyError, UserError
-from argosy.observe.events import Tail, each_line
+from argosy.observe.events import each_line
 from argosy.observe.heartbeat import BESIDE, HeartbeatReading, read_heartbeat
+from argosy.observe.line_follower import LineFollower
 from argosy.observe.panel import RunView, duration, figures, one_line, step_in_words
 from argosy.observe.records import evaluation_line, step_line
 from argosy.observe.surfaces import TerminalSurface
@@ -73,7 +74,7 @@ class FolderView(RunFiles):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        self._metrics = Tail(folder / "metrics.jsonl", HISTORY_BYTES)
+        self._metrics = LineFollower.near_end(folder / "metrics.jsonl", HISTORY_BYTES)
         self._losses, self._validation = Curve(), Curve()
         self._refresh_at_s = 0.0
         self._progress: dict[int, tuple[Hashable, float]] = {}
@@ -121,7 +122,7 @@ class FolderView(RunFiles):
         return {"metrics.jsonl": self._read_metrics, **super()._parts()}
 
     def _read_metrics(self) -> bool:
-        new = self._metrics.read()
+        new = self._metrics.take()
         for line in new:
             if (record := step_line(line)) is not None and {"seconds", "step_time_s"} <= record.keys():
                 if record["step"] <= self.last_line.get("step", -1):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ KILLED = 137
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "PAUSE_S", 0.01)
+    monkeypatch.setattr(keeper, "AGENT_RESTARTS", replace(keeper.AGENT_RESTARTS, pause_s=0.01))
 
 
 def hold(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, outcomes: list[int], steps: list[int]) -> int:

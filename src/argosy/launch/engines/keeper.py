@@ -25,10 +25,9 @@ from argosy.errors import (
     UserError,
 )
 from argosy.launch.engines.job import FOLDER
-from argosy.launch.engines.requeue import MOST_IDLE, last_step, outcome
+from argosy.launch.engines.requeue import AGENT_RESTARTS, last_step, outcome
+from argosy.processes.supervisor import Restarts
 
-PAUSE_S = 2.0
-"""Between an agent's end and the next one's start: a signal that has stopped another node may be on its way to here."""
 STOP = "stop"
 """A file in the folder of what was launched: nothing is started again."""
 FINAL = {kind.exit_code for kind in (RunFailed, UserError, DataError, UnfitNode, Poisoned, StorageError)}
@@ -47,7 +46,7 @@ class Keeper:
         """Return the exit code of the last agent; Retryable's if the run may go on when it is launched again."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._pass_on)
-        idle, step = 0, last_step(self._run_dir)
+        restarts, step = Restarts(AGENT_RESTARTS), last_step(self._run_dir)
         while True:
             code = self._run()
             if self._is_stopped or code in FINAL:
@@ -55,10 +54,11 @@ class Keeper:
             again, why = outcome(self._run_dir, code)
             if again != Retryable.exit_code:
                 return self._ended(again, why)
-            idle, step = (idle + 1, step) if last_step(self._run_dir) <= step else (0, last_step(self._run_dir))
-            if idle >= MOST_IDLE:
-                return self._ended(code, f"{MOST_IDLE} starts in a row have made no step")
-            time.sleep(PAUSE_S)
+            before, step = step, last_step(self._run_dir)
+            pause_s = restarts.ended(made_progress=step > before)
+            if pause_s is None:
+                return self._ended(code, f"{restarts.failures} starts in a row have made no step")
+            time.sleep(pause_s)  # a signal that has stopped another node may be on its way to here
             if self._is_stopped or (self._run_dir / FOLDER / STOP).exists():
                 return code
             print(f"argosy launch: the agent ended with {code} ({why}): it is started again", flush=True)

@@ -16,11 +16,12 @@ from argosy.errors import Retryable, RunFailed
 from argosy.files import atomic_write
 from argosy.launch.engines.job import FOLDER
 from argosy.observe.events import from_the_end
+from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.sync.sites.layout import kept_in
 from argosy.watch.reader import RunReader, is_run
 
-MOST_IDLE = 3
-"""Jobs in a row that may end without one step more than before."""
+AGENT_RESTARTS = RestartPolicy(most_failures=3, pause_s=2.0)
+"""Of a batch job and of a node's agent; progress is a step more than before."""
 KILLED = 137
 """Exit code of a command that SIGKILL has ended."""
 
@@ -28,8 +29,8 @@ KILLED = 137
 def decide(run_dir: Path, code: int) -> tuple[int, str]:
     """Return the exit code of the job (Retryable's: requeue it), and why. code: as in `outcome`."""
     found, why = outcome(run_dir, code)
-    if found == Retryable.exit_code and _idle_jobs(run_dir) >= MOST_IDLE:
-        return RunFailed.exit_code, f"{MOST_IDLE} jobs in a row have made no step"
+    if found == Retryable.exit_code and _idle_jobs(run_dir) >= AGENT_RESTARTS.most_failures:
+        return RunFailed.exit_code, f"{AGENT_RESTARTS.most_failures} jobs in a row have made no step"
     return found, why
 
 
@@ -67,10 +68,11 @@ def _idle_jobs(run_dir: Path) -> int:
     job = " ".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")).strip()
     if job and before.get("job") == job:
         return int(before["idle"])
-    idle = before["idle"] + 1 if step <= before["step"] else 0
+    restarts = Restarts(AGENT_RESTARTS, before["idle"])
+    restarts.ended(made_progress=step > before["step"])
     with atomic_write(path) as file:
-        file.write(json.dumps({"step": step, "idle": idle, "job": job}).encode())
-    return int(idle)
+        file.write(json.dumps({"step": step, "idle": restarts.failures, "job": job}).encode())
+    return restarts.failures
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ from typing import Generic
 from pydantic import TypeAdapter
 
 from argosy.processes.connection import FRAME_BYTES, Address, Connection, call
-from argosy.processes.handshake import call as called
-from argosy.processes.handshake import listen
 from argosy.processes.messages import BadMessage, WireRecord
+from argosy.processes.secret import call as called
+from argosy.processes.secret import listen
 from argosy.sync.sites.messages import M, SiteHello, SitePing, SiteRefused, packed, unpacked
 
 PING_S = 1.0
