@@ -67,6 +67,8 @@ bench: .venv/.bench
 bench-planner: .venv/.dev
 	$(BIN)/python benchmarks/planner/score.py
 	$(BIN)/python benchmarks/planner/score.py --calibration-rows 5
+	$(BIN)/python benchmarks/planner/score_serving.py
+	$(BIN)/python benchmarks/planner/score_serving.py --calibration-rows 5
 
 package: .venv/.dev
 	$(BIN)/python .ci/package.py

@@ -33,7 +33,7 @@ def watch(run_dir: Path) -> None:
 
 
 def resume(run_dir: Path) -> None:
-    """As `training.restore` and `training.records` do."""
+    """As `training.saving` and `training.records` do."""
     from argosy.observe.events import Metrics
 
     metrics = Metrics(run_dir)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint import save as save_module
-from argosy.checkpoint.names import shard_name
+from argosy.checkpoint.checksums import shard_name
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.writer import Upkeep
 from argosy.parallel.world import World

@@ -12,8 +12,8 @@ from argosy.config.launch import EngineOptions, LaunchOptions, LeaseUrl, interfa
 from argosy.config.load import load
 from argosy.config.section import meanings
 from argosy.config.sync import SiteLaunch, server_name, server_number
+from argosy.engines.engine import RunJob
 from argosy.errors import UserError
-from argosy.launch.engines.engine import LaunchRequest
 
 RUN = """
 [sync]
@@ -108,7 +108,7 @@ def test_command_line_and_a_sites_table_take_them_with_the_same_meaning(form: ty
 def test_a_request_takes_what_a_sites_table_asks_of_an_engine() -> None:
     asked = SiteLaunch(on="slurm", nodes=4, time="1:00:00", extra=("--qos=long",)).for_engine()
     assert asked == vars(EngineOptions(nodes=4, time="1:00:00", extra=("--qos=long",)))
-    assert set(asked) <= {field.name for field in fields(LaunchRequest)}
+    assert set(asked) <= {field.name for field in fields(RunJob)}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from argosy.config.model import ModelConfig
-from argosy.config.optimizer import OptimizerConfig, OptimizerGroup, check_groups, settings_of
+from argosy.config.optimizer import OptimizerConfig, OptimizerGroup, check_patterns, is_frozen, settings_of
+from argosy.config.schema import RunConfig
+from argosy.config.train import TrainConfig
 from argosy.errors import UserError
 from argosy.models.decoder import Decoder
 from optim.pieces import SHAPES
@@ -39,8 +41,31 @@ def test_group_may_give_weight_decay_to_what_has_none():
 def test_pattern_that_matches_nothing_is_refused_with_names_that_are_near():
     wrong = config({"match": "head.*"}, {"match": "*.nrom.weight"})
     with pytest.raises(UserError, match=r'match = "\*\.nrom\.weight" \(number 2\).*norm\.weight'):
-        check_groups(wrong, SHAPES)
-    check_groups(config({"match": "head.*"}, {"match": "*_norm.weight"}), SHAPES)
+        check_patterns(wrong.groups, (), SHAPES)
+    check_patterns(config({"match": "head.*"}, {"match": "*_norm.weight"}).groups, (), SHAPES)
+
+
+def frozen(*patterns: str) -> RunConfig:
+    return RunConfig(train=TrainConfig(steps=1, frozen=patterns))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "says"),
+    [
+        (["embed"], r'train\.frozen: "embed" matches no parameter\. The nearest names are embedding'),
+        (["head", "block.0"], r'"block\.0" matches no parameter\. The nearest names are blocks\.0'),
+        (["*"], "matches every parameter"),
+    ],
+)
+def test_frozen_pattern_that_makes_no_sense_is_refused(patterns: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_patterns((), patterns, SHAPES)
+
+
+def test_frozen_pattern_names_parameters_or_modules() -> None:
+    check_patterns((), ("embedding", "*_norm", "blocks.0.attention"), SHAPES)
+    assert is_frozen("blocks.1.attention.q.weight", ["blocks.1"])
+    assert not is_frozen("blocks.11.attention.q.weight", ["blocks.1"])
 
 
 def test_muon_takes_the_hidden_matrices_of_the_decoder_and_no_others():

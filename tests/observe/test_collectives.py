@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from argosy.observe.collectives import FUNCTIONAL, METHODS, CommunicationMeter, sequence_numbers
-from argosy.parallel.collectives import gather_sequence
+from argosy.parallel.tensor import gather_sequence
 from argosy.parallel.world import World
 from wire_counter import WireCounter
 from workers import WorkerPool

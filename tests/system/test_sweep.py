@@ -125,9 +125,8 @@ def test_wrong_input_is_refused_and_nothing_is_written(folder: Folder, refused):
 
 def test_a_changed_sweep_file_is_refused_for_the_same_folder(folder: Folder, refused):
     sweep = write(folder, "method = 'random'\ntrials = 2\n[parameters]\noptimizer.lr = { min = 1e-3, max = 1 }")
-    from argosy.sweep.folder import enter
     from argosy.sweep.load import load_sweep
-    from argosy.sweep.study import Study
+    from argosy.sweep.study import Study, enter
 
     sweep.mkdir(parents=True)
     before = load_sweep(folder.path / "lr.toml")
@@ -157,7 +156,7 @@ def test_trials_are_tasks_of_array_jobs_that_a_killed_sweep_finds_again(folder: 
         out, err = again.communicate(timeout=400)
         assert again.returncode == 0, out + err
         listed = cluster.ask("squeue", "--states=all", "--noheader", "--array", "--format=%i").split()
-        assert len(list((sweep / "arrays").iterdir())) == 2 and len(listed) == 5, listed
+        assert len({number.partition("_")[0] for number in listed}) == 2 and len(listed) == 5, listed
         trials = result(folder)["trials"]
         assert sorted((t["state"], t["steps"]) for t in trials) == [("done", 40), *[("stopped", 10)] * 3]
         refused = folder.start("sweep", "lr.toml", "--on", "slurm", "--sweep-dir", "b", "--partition", "fast", **slow)

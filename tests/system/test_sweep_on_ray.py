@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,20 +91,22 @@ def test_a_trial_waits_for_a_node_that_fits_and_one_that_never_will_is_said(fold
     assert [(trial["state"], trial["why"]) for trial in trials(folder)] == [("waiting", "pending")]
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
-    assert re.search(r"trial 0000 needs 2 CPUs, 0\.\d+ GB of memory of one node, .*\(1 CPUs, [\d.]+ GB", err), err
+    assert re.search(r"lr-\w+-0000 needs 2 CPUs, 0\.\d+ GB of memory of one node, .*\(1 CPUs, [\d.]+ GB", err), err
 
     running.add("n3", cpus=2)
     held = subprocess.Popen(  # others use it, until the trial has waited for longer than Ray lets a job wait
-        ["ray", "job", "submit", "--address", running.dashboard, "--entrypoint-num-cpus", "2", "--", "sleep", "25"],
+        ["ray", "job", "submit", "--address", running.dashboard, "--entrypoint-num-cpus", "2", "--",
+         "sh", "-c", f"touch {folder.path}/held; while [ -e {folder.path}/held ]; do sleep 0.2; done"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    time.sleep(5)
+    wait_until((folder.path / "held").exists, held)
     process = sweeping(*here)
     wait_until((sweep / "0000" / "launch" / "job.json").exists, process=process)
     before = trials(folder)[0]["job"]
+    wait_until(lambda: trials(folder)[0]["job"] != before, process)
+    (folder.path / "held").unlink()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and result(folder)["trials"][0]["state"] == "done", out + err
-    assert trials(folder)[0]["job"] != before
     assert held.wait(60) == 0
     running.lose("n3")
 

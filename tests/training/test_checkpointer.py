@@ -13,8 +13,8 @@ import torch
 
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import PLACES
+from argosy.checkpoint.checksums import shard_name
 from argosy.checkpoint.history import History
-from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.optimizer import OptimizerConfig

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import record as records
-from argosy.checkpoint.checksums import FileSum, checked, signed
+from argosy.checkpoint.checksums import FileSum, checked, foreign, signed
 from argosy.checkpoint.fence import OLD_NAME
 from argosy.checkpoint.history import History
-from argosy.checkpoint.names import foreign
 from argosy.checkpoint.record import MalformedRecord
 from argosy.errors import UserError
 

@@ -102,7 +102,7 @@ def explained(options: type) -> type:
         about = tyro.conf.arg(help=text, help_behavior_hint=no_hint(part.default))
         default = {} if part.default is MISSING else {"default": part.default}
         parts.append((part.name, Annotated[types[part.name], about], field(**default)))
-    return make_dataclass(options.__name__, parts)
+    return make_dataclass(options.__name__, parts, kw_only=True)
 
 
 def no_hint(default: object) -> str | None:

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from argosy.cli.options import origin, parse_run
-from argosy.launch.slurm import is_first_task, with_slurm
+from argosy.engines.slurm import is_first_task, with_slurm
 from argosy.observe.terminal import lasting_output
 from argosy.plan.plan import is_asynchronous
 from argosy.sync.server.layout import is_server

@@ -25,6 +25,7 @@ ADDED = {
     "model.qkv_bias": False,
     "model.ffn_gate": True,
     "train.loss": "cross_entropy",
+    "train.frozen": [],
     "train.batch_ramp": [],
     "sync.local_steps": 1,
     "sync.momentum_every": 0,

@@ -6,6 +6,7 @@ what it is predicted to take."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -30,7 +31,7 @@ class OptimizerGroup(Section):
     match: str
     """Names of the parameters; * stands for any characters, e.g. "*_norm.weight" or "head.*"."""
     lr_factor: NonNegativeFloat = 1.0
-    """Factor on the learning rate; 0 freezes them."""
+    """Factor on the learning rate. To freeze parameters, name them in train.frozen: that also saves the work."""
     weight_decay: NonNegativeFloat | None = None
     """Weight decay of these parameters; none given: the default."""
 
@@ -132,12 +133,30 @@ def is_hidden(name: str) -> bool:
     return not set(NOT_HIDDEN) & set(name.split("."))
 
 
-def check_groups(config: OptimizerConfig, names: Collection[str]) -> None:
-    """Raises: UserError if a group matches none of `names`, the names of all parameters of the whole model."""
-    for index, group in enumerate(config.groups):
+def is_frozen(name: str, patterns: Collection[str]) -> bool:
+    """Return True if one of `train.frozen` matches the parameter, or a module that it is in."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
+
+
+def check_patterns(groups: Collection[OptimizerGroup], frozen: Collection[str], names: Collection[str]) -> None:
+    """Check `optimizer.groups` and `train.frozen` against `names`, those of all parameters of the whole model.
+
+    Raises: UserError if a pattern matches none of them, or all are frozen.
+    """
+    for index, group in enumerate(groups):
         if not any(fnmatchcase(name, group.match) for name in names):
-            near = get_close_matches(group.match, names, n=3, cutoff=0.0)
-            raise UserError(
-                f'optimizer.groups: match = "{group.match}" (number {index + 1}) matches no parameter. '
-                f'The nearest names are {", ".join(near)}; "*" stands for any characters, dots included.'
-            )
+            raise _no_match(f'optimizer.groups: match = "{group.match}" (number {index + 1})', group.match, names)
+    for pattern in frozen:
+        if not any(is_frozen(name, (pattern,)) for name in names):
+            modules = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
+            raise _no_match(f'train.frozen: "{pattern}"', pattern, [*names, *sorted(modules)])
+    if names and all(is_frozen(name, frozen) for name in names):
+        raise UserError("train.frozen matches every parameter, so there is nothing to train. Leave some out.")
+
+
+def _no_match(said: str, pattern: str, names: Collection[str]) -> UserError:
+    near = get_close_matches(pattern, names, n=3, cutoff=0.0)
+    return UserError(
+        f"{said} matches no parameter. The nearest names are {', '.join(near)}; "
+        '"*" stands for any characters, dots included.'
+    )

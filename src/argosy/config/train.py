@@ -114,6 +114,9 @@ class TrainConfig(Section):
     """Use deterministic kernels only: the same numbers again, slower on a GPU."""
     loss: Annotated[str, one_of_or_own(*LOSSES)] = "cross_entropy"
     """Training loss: cross_entropy, or one of your own, by its name (docs/extending.md)."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that keep their values, by name or module; * stands for any characters, e.g. "embedding",
+    "blocks.0", "*.router". No gradient is computed and no optimizer state is kept for them."""
     pause_at: NonNegativeInt = 0
     """Save and stop after this many steps, with the schedule of the whole run; 0 does not stop."""
 

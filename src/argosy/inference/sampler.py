@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from argosy.checkpoint.names import step_name
+from argosy.checkpoint.checksums import step_name
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.observe.events import JsonLines, forget_from

@@ -19,8 +19,7 @@ from argosy.errors import ArgosyError
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
-from argosy.launch.profile import check_profile
-from argosy.launch.resolve import resolve
+from argosy.launch.resolve import check_profile, resolve
 from argosy.launch.sites import settle_site
 from argosy.observe.collectives import sequence_numbers
 from argosy.observe.events import Events
@@ -39,8 +38,8 @@ from argosy.supervise.worker import work
 from argosy.sync.sites.process import exchange_of
 from argosy.training.stop import StopSignal
 
-LOOK_S = 0.5
-"""How often the reader looks whether a line is due."""
+LINE_LOOK_S = 0.5
+"""Seconds between two looks of the reader for a line that is due."""
 
 
 @contextmanager
@@ -104,7 +103,7 @@ def _reader(metrics: NodeMetrics, folder: Path, pids: list[int], world_size: int
         return [reading for reading in found if reading is not None]
 
     def keep_writing() -> None:
-        while not is_over.wait(LOOK_S):
+        while not is_over.wait(LINE_LOOK_S):
             metrics.tend(readings, world_size)
 
     thread = threading.Thread(target=keep_writing, name="argosy-node-metrics", daemon=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from argosy.checkpoint.store import committed
 from argosy.config.dump import save_run
 from argosy.config.load import load
+from argosy.config.observe import ObserveConfig
 from argosy.config.schema import RunConfig
 from argosy.config.sync import server_name, server_number
 from argosy.data.manifest import TOKENIZER
@@ -83,19 +84,22 @@ def check(run: RunConfig) -> None:
                     f"plan.sync = async with the {declaration} ({declaration.place}): no worker sees the run's steps. "
                     "Leave it out."
                 )
+    norms = run.observe.norms_every_steps  # the usual number is in every run file that was written out
     for key, value in {
         "resilience.replay_check_every_steps": run.resilience.replay_check_every_steps,
         "resilience.check_collectives": run.resilience.check_collectives,
         "resilience.rebalance": run.resilience.rebalance,
         "observe.noise_scale_every_steps": run.observe.noise_scale_every_steps,
         "observe.sample_every_steps": run.observe.sample_every_steps,
+        "observe.norms_every_steps": 0 if norms == ObserveConfig().norms_every_steps else norms,
+        "observe.profile.steps": run.observe.profile.steps,
         "sync.from_step": run.sync.from_step,
         "sync.fragments": run.sync.fragments if run.sync.fragments > 1 else 0,
         "sync.overlap_steps": run.sync.overlap_steps,
         "train.pause_at": run.train.pause_at,
     }.items():
         if value:
-            raise UserError(f"{key} = {value} with plan.sync = async: it is not done there. Leave it out.")
+            raise UserError(f"{key} = {value} is not supported with plan.sync = async. Remove it.")
     layout = ServerLayout(run)
     if run.model.vocab_size and any(not flat.shapes for flat in layout.flats):
         raise UserError(

@@ -6,13 +6,13 @@ All fields are plain numbers, so that many jobs can be stacked into one of array
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
-from argosy.plan.parameters import Parameter, Stage, block_table, parameter_table
+from argosy.plan.parameters import Parameter, Stage, block_table, parameter_table, reached_layers, run_table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,11 +68,33 @@ class Workload:
     """Rank of latent attention's keys and values; 0: ordinary attention."""
     rope_width: Numbers = 0
     """Width of the rotated part of latent attention's keys."""
+    trained_dense: Numbers = 1
+    """Share of the layers' matrices that is trained, routed experts apart: the rest is frozen."""
+    trained_experts: Numbers = 1
+    """The same of routed experts."""
+    trained_embedding: Numbers = 1
+    """1 if the embedding is trained."""
+    trained_head: Numbers = 1
+    reached: Numbers = 1
+    """Share of the layers that backward reaches."""
 
     @classmethod
     def of(cls, run: RunConfig) -> Workload:
         """Return the workload of a step of `run`."""
-        return cls.of_model(run.model, run.data.seq_len, run.train.global_batch)
+        whole = cls.of_model(run.model, run.data.seq_len, run.train.global_batch)
+        if not run.train.frozen:
+            return whole
+        table = run_table(run)
+        blocks = [p for name, p in table.items() if name.startswith("blocks.") and len(p.shape) > 1]
+        embedding = table["embedding.weight"].is_trained
+        return replace(
+            whole,
+            trained_dense=_trained_share(p for p in blocks if not p.is_expert),
+            trained_experts=_trained_share(p for p in blocks if p.is_expert),
+            trained_embedding=embedding,
+            trained_head=embedding if run.model.tie_embeddings else table["head.weight"].is_trained,
+            reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.layers,
+        )
 
     @classmethod
     def of_model(cls, model: ModelConfig, seq_len: int, global_batch: int) -> Workload:
@@ -158,6 +180,15 @@ class Workload:
         )
 
     @property
+    def trained_parameters(self) -> Numbers:
+        """Those of `matrix_parameters` that are trained."""
+        experts = self.moe_layers * self.expert_parameters
+        ends = (2 - self.tied) * self.vocabulary_parameters
+        trained_ends = (self.trained_embedding + (1 - self.tied) * self.trained_head) * self.vocabulary_parameters
+        dense = self.matrix_parameters - experts - ends
+        return self.trained_dense * dense + self.trained_experts * experts + trained_ends
+
+    @property
     def matmul_parameters(self) -> Numbers:
         """Parameters that take part in a matmul with each token (`matmul_parameters`)."""
         active = self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
@@ -169,10 +200,32 @@ class Workload:
         )
 
     @property
+    def trained_matmul_parameters(self) -> Numbers:
+        """Those of the layers that are trained."""
+        active = self.moe_layers * self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
+        dense = self.matmul_parameters - self.vocabulary_parameters - active
+        return self.trained_dense * dense + self.trained_experts * active
+
+    @property
+    def matmul_flops_per_token(self) -> tuple[Numbers, Numbers]:
+        """FLOPs of matmuls in layers, and of the head: 2 N forward, 2 N for the inputs' gradients as far as backward
+        goes, 2 N for those of weights that are trained."""
+        in_layers, in_head = self.matmul_parameters - self.vocabulary_parameters, self.vocabulary_parameters
+        layers = 2 * ((1 + self.reached) * in_layers + self.trained_matmul_parameters)
+        return layers, 2 * (2 + self.trained_head) * in_head
+
+    @property
     def train_flops_per_token(self) -> Numbers:
-        """Model FLOPs of forward and backward: 6 N + 6 L s a d (`train_flops_per_token`)."""
-        attention = 6 * self.layers * self.attention_span * self.heads * (self.key_width + self.value_width)
-        return 6 * self.matmul_parameters + attention
+        """Model FLOPs of forward and backward: 6 N + 6 L s a d (`train_flops_per_token`), less what is not
+        computed of frozen parameters."""
+        per_pass = 2 * self.layers * self.attention_span * self.heads * (self.key_width + self.value_width)
+        return sum(self.matmul_flops_per_token) + (1 + 2 * self.reached) * per_pass
+
+
+def _trained_share(parameters: Iterable[Parameter]) -> float:
+    """Return the share of the elements that is trained; 1 if there are no parameters."""
+    sizes = [(math.prod(p.shape), p.is_trained) for p in parameters]
+    return sum(size for size, is_trained in sizes if is_trained) / sum(size for size, _ in sizes) if sizes else 1.0
 
 
 def matmul_parameters(model: ModelConfig) -> int:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from argosy.processes.ray_cluster import node_and_address
 from argosy.processes.supervisor import RestartPolicy, Restarts
@@ -69,25 +68,21 @@ class ProcessEvent:
 class OwnedProcess:
     """The class of the actor."""
 
-    def __init__(self, words: Sequence[str], work_dir: str, environment: Mapping[str, str], log: str = ""):
+    def __init__(self, words: Sequence[str], work_dir: str, environment: Mapping[str, str]):
         """Start `python WORDS` in `work_dir`, with the Python of the node.
 
-        environment: added to that of the node. log: a file that the output is added to; if empty, `news` tells it.
+        environment: added to that of the node.
         Raises: OSError if the node does not see `work_dir`.
         """
         os.chdir(work_dir)
         self._node, _ = node_and_address()
         mine = {name: value for name, value in os.environ.items() if name not in OF_RAY}
-        self._words, self._environment, self._log = [sys.executable, *words], {**mine, **environment}, log
+        self._words, self._environment = [sys.executable, *words], {**mine, **environment}
         self._changed = threading.Condition()
         self._output, self._part = b"", b""
         self._exit_code: int | None = None
         self._pid, self._is_stopping = 0, False
         threading.Thread(target=self._hold, name="argosy-process", daemon=True).start()
-
-    def place(self) -> str:
-        """Return the name of the node that it runs on."""
-        return self._node
 
     def news(self) -> ProcessEvent:
         """Return what is new; wait for that up to `NEWS_WAIT_S`."""
@@ -145,10 +140,6 @@ class OwnedProcess:
         lines, newline, part = (self._part + text).rpartition(b"\n")
         self._part = part
         if not newline:
-            return
-        if self._log:
-            with Path(self._log).open("ab") as log:
-                log.write(lines + newline)
             return
         with self._changed:
             self._output += lines + newline

@@ -140,7 +140,9 @@ def _record(
         model = apply(plan, run, world, partial(_without_values, run.data.seq_len), some_of_stages)
         for moe in model.moes.values():
             moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
-        recorder.label([x for p in model.pieces for x in (p.parameter.detach(), p.value)], "parameters")
+        recorder.label(
+            [x for p in (*model.pieces, *model.frozen) for x in (p.parameter.detach(), p.value)], "parameters"
+        )
         step = Step(run, TrainState.begin(model, plan, run), world, recorder.clock)
         _make_what_is_kept(step, run, recorder)
         batch = _batch(plan, run, world, fake)

@@ -25,8 +25,7 @@ from argosy.observe.collectives import sequence_numbers
 from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.observe.stacks import write_when_asked
 from argosy.observe.terminal import lasting_output
-from argosy.parallel.connections import Connections
-from argosy.parallel.world import World, WorldSeat, join_world, leave_world
+from argosy.parallel.world import Connections, World, WorldSeat, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import channel_to_parent
@@ -126,7 +125,7 @@ def main() -> None:
     Errors are sent to the agent, which knows which process failed first and reports that error to the user.
     """
     # When a collective on GPUs fails or times out, torch's watchdog would end the process, and the state that survives
-    # in it. Here the agent breaks the world off and aborts it (`parallel.connections`), which torch asks to be done
+    # in it. Here the agent breaks the world off and aborts it (`parallel.world`), which torch asks to be done
     # with this turned off (the notes of distributed_c10d._abort_process_group). The user's own setting comes first.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     raise_limit()  # strangers can open connections to gloo's listeners, each of which keeps a descriptor here

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from argosy.config.schema import RunConfig
-from argosy.data.stream import BadShard, TokenSource, spread_windows
+from argosy.data.shards import BadShard, TokenSource, spread_windows
 from argosy.models.decoder import microbatches
 from argosy.models.loss import IGNORED
 from argosy.observe.heartbeat import Heartbeat

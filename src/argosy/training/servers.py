@@ -30,8 +30,8 @@ from argosy.sync.server.layout import ServerLayout
 from argosy.sync.sites.layout import FOLDER, group_folder
 from argosy.sync.sites.wire import F32
 from argosy.training.agreement import Agreement, Waiting
-from argosy.training.pace import Pace
 from argosy.training.parts import Parts
+from argosy.training.schedule import Pace
 from argosy.training.state import StepUpdate, boxes_written
 from argosy.training.step import Requests, StepOutcome, UpdateObserver
 from argosy.training.stop import HOLD_S, StoppedEarly

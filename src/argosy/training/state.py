@@ -165,7 +165,8 @@ class TrainState:
 
     def weights(self) -> dict[Box, Tensor]:
         """Return this rank's part of the weights: live tensors, to copy, or to fill (then `model.after_update`)."""
-        parts = {_part(f"model.{p.name}", p, p.value): p.value.detach() for p in self.model.masters}
+        pieces = (*self.model.masters, *self.model.frozen)
+        parts = {_part(f"model.{p.name}", p, p.value): p.value.detach() for p in pieces}
         return parts | wholes(self.model.buffers(), "model.")
 
     def boxes(self, past: Past | None = None) -> dict[Box, Tensor]:

@@ -36,6 +36,8 @@ class Rates:
     """Bandwidth of a device to other nodes: its share of the node's adapters."""
     node: Numbers
     """Devices that the fast link joins."""
+    link_latency_s: Numbers = 2e-6
+    """Latency of a message between two of them."""
     reduction_gain: Numbers = 1.0
     """Bandwidth of an all-reduce inside a node whose switch sums (NVLS), over that of a ring."""
     host_link_bytes_per_s: Numbers = 32e9
@@ -75,6 +77,7 @@ class Rates:
             link_bytes_per_s=ring,
             nic_bytes_per_s=nic_bytes_per_s or device.nic_bytes_per_s,
             node=device.devices_per_node,
+            link_latency_s=device.link_latency_s,
             reduction_gain=(device.nvls_busbw_bytes_per_s or ring) / ring,
             host_link_bytes_per_s=device.memory_bytes_per_s if is_cpu else device.host_link_bytes_per_s,
             host_memory_bytes_per_s=device.memory_bytes_per_s if is_cpu else device.host_memory_bytes_per_s,

@@ -161,6 +161,10 @@ class Cluster(Section):
     """Software versions that the factors hold for."""
     factors: dict[Category, Factor] = Field(default_factory=dict)
     """Calibration factors, by category; `argosy plan --learn` writes them."""
+    serving: dict[str, Factor] = Field(default_factory=dict)
+    """Factors on constants of serving; `argosy plan --learn FILE.csv` writes them."""
+    serving_engine: str = ""
+    """Engine that they hold for."""
     measured: Measurements | None = None
     """Measurements of `argosy probe` beyond the devices' figures; none: there was no probe."""
     measured_at: dict[str, Measurements] = Field(default_factory=dict)

@@ -46,7 +46,7 @@ class Question:
     fix: str = ""
     top: int = 10
     serving: bool = False
-    """It is about inference; by default, each device answers one sequence at a time."""
+    """It is about serving, for which the batch says nothing."""
     price: float | None = None
     """Price of an hour of one device, in the cluster's currency; None: the cluster's, or the catalogue's."""
 
@@ -153,8 +153,9 @@ def _run_of_model(
         law, why = usual_batch(run, seq_len), "DeepSeek's scaling law"
         if asked.finetune is not None:
             law, why = FINETUNE_BATCH, "usual for fine-tuning"
-        batch, why = (devices, "one for each device") if asked.serving else (law, why)
-        of_batch.append(f"Assumed: --global-batch {batch} ({why}).")
+        batch = devices if asked.serving else law
+        if not asked.serving:
+            of_batch.append(f"Assumed: --global-batch {batch} ({why}).")
     sizes = {"data.seq_len": seq_len, "train.global_batch": batch}
     whole = load(None, chosen | sizes, overrides_mark="--")
     return whole.model_copy(update={"model": run.model}), assumed + more, of_batch

@@ -12,7 +12,7 @@ from pathlib import Path
 from argosy.config.identity import lasting_values
 from argosy.config.schema import RunConfig
 from argosy.config.sync import batches_of, server_number
-from argosy.plan.parameters import parameter_table
+from argosy.plan.parameters import trained_shapes
 from argosy.plan.plan import way_of_sites, with_sync, words_of
 from argosy.sync.sites.deal import Shares
 from argosy.sync.sites.wire import Flat, WireFormat, flats_of
@@ -89,8 +89,8 @@ class Sites:
 
     @cached_property
     def whole(self) -> Flat:
-        """All parameters."""
-        return Flat({name: parameter.shape for name, parameter in parameter_table(self.run.model).items()})
+        """All parameters that are trained."""
+        return Flat(trained_shapes(self.run))
 
     def is_last(self, number: int) -> bool:
         """Return True for the run's last round, which is about all parameters, so that sites end alike."""
