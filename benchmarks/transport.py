@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from argosy.processes.connection import Connection
-from argosy.processes.handshake import call, listen
+from argosy.processes.secret import call, listen
 from argosy.sync.links import contexts
 from argosy.sync.messages import PIECE_BYTES
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
+from argosy.config.sync import SiteConfig
 from argosy.parallel.world import World
 from argosy.processes.messages import WireRecord
 from argosy.sync import messages as say

@@ -4,17 +4,17 @@ import pytest
 
 from argosy.cli.options import parse_run
 from argosy.cli.train import Options
-from argosy.config.keys import dotted, fields
+from argosy.config.layers import RENAMED
 from argosy.config.load import load
-from argosy.config.renamed import RENAMED
 from argosy.config.schema import RunConfig
+from argosy.config.section import dotted, key_fields
 from argosy.errors import ArgosyWarning, UserError
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items(), ids=dotted)
 def test_each_old_key_has_gone_and_its_new_one_exists(old, new):
-    assert old not in fields(RunConfig)
-    assert new in fields(RunConfig)
+    assert old not in key_fields(RunConfig)
+    assert new in key_fields(RunConfig)
 
 
 def test_an_old_key_of_a_run_file_works_with_a_warning_that_names_the_line_and_the_new_key(tmp_path):

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
-from argosy.config.sync import SyncConfig
+from argosy.config.sync import SiteConfig, SyncConfig
 from argosy.errors import RunFailed, UserError
 from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.local_machine import own_part
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe import sites
-from argosy.probe.joined import joined, probe_links
-from argosy.probe.sites import joined_links
+from argosy.probe.sites import joined, joined_links, probe_links
 
 
 @pytest.fixture(autouse=True)

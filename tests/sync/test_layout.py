@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.config.sites import SiteConfig
-from argosy.config.sync import SyncConfig
+from argosy.config.sync import SiteConfig, SyncConfig
 from argosy.plan.plan import is_asynchronous
 from argosy.sync.layout import ServerLayout, dealt_out, is_server
 from tiny import run_config

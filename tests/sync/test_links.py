@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from argosy.processes.connection import Connection
-from argosy.processes.handshake import call
+from argosy.processes.secret import call
 from argosy.sync.links import Links, contexts
 from argosy.sync.messages import (
     FROM_SITE,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics
 from commands import Folder
 
 STEPS = 20

@@ -17,9 +17,8 @@ from argosy.parallel.world import World
 from argosy.sync.layout import Sites
 from argosy.sync.ledger import Contribution, RoundLedger, next_line
 from argosy.training import agreement
-from argosy.training.pace import Pace
 from argosy.training.rounds import Rounds
-from argosy.training.schedule import learning_rate_factor
+from argosy.training.schedule import Pace, learning_rate_factor
 from argosy.training.state import StepUpdate, Survivor, TrainState
 from one_site import gradient, run_of, site, train
 

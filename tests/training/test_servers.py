@@ -16,12 +16,11 @@ import torch
 from argosy import faults
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
+from argosy.config.sync import SiteConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
 from argosy.observe.clock import StepClock
-from argosy.observe.events import Events, read_lines
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Events, Metrics, read_lines
 from argosy.observe.report import Report
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World

@@ -11,9 +11,9 @@ from typing import Annotated, Any, NoReturn
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, ValidationError, create_model
 
-from argosy.config.keys import dotted, fields, key_of, nest
 from argosy.config.load import MOST_PROBLEMS
 from argosy.config.model import MOST_LAYERS, ModelConfig, RopeScaling
+from argosy.config.section import dotted, key_fields, key_of, nest
 from argosy.errors import UserError
 from argosy.models.hf_families import DEFAULTS, FAMILIES, KEYS, family_of, value_of
 from argosy.models.rope import attention_scale
@@ -174,7 +174,7 @@ class ConfigJson(BaseModel):
 
 def _sizes_of(ours: Mapping[str, str]) -> type[BaseModel]:
     """Return the model of the keys of config.json that are fields of ours, with the limits of these."""
-    found = {key: fields(ModelConfig)[key_of(name)] for key, name in ours.items()}
+    found = {key: key_fields(ModelConfig)[key_of(name)] for key, name in ours.items()}
     kinds: dict[str, Any] = {
         key: (Annotated[info.annotation, Field(), *info.metadata] | None, None) for key, info in found.items()
     }

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from argosy.faults import fault
 from argosy.models.layers import local
-from argosy.parallel.checks import checksums, sum_of_bits
+from argosy.parallel.gradients import checksums, sum_of_bits
 from argosy.parallel.mesh import Replicas
 from argosy.parallel.pieces import PlacedPiece
 from argosy.sync.compressor import (

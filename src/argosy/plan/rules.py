@@ -12,10 +12,10 @@ from operator import or_
 from typing import Any
 
 from argosy.config.schema import RunConfig
-from argosy.plan.integers import around, divisors, lowest, numbers_of
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
 from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
+from argosy.plan.quantities import around, divisors, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, OF_SITES, WITH_SERVERS
 
 Plans = Any
@@ -367,6 +367,11 @@ def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str
     )
 
 
+@rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen))
+def servers_train_all_weights(plan: Plan, run: RunConfig) -> str:
+    return "train.frozen is not supported with plan.sync = async. Remove it, or use sites (sync=local, sync=diloco)."
+
+
 @rule(lambda p, run: p.is_("sync", *OF_SITES) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))
 def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
     return (
@@ -398,6 +403,7 @@ RULES: tuple[Rule, ...] = (
     tiers_divide_the_replicas,
     tiers_hold_whole_sets_of_experts,
     asynchronous_gradients_have_no_loss_scale,
+    servers_train_all_weights,
     sites_have_no_state_but_weights,
 )
 

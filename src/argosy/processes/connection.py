@@ -1,6 +1,6 @@
 """A connection between processes of different machines: TCP, or TLS, that carries frames of bytes.
 
-Nothing that comes is used before the other end has proven that it knows the run's secret (`handshake`). Each frame is
+Nothing that comes is used before the other end has proven that it knows the run's secret (`secret`). Each frame is
 marked with a keyed hash of its bytes and its number, so that none can be changed, added, repeated or left out on the
 way; TLS with a certificate that follows from the secret does that by itself, for a fraction of the time
 (benchmarks/transport.py). No call waits: what cannot be sent at once is kept and sent later.
@@ -9,6 +9,7 @@ way; TLS with a certificate that follows from the secret does that by itself, fo
 from __future__ import annotations
 
 import hmac
+import resource
 import selectors
 import socket
 import ssl
@@ -21,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from argosy.processes.handshake import PROOF_BYTES, Handshake, Keys, Stranger
+from argosy.processes.secret import PROOF_BYTES, Handshake, Keys, Stranger
 
 Address = tuple[str, int]
 """Host and TCP port."""
@@ -34,7 +35,7 @@ FRAME_BYTES = 1 << 20
 OUTBOX_BYTES = 1 << 24
 """An end that lets this much pile up is treated as gone."""
 UNSENT_BYTES = 1 << 17
-"""How much the kernel takes that it cannot send yet: what is there, no urgent frame can overtake."""
+"""Bytes that the kernel takes before it can send them: no urgent frame can overtake those."""
 LENGTH = struct.Struct(">I")
 NUMBER = struct.Struct(">Q")
 
@@ -260,3 +261,10 @@ def call(address: Address) -> Future[socket.socket]:
 
 def _mark(key: bytes, number: int, frame: bytes) -> bytes:
     return hmac.digest(key, NUMBER.pack(number) + frame, "sha256")
+
+
+def raise_limit() -> None:
+    """Let this process open as many files as the machine allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # where there is no limit, macOS allows no number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

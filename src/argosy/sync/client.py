@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from argosy.config.servers import server_name
+from argosy.config.sync import server_name
 from argosy.errors import RunFailed, UserError
 from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout

@@ -12,12 +12,11 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
-from argosy.config.address import host_and_port
 from argosy.config.identity import lasting_values
+from argosy.config.launch import host_and_port
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_name, server_number
-from argosy.config.sites import batches_of
-from argosy.plan.parameters import parameter_table
+from argosy.config.sync import batches_of, server_name, server_number
+from argosy.plan.parameters import parameter_table, trained_shapes
 from argosy.plan.plan import way_of_sites, with_sync, words_of
 from argosy.sync.deal import Shares
 from argosy.sync.wire import Flat, WireFormat, flats_of
@@ -98,7 +97,8 @@ class Sites:
 
     @cached_property
     def whole(self) -> Flat:
-        return Flat({name: parameter.shape for name, parameter in parameter_table(self.run.model).items()})
+        """All parameters that are trained."""
+        return Flat(trained_shapes(self.run))
 
     def is_last(self, number: int) -> bool:
         """Return True for the run's last round, which is about all parameters, so that sites end alike."""

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from argosy.config.sites import SITE_NAME
+from argosy.config.sync import SITE_NAME
 from argosy.data.order import Range
 from argosy.files import atomic_write, make_folder, sync
 from argosy.processes.messages import BadMessage, Count, WireRecord, decoded, encoded

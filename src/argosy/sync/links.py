@@ -26,14 +26,13 @@ from typing import Generic
 
 from pydantic import TypeAdapter
 
-from argosy.config.address import host_and_port, interface_of
+from argosy.config.launch import host_and_port, interface_of
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError, missing_extra
 from argosy.processes.connection import FRAME_BYTES, Address, Connection, call
-from argosy.processes.handshake import call as called
-from argosy.processes.handshake import listen
 from argosy.processes.messages import BadMessage, WireRecord
-from argosy.processes.secret import secret_of
+from argosy.processes.secret import call as called
+from argosy.processes.secret import listen, secret_of
 from argosy.processes.tls import Certificate
 from argosy.sync.messages import Hello, M, Ping, Refusal, packed, unpacked
 

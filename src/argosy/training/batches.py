@@ -11,7 +11,7 @@ import numpy as np
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.data.order import Range, kept, skipped_by
-from argosy.data.stream import BadShard, Place
+from argosy.data.shards import BadShard, Place
 from argosy.models.decoder import Microbatch, microbatches
 from argosy.observe.events import Events
 from argosy.parallel.world import World

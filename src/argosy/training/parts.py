@@ -8,14 +8,16 @@ from pathlib import Path
 import torch
 
 from argosy.config.identity import config_sha256
-from argosy.config.schema import LOSSES, OPTIMIZERS, RunConfig
+from argosy.config.optimizer import OPTIMIZERS
+from argosy.config.schema import RunConfig
+from argosy.config.train import LOSSES
 from argosy.data.loader import OpenData, open_data
 from argosy.errors import UserError
 from argosy.models.own_loss import check_loss
 from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import Heartbeat
-from argosy.optim.own import check_rule
+from argosy.optim.rules import check_rule
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan

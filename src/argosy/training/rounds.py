@@ -18,12 +18,10 @@ import torch
 
 from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
-from argosy.parallel.gradients import square_share
 from argosy.sync.ledger import dealt_in
 from argosy.training.agreement import PAUSE_S, Agreement, Waiting
-from argosy.training.pace import Pace
 from argosy.training.parts import Parts
-from argosy.training.schedule import learning_rate
+from argosy.training.schedule import Pace, learning_rate
 from argosy.training.site_files import SiteFiles
 from argosy.training.step import Requests, StepOutcome
 
@@ -354,7 +352,7 @@ class Rounds(Agreement):
         for piece, mean in self._outer.mean_of(number, state.model.pieces):
             piece.value.grad = mean.to(piece.value.dtype)
         state.pending = True
-        squares = self._world.sum(square_share(state.model.pieces).double().view(1))
+        squares = self._world.sum(state.model.square_share().double().view(1))
         return float(f"{squares.item() ** 0.5:.7g}")  # sites with unlike plans sum squares in unlike orders
 
     def _follow_step(self, number: int) -> None:

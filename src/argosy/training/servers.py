@@ -29,8 +29,8 @@ from argosy.sync.client import Client, WorkerTask
 from argosy.sync.layout import FOLDER, ServerLayout, group_folder
 from argosy.sync.wire import F32
 from argosy.training.agreement import Agreement, Waiting
-from argosy.training.pace import Pace
 from argosy.training.parts import Parts
+from argosy.training.schedule import Pace
 from argosy.training.state import StepUpdate, boxes_written
 from argosy.training.step import Requests, StepOutcome, UpdateObserver
 from argosy.training.stop import HOLD_S, StoppedEarly

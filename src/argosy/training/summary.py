@@ -11,22 +11,21 @@ from typing import Any
 from argosy.checkpoint import store
 from argosy.checkpoint.load import load_into, problem_of
 from argosy.checkpoint.shards import wholes
-from argosy.config.model_name import model_name
+from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.models.decoder import Decoder
 from argosy.models.generate import sample_tokens
 from argosy.models.own_family import load_family
-from argosy.observe.energy_report import RunSoFar, energy_of_run
-from argosy.observe.events import each_line, plan_since
-from argosy.observe.metrics import Metrics
-from argosy.observe.progress import Progress
+from argosy.observe.energy import RunSoFar, energy_of_run
+from argosy.observe.events import Metrics, each_line, plan_since
 from argosy.observe.report import Report, totals, typical, typical_bytes, typical_round_wait_s, typical_update_s
-from argosy.plan.calibration.reconcile import Reconciled, reconcile
+from argosy.observe.screen import Progress
+from argosy.plan.calibration import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
+from argosy.plan.workload import parameters
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_TOKENS = 200

@@ -17,10 +17,9 @@ from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.plan.sync import LOCAL, WITH_SERVERS
 from argosy.training.agreement import Agreement
-from argosy.training.pace import Pace
 from argosy.training.parts import Parts
 from argosy.training.rounds import Rounds
-from argosy.training.schedule import learning_rate
+from argosy.training.schedule import Pace, learning_rate
 from argosy.training.servers import Servers
 from argosy.training.state import Survivor
 from argosy.training.step import StepOutcome

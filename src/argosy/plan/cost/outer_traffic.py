@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from argosy.config.sites import OuterConfig
+from argosy.config.sync import OuterConfig
 
 BLOCK = 256
 BLOCK_BYTES = {"fp32": 4 * BLOCK, "bf16": 2 * BLOCK, "int8": 4 + BLOCK, "int4": 4 + BLOCK // 2}

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from argosy.config.lines import read_table
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate, seconds
 from argosy.plan.cost.exact_state import state_bytes
-from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.sites import bytes_of_step, rounds_of
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.cost.updates import sent_bytes, updates_of

@@ -14,9 +14,9 @@ from argosy.checkpoint import store
 from argosy.checkpoint.load import problem_of
 from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed
-from argosy.observe.events import Events
-from argosy.observe.metrics import Metrics, peak_memory_bytes
-from argosy.observe.progress import Progress
+from argosy.observe.clock import peak_memory_bytes
+from argosy.observe.events import Events, Metrics
+from argosy.observe.screen import Progress
 from argosy.processes.messages import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.deal import AppliedUpdate, Dealing, rate_of

@@ -24,11 +24,11 @@ import torch
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_name
+from argosy.config.sync import server_name
 from argosy.data.loader import open_data
 from argosy.errors import ArgosyError, RunFailed
 from argosy.observe.events import Events
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.processes.channel import Gone
 from argosy.processes.child import channel_to_parent, messages
 from argosy.processes.messages import WireRecord
