@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each sets up what it needs, once.
-.PHONY: cards demo test test-all test-faults healthy chaos lint docs test-docs bench bench-planner package clean help
+.PHONY: demo test test-all test-faults healthy chaos lint docs cards test-docs bench bench-planner package pins clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -21,6 +21,7 @@ help:
 	@echo "make bench     the benchmarks, side by side with their peers"
 	@echo "make bench-planner  the planner's predictions against published runs"
 	@echo "make package   the wheel and the sdist in dist/, the same bytes twice, tried outside the tree"
+	@echo "make pins      write constraints.txt anew for pyproject.toml; newer versions only with UPGRADE=--upgrade"
 	@echo "make clean     remove the environment and what was built (not runs/ and data/)"
 
 demo: .venv/.core
@@ -70,9 +71,15 @@ bench: .venv/.bench
 bench-planner: .venv/.dev
 	$(BIN)/python benchmarks/planner/score.py
 	$(BIN)/python benchmarks/planner/score.py --calibration-rows 5
+	$(BIN)/python benchmarks/planner/score_serving.py
+	$(BIN)/python benchmarks/planner/score_serving.py --calibration-rows 5
 
 package: .venv/.dev
 	$(BIN)/python .ci/package.py
+
+pins: .venv/.dev
+	$(BIN)/uv pip compile --quiet --extra dev --extra ray --no-annotate --custom-compile-command "make pins" $(UPGRADE) \
+		--output-file constraints.txt pyproject.toml
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

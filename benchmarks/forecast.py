@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from argosy.watch.conclusions import facts_of
 from argosy.watch.facts import Floats, RunFacts, Table
 from argosy.watch.forecast import forecast
-from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader
 
 SHARES = (0.3, 0.6)

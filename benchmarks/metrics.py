@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from argosy.observe.events import Tail, from_the_end
+from argosy.observe.events import from_the_end
+from argosy.observe.line_follower import LineFollower
 
 LOST = 10
 """Steps that are run again on resuming."""
@@ -28,12 +29,12 @@ LOST = 10
 
 def watch(run_dir: Path) -> None:
     """As `supervise.watch` does."""
-    assert Tail(run_dir / "metrics.jsonl").read()
+    assert LineFollower.near_end(run_dir / "metrics.jsonl").take()
 
 
 def resume(run_dir: Path) -> None:
-    """As `training.restore` and `training.records` do."""
-    from argosy.observe.metrics import Metrics
+    """As `training.saving` and `training.records` do."""
+    from argosy.observe.events import Metrics
 
     metrics = Metrics(run_dir)
     metrics.forget_from(metrics.last(1)[0]["step"] + 1 - LOST)
@@ -47,7 +48,7 @@ def result(run_dir: Path) -> None:
 
 def report(run_dir: Path) -> None:
     """As `training.summary` does."""
-    from argosy.observe.metrics import Metrics
+    from argosy.observe.events import Metrics
     from argosy.observe.report import totals, typical
     from argosy.training.summary import Measured
 

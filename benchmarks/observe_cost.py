@@ -37,8 +37,7 @@ from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.counters import Counters
 from argosy.observe.heartbeat import UNREAD, Heartbeat, HeartbeatReading, read_heartbeat
-from argosy.observe.instruments import Instruments
-from argosy.observe.node_metrics import NodeMetrics, lines_of_node
+from argosy.observe.node_metrics import Instruments, NodeMetrics, lines_of_node
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World, join_world, leave_world, node_of_each_rank
 from argosy.plan.plan import Plan

@@ -110,7 +110,9 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     """Run the training step (`argosy.training.step`) without the trainer around it."""
     from argosy.config.data import DataConfig
     from argosy.config.model import ModelConfig
-    from argosy.config.schema import OptimizerConfig, RunConfig, TrainConfig
+    from argosy.config.optimizer import OptimizerConfig
+    from argosy.config.schema import RunConfig
+    from argosy.config.train import TrainConfig
     from argosy.models.decoder import microbatches
     from argosy.observe.clock import StepClock
     from argosy.parallel.apply import apply

@@ -20,9 +20,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from argosy.config.data import PrepareConfig
-from argosy.data.documents import DocumentReader
+from argosy.data.documents import DocumentReader, sample_texts
 from argosy.data.prepare import prepare
-from argosy.data.sample import sample_texts
 from argosy.data.sources import find_files
 from argosy.data.tokenizer import train
 

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from argosy.config.data import FiltersConfig, PrepareConfig
 from argosy.data import prepare as module
-from argosy.data.documents import DocumentReader
+from argosy.data.documents import DocumentReader, sample_texts
 from argosy.data.prepare import prepare
-from argosy.data.sample import sample_texts
 from argosy.data.sources import find_files
 from argosy.data.tokenizer import train
 

@@ -2,7 +2,7 @@
 
     python benchmarks/recovery_scale.py [--scenario NAME ...] [--model llama3.1-405b] [--smaller 1] [--json]
 
-All ranks run the real code (`training.offers`, `checkpoint.directory`, `parallel.peers`), one after the other in this
+All ranks run the real code (`training.recovery`, `checkpoint.directory`, `parallel.peers`), one after the other in this
 process, which passes their messages on. Seconds are a rank's own CPU time, and its messages one after the other at a
 latency and bandwidth that are given below. Then the ranks that own most tensors, and some others, do all of it again,
 each alone in a new process that is given the messages which it had received: this gives their memory.
@@ -33,8 +33,7 @@ from argosy.parallel.peers import Peers, Talk, together
 from argosy.plan.cost.exact_state import local_shard_of, place_of, stages_on
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.plan import Plan
-from argosy.training.offers import Claim, Offer, newest_whole_state
-from argosy.training.recovery import SurvivorFacts
+from argosy.training.recovery import Claim, Offer, SurvivorFacts, newest_whole_state
 
 GPUS = 8
 """Ranks of a node."""

@@ -2,8 +2,8 @@
 
     python benchmarks/sdc.py [--flips 2000] [--healthy 2000] [--ranks 4] [--elements 1000000]
 
-fingerprint   one bit of a tensor that several ranks hold (weights, optimizer state), by `parallel.checks.sum_of_bits`
-checksum      one bit of a sum of gradients over ranks, by `parallel.checks.is_sum` (resilience.check_collectives)
+fingerprint   one bit of a tensor that several ranks hold (weights, optimizer): `parallel.gradients.sum_of_bits`
+checksum      one bit of a sum of gradients over ranks, by `parallel.gradients.is_sum` (resilience.check_collectives)
 norm          one bit of one rank's gradient before it is summed, by the bad-step policy's limit on the norm alone
 recompute     the same, by others computing it again: every bit, in one of n k steps (not drawn here: it compares bits)
 
@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from argosy.config.resilience import ResilienceConfig
-from argosy.parallel.checks import checksums, is_sum, sum_of_bits, tolerance
+from argosy.config.schema import ResilienceConfig
+from argosy.parallel.gradients import checksums, is_sum, sum_of_bits, tolerance
 from argosy.training.bad_steps import BadStepPolicy
 
 BITS = 32

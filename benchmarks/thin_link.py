@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from argosy.config.sites import SiteConfig
-from argosy.plan.calibration.reconcile import reconcile
+from argosy.config.sync import SiteConfig
+from argosy.plan.calibration import reconcile
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.prediction import predict
 from argosy.plan.cost.sites import bytes_of_step, exchange_s

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import RunConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.observe.clock import StepClock
@@ -39,8 +40,7 @@ from argosy.probe.compute import (
     measure_layer_host,
     measure_matmuls,
 )
-from argosy.probe.machine import machine_of
-from argosy.probe.probe import as_cluster
+from argosy.probe.probe import as_cluster, machine_of
 from argosy.training.state import TrainState
 from argosy.training.step import Step
 from thin_link_model import ROWS, configuration, rows

@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import RunConfig
 from argosy.observe.clock import StepClock
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World, join_world

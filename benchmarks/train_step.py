@@ -25,7 +25,7 @@ from statistics import median
 import tyro
 
 from argosy.config.model import ModelConfig
-from argosy.plan.flops import train_flops_per_token
+from argosy.plan.workload import train_flops_per_token
 from peers import CONTENDERS, Setting
 
 HERE = Path(__file__).resolve().parent

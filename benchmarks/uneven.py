@@ -40,8 +40,7 @@ from argosy.observe.events import each_line, read_lines
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.heterogeneous import uneven_splits
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
-from argosy.plan.hardware.data_sheet import Efficiencies, PeakFlops
-from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.devices import Efficiencies, PeakFlops, find_device
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 

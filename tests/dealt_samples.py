@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from argosy.sync.sites.deal import Shares, merged
-from argosy.sync.sites.ledger import Line, dealt_in
+from argosy.sync.deal import Shares, merged
+from argosy.sync.ledger import Line, dealt_in
 
 
 def assert_each_sample_once(shares: Shares, lines: Sequence[Line]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from argosy.models import hf
 from argosy.models.decoder import Decoder, document_positions
 from argosy.models.experts import moe_layers
-from argosy.plan.flops import parameters
+from argosy.plan.workload import parameters
 from drawn_families import DRAWN, Draw, draw_config, family_entry, random_model
 
 SEQ_LEN = 40

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from random import Random
 
 from argosy.processes.connection import Connection
-from argosy.processes.handshake import call
+from argosy.processes.secret import call
 
 
 class Recorder:

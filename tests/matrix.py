@@ -24,10 +24,9 @@ from argosy.checkpoint import store
 from argosy.config.load import load
 from argosy.observe.events import read_lines
 from commands import Folder
+from waiting import PATIENT_S, wait_until
 
 STEPS = 24
-PATIENT_S = 180.0
-"""What is waited for comes much sooner, but on a machine that has other things to do."""
 SEEN_S, AGAIN_S = 1.0, 10.0
 """A death is seen within, and steps are made again within."""
 PLANS = {
@@ -149,11 +148,7 @@ class Disturbed:
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = PATIENT_S) -> None:
         assert self.process is not None
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"waited too long\n{self._story()}"
-            assert self.process.poll() is None, f"the run ended\n{self._story()}"
-            time.sleep(0.01)
+        wait_until(condition, seconds, process=self.process, story=self._story)
 
     def pids(self) -> dict[int, int]:
         """Rank -> pid, in the newest generation."""

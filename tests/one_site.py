@@ -12,8 +12,8 @@ from argosy.config.schema import RunConfig
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.sync.sites.layout import Sites, at_site
-from argosy.sync.sites.ledger import RoundLedger
+from argosy.sync.layout import Sites, at_site
+from argosy.sync.ledger import RoundLedger
 from argosy.training.outer_state import OuterState
 from argosy.training.site_files import SiteFiles
 from argosy.training.state import StepUpdate, TrainState

@@ -1,4 +1,4 @@
-"""Asynchronous runs within a test: servers and workers as threads of one process."""
+"""Asynchronous runs within a test: servers and workers as threads of one process; a part that a test speaks for."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
+from argosy.config.sync import SiteConfig
 from argosy.parallel.world import World
+from argosy.processes.messages import WireRecord
+from argosy.sync import messages as say
+from argosy.sync.layout import ServerLayout
+from argosy.sync.links import Links, keys_of
+from argosy.sync.messages import FROM_PART, FromPart
 from argosy.training.loop import train
 from argosy.training.server.main import ParameterServer
 from argosy.training.stop import StopSignal
 from tiny import eager, run_config
 
+T = TypeVar("T")
 PLAN = eager("microbatch=4,sync=async")
 
 
@@ -82,3 +88,44 @@ def together(*calls: Callable[[], Any]) -> None:
         thread.join(120.0)
     if problems:
         raise problems[0]
+
+
+class Peer:
+    """Another part of the run, which knows its secret, connected to some servers; it says what the test wants."""
+
+    def __init__(self, run: RunConfig, run_dir: Path, me: str, listener: socket.socket | None = None):
+        layout, (secret, tls) = ServerLayout(run), keys_of(run, run_dir)
+        self.hello = say.PartHello(version=say.VERSION, site=me, session="s", model=layout.model, run=layout.identity)
+        addresses = {**layout.addresses, **dict.fromkeys(layout.workers)}
+        self.links = Links(me, addresses, listener, secret, tls, FROM_PART, lambda: self.hello, self._refused)
+        self.refusals: list[str] = []
+        self.heard: list[FromPart] = []
+
+    def _refused(self, _: str, why: str) -> None:
+        self.refusals.append(why)
+
+    def turn(self) -> None:
+        self.heard += [message for _, message, _ in self.links.turn(0.02) if not isinstance(message, say.PartHello)]
+
+    def meet(self, name: str) -> None:
+        """Wait until a server is connected; at once, though it has refused this part before."""
+        while name not in self.links.sites:
+            self.turn()
+
+    def answer(self, name: str, message: WireRecord, data: bytes = b"") -> FromPart | None:
+        """Return what a server answers to a message; None if it ends the connection."""
+        self.meet(name)
+        self.heard.clear()
+        self.links.tell(name, message, data)
+        while not self.heard and name in self.links.sites:
+            self.turn()
+        return self.heard[0] if self.heard else None
+
+    def hears(self, kind: type[T]) -> T:
+        """Return the first message of a kind that has not been returned yet, and forget those before it."""
+        while True:
+            while self.heard:
+                message = self.heard.pop(0)
+                if isinstance(message, kind):
+                    return message
+            self.turn()

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from argosy.processes.connection import Connection
-from argosy.processes.handshake import Handshake
+from argosy.processes.secret import Handshake
 
 SECRET = b"the secret of the runs of these tests"
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from argosy.config.load import load
-from argosy.sync.sites.deal import RESERVE
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import RoundLedger
+from argosy.sync.deal import RESERVE
+from argosy.sync.layout import Sites
+from argosy.sync.ledger import RoundLedger
 from commands import Folder
 from dealt_samples import assert_each_sample_once
 from matrix import free_port

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -16,12 +17,11 @@ import numpy as np
 from argosy.config.schema import RunConfig
 from argosy.observe.events import Events, read_lines
 from argosy.processes.messages import BadMessage, WireRecord
-from argosy.sync.sites.adoption import checksum_of
-from argosy.sync.sites.exchange import SiteExchange
-from argosy.sync.sites.layout import Sites, at_site
-from argosy.sync.sites.ledger import RoundLedger, dealt_in
-from argosy.sync.sites.links import SILENT_S
-from argosy.sync.sites.messages import FROM_SITE, FromSite, packed, unpacked
+from argosy.sync.exchange import SiteExchange
+from argosy.sync.layout import Sites, at_site
+from argosy.sync.ledger import RoundLedger, dealt_in
+from argosy.sync.links import SILENT_S
+from argosy.sync.messages import FROM_SITE, FromSite, packed, unpacked
 
 TURN_S = 0.1
 H, ROWS = 2, 2
@@ -185,7 +185,7 @@ class Site:
         if self.rounds and sites.want_state.exists():
             self.weights.tofile(sites.state(self.rounds - 1))
             data = sites.state(self.rounds - 1).read_bytes()
-            about = {"bytes": len(data), "sum": checksum_of(data)}
+            about = {"bytes": len(data), "sum": zlib.crc32(data)}
             sites.state_about(self.rounds - 1).write_text(json.dumps(about))
             sites.want_state.unlink()
 

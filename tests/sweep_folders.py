@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,13 +37,6 @@ def starts(run_dir: Path) -> list[int]:
     """The steps at which a trial's processes began."""
     events = read_lines(run_dir / "events" / "rank-0.jsonl")
     return [event["step"] for event in events if event["event"] == "start"]
-
-
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None and time.monotonic() < end, process.communicate()
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -18,6 +18,8 @@ import torch
 from argosy import faults
 from argosy.errors import UserError
 from argosy.faults import arm, fault, parse
+from argosy.processes.patience import process_state
+from waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -241,10 +243,7 @@ def test_a_process_can_be_stopped(tmp_path: Path):
     environment = {**os.environ, faults.VARIABLE: "stop@loader"}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
-        deadline = time.monotonic() + 20
-        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: process_state(process.pid) == "T")
         process.send_signal(signal.SIGCONT)
         assert process.wait(timeout=20) == 0
     finally:

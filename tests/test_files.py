@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import UserError
-from argosy.files import PARTIAL, PartialFile, atomic_write, file_sha256, made_folder, make_folder, read_at_most
+from argosy.files import (
+    PARTIAL,
+    PartialFile,
+    atomic_write,
+    commit_folder,
+    file_sha256,
+    made_folder,
+    make_folder,
+    read_at_most,
+)
 
 
 def names(folder: Path) -> set[str]:
@@ -210,3 +219,26 @@ def test_a_file_that_is_larger_than_its_kind_can_be_is_named_and_not_read_whole(
         read_at_most(path, 2**20)
     path.write_bytes(b"x" * 2**20)
     assert len(read_at_most(path, 2**20)) == 2**20
+
+
+def test_a_folder_gets_its_name_once_all_of_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial, said = tmp_path / "partial", list[str]()
+    (partial / "inner").mkdir(parents=True)
+    for name in ("a", "inner/b"):
+        (partial / name).write_text(name)
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        said.append(str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path)))
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        said.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    commit_folder(partial, tmp_path / "folder")
+    assert {*said[:4]} == {"partial", "partial/a", "partial/inner", "partial/inner/b"}
+    assert said[4:] == ["renamed", "."]
+    assert (tmp_path / "folder/inner/b").read_text() == "inner/b"

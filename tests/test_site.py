@@ -16,8 +16,8 @@ import links  # noqa: E402
 from reference import commands, prometheus, python_api, run_file  # noqa: E402
 
 from argosy.cli import COMMANDS  # noqa: E402
-from argosy.config import keys  # noqa: E402
 from argosy.config.schema import RunConfig  # noqa: E402
+from argosy.config.section import dotted, key_fields  # noqa: E402
 from argosy.plan.plan import Plan  # noqa: E402
 
 
@@ -67,7 +67,7 @@ def test_a_style_sheet_that_fetches_something_is_named(css: str, tmp_path: Path)
 
 def test_every_key_of_the_run_file_and_of_the_plan_has_an_anchor_and_a_meaning() -> None:
     page = run_file.page()
-    for name in [*map(keys.dotted, keys.fields(RunConfig)), *(f"plan.{key}" for key in Plan.model_fields)]:
+    for name in [*map(dotted, key_fields(RunConfig)), *(f"plan.{key}" for key in Plan.model_fields)]:
         row = re.search(rf'^\| <a id="{re.escape(name)}".*\|$', page, re.MULTILINE)
         assert row, name
         assert len(row[0].split("|")[4].strip()) > 3, f"{name}: no meaning"

@@ -20,7 +20,7 @@ from argosy.extend.trust import approve
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.observe.clock import StepClock
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics
 from argosy.parallel.apply import apply
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from argosy.observe import peak
+from argosy.observe import clock
 from argosy.parallel.world import World, leave_world
 
 POOL_SIZE = 8
@@ -94,7 +94,7 @@ class WorkerPool:
 def make_the_tests_process_light() -> None:
     """Settings of each process that trains tiny models: one thread, and a short look at how fast its matmuls are."""
     torch.set_num_threads(1)  # tensors this small are done before a second thread is awake
-    peak.SIZE["cpu"] = 128  # a quarter of a second of matmuls is what all else in such a run takes
+    clock.SIZE["cpu"] = 128  # a quarter of a second of matmuls is what all else in such a run takes
 
 
 def next_world(world: World, store: Path, size: int | None = None) -> World:

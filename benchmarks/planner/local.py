@@ -30,7 +30,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.launch.local import train
 from argosy.observe.report import Report
-from argosy.plan.calibration.learn import learn
+from argosy.plan.calibration import learn
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import resized

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from constants_fit import fit_constants
 from kinship import expected_errors
 from numpy.typing import NDArray
 from rows import Row, rates_of, read
 from strangers import Strangers, lineage
 
 from argosy.errors import UserError
-from argosy.plan.calibration.fit import fit_constants
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.constants import fitted as fitted_constants
 from argosy.plan.cost.estimate import INTERVAL_Z

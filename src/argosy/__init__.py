@@ -19,13 +19,12 @@ if TYPE_CHECKING:
     from argosy.config.schema import RunConfig
     from argosy.data.prepare import prepare
     from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
-    from argosy.inference.evaluate import evaluate
-    from argosy.inference.generate import generate
     from argosy.inference.huggingface import export_checkpoint, import_checkpoint
+    from argosy.inference.trained_model import evaluate, generate
     from argosy.launch.local import train
     from argosy.observe.report import Report
     from argosy.plan.plan import Plan
-    from argosy.plan.report.ask import best_plans
+    from argosy.plan.report.request import best_plans
 
 __version__ = "0.1.0"
 __all__ = [
@@ -58,10 +57,10 @@ _HOME = {
     "RunConfig": "argosy.config.schema",
     "RunFailed": "argosy.errors",
     "UserError": "argosy.errors",
-    "best_plans": "argosy.plan.report.ask",
-    "evaluate": "argosy.inference.evaluate",
+    "best_plans": "argosy.plan.report.request",
+    "evaluate": "argosy.inference.trained_model",
     "export_checkpoint": "argosy.inference.huggingface",
-    "generate": "argosy.inference.generate",
+    "generate": "argosy.inference.trained_model",
     "import_checkpoint": "argosy.inference.huggingface",
     "load": "argosy.config.load",
     "parity": "argosy.compare.parity",

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import signal
+from typing import TYPE_CHECKING
 
 from argosy.credentials import redact
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class ArgosyError(Exception):
@@ -101,6 +105,13 @@ EXIT_CODES = {
     143: "stopped by SIGTERM, all that there was to save is saved: the same command goes on",
 }
 """The exit codes of `argosy`, for scripts."""
+
+
+def first_error(problem: ValidationError) -> str:
+    """Return the first thing that is wrong with a record, in a line: its key, if it has one, and what pydantic says."""
+    first = problem.errors(include_url=False, include_input=False, include_context=False)[0]
+    key = ".".join(str(part)[:60] for part in first["loc"])
+    return f"{key}: {first['msg'][:200]}" if key else first["msg"][:200]
 
 
 def missing_extra(package: str, extra: str, what_for: str) -> UserError:

@@ -188,12 +188,20 @@ def sync(file: BinaryIO) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk: only then a rename survives a power cut."""
+    """Wait until the names in `folder`, or a file's bytes, are on the disk: only then a rename survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def commit_folder(partial: Path, folder: Path) -> None:
+    """Give the folder `partial`, with all its files on the disk, its name: even a power cut leaves all or nothing."""
+    for path in [*partial.rglob("*"), partial]:
+        sync_folder(path)
+    partial.rename(folder)
+    sync_folder(folder.absolute().parent)
 
 
 def state_folder() -> Path:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.checksums import file_sum
+from argosy.checkpoint.checksums import file_sum, shard_name
 from argosy.checkpoint.load import load_into
 from argosy.checkpoint.manifest import CheckpointManifest
-from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import MANIFEST, VERIFIED, Checkpoint

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import Box
-from argosy.checkpoint.checksums import DamagedCheckpoint
+from argosy.checkpoint.checksums import DamagedCheckpoint, shard_name
 from argosy.checkpoint.load import load_into, missing_from, problem_of
-from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.checkpoint.store import Checkpoint

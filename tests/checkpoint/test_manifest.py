@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.checkpoint.checksums import DamagedCheckpoint, FileSum, signed
+from argosy.checkpoint.checksums import DamagedCheckpoint, FileSum, shard_name, signed
 from argosy.checkpoint.history import History
 from argosy.checkpoint.manifest import CheckpointManifest
-from argosy.checkpoint.names import shard_name
 from argosy.errors import UserError
 from checkpoint.saving import manifest
 from mutations import ODD_VALUES, mutated

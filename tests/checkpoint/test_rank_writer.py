@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from argosy.checkpoint import fence, rank_writer, store
+from argosy.checkpoint.checksums import shard_name
 from argosy.checkpoint.fence import Fenced
-from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.rank_writer import Note, SaveOrder, commit_part, leave_note
 from checkpoint.saving import manifest
 

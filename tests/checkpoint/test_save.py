@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint import save as save_module
-from argosy.checkpoint.names import shard_name
+from argosy.checkpoint.checksums import shard_name
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.writer import Upkeep
 from argosy.parallel.world import World
 from argosy.training.stop import WorldIsOver
 from checkpoint.saving import ALONE, WIDTH, Saving, a_disk_that_fails_past, manifest, saved, state
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -31,13 +32,6 @@ def saving(tmp_path: Path) -> Iterator[Saving]:
     found = Saving(tmp_path)
     yield found
     found.saver.abandon()
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:

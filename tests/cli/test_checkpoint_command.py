@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from argosy.checkpoint import fence, store
+from argosy.checkpoint.boxes import PLACES
 from argosy.checkpoint.checksums import file_sum, signed
 from argosy.cli.checkpoint import main
 from argosy.errors import UserError
@@ -20,7 +24,7 @@ def run_dir(tmp_path: Path) -> Path:
     for step in (1, 2, 3, 4):
         partial = fence.partial_folder(tmp_path, step, 0)
         partial.mkdir(parents=True)
-        (partial / "rank-00000.safetensors").write_bytes(bytes(1000 * step))
+        save_file({"model.w": torch.zeros(250 * step)}, partial / "rank-00000.safetensors")
         files = {"rank-00000.safetensors": file_sum(partial / "rank-00000.safetensors")}
         checkpoint = store.commit(partial, manifest(step, tokens=step * 10**6, files=files))
         if step in (2, 3):
@@ -41,7 +45,8 @@ def test_the_list_says_what_is_verified_and_what_is_damaged(run_dir, capsys):
     assert main(["list", str(run_dir), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row.get("verified") for row in rows] == [None, True, True, False]
-    assert rows[2]["bytes"] == 3000 and rows[2]["tokens"] == 3_000_000 and rows[2]["format"] == 2
+    shard = store.step_folder(run_dir, 3) / "rank-00000.safetensors"
+    assert rows[2]["bytes"] == shard.stat().st_size > 3000 and rows[2]["tokens"] == 3_000_000 and rows[2]["format"] == 2
 
 
 def test_what_was_changed_since_it_was_verified_is_not_called_verified(run_dir, capsys):
@@ -69,6 +74,27 @@ def test_to_verify_finds_damage_and_marks_what_is_whole(run_dir, capsys):
     assert "rank-00000.safetensors does not match its checksum" in lines[2]
     assert [c.is_verified for c in store.committed(run_dir)] == [True, True, True, True]
     assert main(["verify", str(store.step_folder(run_dir, 4))]) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "place", "says"),
+    [
+        ((250,), ["model.w", [500]], "cannot be used: Field required"),
+        ((250,), ["model.w", [500], [400]], r"put model.w\[0:250\] of shape \[250\] at \[400\] of model.w"),
+        ((250,), ["model.w", [500], [0]], "model.w lacks 250 of its 500 numbers there"),
+    ],
+)
+def test_files_with_their_checksums_whose_places_are_wrong_are_not_whole(run_dir, capsys, shape, place, says):
+    partial = fence.partial_folder(run_dir, 5, 0)
+    partial.mkdir(parents=True)
+    path, key = partial / "rank-00000.safetensors", "model.w[0:250]"
+    save_file({key: torch.zeros(shape)}, path, {PLACES: json.dumps({key: place})})
+    store.commit(partial, manifest(5, files={path.name: file_sum(path)}))
+    assert main(["verify", str(run_dir)]) == 1
+    *whole, wrong = capsys.readouterr().out.splitlines()
+    assert all(line.endswith(": whole") for line in whole)
+    assert re.search(says, wrong)
+    assert not store.committed(run_dir)[-1].is_verified
 
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(1, [3, 4]), (2, [2, 3, 4]), (3, [2, 3, 4])])

@@ -8,13 +8,11 @@ import pytest
 import tyro
 
 from argosy import cli
-from argosy.cli.help import fitted
-from argosy.cli.options import parse, parse_run, parse_section
+from argosy.cli.options import ESSENTIAL, fitted, parse, parse_run, parse_section
 from argosy.config.counts import Count, WholeCount
 from argosy.config.data import PrepareConfig
-from argosy.config.essential import ESSENTIAL
-from argosy.config.keys import dotted
 from argosy.config.load import load
+from argosy.config.section import dotted
 from argosy.errors import UserError
 
 

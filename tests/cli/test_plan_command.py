@@ -18,6 +18,7 @@ from argosy.data.prepare import prepare
 from argosy.plan.plan import Plan
 
 SMALL = ["--model", "llama3-8b", "--cluster", "8xh100", "--global-batch", "64", "--seq-len", "8192"]
+SERVED = ["--model", "llama3-8b", "--cluster", "8xh100", "--serve"]
 RUN_FILE = """
 name = "mine"
 plan = "{plan}"
@@ -257,11 +258,15 @@ def test_the_page_stands_alone_and_is_well_formed(ask: Any, tmp_path: Path) -> N
             assert float(mark.get("width", 1)) > 0 and "nan" not in str(mark.attrib)
 
 
-def test_inference(ask: Any) -> None:
-    words = ["--model", "llama3-70b", "--cluster", "8xh100", "--inference", "--global-batch", "16"]
-    assert "prefill; between tokens" in ask(*words)
-    said = json.loads(ask(*words, "--json"))
-    assert all(choice["copies"] * choice["tp"] * choice["pp"] == 8 for choice in said["choices"])
+def test_serving(ask: Any) -> None:
+    words = ["--model", "llama3-70b", "--cluster", "8xh100", "--serve"]
+    assert "first token" in ask(*words)
+    said = json.loads(ask(*words, "--weights", "bf16|fp8", "--rate", "2", "--tpot-ms", "50", "--json"))
+    assert {choice["weights"] for choice in said["curve"]} == {"bf16", "fp8"}
+    assert all(choice["replicas"] * choice["tp"] * choice["pp"] <= 8 for choice in said["choices"])
+    assert said["sized"][0]["devices"] <= 8
+    few = json.loads(ask(*words, "--global-batch", "16", "--draft", "3:0.7", "--json"))
+    assert all(choice["replicas"] * choice["sequences"] >= 16 for choice in few["curve"])
 
 
 @pytest.mark.parametrize(
@@ -285,11 +290,11 @@ def test_inference(ask: Any) -> None:
         (["demo", "--cluster", "8xh100", "--seq-len", "1M"], "--seq-len = 1000000 is more than model.max_seq_len"),
         ([*SMALL, "--fix", "tp=2.5"], '--fix tp = "2.5": must be a whole number above 0'),
         ([*SMALL, "--cluster", "8xa100", "--html", "x.html"], "--html takes one --cluster"),
-        ([*SMALL, "--cluster", "8xa100", "--inference"], "--inference takes one --cluster"),
+        ([*SMALL, "--cluster", "8xa100", "--serve"], "--seq-len is for training"),
         ([*SMALL, "--price", "2", "--price", "3"], "2 --price for 1 --cluster"),
         ([*SMALL, "--price", "0"], "--price 0.0: must be above 0"),
         ([*SMALL, "--within", "30"], "--within '30' is no length of time; try 90m, 12h, 30d or 2w"),
-        ([*SMALL, "--within", "30d", "--inference"], "Leave out --inference"),
+        ([*SMALL, "--within", "30d", "--serve"], "Leave out --serve"),
         ([*SMALL, "--within", "30d", "--objective", "cost"], "Leave out --objective cost"),
         (["--model", "llama3-70b", "--cluster", "1xt4", "--within", "30d"], "nothing fits"),
         ([*SMALL, "--finetune", "1M", "--tokens", "1M"], "give one of them"),
@@ -297,7 +302,15 @@ def test_inference(ask: Any) -> None:
         (["--model", "llama3-70b", "--cluster", "8xh100", "--cluster", "2xa100"], "2xa100: nothing fits"),
         ([*SMALL, "--html", "/dev/null/plan.html"], "--html /dev/null/plan.html: cannot be written"),
         ([*SMALL, "--html", "/tmp"], "--html /tmp: cannot be written"),
-        ([*SMALL, "--inference", "--html", "x.html"], "--html is for training plans"),
+        ([*SERVED, "--html", "x.html"], "--html is for training plans"),
+        ([*SERVED, "--cluster", "8xa100"], "--serve takes one --cluster"),
+        ([*SERVED, "--tpot-ms", "20"], "limits at a rate of requests. Add --rate"),
+        ([*SERVED, "--rate", "nan"], "--rate nan: must be above 0"),
+        ([*SERVED, "--draft", "3:2"], "--draft 3:2: is not TOKENS:ACCEPTED"),
+        ([*SERVED, "--rate", "1", "--tpot-ms", "0.1"], "nothing answers 95 of 100 requests within 0.10 ms between"),
+        ([*SERVED, "--prompt-len", "1M"], "is more than the model's longest sequence"),
+        ([*SMALL, "--rate", "3"], "--rate says something about serving. Add --serve"),
+        (["--learn", "rows.csv", "--cluster", "none.toml"], "none.toml is not one"),
     ],
 )
 def test_input_that_makes_no_sense_is_one_message(words: list[str], message: str, capsys: Any) -> None:

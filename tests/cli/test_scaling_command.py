@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_json_has_law_optimum_and_prediction(table: str, capsys: pytest.CaptureF
         pytest.approx(1e21)
     )
     assert said["prediction"]["loss"]["value"] == pytest.approx(2.188, abs=0.01)
+
+
+def test_without_scipy_the_extra_is_named(
+    table: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert cli.main(["scaling", table]) == 2
+    assert "pip install 'argosy[scaling]'" in capsys.readouterr().err
 
 
 def test_words_name_the_budget(table: str, capsys: pytest.CaptureFixture[str]) -> None:

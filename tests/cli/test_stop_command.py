@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from argosy.cli import stop
+from argosy.engines.engine import Engine, RunJob
+from argosy.engines.record import FOLDER, JobState, LaunchedJob
+from argosy.engines.table import ENGINES
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, LaunchRequest
-from argosy.launch.engines.job import FOLDER, JobState, LaunchedJob
-from argosy.launch.engines.table import ENGINES
 
 
 class Memory(Engine):
@@ -24,10 +24,10 @@ class Memory(Engine):
     def check_job(self, job: LaunchedJob) -> None:
         return
 
-    def script(self, request: LaunchRequest) -> str:
+    def script(self, request: RunJob) -> str:
         raise NotImplementedError
 
-    def submit(self, request: LaunchRequest) -> LaunchedJob:
+    def start(self, request: RunJob) -> LaunchedJob:
         raise NotImplementedError
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:

@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(run_dir: Path, tmp_
     copy = shutil.copytree(run_dir, tmp_path / "copy")
     shard = next(store.step_folder(copy, 6).glob("rank-*"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    monkeypatch.setattr("argosy.compare.replay.train", lambda run, folder, quiet: None)
+    monkeypatch.setattr("argosy.compare.replay.train_quietly", lambda run, folder, command: None)
     assert replay(copy, 7).start == 3
 
 

@@ -6,9 +6,9 @@ from itertools import accumulate
 
 import pytest
 
-from argosy.config.batch_ramp import BatchSizes
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.config.train import BatchSizes
 from argosy.errors import UserError
 
 RAMP = BatchSizes(32, ((3, 4), (10, 8), (11, 16)))

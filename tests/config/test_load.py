@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from argosy.config.dump import dump, save_run
 from argosy.config.load import load, origin_of
+from argosy.config.problems import ELSEWHERE
 from argosy.config.schema import RunConfig
-from argosy.config.suggest import ELSEWHERE
 from argosy.errors import UserError
 
 
@@ -178,9 +178,9 @@ def test_epochs_are_explained(run_file):
 
 
 def test_every_synonym_leads_to_a_key_that_exists(run_file):
-    from argosy.config.keys import dotted, fields
+    from argosy.config.section import dotted, key_fields
 
-    known = {dotted(key) for key in fields(RunConfig)}
+    known = {dotted(key) for key in key_fields(RunConfig)}
     for synonym, answer in ELSEWHERE.items():
         assert synonym not in known
         first = answer.split(" ")[0].rstrip(",:")

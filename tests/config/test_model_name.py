@@ -2,8 +2,7 @@
 
 import pytest
 
-from argosy.config.load import load
-from argosy.config.model_name import model_name
+from argosy.config.load import load, model_name
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from argosy.config.catalog import preset_names
+from argosy.config.layers import preset_names
 from argosy.config.load import load
 from argosy.config.model import ModelConfig
-from argosy.plan.flops import matmul_parameters, parameters
+from argosy.plan.workload import matmul_parameters, parameters
 
 PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tied ones once
     "llama3-8b": 8.03,

@@ -4,17 +4,17 @@ import pytest
 
 from argosy.cli.options import parse_run
 from argosy.cli.train import Options
-from argosy.config.keys import dotted, fields
+from argosy.config.layers import RENAMED
 from argosy.config.load import load
-from argosy.config.renamed import RENAMED
 from argosy.config.schema import RunConfig
+from argosy.config.section import dotted, key_fields
 from argosy.errors import ArgosyWarning, UserError
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items(), ids=dotted)
 def test_each_old_key_has_gone_and_its_new_one_exists(old, new):
-    assert old not in fields(RunConfig)
-    assert new in fields(RunConfig)
+    assert old not in key_fields(RunConfig)
+    assert new in key_fields(RunConfig)
 
 
 def test_an_old_key_of_a_run_file_works_with_a_warning_that_names_the_line_and_the_new_key(tmp_path):
@@ -40,4 +40,13 @@ def test_old_and_new_key_together_are_refused(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[resilience]\nmove_for_speed = true\nmigrate = false\n")
     with pytest.raises(UserError, match=r"run\.toml:2: resilience\.move_for_speed.*both"):
+        load(path)
+
+
+def test_a_key_that_is_gone_is_left_out_where_it_said_what_is_done_now(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[sync]\nmomentum_every = 0\nshards = 2\n")
+    assert load(path).sync.shards == 2
+    path.write_text("[sync]\nmomentum_every = 3\n")
+    with pytest.raises(UserError, match=r"run\.toml:2: sync\.momentum_every = 3: the key is gone; .*\[\[sites\]\]"):
         load(path)

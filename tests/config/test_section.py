@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from argosy.config.schema import LaunchConfig
+from argosy.config.launch import LaunchConfig
 from argosy.config.section import texts_under_names
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from argosy.data.adopt import adopt
 from argosy.data.manifest import Manifest, verify
-from argosy.data.stream import TokenSource
+from argosy.data.shards import TokenSource
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.data.cutting import Cutter
-from argosy.data.engine import EncodedBatch
-from argosy.data.journal import DocumentPosition, Journal
+from argosy.data.cutting import Cutter, DocumentPosition, Journal
 from argosy.data.manifest import Shard, SplitName
+from argosy.data.tokenizer import EncodedBatch
 
 Cuts = dict[SplitName, tuple[Shard, ...]]
 DOCUMENTS = st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=40)

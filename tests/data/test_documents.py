@@ -15,10 +15,20 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.data.documents import DocumentReader
+from argosy.config.data import PrepareConfig
+from argosy.data import documents as module
+from argosy.data.documents import (
+    FILES,
+    LEAST_PIECE_BYTES,
+    MOST_OF_BEFORE,
+    PIECE_BYTES,
+    DocumentReader,
+    InputPiece,
+    cut_input,
+    sample_texts,
+)
 from argosy.data.formats import Fields, _lines, read_file
-from argosy.data.pieces import InputPiece
-from argosy.data.sources import find_files
+from argosy.data.sources import InputFile, find_files
 from argosy.errors import UserError
 
 
@@ -277,3 +287,82 @@ def test_parts_of_a_parquet_file_hold_each_row_once(
 def test_a_piece_is_read_like_its_files(write: Any) -> None:
     paths = [write(f"{name}.txt", name.encode()) for name in "abcd"]
     assert [(d.text, d.number, d.file) for d in reader(*paths).read(InputPiece(1, 3))] == [("b", 0, 1), ("c", 1, 2)]
+
+
+MB = 10**6
+
+
+def file(name: str, size: int | None) -> InputFile:
+    return InputFile(name, None, name, size, "")
+
+
+@given(st.lists(st.tuples(st.sampled_from(("a.txt", "a.jsonl", "a.jsonl.gz")), st.integers(0, 400) | st.none())))
+def test_every_byte_of_every_file_is_in_one_piece(found: list[tuple[str, int | None]]) -> None:
+    files = [file(name, size) for name, size in found]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LEAST_PIECE_BYTES", 10)
+        pieces = cut_input(files, most_bytes=50)
+    at: tuple[int, int | None] = (0, 0)
+    for piece in pieces:
+        assert (piece.first, piece.from_byte) == at
+        at = (piece.end, 0) if piece.to_byte is None else (piece.first, piece.to_byte)
+        assert piece.to_byte is None or piece.end == piece.first + 1
+    assert at == (len(files), 0)
+    whole = [files[piece.first : piece.end] for piece in pieces if piece.end > piece.first + 1]
+    assert all(sum(file.size or 0 for file in held) <= 50 for held in whole)
+
+
+@pytest.mark.parametrize(
+    "files", [[file("a.jsonl", 3000 * MB)], [file("a.txt", 20_000)] * 150_000], ids=["one", "many"]
+)
+def test_pieces_grow_with_what_is_before_them(files: list[InputFile]) -> None:
+    pieces, before, least = cut_input(files), 0, 0
+    for piece in pieces[:-1]:
+        end = 20_000 * piece.end if piece.to_byte is None else piece.to_byte
+        size = end - before
+        assert least <= size <= min(PIECE_BYTES, max(LEAST_PIECE_BYTES, before * MOST_OF_BEFORE))
+        before, least = end, size - 20_000
+    assert len(pieces) < 3000 * MB / PIECE_BYTES + 80
+
+
+def test_a_small_input_is_shared_evenly() -> None:
+    assert cut_input([file("a.jsonl", 3 * LEAST_PIECE_BYTES)]) == [
+        InputPiece(0, 1, 0, LEAST_PIECE_BYTES),
+        InputPiece(0, 1, LEAST_PIECE_BYTES, 2 * LEAST_PIECE_BYTES),
+        InputPiece(0, 1, 2 * LEAST_PIECE_BYTES),
+    ]
+
+
+def sample(folder: Path, max_chars: int, **options: int) -> list[str]:
+    config = PrepareConfig(input=(str(folder),), **options)
+    return list(sample_texts(find_files(config.input).files, config, max_chars))
+
+
+def test_small_input_is_taken_whole(tmp_path: Path) -> None:
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_text(str(i) * (i + 1))
+    assert sample(tmp_path, 1000) == ["0", "11", "222", "3333", "44444"]
+
+
+def test_long_document_is_sampled_from_end_to_end(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(chr(ord("a") + i // 100) for i in range(1600)))
+    assert "".join(sample(tmp_path, 32)) == "".join(chr(ord("a") + i) * 2 for i in range(16))
+
+
+def test_every_file_gives_its_share(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 1000)
+    assert [text[0] for text in sample(tmp_path, 300)][::16] == ["a", "b", "c"]
+    assert sum(map(len, sample(tmp_path, 300))) <= 300
+
+
+def test_files_are_chosen_evenly(tmp_path: Path) -> None:
+    for i in range(2 * FILES):
+        (tmp_path / f"{i:05}.txt").write_text(f"{i:05}")
+    assert sample(tmp_path, 10**6) == [f"{i:05}" for i in range(0, 2 * FILES, 2)]
+
+
+def test_text_beyond_max_text_bytes_is_left_out(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 10)
+    assert sample(tmp_path, 1000, max_text_bytes=15) == ["a" * 10, "b" * 10]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from argosy.config.batch_ramp import BatchSizes
 from argosy.config.data import DataConfig, DataStage, PrepareConfig
+from argosy.config.train import BatchSizes
 from argosy.data.loader import OpenData, open_data
 from argosy.data.order import Samples
-from argosy.data.stream import BadShard
+from argosy.data.shards import BadShard
 from argosy.data.tokenizer import train
 from argosy.errors import DataError, UserError
 from data.conftest import MakeFolder, damage, write_folder

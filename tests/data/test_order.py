@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import pairwise
 
@@ -7,7 +8,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.data.order import MixtureStage, SampleOrder, Samples, kept, skipped_by
+from argosy.data.order import (
+    CIRCLE,
+    STEP,
+    Mixture,
+    MixtureStage,
+    SampleOrder,
+    Samples,
+    floor_sum,
+    kept,
+    key_of,
+    permute,
+    skipped_by,
+)
 
 
 def listed(samples: Samples) -> list[tuple[int, int, int]]:
@@ -109,3 +122,96 @@ def test_each_skipped_range_belongs_to_the_one_step_that_goes_past_it(
 ) -> None:
     by_step = [skipped_by(step * batch, (step + 1) * batch, skipped) for step in range(200 // batch)]
     assert [hole for holes in by_step for hole in holes] == sorted(skipped)
+
+
+def permuted(n: int, key: int) -> list[int]:
+    return permute(np.arange(n, dtype=np.uint64), n, np.full(n, key, np.uint64)).tolist()
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+def test_is_a_bijection(n: int, key: int) -> None:
+    assert sorted(permuted(n, key)) == list(range(n))
+
+
+@given(st.integers(1, 2**63), st.data())
+def test_stays_in_range_and_apart_at_any_size(n: int, data: st.DataObject) -> None:
+    index = sorted(data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=50)))
+    where = permute(np.array(index, np.uint64), n, np.full(len(index), 7, np.uint64)).tolist()
+    assert len(set(where)) == len(index) and all(0 <= place < n for place in where)
+
+
+def test_elements_are_permuted_by_their_own_key() -> None:
+    keys = np.array([1, 2, 1, 3], np.uint64)
+    together = permute(np.array([5, 5, 6, 5], np.uint64), 1000, keys)
+    alone = [
+        permute(np.array([i], np.uint64), 1000, np.array([k], np.uint64))[0]
+        for i, k in zip([5, 5, 6, 5], keys, strict=True)
+    ]
+    assert together.tolist() == alone and together[0] != together[1]
+
+
+def test_looks_random() -> None:
+    """Displacements of neighbours, fixed points and rank correlation are those of a random permutation."""
+    n = 20_000
+    where = np.array(permuted(n, key_of(1)), np.float64)
+    assert abs(np.corrcoef(np.arange(n), where)[0, 1]) < 4 / n**0.5
+    assert abs(np.corrcoef(where[:-1], where[1:])[0, 1]) < 4 / n**0.5
+    assert np.sum(where == np.arange(n)) < 10
+
+
+def test_every_place_is_as_likely_for_small_domains() -> None:
+    n, keys = 5, 20_000
+    where = permute(np.full(keys, 2, np.uint64), n, np.arange(keys, dtype=np.uint64))
+    counts = np.bincount(where.astype(np.int64), minlength=n)
+    assert np.abs(counts - keys / n).max() < 5 * (keys / n) ** 0.5
+
+
+def test_keys_depend_on_every_part() -> None:
+    keys = {key_of(0, "a"), key_of(0, "b"), key_of(1, "a"), key_of(2**200, "a"), key_of(0, "a", 0)}
+    assert len(keys) == 5
+
+
+WEIGHTS = st.lists(st.floats(0, 1e6), min_size=1, max_size=6).filter(any)
+
+
+@given(st.integers(0, 60), st.integers(1, 50), st.integers(-200, 200), st.integers(-200, 200))
+def test_floor_sum_is_the_sum(n: int, m: int, a: int, b: int) -> None:
+    assert floor_sum(n, m, a, b) == sum((a * i + b) // m for i in range(n))
+
+
+@given(WEIGHTS, st.integers(0, CIRCLE - 1), st.integers(0, 2000))
+def test_counts_in_closed_form_are_counted_one_by_one(weights: list[float], shift: int, n: int) -> None:
+    mixture = Mixture(weights, shift)
+    assert mixture.counts(n) == np.bincount(mixture.sources(0, n), minlength=len(weights)).tolist()
+
+
+@given(WEIGHTS, st.integers(0, CIRCLE - 1), st.integers(0, 2**70))
+def test_counts_agree_far_into_the_run(weights: list[float], shift: int, start: int) -> None:
+    mixture = Mixture(weights, shift)
+    drawn = np.bincount(mixture.sources(start, start + 50), minlength=len(weights))
+    before, after = mixture.counts(start), mixture.counts(start + 50)
+    assert [b - a for a, b in zip(before, after, strict=True)] == drawn.tolist()
+
+
+@given(WEIGHTS, st.integers(0, CIRCLE - 1), st.integers(2, 10**12))
+def test_proportions_are_within_log_n(weights: list[float], shift: int, n: int) -> None:
+    total = sum(weights)
+    for weight, count in zip(weights, Mixture(weights, shift).counts(n), strict=True):
+        assert abs(count - n * weight / total) <= 3 + 2 * math.log(n)
+
+
+def test_proportions_are_exact_over_the_whole_circle() -> None:
+    assert Mixture([1, 1, 2], 12345).counts(CIRCLE) == [CIRCLE // 4, CIRCLE // 4, CIRCLE // 2]
+
+
+def test_source_of_weight_zero_is_never_drawn() -> None:
+    assert set(Mixture([0, 1, 0, 1, 0], CIRCLE - 1).sources(0, 1000).tolist()) == {1, 3}
+
+
+def test_the_step_spreads_evenly_at_every_scale() -> None:
+    """The claim about STEP in its docstring: continued fraction with partial quotients of at most 5."""
+    quotients, a, m = [], STEP, CIRCLE
+    while a:
+        quotients.append(m // a)
+        a, m = m % a, a
+    assert STEP % 2 == 1 and max(quotients) <= 5

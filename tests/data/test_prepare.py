@@ -15,16 +15,18 @@ import pytest
 from argosy.config.data import PrepareConfig
 from argosy.config.extend import ExtendConfig
 from argosy.data import prepare as module
-from argosy.data.executors.local import LocalExecutor
+from argosy.data.crew import PrepareProgress
+from argosy.data.documents import InputPiece
 from argosy.data.manifest import TOKENIZER, Manifest, verify
-from argosy.data.pieces import InputPiece
 from argosy.data.prepare import prepare
-from argosy.data.progress import PrepareProgress
+from argosy.data.shards import TokenSource
 from argosy.data.sources import find_files
-from argosy.data.stages import TOKENS, PrepareJob
-from argosy.data.stream import TokenSource
 from argosy.data.tokenizer import Tokenizer, train
 from argosy.data.work import FOLDER, WorkFolder, WorkState
+from argosy.data.worker import TOKENS, PrepareJob
+from argosy.engines.engine import Job
+from argosy.engines.local import Local
+from argosy.engines.record import LaunchedJob
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from data.conftest import TEXTS
 
@@ -212,30 +214,32 @@ def test_workers_that_die_are_replaced(config: PrepareConfig, tmp_path: Path, mo
     whole = prepare(config)
     killed = []
 
-    def start_and_kill(executor: LocalExecutor, count: int) -> list[str]:
-        names = list(start(executor, count))
+    def start_and_kill(engine: Local, job: Job) -> LaunchedJob:
+        started = start(engine, job)
         if len(killed) < 2:
-            killed.append(names[0])
-            executor._children[names[0]].kill()
-        return names
+            killed.append(started.id)
+            kill(started)
+        return started
 
-    start = LocalExecutor.start
-    monkeypatch.setattr(LocalExecutor, "start", start_and_kill)
+    start = Local.start
+    monkeypatch.setattr(Local, "start", start_and_kill)
     assert prepare(changed(config, out=tmp_path / "killed")) == whole and len(killed) == 2
 
 
 def test_workers_that_die_again_and_again_are_told(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "executor_class", lambda name: DyingExecutor)
+    def start_and_kill(engine: Local, job: Job) -> LaunchedJob:
+        started = start(engine, job)
+        kill(started)
+        return started
+
+    start = Local.start
+    monkeypatch.setattr(Local, "start", start_and_kill)
     with pytest.raises(RunFailed, match=r"3 workers have ended before their time \(signal SIGKILL.*Repeat the command"):
         prepare(config)
 
 
-class DyingExecutor(LocalExecutor):
-    def start(self, count: int) -> list[str]:
-        names = list(super().start(count))
-        for name in names:
-            self._children[name].kill()
-        return names
+def kill(job: LaunchedJob) -> None:
+    os.kill(int(job.id.partition("@")[0]), signal.SIGKILL)
 
 
 def test_a_damaged_result_is_made_again(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -254,10 +258,10 @@ def test_a_damaged_result_is_made_again(config: PrepareConfig, monkeypatch: pyte
 SCRIPT = """
 import json, sys
 from argosy.config.data import PrepareConfig
-from argosy.data import prepare as module, progress
+from argosy.data import crew, prepare as module
 module.BATCH_CHARS = module.CHUNK_BYTES = 2000
 module.PIECE_BYTES = 5000
-progress.REPORT_EVERY_S = 0
+crew.REPORT_EVERY_S = 0
 def report(progress):
     print(progress.stage, flush=True)
     if progress.stage == "tokens" and progress.documents > 100:

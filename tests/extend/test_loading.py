@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import UserError
-from argosy.extend.declared import CodeFile, read_code
+from argosy.extend.declared import CodeFile, read_code, read_package
 from argosy.extend.loading import load_code
-from argosy.extend.packages import read_package
 from argosy.extend.trust import approve
 
 HEAD = "from argosy import extend\n\n"

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
-from argosy.config.sites import SiteConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
+from argosy.config.sync import SiteConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.launch.devices import ask, check_compiler, devices_of_run, find_devices
 from argosy.plan.plan import Plan
@@ -54,7 +54,7 @@ def test_the_number_format_follows_what_a_cpu_is_and_not_the_moment(text, is_fas
     if text is not None:
         cpus.write_text(text)
     monkeypatch.setattr("argosy.launch.devices.CPUS", cpus)
-    monkeypatch.setattr("argosy.observe.peak.matmul_peak_flops", None)  # nothing is measured
+    monkeypatch.setattr("argosy.observe.clock.matmul_peak_flops", None)  # nothing is measured
     run = RunConfig(plan="auto", launch=LaunchConfig(device="cpu", processes=1))
     assert devices_of_run(run).fast_bf16 is is_fast
 

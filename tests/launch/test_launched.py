@@ -12,12 +12,12 @@ import pytest
 
 from argosy.cli.launch import _what_next
 from argosy.config.schema import RunConfig
+from argosy.engines.engine import Engine, RunJob
+from argosy.engines.record import JobState, LaunchedJob
+from argosy.engines.table import ENGINES
 from argosy.errors import UserError
-from argosy.launch.engines.engine import Engine, LaunchRequest
-from argosy.launch.engines.job import JobState, LaunchedJob
-from argosy.launch.engines.table import ENGINES
 from argosy.launch.launched import launch, launch_sites, launched_in, printed
-from argosy.launch.site_jobs import jobs_of
+from argosy.launch.sites import jobs_of
 
 
 class Memory(Engine):
@@ -30,10 +30,10 @@ class Memory(Engine):
     def check_job(self, job: LaunchedJob) -> None:
         return
 
-    def script(self, request: LaunchRequest) -> str:
+    def script(self, request: RunJob) -> str:
         return request.command
 
-    def submit(self, request: LaunchRequest) -> LaunchedJob:
+    def start(self, request: RunJob) -> LaunchedJob:
         job = LaunchedJob(engine="memory", id=request.run_dir.name, submitted_s=0, nodes=1, log="")
         self.jobs[job.id] = "running"
         return job
@@ -54,8 +54,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Memory.jobs.clear()
 
 
-def request_in(folder: Path, name: str) -> LaunchRequest:
-    return LaunchRequest(RunConfig(), folder / "runs" / name, ("run.toml",), folder)
+def request_in(folder: Path, name: str) -> RunJob:
+    return RunJob(run=RunConfig(), run_dir=folder / "runs" / name, words=("run.toml",), work_dir=folder)
 
 
 def test_two_runs_with_one_secret_of_the_environment_are_refused(tmp_path, monkeypatch):
@@ -141,7 +141,7 @@ def test_a_run_that_was_not_launched_prints_what_its_folder_has(tmp_path):
         list(printed(tmp_path / "runs/b", follow=False))
 
 
-def site(folder: Path, name: str, engine: str = "memory") -> tuple[str, str, LaunchRequest]:
+def site(folder: Path, name: str, engine: str = "memory") -> tuple[str, str, RunJob]:
     return name, engine, request_in(folder, f"two/sites/{name}")
 
 
@@ -161,7 +161,7 @@ def test_sites_of_a_run_have_one_secret_and_a_job_each(tmp_path):
 
 def test_a_site_that_is_refused_does_not_hide_those_that_were_launched(tmp_path, monkeypatch):
     class Full(Memory):
-        def submit(self, request: LaunchRequest) -> LaunchedJob:
+        def start(self, request: RunJob) -> LaunchedJob:
             raise UserError("there is no place.")
 
     monkeypatch.setitem(ENGINES, "full", Full)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from argosy.config.load import load
-from argosy.config.sites import SiteConfig
+from argosy.config.sync import SiteConfig
 from argosy.data.manifest import TOKENIZER, Manifest
 from argosy.errors import UserError
 from argosy.launch.resolve import check_memory, resolve, with_known_sizes
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices

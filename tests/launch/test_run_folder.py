@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +16,10 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
-from argosy.errors import StorageError, UserError
+from argosy.config.sync import SiteConfig
+from argosy.errors import RunFailed, StorageError, UserError
 from argosy.launch import run_folder
+from argosy.launch.run_folder import check_is_own, check_storage, mount_of
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices
 from tiny import run_config
@@ -218,3 +221,200 @@ def test_a_folder_is_not_taken_whose_state_lies_elsewhere(tmp_path: Path) -> Non
         run_folder.check_parts(tmp_path / "sites", alone)
     with pytest.raises(UserError, match="this run is asynchronous"):
         run_folder.check_parts(tmp_path / "sites", workers)
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+static int is(const char *what) { const char *how = getenv("SPOIL"); return how && !strcmp(how, what); }
+int flock(int fd, int operation) {
+    if (is("no locks")) { errno = ENOLCK; return -1; }
+    if (is("shared locks")) return 0;
+    return ((int (*)(int, int))dlsym(RTLD_NEXT, "flock"))(fd, operation);
+}
+int rename(const char *from, const char *to) {
+    struct stat about;
+    if (!stat(from, &about) && S_ISDIR(about.st_mode)) {
+        if (is("no renames")) { errno = EXDEV; return -1; }
+        if (is("copies")) return mkdir(to, 0700);
+    }
+    return ((int (*)(const char *, const char *))dlsym(RTLD_NEXT, "rename"))(from, to);
+}
+"""
+MOUNTINFO = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / /mnt/nfs rw shared:2 - nfs server:/x rw,vers=3,nolock,local_lock=all
+31 22 0:41 / /mnt/with\\040blank rw - fuse.s3fs s3fs rw,user_id=0
+32 22 0:42 / /mnt/nfs4 rw - nfs4 server:/y rw,vers=4.2,local_lock=none
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not (compiler := shutil.which("gcc") or shutil.which("cc")):
+        pytest.skip("there is no C compiler here")
+    folder = tmp_path_factory.mktemp("shim")
+    (folder / "shim.c").write_text(SHIM)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", folder / "shim.so", folder / "shim.c", "-ldl"], check=True, cwd=folder
+    )
+    return folder / "shim.so"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no locks", "its storage has no locks (flock: No locks available). Choose another disk with --run-dir"),
+        ("shared locks", "its storage lets two processes have one lock"),
+        ("no renames", "its storage cannot rename a folder (Invalid cross-device link)"),
+        ("copies", "its storage does not rename a folder as a whole"),
+    ],
+)
+def test_storage_that_lacks_something_is_refused_by_the_command(
+    tmp_path: Path, shim: Path, how: str, said: str
+) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text('[data]\nsources = {"nowhere" = 1.0}\n')  # it would be missed next
+    done = subprocess.run(
+        [sys.executable, "-m", "argosy", "train", str(run), "--run-dir", str(tmp_path / "run")],
+        env={**os.environ, "LD_PRELOAD": str(shim), "SPOIL": how},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_storage_that_does_what_it_must_is_left_as_it_was(tmp_path: Path) -> None:
+    check_storage(tmp_path, nodes=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> str:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(run_folder.tempfile, "mkdtemp", refuse)
+    with (
+        pytest.raises(UserError, match=r"run: cannot be written \(Read-only file system\)"),
+        run_folder.locked(tmp_path / "run"),
+    ):
+        pass
+
+
+def test_the_mount_of_a_path_is_the_innermost(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTINFO)
+    assert mount_of(Path("/home/x"), mounts)[0] == "ext4"
+    assert mount_of(Path("/mnt/with blank/runs"), mounts)[0] == "fuse.s3fs"
+    assert mount_of(Path("/mnt/nfs4"), mounts)[0] == "nfs4"
+    assert "nolock" in mount_of(Path("/mnt/nfs/runs"), mounts)[1]
+    assert mount_of(Path("/"), tmp_path / "none") == ("", ())
+    assert mount_of(tmp_path)[0], "the real one"
+
+
+@pytest.mark.parametrize(
+    ("path", "nodes", "said"),
+    [
+        ("/mnt/with blank", 1, "mounted object store"),
+        ("/mnt/nfs", 2, r"mounted with nolock \(nfs\): machines do not see each other's locks"),
+    ],
+)
+def test_mounts_that_are_known_to_be_wrong_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, nodes: int, said: str
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTINFO)
+    monkeypatch.setattr(run_folder, "mount_of", lambda run_dir: mount_of(run_dir, mounts))
+    with pytest.raises(UserError, match=said):
+        check_storage(Path(path), nodes)
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("names", [["notes.txt"], ["run.toml"], [".git", "run.toml", ".lock"], ["tokenizer.json", "a"]])
+def test_a_folder_of_somebody_else_is_refused_and_left_as_it_was(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    with (
+        pytest.raises(UserError, match=r"is not the folder of a run: it holds .* --run-dir"),
+        run_folder.locked(tmp_path),
+    ):
+        pass
+    assert files(tmp_path) == set(names)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [],
+        [".lock", ".settling", ".secret"],
+        [".lock", ".secret", "tls", "tls-1.partial"],
+        [".lock-a-0", ".lock-b-0", "tokenizer.json.partial"],
+        [".lock", "tokenizer.json", "run.toml", "logs"],
+        ["run.toml", "plan.toml", "what I noticed.txt"],
+    ],
+)
+def test_a_run_s_own_folder_is_entered_be_it_only_begun(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text("")
+    check_is_own(tmp_path)
+
+
+def test_a_path_that_is_a_file_or_leads_through_one_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with (
+            pytest.raises(UserError, match=r"file is a file, and a run needs a folder.*--run-dir"),
+            run_folder.locked(path),
+        ):
+            pass
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    def refuse(path, mode=0o777, dir_fd=None):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "mkdir", refuse)  # root may write anywhere
+    with (
+        pytest.raises(UserError, match=rf"Permission denied.*write in {tmp_path}, or"),
+        run_folder.locked(tmp_path / "a"),
+    ):
+        pass
+
+
+def test_a_refused_run_leaves_nothing_behind(tmp_path):
+    with pytest.raises(UserError, match="wrong"), run_folder.locked(tmp_path / "runs" / "mine"):
+        raise UserError("wrong")
+    assert not files(tmp_path)
+
+
+def test_a_folder_that_another_process_was_faster_to_take_is_left_to_it(tmp_path, monkeypatch):
+    run_dir = tmp_path / "mine"
+    with run_folder.locked(run_dir):
+        monkeypatch.setattr(Path, "iterdir", lambda path: iter(()))  # as if it had been seen before the other made it
+        with pytest.raises(UserError, match="in use by process"), run_folder.locked(run_dir):
+            pass
+        assert (run_dir / ".lock").exists()
+
+
+@pytest.mark.parametrize("kept", ["it was there", "it failed later", "steps were done", "others are in it"])
+def test_what_is_worth_something_stays(tmp_path, kept):
+    run_dir = tmp_path / "mine"
+    if kept == "it was there":
+        run_dir.mkdir()
+        (run_dir / ".lock").touch()
+    error = RunFailed if kept == "it failed later" else UserError
+    with pytest.raises(error), run_folder.locked(run_dir, nodes=2 if kept == "others are in it" else 1):
+        if kept == "steps were done":
+            (run_dir / "metrics.jsonl").write_text("{}\n")
+        raise error("wrong")
+    assert (run_dir / ".lock").exists()

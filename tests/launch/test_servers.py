@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.config.sites import SiteConfig
-from argosy.config.sync import SyncConfig
+from argosy.config.sync import SiteConfig, SyncConfig
 from argosy.errors import UserError
 from argosy.launch.servers import check, serve, settle_worker
 from argosy.plan.plan import Plan
@@ -31,6 +30,8 @@ def asynchronous(sites=("A", "B"), plan="auto,sync=async", servers=("127.0.0.1:7
         (asynchronous(sites=("A", SiteConfig(name="B", plan="auto"))), "add sync=async"),
         (asynchronous(resilience={"replay_check_every_steps": 5}), "replay_check_every_steps = 5"),
         (asynchronous(observe={"noise_scale_every_steps": 5}), "noise_scale_every_steps = 5"),
+        (asynchronous(observe={"norms_every_steps": 5}), "norms_every_steps = 5 is not supported with plan.sync"),
+        (asynchronous(observe={"profile": {"steps": "3:5"}}), "profile.steps = 3:5 is not supported with plan.sync"),
         (asynchronous(sync={"from_step": 5}), "from_step = 5"),
         (asynchronous(train={"steps": 9}, sync={"local_steps": 4}), "Try train.steps = 8"),
         (asynchronous(servers=tuple(f"a:{n + 1}" for n in range(99))), "99 servers are more than"),

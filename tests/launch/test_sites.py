@@ -10,7 +10,7 @@ from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.launch.sites import checked, with_rounds
-from argosy.sync.sites.layout import Sites, at_site
+from argosy.sync.layout import Sites, at_site
 
 CLUSTER = """
 [[groups]]

@@ -11,13 +11,13 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.launch import survivor
-from argosy.launch.engines.requeue import decide
+from argosy.launch.requeue import decide
 from argosy.launch.survivor import do_others_run, is_lost, was_there_at_the_end
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survivor, "AGAIN_S", 0.0)
+    monkeypatch.setattr(survivor, "CALL_AGAIN_S", 0.0)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from argosy.config.load import load
 from argosy.models.hf_config import config_from_json, config_to_json
-from argosy.plan.flops import parameters
+from argosy.plan.workload import parameters
 from drawn_families import DRAWN
 from family_cards import card_of
 

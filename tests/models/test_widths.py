@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from argosy.config.model import ModelConfig
-from argosy.config.schema import OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.optim.optimizer import Optimizer

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from argosy.observe.clock import StepClock
+from argosy.observe import clock as measured
+from argosy.observe.clock import StepClock, matmul_peak_flops
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import Heartbeat, read_heartbeat
 from argosy.parallel.world import World
@@ -101,3 +102,32 @@ def test_own_work_is_told_apart_from_waiting_for_others_within_it(workers, tmp_p
 def test_waits_for_the_tokens_of_experts_are_work(workers, tmp_path):
     (fast_s, _, _), _ = workers.run(2, own_work, "ep", tmp_path)
     assert fast_s > 0.4
+
+
+CPU, SIZE = torch.device("cpu"), 1024
+
+
+@pytest.fixture(autouse=True)
+def _as_large_as_in_a_run(monkeypatch):
+    monkeypatch.setitem(measured.SIZE, "cpu", SIZE)
+
+
+def test_the_peak_is_repeatable():
+    first, second = (matmul_peak_flops(CPU, torch.float32) for _ in range(2))
+    assert 1 / 3 < first / second < 3  # other tests and other people use this machine
+
+
+def test_no_matmul_of_that_size_is_faster_than_the_peak():
+    peak = matmul_peak_flops(CPU, torch.float32)
+    a = torch.randn(SIZE, SIZE)
+    began = time.perf_counter()
+    for _ in range(4):
+        a @ a
+    assert 4 * 2 * SIZE**3 / (time.perf_counter() - began) < 1.5 * peak
+
+
+def test_a_number_format_without_fast_matmuls_is_not_measured_for_long(monkeypatch):
+    calls = []
+    monkeypatch.setattr(measured, "_seconds", lambda a, b: calls.append(0) or 0.6)
+    assert matmul_peak_flops(CPU, torch.float16) == pytest.approx(2 * SIZE**3 / 0.6)
+    assert len(calls) == 2

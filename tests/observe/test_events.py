@@ -5,11 +5,15 @@ from __future__ import annotations
 import resource
 import time
 import tracemalloc
+from pathlib import Path
 
 import pytest
+import torch
 
 from argosy.errors import ArgosyWarning
-from argosy.observe.events import TAIL_BYTES, Events, JsonLines, Tail, each_line, from_the_end, read_lines
+from argosy.observe.clock import forget_peak_memory, peak_memory_bytes
+from argosy.observe.events import Events, JsonLines, Metrics, each_line, from_the_end, read_lines
+from argosy.observe.line_follower import TAIL_BYTES, LineFollower
 
 RECORDS = [{"step": 0, "loss": 5.25}, {"step": 1, "text": "a\nb \N{GREEK SMALL LETTER ALPHA}"}, {"step": 2}]
 
@@ -66,50 +70,6 @@ def test_an_event_has_its_time_and_its_facts_in_the_file_of_its_process(tmp_path
     assert before - 0.01 < event["time_s"] < time.time() + 0.01
 
 
-def test_a_tail_gives_what_is_new_and_whole(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    tail = Tail(path)
-    assert tail.read() == []
-    path.write_bytes(b'{"step": 0}\n{"step": 1}\n{"st')
-    assert tail.read() == [{"step": 0}, {"step": 1}]
-    with path.open("ab") as file:
-        file.write(b'ep": 2}\n')
-    assert tail.read() == [{"step": 2}] and tail.read() == []
-    path.write_bytes(b'{"step": 0}\n')
-    assert tail.read() == []
-    with path.open("ab") as file:
-        file.write(b'{"step": 1}\n')
-    assert tail.read() == [{"step": 1}], "of a file that became shorter, what comes then"
-
-
-def test_a_tail_reads_only_the_end_of_what_is_long(tmp_path):
-    """A coordinator that is started late in a run needs the last steps, not a million."""
-    path = tmp_path / "lines.jsonl"
-    lines = [f'{{"step": {step}}}\n'.encode() for step in range(10_000)]
-    path.write_bytes(b"".join(lines))
-    tail = Tail(path, most_bytes=1000)
-    first = [record["step"] for record in tail.read()]
-    assert first[-1] == 9999 and first == list(range(first[0], 10_000)) and 50 < len(first) <= 1000 // len(lines[-1])
-    assert tail.read() == []
-    with path.open("ab") as file:
-        file.write(b"".join(lines) + b'{"st')
-    late = [record["step"] for record in tail.read()]
-    assert late[-1] == 9999 and late == list(range(late[0], 10_000)) and len(late) < 100
-    with path.open("ab") as file:
-        file.write(b'ep": 1}\n')
-    assert tail.read() == [{"step": 1}]
-
-
-def test_a_tail_gets_past_a_line_without_end(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    path.write_bytes(b"x" * 5000)
-    tail = Tail(path, most_bytes=1000)
-    assert tail.read() == []
-    with path.open("ab") as file:
-        file.write(b'\n{"step": 1}\n')
-    assert tail.read() == [{"step": 1}]
-
-
 @pytest.mark.parametrize("size", [1, 7, 12, 13, 1000])
 def test_records_come_from_the_end_as_they_come_from_the_beginning(tmp_path, monkeypatch, size):
     monkeypatch.setattr("argosy.observe.events.CHUNK_BYTES", size)
@@ -126,7 +86,82 @@ def test_records_one_at_a_time_take_no_memory_for_the_others(tmp_path):
     tracemalloc.start()
     assert sum(record["step"] for record in each_line(path)) == 20_000
     assert next(from_the_end(path))["step"] == 1
-    assert Tail(path).read()
+    assert LineFollower.near_end(path).take()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 6 * TAIL_BYTES < path.stat().st_size
+
+
+@pytest.fixture
+def metrics(tmp_path) -> Metrics:
+    written = Metrics(tmp_path)
+    for step in range(6):
+        written.write({"step": step, "loss": 6.0 - step})
+        if step % 2:
+            written.write({"step": step, "validation_loss": 7.0 - step})
+    return written
+
+
+def steps(metrics: Metrics, key: str) -> list[int]:
+    return [record["step"] for record in metrics.read() if key in record]
+
+
+@pytest.mark.parametrize("resumed_at", [0, 3, 6, 100])
+def test_steps_that_are_run_again_are_forgotten_with_their_evaluations(metrics, resumed_at):
+    metrics.forget_from(resumed_at)
+    assert steps(metrics, "loss") == [step for step in range(6) if step < resumed_at]
+    assert steps(metrics, "validation_loss") == [step for step in (1, 3, 5) if step < resumed_at]
+
+
+def test_a_line_cut_off_by_a_kill_is_forgotten_too(metrics):
+    with metrics.path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    metrics.forget_from(4)
+    metrics.write({"step": 4, "loss": 0.0})
+    assert steps(metrics, "loss") == [0, 1, 2, 3, 4]
+
+
+def test_nothing_is_forgotten_of_a_run_that_has_not_begun(tmp_path):
+    metrics = Metrics(tmp_path)
+    metrics.forget_from(0)
+    assert metrics.read() == [] and not metrics.path.exists()
+
+
+def test_peak_memory_is_what_the_system_says():
+    status = Path("/proc/self/status").read_text()
+    peak_kib = int(status.split("VmHWM:")[1].split()[0])
+    assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(peak_kib * 1024, rel=0.05)
+
+
+def test_the_peak_of_memory_can_begin_anew():
+    device = torch.device("cpu")
+    large = bytearray(b"x" * 2**28)
+    assert len(large) < peak_memory_bytes(device)
+    del large
+    before = peak_memory_bytes(device)
+    forget_peak_memory(device)
+    assert peak_memory_bytes(device) < before - 2**27
+
+
+def test_it_is_known_what_was_written_of_the_last_steps(metrics):
+    assert metrics.has(5, "validation_loss") and not metrics.has(4, "validation_loss")
+    assert metrics.has(4, "loss") and not metrics.has(6, "loss")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 2**16])
+@pytest.mark.parametrize("resumed_at", [0, 3, 6])
+def test_a_file_is_read_backwards_in_pieces_of_any_size(metrics, monkeypatch, chunk, resumed_at):
+    monkeypatch.setattr("argosy.observe.events.CHUNK_BYTES", chunk)
+    assert [record["step"] for record in metrics.last(4)] == [2, 3, 4, 5]
+    metrics.forget_from(resumed_at)
+    assert [record["step"] for record in metrics.last(100)] == list(range(resumed_at))
+    assert steps(metrics, "validation_loss") == [step for step in (1, 3, 5) if step < resumed_at]
+
+
+def test_who_may_not_write_any_more_adds_nothing(tmp_path):
+    in_force = True
+    metrics = Metrics(tmp_path, lambda: in_force)
+    metrics.write({"step": 0})
+    in_force = False
+    metrics.write({"step": 1})
+    assert metrics.read() == [{"step": 0}]

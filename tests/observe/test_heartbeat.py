@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from argosy.observe.heartbeat import (
     heartbeat_path,
     read_heartbeat,
 )
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -36,13 +37,6 @@ def reading(heartbeat: Heartbeat) -> HeartbeatReading:
     found = read_heartbeat(heartbeat.path)
     assert found is not None
     return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
 
 
 def test_what_is_written_is_read(heartbeat):

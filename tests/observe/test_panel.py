@@ -9,8 +9,7 @@ import math
 
 import pytest
 
-from argosy.observe.panel import ROWS, LineChart, bar, fits, heights, one_line, panel, stacked
-from argosy.observe.run_view import RunView
+from argosy.observe.panel import ROWS, LineChart, RunView, bar, fits, heights, one_line, panel, stacked
 
 RECORD = {
     "step": 139, "tokens": 2_300_000, "loss": 3.4123, "tokens_per_s": 5120.0, "mfu": 0.614, "step_time_s": 0.402,

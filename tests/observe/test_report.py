@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from argosy.observe.report import Report, SyncSavings, totals, typical, typical_bytes, typical_round_wait_s
-from argosy.plan.calibration.reconcile import Compared, Reconciled
+from argosy.plan.calibration import Compared, Reconciled
 
 STEPS = [
     {

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.observe.terminal import print_message, printable
+from argosy.observe import terminal
+from argosy.observe.terminal import print_message, printable, told_if_long
 
 PRINTS = """
 import os, subprocess, sys
@@ -74,3 +75,15 @@ def test_what_steers_a_terminal_is_escaped_and_the_rest_stays(text, shown):
 def test_messages_are_printed_so(capsys):
     print_message("runs/\x1b[2J: no run")
     assert capsys.readouterr().err == "runs/\\x1b[2J: no run\n"
+
+
+def test_what_takes_long_says_so_once_and_nothing_afterwards(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "TOLD_AFTER_S", 0.01)
+    said = ""
+    with told_if_long("counting sheep"):
+        while "counting sheep (0 s so far)" not in said:
+            said += capsys.readouterr().err
+    assert said.count("counting") == 1
+    with told_if_long("what is done at once"):
+        monkeypatch.setattr(terminal, "TOLD_AFTER_S", 60.0)
+    assert "sheep" not in capsys.readouterr().err

@@ -11,12 +11,13 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from argosy.observe.wire import COLLECTIVES, WireCounter
-from argosy.parallel.collectives import gather_sequence
+from argosy.observe.wire import COLLECTIVES
 from argosy.parallel.mesh import lay_out_meshes
+from argosy.parallel.tensor import gather_sequence
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.sync.collectives import all_gather_single, reduce_scatter_single
+from argosy.sync.compressor import all_gather_single, reduce_scatter_single
+from wire_counter import WireCounter
 
 N = 4
 X = 4000

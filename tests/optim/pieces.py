@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.config.schema import OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig
 from argosy.optim.optimizer import Optimizer
 from argosy.optim.piece import Piece
 

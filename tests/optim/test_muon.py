@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from argosy.config.schema import OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig
 from argosy.optim import muon
 from argosy.optim.muon import newton_schulz
 from argosy.optim.optimizer import Optimizer

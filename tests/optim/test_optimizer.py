@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from argosy.config.schema import OptimizerConfig, OptimizerGroup
+from argosy.config.optimizer import OptimizerConfig, OptimizerGroup
 from argosy.models.decoder import Decoder
 from argosy.optim.optimizer import Optimizer
 from argosy.optim.piece import Piece

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from argosy.models.decoder import Microbatch, microbatches
 from argosy.observe.clock import StepClock
-from argosy.observe.wire import Watch, message_of
+from argosy.observe.wire import OperatorWatch, message_of
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
@@ -28,7 +28,7 @@ def batch_of(model: ParallelModel, plan: Plan) -> list[Microbatch]:
     return microbatches(ROWS[model.dp_rank * share :][:share], plan.microbatch, 0, torch.device("cpu"))
 
 
-class Groups(Watch):
+class Groups(OperatorWatch):
     """The sizes of the groups that collectives and messages are called in."""
 
     def __init__(self) -> None:

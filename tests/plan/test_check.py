@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from any_plans import ANY_PLAN, any_run, run
-from argosy.config.schema import LaunchConfig
+from argosy.config.launch import LaunchConfig
 from argosy.errors import UserError
 from argosy.plan.check import check_plan, check_size, nearest
 from argosy.plan.plan import Plan

@@ -10,12 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from argosy.config.attention import MLAConfig
-from argosy.config.catalog import preset_names
+from argosy.config.layers import preset_names
 from argosy.config.load import load
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
-from argosy.plan.flops import matmul_parameters, parameters, train_flops_per_token
+from argosy.plan.workload import matmul_parameters, parameters, train_flops_per_token
 
 LLAMA3_8B = ModelConfig(layers=32, width=4096, heads=32, kv_heads=8, head_width=128, ffn_width=14336, vocab_size=128256)
 LLAMA3_2_1B = ModelConfig(

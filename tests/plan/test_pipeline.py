@@ -15,8 +15,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from argosy.config.model import ModelConfig
-from argosy.plan.flops import train_flops_per_token
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
+from argosy.plan.workload import train_flops_per_token
 
 SEQ_LEN = 256
 SMALL_HEAD = {"width": 512, "heads": 8, "kv_heads": 8, "ffn_width": 2048, "vocab_size": 256}

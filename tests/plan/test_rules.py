@@ -171,6 +171,12 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         {**SITES, "model": {"moe": {"experts": 4, "balance": "bias"}}},
         'Use balance = "aux".',
     ),
+    (
+        rules.servers_train_all_weights,
+        "sync=async",
+        {**SITES, "train": {"frozen": ["embedding"]}},
+        "not supported with plan.sync = async. Remove it",
+    ),
 ]
 
 

@@ -7,11 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from argosy.config.catalog import preset_names
+from argosy.config.layers import preset_names
 from argosy.config.load import load
-from argosy.plan.flops import active_parameters, matmul_parameters, train_flops_per_token
-from argosy.plan.parameters import parameter_table
-from argosy.plan.workload import Workload, stack
+from argosy.plan.parameters import parameter_table, trained_shapes
+from argosy.plan.workload import Workload, active_parameters, matmul_parameters, stack, train_flops_per_token
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
@@ -40,3 +39,22 @@ def test_a_stack_has_the_figures_of_each():
     ]
     together = stack(works)
     assert np.asarray(together.matrix_parameters).tolist() == [work.matrix_parameters for work in works]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "passes"),
+    [
+        ([], 6),
+        (["embedding", "blocks.0", "blocks.1"], 4),  # forward of all layers, all of two's
+        (["embedding", "*.q", "*.k", "*.v", "*.o", "*.mlp"], 4),  # the norms are trained, so backward passes through
+        (["embedding", "blocks.*", "norm"], 2),
+    ],
+)
+def test_what_is_frozen_costs_less(frozen: list[str], passes: int) -> None:
+    keys = {"model.preset": "llama3-8b", "model.layers": 4, "model.vocab_size": 512, "train.frozen": frozen}
+    run = load("demo", keys)
+    work = Workload.of(run)
+    in_layers = work.matmul_parameters - work.vocabulary_parameters
+    assert work.matmul_flops_per_token == pytest.approx((passes * in_layers, 6 * work.vocabulary_parameters))
+    trained = {name: shape for name, shape in trained_shapes(run).items() if len(shape) > 1}
+    assert work.trained_parameters == sum(map(math.prod, trained.values()))

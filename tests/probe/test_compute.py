@@ -17,16 +17,19 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.measurements import Measurements
 from argosy.plan.sync import COMPRESSED
 from argosy.probe.compute import (
+    BLOCK_BYTES,
     Matmul,
     matmuls_to_measure,
     measure_attention,
     measure_compression,
     measure_copy,
+    measure_disk,
     measure_launch,
     measure_layer_host,
+    measure_loader,
     measure_matmuls,
+    seconds,
 )
-from argosy.probe.timing import seconds
 from tiny import model_config, run_config
 from workers import WorkerPool
 
@@ -102,3 +105,18 @@ def test_the_planner_takes_what_was_measured(tmp_path: Path) -> None:
     cluster.model_copy(update={"measured": found}).save(tmp_path / "cluster.toml")
     costs = CostModel.of(run_config(tmp_path), Cluster.load(tmp_path / "cluster.toml"))
     assert costs.compression.measured_s == {"int8": 3e-9}
+
+
+def test_the_disk_has_rates_and_keeps_no_file(tmp_path: Path) -> None:
+    rates = measure_disk(World(), tmp_path, 2 * BLOCK_BYTES)
+    assert 1e5 < rates.write_bytes_per_s < 1e12 and 1e5 < rates.read_bytes_per_s < 1e12
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_loader_reads_the_run_s_data(corpus: Path) -> None:
+    assert 1e4 < measure_loader(World(), run_config(corpus), 0.05) < 1e11
+
+
+def test_without_prepared_data_it_reads_text_of_its_own(tmp_path: Path) -> None:
+    assert 1e4 < measure_loader(World(), run_config(tmp_path / "none"), 0.1) < 1e11
+    assert not list(tmp_path.iterdir())

@@ -13,8 +13,7 @@ from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.measurements import CollectiveRate, MatmulRate, Measurements
-from argosy.probe.machine import Machine, catalogue_device
-from argosy.probe.probe import as_cluster
+from argosy.probe.probe import Machine, as_cluster, catalogue_device
 
 
 def row(operation: Any, tier: str, ranks: int, groups: int, from_bytes: int, rate: float) -> CollectiveRate:

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
-from argosy.config.sync import SyncConfig
+from argosy.config.sync import SiteConfig, SyncConfig
 from argosy.errors import RunFailed, UserError
 from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.local_machine import own_part
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe import sites
-from argosy.probe.joined import joined, probe_links
-from argosy.probe.sites import joined_links
+from argosy.probe.sites import joined, joined_links, probe_links
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +85,7 @@ def test_a_machine_that_nobody_measured_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("argosy.sync.sites.listening.BIND_S", 0.0)
+    monkeypatch.setattr("argosy.sync.links.BIND_S", 0.0)
     run = of("oslo lyon", tls=False).model_copy(update={"site": "oslo"})
     Cluster.parse("1xcpu").save(tmp_path / "cluster.toml")
     with (

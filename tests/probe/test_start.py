@@ -15,11 +15,10 @@ from argosy.config.schema import RunConfig
 from argosy.errors import Interrupted, RunFailed
 from argosy.parallel.world import World
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
-from argosy.probe import start
-from argosy.probe.machine import catalogue_device
-from argosy.probe.probe import ProbeRequest
-from argosy.probe.start import probe_here
+from argosy.probe import probe
+from argosy.probe.probe import ProbeRequest, catalogue_device, probe_here
 from argosy.processes.child import ForkEntry
+from waiting import wait_until
 
 
 def asked(folder: Path) -> ProbeRequest:
@@ -30,9 +29,9 @@ def asked(folder: Path) -> ProbeRequest:
 
 
 def main() -> None:
-    """Entry: as `start.main`, but what is measured is how well they can talk."""
-    start.measure = greet
-    start.main()
+    """Entry: as `probe.main`, but what is measured is how well they can talk."""
+    probe.measure = greet
+    probe.main()
 
 
 def greet(asked: ProbeRequest, world: World) -> Cluster:
@@ -52,7 +51,7 @@ def greet(asked: ProbeRequest, world: World) -> Cluster:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, request) -> Path:
-    monkeypatch.setattr(start, "MEMBER", ForkEntry("probe.test_start"))
+    monkeypatch.setattr(probe, "MEMBER", ForkEntry("probe.test_start"))
     made = tmp_path / request.param
     made.mkdir()
     return made
@@ -60,10 +59,7 @@ def folder(tmp_path, monkeypatch, request) -> Path:
 
 def wait_until_gone(folder: Path) -> None:
     pids = [int(path.read_text()) for path in folder.iterdir()]
-    end = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < end, "processes are left"
-        time.sleep(0.02)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 @pytest.mark.parametrize("folder", ["well"], indirect=True)

@@ -14,6 +14,7 @@ import pytest
 
 from argosy.processes.channel import Gone
 from argosy.processes.child import Child, channel_to_parent, end_with_parent, messages
+from waiting import wait_until
 
 HERE = "processes.test_child"
 Start = Callable[..., Child]
@@ -68,10 +69,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> None:
-    end = time.monotonic() + 10
-    while is_alive(pid):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(pid))
 
 
 def test_it_finds_what_its_parent_finds_and_has_an_environment_and_a_session_of_its_own(start, tmp_path, monkeypatch):

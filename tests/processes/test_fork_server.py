@@ -16,6 +16,7 @@ import pytest
 from argosy.processes.channel import Gone, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer, Unanswered
+from waiting import wait_until
 
 
 def greet() -> None:
@@ -52,11 +53,7 @@ def fork_server() -> Iterator[ForkServer]:
 def wait_for(forks: ForkServer, condition: Callable[[list[Message]], bool]) -> list[Message]:
     """What the fork server says until `condition` holds of it."""
     said: list[Message] = []
-    end = time.monotonic() + 10
-    while not condition(said):
-        assert time.monotonic() < end, said
-        said += forks.take()
-        time.sleep(0.005)
+    wait_until(lambda: said.extend(forks.take()) or condition(said), story=lambda: said)
     return said
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from argosy.processes.ray_process import tied
+from waiting import wait_until
 
 STARTER = """
 import subprocess, sys
@@ -23,15 +23,10 @@ def test_it_ends_with_a_starter_that_is_killed():
     starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
     child = Path("/proc", starter.stdout.readline().strip())
-    end = time.monotonic() + 20
-    while (child / "cmdline").read_bytes() != b"sleep\x0060\0":
-        assert time.monotonic() < end, "the command was not started"
-        time.sleep(0.01)
+    wait_until(lambda: (child / "cmdline").read_bytes() == b"sleep\x0060\0")
     starter.send_signal(signal.SIGKILL)
     starter.communicate()
-    while (child / "cmdline").exists() and (child / "cmdline").read_bytes():
-        assert time.monotonic() < end, "it lives on"
-        time.sleep(0.01)
+    wait_until(lambda: not (child / "cmdline").exists() or not (child / "cmdline").read_bytes())
 
 
 def test_it_is_the_command_with_its_exit_code():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives import serialization
 
-from argosy.config.schema import LaunchConfig
+from argosy.config.launch import LaunchConfig
 from argosy.errors import UserError
 from argosy.processes.tls import FOLDER, certificate_of, client_context, server_context
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -42,18 +44,34 @@ SLOW = [
     ("mixtral-8x7b", "tp=2,dp_shard=2,ep=2"),
     ("mixtral-8x7b", "pp=2,dp_shard=2,ep=2,zero=1"),
 ]
-ROWS = [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+BOTTOM = ("embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
+MATRICES = ("embedding", "blocks.*.attention.*", "blocks.*.mlp.*", "head")
+FROZEN = [
+    ("llama3-8b", "dp_shard=8", BOTTOM),
+    *(
+        pytest.param("llama3-8b", plan, frozen, marks=pytest.mark.slow)
+        for frozen in (BOTTOM, MATRICES)
+        for plan in ("microbatch=2", "dp_shard=8,zero=1", "dp_shard=8", "dp_shard=8,recompute=full", "tp=4")
+    ),
+    pytest.param("llama3-8b", "pp=4", MATRICES, marks=pytest.mark.slow),
+]
+ROWS = [
+    *((*row, ()) for row in QUICK),
+    *FROZEN,
+    *(pytest.param(*row, (), marks=pytest.mark.slow) for row in SLOW),
+]
 
 
-def run_of(preset: str) -> RunConfig:
+def run_of(preset: str, frozen: Sequence[str]) -> RunConfig:
     """A few layers of the published sizes."""
     keys = {"model.layers": 8 if preset == "llama3-8b" else 4, "model.vocab_size": 32000}
-    return load("demo", {"model.preset": preset, "data.seq_len": 4096, "train.global_batch": 16, **keys})
+    sections = {"data.seq_len": 4096, "train.global_batch": 16, "train.frozen": list(frozen)}
+    return load("demo", {"model.preset": preset, **keys, **sections})
 
 
-@pytest.mark.parametrize(("preset", "written"), ROWS)
-def test_the_closed_form_has_the_simulated_peak(preset, written):
-    run, plan = run_of(preset), Plan.parse(f"{written},precision=bf16,compile=false")
+@pytest.mark.parametrize(("preset", "written", "frozen"), ROWS)
+def test_the_closed_form_has_the_simulated_peak(preset, written, frozen):
+    run, plan = run_of(preset, frozen), Plan.parse(f"{written},precision=bf16,compile=false")
     simulated = simulate(plan, run, [0], Cluster.parse("8xh100"))[0].peak_bytes
     constants = Constants()
     model = MemoryModel(Layouts.of([plan]), Workload.of(run), System(), constants)

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from argosy.models.decoder import microbatches
-from argosy.observe.wire import Counts, WireCounter
+from argosy.observe.wire import Counts
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.traffic import traffic
-from argosy.plan.flops import train_flops_per_token
 from argosy.plan.plan import Plan
+from argosy.plan.workload import train_flops_per_token
 from argosy.simulate.rank import even_choice, simulate_rank
 from argosy.simulate.record import Change, LiveBytes, Operation, Sent, Trace, Wait
 from tiny import eager, run_config, train_step
+from wire_counter import WireCounter
 from workers import WorkerPool
 
 UNEVEN = {"layers": 4, "vocab_size": 403}  # rows that no number of ranks here divides

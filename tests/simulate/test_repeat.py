@@ -12,10 +12,9 @@ import torch
 
 from argosy.plan.plan import Plan
 from argosy.simulate import rank as ranks
-from argosy.simulate.layers import layers_alike
 from argosy.simulate.rank import simulate_rank
 from argosy.simulate.record import Change, Event, MemoryBlock, Operation, Pass, Sent, Trace, Wait, Where
-from argosy.simulate.repeat import grown
+from argosy.simulate.repeat import grown, layers_alike
 from tiny import run_config
 
 DENSE: dict[str, Any] = {"vocab_size": 403}

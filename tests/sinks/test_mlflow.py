@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from argosy.sinks.worker import Told
+from argosy.sinks.worker import SinkSession
 from run_folder import RunFolder
 
 
@@ -37,7 +37,7 @@ def test_a_run_is_written_to_the_tracking_server_of_the_run_file(tmp_path, monke
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "elsewhere").as_uri()
     run = RunFolder(tmp_path / "run", mlflow={"tracking_uri": uri, "experiment": "mine"})
-    told = Told(run.path, "mlflow")
+    told = SinkSession(run.path, "mlflow")
     run.step(0, 1)
     told.catch_up()
     told.close()
@@ -52,7 +52,7 @@ def test_a_run_is_written_to_the_tracking_server_of_the_run_file(tmp_path, monke
 @pytest.mark.slow  # to make the file takes seconds
 def test_a_run_is_one_mlflow_run_whatever_stops_it(tmp_path):
     run = RunFolder(tmp_path)
-    told = Told(tmp_path, "mlflow")
+    told = SinkSession(tmp_path, "mlflow")
     run.step(0, 1, user={"my loss!": 2.0})
     run.evaluation(1, 3.5)
     run.sample(1, " upon")
@@ -62,7 +62,7 @@ def test_a_run_is_one_mlflow_run_whatever_stops_it(tmp_path):
     run.step(2)
     told.catch_up()
     (tmp_path / "sinks/mlflow.json").write_text(kept)  # it was killed before it could note that
-    told = Told(tmp_path, "mlflow")
+    told = SinkSession(tmp_path, "mlflow")
     run.step(3)
     told.catch_up()
     assert points(tmp_path) == [(0, 0), (1, 1), (2, 2), (3, 3)]

@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from argosy.sinks.worker import Told
+from argosy.sinks.worker import SinkSession
 from run_folder import RunFolder
 
 
@@ -102,7 +102,7 @@ def near(*spans: tuple[float, float]) -> list[Any]:
 
 def test_the_phases_of_a_run_are_one_trace(tmp_path, collector):
     run = RunFolder(tmp_path, opentelemetry={"endpoint": collector.address, "steps_per_span": 2, "service": "mine"})
-    told = Told(tmp_path, "opentelemetry")
+    told = SinkSession(tmp_path, "opentelemetry")
     a_whole_run(run)
     told.catch_up()
     told.close()
@@ -128,12 +128,12 @@ def test_the_phases_of_a_run_are_one_trace(tmp_path, collector):
 def test_a_run_that_goes_on_is_the_same_trace_and_a_span_that_comes_twice_is_one(tmp_path, collector):
     run = RunFolder(tmp_path, opentelemetry={"endpoint": collector.address, "steps_per_span": 2})
     a_whole_run(run)
-    told = Told(tmp_path, "opentelemetry")
+    told = SinkSession(tmp_path, "opentelemetry")
     kept_trace = told.sink.state["trace"]
     told.catch_up()
     before = {span.span_id for span in collector.spans}
     (tmp_path / "sinks/opentelemetry.json").write_text(f'{{"marks": {{}}, "state": {{"trace": "{kept_trace}"}}}}')
-    told = Told(tmp_path, "opentelemetry")
+    told = SinkSession(tmp_path, "opentelemetry")
     told.catch_up()
     assert {span.span_id for span in collector.spans} == before
     assert len({span.trace_id for span in collector.spans}) == 1
@@ -150,7 +150,7 @@ def test_the_standard_variables_are_honoured(tmp_path, collector, monkeypatch):
         monkeypatch.setenv(name, value)
     run = RunFolder(tmp_path)
     a_whole_run(run)
-    told = Told(tmp_path, "opentelemetry")
+    told = SinkSession(tmp_path, "opentelemetry")
     told.catch_up()
     path, headers, request = collector.requests[0]
     assert path == "/v1/traces"
@@ -163,11 +163,11 @@ def test_a_collector_that_refuses_is_an_error_and_the_spans_come_again(tmp_path,
     run = RunFolder(tmp_path, opentelemetry={"endpoint": collector.address})
     a_whole_run(run)
     collector.status = 400
-    told = Told(tmp_path, "opentelemetry")
+    told = SinkSession(tmp_path, "opentelemetry")
     with pytest.raises(ConnectionError, match="did not take the spans"):
         told.catch_up()
     collector.status = 200
-    told = Told(tmp_path, "opentelemetry")
+    told = SinkSession(tmp_path, "opentelemetry")
     told.catch_up()
     assert len(collector.named("start")) == 1
 
@@ -179,11 +179,11 @@ def test_without_a_collector_the_error_says_where_none_answers(tmp_path, monkeyp
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
     a_whole_run(RunFolder(tmp_path))
     with pytest.raises(ConnectionError, match=f"the collector at {address} did not take the spans: does it run"):
-        Told(tmp_path, "opentelemetry").catch_up()
+        SinkSession(tmp_path, "opentelemetry").catch_up()
 
 
 def test_the_default_endpoint_is_that_of_the_standard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     RunFolder(tmp_path)
-    told = Told(tmp_path, "opentelemetry")
+    told = SinkSession(tmp_path, "opentelemetry")
     assert told.sink._exporter._endpoint == "http://localhost:4318/v1/traces"

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from argosy.sinks import prometheus
-from argosy.sinks.feed import Feed
 from argosy.sinks.prometheus import Prometheus
-from argosy.sinks.worker import about
+from argosy.sinks.worker import Feed, about
 from run_folder import RunFolder
 
 TOKEN = "0123456789abcdef"
@@ -126,7 +125,10 @@ def test_strangers_that_send_slowly_keep_a_few_places_for_a_few_seconds(tmp_path
     with listening(tmp_path) as sink, ExitStack() as opened:
         host, port = sink.state["address"].split("/")[2].split(":")
         before = threading.active_count()
-        slow = [opened.enter_context(socket.create_connection((host, int(port)))) for _ in range(200)]
+        slow = [
+            opened.enter_context(socket.create_connection((host, int(port))))
+            for _ in range(3 * prometheus.MOST_REQUESTS)
+        ]
         deadline = time.monotonic() + 10
         while (answer := _status(sink)) != 200 and time.monotonic() < deadline:
             assert threading.active_count() - before <= 2 * prometheus.MOST_REQUESTS

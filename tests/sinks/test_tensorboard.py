@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from argosy.sinks.worker import Told
+from argosy.sinks.worker import SinkSession
 from run_folder import RunFolder
 
 
@@ -23,7 +23,7 @@ def scalars(path: Path, tag: str) -> list[tuple[int, float]]:
 
 def test_all_that_a_run_writes_is_there(tmp_path):
     run = RunFolder(tmp_path)
-    told = Told(tmp_path, "tensorboard")
+    told = SinkSession(tmp_path, "tensorboard")
     run.step(0, 1)
     run.evaluation(1, 3.5)
     run.event("recovered", step=1)
@@ -42,7 +42,7 @@ def test_all_that_a_run_writes_is_there(tmp_path):
 
 def test_steps_that_were_lost_are_there_once_with_their_new_values(tmp_path):
     run = RunFolder(tmp_path)
-    told = Told(tmp_path, "tensorboard")
+    told = SinkSession(tmp_path, "tensorboard")
     run.step(*range(6))
     run.evaluation(5, 3.0)
     told.catch_up()
@@ -55,14 +55,14 @@ def test_steps_that_were_lost_are_there_once_with_their_new_values(tmp_path):
 
 def test_a_run_that_goes_on_goes_on_in_the_same_folder(tmp_path):
     run = RunFolder(tmp_path)
-    first = Told(tmp_path, "tensorboard")
+    first = SinkSession(tmp_path, "tensorboard")
     run.step(0, 1)
     first.catch_up()
     kept = (tmp_path / "sinks/tensorboard.json").read_text()
     run.step(2)
     first.catch_up()
     (tmp_path / "sinks/tensorboard.json").write_text(kept)  # it was killed before it could note that
-    second = Told(tmp_path, "tensorboard")
+    second = SinkSession(tmp_path, "tensorboard")
     run.step(3)
     second.catch_up()
     second.close()

@@ -15,8 +15,8 @@ from run_folder import RunFolder
 TELL = """
 import json, sys
 from pathlib import Path
-from argosy.sinks.worker import Told
-told = Told(Path(sys.argv[1]), "trackio")
+from argosy.sinks.worker import SinkSession
+told = SinkSession(Path(sys.argv[1]), "trackio")
 told.catch_up()
 if sys.argv[2] == "close":
     told.close()

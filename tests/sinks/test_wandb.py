@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from wandb.proto.wandb_internal_pb2 import Record
 
-from argosy.sinks.worker import Told
+from argosy.sinks.worker import SinkSession
 from run_folder import RunFolder
 
 BLOCK = 32768
@@ -36,7 +39,19 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    """The files of a folder by the start of their runs; W&B's own process may still be writing the end of one."""
+    paths = list(folder.glob("wandb/offline-run-*/*.wandb"))
+    deadline = time.monotonic() + 60
+    while not all(map(is_whole, paths)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return sorted(paths, key=lambda path: run_of(path).start_time.ToNanoseconds())
+
+
+def is_whole(path: Path) -> bool:
+    with suppress(DecodeError):
+        return any(record.WhichOneof("record_type") == "exit" for record in records(path))
+    return False
 
 
 def history(path: Path) -> list[dict[str, Any]]:
@@ -58,7 +73,7 @@ def losses(path: Path) -> list[tuple[int, float]]:
 
 def test_all_that_a_run_writes_is_in_the_offline_run(tmp_path):
     run = RunFolder(tmp_path, wandb=OFFLINE)
-    told = Told(tmp_path, "wandb")
+    told = SinkSession(tmp_path, "wandb")
     run.step(0)
     run.evaluation(1, 3.5)
     run.step(1)
@@ -81,7 +96,7 @@ def test_all_that_a_run_writes_is_in_the_offline_run(tmp_path):
 def test_a_run_that_goes_on_is_the_same_run(tmp_path):
     run = RunFolder(tmp_path, wandb=OFFLINE)
     for steps in ((0, 1), (2, 3)):
-        told = Told(tmp_path, "wandb")
+        told = SinkSession(tmp_path, "wandb")
         run.step(*steps)
         told.catch_up()
         told.close()
@@ -93,7 +108,7 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path):
 
 def test_steps_that_were_lost_are_rewound_by_wandb_itself(tmp_path):
     run = RunFolder(tmp_path, wandb=OFFLINE)
-    told = Told(tmp_path, "wandb")
+    told = SinkSession(tmp_path, "wandb")
     run.step(*range(6))
     told.catch_up()
     run.lose_from(3)
@@ -108,7 +123,7 @@ def test_steps_that_were_lost_are_rewound_by_wandb_itself(tmp_path):
 
 def test_a_run_that_begins_anew_is_another_run(tmp_path):
     run = RunFolder(tmp_path, wandb=OFFLINE)
-    told = Told(tmp_path, "wandb")
+    told = SinkSession(tmp_path, "wandb")
     run.step(0, 1)
     told.catch_up()
     run.lose_from(0)
@@ -122,12 +137,12 @@ def test_a_run_that_begins_anew_is_another_run(tmp_path):
 
 def test_a_process_that_was_killed_leaves_no_doubled_rows(tmp_path):
     run = RunFolder(tmp_path, wandb=OFFLINE)
-    told = Told(tmp_path, "wandb")
+    told = SinkSession(tmp_path, "wandb")
     run.step(0, 1)
     told.catch_up()
     told.sink._run.finish()  # as if killed: it has not noted that it closed
     run.step(2)
-    told = Told(tmp_path, "wandb")
+    told = SinkSession(tmp_path, "wandb")
     told.catch_up()
     told.close()
     _first, second = files(tmp_path)

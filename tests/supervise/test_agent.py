@@ -16,19 +16,18 @@ from typing import Any
 
 import pytest
 
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import Retryable
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer
-from argosy.processes.handshake import listen
-from argosy.processes.secret import VALUE
+from argosy.processes.secret import VALUE, listen
 from argosy.resilience import node_health
 from argosy.resilience.node_health import Health
-from argosy.supervise import agent as agent_module
 from argosy.supervise import coordinator_client as module
+from argosy.supervise import node_workers
 from argosy.supervise.agent import Agent
 from argosy.supervise.nodes import RankState
 from peers import SECRET, Peer
@@ -123,11 +122,9 @@ def test_it_says_what_it_waits_for_until_a_worker_is_in_a_world(agent, monkeypat
     said: list[str] = []
     monkeypatch.setattr(agent._progress, "doing", said.append)
     monkeypatch.setattr(agent._progress, "hand_over", lambda: said.append("(rank 0)"))
-    worker = SimpleNamespace(state=RankState.STARTING, generation=0)
-    for slot, state, generation in ((None, None, 0), (0, RankState.STARTING, 0), (0, RankState.READY, 0),
-                                    (0, RankState.RUNNING, 1), (0, RankState.READY, 1)):  # fmt: skip
-        worker.state, worker.generation = state, generation
-        agent._processes = {} if slot is None else {slot: worker}
+    for states, generation in ((set(), 0), ({RankState.STARTING}, 0), ({RankState.READY}, 0),
+                               ({RankState.RUNNING}, 1), ({RankState.READY}, 1)):  # fmt: skip
+        agent._workers = SimpleNamespace(states=states, generation=generation)
         agent._show_what_is_waited_for()
     assert said == [
         *["starting the processes"] * 2,
@@ -168,7 +165,7 @@ def test_a_fork_server_that_dies_amid_a_request_is_replaced_and_the_request_made
     tmp_path, server, monkeypatch, dies
 ):
     monkeypatch.setenv(VALUE, SECRET.decode())
-    monkeypatch.setattr(agent_module, "WORKER", ForkEntry.of(wait))
+    monkeypatch.setattr(node_workers, "WORKER", ForkEntry.of(wait))
     launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
     run = RunConfig(launch=launch, resilience=ResilienceConfig(node_check_s=0))
     forks = ForkServer("colorsys")
@@ -187,7 +184,7 @@ def test_a_fork_server_that_dies_amid_a_request_is_replaced_and_the_request_made
     coordinator.say("start", slot=1)
     coordinator.say("open_store", generation=1)
     if dies == "after it was asked":
-        while len(agent._processes) < 2 or agent._store is None:
+        while len(agent._workers) < 2 or agent._store is None:
             time.sleep(0.01)
         os.kill(forks.pid, signal.SIGKILL)
     if dies != "before it is asked":
@@ -203,7 +200,7 @@ def test_a_fork_server_that_dies_amid_a_request_is_replaced_and_the_request_made
 
 def test_a_fork_server_that_is_dead_when_the_node_is_to_be_checked_is_replaced(tmp_path, server, monkeypatch):
     monkeypatch.setenv(VALUE, SECRET.decode())
-    monkeypatch.setattr(agent_module, "WORKER", ForkEntry.of(wait))
+    monkeypatch.setattr(node_workers, "WORKER", ForkEntry.of(wait))
     monkeypatch.setattr(node_health, "NODE_CHECK", ForkEntry.of(healthy))
     launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
     forks = ForkServer("colorsys")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.processes.handshake import call
 from argosy.processes.messages import TEXT_CHARS
+from argosy.processes.secret import call
 from argosy.processes.tls import certificate_of
 from argosy.supervise import agent_connections as module
 from argosy.supervise import messages as say

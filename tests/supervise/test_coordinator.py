@@ -14,15 +14,16 @@ import pytest
 
 from argosy.checkpoint.fence import begin_generation, newest_generation
 from argosy.checkpoint.owner import name_of
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.observe.events import read_lines
 from argosy.plan.plan import Plan
-from argosy.processes.handshake import call
+from argosy.processes.secret import call
 from argosy.supervise import agent_connections, coordinator
 from argosy.supervise.coordinator import Coordinator
 from argosy.supervise.lease.lease import LeaseLost
 from peers import SECRET, Peer
+from waiting import wait_until
 
 
 class AgentConnection:
@@ -162,10 +163,7 @@ def test_a_world_that_does_not_come_together_is_written_about(come, tmp_path, mo
     else:
         for agent in [come("a").begins(), come("b").begins()][:1]:
             agent.hears("open_store")
-    end = time.monotonic() + 10
-    while not (said := events(tmp_path, "world_waits")):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    said = wait_until(lambda: events(tmp_path, "world_waits"))
     missing = (
         "not all workers have shown themselves of a, b" if is_open else "node a has not opened the rendezvous store"
     )

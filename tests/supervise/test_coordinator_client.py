@@ -17,13 +17,12 @@ import pytest
 
 from argosy.checkpoint.owner import name_of
 from argosy.config.dump import save_run
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan
-from argosy.processes.handshake import listen
-from argosy.processes.secret import VALUE
+from argosy.processes.secret import VALUE, listen
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.messages import AgentHello, FromCoordinator, Heard, NodeHeartbeat, RunStopping, StartWorker

@@ -14,7 +14,7 @@ LIGHT = (
     "argosy.checkpoint.writer",
     "argosy.data.worker",
     "argosy.launch.local",
-    "argosy.resilience.migration_cost",
+    "argosy.resilience.replanner",
     "argosy.resilience.node_health",
     "argosy.resilience.replanner",
     *(f"argosy.processes.{name}" for name in ("channel", "child", "fork_server")),

@@ -9,8 +9,7 @@ import pytest
 
 from argosy.errors import FINAL
 from argosy.supervise.membership import STOP_WAIT_S, Membership, Replan, Settings
-from argosy.supervise.nodes import Cause, RankState
-from argosy.supervise.orders import Break, CheckNode, FinishRun, Join, Order, Start
+from argosy.supervise.nodes import Break, Cause, CheckNode, FinishRun, Join, Order, RankState, Start
 
 KILLED = Cause("signal SIGKILL", exit_code=-9)
 

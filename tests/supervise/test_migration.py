@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from argosy.config.resilience import ResilienceConfig
+from argosy.config.schema import ResilienceConfig
 from argosy.observe.events import read_lines
 from argosy.processes.channel import Gone, Message
 from argosy.resilience.detect.finding import Finding
-from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion
+from argosy.resilience.replanner import MigrationAnswer, MigrationQuestion
 from argosy.supervise import migration
 from argosy.supervise.membership import Membership, Settings
 from argosy.supervise.migration import APART_S, MIGRATION_S, Migrator
-from argosy.supervise.nodes import Cause
-from argosy.supervise.orders import Break, Join, Start
+from argosy.supervise.nodes import Break, Cause, Join, Start
 
 PAYS = MigrationAnswer(True, "dp_replicate=2", 2, 2, 0.6, 0.3, steps_left=1000)
 SLOW = Finding("straggler", "avoid", "rank 2 is slow", (2,), {"factor": 6.0, "last_step": 40})

@@ -11,11 +11,10 @@ from hypothesis import example, given, settings
 
 from argosy.observe.heartbeat import HeartbeatReading
 from argosy.processes.messages import decoded, encoded
-from argosy.resilience.detect.finding import WorkerSeen
-from argosy.resilience.detect.sample import Sample
+from argosy.resilience.detect.finding import Sample, WorkerSeen
 from argosy.supervise.messages import FROM_AGENT, NodeHeartbeat
 from argosy.supervise.node_report import NodeReport, NodeReporter
-from argosy.supervise.world_view import WorldView
+from argosy.supervise.watch import WorldView
 from resilience.detect.samples import READING, World
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,14 +13,17 @@ from pathlib import Path
 import pytest
 
 from argosy.config.dump import save_run
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan
 from argosy.processes.connection import Address
+from argosy.supervise import place as place_module
 from argosy.supervise.lease import lease as lease_module
 from argosy.supervise.lease.lease import Holder, LeaseUnreachable
-from argosy.supervise.place import LeasedPlace, check_place, place_of
+from argosy.supervise.place import LeasedPlace, check_coordinator, check_descriptors, check_place, own_address, place_of
+from waiting import wait_until
 
 LAUNCH = LaunchConfig(nodes=2, lease="folder", address="127.0.0.1")
 
@@ -39,13 +46,9 @@ def agents(tmp_path: Path) -> Iterator[Callable[[str], LeasedPlace]]:
         place.process.close()
 
 
-def found(place: LeasedPlace, seconds: float = 20.0) -> Address:
+def found(place: LeasedPlace) -> Address:
     """Its address, once it is known."""
-    end = time.monotonic() + seconds
-    while (address := place.address(time.monotonic())) is None:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return address
+    return wait_until(lambda: place.address(time.monotonic()))
 
 
 def test_one_agent_starts_the_coordinator_and_the_others_find_it(agents, tmp_path):
@@ -74,15 +77,8 @@ def test_a_lease_that_ends_is_taken_by_another_agent(agents, monkeypatch):
     a.process.kill()  # and its agent with it: nobody asks a any more
     monkeypatch.setattr(lease_module, "TTL_S", 1.0)
     assert not b.has_moved(time.monotonic(), address, silent_s=1.0), "so short a silence proves nothing"
-    end = time.monotonic() + 10
-    while not b.has_moved(time.monotonic(), address, silent_s=60.0):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    end = time.monotonic() + 10
-    while not b.process.is_alive:
-        b.address(time.monotonic())
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: b.has_moved(time.monotonic(), address, silent_s=60.0))
+    wait_until(lambda: b.address(time.monotonic()) and b.process.is_alive)
     assert found(b) == b.process.address != address
 
 
@@ -101,10 +97,7 @@ def test_while_the_backend_does_not_answer_the_problem_is_known_and_nothing_is_d
         raise LeaseUnreachable("etcd does not answer")
 
     monkeypatch.setattr(a._lease, "holder", silent)
-    end = time.monotonic() + 10
-    while not a.problem:
-        assert a.address(time.monotonic()) is None and time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: a.address(time.monotonic()) or a.problem)
     assert a.problem == "etcd does not answer" and a.process.address is None
     assert not a.has_moved(time.monotonic(), ("127.0.0.1", 1), silent_s=60.0)
     monkeypatch.undo()
@@ -135,3 +128,91 @@ def test_a_client_that_is_not_installed_is_named_before_anything_is_written(monk
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(UserError, match=rf"pip install 'argosy\[{lease.partition(':')[0]}\]'"):
         check_place(LaunchConfig(lease=lease, address="127.0.0.1"))
+
+
+NAMES = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "node1": "10.0.0.7"}
+
+
+@pytest.fixture(autouse=True)
+def resolver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names as Debian's /etc/hosts has them on the machine node0."""
+
+    def resolved(name: str) -> str:
+        if name not in NAMES:
+            raise socket.gaierror
+        return NAMES[name]
+
+    monkeypatch.setattr(socket, "gethostbyname", resolved)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node0")
+
+
+@pytest.mark.parametrize("name", ["node0", "localhost"])
+def test_a_coordinator_s_name_that_is_loopback_is_refused_with_several_nodes(name):
+    with pytest.raises(UserError) as refused:
+        check_coordinator(LaunchConfig(nodes=2, coordinator=f"{name}:29400"))
+    text = str(refused.value)
+    assert f"launch.coordinator = {name}:29400: {name} resolves to {NAMES[name]} on this machine" in text
+    assert "127.0.0.1:29400 if all agents run on this machine" in text
+
+
+@pytest.mark.parametrize(
+    ("nodes", "coordinator"),
+    [(1, "node0:1"), (2, "127.0.0.1:1"), (2, "node1:1"), (2, "unknown:1"), (2, "10.0.0.7:1"), (2, "")],
+)
+def test_what_others_can_reach_or_is_meant_so_is_taken(nodes, coordinator):
+    check_coordinator(LaunchConfig(nodes=nodes, coordinator=coordinator))
+
+
+def test_this_machine_s_address_is_the_given_one():
+    launch = LaunchConfig(nodes=2, lease="folder", address="127.0.0.1")
+    assert own_address(launch) == "127.0.0.1"
+
+
+def test_a_host_name_that_is_loopback_is_refused_where_the_others_would_be_told_of_it():
+    with pytest.raises(UserError, match=r"name node0 resolves to 127\.0\.1\.1.*Give launch\.address"):
+        own_address(LaunchConfig(nodes=2, lease="folder"))
+    assert own_address(LaunchConfig(nodes=1, lease="folder")) == "127.0.1.1"
+
+
+def test_the_address_towards_etcd_is_preferred_unless_that_is_on_this_machine(monkeypatch):
+    monkeypatch.setitem(NAMES, "node0", "10.0.0.9")
+    assert own_address(LaunchConfig(nodes=2, lease="etcd://127.0.0.1:2379")) == "10.0.0.9"
+
+    class Unconnected(socket.socket):
+        def connect(self, address: object) -> None:
+            pass
+
+        def getsockname(self) -> tuple[str, int]:
+            return ("10.0.0.5", 40000)
+
+    monkeypatch.setattr(socket, "socket", Unconnected)
+    assert own_address(LaunchConfig(nodes=2, lease="etcd://10.0.0.8:2379")) == "10.0.0.5"
+
+
+def test_srun_s_machine_tells_which_of_this_one_s_addresses_the_others_reach(monkeypatch):
+    monkeypatch.setitem(NAMES, "node0", "127.0.1.1")
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "192.0.2.7")
+    monkeypatch.setattr(place_module, "_address_towards", {("192.0.2.7", 9): "10.0.0.5"}.get)
+    assert own_address(LaunchConfig(nodes=2, lease="folder")) == "10.0.0.5"
+
+
+CODE = """
+import resource
+from argosy.processes.connection import raise_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256))
+raise_limit()
+files = [open("/dev/null") for _ in range(100)]
+print(resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_the_limit_is_raised_as_far_as_it_goes():
+    said = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True).stdout
+    assert said == "(256, 256)\n"
+
+
+def test_a_machine_that_allows_too_few_is_named_with_the_number_that_is_needed(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 2111))
+    with pytest.raises(UserError, match=r"launch\.nodes = 2048: .* needs 2112 file descriptors, .* have 2111 \(ulimit"):
+        check_descriptors(2048)
+    check_descriptors(2047)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.config.resilience import ResilienceConfig
+from argosy.config.schema import ResilienceConfig
 from argosy.resilience.detect.finding import Finding, WorkerSeen
 from argosy.supervise.node_report import NodeReport, NodeReporter
 from argosy.supervise.watch import RunWatch

@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from argosy.launch.engines.job import FOLDER, JobState, LaunchedJob
+from argosy.config.launch import LaunchOptions
+from argosy.engines.engine import Engine, Job
+from argosy.engines.local import Local
+from argosy.engines.record import FOLDER, JobState, LaunchedJob
 from argosy.sweep.driver import Driver
-from argosy.sweep.executor import Task, TrialExecutor
 from argosy.sweep.load import load_sweep
 from argosy.sweep.needs import Limits
 from argosy.sweep.study import Study
+from argosy.sweep.trials import Trials
 
 
 class Said(Exception):
     """The first line that a driver says."""
 
 
-class Left(TrialExecutor):
-    """A place in which a sweep before has left each trial running, or ended."""
+class Left(Local):
+    """An engine on which a sweep before has left each trial running, or ended."""
 
     name = "slurm"
+    queues = True
 
     def __init__(self, state: JobState):
+        super().__init__()
         self._state = state
 
-    def start(self, tasks: Sequence[Task]) -> list[LaunchedJob]:
-        return [LaunchedJob(engine=self.name, id="8", submitted_s=0, nodes=1) for _ in tasks]
+    def start(self, job: Job) -> LaunchedJob:
+        return LaunchedJob(engine=self.name, id="8@1", submitted_s=0, nodes=1)
 
-    def states(self, jobs: Sequence[LaunchedJob]) -> list[JobState]:
-        return [self._state for _ in jobs]
+    def find(self, job: Job) -> LaunchedJob | None:
+        return Engine.find(self, job)
 
-    def stop(self, jobs: Sequence[LaunchedJob]) -> None:
-        raise NotImplementedError
+    def state(self, job: LaunchedJob) -> tuple[JobState, str]:
+        return self._state, ""
 
 
 @pytest.mark.parametrize(
@@ -53,11 +57,12 @@ def test_a_trial_that_never_stopped_does_not_go_on(tmp_path: Path, state: JobSta
     run_dir = tmp_path / "0000"
     (run_dir / FOLDER).mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(steps)))
-    LaunchedJob(engine="slurm", id="7", submitted_s=0, nodes=1).save(run_dir)
+    LaunchedJob(engine="slurm", id="7@1", submitted_s=0, nodes=1).save(run_dir)
 
     def say(text: str) -> None:
         raise Said(text)
 
     limits = Limits(trials=1, cores=sys.maxsize, memory_bytes=float("inf"))
     with pytest.raises(Said, match=rf"^{said}seed=1"):
-        Driver(sweep, tmp_path, Study(tmp_path, sweep), Left(state), limits, say).run()
+        trials = Trials(tmp_path, "s", limits, LaunchOptions(on="slurm"), Left(state))
+        Driver(sweep, tmp_path, Study(tmp_path, sweep), trials, limits, say).run()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from argosy.config.load import load
-from argosy.sweep.executor import Needs
-from argosy.sweep.needs import Limits, Room, needs_of
+from argosy.sweep.needs import Limits, Needs, Room, needs_of
 
 SMALL = {"launch.device": "cpu", "plan": "dp_replicate=2,microbatch=1"}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from argosy.watch.conclusions import advice_of, alerts_of
+from argosy.watch.conclusions import conclusions_of
 from argosy.watch.reader import RunReader
 from matrix import STEADY
 
@@ -69,7 +69,7 @@ def test_a_planted_straggler_spike_and_death_are_named_and_told(disturbed, tmp_p
     run.check_nothing_is_left()
     reader = RunReader(run.run_dir)
     reader.refresh()
-    said = {advice.rule: advice for advice in advice_of(reader)}
+    said = {advice.rule: advice for advice in conclusions_of(reader).advice}
 
     slow = said["straggler"]
     assert slow.facts["rank"] == 1 and 2 < float(slow.facts["factor"]) < 6, slow
@@ -84,7 +84,7 @@ def test_a_planted_straggler_spike_and_death_are_named_and_told(disturbed, tmp_p
     assert [alert["state"] for alert in in_doubt] == ["begins", "ends"], got
     assert "rank 1 takes" in in_doubt[0]["why"]
     assert [json.loads(line) for line in heard.read_text().splitlines()] == got
-    told = [alert.record() for alert in alerts_of(reader)]
+    told = [alert.record() for alert in conclusions_of(reader).alerts]
     assert sorted((alert["alert"], alert["state"]) for alert in told) == sorted((a["alert"], a["state"]) for a in got)
 
 

@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 from argosy.chaos.campaign import children, command_of
 from argosy.checkpoint import store
 from commands import Folder
+from waiting import wait_until
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -30,13 +29,6 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     for path in sorted((run_dir / "events").glob("*.jsonl")):
         found += [event for event in map(json.loads, path.read_text().splitlines()) if event["event"] == kind]
     return found
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
 
 
 def writers(run_dir: Path) -> list[int]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from argosy.observe.events import read_lines
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics, read_lines
 from commands import Folder
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "extend"

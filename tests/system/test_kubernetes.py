@@ -103,8 +103,8 @@ def test_a_run_that_fails_is_not_started_again(run, api):
 
 
 def state_of_job(run: Disturbed) -> str:
-    from argosy.launch.engines.job import LaunchedJob
-    from argosy.launch.engines.kubernetes import Kubernetes
+    from argosy.engines.kubernetes import Kubernetes
+    from argosy.engines.record import LaunchedJob
 
     job = LaunchedJob.load(run.run_dir)
     assert job is not None

@@ -12,8 +12,6 @@ from commands import Folder
 from launched_jobs import kill_jobs, runs, wait
 from matrix import free_port
 
-pytest.importorskip("zmq", reason="pip install 'argosy[async]'")
-
 PACED = "slow@batch:seconds=0.5"
 """What is waited for must come before the run's end."""
 

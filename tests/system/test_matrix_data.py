@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.data.checksum import write_checksums
-from argosy.data.manifest import Manifest
+from argosy.data.manifest import Manifest, write_checksums
 from commands import Folder
 from matrix import PLANS, Disturbed
 from tiny import MODEL, prepare_corpus

@@ -70,7 +70,7 @@ def test_an_exchange_that_is_killed_changes_no_bit(
         run.wait(lambda rounds=rounds: len(run.ledger("B").lines) >= rounds)  # type: ignore[misc]
         for process in processes:
             for pid in children_of(process.pid):
-                if "sync.sites.main" in command_of(pid):
+                if "sync.main" in command_of(pid):
                     kill_process(pid)
     run.end()
     run.check_ledger()

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from argosy.config.load import load
-from argosy.plan.integers import numbers_of
 from argosy.plan.plan import Plan
+from argosy.plan.quantities import numbers_of
 from argosy.plan.rules import first_problem
 from commands import Folder
 from matrix import Disturbed, free_port

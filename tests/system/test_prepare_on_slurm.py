@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from commands import Folder
 from slurm import WHERE_FROM, Slurm, is_installed, slurm
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
 
@@ -42,13 +42,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def wait_for(is_so: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def test_a_small_text_is_prepared_there(texts: Folder) -> None:
     (texts.path / "a.txt").write_text("Some words of a text. " * 2000)
     words = ("prepare", "a.txt", "--vocab-size", "300", "--validation-fraction", "0")
@@ -64,22 +57,22 @@ def test_the_bytes_are_those_of_one_machine_whatever_is_killed(texts: Folder, cl
     work = texts.path / "out" / ".prepare"
 
     caller = texts.start(*WORDS, "--out", "out", *ON_SLURM)
-    wait_for(lambda: list(work.glob("results/*.claim")))
+    wait_until(lambda: list(work.glob("results/*.claim")))
     first = next(task for task in cluster.ask("squeue", "-h", "-r", "-t", "R", "-o", "%i").split())
     cluster.ask("scancel", "--signal=KILL", "--full", first)  # a worker
-    wait_for(lambda: list((texts.path / "out").glob("train-*.bin")), 120)
+    wait_until(lambda: list((texts.path / "out").glob("train-*.bin")), 120)
     caller.send_signal(signal.SIGKILL)  # the caller
     caller.wait()
     assert not (texts.path / "out" / "manifest.json").exists()
 
     of_the_first = set(cluster.ask("squeue", "-h", "-o", "%A").split())
     caller = texts.start(*WORDS, "--out", "out", *ON_SLURM)
-    wait_for(lambda: set(cluster.ask("squeue", "-h", "-o", "%A").split()) - of_the_first)  # it has come so far
-    wait_for(lambda: len(list((texts.path / "out").glob("train-*.bin"))) > 2, 120)
+    wait_until(lambda: set(cluster.ask("squeue", "-h", "-o", "%A").split()) - of_the_first)  # it has come so far
+    wait_until(lambda: len(list((texts.path / "out").glob("train-*.bin"))) > 2, 120)
     cluster.ask("scancel", "--user=root")  # all workers
     caller.send_signal(signal.SIGTERM)
     assert caller.wait(30) == 143
-    wait_for(lambda: not cluster.ask("squeue", "-h"))
+    wait_until(lambda: not cluster.ask("squeue", "-h"))
 
     texts.argosy(*WORDS, "--out", "out", *ON_SLURM)
     assert contents(texts.path / "out") == contents(texts.path / "local")

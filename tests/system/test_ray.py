@@ -20,6 +20,7 @@ from commands import Folder
 from matrix import ONE_THREAD, PLANS, Disturbed
 from pages import try_all
 from ray_cluster import WHERE_FROM, Cluster, cluster, is_installed
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
 SLOW = "slow@forward:seconds=0.2"
@@ -53,18 +54,12 @@ def state(run: Disturbed) -> dict[str, Any]:
 
 
 def wait_for(run: Disturbed, *states: str, seconds: float = 120) -> dict[str, Any]:
-    end = time.monotonic() + seconds
-    while (found := state(run))["state"] not in states:
-        assert time.monotonic() < end, (found, log(run))
-        time.sleep(0.5)
-    return found
+    wait_until(lambda: state(run)["state"] in states, seconds, story=lambda: (state(run), log(run)))
+    return state(run)
 
 
 def wait_for_step(run: Disturbed, step: int, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while run.steps() <= step:
-        assert time.monotonic() < end, log(run)
-        time.sleep(0.2)
+    wait_until(lambda: run.steps() > step, seconds, story=lambda: log(run))
 
 
 def log(run: Disturbed) -> str:

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -25,6 +24,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commands import Folder
+from waiting import wait_until
 
 BAD = str(Path(__file__).parent.parent / "sinks")
 
@@ -43,13 +43,6 @@ def in_tensorboard(run_dir: Path) -> list[tuple[int, float]]:
     found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
     found.Reload()
     return [(event.step, event.value) for event in found.Scalars("train/loss")]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.05)
 
 
 def children_of(pid: int) -> list[int]:
@@ -105,7 +98,7 @@ def test_losses_are_the_same_to_a_bit_beside_bad_sinks_a_killed_follower_norms_a
     assert in_tensorboard(shown) == [(step, pytest.approx(loss)) for step, loss in losses(shown)]
     assert "the sink bad_sinks:RaisesAtStart is switched off: RuntimeError: no server at http://***@example.org" in err
     assert "the sink raises_at_import:Sink is switched off: ImportError: a library of it is missing" in err
-    assert "the sink bad_sinks:Hangs is switched off: it has not written the rest within 4 s" in err
+    assert "the sink bad_sinks:Hangs is switched off: it did not finish within 4 s" in err
     assert "the process that holds the run's sinks died: signal SIGKILL; it is started again" in err
     assert [event["why"] for event in events(shown, "follower_died")] == ["signal SIGKILL"]
     wait_until(lambda: not _left_behind(shown))

@@ -21,6 +21,7 @@ from commands import Folder
 from matrix import ONE_THREAD, PLANS, Disturbed, free_port
 from pages import PAGES, commands, try_all
 from slurm import WHERE_FROM, Slurm, is_installed, slurm
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
 HERE = ("--launch.address", "127.0.0.1", "--launch.processes", "1")
@@ -97,10 +98,7 @@ def state(run: Disturbed) -> dict[str, Any]:
 
 
 def wait_for(run: Disturbed, *states: str, seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while (found := state(run))["state"] not in states:
-        assert time.monotonic() < end, (found, log(run))
-        time.sleep(0.5)
+    wait_until(lambda: state(run)["state"] in states, seconds, story=lambda: (state(run), log(run)))
 
 
 def log(run: Disturbed) -> str:
@@ -143,10 +141,7 @@ def test_a_job_whose_time_is_over_is_requeued_until_the_run_has_ended(launched, 
 
 
 def until(run: Disturbed, condition: Callable[[], object], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, (state(run), log(run))
-        time.sleep(0.2)
+    wait_until(condition, seconds, story=lambda: (state(run), log(run)))
 
 
 @pytest.fixture

@@ -131,8 +131,8 @@ def test_a_host_that_is_cut_off_is_named_and_its_agent_is_stopped_by_the_folder(
         launch(run, network, "--train.steps", "60")
         wait(run, lambda: run.steps() >= 4)
         network.lose("h2")
-        from argosy.launch.engines.job import LaunchedJob
-        from argosy.launch.engines.ssh import Ssh
+        from argosy.engines.record import LaunchedJob
+        from argosy.engines.ssh import Ssh
 
         job = LaunchedJob.load(run.run_dir)
         assert job is not None

@@ -18,7 +18,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.plan.cost.outer_traffic import sent_in_turn
 from argosy.plan.parameters import parameter_table
-from argosy.sync.sites.deal import merged
+from argosy.sync.deal import merged
 from commands import Folder
 
 H, FRAGMENTS = 6, 2

@@ -12,7 +12,8 @@ import pytest
 
 from commands import Folder
 from slurm import WHERE_FROM, is_installed, slurm
-from sweep_folders import losses, result, starts, sweeps_of, wait_until, write
+from sweep_folders import losses, result, starts, sweeps_of, write
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_a_killed_sweep_goes_on_and_counts_no_trial_twice(folder: Folder, sweepi
     sweep = write(folder, "method = 'grid'\n[parameters]\noptimizer.lr = [1e-3, 1e-2]", steps=10)
     slow = {"ARGOSY_FAULTS": "slow@forward:seconds=0.2"}
     process = sweeping(**slow)
-    wait_until(lambda: len(losses(sweep / "0000")) > 3, process)
+    wait_until(lambda: len(losses(sweep / "0000")) > 3, process=process)
     refused = folder.argosy_here("sweep", "lr.toml", code=2)
     assert re.search(r"sweeps/lr is in use by process \d+", refused)
     process.kill()
@@ -72,9 +73,9 @@ def test_ctrl_c_saves_what_runs_and_a_killed_trial_goes_on(folder: Folder, sweep
     sweep = write(folder, "method = 'tpe'\ntrials = 3\n[parameters]\n"
                   "optimizer.lr = { min = 1e-3, max = 1e-1, log = true }", steps=30)  # fmt: skip
     process = sweeping(ARGOSY_FAULTS="slow@forward:seconds=0.2")
-    wait_until(lambda: all(len(losses(sweep / f"000{n}")) > 5 for n in (0, 1)), process)
+    wait_until(lambda: all(len(losses(sweep / f"000{n}")) > 5 for n in (0, 1)), process=process)
     os.kill(int((sweep / "0001" / ".lock").read_text()), signal.SIGKILL)
-    wait_until(lambda: len(starts(sweep / "0001")) == 2 and len(losses(sweep / "0001")) > 8, process)
+    wait_until(lambda: len(starts(sweep / "0001")) == 2 and len(losses(sweep / "0001")) > 8, process=process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, out + err
@@ -124,9 +125,8 @@ def test_wrong_input_is_refused_and_nothing_is_written(folder: Folder, refused):
 
 def test_a_changed_sweep_file_is_refused_for_the_same_folder(folder: Folder, refused):
     sweep = write(folder, "method = 'random'\ntrials = 2\n[parameters]\noptimizer.lr = { min = 1e-3, max = 1 }")
-    from argosy.sweep.folder import enter
     from argosy.sweep.load import load_sweep
-    from argosy.sweep.study import Study
+    from argosy.sweep.study import Study, enter
 
     sweep.mkdir(parents=True)
     before = load_sweep(folder.path / "lr.toml")
@@ -149,14 +149,14 @@ def test_trials_are_tasks_of_array_jobs_that_a_killed_sweep_finds_again(folder: 
     with slurm(tmp_path_factory.mktemp("slurm"), nodes=2) as cluster:
         slow = {"ARGOSY_FAULTS": "slow@forward:seconds=0.2", **cluster.environment}
         process = sweeping("--on", "slurm", "--partition", "main", **slow)
-        wait_until(lambda: len(losses(sweep / "0001")) > 1, process)
+        wait_until(lambda: len(losses(sweep / "0001")) > 1, process=process)
         process.kill()
         process.communicate()
         again = sweeping("--on", "slurm", "--partition", "main", **cluster.environment)
         out, err = again.communicate(timeout=400)
         assert again.returncode == 0, out + err
         listed = cluster.ask("squeue", "--states=all", "--noheader", "--array", "--format=%i").split()
-        assert len(list((sweep / "arrays").iterdir())) == 2 and len(listed) == 5, listed
+        assert len({number.partition("_")[0] for number in listed}) == 2 and len(listed) == 5, listed
         trials = result(folder)["trials"]
         assert sorted((t["state"], t["steps"]) for t in trials) == [("done", 40), *[("stopped", 10)] * 3]
         refused = folder.start("sweep", "lr.toml", "--on", "slurm", "--sweep-dir", "b", "--partition", "fast", **slow)

@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import pytest
 
 from commands import Folder
 from ray_cluster import WHERE_FROM, Cluster, cluster, is_installed
-from sweep_folders import losses, result, starts, sweeps_of, wait_until, write
+from sweep_folders import losses, result, starts, sweeps_of, write
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
 SLOW = {"ARGOSY_FAULTS": "slow@forward:seconds=0.2"}
@@ -50,7 +50,7 @@ def test_a_killed_sweep_finds_its_trials_again_and_promotes_them(folder: Folder,
                   "optimizer.lr = { min = 1e-3, max = 1e-1, log = true }", steps=40)  # fmt: skip
     here = ("--on", "ray", "--address", running.dashboard)
     process = sweeping(*here, **SLOW)
-    wait_until(lambda: len(losses(sweep / "0001")) > 1 and len(losses(sweep / "0000")) > 1, process)
+    wait_until(lambda: len(losses(sweep / "0001")) > 1 and len(losses(sweep / "0000")) > 1, process=process)
     process.kill()
     process.communicate()
     before = {trial["id"]: trial["job"] for trial in trials(folder)}
@@ -73,7 +73,7 @@ def test_a_killed_sweep_finds_its_trials_again_and_promotes_them(folder: Folder,
 def test_ctrl_c_saves_what_runs(folder: Folder, sweeping, running: Cluster):
     sweep = write(folder, "method = 'grid'\n[parameters]\noptimizer.lr = [1e-3, 1e-2]", steps=40)
     process = sweeping("--on", "ray", "--address", running.dashboard, **SLOW)
-    wait_until(lambda: all(len(losses(sweep / f"000{n}")) > 3 for n in (0, 1)), process)
+    wait_until(lambda: all(len(losses(sweep / f"000{n}")) > 3 for n in (0, 1)), process=process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "2 trials save their state" in out + err, out + err
@@ -87,24 +87,26 @@ def test_a_trial_waits_for_a_node_that_fits_and_one_that_never_will_is_said(fold
     (folder.path / "run.toml").write_text((folder.path / "run.toml").read_text() + "threads = 2\n")
     here = ("--on", "ray", "--address", running.dashboard)
     process = sweeping(*here)
-    wait_until((sweep / "0000" / "launch" / "job.json").exists, process)
+    wait_until((sweep / "0000" / "launch" / "job.json").exists, process=process)
     assert [(trial["state"], trial["why"]) for trial in trials(folder)] == [("waiting", "pending")]
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
-    assert re.search(r"trial 0000 needs 2 CPUs, 0\.\d+ GB of memory of one node, .*\(1 CPUs, [\d.]+ GB", err), err
+    assert re.search(r"lr-\w+-0000 needs 2 CPUs, 0\.\d+ GB of memory of one node, .*\(1 CPUs, [\d.]+ GB", err), err
 
     running.add("n3", cpus=2)
     held = subprocess.Popen(  # others use it, until the trial has waited for longer than Ray lets a job wait
-        ["ray", "job", "submit", "--address", running.dashboard, "--entrypoint-num-cpus", "2", "--", "sleep", "25"],
+        ["ray", "job", "submit", "--address", running.dashboard, "--entrypoint-num-cpus", "2", "--",
+         "sh", "-c", f"touch {folder.path}/held; while [ -e {folder.path}/held ]; do sleep 0.2; done"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    time.sleep(5)
+    wait_until((folder.path / "held").exists, held)
     process = sweeping(*here)
-    wait_until((sweep / "0000" / "launch" / "job.json").exists, process)
+    wait_until((sweep / "0000" / "launch" / "job.json").exists, process=process)
     before = trials(folder)[0]["job"]
+    wait_until(lambda: trials(folder)[0]["job"] != before, process)
+    (folder.path / "held").unlink()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and result(folder)["trials"][0]["state"] == "done", out + err
-    assert trials(folder)[0]["job"] != before
     assert held.wait(60) == 0
     running.lose("n3")
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 from argosy.config.load import load
 from commands import Folder
+from waiting import wait_until
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -39,13 +39,6 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     for path in sorted((run_dir / "events").glob("*.jsonl")):
         found += [e for e in map(json.loads, path.read_text().splitlines()) if e["event"] == kind]
     return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
 
 
 def workers(run_dir: Path) -> list[int]:

@@ -21,6 +21,7 @@ import pytest
 
 from commands import Folder
 from run_folders import Made, Trouble, append
+from waiting import wait_until
 
 pytest.importorskip("starlette")
 
@@ -52,14 +53,6 @@ def answer(address: str, path: str = "", **headers: str) -> Any:
     request = urllib.request.Request(address.partition("?")[0].rstrip("/") + path, headers=headers)
     with urllib.request.urlopen(request, timeout=20) as found:
         return json.load(found)
-
-
-def wait_until(holds: Callable[[], Any], seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := holds()):
-        assert time.monotonic() < deadline, "it did not come to hold"
-        time.sleep(0.2)
-    return found
 
 
 def test_a_real_run_is_watched_from_its_first_step_to_its_end(folder: Folder, watch: Watch) -> None:

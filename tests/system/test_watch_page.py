@@ -95,6 +95,36 @@ def rows(watched: Watched, chart: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+LABELS = """async () => {
+  const [{ axesOf }, { percent, duration, bytes }] = await Promise.all([import("/static/chart_axes.js"),
+    import("/static/format.js")]);
+  const labels = (axis, places) => axesOf({ axis }, {})[1].values(null, places);
+  return [labels(percent, [0.275, 0.3, 0.325]), labels(percent, [0.2, 0.3]), labels(duration, [60, 90, 120]),
+    labels(bytes, [72.51e9, 72.52e9])];
+}"""
+
+
+def test_labels_of_an_axis_say_where_they_are_with_no_digit_too_many(open_page):
+    found = open_page().open("?run=troubled").evaluate(LABELS)
+    assert [[label.replace("\u00a0", " ") for label in each] for each in found] == [
+        ["27.5 %", "30.0 %", "32.5 %"],
+        ["20 %", "30 %"],
+        ["1 min", "1 min 30 s", "2 min"],
+        ["72.51 GB", "72.52 GB"],
+    ]
+
+
+def test_what_is_alike_or_said_already_is_said_once(open_page):
+    watched = open_page()
+    watched.open("?run=troubled", view="memory")
+    assert "All ranks have" in text(watched, "main")
+    watched.open("?run=troubled", view="events")
+    saves = watched.page.locator('[data-event="save"]')
+    assert (
+        " steps" in saves.first.locator(".what").inner_text() and "step" not in saves.first.locator(".by").inner_text()
+    )
+
+
 def test_a_chart_is_downloaded_as_csv_and_as_a_picture(open_page, runs):
     watched = open_page()
     watched.open("?run=calm")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from argosy.config.resilience import ResilienceConfig
+from argosy.config.schema import ResilienceConfig
 from argosy.training.bad_steps import MOST_IN_A_ROW, MOST_REWINDS, Action, BadStep, BadStepCounts, BadStepPolicy
 
 NOT_FINITE = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf), (-math.inf, math.nan)]

@@ -24,7 +24,7 @@ from argosy.observe.heartbeat import BESIDE
 from argosy.observe.report import Report
 from argosy.parallel.world import World
 from argosy.training.bad_steps import MOST_IN_A_ROW
-from argosy.training.replay_check import check_can_replay
+from argosy.training.integrity import check_can_replay
 from argosy.training.trainer import Trainer
 from argosy.watch.reader import RunReader
 from tiny import EAGER, eager, losses, run_config, train_in, weights

@@ -11,7 +11,7 @@ from argosy.chaos.run import read_ledger
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics
 from argosy.parallel.world import World
 from argosy.plan.check import check_plan
 from argosy.plan.cost.cost_model import CostModel
@@ -19,7 +19,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.report import PlanRequest, plan_report
 from argosy.plan.rules import first_problem
 from argosy.plan.search.search import search
-from argosy.training.pace import Pace
+from argosy.training.schedule import Pace
 from tiny import EAGER, eager, losses, run_config, train_in
 
 SIZES = [2, 2, 4, 4, 4, 8, 8, 8]

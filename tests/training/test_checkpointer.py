@@ -13,14 +13,15 @@ import torch
 
 from argosy.checkpoint import store
 from argosy.checkpoint.boxes import PLACES
+from argosy.checkpoint.checksums import shard_name
 from argosy.checkpoint.history import History
-from argosy.checkpoint.names import shard_name
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.store import Checkpoint
-from argosy.config.schema import CheckpointConfig, OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig
+from argosy.config.schema import CheckpointConfig
 from argosy.errors import ArgosyError, StorageError, UserError
 from argosy.observe.events import Events, read_lines
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from argosy.data.stream import TokenSource
+from argosy.data.shards import TokenSource
 from argosy.errors import UserError
 from argosy.models.loss import IGNORED
 from argosy.parallel.world import World

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from argosy.config.schema import OptimizerConfig
+from argosy.config.optimizer import OptimizerConfig
 from argosy.models.layers import local
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.world import World

@@ -14,12 +14,11 @@ import torch
 
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import Contribution, RoundLedger, next_line
+from argosy.sync.layout import Sites
+from argosy.sync.ledger import Contribution, RoundLedger, next_line
 from argosy.training import agreement
-from argosy.training.pace import Pace
 from argosy.training.rounds import Rounds
-from argosy.training.schedule import learning_rate_factor
+from argosy.training.schedule import Pace, learning_rate_factor
 from argosy.training.state import StepUpdate, Survivor, TrainState
 from one_site import gradient, run_of, site, train
 

@@ -16,18 +16,17 @@ import torch
 from argosy import faults
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
-from argosy.config.sites import SiteConfig
+from argosy.config.sync import SiteConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
 from argosy.observe.clock import StepClock
-from argosy.observe.events import Events, read_lines
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Events, Metrics, read_lines
 from argosy.observe.report import Report
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.processes.secret import secret_of
-from argosy.sync.server.client import Client, Closed
-from argosy.sync.server.layout import ServerLayout
+from argosy.sync.client import Client, Closed
+from argosy.sync.layout import ServerLayout
 from argosy.training.batches import Batches
 from argosy.training.loop import train
 from argosy.training.schedule import learning_rate_factor
@@ -123,7 +122,7 @@ def test_one_worker_with_local_steps_and_plain_outer_steps_is_plain_training(cor
 
 
 def test_outer_steps_of_one_worker_are_those_of_pytorch(corpus, tmp_path):
-    run = asynchronous(corpus, sync={"local_steps": 2, "momentum_every": 1})
+    run = asynchronous(corpus, workers="A", sync={"local_steps": 2})
     with serving(run, tmp_path):
         assert work(run, tmp_path, "A")
     plain = run.model_copy(update={"plan": "microbatch=4", "sites": ()})
@@ -244,7 +243,10 @@ def test_a_bad_gradient_changes_nothing_and_other_samples_stand_in(corpus, tmp_p
     ("change", "why"),
     [
         (lambda run: run.model_copy(update={"seed": 7}), "another run"),
-        (lambda run: run.model_copy(update={"sites": (*run.sites, SiteConfig(name="C"))}), 'no site is called "C"'),
+        (
+            lambda run: run.model_copy(update={"sites": (*run.sites, SiteConfig(name="C"))}),
+            '"C", which is not expected',
+        ),
         (lambda run: run.model_copy(update={"model": run.model.model_copy(update={"ffn_width": 32})}), "another model"),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.config.batch_ramp import BatchStage
+from argosy.config.train import BatchStage
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan

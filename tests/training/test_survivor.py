@@ -14,8 +14,8 @@ from argosy.chaos.run import read_ledger
 from argosy.checkpoint import store
 from argosy.checkpoint.memory import FOLDER, NODE
 from argosy.config.schema import RunConfig
-from argosy.observe.events import read_lines
-from argosy.observe.metrics import Metrics, peak_memory_bytes
+from argosy.observe.clock import peak_memory_bytes
+from argosy.observe.events import Metrics, read_lines
 from argosy.observe.report import Report
 from argosy.parallel.world import World
 from argosy.training.loop import train

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from argosy.config.observe import ALL, AlertKind, AlertsConfig
-from argosy.watch.alerts import CALM_S, LOOKS, Alert, Alerts, standing
+from argosy.watch.alerts import CALM_S, CHECKS, Alert, Alerts, standing
 from argosy.watch.facts import DiskSeen, RunFacts
 from watched import BEGAN_S, STEPS, columns, continued, event, healthy, small_run
 
@@ -86,7 +86,7 @@ def test_a_run_in_which_all_is_well_again_has_no_alert(alert: AlertKind):
 def test_a_healthy_run_has_no_alert():
     assert Alerts(AlertsConfig()).look(healthy()) == []
     assert Alerts(AlertsConfig()).look(RunFacts(now_s=0.0)) == []
-    assert LOOKS.keys() == set(ALL) == WRONG.keys() == RIGHT.keys()
+    assert CHECKS.keys() == set(ALL) == WRONG.keys() == RIGHT.keys()
 
 
 @pytest.mark.parametrize("alert", ALL)

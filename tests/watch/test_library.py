@@ -20,12 +20,11 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 
 from argosy.launch.launched import launched_in
-from argosy.observe.folder_view import FolderView
 from argosy.observe.panel import one_line, panel
 from argosy.watch import overview, server
-from argosy.watch.library import Library, Open, Unreadable
+from argosy.watch.library import Library, OpenRun, Unreadable
 from argosy.watch.prometheus import exposition
-from argosy.watch.terminal import seen
+from argosy.watch.terminal import FolderView, seen
 from run_folders import Made, Trouble, append
 from watch.served import served
 
@@ -124,14 +123,14 @@ def read_all(folder: Path) -> None:
         raise AssertionError(why)
 
     library = Library(folder.parent)
-    library.ask_all(lambda run_id, tail: server._encoded(overview.line(run_id, tail)), fail)
+    library.ask_all(lambda run_id, tail: server.encoded(overview.line(run_id, tail)), fail)
     exposition(library.ask_all(server.latest, fail)).encode()
     assert library.news({})[0]["state"] != "unreadable"
-    library.ask("run", lambda entry: server._encoded(overview.details("run", entry.reader)))
+    library.ask("run", lambda entry: server.encoded(overview.details("run", entry.reader)))
     for view, query in QUERIES:
         asked = server.QueryParameters(Request({"type": "http", "query_string": str(QueryParams(query)).encode()}))
-        library.ask("run", lambda entry, view=view, asked=asked: server._encoded(server.VIEWS[view](asked, entry)))
-    look = seen(FolderView(folder), folder)
+        library.ask("run", lambda entry, view=view, asked=asked: server.encoded(server.VIEWS[view](asked, entry)))
+    look = seen(FolderView(folder))
     one_line(look).plain.encode()
     assert panel(look, 100, 30)
     for run in launched_in(folder.parent):
@@ -176,7 +175,7 @@ def test_one_run_that_cannot_be_read_keeps_no_other_from_being_shown(tmp_path: P
         Made(steps=5).write(tmp_path / name)
     library = Library(tmp_path)
 
-    def broken(entry: Open) -> Any:
+    def broken(entry: OpenRun) -> Any:
         raise RuntimeError("a file that no check foresees")
 
     with pytest.raises(Unreadable, match="bad: it cannot be read"):

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.watch import linefile, metrics_table
+from argosy.observe import line_follower
+from argosy.watch import metrics_table
 from argosy.watch.metrics_table import MetricsTable
 from run_folders import Made, append
 
@@ -16,7 +17,7 @@ def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The ways in which a file is read: all of it, group by group as a long one, and that without the fast parser."""
     if request.param != "all keys":
         monkeypatch.setattr(metrics_table, "READ_WHOLE_BYTES", 0)
-        monkeypatch.setattr(linefile, "CHUNK_BYTES", 20_000)
+        monkeypatch.setattr(line_follower, "BLOCK_BYTES", 20_000)
     if request.param == "without msgspec":
         monkeypatch.setattr(metrics_table, "msgspec", None)
     return str(request.param)
@@ -178,8 +179,8 @@ def test_memory_that_was_given_back_is_read_again(reading: str, path: Path) -> N
 
 
 def test_a_file_without_lines_is_passed_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linefile, "LONGEST_LINE_BYTES", 10_000)
-    monkeypatch.setattr(linefile, "CHUNK_BYTES", 4_000)
+    monkeypatch.setattr(line_follower, "LONGEST_LINE_BYTES", 10_000)
+    monkeypatch.setattr(line_follower, "BLOCK_BYTES", 4_000)
     path.write_bytes(b"x" * 100_000)
     table = read(path)
     assert len(table.steps) == 0

@@ -18,8 +18,8 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.files import lock_or_holder
+from argosy.watch.library import find_runs, run_folder
 from argosy.watch.reader import RunReader, is_run
-from argosy.watch.run_files import find_runs, run_folder
 from run_folders import Made, Trouble, append
 
 

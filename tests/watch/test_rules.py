@@ -13,8 +13,7 @@ import pytest
 from argosy.watch.conclusions import RULES, advise
 from argosy.watch.facts import DeviceSeen, RunFacts
 from argosy.watch.forecast import forecast
-from argosy.watch.rules.planner import Planner
-from argosy.watch.rules.rule import Advice
+from argosy.watch.rules.planner import Advice, Planner
 from watched import BEGAN_S, H100, STEPS, big_run, columns, continued, event, healthy, ranks, small_run, start
 
 FSDP = "dp_shard=64,zero=3,recompute=full,microbatch=1,precision=bf16"

@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from argosy.watch import library, linefile, metrics_table, timeline
+from argosy.observe import line_follower
+from argosy.watch import library, metrics_table, timeline
 from argosy.watch import server as server_module
-from argosy.watch.energy import EnergySoFar
 from argosy.watch.library import Library
+from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunReader
 from argosy.watch.server import VIEWS
 from run_folders import Made, Trouble, append
@@ -159,8 +160,8 @@ def test_the_map_of_ranks_shows_the_straggler_and_the_death(server: Served) -> N
 def test_a_minute_of_which_only_a_part_is_known_is_no_ramp_of_the_power(tmp_path: Path) -> None:
     reader = RunReader(Made(steps=400).write(tmp_path / "demo"))
     reader.refresh()
-    meter = EnergySoFar(reader)
-    meter.refresh()
+    meter = EnergySoFar(reader.folder)
+    meter.refresh(reader.nodes)
     power = meter.series()["power_w"]
     assert len(power) > 2 and power == pytest.approx([2000.0] * len(power), rel=0.02)  # four devices of 500 W
 
@@ -256,7 +257,7 @@ def test_nothing_is_written_or_changed_by_any_method(server: Served) -> None:
 
 def test_news_come_when_a_run_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "NEWS_S", 0.1)
-    monkeypatch.setattr(library, "REFRESH_S", 0.05)
+    monkeypatch.setattr(library, "REREAD_S", 0.05)
     made = Made(steps=5, total_steps=50, start_s=time.time() - 12, is_finished=False)
     folder = made.write(tmp_path / "demo")
     with served(tmp_path) as server:
@@ -311,7 +312,7 @@ def test_a_long_run_is_read_by_groups_and_its_numbers_are_all_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics_table, "READ_WHOLE_BYTES", 0)
-    monkeypatch.setattr(linefile, "CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(line_follower, "BLOCK_BYTES", 50_000)
     Made(steps=300).write(tmp_path / "long")
     with served(tmp_path) as server:
         found = server.get("/api/runs/long/series?keys=loss,seconds.forward").json()

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from argosy.config import keys
 from argosy.config.schema import RunConfig
-from argosy.config.section import Section, meanings
+from argosy.config.section import Section, element_of, meanings, section_of
 from argosy.plan.plan import Plan
 from reference.markdown import escaped, keys_table
 
@@ -39,9 +38,9 @@ def _sections(section: Section, name: str = "") -> Iterator[tuple[str, Section]]
     yield name, section
     for key, info in type(section).model_fields.items():
         path = f"{name}.{key}".lstrip(".")
-        if keys.section_of(info):
+        if section_of(info):
             yield from _sections(getattr(section, key), path)
-        elif inner := keys.element_of(info):
+        elif inner := element_of(info):
             yield f"[{path}]", inner.model_construct()
 
 
@@ -57,7 +56,7 @@ def _table(section: Section, name: str) -> str:
     schema, meaning = type(section).model_json_schema()["properties"], meanings(type(section))
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, info in type(section).model_fields.items():
-        if keys.section_of(info):
+        if section_of(info):
             continue
         anchor = f"{name}.{key}".lstrip(".")
         shown = f'<a id="{anchor}" href="#{anchor}"><code>{key}</code></a>'

@@ -24,7 +24,7 @@ TICK_S = 0.05
 NO_TARGET_S = 1.0
 """A fault that finds no process for this long is left out: faults must not pile up until there is one again."""
 MOST_STARTS = 50
-"""How often the command is given before a run that says "try again" each time is given up."""
+"""Number of times that the command is given before a run that says "try again" each time is given up."""
 FORK_SERVER = "argosy.processes.fork_server"
 
 
@@ -34,7 +34,7 @@ class FaultKind:
 
     about: str
     weight: float
-    """How often it is drawn, relative to others."""
+    """Weight with which it is drawn."""
     seen_as: tuple[str, ...]
     """Events that show that it was noticed."""
     breaks_world: bool

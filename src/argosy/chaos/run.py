@@ -8,10 +8,10 @@ ledger of samples, read from a run's metrics, tells which were trained on or ski
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,13 +19,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from argosy.chaos.campaign import KINDS, Campaign, InjectedFault, PlannedFault, command_of, is_alive
-from argosy.chaos.weights import weight_differences
+from argosy.checkpoint.boxes import PLACES
+from argosy.checkpoint.store import committed
 from argosy.errors import UserError
 from argosy.faults import VARIABLE
 from argosy.observe.events import each_line
+from argosy.processes.patience import wait_until
 from argosy.supervise.scratch import SCRATCH
 
 Range = tuple[int, int]
@@ -34,7 +38,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Ledger:
-    """What became of a run's samples. `data.order` numbers them 0, 1, 2, ..."""
+    """The samples of a run, taken or skipped. `data.order` numbers them 0, 1, 2, ..."""
 
     committed: int
     """The number of samples that updates were made from."""
@@ -88,7 +92,7 @@ OF_A_PROCESS = ("worker_died", "killed", "writer_died")
 LIMIT, LEAST_LIMIT_S = 20, 900.0
 """A disturbed run may take this many times as long as an undisturbed one, and at least this long."""
 SCATTER_S = 5.0
-"""How long a run's processes may take to end after it."""
+"""Time that a run's processes may take to end after it."""
 
 
 def draw(seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)) -> list[PlannedFault]:
@@ -154,7 +158,7 @@ class ChaosReport(BaseModel):
     generations: int
     """Worlds that were formed."""
     starts: int
-    """How often the command was given."""
+    """Number of times that the command was given."""
     same_losses: bool
     same_weights: bool
     """True if the last checkpoints of both are the same, bit for bit."""
@@ -174,7 +178,6 @@ class ChaosReport(BaseModel):
         return self.finished and self.same_weights and self.same_losses and not (self.ledger or self.left_behind)
 
     def in_words(self) -> str:
-        """Return the report as text."""
         lines = [
             f"chaos, seed {self.seed}: {len(self.faults)} faults in {self.chaos_s:.0f} s, {self.steps} steps; goodput "
             f"{self.goodput:.0%} (undisturbed, all take {self.reference_s:.0f} s)",
@@ -317,11 +320,56 @@ def _losses(run_dir: Path) -> dict[int, float]:
 
 def _left_behind(pids: set[int]) -> Iterator[str]:
     """Yield processes of the run that still live some seconds after its end, and their shared memory."""
-    deadline = time.monotonic() + SCATTER_S
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_alive, pids)), SCATTER_S, every_s=0.1)
     for pid in sorted(pids):
         if is_alive(pid):
             yield f"process {pid} is still alive: {' '.join(command_of(pid))[:80]}"
         for path in SCRATCH.glob(f"argosy-{pid}-*"):
             yield f"{path} was left"
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def weight_differences(one: Path, other: Path) -> Iterator[str]:
+    """Yield what differs, in any bit, between the newest checkpoints of two runs, whatever their layouts."""
+    newest = [saved[-1] for saved in map(committed, (one, other)) if saved]
+    if len(newest) < 2:
+        yield "a checkpoint is missing"
+        return
+    if newest[0].step != newest[1].step:
+        yield f"the last checkpoints are of steps {newest[0].step} and {newest[1].step}"
+        return
+    ours, theirs = (_tensors(checkpoint.folder) for checkpoint in newest)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in ours or name not in theirs or not np.array_equal(ours[name], theirs[name]):
+            yield name
+
+
+def _tensors(folder: Path) -> dict[str, Bytes]:
+    """Return the tensors of a checkpoint by name, put together from its shard files; shape [*tensor, bytes of one]."""
+    wholes: dict[str, Bytes] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, whole, offset, part in _parts(path):
+            if name not in wholes:
+                wholes[name] = np.zeros((*whole, part.shape[-1]), np.uint8)
+            places = tuple(slice(start, start + size) for start, size in zip(offset, part.shape[:-1], strict=True))
+            wholes[name][places] = part
+    return wholes
+
+
+def _parts(path: Path) -> Iterator[tuple[str, list[int], list[int], Bytes]]:
+    """Yield the name, whole shape, offset and bytes of each box of a shard file.
+
+    The format: 8 bytes of length, a JSON header, the numbers (huggingface/safetensors, Format).
+    """
+    data = np.memmap(path, np.uint8, mode="r")
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:begin].tobytes())
+    places = json.loads(header.pop("__metadata__", {}).get(PLACES, "{}"))
+    for key, entry in header.items():
+        shape, (start, end) = entry["shape"], entry["data_offsets"]
+        name, whole, offset = places.get(key) or (key, shape, [0] * len(shape))
+        elements = int(np.prod(shape, dtype=np.int64))
+        width = (end - start) // elements if elements else 1
+        yield name, whole, offset, data[begin + start : begin + end].reshape(*shape, width)

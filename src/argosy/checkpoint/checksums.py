@@ -1,11 +1,16 @@
-"""Checksums: they tell whether files are as they were written. A signed record carries its own."""
+"""The files of a checkpoint: the names that they can have, and the checksums that tell whether they are as written.
+
+Names come from outside too, from a manifest in a folder or a bucket, and from a bucket's listing: no other is read,
+written or deleted. A signed record carries its own checksum.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +18,34 @@ from typing import Any
 
 from argosy.errors import ArgosyError
 from argosy.files import open_regular
+
+_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,14})")
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of the checkpoint of `step`."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step whose `step_name` this is; None if it is that of none."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of the file that `rank` writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def foreign(names: Collection[str]) -> str | None:
+    """Return the first of `names` that is not in a checkpoint of so many files; None if all are.
+
+    The files of a checkpoint are those of ranks 0, 1, ... without a gap.
+    """
+    known = {shard_name(rank) for rank in range(len(names))}
+    return next((name for name in names if name not in known), None)
+
 
 READERS = 8
 """Threads that read files back: hashing releases Python's lock."""

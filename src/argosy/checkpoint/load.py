@@ -69,6 +69,18 @@ def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint, may_lack: boo
                 parts[box][part.within(box)].copy_(file.read(source, part))
 
 
+def incomplete(checkpoint: Checkpoint) -> str | None:
+    """Return which tensors of model and optimizer the files do not make up whole, or why a file cannot be used; None if
+    all is there."""
+    if problem := unusable(checkpoint):
+        return problem
+    with opened(checkpoint) as held:
+        firsts = [boxes[0][1] for name, boxes in held.items() if name.startswith(("model.", "optimizer."))]
+        wholes = (Box(box.name, box.dtype, box.whole, (0,) * len(box.whole), box.whole) for box in firsts)
+        problems = [str(way) for whole in wholes if isinstance(way := cover(whole, held[whole.name]), Misfit)]
+    return f"{checkpoint.folder}: {first_of(problems)}" if problems else None
+
+
 def boxes_in(checkpoint: Checkpoint) -> list[Box]:
     """Return what the files of `checkpoint` hold. Raises: Damaged."""
     with opened(checkpoint) as held:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import record as records
-from argosy.checkpoint.checksums import FileSum, checked, signed
+from argosy.checkpoint.checksums import FileSum, checked, foreign, signed
 from argosy.checkpoint.fence import OLD_NAME
 from argosy.checkpoint.history import History
-from argosy.checkpoint.names import foreign
 from argosy.checkpoint.record import MalformedRecord
 from argosy.errors import UserError
 
@@ -28,7 +27,7 @@ class CheckpointManifest:
 
     format: int = FORMAT
     step: int
-    """Optimizer steps done; also the data cursor: the next sample is the first of that step (`config.batch_ramp`)."""
+    """Optimizer steps done; also the data cursor: the next sample is the first of that step (`config.train`)."""
     tokens: int
     """Tokens trained on."""
     saved_at_s: float

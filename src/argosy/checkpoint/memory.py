@@ -1,6 +1,6 @@
 """In-memory checkpoints: the state in host memory, for what no live replica has (GEMINI: Wang et al., SOSP 2023).
 
-Every so many steps (`training.memory_checkpoints`) each rank writes the boxes that it keeps into a shard file in a
+Every so many steps (`training.saving`) each rank writes the boxes that it keeps into a shard file in a
 folder in memory (/dev/shm), which belongs to the node's agent and outlives the worker, and sends the file to a rank of
 the next node, which outlives the node. A file is written under a temporary name; its final name has step and checksum.
 Two steps are kept, and the older is overwritten only when all ranks have the newer.

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import fence, store
-from argosy.checkpoint.checksums import FileSum
+from argosy.checkpoint.checksums import FileSum, shard_name
 from argosy.checkpoint.manifest import CheckpointManifest
-from argosy.checkpoint.names import shard_name
 from argosy.credentials import redact
 from argosy.errors import ArgosyError
 from argosy.faults import fault

@@ -12,9 +12,16 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from argosy.checkpoint import fence, store
-from argosy.checkpoint.checksums import CHUNK_BYTES, RECORD_BYTES, DamagedCheckpoint, FileSum, check_files
+from argosy.checkpoint.checksums import (
+    CHUNK_BYTES,
+    RECORD_BYTES,
+    DamagedCheckpoint,
+    FileSum,
+    check_files,
+    step_name,
+    step_of,
+)
 from argosy.checkpoint.manifest import CheckpointManifest
-from argosy.checkpoint.names import step_name, step_of
 from argosy.checkpoint.owner import claim
 from argosy.checkpoint.store import MANIFEST, Checkpoint
 from argosy.credentials import REMEDY, has_credentials

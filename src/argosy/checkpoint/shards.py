@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from argosy.checkpoint.boxes import PLACES, Box
+from argosy.errors import first_error
 
 CODES = {
     "float64": "F64",
@@ -91,9 +92,7 @@ class ShardFile:
         try:
             places = _PLACES.validate_json(metadata.pop(PLACES, "{}"), strict=True)
         except ValidationError as problem:
-            first = problem.errors(include_url=False)[0]
-            where = "".join(f"[{part!r}]" for part in first["loc"])
-            raise SafetensorError(f"its metadata {PLACES}{where} cannot be used: {first['msg']}") from None
+            raise SafetensorError(f"its metadata {PLACES} cannot be used: {first_error(problem)}") from None
         self.about = metadata
         """The metadata that `write_shard` was given."""
         self._keys = {self._box(key, places.get(key)): key for key in self._file.keys()}  # noqa: SIM118

@@ -19,10 +19,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from argosy.checkpoint.checksums import RECORD_BYTES, DamagedCheckpoint, check_files, checked, signed
+from argosy.checkpoint.checksums import (
+    RECORD_BYTES,
+    DamagedCheckpoint,
+    check_files,
+    checked,
+    signed,
+    step_name,
+    step_of,
+)
 from argosy.checkpoint.fence import GONE, check_generation, partial_folders, take_name
 from argosy.checkpoint.manifest import CheckpointManifest
-from argosy.checkpoint.names import step_name, step_of
 from argosy.errors import ArgosyError, ArgosyWarning, StorageError, UserError
 from argosy.faults import fault
 from argosy.files import atomic_write, sync_folder

@@ -49,7 +49,6 @@ class Options:
 
 @lasting_output()
 def main(argv: list[str]) -> int:
-    """`argosy chaos [RUN] ...`."""
     options, run = parse_run(argv, "argosy chaos", Options)
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from argosy.cli.help import ALL, SHORT, fitted
-from argosy.cli.options import must_be_folder, parse
+from argosy.cli.options import ALL, SHORT, fitted, must_be_folder, parse
 from argosy.errors import ArgosyError, UserError
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.observe.terminal import printable
 
 if TYPE_CHECKING:
@@ -82,7 +81,6 @@ class Importing:
 
 
 def main(argv: list[str]) -> int:
-    """`argosy checkpoint ACTION ...`."""
     actions: dict[str, Callable[[list[str]], int]] = {
         "list": _list,
         "verify": _verify,
@@ -145,13 +143,14 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _verify(argv: list[str]) -> int:
-    """Read every byte of a run's checkpoints, or of one, back against its checksum; exit code 1 if any is damaged. A
-    whole one counts as verified from then on.
+    """Read every byte of a run's checkpoints, or of one, back against its checksum, and see that the files make up all
+    tensors; exit code 1 if any is damaged. A whole one counts as verified from then on.
 
     Example:
       argosy checkpoint verify runs/demo
     """
     from argosy.checkpoint.checksums import DamagedCheckpoint
+    from argosy.checkpoint.load import incomplete
 
     options = parse(argv, "argosy checkpoint verify", Looking, inspect.getdoc(_verify))
     must_be_folder(options.path)
@@ -162,9 +161,10 @@ def _verify(argv: list[str]) -> int:
     for checkpoint in checkpoints:
         try:
             checkpoint.verify()
-            problems[checkpoint.folder.name] = None
+            problems[checkpoint.folder.name] = problem = incomplete(checkpoint)
             with suppress(OSError):  # a copy that may only be read is as whole
-                checkpoint.mark_verified()
+                if problem is None:
+                    checkpoint.mark_verified()
         except DamagedCheckpoint as damage:
             problems[checkpoint.folder.name] = str(damage)
         if not options.json:

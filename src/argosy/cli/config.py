@@ -20,20 +20,17 @@ from typing import Annotated
 
 import tyro
 
-from argosy.cli.help import ALL, SHORT, fitted
-from argosy.cli.options import parse, parse_run
-from argosy.config.catalog import Kind, preset_names, preset_path
+from argosy.cli.options import ALL, SHORT, fitted, parse, parse_run
 from argosy.config.dump import dump
-from argosy.config.layers import preset_layer
+from argosy.config.layers import Kind, preset_layer, preset_names, preset_path
 from argosy.config.load import RUN_FILE, build
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.data_sheet import DataSheet
-from argosy.plan.hardware.devices import FORMATS, find_device
+from argosy.plan.hardware.devices import FORMATS, DataSheet, find_device
+from argosy.plan.workload import parameters
 
 LAPTOP_VOCABULARY = 4096
 
@@ -86,7 +83,6 @@ class DeviceOptions:
 
 
 def main(argv: list[str]) -> int:
-    """`argosy config ACTION ...`."""
     actions = {"show": _show, "schema": _schema, "presets": _presets, "device": _device}
     if not argv or argv[0] in (*SHORT, ALL):
         print(f"usage: argosy config {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")

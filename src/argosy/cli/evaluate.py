@@ -17,6 +17,7 @@ import tyro
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
 from argosy.errors import UserError
+from argosy.observe.terminal import told_if_long
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,21 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy evaluate PATH ...`."""
     options = parse(argv, "argosy evaluate", Options)
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
         raise UserError("--max-tokens and --seq-len must be at least 1.")
     must_be_folder(options.path)
-    from argosy.inference.evaluate import evaluate
+    with told_if_long("argosy evaluate: reading the text and the model, and computing the loss"):
+        from argosy.inference.trained_model import evaluate
 
-    score = evaluate(
-        options.path,
-        options.data,
-        split=options.split,
-        max_tokens=options.max_tokens,
-        seq_len=options.seq_len,
-        trust_code=options.trust_code,
-    )
+        score = evaluate(
+            options.path,
+            options.data,
+            split=options.split,
+            max_tokens=options.max_tokens,
+            seq_len=options.seq_len,
+            trust_code=options.trust_code,
+        )
     if options.json:
         print(json.dumps(asdict(score)))
         return

@@ -18,7 +18,7 @@ import tyro
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
 from argosy.errors import UserError
-from argosy.observe.terminal import printable
+from argosy.observe.terminal import printable, told_if_long
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,27 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy generate PATH ...`."""
     options = parse(argv, "argosy generate", Options)
     _check(options)
     must_be_folder(options.path)
-    from argosy.inference.generate import stream
+    with told_if_long("argosy generate: loading the model"):
+        from argosy.inference.trained_model import stream
 
-    pieces = stream(
-        options.path,
-        options.prompt,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop=options.stop,
-        trust_code=options.trust_code,
-    )
+        pieces = stream(
+            options.path,
+            options.prompt,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=options.seed,
+            stop=options.stop,
+            trust_code=options.trust_code,
+        )
+        first = next(pieces, "")  # what is wrong with the input is said before anything is printed
     if options.json:
-        print(json.dumps({"prompt": options.prompt, "text": "".join(pieces)}))
+        with told_if_long("argosy generate: writing"):
+            print(json.dumps({"prompt": options.prompt, "text": "".join([first, *pieces])}))
         return
-    first = next(pieces, "")  # what is wrong with the input is said before anything is printed
     print(printable(options.prompt + first), end="", flush=True)
     for piece in pieces:
         print(printable(piece), end="", flush=True)

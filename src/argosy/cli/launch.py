@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from argosy.cli.options import parse_run
-from argosy.config.launch_options import LaunchOptions
+from argosy.config.launch import LaunchOptions
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
-    from argosy.launch.engines.engine import LaunchRequest
+    from argosy.engines.engine import RunJob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +44,20 @@ class Options(LaunchOptions):
 
 def main(argv: list[str]) -> int:
     """`argosy launch RUN ...`."""
-    from argosy.launch.engines.engine import LaunchRequest
-    from argosy.launch.engines.ray_job import hold, job_here
-    from argosy.launch.engines.table import ENGINES
+    from argosy.engines.engine import RunJob
+    from argosy.engines.table import ENGINES
     from argosy.launch.launched import launch
-    from argosy.launch.own_folder import check_is_own
-    from argosy.launch.site_jobs import are_jobs, requests
+    from argosy.launch.ray_job import hold, job_here
+    from argosy.launch.run_folder import check_is_own
+    from argosy.launch.sites import are_jobs, requests
 
     options, run = parse_run(argv, "argosy launch", Options)
     if options.nodes < 1 or min(options.cpus_per_node, options.gpus_per_node) < 0:
         raise UserError("--nodes must be at least 1, --cpus-per-node and --gpus-per-node at least 0. Try --nodes 1.")
     run_dir = (options.run_dir or Path("runs") / run.name).absolute()
-    request = LaunchRequest(run, run_dir, tuple(_words_of_train(argv)), Path.cwd(), **options.for_engine())
+    request = RunJob(
+        run=run, run_dir=run_dir, words=tuple(_words_of_train(argv)), work_dir=Path.cwd(), **options.for_engine()
+    )
     if are_jobs(run):
         _launch_sites(requests(request, options.on, options.here), options.dry_run)
         return 0
@@ -74,10 +76,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _launch_sites(sites: Sequence[tuple[str, str, LaunchRequest]], dry_run: bool) -> None:
-    from argosy.launch.engines.table import ENGINES
+def _launch_sites(sites: Sequence[tuple[str, str, RunJob]], dry_run: bool) -> None:
+    from argosy.engines.table import ENGINES
     from argosy.launch.launched import launch_sites
-    from argosy.sync.sites.layout import home_of
+    from argosy.sync.layout import home_of
 
     if dry_run:
         for name, on, request in sites:

@@ -31,11 +31,10 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy logs RUN`."""
     options = parse(argv, "argosy logs", Options)
     from argosy.launch.launched import launched_in, one_line, printed
-    from argosy.observe.folder_view import retold
     from argosy.observe.terminal import printable
+    from argosy.watch.terminal import retold
 
     characters = getincrementaldecoder("utf-8")("backslashreplace")
     is_empty = True

@@ -1,32 +1,143 @@
-"""The command line of one command: its own options, and every key of the run as one more.
+"""The command line of one command: its own options, every key of the run as one more, and its `--help`.
 
-tyro parses and prints the help; the values of keys go to `argosy.config` as they were typed, so that a file
-and the command line are checked by the same rules and answered in the same words.
-"""
+tyro parses, and draws the table of the help; the text above it is ours. The values of keys go to `argosy.config` as
+they were typed, so that a file and the command line are checked by the same rules and answered in the same words."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import field, fields, make_dataclass
+from contextlib import redirect_stdout
+from dataclasses import MISSING, field, fields, make_dataclass
 from functools import reduce
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from pydantic.fields import FieldInfo
 
-from argosy.cli.help import ALL, OTHERS, SHORT, described, explained, no_hint
-from argosy.config import keys
 from argosy.config.counts import IS_COUNT, count_of
-from argosy.config.essential import ESSENTIAL
-from argosy.config.layers import Setting, Source
+from argosy.config.layers import RENAMED, Setting, Source, new_key
 from argosy.config.load import OPTION_MARK, build, load, origin_of
-from argosy.config.renamed import RENAMED, new_key
+from argosy.config.problems import suggestion
 from argosy.config.schema import RunConfig
-from argosy.config.section import Section, meanings
-from argosy.config.suggest import suggestion
+from argosy.config.section import Key, Section, dotted, key_fields, key_of, meanings, value_type
 from argosy.errors import UserError
+
+LOOKS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+"""Show an optional option by its type alone: PATH, not {None}|PATH; and a flag without its opposite."""
+TEXT = "@text@"
+"""Stands for the text above the options while tyro writes its help: it would take out the breaks of its lines."""
+
+SHORT = ("-h", "--help")
+ALL = "--help-all"
+"""The word that asks for the options of all keys."""
+OTHERS = f"""\
+Every other key of a run is an option too: {ALL} shows all of them, `argosy config show [RUN]` shows them with the
+values in force."""
+UNBROKEN = "\N{NO-BREAK SPACE}"
+REMARK = re.compile(r"^(  \S.*?)\s{2,}(\S.*)$")
+"""A line of an example: the command, and what it does."""
+
+
+def fitted(text: str, width: int | None = None) -> str:
+    """Return the text in lines of at most `width` characters (default: the terminal's).
+
+    Paragraphs are filled anew. Indented lines, the examples, keep their breaks: of one that is too long, what it does
+    comes into a line of its own, and a command is never broken.
+    """
+    width = width or shutil.get_terminal_size().columns
+    return "\n\n".join(_paragraph(part, width) for part in text.strip().split("\n\n"))
+
+
+def _paragraph(text: str, width: int) -> str:
+    lines = text.split("\n")
+    if not any(line.startswith(" ") for line in lines):
+        whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", UNBROKEN), " ".join(lines))
+        return textwrap.fill(whole, width, break_long_words=False, break_on_hyphens=False).replace(UNBROKEN, " ")
+    if max(map(len, lines)) <= width:
+        return text
+    return "\n".join(_example(line, width) for line in lines)
+
+
+def _example(line: str, width: int) -> str:
+    if len(line) <= width or not (parts := REMARK.match(line)):
+        return line
+    margin = " " * 6
+    remark = textwrap.fill(parts[2], width, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
+    return f"{parts[1]}\n{remark}"
+
+
+class _Terminal(StringIO):
+    """Text that is written as the terminal can show it: in colour, with lines around tables."""
+
+    encoding = getattr(sys.__stdout__, "encoding", "utf-8")
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+
+
+def described(options: type, prog: str, about: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
+    """Return the parsed `options` and the words that they do not take. Raises: SystemExit after --help."""
+    if not any(word in SHORT for word in argv):
+        return _parsed(options, prog, argv)
+    written = _Terminal()
+    try:
+        with redirect_stdout(written):
+            return _parsed(options, prog, argv)
+    finally:
+        print(written.getvalue().replace(TEXT, fitted(about)), end="")
+
+
+def explained(options: type) -> type:
+    """Return a form like the dataclass `options`, to be shown: its texts are whole lines, and nothing is no default."""
+    texts, types = meanings(options), get_type_hints(options, include_extras=True)
+    parts: list[tuple[str, Any, Any]] = []
+    for part in fields(options):
+        text = " ".join(texts.get(part.name, "").split())
+        about = tyro.conf.arg(help=text, help_behavior_hint=no_hint(part.default))
+        default = {} if part.default is MISSING else {"default": part.default}
+        parts.append((part.name, Annotated[types[part.name], about], field(**default)))
+    return make_dataclass(options.__name__, parts, kw_only=True)
+
+
+def no_hint(default: object) -> str | None:
+    """Return an empty hint for a default that would tell nothing; None: the default is shown."""
+    return "" if default in (None, False, (), {}, "") else None
+
+
+def _parsed(options: type, prog: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
+    return tyro.cli(options, prog=prog, description=TEXT, args=argv, return_unknown_args=True, config=LOOKS)
+
+
+ESSENTIAL: tuple[Key, ...] = tuple(
+    map(
+        key_of,
+        (
+            "name",
+            "model.preset",
+            "model.weights",
+            "data.prepare.input",
+            "data.sources",
+            "data.seq_len",
+            "train.global_batch",
+            "train.steps",
+            "train.minutes",
+            "optimizer.lr",
+            "evaluate.every_steps",
+            "checkpoint.every_steps",
+            "plan",
+            "launch.processes",
+            "seed",
+        ),
+    )
+)
+"""In the order of --help. Their meanings begin with the words that people search for (`config.schema`)."""
+
 
 ExtraT = TypeVar("ExtraT")
 SectionT = TypeVar("SectionT", bound=Section)
@@ -43,14 +154,14 @@ def parse_run(
 
     extra: a dataclass of the command's options (all with defaults, documented by docstrings).
     about: the description in --help, in place of the docstring of the module that defines `extra`. Of the keys, --help
-        shows those of `config.essential` but the `idle` ones, which have no effect on this command, and --help-all
+        shows the `ESSENTIAL` ones but the `idle` ones, which have no effect on this command, and --help-all
         shows all; both show the run's values in force.
     Raises: UserError for what is wrong in file or options; SystemExit after --help, or if tyro refuses.
     """
     source, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     run, about = load(source), about or _description(extra)
     if any(word in SHORT for word in rest):
-        _show_essential(prog + RUN, extra, run, about, [key for key in ESSENTIAL if keys.dotted(key) not in idle])
+        _show_essential(prog + RUN, extra, run, about, [key for key in ESSENTIAL if dotted(key) not in idle])
     options, overrides = _parse(_helped(rest), prog + RUN, extra, run, about)
     return options, load(source, overrides, overrides_mark=OPTION_MARK)
 
@@ -59,7 +170,7 @@ def origin(argv: list[str], key: str) -> str:
     """Return where `key` has its value from if `argv` are the words of `parse_run`: an option, a line, or nowhere."""
     source = argv[0] if argv and not argv[0].startswith("-") else None
     words = (word.removeprefix(OPTION_MARK).split("=")[0] for word in argv if word.startswith(OPTION_MARK))
-    return origin_of(source, key, {keys.dotted(keys.key_of(word)) for word in words})
+    return origin_of(source, key, {dotted(key_of(word)) for word in words})
 
 
 def parse_section(argv: list[str], prog: str, extra: type[ExtraT], section: type[SectionT]) -> tuple[ExtraT, SectionT]:
@@ -69,7 +180,7 @@ def parse_section(argv: list[str], prog: str, extra: type[ExtraT], section: type
     """
     options, overrides = _parse(_helped(argv), prog, extra, section(), _description(extra))
     source = Source(OPTION_MARK)
-    return options, build(section, {keys.key_of(k): Setting(v, source) for k, v in overrides.items()})
+    return options, build(section, {key_of(k): Setting(v, source) for k, v in overrides.items()})
 
 
 def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None = None) -> ExtraT:
@@ -123,13 +234,13 @@ def _plain(option: str, value: str) -> str:
         raise UserError(f"{option} {value}: {error}.") from None
 
 
-def _show_essential(prog: str, extra: type, run: RunConfig, about: str, shown: Sequence[keys.Key]) -> None:
+def _show_essential(prog: str, extra: type, run: RunConfig, about: str, shown: Sequence[Key]) -> None:
     """Print the help with the command's own options and these keys of the run. Raises: SystemExit."""
     parts: list[tuple[str, Any, Any]] = []
     for key in shown:
         section: Section = reduce(getattr, map(str, key[:-1]), run)
         name, schema = str(key[-1]), type(section)
-        value, option = getattr(section, name), keys.dotted(key).replace("_", "-")
+        value, option = getattr(section, name), dotted(key).replace("_", "-")
         leaf = _leaf(schema.model_fields[name], value, meanings(schema)[name], option)
         parts.append(("_".join(map(str, key)), leaf, field(default=_words(value))))
     described(_side_by_side(explained(extra), make_dataclass("Keys", parts)), prog, f"{about}\n\n{OTHERS}", ["--help"])
@@ -147,7 +258,7 @@ def _parse(
     unknown: list[str]
     found, unknown = described(both, prog, about, argv)
     _refuse(unknown, prog, extra, type(config))
-    typed = {keys.key_of(word[2:].split("=")[0]) for word in argv if word.startswith("--")}
+    typed = {key_of(word[2:].split("=")[0]) for word in argv if word.startswith("--")}
     return found.extra, dict(_changes(form, found.run, config, typed))
 
 
@@ -164,12 +275,12 @@ def _by_new_names(argv: list[str]) -> list[str]:
 
     Raises: UserError if an option is given by both names.
     """
-    typed = {word: keys.key_of(word[len(OPTION_MARK) :].split("=")[0]) for word in argv if word.startswith(OPTION_MARK)}
+    typed = {word: key_of(word[len(OPTION_MARK) :].split("=")[0]) for word in argv if word.startswith(OPTION_MARK)}
 
     def named(word: str) -> str:
         if typed.get(word) not in RENAMED:
             return word
-        new = OPTION_MARK + keys.dotted(new_key(typed[word], OPTION_MARK, typed.values()))
+        new = OPTION_MARK + dotted(new_key(typed[word], OPTION_MARK, typed.values()))
         return "=".join([new, *word.split("=", 1)[1:]])
 
     return [named(word) for word in argv]
@@ -181,11 +292,11 @@ def _description(options: type) -> str:
 
 def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) -> None:
     """Raise one UserError for all words that no option takes."""
-    hidden = {key for key, info in keys.fields(schema).items() if tyro.conf.Suppress in info.metadata}
-    known = {(f.name,) for f in fields(extra)} | (keys.fields(schema).keys() - hidden)
+    hidden = {key for key, info in key_fields(schema).items() if tyro.conf.Suppress in info.metadata}
+    known = {(f.name,) for f in fields(extra)} | (key_fields(schema).keys() - hidden)
     lines = []
     for name in (word.split("=")[0] for word in unknown if word.startswith("-")):
-        key = keys.key_of(name.lstrip("-"))
+        key = key_of(name.lstrip("-"))
         hint = "set it in the run file." if key in hidden else suggestion(key, known, mark=OPTION_MARK)
         lines.append(f"{name}: {'no' if key in hidden else 'unknown'} option; {hint}")
     if unknown and not lines:
@@ -218,7 +329,7 @@ def _form(config: Section, shown: bool) -> Any:
 
 def _leaf(info: FieldInfo, value: object, meaning: str | None, name: str | None = None) -> Any:
     """The form's type for one key: words, with the metavar and the help of the schema; name: if not the field's."""
-    kind = keys.value_type(info)
+    kind = value_type(info)
     shape: Any = {tuple: tuple[str, ...], dict: tuple[tuple[str, str], ...]}.get(get_origin(kind), str)
     marks = [m for m in info.metadata if m in (tyro.conf.Positional, tyro.conf.UseAppendAction)]
     is_repeated = tyro.conf.UseAppendAction in marks
@@ -251,7 +362,7 @@ def _words(value: object) -> Any:
     return NONE if value is None else str(value)
 
 
-def _changes(before: Any, after: Any, config: Section, typed: Collection[keys.Key], above: keys.Key = ()) -> Any:
+def _changes(before: Any, after: Any, config: Section, typed: Collection[Key], above: Key = ()) -> Any:
     """Yield (dotted key, value) for each leaf of the form that was typed (positional: that has changed)."""
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
@@ -260,12 +371,12 @@ def _changes(before: Any, after: Any, config: Section, typed: Collection[keys.Ke
             yield from _changes(old, new, value, typed, (*above, name))
         elif old != new or (*above, name) in typed:
             appended = len(_words(value)) if tyro.conf.UseAppendAction in info.metadata else 0  # tyro keeps the default
-            yield keys.dotted((*above, name)), _meaning(new[appended:] if appended and new else new, info)
+            yield dotted((*above, name)), _meaning(new[appended:] if appended and new else new, info)
 
 
 def _meaning(words: Any, info: FieldInfo) -> object:
     """Return the value that typed words mean; words without meaning stay words, for the schema to refuse."""
-    kind = keys.value_type(info)
+    kind = value_type(info)
     if words == NONE and type(None) in get_args(info.annotation):
         return None
     if get_origin(kind) is dict:

@@ -48,7 +48,6 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    """`argosy parity [RUN] --plan PLAN ...`."""
     named = argv if argv and not argv[0].startswith("-") else [RUN, *argv]
     options, run = parse_run(named, "argosy parity", Options, idle=IDLE)
     if options.tolerance is not None and options.tolerance < 0:

@@ -14,7 +14,9 @@ Examples:
       a Hugging Face folder (its config.json is enough)
   argosy plan --model llama3-8b --cluster 8xh100 --fix "tp=2|4,compile=true"
   argosy plan --model llama3-8b --cluster 64xh100+64xa100 --html plan.html
-  argosy plan --model llama3-70b --cluster 8xh100 --inference --global-batch 16
+  argosy plan --model llama3-70b --cluster 8xh100 --serve --prompt-len 2048 --output-len 512
+  argosy plan --model llama3-70b --cluster 64xh100 --serve --rate 20 --ttft-ms 1000 --tpot-ms 50 --weights "bf16|fp8"
+      serving: latency against throughput, and the devices that answer 20 requests a second in time
   argosy plan --model llama3-8b --tokens 1T --within 30d --cluster h100 --cluster a100
       how many of each train this in 30 days, and for what
   argosy plan runs/mine --within 2d --cluster 16xh200         a run under way: stay, up, down or sideways
@@ -34,14 +36,22 @@ from argosy.cli.options import parse
 from argosy.config.counts import Count, WholeCount
 from argosy.config.load import load
 from argosy.errors import UserError
+from argosy.observe.terminal import told_if_long
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.search.candidates import Objective
+from argosy.plan.plan import Objective
 
 if TYPE_CHECKING:
     from argosy.config.schema import RunConfig
     from argosy.plan.report.report import PlanReport, PlanRequest
     from argosy.plan.report.request import Question
     from argosy.plan.search.auto import Devices
+    from argosy.plan.search.serving import ServingQuestion
+
+
+PROMPT_LEN, OUTPUT_LEN = 2048, 512
+"""Tokens of prompts and answers where nobody says: those of published benchmarks of chat."""
+SERVING_ONLY = ("prompt_len", "output_len", "rate", "ttft_ms", "tpot_ms", "engine", "weights", "draft")
+"""Options that say something with --serve only."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,30 @@ class Options:
     """Fix a part of the plan: KEY=VALUE,... with | between values to choose from."""
     top: int = 10
     """Number of plans to show."""
-    inference: bool = False
-    """Plan inference, not training: prefill and decode of --global-batch sequences of --seq-len tokens at a time."""
+    serve: Annotated[bool, tyro.conf.arg(aliases=["--inference"])] = False
+    """Plan serving, not training: latency against throughput, cost and energy of tokens, devices for a --rate."""
+    prompt_len: WholeCount | None = None
+    """Serving: tokens of a prompt; default: 2048."""
+    output_len: WholeCount | None = None
+    """Serving: tokens of an answer; default: 512."""
+    rate: float | None = None
+    """Serving: requests a second to find the devices for."""
+    ttft_ms: float | None = None
+    """Serving: milliseconds to the first token that 95 of 100 requests keep at that rate."""
+    tpot_ms: float | None = None
+    """Serving: milliseconds between two tokens that 95 of 100 requests keep at that rate."""
+    engine: str = ""
+    """Serving: engine and release, e.g. "vLLM 0.10", SGLang or TensorRT-LLM; default: the mean of all."""
+    weights: str = ""
+    """Serving: number format of weights, e.g. fp8, int4 or fp4, with | between formats to choose from."""
+    kv_cache: str = "16"
+    """Serving: bits of the cache's numbers, 16 or fp8, with | between."""
+    draft: str = ""
+    """Serving: speculative or multi-token decoding: TOKENS:ACCEPTED[:COST], e.g. 3:0.7 guesses 3 tokens a pass, each
+    right with probability 0.7, at 0.05 of a pass each."""
     learn: tuple[Path, ...] = ()
-    """Folders of all finished runs to learn from: factors from them are written into the cluster's file."""
+    """Folders of all finished runs to learn from: factors from them are written into the cluster's file. Or a .csv file
+    with measurements of serving, of --engine."""
     json: bool = False
     """Print everything as one JSON object."""
     html: Path | None = None
@@ -87,14 +117,15 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """Run `argosy plan [RUN] --model NAME --cluster CLUSTER ...`."""
     options = parse(argv, "argosy plan", Options)
     _check(options)
     if options.learn:
-        _learn(options)
+        with told_if_long("argosy plan: learning from runs"):
+            _learn(options)
         return
     try:
-        _answer(options)
+        with told_if_long("argosy plan: computing plans"):
+            _answer(options)
     except UserError as error:
         raise UserError(_by_option(str(error), options)) from None
 
@@ -112,10 +143,10 @@ def _answer(options: Options) -> None:
         _side_by_side(options)
         return
     request = _request(options, options.cluster[0] if options.cluster else None, *options.price)
-    if options.inference:
-        from argosy.plan.report.inference_report import in_words, inference_report
+    if options.serve:
+        from argosy.plan.report.serving_report import in_words, serving_report
 
-        found = inference_report(request)
+        found = serving_report(request, _serving_question(options))
         print(_json(found) if options.json else in_words(found))
         return
     _print(plan_report(request), options)
@@ -127,7 +158,9 @@ def _request(options: Options, cluster: str | None, price: float | None = None) 
 
     names = ("global_batch", "seq_len", "tokens", "finetune", "objective", "fix", "top")
     given = {name: getattr(options, name) for name in names}
-    asked = Question(**given, serving=options.inference, price=price)
+    if options.serve and options.model is not None:
+        given["seq_len"] = (options.prompt_len or PROMPT_LEN) + (options.output_len or OUTPUT_LEN)
+    asked = Question(**given, serving=options.serve, price=price)
     if options.model is None:
         run = _run(str(options.run), asked)
         return of_run(run, Cluster.parse(cluster) if cluster else _devices_here(run), asked)
@@ -141,6 +174,38 @@ def _request(options: Options, cluster: str | None, price: float | None = None) 
     from argosy.models.hf import import_config  # takes seconds: it imports torch
 
     return of_model(import_config(path), cluster, asked, name=(path.parent if path.suffix else path).resolve().name)
+
+
+def _serving_question(options: Options) -> ServingQuestion:
+    """Return what is asked about serving. Raises: UserError for a --draft that says nothing."""
+    from argosy.plan.cost.inference import Draft
+    from argosy.plan.search.serving import ServingQuestion
+
+    draft = Draft()
+    if options.draft:
+        try:
+            tokens, *shares = options.draft.split(":")
+            draft = Draft(int(tokens), *map(float, shares))
+        except (ValueError, TypeError):
+            draft = Draft(-1)
+        if draft.tokens < 1 or not (0 < draft.accepted < 1 and 0 <= draft.cost < 1):
+            raise UserError(f"--draft {options.draft}: is not TOKENS:ACCEPTED[:COST]. Try 3:0.7 or 1:0.85:0.03.")
+    latencies = {"ttft_s": options.ttft_ms, "tpot_s": options.tpot_ms}
+    return ServingQuestion(
+        prompt=options.prompt_len or PROMPT_LEN,
+        output=options.output_len or OUTPUT_LEN,
+        engine=options.engine,
+        weights=_words(options.weights),
+        caches=_words(options.kv_cache),
+        draft=draft,
+        sequences=options.global_batch,
+        rate=options.rate,
+        **{name: limit / 1000 for name, limit in latencies.items() if limit is not None},
+    )
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split("|") if word.strip())
 
 
 def _run(source: str, asked: Question) -> RunConfig:
@@ -191,9 +256,8 @@ def _resize(options: Options, folder: Path) -> None:
 
 
 def _within(options: Options, limit_s: float) -> None:
-    from argosy.config.model_name import model_name
-    from argosy.plan.report.within import of_each
-    from argosy.plan.report.within_terminal import show
+    from argosy.config.load import model_name
+    from argosy.plan.report.within import of_each, show_within
 
     asked = []
     for named, price in _priced(options) or [(None, *(options.price or [None]))]:
@@ -205,7 +269,9 @@ def _within(options: Options, limit_s: float) -> None:
         return
     requests = [request for _, request, _ in asked]
     run = requests[0].run
-    show(found, model_name(run.model, run.name), list(dict.fromkeys(line for each in found for line in each.assumed)))
+    show_within(
+        found, model_name(run.model, run.name), list(dict.fromkeys(line for each in found for line in each.assumed))
+    )
 
 
 def _nodes_of(named: str | None) -> tuple[str | None, bool]:
@@ -218,20 +284,29 @@ def _nodes_of(named: str | None) -> tuple[str | None, bool]:
 
 
 def _side_by_side(options: Options) -> None:
-    from argosy.plan.report.comparison import compare, show
+    from argosy.plan.report.terminal import compare, show_side_by_side
 
     found = compare([(cluster, _request(options, cluster, price)) for cluster, price in _priced(options)])
     if options.json:
         print(_json(found))
     else:
-        show(found)
+        show_side_by_side(found)
 
 
 def _learn(options: Options) -> None:
-    from argosy.plan.calibration.learn import cluster_file, in_words, learn
+    from argosy.plan.calibration import cluster_file, in_words, learn
 
     path = cluster_file(options.cluster[0] if options.cluster else None)
     before = Cluster.load(path)
+    if options.learn[0].suffix == ".csv":
+        from argosy.plan import serving_calibration
+
+        if len(options.learn) > 1:
+            raise UserError("--learn takes one .csv file of serving, or folders of runs. Put the rows into one file.")
+        learnt, rows = serving_calibration.learn_from_file(options.learn[0], before, options.engine)
+        learnt.save(path)
+        print(_json(learnt.serving) if options.json else f"{path}: {serving_calibration.in_words(learnt, rows)}")
+        return
     after = learn(options.learn, before)
     after.save(path)
     print(_json(after.factors) if options.json else f"{path}: {in_words(before, after, len(options.learn))}")
@@ -260,7 +335,8 @@ def _print(found: PlanReport, options: Options) -> None:
 
 
 def _check(options: Options) -> None:
-    for name in ("global_batch", "seq_len", "tokens", "finetune", "top"):
+    of_serving = ("prompt_len", "output_len", "rate", "ttft_ms", "tpot_ms")
+    for name in ("global_batch", "seq_len", "tokens", "finetune", "top", *of_serving):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0.")
@@ -277,18 +353,29 @@ def _check(options: Options) -> None:
     if options.tokens is not None and options.finetune is not None:
         raise UserError("--tokens and --finetune both say how much to train on: give one of them.")
     if options.within is not None:
-        others = {"--html": options.html, "--inference": options.inference, "--learn": options.learn}
+        others = {"--html": options.html, "--serve": options.serve, "--learn": options.learn}
         if other := next((name for name, value in others.items() if value), None):
             raise UserError(f"--within asks how many devices train a run in time. Leave out {other}.")
         if options.objective != "time":
             raise UserError(
                 f"--within finds the fewest devices that are in time. Leave out --objective {options.objective}."
             )
-    if options.html is not None and options.inference:
-        raise UserError("--html is for training plans. Leave out --inference, or take --json.")
-    if len(options.cluster) > 1 and (options.html or options.inference or options.learn):
-        other = "--html" if options.html else "--inference" if options.inference else "--learn"
+    _check_serving(options)
+    if options.html is not None and options.serve:
+        raise UserError("--html is for training plans. Leave out --serve, or take --json.")
+    if len(options.cluster) > 1 and (options.html or options.serve or options.learn):
+        other = "--html" if options.html else "--serve" if options.serve else "--learn"
         raise UserError(f"{other} takes one --cluster. Several are compared side by side, for training.")
+
+
+def _check_serving(options: Options) -> None:
+    given = [name for name in SERVING_ONLY if getattr(options, name)]
+    if given and not options.serve and not (options.learn and given == ["engine"]):
+        raise UserError(f"--{given[0].replace('_', '-')} says something about serving. Add --serve, or leave it out.")
+    if options.serve and options.rate is None and (options.ttft_ms is not None or options.tpot_ms is not None):
+        raise UserError("--ttft-ms and --tpot-ms are limits at a rate of requests. Add --rate, e.g. --rate 10.")
+    if options.serve and options.seq_len is not None:
+        raise UserError("--seq-len is for training. With --serve give --prompt-len and --output-len.")
 
 
 def _by_option(text: str, options: Options) -> str:

@@ -30,43 +30,36 @@ import tyro
 from argosy.cli.options import parse_section
 from argosy.config.data import DataConfig, PrepareConfig
 from argosy.config.extend import ExtendConfig
+from argosy.config.launch import ClusterOptions, EngineName, LaunchOptions
 from argosy.config.layers import Setting, Source
 from argosy.config.load import OPTION_MARK, build
-from argosy.data.executors.table import ExecutorName, Machines
 from argosy.errors import ArgosyWarning, DataError, Interrupted, RunFailed, UserError
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.observe.terminal import lasting_output
 
 LITTLE_HELD_OUT = 8 * DataConfig().seq_len
 """Tokens: eight samples of the usual length."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of `argosy prepare`."""
-
+@dataclass(frozen=True, kw_only=True)
+class _PrepareOptions:
     verify: bool = False
     """Only check the folder `--out`, byte by byte."""
     adopt: bool = False
     """The input is one folder of Megatron .bin/.idx shards: write a manifest for it, copy nothing."""
     extend: tuple[Path, ...] = ()
     """Python files with sources of your own, for input such as source:NAME."""
-    on: ExecutorName = "local"
+    on: EngineName = "local"
     """Where the workers run; all machines must see --out, and the input where it is not a URL."""
     cpus: int = 1
     """slurm, ray: CPUs of each worker."""
-    time: str = ""
-    """slurm: time limit of each worker, e.g. 4:00:00; empty: the partition's."""
-    account: str = ""
-    """slurm: the account that is charged."""
-    partition: str = ""
-    """slurm: the partition."""
-    address: str = ""
-    """ray: the head of the cluster, e.g. head:6379 or ray://head:10001; empty: RAY_ADDRESS, else this machine's."""
-    extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """slurm: an option of sbatch that is passed through, e.g. --extra=--mem=4G; give it again for another."""
     json: bool = False
     """Print the manifest as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ClusterOptions, _PrepareOptions):
+    """Options of `argosy prepare`, and at last those of a cluster."""
 
 
 class Positional(PrepareConfig):
@@ -78,7 +71,6 @@ class Positional(PrepareConfig):
 
 @lasting_output()
 def main(argv: list[str]) -> None:
-    """`argosy prepare INPUT ... --out DIR`."""
     options, config = parse_section(argv, "argosy prepare", Options, Positional)
     before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
@@ -146,10 +138,11 @@ def _prepare(options: Options, config: Positional) -> None:
     print(f"{folder}: {splits}; vocabulary {manifest.vocab_size}{checked}")
 
 
-def _machines(options: Options) -> Machines:
+def _machines(options: Options) -> LaunchOptions:
     if options.cpus < 1:
         raise UserError(f"--cpus {options.cpus}: each worker needs one at least. Try --cpus 1.")
-    return Machines(**{field.name: getattr(options, field.name) for field in fields(Machines)})
+    asked = {field.name: getattr(options, field.name) for field in fields(ClusterOptions)}
+    return LaunchOptions(on=options.on, cpus_per_node=options.cpus if options.cpus > 1 else 0, **asked)
 
 
 def _stop(number: int, _: object) -> NoReturn:
@@ -160,7 +153,7 @@ def _stop(number: int, _: object) -> NoReturn:
 
 
 def _copy(folder: Path, url: str, progress: Progress) -> None:
-    from argosy.data.stores.upload import upload
+    from argosy.data.stores.store import upload
 
     upload(folder, url, lambda done, files: progress.note(f"copying to {url}: {done} of {files} files", done == files))
     progress.close()

@@ -51,7 +51,6 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy probe ...`."""
     options = parse(argv, "argosy probe", Options)
     _check(options)
     from argosy.config.load import load
@@ -63,9 +62,7 @@ def main(argv: list[str]) -> None:
         return
     if options.device is not None:
         find_device(options.device)  # what is wrong with the command is said before torch is imported
-    from argosy.probe.machine import catalogue_device
-    from argosy.probe.probe import ProbeRequest
-    from argosy.probe.start import find_probed, probe_here, probe_joined
+    from argosy.probe.probe import ProbeRequest, catalogue_device, find_probed, probe_here, probe_joined
 
     devices = find_probed(run.launch)
     asked = ProbeRequest(
@@ -86,7 +83,7 @@ def main(argv: list[str]) -> None:
 
 
 def _probe_links(run: RunConfig, options: Options) -> None:
-    from argosy.probe.joined import probe_links
+    from argosy.probe.sites import probe_links
 
     cluster = probe_links(run, options.out, 60 * options.minutes, quiet=options.json)
     cluster.save(options.out)

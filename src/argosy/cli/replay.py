@@ -41,7 +41,6 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    """`argosy replay RUN --step N`."""
     options = parse(argv, "argosy replay", Options)
     from argosy.compare.replay import replay
 

@@ -34,7 +34,6 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy runs [FOLDER]`."""
     options = parse(argv, "argosy runs", Options)
     must_be_folder(options.folder)
     from argosy.launch.launched import launched_in

@@ -26,7 +26,7 @@ from argosy.config.counts import Count
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
-    from argosy.plan.scaling.law import BootstrapEstimate
+    from argosy.plan.scaling_law import BootstrapEstimate
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,10 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """Run `argosy scaling RESULTS ...`."""
     options = parse(argv, "argosy scaling", Options)
     _check(options)
     from argosy.compare.results import planned_size, read_results
-    from argosy.plan.scaling.law import fit_scaling_law
+    from argosy.plan.scaling_law import fit_scaling_law
 
     sizes = (options.parameters, options.tokens) if options.predict is None else planned_size(options.predict)
     results = read_results(options.results)

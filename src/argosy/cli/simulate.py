@@ -63,7 +63,6 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """Run `argosy simulate [RUN] --plan PLAN ...`."""
     options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options, idle=IDLE)
     check_approved(run.extend.code, options.trust_code)
     from argosy.plan.hardware.clusters import Cluster

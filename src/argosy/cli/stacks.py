@@ -30,6 +30,7 @@ from argosy.errors import UserError
 from argosy.files import atomic_write, open_regular
 from argosy.observe.stacks import in_words
 from argosy.observe.terminal import printable
+from argosy.processes.patience import wait_until
 from argosy.supervise.stack_gatherer import FOLDER, REQUEST
 
 LOOK_S = 0.1
@@ -52,7 +53,6 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    """`argosy stacks RUN`."""
     options = parse(argv, "argosy stacks", Options)
     run_dir = options.run
     nodes = _nodes(run_dir)
@@ -120,11 +120,9 @@ def _ask(run_dir: Path, name: str) -> Path:
 
 def _answers(folder: Path, nodes: int, wait_s: float) -> list[dict[str, Any]]:
     """Return the agents' answers once all are there, or the time is over."""
-    deadline = time.monotonic() + wait_s
-    while len(found := sorted(folder.glob("*.json"))) < nodes and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+    wait_until(lambda: len([*folder.glob("*.json")]) >= nodes, wait_s, LOOK_S)
     answers = []
-    for path in found:
+    for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError):
             answers.append(json.loads(path.read_bytes()))
     if not answers:

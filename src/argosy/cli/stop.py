@@ -33,10 +33,9 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    """`argosy stop RUN`."""
     options = parse(argv, "argosy stop", Options)
-    from argosy.launch.engines.table import engine_of, state_of
-    from argosy.launch.site_jobs import jobs_of
+    from argosy.engines.table import engine_of, state_of
+    from argosy.launch.sites import jobs_of
     from argosy.observe.terminal import printable
 
     problems = []

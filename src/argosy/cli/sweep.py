@@ -15,29 +15,26 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from argosy.cli.options import parse
+from argosy.config.launch import ClusterOptions, EngineName, LaunchOptions
 from argosy.errors import RunFailed
 from argosy.observe.terminal import lasting_output, printable
-from argosy.sweep.executor import Asked
-from argosy.sweep.executors.table import Place
 
 if TYPE_CHECKING:
     from argosy.sweep.result import Result
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of `argosy sweep`."""
-
+@dataclass(frozen=True, kw_only=True)
+class _SweepOptions:
     sweep: Annotated[Path, tyro.conf.Positional]
     """The sweep file."""
-    on: Place = "local"
+    on: EngineName = "local"
     """Where the trials run."""
     sweep_dir: Path | None = None
     """The sweep's folder; sweeps/NAME if not given."""
@@ -47,39 +44,27 @@ class Options:
     """Print the result as one JSON object."""
     gpus_per_trial: int = 0
     """slurm, ray: GPUs of each trial."""
-    time: str = ""
-    """slurm: time limit of a trial, e.g. 24:00:00; it is requeued when that is over."""
-    account: str = ""
-    """slurm: the account that is charged."""
-    partition: str = ""
-    """slurm: the partition."""
-    address: str = ""
-    """ray: the cluster's dashboard, e.g. http://head:8265, or its head; empty: RAY_ADDRESS, else this machine's."""
-    extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """slurm, ray: an option of sbatch or `ray job submit` that is passed through, e.g. --extra=--constraint=h100."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ClusterOptions, _SweepOptions):
+    """Options of `argosy sweep`, and at last those of a cluster."""
 
 
 @lasting_output()
 def main(argv: list[str]) -> None:
-    """`argosy sweep SWEEP.toml`."""
     options = parse(argv, "argosy sweep", Options)
+    from argosy.sweep.driver import run_sweep, show_sweep
     from argosy.sweep.load import load_sweep
-    from argosy.sweep.run import run_sweep, show_sweep
 
     sweep = load_sweep(options.sweep)
     folder = (options.sweep_dir or Path("sweeps") / sweep.config.name).absolute()
     if options.show:
         result = show_sweep(sweep, folder)
     else:
-        asked = Asked(
-            gpus=options.gpus_per_trial,
-            time=options.time,
-            account=options.account,
-            partition=options.partition,
-            address=options.address,
-            extra=options.extra,
-        )
-        result = run_sweep(sweep, folder, options.on, asked, quiet=options.json)
+        asked = {field.name: getattr(options, field.name) for field in fields(ClusterOptions)}
+        where = LaunchOptions(on=options.on, gpus_per_node=options.gpus_per_trial, **asked)
+        result = run_sweep(sweep, folder, where, quiet=options.json)
     print(result.json() if options.json else printable(result.in_words()))
     if options.show:
         return
@@ -90,7 +75,6 @@ def main(argv: list[str]) -> None:
 
 
 def _what_next(result: Result) -> str:
-    """Return the commands that use what was found."""
     folder = Path(os.path.relpath(result.folder))
     best = shlex.quote(str(folder / "best.toml"))
     return f"plot: {folder / 'trials.svg'}\nnext: argosy train {best}"

@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 
 from argosy.cli.options import origin, parse_run
-from argosy.launch.slurm import is_first_task, with_slurm
+from argosy.engines.slurm import is_first_task, with_slurm
 from argosy.observe.terminal import lasting_output
 from argosy.plan.plan import is_asynchronous
-from argosy.sync.server.layout import is_server
+from argosy.sync.layout import is_server
 
 SHORT, LONG = "--profile", "--observe.profile.steps"
 
@@ -48,7 +48,6 @@ class Options:
 
 @lasting_output()  # a run goes on when the reader of its output does not
 def main(argv: list[str]) -> None:
-    """`argosy train [RUN] ...`."""
     argv = [word.replace(SHORT, LONG) if word == SHORT or word.startswith(f"{SHORT}=") else word for word in argv]
     options, run = parse_run(argv, "argosy train", Options)
     prompt = run.evaluate.sample_prompt or "Once upon a time"
@@ -75,7 +74,6 @@ def main(argv: list[str]) -> None:
 
 
 def _what_next(run_dir: Path, prompt: str) -> str:
-    """Return the command that lets the trained model write."""
     return f"next: {_argosy()} generate {shlex.quote(os.path.relpath(run_dir))} --prompt {shlex.quote(prompt)}"
 
 
@@ -88,7 +86,6 @@ def _argosy() -> str:
 
 
 def _what_next_after_the_demo(run_dir: Path) -> str:
-    """Return the three commands to run after the demo."""
     argosy = _argosy()
     commands = {
         f'{argosy} generate {os.path.relpath(run_dir)} --prompt "class "': "let it write",

@@ -49,7 +49,6 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    """`argosy watch [RUN|FOLDER] ...`."""
     options = parse(argv, "argosy watch", Options)
     root = _folder(options.run)
     warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
@@ -61,8 +60,7 @@ def main(argv: list[str]) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise missing_extra(error.name or "starlette", "watch", "argosy watch") from None
-    from argosy.watch.auth import is_loopback, new_token
-    from argosy.watch.serve import listening, server_of, url
+    from argosy.watch.serve import is_loopback, listening, new_token, server_of, url
 
     token = _own_token() or ("" if is_loopback(options.host) else new_token())
     with listening(options.host, options.port) as listener:
@@ -91,7 +89,7 @@ def _folder(path: Path) -> Path:
 
 def _own_token() -> str:
     """Return the token of the environment. Raises: UserError if it is easily guessed."""
-    from argosy.watch.auth import SHORTEST_TOKEN
+    from argosy.watch.serve import SHORTEST_TOKEN
 
     token = os.environ.get(TOKEN, "").strip()
     if token and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):

@@ -19,7 +19,7 @@ from argosy.extend.trust import check_approved
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.devices import check_compiler, find_devices
 from argosy.launch.local import train
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics
 from argosy.parallel.world import threads_per_process
 from argosy.plan.plan import Plan, words_of
 from argosy.plan.search.auto import Devices, choose_plan
@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Differences:
-    """How far two runs of the same steps are apart."""
+    """The largest differences between two runs of the same steps."""
 
     loss: Difference
     """The largest difference of the training loss in any step."""
@@ -64,7 +64,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class Parity:
-    """What `parity` found."""
+    """The result of `parity`."""
 
     reference: str
     """The plan of the one process."""
@@ -182,13 +182,17 @@ def _under(run: RunConfig, plan: str) -> RunConfig:
 
 def _train(run: RunConfig, plan: Plan, run_dir: Path) -> None:
     launch = run.launch.model_copy(update={"processes": plan.world_size})
-    run = run.model_copy(update={"plan": str(plan), "launch": launch})
+    train_quietly(run.model_copy(update={"plan": str(plan), "launch": launch}), run_dir, "parity")
+
+
+def train_quietly(run: RunConfig, run_dir: Path, command: str) -> None:
+    """Train in a folder that does not outlive the command. Raises: as `train`; Interrupted says so."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ArgosyWarning)
         try:
             train(run, run_dir, quiet=True)
-        except Interrupted as stop:  # its text names a folder which is gone by now
-            raise Interrupted("stopped; parity keeps nothing.", stop.exit_code - 128) from None
+        except Interrupted as stop:  # its own words name a folder that is gone by now
+            raise Interrupted(f"stopped; {command} keeps nothing.", stop.exit_code - 128) from None
 
 
 def _steps(run_dir: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,15 +15,14 @@ from typing import Any
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.store import Checkpoint
+from argosy.compare.parity import train_quietly
 from argosy.config.identity import TOLD_TO_NOBODY, check_repeatable
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.errors import ArgosyWarning, Interrupted, UserError
+from argosy.errors import UserError
 from argosy.extend.trust import check_approved
 from argosy.launch import run_folder
-from argosy.launch.local import train
-from argosy.observe.events import each_line
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics, each_line
 from argosy.plan.plan import Plan
 
 COMPARED = ("loss", "grad_norm", "first_sample")
@@ -48,7 +46,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Replay:
-    """What `replay` found."""
+    """The result of `replay`."""
 
     start: int
     """The step of the checkpoint that the replay began with; 0 is the initial weights."""
@@ -95,7 +93,7 @@ def replay(run_dir: Path, step: int, *, trust_code: bool = False, say: Callable[
             _link(checkpoint, copy)
         before, steps = _recorded(run_dir, start, step, most=4 * run.resilience.spike_window)
         Metrics(copy).path.write_text("".join(before))  # the bad-step policy compares with them
-        _train(run, copy)
+        train_quietly(run, copy, "replay")
         now = {record["step"]: record for record in Metrics(copy).read() if "loss" in record}
     found = [Replayed(i, _compared(steps[i]), _compared(now.get(i, {}))) for i in range(start, step + 1) if i in steps]
     return Replay(start, str(plan), tuple(found))
@@ -176,12 +174,3 @@ def _link(checkpoint: Checkpoint, run_dir: Path) -> None:
             os.link(path, folder / path.name)
         except OSError:
             shutil.copy(path, folder / path.name)
-
-
-def _train(run: RunConfig, run_dir: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ArgosyWarning)
-        try:
-            train(run, run_dir, quiet=True)
-        except Interrupted as stop:  # its own words name a folder that is gone by now
-            raise Interrupted("stopped; replay keeps nothing.", stop.exit_code - 128) from None

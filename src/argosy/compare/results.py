@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
-from argosy.config.catalog import near_names
+from argosy.config.layers import near_names
 from argosy.config.load import load
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.files import file_sha256
 from argosy.observe.events import from_the_end
-from argosy.plan.flops import active_parameters
-from argosy.plan.scaling.law import RunResult
+from argosy.plan.scaling_law import RunResult
+from argosy.plan.workload import active_parameters
 
 SWEEP_FILE = "sweep.toml"
 """A folder with this file is that of a sweep; its folders are its trials."""

@@ -132,7 +132,6 @@ class PrepareConfig(Section):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The field of each input."""
         return self.field * len(self.input) if len(self.field) == 1 else self.field
 
     @model_validator(mode="after")
@@ -155,7 +154,7 @@ class DataStage(Section):
 
 
 class DataConfig(Section):
-    """What the model reads."""
+    """The data that the model reads."""
 
     seq_len: PositiveInt = 512
     """Sequence length (context length): tokens per sample."""

@@ -12,8 +12,7 @@ import tyro
 from pydantic import WithJsonSchema, model_validator
 
 from argosy.config.section import Section
-from argosy.extend.declared import CodeFile, Declaration, read_code
-from argosy.extend.packages import read_package
+from argosy.extend.declared import CodeFile, Declaration, read_code, read_package
 from argosy.extend.register import Kind
 
 

@@ -6,10 +6,10 @@ import hashlib
 import json
 from typing import Any
 
-from argosy.config.keys import dotted, flatten
 from argosy.config.model import MuPConfig
 from argosy.config.observe import AlertsConfig
 from argosy.config.schema import RunConfig
+from argosy.config.section import dotted, flatten
 from argosy.errors import UserError
 
 MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.pause_at",
@@ -25,9 +25,9 @@ ADDED = {
     "model.qkv_bias": False,
     "model.ffn_gate": True,
     "train.loss": "cross_entropy",
+    "train.frozen": [],
     "train.batch_ramp": [],
     "sync.local_steps": 1,
-    "sync.momentum_every": 0,
     **{f"model.mup.{name}": 0 for name in MuPConfig.model_fields},
 }
 """Keys that older versions did not have, with the value that says what these did: it is left out, as they left it."""

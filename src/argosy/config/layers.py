@@ -1,19 +1,84 @@
-"""Values with the place where they were written. Run file, model preset and overrides are a layer each."""
+"""The sources of a run's values: run file, presets, overrides and the run whose weights it starts from, a layer each.
+
+A layer is values with the place where they were written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from argosy.config.keys import Key, fields, flatten, key_of, value_type
 from argosy.config.lines import read_toml
 from argosy.config.problems import KeyPlace
-from argosy.config.renamed import new_key
 from argosy.config.schema import RunConfig
-from argosy.config.section import Section
+from argosy.config.section import Key, Section, dotted, flatten, key_fields, key_of, value_type
+from argosy.errors import ArgosyWarning, UserError
+
+FOLDER = Path(__file__).parent / "presets"
+
+Kind = Literal["models", "runs", "devices", "clusters"]
+
+
+def preset_names(kind: Kind) -> list[str]:
+    return sorted(path.stem for path in (FOLDER / kind).glob("*.toml"))
+
+
+def preset_path(kind: Kind, name: str) -> Path:
+    """The file of a preset. Raises: UserError if there is none of that name."""
+    names = preset_names(kind)
+    if name not in names:
+        raise UserError(f"no {kind[:-1]} preset is called {name!r}; {near_names(name, names)}")
+    return FOLDER / kind / f"{name}.toml"
+
+
+def near_names(name: str, names: list[str]) -> str:
+    """The second half of a message about an unknown name: the nearest names, or all if none is near."""
+    near = get_close_matches(name.lower(), names, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names)}."
+
+
+RENAMED: Mapping[Key, Key] = {
+    ("resilience", "examine_s"): ("resilience", "node_check_s"),
+    ("resilience", "beat_timeout_s"): ("resilience", "heartbeat_timeout_s"),
+    ("resilience", "recompute_every_steps"): ("resilience", "replay_check_every_steps"),
+    ("resilience", "memory_every_steps"): ("resilience", "memory_checkpoint_every_steps"),
+    ("resilience", "move_for_speed"): ("resilience", "migrate"),
+}
+"""Old key -> new key, since 0.1; to be removed with 0.3."""
+REMOVED: Mapping[Key, tuple[object, str]] = {
+    ("sync", "momentum_every"): (0, "the outer momentum is updated once in as many updates as the run has [[sites]]"),
+}
+"""Key that is gone -> the value that said what is done now, which older run files have; and what that is."""
+
+
+def is_removed(key: Key, value: object, place: str) -> bool:
+    """Return True if a key is gone, and had no effect. Raises: UserError if it had one."""
+    if key not in REMOVED:
+        return False
+    without_effect, now = REMOVED[key]
+    if value != without_effect:
+        raise UserError(f"{place}{dotted(key)} = {value}: the key is gone; {now}. Remove it.")
+    return True
+
+
+def new_key(key: Key, place: str, beside: Collection[Key] = ()) -> Key:
+    """Return what `key` is called now. Warn with `place`, where it was written, if it was called otherwise before.
+
+    beside: the keys that were written in the same place. Raises: UserError if the new one is among them.
+    """
+    new = RENAMED.get(key)
+    if new is None:
+        return key
+    if new in beside:
+        raise UserError(f"{place}{dotted(key)} is called {dotted(new)} now, and both are given. Remove the old one.")
+    # No stack level: the line to change is the user's, which the text names.
+    text = f"{place}{dotted(key)} is called {dotted(new)} now; the old name will go."
+    warnings.warn(text, ArgosyWarning, stacklevel=1)
+    return new
 
 
 @dataclass(frozen=True)
@@ -24,7 +89,7 @@ class Source:
     lines: Mapping[Key, int] | None = None
 
     def place(self, key: Key) -> KeyPlace:
-        """Where `key` is written: its own line, that of its first element, or of the nearest table around it."""
+        """Return the place of `key`: its own line, that of its first element, or of the nearest table around it."""
         if self.lines is None:
             return KeyPlace(self.name)
         for depth in range(len(key), 0, -1):
@@ -67,7 +132,7 @@ def override_layer(overrides: Mapping[str, object], mark: str) -> Layer:
     values: dict[Key, object] = {}
     for name, value in overrides.items():
         key = key_of(name)
-        if isinstance(value, Mapping) and key not in fields(RunConfig):
+        if isinstance(value, Mapping) and key not in key_fields(RunConfig):
             values |= flatten(value, RunConfig, key)
         else:
             values[key] = value
@@ -76,7 +141,8 @@ def override_layer(overrides: Mapping[str, object], mark: str) -> Layer:
 
 def run_layer(values: Mapping[Key, object], source: Source, folder: Path) -> Layer:
     """Return the values of a run under today's keys; paths become absolute, a plan's table becomes its string."""
-    named = {new_key(key, source.place(key).text, values): value for key, value in values.items()}
+    there = {key: value for key, value in values.items() if not is_removed(key, value, source.place(key).text)}
+    named = {new_key(key, source.place(key).text, there): value for key, value in there.items()}
     return {key: Setting(_settled(key, value, folder), source) for key, value in named.items()}
 
 
@@ -90,7 +156,7 @@ def _settled(key: Key, value: object, folder: Path) -> object:
             return [_settled_stage(stage, folder) for stage in value]
         case ((("data", "prepare", "input") | ("extend", "files")), list() | tuple()):
             return [_absolute(path, folder) for path in value]
-    is_path = key in fields(RunConfig) and value_type(fields(RunConfig)[key]) is Path
+    is_path = key in key_fields(RunConfig) and value_type(key_fields(RunConfig)[key]) is Path
     return _absolute(value, folder) if is_path else value
 
 
@@ -114,3 +180,30 @@ def _plan_text(table: dict[str, object]) -> object:
     words = {key: str(v).lower() if isinstance(v, bool) else str(v) for key, v in table.items()}
     auto = ["auto"] if words.pop("auto", "false") == "true" else []
     return ",".join(auto + [f"{key}={word}" for key, word in words.items()])
+
+
+WEIGHTS: Key = ("model", "weights")
+PRESET: Key = ("model", "preset")
+OF_ANY_MODEL: tuple[Key, ...] = (WEIGHTS, ("model", "init_std"))
+"""Keys of the model that no preset sets."""
+
+
+def of_weights(asked: Layer) -> Layer:
+    """Return the model's sizes in the run of `model.weights`, if `asked` names weights and no preset.
+
+    Raises: UserError if there is no such run, and `asked` says nothing of the sizes either.
+    """
+    entry = asked.get(WEIGHTS)
+    if entry is None or not isinstance(entry.value, str | Path) or PRESET in asked:
+        return {}
+    folder = Path(entry.value)
+    runs = [path for path in (folder / "run.toml", folder.parent.parent / "run.toml") if path.is_file()]
+    if runs:
+        file = file_layer(runs[0], str(runs[0]), runs[0].parent)
+        return {key: found for key, found in file.items() if key[0] == "model" and key not in (PRESET, *OF_ANY_MODEL)}
+    if any(key[0] == "model" and key not in OF_ANY_MODEL for key in asked):
+        return {}
+    raise UserError(
+        f"{entry.source.place(WEIGHTS).text}model.weights = {folder}: no run.toml there says the model's sizes. "
+        "Give a run folder or one of its checkpoints, e.g. what `argosy checkpoint import` wrote."
+    )

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from argosy.config.keys import Key
+from argosy.config.section import Key
 from argosy.errors import UserError
 from argosy.files import read_at_most
 
@@ -36,7 +36,7 @@ _TOKEN = re.compile(
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
-    """What the file says, and the line (from 1) of each of its keys and tables.
+    """Return the table in a file, and the line (from 1) of each of its keys and tables.
 
     Raises: UserError if the file cannot be read, is not UTF-8, is not TOML, or is larger than any run file.
     """
@@ -48,7 +48,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """What the file says. Raises: OSError if it cannot be read; UserError as `read_toml`."""
+    """Return the table in a file. Raises: OSError if it cannot be read; UserError as `read_toml`."""
     return _read(path)[1]
 
 

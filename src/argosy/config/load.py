@@ -10,16 +10,27 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from argosy.config.catalog import near_names, preset_names, preset_path
 from argosy.config.data import DataConfig
-from argosy.config.keys import Key, dotted, fields, key_of, nest, sections, value_type
-from argosy.config.layers import Layer, Setting, Source, file_layer, override_layer, preset_layer, run_layer
-from argosy.config.pretrained import OF_ANY_MODEL, WEIGHTS, of_weights
-from argosy.config.pretrained import PRESET as MODEL_PRESET
-from argosy.config.problems import KeyPlace, Problem, problem_of, shown
+from argosy.config.layers import (
+    OF_ANY_MODEL,
+    PRESET,
+    WEIGHTS,
+    Layer,
+    Setting,
+    Source,
+    file_layer,
+    near_names,
+    of_weights,
+    override_layer,
+    preset_layer,
+    preset_names,
+    preset_path,
+    run_layer,
+)
+from argosy.config.model import ModelConfig
+from argosy.config.problems import ELSEWHERE, KeyPlace, Problem, problem_of, shown, suggestion
 from argosy.config.schema import RunConfig
-from argosy.config.section import Section
-from argosy.config.suggest import ELSEWHERE, suggestion
+from argosy.config.section import Key, Section, dotted, key_fields, key_of, nest, sections, value_type
 from argosy.errors import UserError
 
 DEFAULT_RUN = "demo"
@@ -93,14 +104,14 @@ def build(schema: type[SectionT], entries: Layer, below: Mapping[Key, Setting] =
 
     below: values that some of `entries` replace, which hold if these are left out.
     """
-    known = {key: entry for key, entry in entries.items() if key in fields(schema) or key in sections(schema)}
+    known = {key: entry for key, entry in entries.items() if key in key_fields(schema) or key in sections(schema)}
     unknown = [key for key in entries if key not in known]
     problems = [_unknown_key(key, entries[key], schema) for key in unknown[:MOST_PROBLEMS]]
     more = len(unknown) - len(problems)
     # Strict, so that "100" is no number; as JSON, since strict Python input refuses text for a path. In turn
     # strict JSON input refuses a default that is a Path already, so those are passed as text too.
     values: dict[Key, object] = {
-        key: str(f.default) for key, f in fields(schema).items() if isinstance(f.default, Path)
+        key: str(f.default) for key, f in key_fields(schema).items() if isinstance(f.default, Path)
     }
     values |= {key: _whole(key, entry.value, schema) for key, entry in known.items()}
     problems += [_too_large(key, entry) for key, entry in known.items() if _is_too_large(entry.value)]
@@ -121,7 +132,7 @@ def build(schema: type[SectionT], entries: Layer, below: Mapping[Key, Setting] =
 
 def _unknown_key(key: Key, entry: Setting, schema: type[Section]) -> Problem:
     mark = OPTION_MARK if entry.source.name == OPTION_MARK else ""
-    where = suggestion(key, fields(schema), mark, ELSEWHERE if schema is RunConfig else {})
+    where = suggestion(key, key_fields(schema), mark, ELSEWHERE if schema is RunConfig else {})
     text = f"{dotted(key)} = {shown(entry.value)}: unknown key; {where}"
     return Problem(entry.source.place(key), text)
 
@@ -137,12 +148,12 @@ def _too_large(key: Key, entry: Setting) -> Problem:
 
 def _whole(key: Key, value: object, schema: type[Section]) -> object:
     """24e6 is a whole number, though TOML calls it a float."""
-    wants_int = key in fields(schema) and value_type(fields(schema)[key]) is int
+    wants_int = key in key_fields(schema) and value_type(key_fields(schema)[key]) is int
     return int(value) if wants_int and isinstance(value, float) and value.is_integer() else value
 
 
 def _place(key: Key, entries: Layer) -> KeyPlace:
-    """Where `key` was written; if nowhere, the table in which it might have been, or the only file there is."""
+    """Return where `key` was written; if nowhere, the table in which it might have been, or the only file there is."""
     for depth in range(len(key), 0, -1):
         if entry := entries.get(key[:depth]):
             return entry.source.place(key)
@@ -161,7 +172,7 @@ def over_model_preset(file: Layer, given: Layer) -> Layer:
     Raises: UserError for an unknown preset.
     """
     new = _model_preset(file | given)
-    if new and MODEL_PRESET in given:
+    if new and PRESET in given:
         file = _without_model(file)
     return new | file
 
@@ -171,13 +182,13 @@ def _without_model(file: Layer) -> Layer:
 
 
 def _model_preset(layer: Layer) -> Layer:
-    entry = layer.get(MODEL_PRESET)
+    entry = layer.get(PRESET)
     if entry is None or not isinstance(entry.value, str):
         return {}
     try:
         return preset_layer(preset_path("models", entry.value))
     except UserError as error:
-        place = entry.source.place(MODEL_PRESET)
+        place = entry.source.place(PRESET)
         raise UserError(f'{place.text}model.preset = "{entry.value}": {error}') from None
 
 
@@ -200,3 +211,19 @@ def run_file(source: str) -> Path:
         raise UserError(f"{path}: there is no folder {path.parent}.")
     names = [*(p.name for p in path.parent.glob("*.toml")), *preset_names("runs")]
     raise UserError(f"{path}: no such run file or preset; {near_names(path.name, sorted(names))}")
+
+
+NOT_SIZES = {
+    *("preset", "weights", "vocab_size", "init_std", "norm_eps", "mup"),
+    *("max_seq_len", "rope_theta", "rope_scaling"),
+}
+"""Keys that make no other model of a preset."""
+
+
+def model_name(model: ModelConfig, otherwise: str = "") -> str:
+    """Return the preset's name, with a remark if its sizes were changed; without one, `otherwise` or the family."""
+    if model.preset is None:
+        return otherwise or model.family
+    preset = build(RunConfig, preset_layer(preset_path("models", model.preset))).model
+    as_it_is = preset.model_dump(exclude=NOT_SIZES) == model.model_dump(exclude=NOT_SIZES)
+    return model.preset if as_it_is else f"{model.preset} with other sizes"

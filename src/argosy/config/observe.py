@@ -23,7 +23,7 @@ VARIABLE = r"^$|^[A-Za-z_][A-Za-z0-9_]*$"
 
 
 class AlertsConfig(Section):
-    """What is told to people while a run goes on, and how it reaches them."""
+    """Alerts to people while a run goes on, and how they reach them."""
 
     on: tuple[AlertKind, ...] = ALL
     """The alerts that are told: spike, nan, stall, dead, disk_filling, node_in_doubt, low_goodput,
@@ -66,7 +66,7 @@ class AlertsConfig(Section):
 
 
 class EnergyConfig(Section):
-    """What energy, carbon and devices cost where the run is; for its report, beside what was measured."""
+    """Prices of energy, carbon and devices where the run is; for its report, beside what was measured."""
 
     grid_kg_per_kwh: NonNegativeFloat | None = None
     """CO2 of a kWh of the electricity, kg; none: that of `launch.cluster`, or the world's average."""
@@ -188,7 +188,7 @@ class OpenTelemetryConfig(Section):
 
 
 class SinksConfig(Section):
-    """How sinks are held."""
+    """Limits of all sinks."""
 
     timeout_s: PositiveFloat = 60.0
     """A sink that does nothing for so long is ended, and tried again later."""
@@ -199,7 +199,7 @@ class SinksConfig(Section):
 
 
 class ObserveConfig(Section):
-    """What a run shows of itself, and where. Nothing here changes what is trained."""
+    """The records of a run, and where they are shown. Nothing here changes what is trained."""
 
     ranks_every_s: PositiveFloat = 5.0
     """Seconds between two lines in which a node writes down what its ranks and devices did; longer in large runs."""

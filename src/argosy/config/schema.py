@@ -2,8 +2,7 @@
 
 The options of the command line, their help, the editor's JSON schema, `argosy config show` and the error messages
 all come from `RunConfig` and the classes of its tables, the larger of which have files of their own beside this one. A
-key that is in none is refused. Units stand in the names.
-"""
+key that is in none is refused. Units stand in the names."""
 
 from __future__ import annotations
 
@@ -17,107 +16,84 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 
-from argosy.config.address import LeaseUrl, OptionalAddress
-from argosy.config.batch_ramp import BatchSizes, BatchStage, check_ramp
 from argosy.config.data import DataConfig
-from argosy.config.extend import ExtendConfig, one_of_or_own
+from argosy.config.extend import ExtendConfig
+from argosy.config.launch import LaunchConfig
 from argosy.config.model import FAMILIES, UNGATED, ModelConfig
 from argosy.config.observe import ObserveConfig
-from argosy.config.resilience import ResilienceConfig
+from argosy.config.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from argosy.config.section import Section
-from argosy.config.sites import SiteConfig, check_fragments, check_sites
-from argosy.config.sync import SyncConfig
+from argosy.config.sync import SiteConfig, SyncConfig, check_fragments, check_sites
+from argosy.config.train import LOSSES, TrainConfig
 from argosy.extend.declared import Declaration
 
-OPTIMIZERS = ("adamw", "lion", "muon")
-LOSSES = ("cross_entropy",)
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
+class ResilienceConfig(Section):
+    """Detection of failures, and recovery from them."""
 
-class OptimizerGroup(Section):
-    """Parameters with settings of their own."""
+    node_check_s: NonNegativeFloat = 0.5
+    """Duration of the node health check, before a machine takes part in the run and when a rank on it is in doubt:
+    products whose bits are known, memory, speed, on all its cores and GPUs at once; 0 checks nothing."""
+    grace_s: PositiveFloat = 60.0
+    """Time to save the state after SIGTERM, SIGINT or SIGUSR1; then processes are killed."""
+    wait_for_nodes_s: NonNegativeFloat = 60.0
+    """Time to wait for a lost node before the run goes on without it, under another plan."""
+    coordinator_timeout_s: PositiveFloat = 600.0
+    """Time that an agent tries to reach a lost coordinator, and that a new run waits for all its nodes."""
+    hang_s: NonNegativeFloat = 0.0
+    """A rank that the others have waited for this long is killed and replaced; 0: ten median steps, at least 30 s."""
+    heartbeat_timeout_s: PositiveFloat = 10.0
+    """A process without a heartbeat for this long, stopped or holding Python's lock, is killed and replaced."""
+    first_step_s: PositiveFloat = 600.0
+    """Longest time for what may compile or wait for a disk: first steps, recovery, saving."""
+    straggler_factor: Annotated[float, Field(gt=1.0)] = 1.5
+    """A step is slow on a rank if its own work takes this many times as long as its peers'."""
+    straggler_steps: PositiveInt = 20
+    """A rank that is always slow is reported after this many steps; one that is often slow, within ten times that."""
+    straggler_s: NonNegativeFloat = 10.0
+    """Least time that those steps span: shorter slowness is no reason to act."""
+    on_bad_step: Literal["skip", "rewind", "stop"] = "skip"
+    """A step whose loss or gradient norm is not finite, or an outlier, changes nothing, and its samples are skipped.
+    rewind: after `rewind_after` in a row the run also goes back to its newest checkpoint; stop: the first ends it."""
+    rewind_after: PositiveInt = 3
+    """Bad steps in a row after which on_bad_step = "rewind" goes back to a checkpoint."""
+    spike_window: PositiveInt = 128
+    """Number of past steps whose median, and median distance from it, a loss and a gradient norm are compared with."""
+    spike_warmup_steps: PositiveInt = 64
+    """First steps of the run, and of each of data.stages, of which only those that are not finite are bad."""
+    loss_spike_sigmas: NonNegativeFloat = 10.0
+    """A loss this many standard deviations above the median is a spike; 0 turns this off."""
+    norm_outlier_sigmas: NonNegativeFloat = 15.0
+    """A gradient norm whose logarithm is this many standard deviations above the median is an outlier; 0: off."""
+    fingerprint_every_steps: NonNegativeInt = 1
+    """Steps between comparisons of the replicas of weights and optimizer state, by fingerprints; 0: never."""
+    replay_check_every_steps: NonNegativeInt = 0
+    """Steps between replay checks: other replicas compute one replica's loss and gradient again, and compare the bits;
+    0 makes none."""
+    check_collectives: bool = False
+    """Check the gradient all-reduces with checksums that travel beside them (not under zero = 3)."""
+    memory_checkpoint_every_steps: NonNegativeInt | Literal["auto"] = "auto"
+    """Steps between in-memory checkpoints of a state that has parts without a replica on another node; 0 makes none;
+    auto: the interval that costs least, by the measured cost of one and the devices' rate of failures."""
+    migrate: bool = True
+    """Leave a slow node out, or take another plan where a link became slow, if the planner says that it pays; false
+    only reports them."""
 
-    match: str
-    """Names of the parameters; * stands for any characters, e.g. "*_norm.weight" or "head.*"."""
-    lr_factor: NonNegativeFloat = 1.0
-    """Factor on the learning rate; 0 freezes them."""
-    weight_decay: NonNegativeFloat | None = None
-    """Weight decay of these parameters; none given: the default."""
+    rebalance: bool = False
+    """Deal microbatches out to data-parallel replicas by their measured speed, if that saves a twentieth of a step, and
+    layers to pipeline stages, if that saves a tenth. The order in which gradients are summed then depends on measured
+    times, and losses do not repeat to the bit."""
 
-
-class OptimizerConfig(Section):
-    """The optimizer."""
-
-    kind: Annotated[str, one_of_or_own(*OPTIMIZERS)] = "adamw"
-    """adamw; lion (Chen et al. 2023; needs a 3 to 10 times lower lr); muon (Jordan 2024), adamw beside it; or one of
-    your own, by its name (docs/extending.md)."""
-    lr: PositiveFloat = 1e-3
-    """Peak learning rate."""
-    beta1: Beta = 0.9
-    """adamw: decay of the first moment; lion: share of the momentum in a step."""
-    beta2: Beta = 0.95
-    """adamw: decay of the second moment; lion: decay of the momentum."""
-    momentum: Beta = 0.95
-    """muon: decay of the momentum."""
-    eps: PositiveFloat = 1e-8
-    """adamw: added to the root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, on matrices only (not on norms, biases)."""
-    state: Literal["fp32", "int8"] = "fp32"
-    """Moments of adamw and lion: 4 bytes per number, or 1 (blocks of 256; Dettmers et al. 2022)."""
-    groups: Annotated[tuple[OptimizerGroup, ...], tyro.conf.Suppress] = ()
-    """Parameters with a learning rate or weight decay of their own; the first group that matches a name applies."""
-    grad_clip: NonNegativeFloat = 1.0
-    """Gradient clipping: largest global gradient norm; 0 does not clip."""
-
-
-class ScheduleConfig(Section):
-    """The schedule of the learning rate over the run, as a share of optimizer.lr."""
-
-    kind: Literal["cosine", "wsd", "constant"] = "wsd"
-    """cosine; wsd: warmup, stable, linear decay (Hu et al. 2024); constant after warmup."""
-    warmup_steps: NonNegativeInt = 20
-    """Warmup: steps in which the learning rate rises linearly."""
-    decay_fraction: Fraction = 0.3
-    """wsd: share of the run that decays."""
-    final_ratio: Fraction = 0.1
-    """Learning rate at the end over its peak."""
-
-
-class TrainConfig(Section):
-    """The length and the batch of the run."""
-
-    steps: NonNegativeInt = 0
-    """Length of the run in optimizer steps (epochs times the tokens of the data, over batch size times sequence
-    length); 0: as many as fit in `minutes`, decided once from the speed of the first steps."""
-    minutes: NonNegativeFloat = 0.0
-    """Length of the run in minutes, used when steps = 0."""
-    global_batch: PositiveInt = 16
-    """Batch size: sequences per optimizer step, over all processes and accumulated microbatches."""
-    batch_ramp: Annotated[tuple[BatchStage, ...], tyro.conf.Suppress] = ()
-    """Batch-size ramp: stages of first steps with smaller batches, which grow up to global_batch."""
-    deterministic: bool = False
-    """Use deterministic kernels only: the same numbers again, slower on a GPU."""
-    loss: Annotated[str, one_of_or_own(*LOSSES)] = "cross_entropy"
-    """Training loss: cross_entropy, or one of your own, by its name (docs/extending.md)."""
-    pause_at: NonNegativeInt = 0
-    """Save and stop after this many steps, with the schedule of the whole run; 0 does not stop."""
-
-    @model_validator(mode="after")
-    def _has_an_end(self) -> Self:
-        if not self.steps and not self.minutes:
-            raise ValueError("steps = 0 and minutes = 0: say how long, e.g. steps = 1000 or minutes = 10")
-        check_ramp(self.batch_ramp, self.global_batch, self.steps)
-        return self
-
-    @property
-    def batches(self) -> BatchSizes:
-        """The batch of each step, and the samples before it."""
-        return BatchSizes(self.global_batch, tuple((s.until_step, s.global_batch) for s in self.batch_ramp))
+    @field_validator("memory_checkpoint_every_steps", mode="before")
+    @classmethod
+    def _is_auto_or_steps(cls, value: object) -> object:
+        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError('must be "auto", or a whole number of steps (0 makes none)')
+        return value
 
 
 class EvaluateConfig(Section):
@@ -132,7 +108,7 @@ class EvaluateConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When state is saved, and which saves are kept."""
+    """The times of checkpoints, and which are kept."""
 
     every_steps: NonNegativeInt = 0
     """Steps between checkpoints; 0 does not save by steps."""
@@ -147,68 +123,6 @@ class CheckpointConfig(Section):
     remote: str = ""
     """Place that verified checkpoints are copied to in the background, and read from if those here are lost or damaged:
     a URL that fsspec knows, e.g. s3://bucket/folder, or a path; the run's name is added."""
-
-
-class LaunchConfig(Section):
-    """The machines of the run, and the processes on each."""
-
-    processes: NonNegativeInt = 0
-    """Number of GPUs to use on each machine, one worker process for each; 0: as many as the plan says; with auto all
-    GPUs, or one process without GPUs."""
-    threads: NonNegativeInt = 0
-    """CPU threads per worker; 0 divides the cores equally."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the workers."""
-    max_restarts: NonNegativeInt = 3
-    """Number of times in a row that lost workers are replaced without progress in between."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port of a coordinator on this machine if `coordinator` is not given; 0: a free one."""
-    nodes: PositiveInt = 1
-    """Number of machines; start the same command on each of them, with the same `coordinator` or `lease`."""
-    coordinator: OptionalAddress = ""
-    """HOST:PORT of the coordinator; the agent on the machine that HOST names starts it there."""
-    lease: str = ""
-    """In place of `coordinator`: where the agents agree on which of them starts it, and which other one if its machine
-    is lost. etcd://HOST:PORT,HOST:PORT,HOST:PORT (etcds://... for TLS), kubernetes://NAMESPACE/NAME, or folder: the
-    run's folder."""
-    address: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]*$", max_length=255)] = ""
-    """Address at which the others reach a coordinator that `lease` has started on this machine; empty: the one from
-    which it reaches etcd or Kubernetes, or that of its host name."""
-    node: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*$", max_length=255)] = ""
-    """Name of this machine among the nodes; empty: its host name."""
-    tls: bool = False
-    """Encrypt what agents and coordinator say to each other. Without it, others on the network can read it, but without
-    the run's secret they can neither take part nor change anything."""
-    tls_certificate: str = ""
-    """PEM file of the certificate that all nodes of the run show; empty: one that is made for the run."""
-    tls_key: str = ""
-    """PEM file of its private key."""
-    timeout_s: PositiveFloat = 600.0
-    """Longest time that a collective may wait for a peer."""
-    cluster: str = ""
-    """Cluster that predictions are made for: NxDEVICE, a preset or a file; empty: ./cluster.toml if `argosy probe`
-    wrote it on this machine, else the catalogue's figures for the devices at hand."""
-    allow_memory: bool = False
-    """Start even if the plan is predicted to need more memory than devices and host have."""
-
-    @model_validator(mode="after")
-    def _has_one_place(self) -> Self:
-        if self.lease:
-            LeaseUrl.parse(self.lease)
-        if self.lease and self.coordinator:
-            raise ValueError(
-                "lease and coordinator are both given; give one: coordinator is a fixed place, lease lets the agents "
-                "choose one"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _certificate_has_key(self) -> Self:
-        if bool(self.tls_certificate) != bool(self.tls_key):
-            raise ValueError("tls_certificate and tls_key belong together; give both, or none: one is made for the run")
-        if self.tls_key and not self.tls:
-            raise ValueError("tls_certificate and tls_key have no effect without tls = true; add it")
-        return self
 
 
 class RunConfig(Section):

@@ -1,22 +1,26 @@
-"""The base of the run file's tables, and what their keys mean.
+"""The base of the run file's tables: their keys, and what each means.
 
-Meanings are the texts under keys in the source of their section, read when somebody asks: pydantic's
-`use_attribute_docstrings` reads all of it at import, an eighth of what a short command takes.
-"""
+A key is a tuple of names, as ("train", "steps"). Meanings are the texts under keys in the source of their section, read
+when somebody asks: pydantic's `use_attribute_docstrings` reads all of it at import, an eighth of what a short command
+takes."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 import threading
+import types
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic.fields import FieldInfo
 
 from argosy.credentials import REMEDY, has_credentials
 
@@ -73,3 +77,93 @@ class Section(BaseModel):
         if any(isinstance(text, str | Path) and has_credentials(str(text)) for text in texts):
             raise ValueError(REMEDY)
         return value
+
+
+Key = tuple[str | int, ...]
+"""Names from the outermost table inwards; an index stands for an element of a list."""
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The section that `field` holds, or may hold; None if it holds a value."""
+    kind = value_type(field)
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def element_of(field: FieldInfo) -> type[Section] | None:
+    """The section that each element of `field` is, a list or a table of sections; None if it is something else."""
+    kind = value_type(field)
+    inner = [a for a in get_args(kind) if a is not Ellipsis][-1:] if get_origin(kind) in (tuple, dict) else []
+    return inner[0] if inner and isinstance(inner[0], type) and issubclass(inner[0], Section) else None
+
+
+def value_type(field: FieldInfo) -> Any:
+    """Return the type of `field`, without None and without limits: int for `PositiveInt | None`."""
+    kind = field.annotation
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(k for k in get_args(kind) if k is not types.NoneType)
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def limits(field: FieldInfo) -> list[Any]:
+    """The constraints on the value of `field`, whether or not it may also be None."""
+    inner = [m for kind in get_args(field.annotation) for m in getattr(kind, "__metadata__", ())]
+    return [*field.metadata, *(inner if type(None) in get_args(field.annotation) else ())]
+
+
+@cache
+def key_fields(schema: type[Section]) -> dict[Key, FieldInfo]:
+    """Every key of `schema` that holds a value, in the order of the schema."""
+    found: dict[Key, FieldInfo] = {}
+    for name, field in schema.model_fields.items():
+        inner = section_of(field)
+        found |= {(name, *key): f for key, f in key_fields(inner).items()} if inner else {(name,): field}
+    return found
+
+
+@cache
+def sections(schema: type[Section]) -> dict[Key, type[Section]]:
+    """Every table of `schema`; `schema` itself is ()."""
+    found: dict[Key, type[Section]] = {(): schema}
+    for name, field in schema.model_fields.items():
+        if inner := section_of(field):
+            found |= {(name, *key): section for key, section in sections(inner).items()}
+    return found
+
+
+def flatten(table: Mapping[str, Any], schema: type[Section], above: Key = ()) -> dict[Key, object]:
+    """Key -> value of a nested table; a value that is a table itself (data.sources) stays whole."""
+    flat: dict[Key, object] = {}
+    for name, value in table.items():
+        key = (*above, name)
+        if isinstance(value, Mapping) and value and key not in key_fields(schema):
+            flat |= flatten(value, schema, key)
+        elif value != {} or key not in sections(schema):
+            flat[key] = value
+    return flat
+
+
+def nest(flat: Mapping[Key, object]) -> dict[str, Any]:
+    """The nested table of `flat`; a value at the key of a table (model = 3) hides what is below it."""
+    root: dict[str, Any] = {}
+    for key in sorted(flat, key=len, reverse=True):
+        table = root
+        for name in key[:-1]:
+            table = table.setdefault(str(name), {})
+        table[str(key[-1])] = flat[key]
+    return root
+
+
+def key_of(text: str) -> Key:
+    """The key that a user writes as checkpoint.every_steps, or with dashes."""
+    return tuple(text.replace("-", "_").split("."))
+
+
+def dotted(key: Iterable[str | int]) -> str:
+    """The key as a user writes it: data.stages[0].sources."my folder"."""
+    text = ""
+    for name in key:
+        if isinstance(name, int):
+            text += f"[{name}]"
+        else:
+            text += "." * bool(text) + (name if re.fullmatch(r"[\w-]+", name) else f'"{name}"')
+    return text

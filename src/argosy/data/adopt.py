@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from argosy.data.checksum import write_checksums
-from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName
+from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName, write_checksums
 from argosy.data.shards import ShardIndex, ShardReader
 from argosy.data.tokenizer import Tokenizer, tokenizer_file
 from argosy.errors import UserError

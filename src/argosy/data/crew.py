@@ -1,24 +1,32 @@
-"""The caller's side of a `prepare`: starts workers, replaces those that end, and takes their results in order."""
+"""The caller's side of a `prepare`: starts workers, replaces those that end, takes their results in order, and counts
+how far the work is.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
-from argosy.data.executors.executor import CrewExecutor
+from argosy.data.cutting import Journal
+from argosy.data.tokenizer import EncodedBatch
 from argosy.data.work import Chunk, DamagedResult, PrepareTask, WorkFolder, WorkState
 from argosy.data.worker import BEAT_S, SILENT_S
+from argosy.engines.engine import Engine, NeverFits, ProgramJob
+from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import ArgosyError, RunFailed, UserError
+from argosy.processes.supervisor import RestartPolicy, Restarts
 
-LOOK_S = 1.0
-"""How often the caller looks whether its workers live."""
+WORKERS_LOOK_S = 1.0
+"""Seconds between two looks of the caller at its workers."""
 TELL_S = 0.1
-"""How often workers are told that the caller has got on."""
-POLL_S, MOST_POLL_S = 0.005, 0.2
+"""Seconds between two notes to workers of how far the caller is."""
+RESULT_POLL_S, MOST_RESULT_POLL_S = 0.005, 0.2
 LEAST_AHEAD = 64
 """Tasks that may be done ahead of the first one that the caller waits for: this bounds what lies in the folder."""
 MOST_ENDS = 3
@@ -49,26 +57,31 @@ class Workers:
     def __init__(
         self,
         folder: WorkFolder,
-        executor: Callable[[], CrewExecutor],
+        engine: Engine,
+        job_of: Callable[[str], ProgramJob],
         wanted: int,
         on_look: Callable[[Crew], None] = lambda crew: None,
     ):
-        """on_look: told how many live, about once a second while results are waited for."""
-        self._folder, self._make_executor, self._wanted, self._on_look = folder, executor, wanted, on_look
-        self._executor: CrewExecutor | None = None
+        """job_of: returns the job of a worker, given its name. on_look: told how many live, about once a second while
+        results are waited for."""
+        self._folder, self._wanted, self._on_look = folder, wanted, on_look
+        self._engine, self._job_of = engine, job_of
+        self._jobs: dict[str, LaunchedJob] = {}
+        self._states: dict[str, tuple[JobState, str]] = {}
+        """The state of each worker that was started and not replaced, and a few words on it."""
+        self._over = set[str]()
+        """Workers whose jobs have ended; one that was replaced because it was silent may go on."""
         self._state = WorkState(uuid.uuid4().hex, ahead=max(LEAST_AHEAD, 4 * wanted))
         self._told_s = self._looked_s = -1e9
         self._beats: dict[str, tuple[int, float]] = {}
-        self._gone: dict[str, str] = {}
-        """Workers that were replaced, and how they ended."""
-        self._ends = 0
+        self._restarts = Restarts(RestartPolicy(most_failures=MOST_ENDS * wanted))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._executor is not None:
-            self._executor.stop()
+        with suppress(UserError):
+            self._engine.stop_all([job for name, job in self._jobs.items() if name not in self._over])
 
     def results(
         self, stage: str, tasks: int, first: int = 0, chunk: int = 0, start: int = 0, ahead: int = 0
@@ -91,15 +104,14 @@ class Workers:
                 )
                 found = self._wait(task, chunk)
                 yield task, chunk, found
-                self._ends = 0
+                self._restarts.progress()
                 chunk, start, is_last = chunk + 1, found.end, found.is_last
 
     def finish(self) -> None:
-        """Tell the workers that all is done."""
         self._tell(is_over=True)
 
     def _wait(self, task: PrepareTask, chunk: int) -> Chunk:
-        poll_s = POLL_S
+        poll_s = RESULT_POLL_S
         while True:
             self._tick()
             try:
@@ -112,42 +124,56 @@ class Workers:
                 raise _error(*failure)
             self._start_if_none()
             time.sleep(poll_s)
-            poll_s = min(1.5 * poll_s, MOST_POLL_S)
+            poll_s = min(1.5 * poll_s, MOST_RESULT_POLL_S)
 
     def _start_if_none(self) -> None:
-        if self._executor is None:
+        if not self._jobs:
             self._tell()
-            self._executor = self._make_executor()
-            self._executor.start(self._wanted)
+            self._start(self._wanted)
+
+    def _start(self, count: int) -> None:
+        """Start workers. They may have to wait for machines."""
+        first = len(self._jobs)
+        names = [f"{self._state.caller[:6]}-{first + number}" for number in range(count)]
+        started = self._engine.start_all([self._job_of(name) for name in names])
+        self._jobs.update(zip(names, started, strict=True))
+        self._states.update(dict.fromkeys(names, ("waiting", "started")))
 
     def _tick(self) -> None:
         now_s = time.monotonic()
         if now_s - self._told_s >= TELL_S:
             self._told_s = now_s
             self._tell()
-        if self._executor is not None and now_s - self._looked_s >= LOOK_S:
+        if self._jobs and now_s - self._looked_s >= WORKERS_LOOK_S:
             self._looked_s = now_s
-            self._look(self._executor)
+            self._look()
 
     def _tell(self, is_over: bool = False) -> None:
         self._state = replace(self._state, beat=self._state.beat + 1, is_over=is_over)
         self._folder.say(self._state)
 
-    def _look(self, executor: CrewExecutor) -> None:
+    def _look(self) -> None:
         """Free what workers held that have ended, and start others in their place."""
-        states = {name: state for name, state in executor.states().items() if name not in self._gone}
-        beats = self._folder.beats()
+        states, beats = self._states, self._folder.beats()
+        try:
+            found = self._engine.states([self._jobs[name] for name in states])
+            states.update(zip(list(states), found, strict=True))
+        except NeverFits:
+            raise
+        except UserError:  # a cluster that does not answer now says nothing of any worker
+            pass
         ended = {name: why for name, (state, why) in states.items() if state == "ended"}
+        self._over |= set(ended)
         ended |= {name: f"it shows no life for {SILENT_S:.0f} s" for name in states if self._is_silent(name, beats)}
         if ended:
-            self._gone |= ended
             self._folder.release_all(set(ended))
-            self._ends += len(ended)
-            if self._ends >= MOST_ENDS * self._wanted:
-                raise _ended(next(iter(ended.values())), self._ends, self._folder)
-            executor.start(len(ended))
-        waiting = [why for name, (state, why) in states.items() if state == "waiting" and name not in ended]
-        running = {name for name, (state, _) in states.items() if state == "running" and name not in ended}
+            if None in [self._restarts.ended() for _ in ended]:
+                raise _ended(next(iter(ended.values())), self._restarts.failures, self._folder)
+            for name in ended:
+                del states[name]
+            self._start(len(ended))
+        waiting = [why for state, why in states.values() if state == "waiting"]
+        running = {name for name, (state, _) in states.items() if state == "running"}
         text_bytes = sum(beats[name][1] for name in running if name in beats)
         self._on_look(Crew(len(running), len(waiting), waiting[0] if waiting else "", text_bytes))
 
@@ -177,3 +203,97 @@ def _ended(why: str, count: int, folder: WorkFolder) -> RunFailed:
         f"{count} workers have ended before their time ({why}; SIGKILL often means that memory ran out). Repeat the "
         f"command, and it goes on from there; fewer `processes` take less memory. What they print: {folder.path}/logs."
     )
+
+
+REPORT_EVERY_S = 0.1
+
+
+@dataclass(frozen=True)
+class PrepareProgress:
+    """The progress of `prepare`."""
+
+    stage: Literal["tokenizer", "duplicates", "tokens", "done"]
+    """The phase: training the tokenizer, looking for duplicates, tokenizing, or finished."""
+    text_bytes: int = 0
+    """UTF-8 bytes of text tokenized so far."""
+    total_text_bytes: int | None = None
+    """Bytes in all; None if that is not known before the input is read."""
+    tokens: int = 0
+    documents: int = 0
+    rate_bytes_per_s: float = 0.0
+    """Text tokenized per second since `prepare` was called, without the work of an interrupted call before."""
+    underway_bytes: int = 0
+    """Text that workers have tokenized and not delivered."""
+    workers: str = ""
+    """The workers, in words."""
+    pieces_done: float = 0.0
+    """duplicates: share of the input that was looked at."""
+
+    def __str__(self) -> str:
+        if self.stage == "tokenizer":
+            return "prepare  training the tokenizer"
+        if self.stage == "duplicates":
+            return f"prepare  looking for duplicates, {self.pieces_done:.0%}" + (
+                f"   {self.workers}" if self.workers else ""
+            )
+        total = f"/{self.total_text_bytes / 1e6:.1f}" if self.total_text_bytes else ""
+        done = min(self.text_bytes + self.underway_bytes, self.total_text_bytes or sys.maxsize)
+        return (
+            f"prepare  {done / 1e6:.1f}{total} MB of text, "
+            f"{self.tokens / 1e6:.2f}M tokens   {self.rate_bytes_per_s / 1e6:.1f} MB/s"
+            + (f"   {self.workers}" if self.workers else "")
+        )
+
+
+Report = Callable[[PrepareProgress], None]
+
+
+class Meter:
+    """Counts finished work and reports it."""
+
+    def __init__(self, journal: Journal, total_text_bytes: int | None, report: Report):
+        done = [shard for cut in journal.cuts for shard in cut.shards.values()]
+        self._report, self._began_s, self._reported_s = report, time.monotonic(), -REPORT_EVERY_S
+        self._earlier_bytes = sum(shard.text_bytes for shard in done)
+        self.progress = PrepareProgress(
+            stage="tokens",
+            text_bytes=self._earlier_bytes,
+            total_text_bytes=total_text_bytes,
+            tokens=sum(shard.tokens for shard in done),
+            documents=sum(shard.documents for shard in done),
+        )
+
+    def count(self, batch: EncodedBatch) -> None:
+        """Add documents that are in a shard."""
+        old = self.progress
+        self._show(
+            replace(
+                old,
+                text_bytes=old.text_bytes + int(batch.text_bytes.sum()),
+                tokens=old.tokens + len(batch.tokens),
+                documents=old.documents + len(batch.lengths),
+            )
+        )
+
+    def compared(self, share: float) -> None:
+        """Show how much of the input was looked at for duplicates; after all of it, tokenizing begins."""
+        if share < 1.0:
+            self._show(replace(self.progress, stage="duplicates", pieces_done=share))
+        else:
+            self.progress = replace(self.progress, stage="tokens")
+            self._began_s = time.monotonic()
+
+    def look(self, crew: Crew) -> None:
+        """Show how many workers there are, and what they are at."""
+        self._show(replace(self.progress, underway_bytes=crew.text_bytes, workers=str(crew)))
+
+    def finish(self) -> None:
+        self._report(replace(self.progress, stage="done", underway_bytes=0, workers=""))
+
+    def _show(self, progress: PrepareProgress) -> None:
+        now_s = time.monotonic()
+        done = progress.text_bytes + progress.underway_bytes - self._earlier_bytes
+        self.progress = replace(progress, rate_bytes_per_s=done / max(now_s - self._began_s, 1e-9))
+        if now_s - self._reported_s >= REPORT_EVERY_S:
+            self._reported_s = now_s
+            self._report(self.progress)

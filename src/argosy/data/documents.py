@@ -1,16 +1,88 @@
-"""Read documents from the pieces of the input. Unreadable input is counted and reported."""
+"""The documents of the input: its pieces, which are the tasks that workers share, and what is read of each.
+
+The pieces follow from the list of files alone, so every machine and every repetition has the same. What is made of the
+input does not depend on them: documents keep the order of the files.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from argosy.config.data import PrepareConfig
+from argosy.data.filters import Filters
 from argosy.data.formats import EMPTY, MAX_DOCUMENT_BYTES, BadInput, Fields, Text, read_file
-from argosy.data.pieces import InputPiece
 from argosy.data.sources import InputFile
 from argosy.errors import UserError
+
+PIECE_BYTES = 16 * 2**20
+"""Stored bytes of a piece at most: some ten seconds of one core's work, so that little is lost with a worker."""
+LEAST_PIECE_BYTES = 2**20
+"""Stored bytes of the first pieces: less would cost more to hand out than it is worth."""
+MOST_OF_BEFORE = 1 / 16
+"""The next ones grow with what is before them: at most this part of it. So workers share a small input evenly, and are
+not far ahead of where `max_text_bytes` ends a large one."""
+MOST_FILES = 1000
+"""Files of a piece at most: even empty ones take time to open."""
+SPLITTABLE = (".jsonl", ".ndjson", ".parquet")
+"""Kinds of files that a worker can read a part of, if they are not compressed as a whole."""
+
+
+@dataclass(frozen=True)
+class InputPiece:
+    """Consecutive files of the input, or a part of one file.
+
+    A part holds the lines, or row groups, that begin at its bytes of the file.
+    """
+
+    first: int
+    end: int
+    """The files `first` to `end` - 1."""
+    from_byte: int = 0
+    to_byte: int | None = None
+    """The bytes at which the part begins and ends; None: at the end of the file."""
+
+
+def cut_input(files: Sequence[InputFile], most_bytes: int = PIECE_BYTES) -> list[InputPiece]:
+    """Return the pieces of `files`, in order, of `most_bytes` or less where files can be divided."""
+    pieces: list[InputPiece] = []
+    first, held, before = 0, 0, 0  # the files from `first` on, `held` bytes, are in no piece yet
+    for number, file in enumerate(files):
+        size = file.size
+        room = _room(before, most_bytes)
+        if number > first and (size is None or size >= room or held + size > room or number - first >= MOST_FILES):
+            pieces.append(InputPiece(first, number))
+            first, held, before = number, 0, before + held
+            room = _room(before, most_bytes)
+        if size is None or size >= room:
+            pieces += _parts(number, file, before, most_bytes)
+            first, before = number + 1, before + (size or most_bytes)
+        else:
+            held += size
+    if first < len(files):
+        pieces.append(InputPiece(first, len(files)))
+    return pieces
+
+
+def _room(before: int, most_bytes: int) -> int:
+    """Return the bytes of a piece, given those before it."""
+    return min(most_bytes, max(LEAST_PIECE_BYTES, int(before * MOST_OF_BEFORE)))
+
+
+def _parts(number: int, file: InputFile, before: int, most_bytes: int) -> Iterator[InputPiece]:
+    """Yield the pieces of a file that has one or more for itself."""
+    at, size = 0, file.size if _is_splittable(file) else None
+    while size is not None and (end := at + _room(before + at, most_bytes)) < size:
+        yield InputPiece(number, number + 1, at, end)
+        at = end
+    yield InputPiece(number, number + 1, at)
+
+
+def _is_splittable(file: InputFile) -> bool:
+    return file.suffix in SPLITTABLE and not file.compression and file.is_seekable and file.texts is None
 
 
 @dataclass
@@ -111,5 +183,66 @@ class DocumentReader:
         return data.decode(errors="ignore")  # a character that the limit cuts is dropped
 
     def _left(self) -> int | None:
-        """Bytes left until max_text_bytes."""
         return None if self._max_text_bytes is None else self._max_text_bytes - self.tally.text_bytes
+
+
+FILES = 2_000
+"""Maximum number of files that a sample is taken from."""
+
+PIECES = 16
+"""Pieces that a sample takes from a long document."""
+
+
+def sample_texts(files: Sequence[InputFile], config: PrepareConfig, max_chars: int) -> Iterator[str]:
+    """Return about `max_chars` characters of the text that `config` prepares, or all of it if it is shorter.
+
+    Each of at most FILES files, evenly chosen, gives the same share; the next files may use what one leaves.
+    A file of many documents gives its first ones, a long document PIECES pieces.
+    """
+    chosen = _evenly(_within_limit(files, config.max_text_bytes), FILES)
+    left, filters = max_chars, Filters(config.filters)
+    for number, file in enumerate(chosen):
+        share = left // (len(chosen) - number)
+        for text in _from_file(file, config, filters, share):
+            left -= len(text)
+            yield text
+
+
+def _from_file(file: InputFile, config: PrepareConfig, filters: Filters, share: int) -> Iterator[str]:
+    url_field = config.filters.url_field if config.filters.blocked_urls else ""
+    reader = DocumentReader(
+        [file],
+        config.on_bad_input,
+        config.max_text_bytes,
+        config.max_document_bytes,
+        url_field,
+        filters or None,
+    )
+    for document in reader.read():
+        if share <= 0:
+            return
+        for piece in _pieces(document.text, share):
+            share -= len(piece)
+            yield piece
+
+
+def _pieces(text: str, max_chars: int) -> list[str]:
+    if len(text) <= max_chars:
+        return [text]
+    size = max(max_chars // PIECES, 1)
+    starts = [i * len(text) // PIECES for i in range(min(PIECES, max_chars))]
+    return [text[start : start + size] for start in starts]
+
+
+def _within_limit(files: Sequence[InputFile], max_bytes: int | None) -> Sequence[InputFile]:
+    """Return the first files that hold `max_bytes` of text, as far as their sizes tell."""
+    if max_bytes is None:
+        return files
+    before = itertools.accumulate((file.size or 0 for file in files), initial=0)
+    return [file for file, start in zip(files, before, strict=False) if start < max_bytes]
+
+
+def _evenly(files: Sequence[InputFile], n: int) -> Sequence[InputFile]:
+    if len(files) <= n:
+        return files
+    return [files[i * len(files) // n] for i in range(n)]

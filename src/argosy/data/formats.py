@@ -55,7 +55,7 @@ class Text(NamedTuple):
     data: bytes
     """UTF-8."""
     url: str = ""
-    """Where it is from, if its record says so."""
+    """The place that it is from, if its record names one."""
 
 
 @dataclass(frozen=True)

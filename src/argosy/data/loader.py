@@ -13,22 +13,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.config.batch_ramp import BatchSizes
 from argosy.config.data import DataConfig
+from argosy.config.train import BatchSizes
 from argosy.data.manifest import TOKENIZER
-from argosy.data.order import I64, MixtureStage, Order, Range, SampleOrder, Samples, kept
-from argosy.data.permutation import key_of
+from argosy.data.order import I64, MixtureStage, Order, Range, SampleOrder, Samples, kept, key_of
+from argosy.data.shards import I32, Place, TokenSource
 from argosy.data.stores.ahead import Ahead
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.source import open_source, stores_of
 from argosy.data.stores.store import is_url
-from argosy.data.stream import I32, Place, TokenSource
 from argosy.data.tokenizer import Tokenizer, how_to_prepare
 from argosy.errors import DataError, UserError
 from argosy.faults import fault
 
 WAITED_S = 1.0
-"""How often a loader that waits for a store says so."""
+"""Seconds between two lines of a loader that waits for a store."""
 AHEAD = 4
 """Steps that are read ahead."""
 
@@ -250,7 +249,6 @@ class OpenData:
         return self.batches.largest
 
     def loader(self, rows: slice) -> Loader:
-        """Return a loader for these rows of every global batch."""
         return Loader(self.sources, self.order, self.seq_len, self.batches, rows)
 
     @cached_property
@@ -265,7 +263,6 @@ class OpenData:
 
     @property
     def vocab_size(self) -> int:
-        """Size of the tokenizer's vocabulary."""
         return self.sources[0].manifest.vocab_size
 
     def news(self) -> Iterator[tuple[str, dict[str, Any]]]:

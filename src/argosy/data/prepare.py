@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +18,21 @@ import numpy as np
 
 from argosy.config.data import FiltersConfig, PrepareConfig
 from argosy.config.extend import ExtendConfig
-from argosy.data import journal as journals
+from argosy.config.launch import LaunchOptions
+from argosy.data import cutting as journals
 from argosy.data import manifest as manifests
-from argosy.data.crew import Workers
-from argosy.data.cutting import Cutter
-from argosy.data.documents import Tally
-from argosy.data.duplicates import key_maker, parts_of
-from argosy.data.engine import choose_engine
-from argosy.data.executors.executor import CrewExecutor, Program, WorkersRequest
-from argosy.data.executors.table import Machines, executor_class
-from argosy.data.filters import OWN_LISTS, Filters, list_checksums
-from argosy.data.journal import DocumentPosition, Journal, fingerprint
+from argosy.data.crew import Meter, PrepareProgress, Report, Workers
+from argosy.data.cutting import Cutter, DocumentPosition, Journal, fingerprint
+from argosy.data.documents import PIECE_BYTES, InputPiece, Tally, cut_input, sample_texts
+from argosy.data.filters import OWN_LISTS, Filters, key_maker, list_checksums, parts_of
 from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, Shard, SplitName
-from argosy.data.own_source import checksums_of
-from argosy.data.pieces import PIECE_BYTES, InputPiece, cut_input
-from argosy.data.progress import Meter, PrepareProgress, Report
-from argosy.data.sample import sample_texts
 from argosy.data.shards import token_dtype
-from argosy.data.sources import RECORDS, InputFile, find_files
-from argosy.data.stages import DUPLICATES, KEYS, TOKENS, PrepareJob, Stages
-from argosy.data.tokenizer import Tokenizer, tokenizer_file, train
+from argosy.data.sources import RECORDS, InputFile, checksums_of, find_files
+from argosy.data.tokenizer import Tokenizer, choose_engine, tokenizer_file, train
 from argosy.data.work import FOLDER, LOGS, PrepareTask, WorkFolder
+from argosy.data.worker import DUPLICATES, KEYS, TOKENS, WORKER, PrepareJob, Stages
+from argosy.engines.engine import ProgramJob
+from argosy.engines.table import engine_for_programs
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.extend import trust
 from argosy.files import MadeFolder, atomic_write, made_folder
@@ -56,6 +51,12 @@ CHUNK_BYTES = 8_000_000
 
 LOCK = ".prepare.lock"
 
+OPTIONS = {
+    "cpus_per_node": "--cpus",
+    **{name: f"--{name}" for name in ("time", "account", "partition", "address", "extra")},
+}
+"""Field of a worker's job -> its option."""
+
 Splits = dict[SplitName, tuple[Shard, ...]]
 
 
@@ -63,7 +64,7 @@ def prepare(
     config: PrepareConfig,
     report: Report | None = None,
     extend: ExtendConfig = ExtendConfig(),  # noqa: B008  (frozen)
-    machines: Machines = Machines(),  # noqa: B008  (frozen)
+    machines: LaunchOptions = LaunchOptions(),  # noqa: B008  (frozen)
 ) -> Manifest:
     """Tokenize `config.input` into shards in `config.out` and return their manifest.
 
@@ -87,6 +88,7 @@ def prepare(
     options = _options(config, extend)
     if _is_prepared(config.out):
         return _load_prepared(config.out, options, extend)
+    engine = engine_for_programs("workers of `prepare`", machines, OPTIONS)
     wanted = _workers_wanted(config, machines)
     _check_filters(config.filters)
     # Before `out` is created: wrong input leaves nothing behind.
@@ -103,7 +105,8 @@ def prepare(
         folder.make(job.as_json(), [file.as_found for file in found.files], [astuple(piece) for piece in pieces])
         meter = Meter(journal, _total_text_bytes(found.files, config), report)
         count = max(1, min(wanted, len(pieces)))
-        with Workers(folder, lambda: _executor(folder, machines, count), count, meter.look) as workers:
+        job_of = partial(_worker_job, folder, machines, count)
+        with Workers(folder, engine, job_of, count, meter.look) as workers:
             if config.filters.duplicates != "keep":
                 _find_duplicates(len(pieces), workers, meter)
             splits = _tokenize(job, Stages(job, folder, found.files, pieces), len(pieces), journal, workers, meter)
@@ -198,9 +201,8 @@ def _absolute(config: FiltersConfig) -> FiltersConfig:
     )
 
 
-def _workers_wanted(config: PrepareConfig, machines: Machines) -> int:
-    """Return how many workers to start. Raises: UserError if only the user can say, or there can be none."""
-    _executor(WorkFolder(config.out.absolute() / FOLDER), machines, 1)  # what it asks for can be had
+def _workers_wanted(config: PrepareConfig, machines: LaunchOptions) -> int:
+    """Return how many workers to start. Raises: UserError if only the user can say."""
     if machines.on != "local" and not config.processes:
         raise UserError(
             f"processes = 0: with --on {machines.on}, say how many workers to start, e.g. --processes 16. Each takes a "
@@ -209,29 +211,25 @@ def _workers_wanted(config: PrepareConfig, machines: Machines) -> int:
     return config.processes or len(os.sched_getaffinity(0))
 
 
-def _executor(folder: WorkFolder, machines: Machines, workers: int) -> CrewExecutor:
-    """Return the executor of this job's workers."""
-    cores = len(os.sched_getaffinity(0)) // workers if machines.on == "local" else machines.cpus
-    threads = str(max(1, cores))  # workers share the cores: one that is alone, with one big file, takes all
-    return executor_class(machines.on)(
-        WorkersRequest(
-            name="argosy-prepare",
-            program=Program("argosy.data.worker", (str(folder.path),)),
-            folder=folder.path / LOGS,
-            work_dir=Path.cwd(),
-            environment={
-                "TOKENIZERS_PARALLELISM": "true" if int(threads) > 1 else "false",
-                "RAYON_NUM_THREADS": threads,
-                "OMP_NUM_THREADS": "1",
-                **trust.environment(),
-            },
-            cpus=machines.cpus,
-            time=machines.time,
-            account=machines.account,
-            partition=machines.partition,
-            address=machines.address,
-            extra=machines.extra,
-        )
+def _worker_job(folder: WorkFolder, machines: LaunchOptions, workers: int, name: str) -> ProgramJob:
+    cpus = machines.cpus_per_node or 1
+    threads = max(1, len(os.sched_getaffinity(0)) // workers if machines.on == "local" else cpus)
+    asked = {**machines.for_engine(), "cpus_per_node": cpus}
+    return ProgramJob(
+        title="argosy-prepare",
+        module="argosy.data.worker",
+        words=(str(folder.path),),
+        log=folder.path / LOGS / f"{name}.out",
+        work_dir=Path.cwd(),
+        environment={
+            WORKER: name,
+            "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
+            "RAYON_NUM_THREADS": str(threads),  # workers share the cores: one alone, with one big file, takes all
+            "OMP_NUM_THREADS": "1",
+            **trust.environment(),
+        },
+        is_tied=True,
+        **asked,
     )
 
 

@@ -58,7 +58,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class WorkState:
-    """What the caller wants now."""
+    """The caller's wish: a stage, and its first task without results."""
 
     caller: str
     """Another for each call of `prepare`."""
@@ -100,7 +100,6 @@ class WorkFolder:
         _replace(self.path / JOB, json.dumps(job).encode())
 
     def job(self) -> dict[str, Any]:
-        """Return what is to be made."""
         return dict(json.loads((self.path / JOB).read_bytes()))
 
     def input(self) -> tuple[list[Any], list[Any]]:
@@ -189,7 +188,6 @@ class WorkFolder:
         _replace(self._chunk(task, number), *parts, by=worker)
 
     def has(self, task: PrepareTask, number: int) -> bool:
-        """True if a chunk is there."""
         return self._chunk(task, number).exists()
 
     def end(self, task: PrepareTask, number: int) -> tuple[int, bool] | None:
@@ -230,7 +228,6 @@ class WorkFolder:
             number, is_last = number + 1, chunk.is_last
 
     def drop(self, task: PrepareTask, number: int) -> None:
-        """Remove a chunk."""
         self._chunk(task, number).unlink(missing_ok=True)
 
     def fail(self, task: PrepareTask, kind: str, why: str, worker: str) -> None:

@@ -1,6 +1,7 @@
 """A worker of `prepare`: takes tasks from the folder that all machines see, one after the other, until all are done.
 
-It ends with the caller: on the same machine at once, elsewhere when the caller has shown no life for SILENT_S.
+What it makes of a task, stage by stage, depends on the job and the task alone. It ends with the caller: on the same
+machine at once, elsewhere when the caller has shown no life for SILENT_S.
 """
 
 from __future__ import annotations
@@ -10,18 +11,269 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, overload
 
-from argosy.data.executors.executor import WORKER
-from argosy.data.stages import Stages, stages_of
-from argosy.data.work import PrepareTask, WorkFolder, WorkState
+import numpy as np
+
+from argosy.config.data import PrepareConfig
+from argosy.config.extend import ExtendConfig
+from argosy.data.documents import Document, DocumentReader, Drops, InputPiece, Tally
+from argosy.data.filters import Filters, as_arrays, bounds, key_maker, repeated, within
+from argosy.data.manifest import TOKENIZER
+from argosy.data.sources import InputFile, file_again
+from argosy.data.tokenizer import EncodedBatch, Encoder, EngineName
+from argosy.data.work import Chunk, PrepareTask, WorkFolder, WorkState
 from argosy.errors import ArgosyError
 from argosy.processes.child import CHANNEL, channel_to_parent, end_with_parent
 
+KEYS, DUPLICATES, TOKENS = "keys", "duplicates", "tokens"
+"""The stages. keys: each piece is filtered, and what stays gets keys by which duplicates are found; duplicates: a task
+for each part of all keys; tokens: documents become tokens, a task for each piece. The first two only where duplicates
+are left out."""
+EXACT, NEAR = "duplicate", "near-duplicate"
+
+
+@dataclass(frozen=True)
+class PrepareJob:
+    """The job of a `prepare`, as job.json has it."""
+
+    fingerprint: str
+    config: PrepareConfig
+    extend: ExtendConfig
+    engine: EngineName
+    dtype: str
+    """The dtype of tokens."""
+    chunk_bytes: int
+    """UTF-8 bytes of text of a chunk, about."""
+    batch_chars: int
+    """Characters that are encoded in one call."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {
+            **vars(self),
+            "config": self.config.model_dump(mode="json"),
+            "extend": self.extend.model_dump(mode="json"),
+        }
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> PrepareJob:
+        return cls(
+            **{
+                **facts,
+                "config": PrepareConfig(**facts["config"]),
+                "extend": ExtendConfig(**facts["extend"]),
+            }
+        )
+
+
+class InputFiles(Sequence[InputFile]):
+    """The input's files, opened again where they are used: a worker needs few of them."""
+
+    def __init__(self, found: Sequence[Sequence[Any]], extend: ExtendConfig):
+        self._found, self._code = found, extend
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @overload
+    def __getitem__(self, number: int) -> InputFile: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[InputFile]: ...
+    def __getitem__(self, number: int | slice) -> InputFile | Sequence[InputFile]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        return file_again(self._found[number], self._code.code)
+
+
+class Stages:
+    """Makes the results of tasks. Cheap to make; what a stage needs is loaded at its first task."""
+
+    def __init__(
+        self,
+        job: PrepareJob,
+        folder: WorkFolder,
+        files: Sequence[InputFile],
+        pieces: Sequence[InputPiece],
+        count: Callable[[int], None] = lambda text_bytes: None,
+    ):
+        """`count` is told of each part of a task that is done, by its bytes of text."""
+        self.folder = folder
+        self._job, self._files, self._pieces, self._count = job, files, pieces, count
+        self._filters: Filters | None = None
+        self._encoder: Encoder | None = None
+        self._keys_of: Callable[[str], list[int]] | None = None
+
+    def make(self, task: PrepareTask, tasks: int, start: int) -> Iterator[Chunk]:
+        """Yield the results of one of a stage's `tasks`, from text `start` of its piece on. Raises: UserError."""
+        if task.stage == KEYS:
+            yield from self._keys(task.number, start)
+        elif task.stage == DUPLICATES:
+            yield self._duplicates(task.number, tasks)
+        else:
+            yield from self._tokens(task.number, start)
+
+    def _reader(self, drops: Drops | None, max_text_bytes: int | None = None) -> DocumentReader:
+        config = self._job.config
+        return DocumentReader(
+            self._files,
+            config.on_bad_input,
+            max_text_bytes,
+            config.max_document_bytes,
+            config.filters.url_field if config.filters.blocked_urls else "",
+            drops,
+        )
+
+    def _token_reader(self, piece: int, max_text_bytes: int | None = None) -> DocumentReader:
+        """Return a reader of the documents that are to become tokens."""
+        has_keys = self._job.config.filters.duplicates != "keep"
+        return self._reader(self._dropped_before(piece) if has_keys else self._filter(), max_text_bytes)
+
+    def _filter(self) -> Drops | None:
+        if self._filters is None:
+            self._filters = Filters(self._job.config.filters)
+        return self._filters or None
+
+    def _dropped_before(self, piece: int) -> Drops:
+        """Return what the stages before have found out about a piece, instead of finding it out again."""
+        marks = dict[int, str]()
+        for chunk in self.folder.mapped_all(PrepareTask(KEYS, piece)):
+            marks |= {int(number): why for number, why in chunk.facts["marks"]}
+        parts = int(self.folder.mapped(PrepareTask(DUPLICATES, 0), 0).facts["parts"])
+        for part in range(parts):
+            found = self.folder.mapped(PrepareTask(DUPLICATES, part), 0).arrays
+            first, end = np.searchsorted(found["pieces"], [piece, piece + 1])
+            for number, exact in zip(found["numbers"][first:end], found["exact"][first:end], strict=True):
+                known = marks.get(int(number))
+                marks[int(number)] = EXACT if exact or known == EXACT else NEAR
+        return lambda text, url, number: marks.get(number, "")
+
+    def batch(self, number: int, chunk: Chunk, start: int, most_bytes: int) -> tuple[EncodedBatch, Tally, int]:
+        """Return the documents of a chunk of tokens, counts, and how many files are read by then.
+
+        start: where the chunk begins in its piece. most_bytes: of text; what is too much is cut off: the text is read
+        again up to there, and of its tokens those of the last document are made again, which may be cut.
+        """
+        batch = _joined([EncodedBatch(**chunk.arrays)] if chunk.arrays else [], self._job.dtype)
+        tally = Tally(int(batch.text_bytes.sum()), Counter(chunk.facts["skipped"]), Counter(chunk.facts["dropped"]))
+        if tally.text_bytes < most_bytes:
+            return batch, tally, self._pieces[number].end
+        reader = self._token_reader(number, most_bytes)
+        documents = list(reader.read(self._pieces[number], start))
+        whole = max(0, len(documents) - 1)
+        kept = _joined([batch.before(whole), self._encode(documents[whole:])], self._job.dtype)
+        return kept, reader.tally, reader.files_read
+
+    def _encode(self, documents: Sequence[Document]) -> EncodedBatch:
+        """Encode documents, a batch after the other."""
+        batches = []
+        for texts in _batches(documents, self._job.batch_chars):
+            batches.append(self._encode_batch(texts))
+            self._count(int(batches[-1].text_bytes.sum()))
+        return _joined(batches, self._job.dtype)
+
+    def _encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
+        job = self._job
+        if self._encoder is None:
+            tokenizer = Path(job.config.out) / TOKENIZER
+            self._encoder = Encoder(tokenizer, job.engine, np.dtype(job.dtype), job.config.validation_fraction)
+        return self._encoder.encode(texts)
+
+    def _keys(self, number: int, start: int) -> Iterator[Chunk]:
+        """Yield which texts of a piece are left out, and the keys of the others."""
+        self._keys_of = self._keys_of or key_maker(self._job.config.filters)
+        marks, filters = list[tuple[int, str]](), self._filter()
+
+        def drops(text: str, url: str, number: int) -> str:
+            if why := filters(text, url, number) if filters else "":
+                marks.append((number, why))
+            return why
+
+        for documents, end, is_last in self._chunks(self._reader(drops), number, start):
+            keys = []
+            for document in documents:
+                keys.append((document.number, self._keys_of(document.text)))
+                self._count(len(document.text))
+            facts = {"marks": [mark for mark in marks if mark[0] < end]}
+            marks[:] = [mark for mark in marks if mark[0] >= end]
+            yield Chunk(facts, as_arrays(keys), end, is_last)
+
+    def _duplicates(self, part: int, parts: int) -> Chunk:
+        """Return the documents that one before shares a key with, of this part of the keys."""
+        least, most = bounds(part, parts)
+        found = repeated(
+            (piece, within(chunk.arrays, least, most))
+            for piece in range(len(self._pieces))
+            for chunk in self.folder.mapped_all(PrepareTask(KEYS, piece))
+        )
+        return Chunk({"parts": parts}, found, 0, True)
+
+    def _tokens(self, number: int, start: int) -> Iterator[Chunk]:
+        limit = self._job.config.max_text_bytes  # no chunk is needed further; what cuts a character leaves 3 bytes less
+        reader = self._token_reader(number, limit and limit + 3)
+        for documents, end, is_last in self._chunks(reader, number, start):
+            arrays = vars(self._encode(documents))
+            yield Chunk(self._facts(reader), arrays, end, is_last)
+
+    def _chunks(self, reader: DocumentReader, number: int, start: int) -> Iterator[tuple[list[Document], int, bool]]:
+        """Yield a piece's documents in chunks, each with its end and whether it is the last."""
+        held, size = list[Document](), 0
+        for document in reader.read(self._pieces[number], start):
+            if size >= self._job.chunk_bytes:
+                yield held, document.number, False
+                held, size = [], 0
+            held.append(document)
+            size += len(document.text.encode())
+        yield held, reader.number, True
+
+    @staticmethod
+    def _facts(reader: DocumentReader) -> dict[str, Any]:
+        """Return what was counted since the last call."""
+        tally, reader.tally = reader.tally, Tally()
+        bad = reader.first_bad
+        return {
+            "skipped": dict(tally.skipped),
+            "dropped": dict(tally.dropped),
+            "first_bad": bad and [bad.kind, bad.where],
+        }
+
+
+def stages_of(folder: WorkFolder, count: Callable[[int], None]) -> Stages:
+    job = PrepareJob.of(folder.job())
+    files, pieces = folder.input()
+    return Stages(job, folder, InputFiles(files, job.extend), [InputPiece(*piece) for piece in pieces], count)
+
+
+def _joined(batches: Sequence[EncodedBatch], dtype: str) -> EncodedBatch:
+    none = EncodedBatch(np.empty(0, dtype), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.bool_))
+    return EncodedBatch(
+        **{name: np.concatenate([getattr(batch, name) for batch in batches or [none]]) for name in vars(none)}
+    )
+
+
+def _batches(documents: Sequence[Document], most_chars: int) -> Iterator[list[str]]:
+    texts, chars = list[str](), 0
+    for document in documents:
+        texts.append(document.text)
+        chars += len(document.text)
+        if chars >= most_chars:
+            yield texts
+            texts, chars = [], 0
+    if texts:
+        yield texts
+
+
+WORKER = "ARGOSY_WORKER"
+"""Environment variable with a worker's name. No two workers of a folder have the same, unless one is the other, started
+again by the cluster."""
 BEAT_S = 1.0
 SILENT_S = 60.0
 """A caller or a worker whose heartbeat stands still for so long is taken for dead."""
-POLL_S, MOST_POLL_S = 0.02, 0.5
+TASK_POLL_S, MOST_TASK_POLL_S = 0.02, 0.5
 
 
 class PrepareWorker:
@@ -40,7 +292,7 @@ class PrepareWorker:
         """Work until all is done or the caller is gone, and return which of the two."""
         self._folder.release_all({self._name})  # those of this worker before it was started again
         threading.Thread(target=self._beat, name="argosy-beat", daemon=True).start()
-        heard, heard_s, poll_s = -1, time.monotonic(), POLL_S
+        heard, heard_s, poll_s = -1, time.monotonic(), TASK_POLL_S
         while (state := self._folder.state()) is not None and not state.is_over:
             self._caller = self._caller or state.caller
             if state.caller != self._caller:
@@ -51,9 +303,9 @@ class PrepareWorker:
                 return "the caller is gone"
             if (task := self._take(state)) is None:
                 time.sleep(poll_s)
-                poll_s = min(2 * poll_s, MOST_POLL_S)
+                poll_s = min(2 * poll_s, MOST_TASK_POLL_S)
                 continue
-            poll_s = POLL_S
+            poll_s = TASK_POLL_S
             self._do(task, state)
             heard_s = time.monotonic()
         return "all is done"
@@ -118,7 +370,7 @@ class PrepareWorker:
 
 
 def main() -> None:
-    """`python -m argosy.data.worker FOLDER`, which executors start."""
+    """`python -m argosy.data.worker FOLDER`, which an engine starts."""
     if CHANNEL in os.environ:
         end_with_parent(channel_to_parent())
     name = os.environ.get(WORKER) or f"{socket.gethostname()}-{os.getpid()}"

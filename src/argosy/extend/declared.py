@@ -1,8 +1,7 @@
-"""What a file of the user's declares, read from its text: nothing of it is run, and nothing imported.
+"""The declarations in a file of the user's, or in the module of an installed package's entry point, read from its text.
 
-So every process knows a run's extensions (names, what an optimizer keeps, what is not deterministic), also those that
-must never run code of the user's, and a mistake is found with its line before a run begins.
-"""
+Nothing of it is run, and nothing imported but the parent packages of such a module. Entry points are those of the group
+argosy.extensions, by the names that a run file gives."""
 
 from __future__ import annotations
 
@@ -12,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Declaration:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What must be there only once."""
+        """The key that may be there only once."""
         return (self.kind, self.name, str(self.facts.get("point", "")))
 
     def __str__(self) -> str:
@@ -57,7 +58,6 @@ class CodeFile:
 
     @property
     def sha256(self) -> str:
-        """Checksum of the file."""
         return hashlib.sha256(self.source).hexdigest()
 
     def sha256_for(self, kind: Kind, name: str) -> str:
@@ -205,3 +205,30 @@ def _check_definition(node: Definition, registration: Registration[Any], place: 
             f"{place}: a {registration.kind} takes {wanted} argument{'s' * (wanted > 1)}, and {node.name} takes "
             f"({ast.unparse(spec)})"
         )
+
+
+GROUP = "argosy.extensions"
+
+
+def read_package(name: str) -> CodeFile:
+    """Read what the module of the entry point `name` declares; it is found, and not run (its parent packages are).
+
+    Raises: ValueError if there is no such entry point, or its module cannot be found or read.
+    """
+    found = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in found:
+        near = get_close_matches(name, found, n=1)
+        there = f"there are: {', '.join(sorted(found))}" if found else "no installed package has any"
+        hint = f"did you mean {near[0]}?" if near else there
+        raise ValueError(f"{name}: there is no such entry point in the group {GROUP}; {hint}")
+    return read_code(_source_of(found[name]), name, found[name].module)
+
+
+def _source_of(point: EntryPoint) -> Path:
+    try:
+        spec = find_spec(point.module)
+    except Exception as error:  # its parent packages are imported, and may fail in any way
+        raise ValueError(f"the module {point.module} of {point.name} cannot be found ({error})") from None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise ValueError(f"the module {point.module} of {point.name} has no file of Python source")
+    return Path(spec.origin)

@@ -18,7 +18,7 @@ NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 
 @dataclass(frozen=True)
 class Registration(Generic[FunctionT]):
-    """What a decorator's arguments say; called with the function, it remembers it."""
+    """A decorator with its arguments; called with the function, it remembers it."""
 
     kind: Kind
     name: str

@@ -1,4 +1,4 @@
-"""What code of the user's sees of a run, and the points at which it is called. torch is only named, never imported."""
+"""The view that the user's code has of a run, and the points at which it is called. torch is only named."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import usage_of
 from argosy.errors import StorageError, UserError
-from argosy.files import make_folder, sync_folder
+from argosy.files import commit_folder, make_folder
 from argosy.inference.trained_model import open_checkpoint
 from argosy.models import hf
 from argosy.parallel.world import World
@@ -77,8 +77,7 @@ def import_checkpoint(folder: Path, run_dir: Path) -> None:
             saver.wait()
         finally:
             saver.close()
-        partial.rename(run_dir)
-        sync_folder(run_dir.absolute().parent)
+        commit_folder(partial, run_dir)
     except OSError as problem:
         raise StorageError(
             f"{run_dir} could not be written ({problem}). Free some space or get the right to write there, or choose "

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Sequence
 
-from argosy.checkpoint.names import step_name
+from argosy.checkpoint.checksums import step_name
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.observe.events import JsonLines, forget_from
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.host_memory import read_memory
+from argosy.plan.workload import parameters
 from argosy.sinks.sink import About, Record, Sink
 
 MOST_TOKENS = 200
@@ -82,7 +82,7 @@ class Sampler(Sink):
         try:
             import torch
 
-            from argosy.inference.generate import generate
+            from argosy.inference.trained_model import generate
 
             torch.set_num_threads(1)
             text = generate(folder, self._prompt, max_tokens=MOST_TOKENS, seed=self._seed)

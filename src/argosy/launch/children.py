@@ -14,14 +14,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from argosy.engines.local import spawn
 from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, UserError
-from argosy.sync.sites.layout import SITES
+from argosy.sync.layout import SITES
 
 RUN_FILE = "run.toml"
 ENDED_BY_SIGTERM = (128 + signal.SIGTERM, -signal.SIGTERM)
 """Exit codes after the signal: of a part that has saved, and of one that had nothing to save yet."""
 ALONE_S = 20.0
-"""How long what is left of a run may take to write its report, or wait for a worker that is started again."""
+"""Time that the parts that are left of a run have to write a report, or to wait for a worker that is started again."""
 
 
 @contextmanager
@@ -39,10 +40,7 @@ def started(
         for name in (*servers, *names):
             words = [sys.executable, "-m", "argosy", "train", str(run_file), "--run-dir", str(run_dir)]
             words += ["--site", name, *(["--accept-changes"] if accept_changes else [])]
-            children[name] = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )  # fmt: skip
+            children[name] = spawn(words, subprocess.PIPE, {"PYTHONUNBUFFERED": "1"})
             if name in names:
                 first = names.index(name) * share % len(cores)
                 os.sched_setaffinity(children[name].pid, cores[first : first + share])
@@ -148,7 +146,6 @@ def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -10,8 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
-from argosy.config.resilience import ResilienceConfig
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.observe.terminal import print_message
 from argosy.plan.hardware.host_memory import host_memory_bytes
@@ -52,7 +52,8 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         fp16 = not bf16 and torch.cuda.get_device_capability(0) >= (7, 0)  # tensor cores, from Volta on
         name = torch.cuda.get_device_name(0)
-        return Devices(count, "cuda", bf16, fast_fp16=fp16, name=name, memory_bytes=memory_bytes, per_node=gpus)
+        on_host = host_memory_bytes() / min(count, gpus)
+        return Devices(count, "cuda", bf16, fp16, name, memory_bytes, on_host, per_node=gpus)
     count = processes or launch.processes or planned or 1
     cores = len(os.sched_getaffinity(0))
     if not processes and count > cores:

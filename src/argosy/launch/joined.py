@@ -19,28 +19,27 @@ from argosy.errors import ArgosyError
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
-from argosy.launch.profile import check_profile
-from argosy.launch.resolve import resolve
+from argosy.launch.resolve import check_profile, resolve
 from argosy.launch.sites import settle_site
+from argosy.observe.collectives import sequence_numbers
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import UNREAD, Heartbeat, HeartbeatReading, heartbeat_path, read_heartbeat
 from argosy.observe.node_metrics import NodeMetrics
-from argosy.observe.progress import Progress
-from argosy.observe.sequences import sequence_numbers
+from argosy.observe.screen import Progress
 from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import World, join_world, node_of_each_rank
 from argosy.plan.plan import Plan
-from argosy.processes.kept import kept_in_thread
-from argosy.sinks.process import FollowerProcess
+from argosy.processes.supervisor import supervised
+from argosy.sinks.processes import follower_of
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import node_name
 from argosy.supervise.scratch import scratch_folder
 from argosy.supervise.worker import work
-from argosy.sync.sites.process import ExchangeProcess
+from argosy.sync.process import exchange_of
 from argosy.training.stop import StopSignal
 
-LOOK_S = 0.5
-"""How often the reader looks whether a line is due."""
+LINE_LOOK_S = 0.5
+"""Seconds between two looks of the reader for a line that is due."""
 
 
 @contextmanager
@@ -104,7 +103,7 @@ def _reader(metrics: NodeMetrics, folder: Path, pids: list[int], world_size: int
         return [reading for reading in found if reading is not None]
 
     def keep_writing() -> None:
-        while not is_over.wait(LOOK_S):
+        while not is_over.wait(LINE_LOOK_S):
             metrics.tend(readings, world_size)
 
     thread = threading.Thread(target=keep_writing, name="argosy-node-metrics", daemon=True)
@@ -147,8 +146,9 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
         os.environ[fence.GENERATION] = str(generation)
         if world.is_first:
             events = Events(run_dir, "launcher")
-            held.enter_context(kept_in_thread(FollowerProcess(run_dir, run, events), "argosy-follower"))
-            held.enter_context(kept_in_thread(ExchangeProcess(run_dir, run, events), "argosy-exchange"))
+            for process in (follower_of(run_dir, run, events), exchange_of(run_dir, run, events)):
+                if process is not None:
+                    held.enter_context(supervised(process, "argosy-supervisor"))
         with read_heartbeats(run, run_dir, world, generation) as heartbeat:
             work(run, plan, world, run_dir, stop, heartbeat=heartbeat)
     if stop.number is not None:

@@ -8,18 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from argosy.engines.engine import Engine, RunJob, follow_files
+from argosy.engines.record import FOLDER, RECORD, LaunchedJob, user_key
+from argosy.engines.table import ENGINES, engine_of, state_of
 from argosy.errors import UserError
 from argosy.files import made_folder, make_folder
-from argosy.launch.engines.engine import Engine, LaunchRequest
-from argosy.launch.engines.followed import follow as followed
-from argosy.launch.engines.job import FOLDER, RECORD, LaunchedJob, user_key
-from argosy.launch.engines.table import ENGINES, engine_of, state_of
-from argosy.launch.own_folder import check_is_own
-from argosy.launch.site_jobs import are_there, jobs_of, printed_by
+from argosy.launch.run_folder import check_is_own
+from argosy.launch.sites import are_there, jobs_of, printed_by
 from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of, secret_of
-from argosy.sync.sites.layout import SITES, home_of, kept_in
+from argosy.sync.layout import SITES, home_of, kept_in
+from argosy.watch.library import find_runs, own_id
 from argosy.watch.reader import RunReader, is_run
-from argosy.watch.run_files import find_runs, own_id
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,19 @@ class Launched:
     """The steps that it has made; None before the first."""
 
 
-def launch(request: LaunchRequest, engine: str) -> LaunchedJob:
+def launch(request: RunJob, engine: str) -> LaunchedJob:
     """Launch a run. Raises: UserError if its job before still waits or runs, or the engine refuses."""
     on = ENGINES[engine]()
     _check(request, on)
     secret = _own_secret(home_of(request.run_dir))
     with made_folder(request.folder):
-        job = on.submit(request)
+        job = on.start(request)
         job = job.model_copy(update={"secret": secret})
         job.save(request.run_dir)
     return job
 
 
-def launch_sites(requests: Sequence[tuple[str, str, LaunchRequest]]) -> Iterator[tuple[LaunchRequest, LaunchedJob]]:
+def launch_sites(requests: Sequence[tuple[str, str, RunJob]]) -> Iterator[tuple[RunJob, LaunchedJob]]:
     """Launch sites, given site, engine and request of each; yield each once it is launched.
 
     Raises: UserError, before any is launched if that can be told; else it names those that were.
@@ -72,7 +71,7 @@ def launch_sites(requests: Sequence[tuple[str, str, LaunchRequest]]) -> Iterator
         names.append(name)
 
 
-def _check(request: LaunchRequest, on: Engine) -> None:
+def _check(request: RunJob, on: Engine) -> None:
     """Raises: UserError if the engine cannot take it, or its job before still waits or runs."""
     on.check(request)
     check_is_own(request.run_dir)
@@ -178,7 +177,6 @@ def _has_printed(job: LaunchedJob) -> bool:
 
 
 def one_line(text: object) -> str:
-    """Return a message of several lines in one."""
     return " ".join(str(text).split())
 
 
@@ -203,4 +201,4 @@ def printed(run_dir: Path, follow: bool) -> Iterator[bytes]:
         return reader.state != "training"
 
     paths = [*run_dir.glob(f"{FOLDER}/*.out"), *run_dir.glob("logs/*")]
-    yield from followed({path.stem: path for path in sorted(paths)}, has_ended)
+    yield from follow_files({path.stem: path for path in sorted(paths)}, has_ended)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from argosy.config.parameter_groups import check_groups
+from argosy.config.optimizer import check_patterns
 from argosy.config.schema import RunConfig
+from argosy.data.crew import PrepareProgress
 from argosy.data.loader import OpenData, open_data
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.manifest import Manifest
 from argosy.data.prepare import prepare
-from argosy.data.progress import PrepareProgress
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
-from argosy.data.stores.store import is_url
-from argosy.data.stores.upload import upload
+from argosy.data.stores.store import is_url, upload
 from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_file
 from argosy.errors import UserError
 from argosy.files import file_sha256
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.plan.cost.estimate import GIB
 from argosy.plan.hardware.devices import is_path
 from argosy.plan.hardware.host_memory import host_memory_bytes, process_memory_bytes
@@ -27,7 +26,7 @@ from argosy.plan.hardware.local_machine import cluster_of
 from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, costs_of, machine_for
-from argosy.plan.search.best import least_memory_bytes, nearest_that_fits, search_to_run, with_memory
+from argosy.plan.search.search import least_memory_bytes, nearest_that_fits, search_to_run, with_memory
 from argosy.plan.search.space import pins_of
 
 
@@ -49,16 +48,17 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
-    if run.optimizer.groups:
-        check_groups(run.optimizer, list(parameter_table(run.model)))
+    check_patterns(run.optimizer.groups, run.train.frozen, list(parameter_table(run.model)))
     return run, data
 
 
 def with_known_sizes(run: RunConfig) -> RunConfig:
     """Return the run with the vocabulary that its data have, or will have once they are prepared; nothing is prepared.
 
-    If neither is known, it stays 0. Raises: UserError for prepared data or a tokenizer that cannot be read.
+    If neither is known, it stays 0. Raises: UserError for prepared data or a tokenizer that cannot be read, or a
+    pattern of parameters that matches none.
     """
+    check_patterns(run.optimizer.groups, run.train.frozen, list(parameter_table(run.model)))
     if run.model.vocab_size:
         return run
     first = next(iter(run.data.sources), str(run.data.prepare.out))
@@ -145,10 +145,10 @@ def check_memory(run: RunConfig, plan: Plan, devices: Devices) -> None:
         needs, has, what = on_device, device, "of each device"
     remedy = "No plan fits here: take a smaller model or more devices (`argosy plan` says how many)."
     with suppress(UserError):  # no plan is legal
-        found = search_to_run(with_memory(costs, device), pins_of(plan, {"precision", "sync"}, is_auto=True))
+        found = search_to_run(with_memory(costs, device, host), pins_of(plan, {"precision", "sync"}, is_auto=True))
         row = nearest_that_fits(plan, found)
-        if row is not None and least_memory_bytes(costs, near := found.plans.plan(row))[1] <= host:
-            remedy = f'The nearest plan that fits: "{near}".'
+        if row is not None:
+            remedy = f'The nearest plan that fits: "{found.plans.plan(row)}".'
     raise UserError(
         f'plan = "{plan}" needs at least {needs / GIB:.1f} GiB {what}, which may take {has / GIB:.1f} GiB. {remedy} '
         "--launch.allow-memory starts it all the same."
@@ -159,3 +159,22 @@ def _sites_here(run: RunConfig) -> int:
     """Return how many of the run's sites share this one's machine, by their addresses."""
     hosts = {site.name: site.address.rpartition(":")[0] for site in run.sites}
     return max(1, list(hosts.values()).count(hosts.get(run.site) or "no address"))
+
+
+def check_profile(run: RunConfig, plan: Plan) -> None:
+    """Refuse to profile steps or ranks that the run does not have. Raises: UserError."""
+    profile, steps = run.observe.profile, run.train.steps
+    if not profile.steps:
+        return
+    last = profile.range[-1]
+    if steps and last >= steps:
+        raise UserError(
+            f"observe.profile.steps = {profile.steps} ends with step {last}, but the run has the steps 0 to "
+            f"{steps - 1} (train.steps = {steps}). Try {max(0, steps - 3)}:{steps}, or more steps."
+        )
+    missing = sorted(rank for rank in profile.chosen or () if rank >= plan.world_size)
+    if missing:
+        raise UserError(
+            f"observe.profile.ranks = {profile.ranks} names rank {missing[0]}, but the plan {plan} has the ranks 0 to "
+            f"{plan.world_size - 1}. Try 0, or nodes for the first rank of each node."
+        )

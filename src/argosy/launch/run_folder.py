@@ -1,38 +1,121 @@
-"""The run's folder: its lock, and whether the requested run is the one that it holds."""
+"""The run's folder: whether it is one or may become one, its lock, whether it holds the requested run, and its storage.
+
+Two things hold a run together there, which are tried before anything is trained: a lock that one process has at a time
+and that ends with it (`flock`), and folders that get their name at once (`rename`), which is how a checkpoint is
+committed.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TextIO
 
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import DamagedCheckpoint
-from argosy.checkpoint.store import Checkpoint
+from argosy.checkpoint.fence import CLAIMS, OLD_FILES
+from argosy.checkpoint.owner import NAME_FILE
+from argosy.checkpoint.store import Checkpoint, committed
 from argosy.config.dump import save_run
 from argosy.config.extend import ExtendConfig
 from argosy.config.identity import is_under, lasting_values
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.tokenizer import usage_of
+from argosy.data.tokenizer import USAGE, usage_of
+from argosy.engines.record import FOLDER as LAUNCH
 from argosy.errors import StorageError, UserError
-from argosy.files import LOCK, atomic_write, lock_or_holder, make_folder
+from argosy.files import LOCK, MadeFolder, atomic_write, lock_or_holder, made_folder, make_folder
 from argosy.launch.devices import check_compiler
-from argosy.launch.own_folder import own_folder
 from argosy.launch.resolve import check_memory
-from argosy.launch.storage import check_storage
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on
-from argosy.sync.sites.layout import SITES, home_of, site_folder
-from argosy.sync.sites.length import check_length
+from argosy.processes.secret import NAME as SECRET
+from argosy.processes.tls import FOLDER as TLS
+from argosy.supervise.lease.lease import FOLDER as COORDINATORS
+from argosy.supervise.nodes import HANDOVER_FILE as MEMBERSHIP
+from argosy.sync.layout import SITES, home_of, site_folder
+from argosy.sync.ledger import NAME as LEDGER
+from argosy.sync.length import check_length
+
+OF_A_START = (f"{LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),
+              COORDINATORS, f"{TLS}*", ".storage-*", f"{TOKENIZER}*", "run.toml*", "plan.toml*", MEMBERSHIP, "logs",
+              "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH, "sites", LEDGER, "asked.toml",
+              *(f"{name}*" for name in USAGE))  # fmt: skip
+"""Names of what a run that was interrupted while it started may have left."""
+MOST_NAMED = 3
+"""Most files that are not a run's that a message names."""
+
+
+@contextmanager
+def own_folder(run_dir: Path, nodes: int = 1) -> Iterator[MadeFolder]:
+    """Make the folder of a run, if there is none. After a UserError in the block, remove what a new run has left there.
+
+    nodes: with several machines, nothing is removed: others may be in the folder.
+    Raises: UserError if the path is that of a file, holds files that are not a run's, or cannot be made.
+    """
+    check_is_own(run_dir)
+    with ExitStack() as made:
+        try:
+            folder = made.enter_context(made_folder(run_dir))
+        except OSError as problem:
+            raise _cannot_be_made(run_dir, problem) from None
+        try:
+            yield folder
+        finally:
+            folder.is_kept = folder.is_kept or nodes > 1 or _is_begun(run_dir)
+
+
+def check_is_own(run_dir: Path) -> None:
+    """Raise UserError if `run_dir` is there, and is neither empty nor the folder of a run."""
+    try:
+        names = {path.name for path in run_dir.iterdir()}
+    except FileNotFoundError:
+        return
+    except OSError as problem:
+        raise _cannot_be_made(run_dir, problem) from None
+    if {"run.toml", "plan.toml"} <= names or committed(run_dir):
+        return
+    has_lock = any(fnmatch(name, f"{LOCK}*") for name in names)  # a run.toml alone may be the user's
+    others = sorted(
+        name
+        for name in names
+        if not any(fnmatch(name, own) for own in OF_A_START) or (name == "run.toml" and not has_lock)
+    )
+    if others:
+        named = ", ".join(others[:MOST_NAMED]) + (", ..." if len(others) > MOST_NAMED else "")
+        raise UserError(
+            f"{run_dir} is not the folder of a run: it holds {named}. Give --run-dir a folder that is new or empty, or "
+            "that of a run to go on with."
+        )
+
+
+def _cannot_be_made(run_dir: Path, problem: OSError) -> UserError:
+    at = next((folder for folder in (run_dir, *run_dir.parents) if folder.exists()), run_dir)
+    if not at.is_dir():
+        return UserError(f"{run_dir}: {at} is a file, and a run needs a folder. Choose another with --run-dir.")
+    return UserError(
+        f"{run_dir}: the folder cannot be used ({problem.strerror}). Get the right to write in {at}, or choose another "
+        "with --run-dir."
+    )
+
+
+def _is_begun(run_dir: Path) -> bool:
+    metrics = run_dir / "metrics.jsonl"
+    return bool(committed(run_dir)) or (metrics.exists() and metrics.stat().st_size > 0)
+
 
 CODE = "extend"
 """The part of a run's folder with copies of the user's code, by their checksums: the older ones stay."""
 NEVER = ("model", "sync.local_steps")
-"""What even `--accept-changes` cannot change: the checkpoint would not fit."""
+"""Keys that even `--accept-changes` cannot change: the checkpoint would not fit."""
 
 
 @contextmanager
@@ -212,3 +295,94 @@ def _differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]
     """Return dotted key -> both values, for keys that must not change silently."""
     old, new = lasting_values(before), lasting_values(now)
     return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}
+
+
+MOUNTS = Path("/proc/self/mountinfo")
+OBJECT_STORES = ("s3fs", "goofys", "gcsfuse", "rclone", "blobfuse", "blobfuse2", "mountpoint-s3", "mount-s3", "ossfs")
+"""Mounted object stores: they rename a folder by copying its files one by one."""
+LOCAL_LOCKS = ("nolock", "local_lock=flock", "local_lock=all", "localflock", "noflock")
+"""Options of NFS and Lustre mounts whose locks other machines do not see."""
+REMEDY = (
+    "Choose another disk with --run-dir: a local one, or for several machines NFS 4, Lustre mounted with flock, CephFS "
+    "or alike. Copies of checkpoints may go to an object store: checkpoint.remote."
+)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def check_storage(run_dir: Path, nodes: int = 1) -> None:
+    """Try what a run of `nodes` machines needs of the storage of `run_dir`, which exists. It takes some milliseconds.
+
+    Raises: UserError that names what is missing.
+    """
+    kind, options = mount_of(run_dir)
+    if kind.removeprefix("fuse.") in OBJECT_STORES:
+        raise UserError(
+            f"{run_dir} is on a mounted object store ({kind}), where a folder is not renamed at once. {REMEDY}"
+        )
+    if nodes > 1 and (local := [option for option in options if option in LOCAL_LOCKS]):
+        raise UserError(
+            f"{run_dir} is mounted with {local[0]} ({kind}): machines do not see each other's locks there. Mount it "
+            f"without, on all machines. {REMEDY}"
+        )
+    try:
+        probe = Path(tempfile.mkdtemp(prefix=".storage-", dir=run_dir))
+    except OSError as problem:
+        raise UserError(f"{run_dir}: cannot be written ({problem.strerror}). {REMEDY}") from None
+    try:
+        _check_locks(run_dir, probe)
+        _check_renames(run_dir, probe)
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+
+
+def mount_of(path: Path, mounts: Path = MOUNTS) -> tuple[str, Sequence[str]]:
+    """Return the kind of the file system that `path` is on, and its options; both empty if the system does not say.
+
+    The format is that of proc_pid_mountinfo(5).
+    """
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return "", ()
+    found: tuple[int, str, Sequence[str]] = (-1, "", ())
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))  # \040: a blank
+        if path.absolute().is_relative_to(point) and len(point.parts) >= found[0]:
+            kind, _, options = (*after.split(), "", "")[:3]
+            found = len(point.parts), kind, [*before.split()[5].split(","), *options.split(",")]
+    return found[1:]
+
+
+def _check_locks(run_dir: Path, probe: Path) -> None:
+    path = probe / "lock"
+    with path.open("w") as one, path.open("w") as other:
+        try:
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            if problem.errno not in NO_LOCKS:
+                raise
+            raise UserError(f"{run_dir}: its storage has no locks (flock: {problem.strerror}). {REMEDY}") from None
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        raise UserError(f"{run_dir}: its storage lets two processes have one lock (flock). {REMEDY}")
+
+
+def _check_renames(run_dir: Path, probe: Path) -> None:
+    partial, whole, other = probe / "partial", probe / "whole", probe / "other"
+    for folder in (partial, other):
+        folder.mkdir()
+        (folder / "file").write_bytes(b"x")
+    try:
+        partial.rename(whole)
+    except OSError as problem:
+        raise UserError(f"{run_dir}: its storage cannot rename a folder ({problem.strerror}). {REMEDY}") from None
+    if partial.exists() or not (whole / "file").is_file():
+        raise UserError(f"{run_dir}: its storage does not rename a folder as a whole. {REMEDY}")
+    try:
+        other.rename(whole)
+    except OSError:
+        return
+    raise UserError(f"{run_dir}: its storage renames a folder over another that is not empty. {REMEDY}")

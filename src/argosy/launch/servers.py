@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from argosy.checkpoint.store import committed
 from argosy.config.dump import save_run
 from argosy.config.load import load
+from argosy.config.observe import ObserveConfig
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_name, server_number
+from argosy.config.sync import server_name, server_number
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Interrupted, RunFailed, UserError
 from argosy.extend.trust import approve
@@ -21,27 +21,23 @@ from argosy.launch import run_folder
 from argosy.launch.children import RUN_FILE, check_codes, free_port, held, started
 from argosy.launch.resolve import resolve
 from argosy.observe.events import Events
-from argosy.observe.progress import Progress
 from argosy.observe.report import Report
+from argosy.observe.screen import Progress
 from argosy.plan.plan import NO_WORKERS, Plan, is_asynchronous
-from argosy.processes.channel import Gone, Message
+from argosy.processes.channel import Message
 from argosy.processes.child import Child
-from argosy.processes.patience import Patience
-from argosy.processes.secret import secret_of
-from argosy.sync.server.keys import zeromq
-from argosy.sync.server.layout import AGAIN, ServerLayout
-from argosy.sync.sites.layout import group_folder, home_of, site_folder
+from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
+from argosy.sync.layout import AGAIN, ServerLayout, group_folder, home_of, site_folder
+from argosy.sync.links import keys_of
 from argosy.training.stop import StopSignal
 
 SERVER = "argosy.training.server.main"
 PLAN = Plan.parse("sync=async")
 """What stands in the plan.toml of the whole run: each worker has a plan of its own."""
-AGAIN_S = 1.0
-"""A server that died is started again after so long."""
-SHORT_S, MOST_SHORT = 10.0, 5
-"""One that lived for less than SHORT_S, so often in a row, is given up."""
-SAVE_S = 120.0
-"""How long a server that is to stop may take to save."""
+SERVER_RESTARTS = RestartPolicy(most_failures=5, pause_s=1.0, progress_s=10.0, finish_s=120.0)
+"""Of a server. finish_s: it may take so long to save."""
+SIGNAL_LOOK_S = 0.2
+"""How often a signal is looked for."""
 SERVED = ("loss", "optimizer", "family", "sink")
 """Kinds of the user's code that asynchronous runs have."""
 
@@ -57,13 +53,12 @@ def settle_worker(run: RunConfig, run_dir: Path) -> tuple[RunConfig, Path]:
     if own.processes:
         update["launch"] = run.launch.model_copy(update={"processes": own.processes})
     make_folder(group)
-    secret_of(group)
+    keys_of(run, group)
     return run.model_copy(update=update), run_dir
 
 
 def check(run: RunConfig) -> None:
     """Refuse what an asynchronous run does not do. Raises: UserError."""
-    zeromq()
     if not run.sites:
         raise UserError(NO_WORKERS)
     if not run.train.steps:
@@ -86,19 +81,22 @@ def check(run: RunConfig) -> None:
                     f"plan.sync = async with the {declaration} ({declaration.place}): no worker sees the run's steps. "
                     "Leave it out."
                 )
+    norms = run.observe.norms_every_steps  # the usual number is in every run file that was written out
     for key, value in {
         "resilience.replay_check_every_steps": run.resilience.replay_check_every_steps,
         "resilience.check_collectives": run.resilience.check_collectives,
         "resilience.rebalance": run.resilience.rebalance,
         "observe.noise_scale_every_steps": run.observe.noise_scale_every_steps,
         "observe.sample_every_steps": run.observe.sample_every_steps,
+        "observe.norms_every_steps": 0 if norms == ObserveConfig().norms_every_steps else norms,
+        "observe.profile.steps": run.observe.profile.steps,
         "sync.from_step": run.sync.from_step,
         "sync.fragments": run.sync.fragments if run.sync.fragments > 1 else 0,
         "sync.overlap_steps": run.sync.overlap_steps,
         "train.pause_at": run.train.pause_at,
     }.items():
         if value:
-            raise UserError(f"{key} = {value} with plan.sync = async: it is not done there. Leave it out.")
+            raise UserError(f"{key} = {value} is not supported with plan.sync = async. Remove it.")
     layout = ServerLayout(run)
     if run.model.vocab_size and any(not flat.shapes for flat in layout.flats):
         raise UserError(
@@ -145,7 +143,7 @@ def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False)
     stop = StopSignal().listen()
     with run_folder.locked(run_dir, run.site, servers + 1):
         progress = Progress(enabled=True)
-        secret_of(run_dir)
+        keys_of(run, run_dir)
         with run_folder.settling(run_dir):
             run, data = resolve(run, progress)
             check(run)
@@ -178,7 +176,7 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     if not run.sync.servers:
         servers = tuple(f"127.0.0.1:{free_port()}" for _ in range(run.sync.shards))
         run = run.model_copy(update={"sync": run.sync.model_copy(update={"servers": servers})})
-    secret_of(run_dir)
+    keys_of(run, run_dir)
     asked = run_dir / "asked.toml"
     save_run(run, asked)
     if is_finished(run_dir, run):
@@ -214,48 +212,43 @@ def _with_addresses(run: RunConfig, group: Path) -> RunConfig:
 
 
 def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
-    """Keep the server's process until it says that the run is over."""
-    events, short, said = Events(run_dir, f"{name}-holder"), 0, Progress(enabled=True)
-    words: tuple[str, ...] = (str(run_dir), str(number))
-    while True:
-        began_s = time.monotonic()
-        child = Child(SERVER, *words, environment={RUN_DIR: str(run_dir)})
-        news = _news(child, stop)
-        if news is not None and news["kind"] == "done":
-            child.kill()
-            if news["finished"]:
-                return
-            kept = "its state is saved" if news["saved"] else "the run goes back to its newest checkpoint"
-            raise Interrupted(f"{kept}; the same command goes on", stop.number or signal.SIGTERM)
-        if news is not None:
-            child.kill()
-            error = UserError if news["code"] == UserError.exit_code else RunFailed
-            raise error(news["text"])
-        why = child.reap()
+    """Supervise the server's process until it says that the run is over."""
+    events, said = Events(run_dir, f"{name}-holder"), Progress(enabled=True)
+    last: list[Message] = []
+
+    def start() -> Child:
+        words = (str(run_dir), str(number), *([AGAIN] if server.starts > 1 else []))
+        return Child(SERVER, *words, environment={RUN_DIR: str(run_dir)})
+
+    def heard(message: Message) -> None:
+        if message["kind"] in ("done", "failed"):
+            last.append(message)
+            server.kill()
+
+    def ended(end: ChildEnd) -> None:
+        if last:
+            return
         if stop.number is not None:
-            raise Interrupted(f"it died while it saved ({why}); the same command goes on", stop.number)
-        short = short + 1 if time.monotonic() - began_s < SHORT_S else 0
-        events.write("server_died", why=why)
-        if short >= MOST_SHORT:
-            raise RunFailed(f"{name} died {short} times within {SHORT_S:g} s of its start, at last by {why}.")
-        said.say(f"argosy: {name} died: {why}; it is started again, and goes on from the newest checkpoint")
-        time.sleep(AGAIN_S)
-        words = (str(run_dir), str(number), AGAIN)
+            raise Interrupted(f"it died while it saved ({end.why}); the same command goes on", stop.number)
+        events.write("server_died", why=end.why)
+        if end.again_s is None:
+            raise RunFailed(
+                f"{name} died {server.failures} times within {SERVER_RESTARTS.progress_s:g} s of its start, at last by "
+                f"{end.why}."
+            )
+        said.say(f"argosy: {name} died: {end.why}; it is started again, and goes on from the newest checkpoint")
 
-
-def _news(child: Child, stop: StopSignal) -> Message | None:
-    """Return the server's last word; None if it died without one."""
-    is_told, end_s, patience = False, 0.0, Patience(child.pid)
-    while True:
-        if stop.number is not None and not is_told:
-            is_told, end_s = True, time.monotonic() + SAVE_S
-            with suppress(Gone):
-                child.channel.send("finish")
-        try:
-            for message in child.hear(0.2):
-                if message["kind"] in ("done", "failed"):
-                    return message
-        except Gone:
-            return None
-        if (is_told and time.monotonic() > end_s) or patience.end():
-            child.kill()
+    server = Supervisor(SERVER_RESTARTS, start, ended, heard)
+    while not last:
+        if stop.number is not None:
+            server.tell_to_finish()
+        if server.is_given_up:
+            raise Interrupted("it was not running; the same command goes on", stop.number or signal.SIGTERM)
+        server.keep()
+        server.wait(SIGNAL_LOOK_S)
+    if last[0]["kind"] == "failed":
+        error = UserError if last[0]["code"] == UserError.exit_code else RunFailed
+        raise error(last[0]["text"])
+    if not last[0]["finished"]:
+        state = "its state is saved" if last[0]["saved"] else "the run goes back to its newest checkpoint"
+        raise Interrupted(f"{state}; the same command goes on", stop.number or signal.SIGTERM)

@@ -20,13 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from argosy.engines.record import FOLDER
+from argosy.engines.slurm import ask, listed
 from argosy.errors import STOP_SIGNALS, Retryable, UserError
 from argosy.files import LOCK
-from argosy.launch.engines.job import FOLDER
-from argosy.launch.engines.requeue import decide
+from argosy.launch.requeue import decide
 from argosy.observe.events import from_the_end
-from argosy.processes.slurm import ask, listed
-from argosy.sync.sites.layout import kept_in
+from argosy.sync.layout import kept_in
 
 T = TypeVar("T")
 BATCH_NODE = "ARGOSY_BATCH_NODE"
@@ -35,13 +35,13 @@ ORDERLY = {0, *(128 + number for number in STOP_SIGNALS)}
 """Exit codes of an agent whose run is finished, or was stopped with its state saved."""
 SLURMD_PORT = 6818
 """SLURM's default."""
-CALLS, CALL_S, AGAIN_S = 3, 5.0, 3.0
+CALLS, CALL_S, CALL_AGAIN_S = 3, 5.0, 3.0
 """A node is lost if SLURM says so, or its slurmd does not answer any of so many calls."""
 DOWN = re.compile(r"DOWN|NOT_RESPONDING|\*")
-LOOK_S = 2.0
-"""How often other tasks' agents are looked at."""
+AGENTS_LOOK_S = 2.0
+"""Seconds between two looks at other tasks' agents."""
 OTHERS_S = 60.0
-"""How long those are waited for once the run has ended: a lost machine may hold its lock on the shared folder."""
+"""Time for which those are waited for once the run has ended: a lost machine may hold its lock on the shared folder."""
 
 
 def was_there_at_the_end(run_dir: Path, node: str) -> bool:
@@ -54,7 +54,7 @@ def was_there_at_the_end(run_dir: Path, node: str) -> bool:
 def is_lost(node: str, show: Callable[[str], str]) -> bool:
     """Return True if a node of the cluster is lost. show: returns what `scontrol show node` prints of it."""
     for call in range(CALLS):
-        time.sleep(AGAIN_S if call else 0.0)
+        time.sleep(CALL_AGAIN_S if call else 0.0)
         said = dict(re.findall(r"(\w+)=(\S+)", _answer(lambda: show(node))))
         if DOWN.search(said.get("State", "")):
             return True
@@ -100,7 +100,7 @@ def _answer(question: Callable[[], T]) -> T:
         try:
             return question()
         except UserError:
-            time.sleep(AGAIN_S)
+            time.sleep(CALL_AGAIN_S)
 
 
 def main() -> None:
@@ -114,8 +114,8 @@ def main() -> None:
         return
     waited_s = 0.0
     while do_others_run(run_dir, {batch, mine}) and (code not in ORDERLY or waited_s < OTHERS_S):
-        time.sleep(LOOK_S)
-        waited_s += LOOK_S
+        time.sleep(AGENTS_LOOK_S)
+        waited_s += AGENTS_LOOK_S
     end_the_job(run_dir, code, environment)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from argosy.config.model import ModelConfig
 from argosy.errors import ArgosyWarning, StorageError, UserError
-from argosy.files import is_plain_name, read_at_most
+from argosy.files import commit_folder, is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json
 from argosy.models.hf_families import family_of
 from argosy.models.hf_layers import refuse
@@ -78,7 +78,7 @@ def export_folder(
         for name, text in usage.items():
             (partial / name).write_bytes(text)
         _write_weights(partial, weights, config, shapes, dtype)
-        partial.rename(out)
+        commit_folder(partial, out)
     except (OSError, SafetensorError) as problem:
         raise StorageError(
             f"{out} could not be written ({problem}). Free some space or get the right to write there, or choose "

@@ -20,9 +20,9 @@ from pydantic import (
     create_model,
 )
 
-from argosy.config.keys import dotted, fields, key_of, nest
 from argosy.config.load import MOST_PROBLEMS
 from argosy.config.model import MOST_LAYERS, ModelConfig
+from argosy.config.section import dotted, key_fields, key_of, nest
 from argosy.errors import UserError
 from argosy.models.hf_families import FAMILIES, family_of
 from argosy.models.hf_family import DEFAULTS, KEYS, Family, value_of
@@ -188,7 +188,7 @@ def _refuse_what_the_class_cannot_say(config: ModelConfig, values: Mapping[str, 
         again = config_from_json(json.loads(json.dumps(values)), Path("config.json"))
     except UserError as refused:
         raise UserError(f"model.family = {config.family}: {family.architecture} cannot say it: {refused}") from None
-    for key in fields(ModelConfig):
+    for key in key_fields(ModelConfig):
         field = dotted(key)
         if field in ONLY_IN_TRAINING or key[0] in NOT_STRUCTURE or _unused(config, field):
             continue
@@ -289,7 +289,7 @@ class ConfigJson(BaseModel):
 
 def _sizes_of(ours: Mapping[str, str]) -> type[BaseModel]:
     """Return the model of the keys of config.json that are fields of ours, with the limits of these."""
-    found = {key: fields(ModelConfig)[key_of(name)] for key, name in ours.items()}
+    found = {key: key_fields(ModelConfig)[key_of(name)] for key, name in ours.items()}
     kinds: dict[str, Any] = {
         key: (Annotated[info.annotation, Field(), *info.metadata] | None, None) for key, info in found.items()
     }

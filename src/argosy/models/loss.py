@@ -80,21 +80,25 @@ class _LossWithGradients(torch.autograd.Function):
         softcap: float,
     ) -> Tensor:
         weight = weight_VD.to(x_ND.dtype)
-        grad_x = torch.empty_like(x_ND)
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
+        of_x, of_weight, *_ = ctx.needs_input_grad  # not of the weight if it is frozen
+        grad_x = torch.empty_like(x_ND) if of_x else None
+        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if of_weight else None
         losses = []
-        for x, targets, dx in _chunks(rows, x_ND, targets_N, grad_x):
+        for start, (x, targets) in zip(range(0, len(x_ND), rows), _chunks(rows, x_ND, targets_N), strict=True):
             logits_CV = soft_capped(x @ weight.T, softcap)
             loss, gradient_CV = of_chunk(logits_CV, targets)
             losses.append(loss)
             if softcap:
                 gradient_CV = gradient_CV * (1 - (logits_CV / softcap).square())
-            torch.mm(gradient_CV, weight, out=dx)
-            grad_weight += gradient_CV.T @ x
-        ctx.save_for_backward(grad_x, grad_weight.to(weight_VD.dtype))
+            if grad_x is not None:
+                torch.mm(gradient_CV, weight, out=grad_x[start : start + rows])
+            if grad_weight is not None:
+                grad_weight += gradient_CV.T @ x
+        ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight_VD.dtype))
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_loss.to(grad_x.dtype), grad_weight * grad_loss, None, None, None, None
+        grad_x = None if grad_x is None else grad_x * grad_loss.to(grad_x.dtype)
+        return grad_x, None if grad_weight is None else grad_weight * grad_loss, None, None, None, None

@@ -1,17 +1,20 @@
-"""Where a step's time goes: every second belongs to one category."""
+"""The time of a step, each second in one category; the peak of a device's memory; and the matmul rate that MFU is
+measured against.
+"""
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import UNREAD, Heartbeat
-from argosy.observe.metrics import peak_memory_bytes
 
 Category = Literal[
     "data",
@@ -116,3 +119,64 @@ def _between(start: Mark, end: Mark) -> float:
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
     return start.elapsed_time(end) / 1e3
+
+
+CLEAR_REFS = Path("/proc/self/clear_refs")
+SIZE = {"cpu": 1024, "cuda": 8192}
+REPEATS, MOST_S = 12, 1.0
+"""Matmuls that are timed; no more is begun after MOST_S, since CPUs without fp16 take seconds for each."""
+
+
+def matmul_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the best rate of a large square matmul, in FLOP/s, measured here and now (mostly 0.1 to 0.3 s).
+
+    The best of several, since a busy machine can only make one slower.
+    """
+    size = SIZE[device.type]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    seconds: list[float] = []
+    while len(seconds) < REPEATS and sum(seconds) < MOST_S:
+        seconds.append(_seconds(a, b))
+    return 2.0 * size**3 / min(seconds)
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.is_cuda:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        a @ b
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    began = time.perf_counter()
+    a @ b
+    return time.perf_counter() - began
+
+
+def device_name(device: torch.device) -> str:
+    """Return "cpu", or the driver's name of the GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def software(device: torch.device) -> str:
+    """Return the versions that speed depends on, e.g. "torch 2.13.0, CUDA 13.0, NCCL 2.28.9"."""
+    parts = [f"torch {torch.__version__}"]
+    if device.type == "cuda":
+        parts += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
+    return ", ".join(parts)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process since `forget_peak_memory`, or ever: on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Restart `peak_memory_bytes` from what is held now, where the system can do that."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # not every kernel has it
+            CLEAR_REFS.write_text("5")  # proc(5): "reset the peak resident set size"

@@ -1,6 +1,6 @@
 """Time and bytes of this rank's collectives by axis and tier, counted while it trains.
 
-All collectives of a process, whoever asks for them (our own layers, FSDP2, torch's pipelines), go through two doors:
+All collectives of a process (our own layers', FSDP2's, those of torch's pipelines) go through two doors:
 the methods of `ProcessGroup`, and in compiled code the operators of torch's namespace `_c10d_functional`. Torch has no
 public hook there, so `CommunicationMeter` replaces both while it is on, and passes every call on. What is waited for is
 the `Work` that a call returned. Bytes are counted by the formulas of `observe.wire`.
@@ -11,6 +11,7 @@ stood still, between two events that are read when the step's clock waits for th
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,15 +19,40 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # the operators of `_c10d_functional`
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.profiler import record_function
 
 from argosy.observe.counters import NETWORK, NODE, OTHER
+from argosy.observe.trace_summary import COLLECTIVE_MARK
 from argosy.observe.wire import COLLECTIVES, Sent
 from argosy.plan.cost.traffic import WORLD
+
+NAME_END = 12
+"""Characters kept of a group's name, which may be a long hash."""
+
+
+def sequence_numbers() -> dict[str, int]:
+    """Return process group -> number of collectives that this process has begun in it; groups of one are left out.
+
+    A group's name is its purpose and the end of torch's name for it, the same on all its ranks. Any thread may call
+    this, also while another waits in a collective.
+
+    Torch has no public list of groups (`pg_map`), and its flight recorder, which has such numbers in public, only knows
+    NCCL's; `_get_sequence_number_for_group` is what torch itself names in the message of a collective that timed out.
+    """
+    world = distributed_c10d._world
+    return {
+        f"{group.group_desc}#{name[-NAME_END:]}": group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        for group, name in list(world.pg_names.items())
+        if group.size() > 1
+    }
+
 
 Arguments = Callable[..., tuple[Any, ...]]
 """The arguments of a method or functional operator -> those of c10d's operator, as `wire.COLLECTIVES` reads them."""
@@ -85,7 +111,7 @@ FUNCTIONAL: dict[str, tuple[str, int, Callable[[Any, tuple[Any, ...]], tuple[Any
 
 @dataclass(slots=True)
 class _Channel:
-    """What is counted of the groups along one axis, on one tier."""
+    """The counts of the groups along one axis, on one tier."""
 
     axis: str
     tier: str
@@ -134,11 +160,9 @@ class CommunicationMeter:
         self.close()
 
     def open(self) -> None:
-        """Begin to count."""
         _Doors.open_for(self)
 
     def close(self) -> None:
-        """Count no longer; torch is as it was."""
         _Doors.close_for(self)
 
     def marks(self) -> tuple[float, int]:
@@ -171,7 +195,6 @@ class CommunicationMeter:
         return found
 
     def call(self, group: dist.ProcessGroup, sent: Sent, arguments: Arguments, call: Any, args: Any, kw: Any) -> Any:
-        """Carry out a method of `group`, and count it."""
         channel = self._channels.get(id(group)) or self._meet(group)
         start = self._mark(channel)
         work = call(group, *args, **kw)
@@ -257,11 +280,30 @@ class CommunicationMeter:
             self._apart_s += seconds
 
 
+class _Replaced:
+    """Attributes of torch's classes that are replaced for a while."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        """Put what `around` makes of the original in its place, if `owner` has it: another version may lack it."""
+        if (original := getattr(owner, name, None)) is not None:
+            # As the class has it: what getattr gives of a class is no longer bound to an instance.
+            self._originals.append((owner, name, vars(owner).get(name, original)))
+            setattr(owner, name, around(original))
+
+    def restore(self) -> None:
+        for owner, name, original in reversed(self._originals):
+            setattr(owner, name, original)
+        self._originals.clear()
+
+
 class _Doors:
     """The calls of torch that collectives go through, replaced while a meter is on."""
 
     meter: CommunicationMeter | None = None
-    _originals: list[tuple[Any, str, Any]] = []
+    _replaced = _Replaced()
 
     @classmethod
     def open_for(cls, meter: CommunicationMeter) -> None:
@@ -274,29 +316,20 @@ class _Doors:
         if cls.meter is not meter:
             return
         cls.meter = None
-        for owner, name, original in reversed(cls._originals):
-            setattr(owner, name, original)
-        cls._originals.clear()
+        cls._replaced.restore()
 
     @classmethod
     def _replace_all(cls) -> None:
         for name, (operator, arguments) in METHODS.items():
-            cls._replace(dist.ProcessGroup, name, partial(_method, operator, arguments))
-        cls._replace(dist.Work, "wait", _wait)
+            cls._replaced.replace(dist.ProcessGroup, name, partial(_method, operator, arguments))
+        cls._replaced.replace(dist.Work, "wait", _wait)
         operators = torch.ops._c10d_functional
         for name in FUNCTIONAL:
             if (packet := getattr(operators, name, None)) is not None:
                 for callee in (packet, packet.default):  # Python code calls the one, compiled code the other
-                    cls._replace(callee, "_op", partial(_operator, name))
+                    cls._replaced.replace(callee, "_op", partial(_operator, name))
         for callee in (operators.wait_tensor, operators.wait_tensor.default):
-            cls._replace(callee, "_op", _wait_tensor)
-
-    @classmethod
-    def _replace(cls, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        if (original := getattr(owner, name, None)) is not None:  # another version of torch may lack it
-            # As the class has it: what getattr gives of a class is no longer bound to an instance.
-            cls._originals.append((owner, name, vars(owner).get(name, original)))
-            setattr(owner, name, around(original))
+            cls._replaced.replace(callee, "_op", _wait_tensor)
 
 
 def _method(operator: str, arguments: Arguments, call: Any) -> Any:
@@ -337,3 +370,45 @@ def _wait_tensor(call: Any) -> Any:
 def _group(group: Any) -> dist.ProcessGroup:
     """Return the group, which compiled code names by its name."""
     return group if isinstance(group, dist.ProcessGroup) else dist.distributed_c10d._resolve_process_group(group)
+
+
+class CollectiveMarks:
+    """A block in which collectives are marked."""
+
+    def __init__(self, axes: Mapping[str, str]):
+        """axes: name of a process group -> the axis that it is along (`Meshes.axis_of_groups`)."""
+        self._axes = axes
+        self._numbers = itertools.count()
+        self._works: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._replaced = _Replaced()
+
+    def __enter__(self) -> Self:
+        for name in METHODS:
+            self._replaced.replace(dist.ProcessGroup, name, partial(self._marked, name))
+        self._replaced.replace(dist.Work, "wait", self._waiting)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._replaced.restore()
+
+    def _marked(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def marked(group: dist.ProcessGroup, *args: Any, **kw: Any) -> Any:
+            unnamed = WORLD if group.size() == dist.get_world_size() else OTHER
+            mark = f"{COLLECTIVE_MARK}{self._axes.get(group.group_name, unnamed)}/{name}#{next(self._numbers)}"
+            with record_function(mark):
+                work = call(group, *args, **kw)
+            if isinstance(work, dist.Work):
+                self._works[work] = mark
+            return work
+
+        return marked
+
+    def _waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting(work: dist.Work, *args: Any, **kw: Any) -> Any:
+            mark = self._works.get(work)
+            if mark is None:
+                return wait(work, *args, **kw)
+            with record_function(f"{mark}/wait"):
+                return wait(work, *args, **kw)
+
+        return waiting

@@ -1,4 +1,4 @@
-"""What a rank counts from step to step: seconds by category, communication by axis and tier, bytes it wrote.
+"""Counters of a rank from step to step: seconds by category, communication by axis and tier, bytes it wrote.
 
 The counters only grow while the rank is in one world, so that a reader who comes now and then misses nothing: two
 readings, one subtracted from the other, are what happened between them. In a heartbeat's page they are a fixed number
@@ -43,7 +43,7 @@ each category; nanoseconds and bytes of each axis and tier."""
 
 @dataclass(frozen=True)
 class Counters:
-    """What a rank has counted since it joined its world."""
+    """Counts of a rank since it joined its world."""
 
     steps: int = 0
     first_step: int = -1
@@ -80,7 +80,6 @@ def _channel_of(counters: Counters, axis: str, tier: str) -> Sequence[float]:
 
 
 def clear(words: memoryview, at: int) -> None:
-    """Begin to count anew, in the words from `at` on."""
     for place in range(at, at + WORDS):
         words[place] = 0
     words[at + FIRST] = words[at + LAST] = -1
@@ -94,7 +93,6 @@ def add_step(
     communication: Communication,
     memory_bytes: int,
 ) -> None:
-    """Add a step that has ended."""
     words[at + STEPS] += 1
     words[at + LAST] = step
     if words[at + FIRST] < 0:

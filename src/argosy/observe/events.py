@@ -1,4 +1,6 @@
-"""The run's records: one line of JSON for each step and for each event, appended and flushed at once."""
+"""A run's records: one line of JSON for each step (metrics.jsonl) and each event (events/PROCESS.jsonl), appended and
+flushed at once; and files of such lines, read from either end.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,8 +22,6 @@ from argosy.observe.records import record_of
 
 CHUNK_BYTES = 2**16
 """Bytes that are read at once, from the end of a file backwards."""
-TAIL_BYTES = 2**20
-"""Most bytes at the end of a file that are read: more than a thousand lines of metrics."""
 
 
 class JsonLines:
@@ -63,7 +64,7 @@ def _finite(value: Any) -> Any:
 
 
 def _is_cut_off(file: FileIO) -> bool:
-    """True if the last line is incomplete: its writer was killed, or the disk was full."""
+    """Return True if the last line is incomplete: its writer was killed, or the disk was full."""
     if not file.seek(0, os.SEEK_END):
         return False
     file.seek(-1, os.SEEK_END)
@@ -79,29 +80,6 @@ class Events:
     def write(self, kind: str, **facts: Any) -> None:
         """Record an event with its time (seconds since 1970) and its facts."""
         self._lines.write({"time_s": round(time.time(), 3), "event": kind, **redacted(facts)})
-
-
-class Tail:
-    """Follows a JSON-lines file that another process writes, near its end."""
-
-    def __init__(self, path: Path, most_bytes: int = TAIL_BYTES):
-        """`most_bytes`: of what was added at once, only the last part is read; of a file that is there, too."""
-        self._path, self._at, self._most_bytes = path, 0, most_bytes
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the complete records that were added since the last call, or since the file became shorter."""
-        with suppress(OSError), self._path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            self._at = min(self._at, end)
-            if end - self._at > self._most_bytes:
-                file.seek(end - self._most_bytes - 1)
-                file.readline(self._most_bytes)  # the rest of a line, unless one begins right here
-                self._at = file.tell()
-            file.seek(self._at)
-            whole, newline, _ = file.read(self._most_bytes).rpartition(b"\n")
-            self._at += len(whole) + len(newline)
-            return _records(whole.splitlines())
-        return []
 
 
 def each_line(path: Path) -> Iterator[dict[str, Any]]:
@@ -164,10 +142,6 @@ def from_the_end(path: Path) -> Iterator[dict[str, Any]]:
         yield from (record for _, record in backwards(file) if record is not None)
 
 
-def _records(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    return [record for line in lines if (record := record_of(line)) is not None]
-
-
 def plan_since(starts: Iterable[Mapping[str, Any]]) -> int:
     """Return the step from which on all of a rank's `start` events, given in order, have the plan of the last one."""
     since, before = 0, ""
@@ -175,3 +149,47 @@ def plan_since(starts: Iterable[Mapping[str, Any]]) -> int:
         plan = str(start.get("plan", ""))
         since, before = since if plan == before else int(start["step"]), plan
     return since
+
+
+class Metrics:
+    """The numbers of a run, step by step."""
+
+    def __init__(self, run_dir: Path, may_write: Callable[[], bool] = lambda: True):
+        """`may_write` is asked before each line: a process that the run continued without must add none."""
+        self.path = run_dir / "metrics.jsonl"
+        self._lines, self._may_write = JsonLines(self.path), may_write
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record, which names its `step`, if this process may write."""
+        if self._may_write():
+            self._lines.write(record)
+
+    def write_evaluation(self, step: int, loss: float, bits_per_byte: float) -> None:
+        """Append the record of an evaluation after `step`."""
+        self.write({"step": step, "validation_loss": loss, "bits_per_byte": bits_per_byte})
+
+    def forget_from(self, step: int) -> None:
+        """Drop the records of `step` and later: those steps were lost and are about to be run again."""
+        forget_from(self.path, step)
+
+    def last(self, count: int) -> list[dict[str, Any]]:
+        """Return the records of the last `count` steps (fewer if there are no more), in order."""
+        steps = (record for record in from_the_end(self.path) if "loss" in record)
+        return list(islice(steps, count))[::-1]
+
+    def newest(self, key: str, before: int, among: int) -> dict[str, Any] | None:
+        """Return the newest record with `key` of the `among` steps before `before`; None if there is none."""
+        last = takewhile(lambda record: record["step"] >= before - among, from_the_end(self.path))
+        return next((record for record in last if record["step"] < before and key in record), None)
+
+    def has(self, step: int, key: str) -> bool:
+        """Return True if any record of `step`, which is among the last ones, has `key`."""
+        last = takewhile(lambda record: record["step"] >= step, from_the_end(self.path))
+        return any(record["step"] == step and key in record for record in last)
+
+    def each(self) -> Iterator[dict[str, Any]]:
+        """Yield all records so far, one at a time: a long run has more than memory should hold."""
+        return each_line(self.path)
+
+    def read(self) -> list[dict[str, Any]]:
+        return read_lines(self.path)

@@ -47,7 +47,7 @@ LAST_STEPS = 64
 GROUPS = 32
 """The page has room for this many process groups; a rank is in far fewer."""
 NAME_BYTES = 56
-TRIES = 100
+READ_TRIES = 100
 """A reader tries this often to read between two writes; then it takes what it read."""
 
 # The page, in words of 8 bytes. Two writers, hence two parts, each with a version that is odd while it is written.
@@ -126,7 +126,6 @@ class Heartbeat:
         self.enter(PHASES[self._words[PHASE]])
 
     def begin(self, step: int) -> None:
-        """Show that step `step` begins."""
         self._words[STEP] = step
 
     def can_go_back_to(self, step: int) -> None:
@@ -172,7 +171,6 @@ class Heartbeat:
         self._page.close()
 
     def close(self) -> None:
-        """End the beat and remove the file."""
         self.stop()
         self.path.unlink(missing_ok=True)
 
@@ -228,12 +226,12 @@ class UnreadHeartbeat(Heartbeat):
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 
 UNREAD = UnreadHeartbeat()
-"""What a process without an agent passes where a heartbeat is asked for."""
+"""The heartbeat of a process without an agent."""
 
 
 @dataclass(frozen=True)
 class HeartbeatReading:
-    """What a worker showed at one moment. Times are its machine's CLOCK_MONOTONIC, in nanoseconds."""
+    """A worker's heartbeat at one moment. Times are its machine's CLOCK_MONOTONIC, in nanoseconds."""
 
     pid: int
     generation: int
@@ -248,7 +246,7 @@ class HeartbeatReading:
     beats: int
     """Grows by one every `BEAT_S` while the process runs."""
     beat_ns: int
-    """When `beats` grew last."""
+    """Time at which `beats` grew last."""
     peak_memory_bytes: int
     """The peak of resident memory."""
     sequences: Mapping[str, int]
@@ -256,15 +254,15 @@ class HeartbeatReading:
     safe_step: int = -1
     """Steps in the newest checkpoint, in memory or on disk, that all ranks have their part of; -1: none is known."""
     suspicions: int = 0
-    """How often its numbers were found wrong, or suspected to be, since it started."""
+    """Times that its numbers were found wrong, or suspected to be, since it started."""
     counted: Counters = NOTHING_YET
-    """What it has counted in this world."""
+    """Its counts in this world."""
     microbatches: Mapping[int, int] = field(default_factory=dict)
     """Step -> how many microbatches it ran, for the steps of `busy_s`; 1 if it does not say."""
 
     @property
     def progress(self) -> Hashable:
-        """What changes as long as the process gets on with its work."""
+        """A value that changes as long as the process gets on with its work."""
         return self.step, self.phase, self.phase_since_ns, tuple(self.sequences.items())
 
 
@@ -302,8 +300,8 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
 
 
 def _consistent(words: memoryview, version: int, part: slice) -> list[int]:
-    """Return a copy of `part` that was not written to meanwhile, or after `TRIES` readings the last one."""
-    for _ in range(TRIES):
+    """Return a copy of `part` that was not written to meanwhile, or after `READ_TRIES` readings the last one."""
+    for _ in range(READ_TRIES):
         before = words[version]
         copy = words[part].tolist()
         if before % 2 == 0 and words[version] == before:

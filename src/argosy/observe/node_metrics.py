@@ -1,26 +1,189 @@
-"""nodes/NODE.jsonl: what the ranks of one node did, summed up by one process of the node from their heartbeats.
+"""nodes/NODE.jsonl: what the ranks of one node did, summed up from their heartbeats by one process of the node, and its
+machine's instruments.
 
 A line comes every `observe.ranks_every_s` at most. In large worlds lines come so rarely that all nodes together write
 about `BYTES_PER_DAY`, whatever the number of ranks: means lose nothing by that, since the counters go on.
+
+GPUs: utilisation, memory, temperature, power, clock and energy, as NVML tells them. Without NVIDIA's library or the
+package `nvidia-ml-py` (the extra `devices`) nothing is known; AMD's devices are left out. The device itself is not
+touched: NVML asks the driver. The machine: load, memory, disk and network, as psutil tells (the same extra).
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning
 from argosy.observe.counters import Counters
+from argosy.observe.energy import CataloguePower, EnergyMeter, Rapl, totals_of
 from argosy.observe.events import JsonLines
 from argosy.observe.heartbeat import HeartbeatReading
-from argosy.observe.instruments import NOTHING, Instruments
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class NvmlDevices:
+    """The GPUs that this node's processes see, in CUDA's order: the i-th process has the i-th."""
+
+    def __init__(self, nvml: Any, handles: Sequence[Any]):
+        """`nvml` is the module `pynvml`, initialised."""
+        self._nvml, self._handles = nvml, handles
+        self._before_mj: dict[int, int] = {}
+
+    @classmethod
+    def open(cls, nvml: Any = None) -> NvmlDevices | None:
+        """Return the GPUs; None if there are none, or nobody knows of them."""
+        try:
+            nvml = nvml or importlib.import_module("pynvml")  # nvidia-ml-py
+            nvml.nvmlInit()
+            handles = _handles(nvml)
+        except Exception:  # no package, no library, no driver, no permission
+            return None
+        found = cls(nvml, handles)
+        found.joules(len(handles))  # from here on
+        return found if handles else None
+
+    def look(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        """Return what each GPU of these ranks, ascending, shows now; what it does not tell is left out."""
+        found = []
+        for rank, handle in zip(ranks, self._handles, strict=False):
+            shown = {"ranks": [rank], **{key: self._ask(ask, handle) for key, ask in self._questions().items()}}
+            found.append({key: value for key, value in shown.items() if value is not None})
+        return found
+
+    def joules(self, count: int) -> float | None:
+        """Return the energy that the first `count` GPUs have taken since the last call; None if one does not tell.
+
+        A counter that was reset, as a driver does it when it is loaded, counts from 0.
+        """
+        total = 0.0
+        for number, handle in enumerate(self._handles[:count]):
+            now = self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+            if now is None:
+                return None
+            before = self._before_mj.get(number, now)
+            self._before_mj[number] = now
+            total += (now - before if now >= before else now) / 1e3
+        return total
+
+    def _questions(self) -> dict[str, Callable[[Any], Any]]:
+        nvml = self._nvml
+        return {
+            "name": lambda gpu: _text(nvml.nvmlDeviceGetName(gpu)),
+            "utilisation": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+            "memory_bytes": lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+            "temperature_c": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+            "power_w": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+            "clock_mhz": lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        }
+
+    def _ask(self, ask: Callable[[Any], Any], handle: Any) -> Any:
+        with suppress(self._nvml.NVMLError):  # not supported, or the GPU is lost
+            return ask(handle)
+        return None
+
+
+def _handles(nvml: Any) -> list[Any]:
+    """Return the handles of the visible GPUs, which CUDA_VISIBLE_DEVICES names by number or UUID, in its order."""
+    visible = os.environ.get(VISIBLE)
+    if visible is None:
+        return [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return [
+        nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
+        for name in names
+    ]
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+class HostMeter:
+    """Reads the machine's counters; rates are since the reading before."""
+
+    def __init__(self, psutil: Any, folder: Path):
+        """`folder`: whose disk is looked at."""
+        self._psutil, self._folder = psutil, folder
+        self._psutil.cpu_percent(interval=None)  # the first call has nothing to compare with
+        self._before = self._network()
+
+    @classmethod
+    def open(cls, folder: Path) -> HostMeter | None:
+        """Return the meter; None without psutil."""
+        try:
+            import psutil
+        except ImportError:
+            return None
+        return cls(psutil, folder)
+
+    def look(self) -> dict[str, float]:
+        """Return shares from 0 to 1, bytes and bytes a second; load: the mean over a minute of processes that run."""
+        psutil, memory = self._psutil, self._psutil.virtual_memory()
+        (then_s, sent, received), self._before = self._before, self._network()
+        now_s, sent_now, received_now = self._before
+        past_s = max(1e-3, now_s - then_s)
+        return {
+            "cpu": round(psutil.cpu_percent(interval=None) / 100, 4),
+            "memory_used_bytes": memory.total - memory.available,
+            "memory_bytes": memory.total,
+            "disk_free_bytes": psutil.disk_usage(str(self._folder)).free,
+            "network_sent_bytes_per_s": round(max(0, sent_now - sent) / past_s),
+            "network_received_bytes_per_s": round(max(0, received_now - received) / past_s),
+            "load": round(psutil.getloadavg()[0], 2),
+        }
+
+    def _network(self) -> tuple[float, int, int]:
+        counters = self._psutil.net_io_counters()  # None where there is no network
+        sent, received = (counters.bytes_sent, counters.bytes_recv) if counters else (0, 0)
+        return time.monotonic(), sent, received
+
+
+class Instruments:
+    """The instruments of this machine. Measurements that it lacks are left out of the lines."""
+
+    def __init__(self, gpus: NvmlDevices | None, host: HostMeter | None, energy: EnergyMeter | None):
+        self._gpus, self._host, self._energy = gpus, host, energy
+
+    @classmethod
+    def find(cls, run: RunConfig, run_dir: Path, lines: Path) -> Instruments:
+        """Return those of this machine; `lines`: the node's file, whose totals go on."""
+        gpus = None if run.launch.device == "cpu" else NvmlDevices.open()
+        energy = EnergyMeter(gpus, Rapl.open(), CataloguePower(run, run_dir), totals_of(lines))
+        return cls(gpus, HostMeter.open(run_dir), energy)
+
+    def poll(self, now_s: float) -> None:
+        """Read what must be read more often than lines are written; `now_s` is of time.monotonic."""
+        if self._energy is not None:
+            self._energy.poll(now_s)
+
+    def measure(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """Return the keys of a line on these ranks of the node, ascending."""
+        line: dict[str, Any] = {}
+        if self._gpus is not None and (devices := self._gpus.look(ranks)):
+            line["devices"] = devices
+        if self._host is not None:
+            with suppress(Exception):  # a disk that is gone, a counter that the kernel lacks
+                line["host"] = self._host.look()
+        if self._energy is not None:
+            line |= self._energy.look(ranks)
+        return line
+
+
+NOTHING = Instruments(None, None, None)
+"""For lines on ranks alone."""
+
 
 BYTES_PER_DAY = 1e9
-"""What all nodes of a run together may write in a day."""
+"""Most bytes that all nodes of a run together write in a day."""
 DAY_S = 86_400.0
 MOST_OWN = 16
 """A line has own seconds of at most so many steps: of every second, fourth, ... where there are more."""

@@ -8,6 +8,7 @@ another kind than expected counts as missing; in a list by rank, it leaves a nul
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +53,8 @@ def record_of(line: bytes, most_bytes: int = MOST_LINE_BYTES) -> Record | None:
     """
     if len(line) > most_bytes:
         return None
+    if line.startswith(BOM_UTF8):  # of a file that an editor has saved
+        line = line[len(BOM_UTF8) :]
     try:
         record = _DECODER.decode(line.decode())
     except (ValueError, RecursionError):  # a UnicodeDecodeError is a ValueError

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from argosy.files import atomic_write
-from argosy.observe.energy_report import Energy
+from argosy.observe.energy import Energy
 from argosy.observe.heartbeat import BESIDE
-from argosy.observe.run_view import duration, mfu_in_words
-from argosy.plan.calibration.reconcile import Reconciled
+from argosy.observe.panel import duration, mfu_in_words
+from argosy.plan.calibration import Reconciled
 from argosy.plan.cost.estimate import gib, table_in_html
 
 COLUMNS = 80
@@ -24,7 +24,7 @@ DIGITS = {"step_time_s": 6, "tokens_per_s": 1, "mfu": 4}
 
 
 class SyncSavings(BaseModel):
-    """What replicas, or sites, sent to agree in fewer bytes than those of exact fp32 sums."""
+    """The traffic of replicas, or sites, that agree in fewer bytes than those of exact fp32 sums."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,7 +37,7 @@ class SyncSavings(BaseModel):
     staleness: float | None = None
     """Steps since values were agreed on, mean."""
     distance: float | None = None
-    """How far replicas were from each other before they agreed, mean."""
+    """Mean distance between replicas before they agreed."""
 
     def in_words(self) -> str:
         """Return e.g. 12.3 MB sent, 0.26 of fp32's; waited 4.1 s."""
@@ -84,7 +84,7 @@ class Report(BaseModel):
     not_deterministic: tuple[str, ...] = ()
     """Code of the user's that is declared not to repeat itself: no replay gives these numbers again."""
     seconds: dict[str, float]
-    """Where the time of the steps went; the categories add up to `step`."""
+    """Time of the steps by category; they add up to `step`."""
     sync: SyncSavings | None = None
     """None if replicas summed exactly, or there are none."""
     wall_s: float
@@ -152,13 +152,11 @@ class Report(BaseModel):
         return table_in_html((name, value) for name, value in rows.items() if value)
 
     def save(self, run_dir: Path) -> None:
-        """Write report.json atomically."""
         with atomic_write(run_dir / "report.json") as file:
             file.write(self.model_dump_json(indent=1).encode() + b"\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> Report:
-        """Read report.json."""
         return cls.model_validate_json((run_dir / "report.json").read_bytes())
 
 

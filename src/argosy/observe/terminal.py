@@ -10,11 +10,14 @@ import io
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+TOLD_AFTER_S, TOLD_AGAIN_S = 5.0, 60.0
 CLEAR_LINE = "\r\x1b[2K"
 """Back to the start of the line, and erase it (ECMA-48: CR, EL 2)."""
 
@@ -35,10 +38,10 @@ def printable(text: str) -> str:
 
 
 class Owner(Protocol):
-    """Whoever has this process's terminal to itself: an `observe.screen.Screen`."""
+    """The owner of this process's terminal: an `observe.screen.Screen`."""
 
     def take(self, message: dict[str, Any]) -> None:
-        """Show a message of `observe.progress`; waits for nothing."""
+        """Show a message of `Progress`; waits for nothing."""
 
 
 owner: Owner | None = None
@@ -51,7 +54,7 @@ def has_live_line(stream: TextIO) -> bool:
 
 
 def print_message(text: str) -> None:
-    """Print to stderr, in place of the live line if there is one: whoever has that line writes it again below."""
+    """Print to stderr, in place of the live line if there is one; its owner writes it again below."""
     text = printable(text)
     if owner is not None and has_live_line(sys.stderr):
         owner.take({"say": text})
@@ -59,6 +62,25 @@ def print_message(text: str) -> None:
     start = CLEAR_LINE if has_live_line(sys.stderr) else ""
     sys.stderr.write(f"{start}{text}\n")  # at once: other processes write too
     sys.stderr.flush()
+
+
+@contextmanager
+def told_if_long(what: str) -> Iterator[None]:
+    """Print on stderr what is done in this block, once it has taken `TOLD_AFTER_S`, and then every `TOLD_AGAIN_S`."""
+    begun_s, has_ended = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        wait_s = TOLD_AFTER_S
+        while not has_ended.wait(wait_s):
+            wait_s = TOLD_AGAIN_S
+            with suppress(OSError, ValueError):  # nobody reads any more
+                print_message(f"{what} ({time.monotonic() - begun_s:.0f} s so far)")
+
+    threading.Thread(target=tell, name="argosy-told-if-long", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""What a trace of torch's profiler says, in a few figures: operations, communication by axis, idle gaps.
+"""A trace of torch's profiler in a few figures: operations, communication by axis, idle gaps.
 
 It reads the trace's events (Chrome's trace format: name, cat, tid, ts and dur in microseconds) and the marks that
-`observe.collective_marks` and `training.services.profiling` left in them. No torch.
+`observe.collectives` and `training.services.profiling` left in them. No torch.
 
 On a CPU the process's main thread is looked at: it is idle where it is neither in an operation nor in a collective
 (Python, or another process had the core), and a collective is exposed as long as the thread is in its call or its
@@ -13,13 +13,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-STEP, PART, COLLECTIVE = "argosy:step/", "argosy:part/", "argosy:collective/"
-"""How the names of marks begin: a step, a part of it by the clock's category, a collective (see the other module)."""
+from argosy.observe.counters import OTHER
+from argosy.plan.cost.estimate import seconds
+
+STEP_MARK, PART_MARK, COLLECTIVE_MARK = "argosy:step/", "argosy:part/", "argosy:collective/"
+"""Beginnings of the names of marks: a step, a part of it by the clock's category, a collective."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of what a GPU does."""
-OTHER = "other"
 MOST_OPERATIONS, MOST_GAPS = 20, 10
 LEAST_GAP_US = 50.0
 NAME_LENGTH = 120
@@ -36,14 +39,14 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
     memory_bytes: the most that tensors held, if it was recorded.
     """
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    steps = [event for event in whole if event["name"].startswith(STEP) and event.get("cat") == "user_annotation"]
+    steps = [event for event in whole if event["name"].startswith(STEP_MARK) and event.get("cat") == "user_annotation"]
     if not steps:
         return {"step_s": 0.0, "operations": [], "communication": {}, "idle_s": 0.0, "gaps": []}
     window = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
     inside = [event for event in whole if window[0] <= event["ts"] <= window[1]]
     kernels = [event for event in inside if event.get("cat") in ON_GPU]
     main = [event for event in inside if event["tid"] == steps[0]["tid"]]
-    parts = [event for event in main if event["name"].startswith(PART)]
+    parts = [event for event in main if event["name"].startswith(PART_MARK)]
     found = _of_gpu(kernels, inside, window) if kernels else _of_cpu(main, inside, window)
     count = len(steps)
     step_s = sum(event["dur"] for event in steps) / 1e6 / count
@@ -61,16 +64,16 @@ def summary(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def _of_cpu(main: list[Event], inside: list[Event], window: Span) -> dict[str, Any]:
-    calls = [event for event in main if event.get("cat") == "cpu_op" or event["name"].startswith(COLLECTIVE)]
+    calls = [event for event in main if _is_call(event)]
     # What gloo's threads do belongs to collectives; other threads (autograd's, the loader's) compute.
     computing = {event["tid"] for event in inside} - {e["tid"] for e in inside if e["name"].startswith("gloo:")}
     computing.add(main[0]["tid"])
     operations: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for tid in computing:
-        own = [e for e in inside if e["tid"] == tid and (e.get("cat") == "cpu_op" or e["name"].startswith(COLLECTIVE))]
+        own = [event for event in inside if event["tid"] == tid and _is_call(event)]
         for event, self_us in _self_times(own):
-            if not event["name"].startswith((COLLECTIVE, "c10d::")):
+            if not event["name"].startswith((COLLECTIVE_MARK, "c10d::")):
                 operations[event["name"]] += self_us
                 counts[event["name"]] += 1
     return {
@@ -79,11 +82,15 @@ def _of_cpu(main: list[Event], inside: list[Event], window: Span) -> dict[str, A
     }  # fmt: skip
 
 
+def _is_call(event: Event) -> bool:
+    return event.get("cat") == "cpu_op" or event["name"].startswith(COLLECTIVE_MARK)
+
+
 def _waits(events: Iterable[Event]) -> dict[str, tuple[float, float]]:
     """Return axis -> time from each call to the end of its wait, and the part of it in which the caller stood still."""
     spans: dict[str, list[Span]] = defaultdict(list)
     for event in events:
-        if event["name"].startswith(COLLECTIVE):
+        if event["name"].startswith(COLLECTIVE_MARK):
             name = event["name"].removesuffix("/wait")
             spans[name].append((event["ts"], event["ts"] + event["dur"]))
     found: dict[str, tuple[float, float]] = {}
@@ -104,7 +111,7 @@ def _of_gpu(kernels: list[Event], inside: list[Event], window: Span) -> dict[str
         operations[event["name"][:NAME_LENGTH]] += event["dur"]
         counts[event["name"][:NAME_LENGTH]] += 1
     busy = _union((e["ts"], e["ts"] + e["dur"]) for e in others)
-    marks = [e for e in inside if e.get("cat") == "gpu_user_annotation" and e["name"].startswith(COLLECTIVE)]
+    marks = [e for e in inside if e.get("cat") == "gpu_user_annotation" and e["name"].startswith(COLLECTIVE_MARK)]
     communication: dict[str, tuple[float, float]] = {}
     for event in communicating:
         span = event["ts"], event["ts"] + event["dur"]
@@ -189,15 +196,15 @@ def _longest(gaps: list[tuple[float, float, str]], parts: list[Event]) -> list[d
 def _part(parts: list[Event], start: float, end: float) -> str:
     middle = (start + end) / 2
     over = [event["name"] for event in parts if event["ts"] <= middle <= event["ts"] + event["dur"]]
-    return over[-1].removeprefix(PART) if over else OTHER
+    return over[-1].removeprefix(PART_MARK) if over else OTHER
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix(COLLECTIVE).partition("#")[0]
+    return name.removeprefix(COLLECTIVE_MARK).partition("#")[0]
 
 
 def _axis(name: str) -> str:
-    return str(name.removeprefix(COLLECTIVE).partition("/")[0])
+    return str(name.removeprefix(COLLECTIVE_MARK).partition("/")[0])
 
 
 def _mean(us: float, count: int) -> float:
@@ -207,3 +214,57 @@ def _mean(us: float, count: int) -> float:
 def _memory(events: Sequence[Event]) -> dict[str, int]:
     held = [event["args"].get("Total Allocated", 0) for event in events if event.get("name") == "[memory]"]
     return {"memory_bytes": int(max(held))} if held else {}
+
+
+OPERATIONS = 5
+SHOWN_NAME = 40
+
+
+def profile_in_words(steps: list[int], ranks: Mapping[int, Mapping[str, Any]], folder: Path) -> str:
+    """Return what was recorded, of the first rank in full: it stands for the others unless one differs much."""
+    which = f"step {steps[0]}" if steps[0] == steps[1] else f"steps {steps[0]} to {steps[1]}"
+    lines = [f" profile of {which}, {_ranks(ranks)}: {folder}"]
+    lines += [f"  rank {rank}: {found['problem']}" for rank, found in ranks.items() if "problem" in found]
+    whole = {rank: found for rank, found in ranks.items() if "problem" not in found}
+    if whole:
+        rank = min(whole)
+        lines += [
+            f"  a step of rank {rank} takes {seconds(whole[rank]['step_s'])} while it is recorded",
+            *_of(whole[rank]),
+        ]
+    return "\n".join(lines)
+
+
+def _of(found: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for name, figures in found["parts"].items():
+        planned = f"   planned {seconds(figures['predicted'])}" if "predicted" in figures else ""
+        lines.append(f"  {name.replace('_', ' + '):20} {seconds(figures['measured']):>9}{planned}")
+    for axis, figures in found["communication"].items():
+        planned = (
+            f"   planned {seconds(figures['predicted_exposed_seconds'])}"
+            if "predicted_exposed_seconds" in figures
+            else ""
+        )
+        exposed = f"{seconds(figures['exposed_seconds']):>9}{planned}   of {seconds(figures['seconds'])} in collectives"
+        lines.append(f"  {'waits along ' + axis:20} {exposed}")
+    lines.append(f"  {'idle':20} {seconds(found['idle_s']):>9}{_gap(found['gaps'])}")
+    lines.append("  longest operations:")
+    lines += [
+        f"    {operation['share']:>4.0%}  {seconds(operation['seconds']):>9}  {operation['name'][:SHOWN_NAME]}"
+        for operation in found["operations"][:OPERATIONS]
+    ]
+    return lines
+
+
+def _gap(gaps: list[Mapping[str, Any]]) -> str:
+    if not gaps:
+        return ""
+    after = f" after {gaps[0]['after']}" if gaps[0]["after"] else ""
+    return f"   the longest gap: {seconds(gaps[0]['seconds'])} in {gaps[0]['part']}{after}"
+
+
+def _ranks(ranks: Mapping[int, Any]) -> str:
+    known = sorted(ranks)
+    shown = ", ".join(map(str, known[:8])) + (", ..." if len(known) > 8 else "")
+    return f"rank{'s' if len(known) > 1 else ''} {shown}" if known else "no rank"

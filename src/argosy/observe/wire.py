@@ -1,4 +1,4 @@
-"""Counts the bytes that a rank really puts on the wire, by mesh axis and collective, while a step runs.
+"""The bytes that a rank puts on the wire in each collective, and what watches every operation that torch runs.
 
 What a rank *sends* is counted, as ring algorithms do it (Thakur et al. 2005; Patarasuk & Yuan 2009). For a whole
 message of `size` bytes in a group of n ranks that is
@@ -12,8 +12,7 @@ message of `size` bytes in a group of n ranks that is
     gather             size              of this rank's part
     scatter            (n-1)/n size      at the root, which alone sends
 
-`plan.cost.traffic` predicts the same numbers from the plan. What watches every operation that torch runs is at the top;
-`simulate.operators` counts with it too.
+`plan.cost.traffic` predicts the same numbers from the plan.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ TRANSPARENT = ("argosy", "_c10d_functional")
 """Namespaces of operators that are also watched inside: our own, and DTensor's collectives."""
 
 
-class Watch(TorchDispatchMode):
+class OperatorWatch(TorchDispatchMode):
     """Sees every operation, also in backward, in hooks (FSDP2's), under DTensors and inside our own operators.
 
     While it is on, torch.compile runs eagerly.
@@ -81,12 +80,11 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def nbytes(tree: Any) -> int:
-    """Return the bytes of all tensors in `tree`."""
     return sum(tensor.nbytes for tensor in tensors_in(tree))
 
 
 Counts = Counter[tuple[str, str]]
-"""(axis, kind of collective) -> bytes sent by this rank."""
+"""(axis, kind of collective) -> bytes sent by a rank."""
 Sent = Callable[[tuple[Any, ...], dist.ProcessGroup], float]
 """The arguments of a collective's operator and its group -> bytes that this rank sends."""
 
@@ -162,41 +160,8 @@ class Message:
     axis: str
     kind: str
     sent_bytes: int
-    """What this rank sends; 0 where it only receives or waits."""
+    """Bytes that this rank sends; 0 where it only receives or waits."""
     group: dist.ProcessGroup
-
-
-class WireCounter(Watch):
-    """Counts the bytes that this rank sends while it is entered.
-
-        with WireCounter(meshes.axis_of_groups()) as counts:
-            ...                     # a step: forward, backward, all that their hooks send, and the update
-        counts["tp", "all_gather"]
-
-    Axes are those of all views of the meshes ("tp", "pp", "cp", "shard", "replicate", "ep", ...), "ends" for a tied
-    embedding at both ends of the pipeline, "stage" for all ranks of one place in the pipeline, "world" for all ranks,
-    "other" for any other group. A message counts when it is handed to torch, its padding included. Not for measuring
-    time: nothing is compiled meanwhile.
-    """
-
-    def __init__(self, axes: Mapping[str, str]):
-        """`axes`: name of a process group -> the axis that it is along (`Meshes.axis_of_groups`)."""
-        super().__init__()
-        self._axes = axes
-        self.counts: Counts = Counter()
-        self.messages: Counts = Counter()
-        """How many messages those bytes were sent in."""
-
-    def __enter__(self) -> Counts:
-        super().__enter__()
-        return self.counts
-
-    def saw(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
-        """Add what a collective sends."""
-        message = message_of(operator, args, self._axes)
-        if message is not None and message.sent_bytes:
-            self.counts[message.axis, message.kind] += message.sent_bytes
-            self.messages[message.axis, message.kind] += 1
 
 
 def message_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], axes: Mapping[str, str]) -> Message | None:
@@ -208,7 +173,7 @@ def message_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], axes: Map
         return None
     name = operator.name().removeprefix("c10d::").partition(".")[0]
     if name not in COLLECTIVES:
-        raise NotImplementedError(f"c10d::{name} sends bytes that WireCounter cannot count: add it to COLLECTIVES")
+        raise NotImplementedError(f"c10d::{name} sends bytes that nobody counts: add it to COLLECTIVES")
     kind, sent = COLLECTIVES[name]
     boxed = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # the group comes before the operation
     group = dist.ProcessGroup.unbox(boxed)

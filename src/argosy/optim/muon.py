@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.config.schema import OptimizerConfig
-from argosy.optim.piece import Piece
+from argosy.config.optimizer import OptimizerConfig
+from argosy.optim.piece import Piece, Slot, opened
 from argosy.optim.rules import UpdateRule
-from argosy.optim.slot import Slot, opened
 
 # E experts (or none), M rows, N columns
 

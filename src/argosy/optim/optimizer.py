@@ -10,14 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from argosy.config.parameter_groups import ParameterSettings, RateFactor, no_factor, settings_of
-from argosy.config.schema import OptimizerConfig, RunConfig
+from argosy.config.optimizer import OptimizerConfig, ParameterSettings, RateFactor, no_factor, settings_of
+from argosy.config.schema import RunConfig
 from argosy.faults import fault
 from argosy.optim.muon import Muon
-from argosy.optim.own import own_rule
-from argosy.optim.piece import Piece
-from argosy.optim.rules import AdamW, Lion, UpdateRule
-from argosy.optim.slot import Slot
+from argosy.optim.piece import Piece, Slot
+from argosy.optim.rules import AdamW, Lion, UpdateRule, user_rule
 from argosy.plan.mup import rate_factor
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
@@ -133,5 +131,5 @@ class Optimizer:
 
 def optimizer_of(run: RunConfig, pieces: Sequence[Piece]) -> Optimizer:
     """Return the optimizer of these pieces, before its first step. Raises: UserError for a rule that does not exist."""
-    own = own_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
+    own = user_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
     return Optimizer(pieces, run.optimizer, run.seed, own, partial(rate_factor, model=run.model))

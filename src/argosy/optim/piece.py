@@ -1,12 +1,27 @@
-"""The optimizer's view of a parameter: this rank's part of it, and how to get the whole."""
+"""One parameter in the optimizer: this rank's part of it, and its state, small between steps, fp32 during one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from argosy.config.optimizer import ParameterSettings
+from argosy.precision.int8 import (
+    SIGNED,
+    UNSIGNED,
+    Places,
+    Quantized,
+    dequantize,
+    noise,
+    places,
+    quantize,
+    round_to_bf16,
+)
 
 
 def _identity(tensor: Tensor) -> Tensor:
@@ -33,3 +48,112 @@ class Piece:
     group: dist.ProcessGroup | None = None
     """All ranks that call `gather` for this parameter, replicas included: all that need the same update. They divide
     the work on whole parameters. None: each rank does all of it."""
+
+
+CODES = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
+
+
+@dataclass(frozen=True)
+class ParameterUpdate:
+    """One parameter during a step: fp32 tensors of the local shape, changed in place."""
+
+    piece: Piece
+    weight: Tensor
+    gradient: Tensor
+    moments: dict[str, Tensor]
+    step: int
+    """Number of the step, from 1."""
+
+
+@dataclass
+class Slot:
+    """A piece with its settings and state."""
+
+    piece: Piece
+    settings: ParameterSettings
+    seed: int
+    names: tuple[str, ...]
+    """Names of its moments."""
+    steps: int = 0
+    """Steps taken."""
+    _moments: dict[str, Tensor | Quantized] = field(default_factory=dict)
+    _places: Places | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if opening it makes no copies, since all is fp32."""
+        return self.piece.value.dtype == torch.float32 and not self.settings.int8
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the state, bytes."""
+        return sum(moment.nbytes for moment in self._moments.values())
+
+    def moments(self) -> dict[str, Tensor]:
+        """Return the moments, fp32, local shape: the live tensors if these are fp32. Zeros before the first step."""
+        if not self._moments:
+            like = self.piece.value.detach()
+            for name in self.names:
+                self._keep(name, torch.zeros_like(like, dtype=torch.float32), None)
+        return {n: dequantize(m) if isinstance(m, Quantized) else m for n, m in self._moments.items()}
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return the live tensors that hold the moments; none before the first step."""
+        tensors: dict[str, Tensor] = {}
+        for name, moment in self._moments.items():
+            if isinstance(moment, Quantized):
+                tensors |= {f"{name}.codes": moment.codes, f"{name}.scales": moment.scales}
+            else:
+                tensors[name] = moment
+        return tensors
+
+    def load(self, moments: dict[str, Tensor]) -> None:
+        """Restore moments; those that `moments` returned come back bit for bit."""
+        for name in self.names:
+            value = moments[name].to(self.piece.value.device, torch.float32)
+            if value.shape != self.piece.value.shape:
+                raise ValueError(
+                    f"{self.piece.name}: {name} is {list(value.shape)}, not {list(self.piece.value.shape)}"
+                )
+            self._keep(name, value.clone(), None)
+
+    def gradient(self) -> Tensor:
+        """Return the gradient, fp32 with the local shape. Raises: ValueError if the piece has none."""
+        gradient = self.piece.value.grad
+        if gradient is not None:
+            return gradient.float()
+        if self.piece.value.numel():
+            raise ValueError(f"{self.piece.name} has no gradient; give it zeros if no token reached it")
+        return torch.zeros_like(self.piece.value, dtype=torch.float32)
+
+    def open(self) -> ParameterUpdate:
+        """Return the step's tensors. Raises: ValueError if the piece has no gradient."""
+        gradient = self.gradient()
+        self.steps += 1
+        return ParameterUpdate(self.piece, self.piece.value.detach().float(), gradient, self.moments(), self.steps)
+
+    def close(self, update: ParameterUpdate) -> None:
+        """Store the tensors after the step, rounded without bias where they are kept in fewer bits."""
+        if self.settings.int8:
+            for name, moment in update.moments.items():
+                self._keep(name, moment, self._noise(20, name))
+        value = self.piece.value.detach()
+        if value.dtype == torch.bfloat16:
+            value.copy_(round_to_bf16(update.weight, self._noise(16, "weight")))
+
+    def _keep(self, name: str, moment: Tensor, random: Tensor | None) -> None:
+        self._moments[name] = quantize(moment, CODES[name], random) if self.settings.int8 else moment
+
+    def _noise(self, bits: int, what: str) -> Tensor:
+        if self._places is None:
+            self._places = places(self.piece.shape, self.piece.scatter, self.piece.value.device)
+        return noise(self._places, bits, self.seed, self.steps, self.piece.name, what)
+
+
+@contextmanager
+def opened(slots: Sequence[Slot]) -> Iterator[list[ParameterUpdate]]:
+    """Open the slots' tensors for one step, and store them when the block ends."""
+    updates = [slot.open() for slot in slots]
+    yield updates
+    for slot, update in zip(slots, updates, strict=True):
+        slot.close(update)

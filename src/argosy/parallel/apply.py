@@ -15,23 +15,24 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.config.model import ModelConfig
-from argosy.config.schema import LOSSES, RunConfig
+from argosy.config.schema import RunConfig
+from argosy.config.train import LOSSES
 from argosy.models.decoder import Block, Decoder
 from argosy.models.experts import moe_layers
 from argosy.models.initialize import materialize
 from argosy.models.own_family import load_family
 from argosy.models.own_loss import own_loss
 from argosy.parallel.context import RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
+from argosy.parallel.data import shard_fully
 from argosy.parallel.expert import SplitRows, split_experts
 from argosy.parallel.mesh import Meshes, lay_out_meshes
 from argosy.parallel.model import DTYPES, ParallelModel
 from argosy.parallel.offload import offload_activations
 from argosy.parallel.recompute import apply_recompute
-from argosy.parallel.shard import shard_fully
 from argosy.parallel.tensor import GatheredLoss, VocabularyLoss, split_over_ranks
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import stages_on
-from argosy.plan.parameters import Stage
+from argosy.plan.parameters import Stage, run_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.precision.fp8 import use_fp8
@@ -88,6 +89,7 @@ def apply(
         if plan.precision == "fp8":
             use_fp8(model, world.device)
         split_model(model, plan, meshes)
+        freeze(model, run)
         blocks = [(int(layer), block) for layer, block in model.blocks.items()]
         apply_recompute(blocks, plan.recompute, plan.recompute_every, plan.compile)
         if plan.offload in ("activations", "all"):
@@ -102,6 +104,13 @@ def apply(
             shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered)
         materialize(model, run.model, world.device, run.seed)
     return ParallelModel(plan, run, meshes, parts)
+
+
+def freeze(model: Decoder, run: RunConfig) -> None:
+    """Let autograd compute no gradients of what the run does not train."""
+    table = run_table(run, model.stage)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(table[name].is_trained)
 
 
 def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:

@@ -14,12 +14,21 @@ from torch.nn import functional as F
 
 from argosy.faults import fault
 from argosy.models.layers import local
-from argosy.parallel.checks import checksums, sum_of_bits
+from argosy.parallel.gradients import checksums, sum_of_bits
 from argosy.parallel.mesh import Replicas
 from argosy.parallel.pieces import PlacedPiece
-from argosy.sync.collectives import all_gather_single, reduce_scatter_single
-from argosy.sync.compressor import BucketFacts, BucketMemory, Compressor, Moment, Segment, Sending, started
-from argosy.sync.exact import Exact
+from argosy.sync.compressor import (
+    BucketFacts,
+    BucketMemory,
+    Compressor,
+    Exact,
+    Moment,
+    Segment,
+    Sending,
+    all_gather_single,
+    reduce_scatter_single,
+    started,
+)
 from argosy.sync.lane import Lane, Sum
 
 BUCKET_BYTES = 4 * 2**20

@@ -1,13 +1,14 @@
-"""Data parallelism with ZeRO stages 0 to 2: gradients are summed over ranks while backward still runs.
+"""Data parallelism with ZeRO (Rajbhandari et al. 2020): gradients are summed over ranks while backward still runs.
 
-Stage 0 sums them over replicas (`sync`), in tiers if the plan says so; 1 and 2 (Rajbhandari et al. 2020)
-reduce-scatter them, so that each rank gets the part that it updates, sum that part over replicas, and all-gather the
-updated values under the next forward. Each gradient is freed when it has been sent; stage 1 keeps it until the step is
-done.
+Stage 0 sums them over replicas (`sync`), in tiers if the plan says so; 1 and 2 reduce-scatter them, so that each rank
+gets the part that it updates, sum that part over replicas, and all-gather the updated values under the next forward.
+Each gradient is freed when it has been sent; stage 1 keeps it until the step is done. Stage 3 is FSDP2 (Zhao et al.
+2023): parameters too are split, and gathered block by block where they are used.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,10 +18,14 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from argosy.models.decoder import Decoder
+from argosy.models.experts import moe_layers
 from argosy.models.layers import local
 from argosy.parallel.buckets import Bucket, Gathering, GradientSync, SumRanks, cut
-from argosy.parallel.checks import is_sum, sum_of_bits
+from argosy.parallel.gradients import is_sum, sum_of_bits
 from argosy.parallel.pieces import PlacedPiece
 from argosy.sync.compressor import Moment
 from argosy.sync.lane import Lane
@@ -181,3 +186,67 @@ def _tell(rule: Callable[[], GradientSum | None], bucket: Callable[[], Bucket | 
     """Tell the rule of a gradient. The references are weak: else a parameter would hold itself through autograd."""
     if (alive := rule()) is not None and (its := bucket()) is not None:
         alive._arrived(its)
+
+
+def shard_fully(
+    model: Decoder,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
+    reduce_dtype: torch.dtype,
+    keep_gathered: bool = False,
+) -> None:
+    """Split the parameters of `model` (on the meta device) over `mesh`: [shard], or [replicate, shard], in place.
+
+    They are gathered in the dtype of the arithmetic, and gradients are summed, not averaged, in `reduce_dtype`.
+    `expert_mesh` is that of experts, where they are dealt over ep ranks. `keep_gathered`: from a forward to its
+    backward, as the pipeline schedules need that split backward: they look for the parameters before it gathers them.
+    """
+    # A block's output may be a view: the warning is for code that writes into it, which ours does not.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    compute = None if model.compute_dtype == torch.float32 else model.compute_dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    # None: blocks let go after forward, the model itself does not, as backward begins with its head.
+    shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=False if keep_gathered else None)
+    for block in model.blocks.values():
+        if expert_mesh is not None:
+            for moe in moe_layers(block):
+                shard(moe.experts, mesh=expert_mesh)
+        shard(block, mesh=mesh)
+    shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # or it scales inside the collective, which gloo cannot
+
+
+class FullySharded:
+    """The gradients of a `shard_fully` model: FSDP2 sums them in backward; this hands them to the pieces."""
+
+    def __init__(self, model: Decoder, pieces: Sequence[PlacedPiece], over_replicas: Sequence[GradientSum] = ()):
+        """`over_replicas`: sums of the shards' gradients over replicas, where FSDP2 splits over one replica only. It
+        tells them of each gradient that it has reduced, through the parameter's hooks."""
+        assert isinstance(model, FSDPModule)
+        self._model, self._pieces, self.over_replicas = model, pieces, over_replicas
+
+    def arm(self, backwards: int, moment: Moment) -> None:
+        """FSDP2 counts backwards itself, and sums once a step."""
+        for sums in self.over_replicas:
+            sums.arm(1, moment)
+
+    def before_backward(self, last: bool) -> None:
+        """Sum only in the step's last backward; until then gradients add up, whole, on each rank."""
+        self._model.set_requires_gradient_sync(last)
+
+    def finish(self) -> None:
+        """Make the sums the gradients of the pieces' values."""
+        for sums in self.over_replicas:
+            sums.finish()
+        if self.over_replicas:
+            return
+        for piece in self._pieces:
+            gradient = piece.parameter.grad
+            assert gradient is not None, f"{piece.name}: every parameter takes part in every step"
+            piece.value.grad = local(gradient)
+
+    def after_update(self) -> None:
+        """Do nothing: the values are gathered when they are next used."""

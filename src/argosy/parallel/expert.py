@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.config.model import ModelConfig
 from argosy.models.experts import Compute, Load, MoE, Rows, inverse, take_rows
-from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence
-from argosy.parallel.tensor import split
+from argosy.parallel.tensor import gather_sequence, reduce_scatter_sequence, split
 from argosy.plan.parameters import inside, moe_table
 
 # n ranks, E experts, e of them on each rank, P pairs of token and expert that this rank has, Q that it computes
@@ -144,7 +143,8 @@ def loads_of(mine: Mapping[int, MoE], config: ModelConfig, device: torch.device)
 def update_biases(mine: Mapping[int, MoE], loads: Tensor) -> None:
     """Move the experts' biases by the loads of all ranks, on any device: the same on all ranks that have the layer."""
     for layer, moe in mine.items():
-        moe.update_bias(loads[layer, : loads.shape[1] // 2].to(moe.router.weight.device))
+        if moe.router.weight.requires_grad:  # a frozen router keeps its biases
+            moe.update_bias(loads[layer, : loads.shape[1] // 2].to(moe.router.weight.device))
 
 
 def loads_by_layer(loads: Tensor, config: ModelConfig) -> dict[int, Load]:

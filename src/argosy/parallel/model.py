@@ -18,13 +18,12 @@ from argosy.models.experts import MoE
 from argosy.observe.clock import StepClock
 from argosy.parallel.buckets import Bucket, GradientSync, SumRanks
 from argosy.parallel.context import shard_sequence
-from argosy.parallel.data import GradientSum
+from argosy.parallel.data import FullySharded, GradientSum
 from argosy.parallel.gradients import LocalSquares, has_own_gradients, square_share
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
 from argosy.parallel.pieces import PlacedPiece, pieces_of
 from argosy.parallel.pipeline import Pipeline, Schedule, Sequential
-from argosy.parallel.shard import FullySharded
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.plan.sync import is_summed_exactly
@@ -60,7 +59,10 @@ class ParallelModel:
         self._take_mine = partial(shard_sequence, rank=meshes.rank("cp"), size=plan.cp)
         #: This rank's layers of experts, by number.
         self.moes = {int(i): b.mlp for m in parts.values() for i, b in m.blocks.items() if isinstance(b.mlp, MoE)}
+        #: What it trains.
         self.pieces: list[PlacedPiece] = []
+        #: What it holds besides: the run does not train it.
+        self.frozen: list[PlacedPiece] = []
         self._rules: list[GradientRule] = []
         how = _agreement(plan, run, next(iter(parts.values())).device)
         #: What takes the squares of this rank's own gradients; None if nobody asks for them.
@@ -68,8 +70,10 @@ class ParallelModel:
         #: The pieces whose gradient on this rank, before any sum, is that of its own samples.
         self.own_pieces: list[PlacedPiece] = []
         for model in parts.values():
-            mine = list(pieces_of(model, meshes))
+            held = list(pieces_of(model, meshes))
+            mine = [piece for piece in held if piece.parameter.requires_grad]
             self.pieces += mine
+            self.frozen += [piece for piece in held if not piece.parameter.requires_grad]
             if run.observe.noise_scale_every_steps and has_own_gradients(plan):
                 on_both_ends = plan.pp > 1 and run.model.tie_embeddings
                 own = [p for p in mine if not p.is_part_of_sum and not (on_both_ends and p.name == "embedding.weight")]
@@ -81,13 +85,13 @@ class ParallelModel:
             sums = [rule for rule in rules if isinstance(rule, GradientSum)]
             model.before_use = partial(_need, [weakref.ref(rule) for rule in sums])
         # A rank with both ends of the pipeline has a tied embedding twice: it updates one and copies it to the other.
-        tied = [piece for piece in self.pieces if piece.name == "embedding.weight"]
+        tied = [piece for piece in (*self.pieces, *self.frozen) if piece.name == "embedding.weight"]
         self._tied = [(tied[0], twin) for twin in tied[1:]]
         for _, twin in self._tied:
-            self.pieces.remove(twin)
+            (self.pieces if twin in self.pieces else self.frozen).remove(twin)
         offloaded = self.pieces if plan.offload in ("optimizer", "all") else []
         self._host = HostCopies([piece.value for piece in offloaded], torch.float32)
-        #: What the optimizer updates and a checkpoint saves: the pieces, or their twins in host memory.
+        #: What the optimizer updates: the pieces, or their twins in host memory.
         self.masters = self.pieces
         if offloaded:
             self.masters = [replace(p, value=twin) for p, twin in zip(self.pieces, self._host.twins, strict=True)]
@@ -125,13 +129,18 @@ class ParallelModel:
         mean loss times `scale`.
         """
         tokens = micro.targets_BT.numel() * self.dp
-        self.forward_backward([micro], scale / tokens, StepClock(self._parts[0].device))
+        self.forward_backward([micro], scale / tokens, StepClock(self.device))
         self.finish_gradients()
-        square = square_share(self.pieces).item()
+        square = self.square_share().item()
         self.zero_gradients()
         for moe in self.moes.values():
             moe.take_load()
         return square
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self._parts[0].device
 
     def watch(self, on: bool) -> None:
         """Turn on or off that `bits` can tell this rank's gradients of the next step."""
@@ -150,7 +159,7 @@ class ParallelModel:
         """
         for rule in self._sums:
             rule.hold()
-        unread = StepClock(self._parts[0].device)
+        unread = StepClock(self.device)
         total = self._schedule.forward_backward(batch, loss_scale / tokens, unread)
         return (total / tokens).item(), int(sum(rule.let_go() for rule in self._sums))
 
@@ -180,9 +189,15 @@ class ParallelModel:
         _sum_over([p for p in self.pieces if p.is_part_of_sum], self.meshes.group("tp"))
         _sum_over([p for p in self.pieces if p.name == "embedding.weight"], self.meshes.ends)
         for kept, twin in self._tied:
-            assert kept.value.grad is not None and twin.value.grad is not None
-            kept.value.grad += twin.value.grad
-            twin.value.grad = None
+            if kept.parameter.requires_grad:
+                assert kept.value.grad is not None and twin.value.grad is not None
+                kept.value.grad += twin.value.grad
+                twin.value.grad = None
+
+    def square_share(self) -> Tensor:
+        """Return this rank's share of the gradient's squared global norm (`parallel.gradients.square_share`)."""
+        nothing = torch.zeros((), dtype=torch.float64, device=self.device)
+        return square_share(self.pieces) if self.pieces else nothing
 
     def before_update(self) -> None:
         """Give the masters the gradients of their pieces."""

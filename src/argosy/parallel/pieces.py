@@ -66,7 +66,8 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[PlacedPiece]:
         value, shape = local(parameter.detach()), tuple(parameter.shape)
         mesh, placements = getattr(parameter, "device_mesh", None), tuple(getattr(parameter, "placements", ()))
         offset = list(offset_of(parameter))
-        sharing = meshes.sharing(() if mesh is None else mesh.mesh_dim_names)
+        # ZeRO 1 and 2 share out what is updated; what is frozen each rank has whole.
+        sharing = meshes.sharing(() if mesh is None else mesh.mesh_dim_names) if parameter.requires_grad else None
         if sharing is not None:
             mesh = sharing
             rows = -(-value.shape[0] // mesh.size(-1))

@@ -1,8 +1,9 @@
 """Tensor and sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
 Between attention and feed-forward each rank has the hidden states of its own stretch of tokens; inside them it has all
-tokens and its own heads, or columns. Which dim of a parameter is cut is in the table of parameters
-(`plan.parameters`); parameters become DTensors on the tp mesh. `STYLES` says what a module exchanges with other ranks.
+tokens and its own heads, or columns. Where forward gathers what other ranks hold, backward sums the gradients of all
+ranks, and vice versa. Which dim of a parameter is cut is in the table of parameters (`plan.parameters`); parameters
+become DTensors on the tp mesh. `STYLES` says what a module exchanges with other ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +24,84 @@ from argosy.models.decoder import Decoder
 from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
 from argosy.models.loss import IGNORED, ChunkLoss
 from argosy.models.mla import LatentAttention
-from argosy.parallel.collectives import gather_sequence, reduce_scatter_sequence, sum_over_ranks
 from argosy.plan.parameters import INPUTS, parameter_table
-from argosy.sync.collectives import all_gather_single
+from argosy.sync.compressor import all_gather_single, reduce_scatter_single
+
+# B batch, t tokens of this rank, T tokens of all ranks of the group, D width
+
+
+def gather_sequence(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tokens of all ranks, [B, T, D]; in backward each rank gets the sum of the gradients of its own."""
+    y: Tensor = _GatherSequence.apply(x_BtD, group)
+    return y
+
+
+def reduce_scatter_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's tokens, [B, t, D], of the sum over ranks; in backward all ranks get all gradients."""
+    y: Tensor = _ReduceScatterSequence.apply(x_BTD, group)
+    return y
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks, which each rank uses for its own part; in backward the gradients are summed alike."""
+    y: Tensor = _SumOverRanks.apply(x, group)
+    return y
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum(grad, ctx.group), None
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad, ctx.group), None
+
+
+def _all_gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    B, t = x_BtD.shape[:2]
+    n = group.size()
+    parts = x_BtD.new_empty(n * B, *x_BtD.shape[1:])
+    all_gather_single(parts, x_BtD.contiguous(), group=group)
+    return parts.unflatten(0, (n, B)).transpose(0, 1).reshape(B, n * t, *x_BtD.shape[2:])
+
+
+def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    n = group.size()
+    parts = x_BTD.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
+    mine = torch.empty_like(parts[0])
+    reduce_scatter_single(mine, parts.flatten(0, 1), group=group)
+    return mine
+
 
 # B batch, T tokens, D model width, V vocabulary, C tokens of a chunk of the loss
 

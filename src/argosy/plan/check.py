@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from argosy.config.schema import LaunchConfig, RunConfig
+from argosy.config.launch import LaunchConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.integers import divisors, neighbours
 from argosy.plan.plan import Plan
+from argosy.plan.quantities import divisors, neighbours
 from argosy.plan.rules import first_problem
 
 

@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.model import ModelConfig
-from argosy.plan.flops import train_flops_per_token
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import Plan
+from argosy.plan.workload import train_flops_per_token
 
 Floats = NDArray[np.float64]
 
 DOUBT = 2.0
-"""What is around the layers, the embedding and the head, may take nothing, or so many times what its FLOPs say."""
+"""Embedding and head, around the layers, may take nothing, or so many times what their FLOPs say."""
 
 
 def deal(total: int, holders: NDArray[np.int64], seconds: Floats) -> tuple[NDArray[np.int64], float] | None:
@@ -142,7 +142,6 @@ class RankWork:
 
     @classmethod
     def of(cls, plan: Plan, model: ModelConfig, seq_len: int) -> RankWork:
-        """Return the work of the plan's ranks."""
         ranks, of_stage = plan.world_size, plan.world_size // plan.pp
         if plan.pp == 1 or of_stage > 1:
             stages = tuple(range(first, first + of_stage) for first in range(0, ranks, of_stage))

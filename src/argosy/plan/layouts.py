@@ -10,10 +10,9 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.integers import numbers_of
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Offload, Plan, Precision, Recompute
-from argosy.plan.quantities import Quantities
+from argosy.plan.quantities import Quantities, numbers_of
 from argosy.plan.sync import SYNC_WORDS
 
 Ints = NDArray[np.int64]
@@ -67,7 +66,6 @@ class Layouts(Quantities[Ints]):
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> Layouts:
-        """Return these plans as columns."""
         rows = [plan.model_dump() for plan in plans]
         return cls(**{f.name: column_of(f.name, [row[f.name] for row in rows]) for f in fields(cls)})
 
@@ -80,7 +78,6 @@ class Layouts(Quantities[Ints]):
         return Layouts(**{f.name: np.broadcast_to(getattr(self, f.name), n)[chosen] for f in fields(self)})
 
     def plan(self, row: int) -> Plan:
-        """Return the plan in one row."""
         n = len(self)
         columns = {f.name: np.broadcast_to(getattr(self, f.name), n) for f in fields(self)}
         return Plan(**{key: _value(key, column[row]) for key, column in columns.items()})
@@ -111,7 +108,6 @@ class Layouts(Quantities[Ints]):
 
 
 def column_of(key: str, values: Sequence[Any]) -> NDArray[Any]:
-    """Return values of a plan's key as a column."""
     if key in RATIOS:
         return np.array(values, object)
     return np.array([WORDS[key].index(value) if key in WORDS else int(value) for value in values], np.int64)

@@ -1,8 +1,10 @@
-"""The one table of the decoder's parameters: name, shape, how tensor and expert parallelism cut it, initial value.
+"""The one table of the decoder's parameters: name, shape, how tensor and expert parallelism cut it, initial value, and
+whether a run trains it.
 
 The modules (`models`) read their sizes here, the initialiser the values, tensor and expert parallelism
 (`parallel.tensor`, `parallel.expert`) the cuts, the planner (`plan.cost`) bytes and operations, and `models.hf` the
-weights that a Hugging Face folder must have.
+weights that a Hugging Face folder must have. `parallel.apply` freezes what is not trained; gradients, optimizer and
+planner follow.
 
 `plan` is the lowest room that needs the table, so it is here, without torch, and the rooms above import it.
 """
@@ -10,10 +12,12 @@ weights that a Hugging Face folder must have.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from argosy.config.model import ModelConfig
+from argosy.config.optimizer import is_frozen
+from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import layer_spec
 
 Initial = Literal["normal", "into_residual", "ones", "zeros"]
@@ -44,6 +48,8 @@ class Parameter:
     is_expert: bool = False
     """Dim 0 counts experts: expert parallelism cuts it, and fewer ranks share it."""
     initial: Initial = "normal"
+    is_trained: bool = True
+    """False if the run freezes it: gradients pass through it, and there is none of it, nor optimizer state."""
 
 
 Table = dict[str, Parameter]
@@ -75,6 +81,38 @@ def parameter_table(model: ModelConfig, stage: Stage | None = None, tp: int = 1)
         if not model.tie_embeddings:
             table["head.weight"] = vocabulary
     return table
+
+
+def run_table(run: RunConfig, stage: Stage | None = None, tp: int = 1) -> Table:
+    """The same with what the run freezes (`train.frozen`) marked."""
+    table, frozen = parameter_table(run.model, stage, tp), run.train.frozen
+    return {name: replace(p, is_trained=not is_frozen(name, frozen)) for name, p in table.items()} if frozen else table
+
+
+def trained_shapes(run: RunConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of the whole decoder that the run trains, by name."""
+    return {name: parameter.shape for name, parameter in run_table(run).items() if parameter.is_trained}
+
+
+def reached_layers(run: RunConfig, stage: Stage) -> list[int]:
+    """Return the stage's layers whose backward is computed: none comes before the first that the run trains."""
+    first = first_reached(run, stage)
+    return [layer for layer in stage.layers if first is not None and layer >= first]
+
+
+def first_reached(run: RunConfig, stage: Stage) -> int | None:
+    """Return the first layer that backward reaches, -1 if it goes on through all; None if it reaches none.
+
+    Stages after the first compute the gradient of what they receive in any case.
+    """
+    if not run.train.frozen or not stage.first:
+        return -1
+    for name, parameter in run_table(run, stage).items():
+        if parameter.is_trained and name.startswith("blocks."):
+            return int(name.split(".")[1])
+        if parameter.is_trained and name == "embedding.weight":
+            return -1
+    return None
 
 
 def state_table(model: ModelConfig) -> Table:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Literal
 
 from argosy.config.model import ModelConfig
-from argosy.plan.flops import train_flops_per_token
+from argosy.plan.workload import train_flops_per_token
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 

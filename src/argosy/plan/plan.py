@@ -14,14 +14,15 @@ from argosy.config.schema import RunConfig
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.files import atomic_write
-from argosy.plan.integers import checked, lowest, numbers_of
 from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
-from argosy.plan.quantities import Quantities
-from argosy.plan.sync import COMPRESSED, Sync
+from argosy.plan.quantities import Quantities, checked, lowest, numbers_of
+from argosy.plan.sync import COMPRESSED, WITH_SERVERS, Sync
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "all"]
+Objective = Literal["time", "cost", "energy", "goodput"]
+"""The quantity that plans are ranked by."""
 
 Ratio = Annotated[str, BeforeValidator(str), AfterValidator(checked)]
 """Whole numbers joined by colons, such as 3:1; empty: nothing is said, and all get as much."""
@@ -136,7 +137,7 @@ class Plan(Section, Quantities[int]):
 
     @property
     def holders_of_shares(self) -> int:
-        """How many may have shares of their own: replicas, or the data-parallel ranks of the only one."""
+        """Number of holders of shares: replicas, or the data-parallel ranks of the only one."""
         if self.dp_replicate > 1:
             return self.dp_replicate
         return 1 if self.shards_parameters or self.ep > 1 else self.dp
@@ -171,8 +172,12 @@ class Plan(Section, Quantities[int]):
 
     @property
     def is_compressed(self) -> bool:
-        """True if replicas sum their gradients in fewer bytes."""
         return self.sync in COMPRESSED
+
+    @property
+    def has_servers(self) -> bool:
+        """True if it is the plan of a worker, which agrees with others through parameter servers."""
+        return self.sync in WITH_SERVERS
 
     @property
     def sums_in_tiers(self) -> bool:
@@ -207,7 +212,6 @@ class Plan(Section, Quantities[int]):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read the plan that `save` wrote."""
         table = read_table(path)
         table.pop("prediction", None)
         return cls.model_validate(table)
@@ -232,7 +236,7 @@ def words_of(text: str) -> dict[str, str]:
 
 
 class ParsedPlan(NamedTuple):
-    """What a plan, as a run file has it, says and leaves open."""
+    """A plan as a run file has it: what it says, and what it leaves open."""
 
     words: dict[str, str]
     """Keys and values."""
@@ -267,7 +271,7 @@ def way_of_sites(plan: str) -> str:
 
 def is_asynchronous(plan: str) -> bool:
     """Return True if a plan, as a run file has it, says sync=async. Raises: UserError if it is none."""
-    return words_of(plan).get("sync") == "async"
+    return words_of(plan).get("sync") in WITH_SERVERS
 
 
 def has_workers(run: RunConfig) -> bool:

@@ -12,11 +12,11 @@ from operator import or_
 from typing import Any
 
 from argosy.config.schema import RunConfig
-from argosy.plan.integers import around, divisors, lowest, numbers_of
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
 from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
-from argosy.plan.sync import COMPRESSED, OF_SITES
+from argosy.plan.quantities import around, divisors, lowest, numbers_of
+from argosy.plan.sync import COMPRESSED, OF_SITES, WITH_SERVERS
 
 Plans = Any
 """A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
@@ -349,7 +349,7 @@ def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
 
 @rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))
 def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
-    if not run.sites and plan.sync == "async":
+    if not run.sites and plan.has_servers:
         return NO_WORKERS
     if not run.sites:
         return (
@@ -359,12 +359,17 @@ def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
     return NOT_OF_SITES.format(plan.sync)
 
 
-@rule(lambda p, run: p.is_("sync", "async") & p.is_("precision", "fp16"))
+@rule(lambda p, run: p.is_("sync", *WITH_SERVERS) & p.is_("precision", "fp16"))
 def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str:
     return (
         "plan.sync = async with precision = fp16: workers come and go, and a loss scale would be found anew each time. "
         "Try precision=bf16 or fp32."
     )
+
+
+@rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen))
+def servers_train_all_weights(plan: Plan, run: RunConfig) -> str:
+    return "train.frozen is not supported with plan.sync = async. Remove it, or use sites (sync=local, sync=diloco)."
 
 
 @rule(lambda p, run: p.is_("sync", *OF_SITES) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))
@@ -398,6 +403,7 @@ RULES: tuple[Rule, ...] = (
     tiers_divide_the_replicas,
     tiers_hold_whole_sets_of_experts,
     asynchronous_gradients_have_no_loss_scale,
+    servers_train_all_weights,
     sites_have_no_state_but_weights,
 )
 

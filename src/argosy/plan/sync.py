@@ -1,4 +1,4 @@
-"""How replicas agree, by the plan's word `sync`: the one table that plan, planner, probe and trainer read.
+"""The ways for replicas to agree, by the plan's word `sync`: the one table of plan, planner, probe and trainer.
 
 A compressor is a row of `COMPRESSORS` here, which says what it costs, and a class in `sync.table`, which does it.
 Bytes: with S numbers in a bucket, n replicas, blocks of b numbers and rank r, a bucket sends
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from argosy.config.sync import SyncConfig
 from argosy.plan.workload import Numbers, Workload
@@ -32,21 +32,38 @@ WORTH = 2
 """PowerSGD compresses a matrix that is so many times as large as both thin ones (PyTorch's min_compression_rate)."""
 
 
-class Summand(Protocol):
-    """One parameter's part of a bucket."""
+@dataclass(frozen=True)
+class Summand:
+    """One parameter's part of a bucket on this rank."""
+
+    is_exact: bool
+    shape: tuple[int, ...]
+    """What is summed over replicas: the largest share of the parameter."""
+    bucket_bytes: int
+    """What it counts for in the size of its bucket."""
 
     @property
     def elements(self) -> int:
         """Numbers that are summed."""
+        return math.prod(self.shape)
+
+    def part(self, k: int) -> Summand:
+        """Return the largest of k parts of it, as `sync.compressor.Segment.part` cuts it."""
+        if k == 1:
+            return self
+        dim = 1 if len(self.shape) > 2 else 0
+        return replace(self, shape=tuple(-(-size // k) if d == dim else size for d, size in enumerate(self.shape)))
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """Number, rows and columns of its matrices."""
+        """Number, rows and columns of its matrices: those of experts are one each."""
+        rows, *rest = self.shape
+        return (rows, rest[0], math.prod(rest[1:])) if len(rest) > 1 else (1, rows, math.prod(rest))
 
 
 @dataclass(frozen=True)
 class CompressorCost:
-    """What a compressor of gradient sums costs."""
+    """The costs of a compressor of gradient sums."""
 
     share_sent: Callable[[SyncConfig, Numbers, Workload], Any]
     """(settings, replicas, sizes) -> about the share of an exact fp32 sum's bytes that a replica sends."""
@@ -120,8 +137,10 @@ COMPRESSORS: Mapping[str, CompressorCost] = {
 COMPRESSED = tuple(COMPRESSORS)
 LOCAL = ("local", "diloco")
 """Words by which sites train alone for some steps and then agree on the weights."""
-OF_SITES = (*LOCAL, "async")
-"""Words of a run with sites; async: none waits for another, and parameter servers hold the weights."""
+WITH_SERVERS = ("async",)
+"""Words by which workers, none of which waits for another, agree through parameter servers that hold the weights."""
+OF_SITES = (*LOCAL, *WITH_SERVERS)
+"""Words of a run with sites."""
 SYNC_WORDS = ("exact", *COMPRESSED, *OF_SITES)
 SITE_BYTES: Mapping[str, float] = {"local": 4, "diloco": 8}
 """Word -> bytes that a site keeps for each number whose state is on the rank: weights agreed on, outer momentum."""

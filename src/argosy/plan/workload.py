@@ -5,16 +5,25 @@ All fields are plain numbers, so that many jobs can be stacked into one of array
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import LayerSpec, layer_kinds, layer_spec
-from argosy.plan.parameters import shared_width
+from argosy.plan.parameters import (
+    Parameter,
+    Stage,
+    block_table,
+    parameter_table,
+    reached_layers,
+    run_table,
+    shared_width,
+)
 
-if TYPE_CHECKING:  # a plan is read where nothing is computed, and NumPy takes a tenth of a second to import
+if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Numbers: TypeAlias = "float | NDArray[Any]"
@@ -80,11 +89,33 @@ class Workload:
     """Rank of latent attention's keys and values; 0: ordinary attention."""
     rope_width: Numbers = 0
     """Width of the rotated part of latent attention's keys."""
+    trained_dense: Numbers = 1
+    """Share of the layers' matrices that is trained, routed experts apart: the rest is frozen."""
+    trained_experts: Numbers = 1
+    """The same of routed experts."""
+    trained_embedding: Numbers = 1
+    """1 if the embedding is trained."""
+    trained_head: Numbers = 1
+    reached: Numbers = 1
+    """Share of the layers that backward reaches."""
 
     @classmethod
     def of(cls, run: RunConfig) -> Workload:
         """Return the workload of a step of `run`."""
-        return cls.of_model(run.model, run.data.seq_len, run.train.global_batch)
+        whole = cls.of_model(run.model, run.data.seq_len, run.train.global_batch)
+        if not run.train.frozen:
+            return whole
+        table = run_table(run)
+        blocks = [p for name, p in table.items() if name.startswith("blocks.") and len(p.shape) > 1]
+        embedding = table["embedding.weight"].is_trained
+        return replace(
+            whole,
+            trained_dense=_trained_share(p for p in blocks if not p.is_expert),
+            trained_experts=_trained_share(p for p in blocks if p.is_expert),
+            trained_embedding=embedding,
+            trained_head=embedding if run.model.tie_embeddings else table["head.weight"].is_trained,
+            reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.layers,
+        )
 
     @classmethod
     def of_model(cls, model: ModelConfig, seq_len: int, global_batch: int) -> Workload:
@@ -165,7 +196,7 @@ class Workload:
 
     @property
     def matrix_parameters(self) -> Numbers:
-        """Parameters of all matrices; `plan.flops.parameters` counts norms and biases too (below 0.1 %)."""
+        """Parameters of all matrices; `parameters` counts norms and biases too (below 0.1 %)."""
         return (
             self.layers * self.attention_parameters
             + self.dense_layers * self.ffn_parameters
@@ -174,8 +205,17 @@ class Workload:
         )
 
     @property
+    def trained_parameters(self) -> Numbers:
+        """Those of `matrix_parameters` that are trained."""
+        experts = self.moe_layers * self.expert_parameters
+        ends = (2 - self.tied) * self.vocabulary_parameters
+        trained_ends = (self.trained_embedding + (1 - self.tied) * self.trained_head) * self.vocabulary_parameters
+        dense = self.matrix_parameters - experts - ends
+        return self.trained_dense * dense + self.trained_experts * experts + trained_ends
+
+    @property
     def matmul_parameters(self) -> Numbers:
-        """Parameters that take part in a matmul with each token (`plan.flops.matmul_parameters`)."""
+        """Parameters that take part in a matmul with each token (`matmul_parameters`)."""
         active = self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
         return (
             self.layers * self.attention_parameters
@@ -185,7 +225,71 @@ class Workload:
         )
 
     @property
+    def trained_matmul_parameters(self) -> Numbers:
+        """Those of the layers that are trained."""
+        active = self.moe_layers * self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
+        dense = self.matmul_parameters - self.vocabulary_parameters - active
+        return self.trained_dense * dense + self.trained_experts * active
+
+    @property
+    def matmul_flops_per_token(self) -> tuple[Numbers, Numbers]:
+        """FLOPs of matmuls in layers, and of the head: 2 N forward, 2 N for the inputs' gradients as far as backward
+        goes, 2 N for those of weights that are trained."""
+        in_layers, in_head = self.matmul_parameters - self.vocabulary_parameters, self.vocabulary_parameters
+        layers = 2 * ((1 + self.reached) * in_layers + self.trained_matmul_parameters)
+        return layers, 2 * (2 + self.trained_head) * in_head
+
+    @property
     def train_flops_per_token(self) -> Numbers:
-        """Model FLOPs of forward and backward: 6 N + 6 L s a d (`plan.flops.train_flops_per_token`)."""
-        attention = 6 * self.layers * self.attention_span * self.heads * (self.key_width + self.value_width)
-        return 6 * self.matmul_parameters + attention
+        """Model FLOPs of forward and backward: 6 N + 6 L s a d (`train_flops_per_token`), less what is not
+        computed of frozen parameters."""
+        per_pass = 2 * self.layers * self.attention_span * self.heads * (self.key_width + self.value_width)
+        return sum(self.matmul_flops_per_token) + (1 + 2 * self.reached) * per_pass
+
+
+def _trained_share(parameters: Iterable[Parameter]) -> float:
+    """Return the share of the elements that is trained; 1 if there are no parameters."""
+    sizes = [(math.prod(p.shape), p.is_trained) for p in parameters]
+    return sum(size for size, is_trained in sizes if is_trained) / sum(size for size, _ in sizes) if sizes else 1.0
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Return how many parameters take part in a matmul with each token.
+
+    These are all but the embedding lookup, norms, biases and idle experts: of the routed experts, as many count as one
+    token goes to ("active parameters").
+    """
+    return int(Workload.of_model(model, seq_len=1, global_batch=1).matmul_parameters)
+
+
+def parameters(model: ModelConfig) -> int:
+    """Return the number of all parameters."""
+    return sum(times * math.prod(parameter.shape) for parameter, times in _parameters(model))
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters without the routed experts that one token does not go to."""
+    idle = sum(
+        times * math.prod(parameter.shape[1:]) * (model.moe.experts - model.moe.experts_per_token)
+        for parameter, times in _parameters(model)
+        if parameter.is_expert
+    )
+    return parameters(model) - idle
+
+
+def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
+    """Return the model FLOPs of forward and backward per token: 6 N + 6 L s a d (the causal half counted).
+
+    N: `matmul_parameters`; L layers, s `seq_len`, a heads, d head width (with latent attention the mean of a key's
+    and a value's). PaLM (Chowdhery et al. 2022, appendix B) with causal attention counted once, as Megatron-Bridge
+    does. Packed documents shorter than the sequence do less attention than this; the formula counts whole sequences,
+    so that runs compare. Balance losses, dropped tokens and padding are not counted either.
+    """
+    return float(Workload.of_model(model, seq_len, global_batch=1).train_flops_per_token)
+
+
+def _parameters(model: ModelConfig) -> Iterator[tuple[Parameter, int]]:
+    """Each parameter outside blocks, and those of one block of each kind with the number of such blocks."""
+    yield from ((parameter, 1) for parameter in parameter_table(model, Stage(layers=())).values())
+    for layers in layer_kinds(model).values():
+        yield from ((parameter, len(layers)) for parameter in block_table(model, layers[0]).values())

@@ -1,4 +1,4 @@
-"""How fast processes communicate: each collective by message size, in groups of each size, alone and at once."""
+"""Rates of communication: each collective by message size, in groups of each size, alone and at once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from argosy.parallel.world import World
 from argosy.plan.hardware.measurements import CollectiveRate, Operation, four_digits
-from argosy.probe.timing import LONGEST_SLICE_S, lower_quartile, synchronize
-from argosy.sync.collectives import all_gather_single, reduce_scatter_single
+from argosy.probe.compute import LONGEST_SLICE_S, lower_quartile, synchronize
+from argosy.sync.compressor import all_gather_single, reduce_scatter_single
 
 MESSAGES = {"cpu": [2**p for p in range(10, 27, 2)], "cuda": [2**p for p in range(10, 31, 2)]}
 """Bytes of the messages, 1 KiB to 64 MiB or 1 GiB; larger ones are as fast."""
@@ -188,7 +188,7 @@ def _error(line: Sequence[float], sizes: np.ndarray, times: np.ndarray) -> float
 
 
 def _nothing() -> None:
-    """What a rank without a part does: nothing."""
+    """The part of a rank that has none."""
 
 
 def _all_reduce(message: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:

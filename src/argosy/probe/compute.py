@@ -1,4 +1,4 @@
-"""How fast a device computes: matmuls, attention, memory, compression, and the host that launches its work.
+"""Rates of a device (matmuls, attention, memory, compression), of the host that launches its work, disk and loader.
 
 All processes measure the same at the same time, as they would in training, and each figure is the mean over them.
 """
@@ -6,27 +6,90 @@ All processes measure the same at the same time, as they would in training, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+import argosy
+from argosy.config.data import PrepareConfig
 from argosy.config.model import ModelConfig
+from argosy.config.schema import RunConfig
 from argosy.config.sync import SyncConfig
+from argosy.data.loader import OpenData, open_data
+from argosy.data.prepare import prepare
+from argosy.errors import UserError
+from argosy.files import sync
 from argosy.models.attention import causal_attention
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.rope import rotary_table
 from argosy.parallel.world import World
-from argosy.plan.hardware.measurements import AttentionRate, CompressionRate, MatmulRate
+from argosy.plan.hardware.measurements import AttentionRate, CompressionRate, MatmulRate, four_digits
 from argosy.plan.layer_spec import layer_spec
 from argosy.plan.parameters import block_table
 from argosy.plan.sync import COMPRESSED
-from argosy.probe.timing import mean, seconds
 from argosy.sync.compressor import BucketFacts, Compressor, Moment, Segment
 from argosy.sync.table import COMPRESSORS
+
+SAMPLE_S = 2e-3
+"""Calls are timed together for at least this long: one alone may be shorter than a wait for the device."""
+LONGEST_SLICE_S = 0.5
+"""A measurement is repeated for at most this long: by then it is certain enough."""
+FEWEST, MOST = 3, 200
+"""Number of samples."""
+
+
+def seconds(call: Callable[[], object], device: torch.device, slice_s: float) -> float:
+    """Return the seconds of one call, repeated for about `slice_s` (at least three times, after one that warms up).
+
+    The lower quartile of the samples: other work on the machine can only make a sample slower.
+    """
+    calls = max(1, round(SAMPLE_S / _sample(call, device, 1)))
+    samples: list[float] = []
+    end = time.perf_counter() + slice_s
+    while len(samples) < FEWEST or (time.perf_counter() < end and len(samples) < MOST):
+        samples.append(_sample(call, device, calls))
+    return lower_quartile(samples)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _sample(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Return the seconds of one of `calls` calls."""
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - began) / calls
+
+
+def total(world: World, value: float) -> float:
+    """Return the sum of a figure over all processes, the same on all."""
+    return four_digits(world.sum(torch.tensor(value, dtype=torch.float64, device=world.device)).item())
+
+
+def mean(world: World, value: float) -> float:
+    """Return the mean of a figure over all processes, the same on all."""
+    return four_digits(total(world, value) / world.size)
+
+
+def lower_quartile(samples: Sequence[float]) -> float:
+    """Return the sample that a quarter of the samples is below."""
+    return float(np.quantile(samples, 0.25, method="lower"))
+
 
 NumberFormat = Literal["fp32", "bf16", "fp16"]
 Kind = Literal["square", "forward", "input_gradient", "weight_gradient"]
@@ -206,3 +269,82 @@ def _sum_s(compressor: Compressor, group: dist.ProcessGroup, device: torch.devic
         bucket.memory.commit()
 
     return seconds(one_sum, device, slice_s)
+
+
+FILE_BYTES = 2**26
+"""Bytes of each process's file, a multiple of BLOCK_BYTES."""
+BLOCK_BYTES = 2**22
+ROWS, SEQ_LEN = 64, 512
+"""Batch and sequence length of the steps that are loaded if no run gives them."""
+
+
+@dataclass(frozen=True)
+class DiskRates:
+    """Speed of the disk, all processes together."""
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+
+
+def measure_disk(world: World, folder: Path, file_bytes: int) -> DiskRates:
+    """Write a file in `folder` from each process at once, wait until the disk has it, and read it again.
+
+    The system is asked to forget the file before it is read; if it keeps it (a disk in memory), memory is measured.
+    """
+    block = os.urandom(BLOCK_BYTES)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        world.barrier()
+        began = time.perf_counter()
+        for _ in range(file_bytes // BLOCK_BYTES):
+            file.write(block)
+        sync(file)
+        write_s = time.perf_counter() - began
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        world.barrier()
+        began = time.perf_counter()
+        while file.read(BLOCK_BYTES):
+            pass
+        read_s = time.perf_counter() - began
+    return DiskRates(total(world, file_bytes / write_s), total(world, file_bytes / read_s))
+
+
+def measure_loader(world: World, run: RunConfig | None, budget_s: float) -> float:
+    """Return the tokens per second of one loader on the first process, alone; the same number on all processes.
+
+    The run's data if they are prepared, else this package's sources, prepared in a temporary folder.
+    """
+    rate = 0.0
+    if world.is_first:
+        rate = _rate_of_run(run, budget_s) or _rate_of_own_sources(budget_s)
+    return total(world, rate)
+
+
+def _rate_of_run(run: RunConfig | None, budget_s: float) -> float | None:
+    if run is None:
+        return None
+    try:
+        return _rate(open_data(run.data, run.seed, run.train.batches), budget_s)
+    except UserError:  # not prepared yet: no reason to end a probe
+        return None
+
+
+def _rate_of_own_sources(budget_s: float) -> float:
+    with tempfile.TemporaryDirectory(prefix="argosy-probe-") as folder:
+        text = (str(Path(argosy.__file__).parent),)
+        prepared = PrepareConfig(input=text, out=Path(folder), vocab_size=400, validation_fraction=0.1, processes=1)
+        prepare(prepared)
+        data = RunConfig.model_validate({"data": {"sources": {folder: 1.0}, "seq_len": SEQ_LEN}}).data
+        return _rate(open_data(data, 0, ROWS), budget_s)
+
+
+def _rate(data: OpenData, budget_s: float) -> float:
+    loader = data.loader(slice(0, data.global_batch))
+    loader.batch(0)  # the first steps open files and look up samples
+    began, tokens, step = time.perf_counter(), 0, 0
+    while (elapsed := time.perf_counter() - began) < budget_s or not step:
+        step += 1
+        tokens += loader.batch(step).size
+    loader.close()
+    return tokens / elapsed

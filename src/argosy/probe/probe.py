@@ -1,4 +1,5 @@
-"""A probe: measures the machine at hand, all processes together, and describes it as a cluster to plan for.
+"""A probe: starts processes on the machine at hand, or joins those that are there, has all of them measure it together,
+and describes it as a cluster to plan for.
 
 What measurements do not tell of it is taken from the catalogue.
 """
@@ -6,33 +7,110 @@ What measurements do not tell of it is taken from the catalogue.
 from __future__ import annotations
 
 import datetime
+import os
+import select
+import signal
+import socket
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 
+import torch
+
+from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
-from argosy.observe.progress import Progress
-from argosy.parallel.world import World
+from argosy.errors import Interrupted, RunFailed, UserError
+from argosy.launch.devices import find_devices
+from argosy.observe.clock import software
+from argosy.observe.screen import Progress
+from argosy.parallel.encoding import decode, encode
+from argosy.parallel.world import World, WorldSeat, join_world, leave_world
 from argosy.plan.hardware.clusters import Cluster, NetworkTier, NodeGroup
-from argosy.plan.hardware.devices import Device, Efficiencies, PeakFlops
+from argosy.plan.hardware.devices import Device, Efficiencies, PeakFlops, find_device
+from argosy.plan.hardware.host_memory import host_memory_bytes
+from argosy.plan.hardware.local_machine import device_named
 from argosy.plan.hardware.measurements import CollectiveRate, Measurements, Operation, four_digits
+from argosy.plan.search.auto import Devices
 from argosy.probe.collectives import MESSAGES, measure_collectives
 from argosy.probe.compute import (
+    FILE_BYTES,
+    LONGEST_SLICE_S,
     matmuls_to_measure,
     measure_attention,
     measure_compression,
     measure_copy,
+    measure_disk,
     measure_launch,
     measure_layer_host,
+    measure_loader,
     measure_matmuls,
 )
-from argosy.probe.machine import Machine, machine_of
-from argosy.probe.storage import FILE_BYTES, measure_disk, measure_loader
-from argosy.probe.timing import LONGEST_SLICE_S
+from argosy.processes.channel import Channel, Gone
+from argosy.processes.child import ForkEntry, channel_to_parent, end_with_parent
+from argosy.processes.fork_server import ForkServer
+from argosy.processes.patience import Patience
+
+
+def catalogue_device(kind: str, name: str | None) -> Device:
+    """Return the catalogue's entry of the device at hand: it has what no probe can measure (price, power, failures).
+
+    kind: cpu or cuda. name: its name in the catalogue, or a device's file; None asks the driver.
+    Raises: UserError if the catalogue does not know what the driver says.
+    """
+    if name is not None or kind == "cpu":
+        return find_device(name or "cpu")
+    said = torch.cuda.get_device_name()
+    try:
+        return find_device(device_named(said))
+    except UserError as error:
+        raise UserError(
+            f"the driver calls the device {said!r}: {error} Say which it is with --device NAME or FILE.toml."
+        ) from None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a world, one for each process."""
+
+    kind: str
+    """cpu or cuda."""
+    hosts: tuple[str, ...]
+    """The host of each process."""
+    memory_bytes: float
+    """Memory of one device; a CPU's memory is divided among the processes."""
+    software: str
+    """Versions that speed depends on."""
+
+    @property
+    def nodes(self) -> int:
+        """The number of hosts."""
+        return len(set(self.hosts))
+
+    @property
+    def devices_per_node(self) -> int:
+        """The number of processes on the node that has fewest."""
+        return min(self.hosts.count(host) for host in self.hosts)
+
+
+def machine_of(world: World) -> Machine:
+    """Return the machine that `world` runs on; all its processes call it."""
+    hosts = world.gather(socket.gethostname(), str)
+    kind = world.device.type
+    if kind == "cuda":
+        memory_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
+    else:
+        memory_bytes = host_memory_bytes() / hosts.count(hosts[world.rank])
+    return Machine(kind, tuple(hosts), memory_bytes, software(world.device))
+
 
 LEAST_LATENCY_S = 1e-6
-"""What a link takes at least. A line through few messages may begin at 0: a throttle lets the first bytes pass."""
+"""Least latency of a link. A line through few messages may begin at 0: a throttle lets the first bytes pass."""
 
 
 def as_cluster(catalogue: Device, machine: Machine, measured: Measurements) -> Cluster:
@@ -117,7 +195,7 @@ COMPUTE_SHARE, COLLECTIVES_SHARE, LOADER_SHARE = 0.4, 0.4, 0.02
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What is to be measured."""
+    """The measurements that are asked for."""
 
     run: RunConfig
     """The run whose model's shapes, sequence length and data (if they are prepared) are measured."""
@@ -163,3 +241,133 @@ def measure(asked: ProbeRequest, world: World) -> Cluster:
     found["loader_tokens_per_s"] = measure_loader(world, run, LOADER_SHARE * asked.seconds)
     say("done")
     return as_cluster(asked.device, machine, Measurements(**found))
+
+
+MEMBER = ForkEntry("argosy.probe.probe")
+"""A process that measures."""
+MOST_CPU_PROCESSES = 8
+"""Processes if the user gives no number: ranks beyond the first few share the machine in the same way."""
+LINGER_S = 1.0
+"""Seconds to wait for more news after an error: a process may report a lost peer before the peer's death shows."""
+
+
+def find_probed(launch: LaunchConfig) -> Devices:
+    """Return the devices to measure: those of the world that the environment names; else as many as `launch` says, or
+    each GPU, or a process for each core. Raises: UserError, as `find_devices`.
+    """
+    if "WORLD_SIZE" in os.environ:
+        return find_devices(launch, processes=int(os.environ["WORLD_SIZE"]))
+    found = find_devices(launch)
+    if found.kind == "cuda" or launch.processes:
+        return found
+    return replace(found, count=min(len(os.sched_getaffinity(0)), MOST_CPU_PROCESSES))
+
+
+def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
+    """Measure this machine with this many processes, which are started for it and end with it.
+
+    Raises: RunFailed if one of them dies; Interrupted after SIGTERM or SIGINT.
+    """
+    with _interrupted_by_signals(), closing(ForkServer(__name__)) as fork_server, ExitStack() as held:
+
+        def fork(key: str, entry: ForkEntry, environment: Mapping[str, str]) -> Channel:
+            return held.enter_context(closing(fork_server.fork(key, entry, environment)))
+
+        try:
+            file = str(Path(held.enter_context(TemporaryDirectory(prefix="argosy-probe-"))) / "store")
+            places = [WorldSeat(rank, processes, rank, processes, file=file) for rank in range(processes)]
+            members = [fork(str(place.rank), MEMBER, place.environment()) for place in places]
+            for channel in members:
+                channel.send("measure", data=[encode(asked, ProbeRequest)])
+            return _cluster_of(fork_server, members)
+        except Gone as problem:
+            raise RunFailed(f"a process of the probe is gone ({problem}). Nothing was written.") from None
+
+
+def main() -> None:
+    """Run in each process that `probe_here` starts: measure, send the result, and end with the process that asked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that asked decides
+    asker = channel_to_parent()
+    asked: ProbeRequest = decode(asker.receive()["data"][0], ProbeRequest, "the probe")
+    end_with_parent(asker)
+    try:
+        cluster = measure(asked, join_world(asked.run.launch))
+    except Exception as error:  # told before the others can lose their connections to this process
+        asker.send("failed", why=f"{type(error).__name__}: {error}", at_s=time.monotonic())
+        sys.exit(1)
+    asker.send("measured", cluster=cluster.model_dump_json())
+    leave_world()
+
+
+def probe_joined(asked: ProbeRequest) -> tuple[Cluster, World]:
+    """Measure in the world that RANK, WORLD_SIZE, ... describe; every process gets the cluster, and its own world."""
+    world = join_world(asked.run.launch)
+    try:
+        return measure(asked, world), world
+    finally:
+        leave_world()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    why: str
+    at_s: float
+    """Seconds of the machine's monotonic clock, which its processes share."""
+    is_killed: bool = False
+
+
+def _cluster_of(fork_server: ForkServer, members: list[Channel]) -> Cluster:
+    """Return what the first member to finish has found; they all find the same. Raises: RunFailed, Gone."""
+    speaking = dict(enumerate(members))
+    rank_of: dict[int, int] = {}
+    patience = [Patience(fork_server.pid)]
+    failures: list[_Failure] = []
+    while True:
+        listened_to: list[ForkServer | Channel] = [fork_server, *speaking.values()]
+        ready, _, _ = select.select(listened_to, [], [], LINGER_S)
+        for one in patience:
+            if why := one.end():
+                os.kill(one.pid, signal.SIGKILL)
+                raise RunFailed(f"a process of the probe ({one.pid}) was waited for, and {why}. Nothing was written.")
+        if failures and not ready:
+            failure = min(failures, key=lambda failure: (not failure.is_killed, failure.at_s))
+            raise RunFailed(f"process {failure.rank} of the probe ended: {failure.why}. Nothing was written.")
+        for rank, channel in list(speaking.items()):
+            if channel not in ready:
+                continue
+            try:
+                for message in channel.take():
+                    if message["kind"] == "measured":
+                        return Cluster.model_validate_json(message["cluster"])
+                    failures.append(_Failure(rank, message["why"], message["at_s"]))
+            except Gone:
+                del speaking[rank]  # it is ending: the fork server tells how
+        for message in fork_server.take() if fork_server in ready else []:
+            if message["kind"] == "forked" and message["key"].isdigit():
+                rank_of[message["pid"]] = int(message["key"])
+                patience.append(Patience(message["pid"]))
+            elif message["kind"] == "ended" and message["pid"] in rank_of:
+                failures.append(_ended(rank_of[message["pid"]], message["exit_code"]))
+
+
+def _ended(rank: int, exit_code: int) -> _Failure:
+    if exit_code < 0:
+        return _Failure(rank, f"killed by {signal.Signals(-exit_code).name}", time.monotonic(), is_killed=True)
+    return _Failure(rank, f"exit code {exit_code}", time.monotonic())
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT raise Interrupted in this block."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number)
+        raise Interrupted(f"stopped by {name.name}; nothing was written.", name)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -8,31 +8,35 @@ encrypting cost. At the end all sites hold the same list.
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import permutations
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 from argosy.config.schema import RunConfig
-from argosy.errors import RunFailed
-from argosy.plan.hardware.clusters import SiteLink
-from argosy.plan.hardware.measurements import four_digits
+from argosy.errors import RunFailed, UserError
+from argosy.launch.sites import check_addresses
+from argosy.observe.screen import Progress
+from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
+from argosy.plan.hardware.measurements import Measurements, four_digits
 from argosy.processes.messages import WireRecord
-from argosy.sync.sites.ledger import SiteName
-from argosy.sync.sites.links import Links
-from argosy.sync.sites.messages import PIECE_BYTES, SiteHello, SitePing, SiteRefused
-from argosy.sync.sites.pull import AHEAD_BYTES
+from argosy.sync.ledger import SiteName
+from argosy.sync.links import Links, open_links
+from argosy.sync.messages import AHEAD_BYTES, PIECE_BYTES, VERSION, Ping, Refusal, SiteHello
 
 PIECE = bytes(PIECE_BYTES)
 AHEAD = AHEAD_BYTES // PIECE_BYTES
 """Pieces that may be on the way."""
 ECHOES = 20
 STREAM_S, FEWEST = 4.0, 16
-"""How long pieces are sent for; and pieces that are sent however long it takes."""
+"""Seconds for which pieces are sent; and pieces that are sent however long it takes."""
 TURN_S = 0.05
 SAID_AGAIN_S = 10.0
 
@@ -74,7 +78,7 @@ class PieceTaken(WireRecord):
 
 
 class WayMeasured(WireRecord):
-    """How fast the way to a site is, for the first one."""
+    """The rate of the way to a site, for the first one."""
 
     kind: Literal["measured"] = "measured"
     to: SiteName
@@ -96,7 +100,7 @@ class ProbeEnd(WireRecord):
 
 
 FromProbe = (
-    SiteHello | SiteRefused | SitePing | MeasureOrder | EchoRequest | EchoAnswer | ProbePiece | PieceTaken | WayMeasured
+    SiteHello | Refusal | Ping | MeasureOrder | EchoRequest | EchoAnswer | ProbePiece | PieceTaken | WayMeasured
     | LinksMeasured | ProbeEnd
 )  # fmt: skip
 FROM_PROBE: TypeAdapter[FromProbe] = TypeAdapter(Annotated[FromProbe, Field(discriminator="kind")])
@@ -104,11 +108,11 @@ FROM_PROBE: TypeAdapter[FromProbe] = TypeAdapter(Annotated[FromProbe, Field(disc
 
 @dataclass
 class _Stream:
-    """What this site sends to measure the way to another."""
+    """The pieces that this site sends to measure the way to another."""
 
     to: str
     asked_s: float = 0.0
-    """When the message that is to come back was sent."""
+    """Time at which the message that is to come back was sent."""
     trips_s: list[float] = field(default_factory=list)
     sent: int = 0
     taken: int = 0
@@ -123,7 +127,7 @@ class SitesProbe:
         self.names = [site.name for site in run.sites]
         self.me, self._links, self._say = run.site, links, say
         self.hellos: dict[str, SiteHello] = {}
-        """What each other site said of itself."""
+        """The hello of each other site."""
         self._found: dict[tuple[str, str], Mapping[str, float]] = {}
         self._stream: _Stream | None = None
         self._left = list(permutations(self.names, 2)) if self.me == self.names[0] else []
@@ -262,3 +266,87 @@ def joined_links(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[d
         }
         for a, b in pairs
     ]
+
+
+def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Cluster:
+    """Return the cluster of all sites of `run`, with the links between them measured; `run.site` is this one.
+
+    file: the cluster's file of this site, which is a part of it. seconds: how long the others are waited for.
+    Raises: UserError, RunFailed.
+    """
+    own = _own_part(run, file)
+    check_addresses(run)
+    home = (Path("runs") / run.name).absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    open_at = open_links(run, run.site, home, FROM_PROBE)
+    names = "\n".join(f"{site.name} {site.address}" for site in run.sites)
+    identity = f"probe {hashlib.sha256(names.encode()).hexdigest()[:16]}"
+    part = Cluster(groups=own.groups, network=own.network, measured=own.measured).model_dump_json(exclude_none=True)
+    progress, refusals = Progress(enabled=not quiet), list[str]()
+    hello = SiteHello(version=VERSION, site=run.site, run=identity, model="probe", cluster=part)
+
+    def refused(who: str, why: str) -> None:
+        refusals.append(f"{who} is not let in: {why}")
+        progress.say(refusals[-1])
+
+    with closing(open_at(lambda: hello, refused)) as links:
+        probe = SitesProbe(run, links, progress.say)
+        found = probe.measure(seconds, lambda: f"{refusals[-1]}. " if refusals else "")
+    parts = {run.site: own} | {name: _part_of(name, hello) for name, hello in probe.hellos.items()}
+    return joined(own, [site.name for site in run.sites], parts, found)
+
+
+def _own_part(run: RunConfig, file: Path) -> Cluster:
+    if not file.is_file():
+        raise UserError(
+            f"{file}: there is no such file. With --site, links are added to what a probe of this machine wrote. "
+            "Give `argosy probe --run RUN.toml` first, or name its file with --out."
+        )
+    cluster = Cluster.load(file)
+    if len(cluster.sites) > 1:
+        if run.site not in cluster.sites:
+            raise UserError(
+                f"{file}: it has the sites {', '.join(cluster.sites)}, and not {run.site}. Name another with --out."
+            )
+        cluster = cluster.of_site(run.site)
+    return cluster
+
+
+def _part_of(name: str, hello: SiteHello) -> Cluster:
+    try:
+        return Cluster.model_validate_json(hello.cluster)
+    except ValidationError as problem:
+        raise RunFailed(
+            f"{name} does not describe its devices as this version does ({problem}). Nothing was written."
+        ) from None
+
+
+def joined(own: Cluster, names: Sequence[str], parts: Mapping[str, Cluster], links: Sequence[SiteLink]) -> Cluster:
+    """Return the cluster of all sites. Its `measured`, factors and software are those of `own`, one of `parts`.
+
+    names: of the sites, in the order of the run file. parts: the cluster of each.
+    """
+    groups = tuple(group.model_copy(update={"site": name}) for name in names for group in parts[name].groups)
+    site = next(name for name in names if parts[name] is own)
+    at = {name: (parts[name].measured or Measurements()).model_copy(update={"site": name}) for name in names}
+    return own.changed(
+        name=" + ".join(names),
+        groups=groups,
+        network=_network([parts[name] for name in names]),
+        links=tuple(links),
+        measured=at[site],
+        measured_at={name: at[name] for name in names if parts[name].measured is not None},
+    )
+
+
+def _network(parts: Sequence[Cluster]) -> tuple[NetworkTier, ...]:
+    """Return the network of all sites: that of each if they are alike, else one level, as slow as the slowest."""
+    alike = {(part.devices_per_node, part.network) for part in parts}
+    if len(alike) == 1:
+        return parts[0].network
+    levels = [tier for part in parts for tier in part.tiers[1:]]
+    if not levels:
+        return ()
+    rate, latency_s = min(tier.bytes_per_s for tier in levels), max(tier.latency_s for tier in levels)
+    devices = max(part.devices for part in parts)
+    return (NetworkTier(name="network", devices=devices, bandwidth_bytes_per_s=rate, latency_s=latency_s),)

@@ -25,9 +25,9 @@ from argosy.processes.channel import SEND_TIMEOUT_S, Channel, Gone, Message
 CHANNEL, PARENT = "ARGOSY_CHANNEL", "ARGOSY_PARENT"
 """Environment variables of a child: the descriptor of its end of the channel, and the parent's process."""
 PARENT_S = 0.5
-"""How soon the parent's death is noticed if a process that it forked still holds its end of the channel."""
-END_S = 1.0
-"""How long a killed child is waited for. In a system call that hangs, on a disk say, it ends later or never."""
+"""Time until the parent's death is noticed if a process that it forked still holds its end of the channel."""
+KILL_WAIT_S = 1.0
+"""Time that a killed child is waited for. In a system call that hangs, on a disk say, it ends later or never."""
 STDERR = 2
 
 
@@ -50,6 +50,11 @@ class ForkEntry:
         """Import the function."""
         function: Callable[[], None] = getattr(importlib.import_module(self.module), self.function)
         return function
+
+
+def end_in_words(exit_code: int) -> str:
+    """Return how a process ended. exit_code: negative for a signal."""
+    return f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 class Child:
@@ -104,6 +109,11 @@ class Child:
         """True until it has ended."""
         return self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, negative if a signal ended it; None until `kill` or `reap` has seen it end."""
+        return self._process.returncode
+
     def hear(self, timeout_s: float) -> list[Message]:
         """Return what it has said; wait for that up to `timeout_s`. Raises: Gone once it has closed its end."""
         if self.channel.fileno() >= 0:
@@ -111,23 +121,20 @@ class Child:
         return self.channel.take()
 
     def kill(self) -> None:
-        """End it with SIGKILL, and wait for that up to `END_S`."""
+        """End it with SIGKILL, and wait for that up to `KILL_WAIT_S`."""
         self._process.kill()
         self._wait()
 
     def reap(self) -> str:
-        """Say how it ended. Call this once it is Gone; if it has not ended within `END_S` all the same, kill it."""
+        """Say how it ended. Call this once it is Gone; if it has not ended within `KILL_WAIT_S`, kill it."""
         if not self._wait():
             self.kill()
-        code = self._process.returncode
-        if code is None:
-            return "it cannot be ended"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "it cannot be ended" if self.exit_code is None else end_in_words(self.exit_code)
 
     def _wait(self) -> bool:
         self.channel.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+            self._process.wait(KILL_WAIT_S)
         return self._process.returncode is not None
 
 

@@ -1,13 +1,15 @@
 """A connection between processes of different machines: TCP, or TLS, that carries frames of bytes.
 
-Nothing that comes is used before the other end has proven that it knows the run's secret (`handshake`). Each frame is
+Nothing that comes is used before the other end has proven that it knows the run's secret (`secret`). Each frame is
 marked with a keyed hash of its bytes and its number, so that none can be changed, added, repeated or left out on the
-way. No call waits: what cannot be sent at once is kept and sent later.
+way; TLS with a certificate that follows from the secret does that by itself, for a fraction of the time
+(benchmarks/transport.py). No call waits: what cannot be sent at once is kept and sent later.
 """
 
 from __future__ import annotations
 
 import hmac
+import resource
 import selectors
 import socket
 import ssl
@@ -20,12 +22,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from argosy.processes.handshake import PROOF_BYTES, Handshake, Keys, Stranger
+from argosy.processes.secret import PROOF_BYTES, Handshake, Keys, Stranger
 
 Address = tuple[str, int]
 """Host and TCP port."""
 CALL_TIMEOUT_S = 1.0
-RECEIVE_BYTES = 1 << 16
+RECEIVE_BYTES = 1 << 18
 TURN_BYTES = 1 << 18
 """The most that is read in one turn: the others wait meanwhile."""
 FRAME_BYTES = 1 << 20
@@ -33,10 +35,9 @@ FRAME_BYTES = 1 << 20
 OUTBOX_BYTES = 1 << 24
 """An end that lets this much pile up is treated as gone."""
 UNSENT_BYTES = 1 << 17
-"""How much the kernel takes that it cannot send yet: what is there, no urgent frame can overtake."""
+"""Bytes that the kernel takes before it can send them: no urgent frame can overtake those."""
 LENGTH = struct.Struct(">I")
 NUMBER = struct.Struct(">Q")
-HEAD_BYTES = LENGTH.size + PROOF_BYTES
 
 
 class Connection:
@@ -49,11 +50,13 @@ class Connection:
         selector: selectors.BaseSelector,
         data: Any,
         tls: ssl.SSLContext | None = None,
+        is_marked: bool = True,
     ):
         """Register with `selector`, which reports `data`.
 
         handshake: this end's part, not begun. tls: encrypts everything, the handshake included; of a client or of a
-        server, as this end is. A socket that the other end has cut already raises nothing: `problem` says it.
+        server, as this end is. is_marked: False at both ends if nobody but those who know the secret has the key of the
+        certificate. A socket that the other end has cut already raises nothing: `problem` says it.
         """
         self._socket, self._is_secured = connected, tls is None
         self._selector, self._data, self._interest = selector, data, selectors.EVENT_READ
@@ -62,6 +65,7 @@ class Connection:
         self._bulk_bytes = 0
         self._wants_to_write = False
         self._keys: Keys | None = None
+        self._mark_bytes = PROOF_BYTES if is_marked else 0
         self._received = self._sent = 0
         self.problem = ""
         """Why nothing more can be sent or received; empty while the connection works."""
@@ -92,6 +96,11 @@ class Connection:
         """True once each end has proven to the other that it knows the secret."""
         return self._keys is not None
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that were given to `send` and that the kernel has not taken yet."""
+        return len(self._unsent) + self._bulk_bytes
+
     def send(self, frame: bytes, is_bulk: bool = False) -> None:
         """Send a frame of at most `FRAME_BYTES`, at once or later. Only after `is_proven`.
 
@@ -104,7 +113,7 @@ class Connection:
             self._bulk_bytes += len(frame)
         else:
             self._put(self._keys, frame)
-        if len(self._unsent) + self._bulk_bytes > OUTBOX_BYTES:
+        if self.unsent_bytes > OUTBOX_BYTES:
             self.problem = self.problem or "it takes nothing any more"
         self._attempt(self._flush)
 
@@ -159,7 +168,7 @@ class Connection:
 
     def _put(self, keys: Keys, frame: bytes) -> None:
         """Mark a frame with its number, which says its place from now on."""
-        mark = _mark(keys.sending, self._sent, frame)
+        mark = _mark(keys.sending, self._sent, frame) if self._mark_bytes else b""
         self._sent += 1
         self._unsent += LENGTH.pack(len(frame)) + mark + frame
 
@@ -190,21 +199,21 @@ class Connection:
         """Take what is whole from the unread bytes. Raises: Stranger, ConnectionError."""
         while self._keys is None and len(self._unread) >= self._wanted:
             self._advance(self._cut(self._wanted))
-        keys, at = self._keys, 0
+        keys, at, head_bytes = self._keys, 0, LENGTH.size + self._mark_bytes
         if keys is None:
             return
         view = memoryview(self._unread)
         try:
-            while len(view) - at >= HEAD_BYTES:
+            while len(view) - at >= head_bytes:
                 (length,) = LENGTH.unpack_from(view, at)
                 if length > FRAME_BYTES:
                     raise ConnectionError(f"a frame of {length} bytes, where {FRAME_BYTES} are the most")
-                end = at + HEAD_BYTES + length
+                end = at + head_bytes + length
                 if len(view) < end:
                     break
-                frame = bytes(view[at + HEAD_BYTES : end])
-                mark = _mark(keys.receiving, self._received, frame)
-                if not hmac.compare_digest(mark, view[at + LENGTH.size : at + HEAD_BYTES]):
+                frame = bytes(view[at + head_bytes : end])
+                mark = _mark(keys.receiving, self._received, frame) if self._mark_bytes else b""
+                if not hmac.compare_digest(mark, view[at + LENGTH.size : at + head_bytes]):
                     raise ConnectionError("a frame that the other end did not send")
                 self._received, at = self._received + 1, end
                 frames.append(frame)
@@ -252,3 +261,10 @@ def call(address: Address) -> Future[socket.socket]:
 
 def _mark(key: bytes, number: int, frame: bytes) -> bytes:
     return hmac.digest(key, NUMBER.pack(number) + frame, "sha256")
+
+
+def raise_limit() -> None:
+    """Let this process open as many files as the machine allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # where there is no limit, macOS allows no number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -35,8 +35,8 @@ STORE_HOST = "ARGOSY_STORE_HOST"
 """Environment variable of that process: the address of this machine at which the members reach the store."""
 
 
-LOOK_S = 0.5
-"""How often a process that is waited for is looked at."""
+ANSWER_LOOK_S = 0.5
+"""Time between two looks at a process that is waited for."""
 
 
 class Unanswered(Exception):
@@ -100,7 +100,7 @@ class ForkServer:
         Raises: Gone if the process ended without one; Unanswered.
         """
         patience = Patience(self.pid, limit_s, stopped_s)
-        while not channel.wait(LOOK_S):
+        while not channel.wait(ANSWER_LOOK_S):
             with suppress(Gone):  # then the channel's other end closes as well, unless it has forked already
                 for message in self.take():
                     if message["kind"] == "forked" and message["key"] == key:

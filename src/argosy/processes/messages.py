@@ -5,9 +5,11 @@ They travel as JSON. Bytes, where a message has some, travel behind it, as its s
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from argosy.errors import first_error
 
 TEXT_CHARS = 20_000
 """Longer explanations, with what a program printed in them, are cut."""
@@ -18,7 +20,7 @@ M = TypeVar("M")
 
 
 class BadMessage(Exception):
-    """What came is no message, or one that nobody may send."""
+    """A frame is no message, or one that nobody may send."""
 
 
 class WireRecord(BaseModel):
@@ -37,5 +39,4 @@ def decoded(data: bytes, kinds: TypeAdapter[M]) -> M:
     try:
         return kinds.validate_json(data)
     except ValidationError as problem:
-        first: dict[str, Any] = dict(problem.errors(include_url=False, include_input=False, include_context=False)[0])
-        raise BadMessage(f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
+        raise BadMessage(first_error(problem)) from None

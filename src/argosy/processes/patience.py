@@ -1,15 +1,16 @@
-"""How long a process of this machine is waited for: one that was stopped, or takes too long, holds up nobody."""
+"""Waiting for a process of this machine: one that was stopped, or takes too long, holds up nobody."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 STOPPED = ("T", "t")
 """States of a process that does nothing until it gets SIGCONT, or its debugger goes on."""
 STOPPED_S = 10.0
-"""How long a process may be stopped while it is waited for."""
+"""Time that a process may be stopped while it is waited for."""
 LONGEST_LOOK_S = 1.0
 """Looks that are further apart count as this far: the process that waits was stopped, or busy."""
 
@@ -32,6 +33,10 @@ class Patience:
         self._waited_s = self._stopped_s = 0.0
         self._looked_s = time.monotonic()
 
+    def answered(self) -> None:
+        """Begin to wait anew: it has said something."""
+        self._waited_s = 0.0
+
     def end(self) -> str:
         """Return why it is not to be waited for any longer; empty: it is. Call this every second or more often."""
         now_s = time.monotonic()
@@ -43,3 +48,15 @@ class Patience:
         if self._waited_s > self._limit_s:
             return f"it did not answer for {self._waited_s:.0f} s"
         return ""
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = math.inf, every_s: float = 0.02) -> bool:
+    """Wait until `condition` holds; return False if it does not within `limit_s` in which this process itself ran."""
+    waited_s, looked_s = 0.0, time.monotonic()
+    while not condition():
+        now_s = time.monotonic()
+        waited_s, looked_s = waited_s + min(now_s - looked_s, LONGEST_LOOK_S), now_s
+        if waited_s > limit_s:
+            return False
+        time.sleep(every_s)
+    return True

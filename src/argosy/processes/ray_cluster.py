@@ -33,17 +33,16 @@ def need_ray(what_for: str) -> Any:
     return ray
 
 
-def connect(address: str, what_for: str) -> str:
-    """Connect this process to a cluster, as a driver; in its main thread.
+def connect(what_for: str) -> str:
+    """Connect this process, as a driver and in its main thread, to the cluster that RAY_ADDRESS names, else to the one
+    that runs on this machine.
 
     Return the address of the cluster's dashboard; "" if it has none.
 
-    address: HOST:PORT of its head, ray://HOST:PORT of its client server, or "" for RAY_ADDRESS, else the cluster that
-        runs on this machine.
     Raises: UserError if there is none.
     """
     ray = need_ray(what_for)
-    where = address or os.environ.get(ADDRESS) or "auto"
+    where = os.environ.get(ADDRESS) or "auto"
     if where.startswith(("http://", "https://")):
         raise UserError(
             f"{what_for}: {where} is the dashboard of a cluster, which only takes jobs. Give its head, such as "

@@ -15,9 +15,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from argosy.processes.ray_cluster import node_and_address
+from argosy.processes.supervisor import RestartPolicy, Restarts
 
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that comes when the parent ends. It outlives exec."""
@@ -42,10 +42,10 @@ if __name__ == "__main__":
     main()
 
 
-MOST_STARTS = 5
-"""How often a process that was killed is started."""
+KILL_RESTARTS = RestartPolicy(most_failures=5)
+"""Of a process that was killed; one that ended otherwise is not started again."""
 POLL_S = 0.1
-NEWS_S = 10.0
+NEWS_WAIT_S = 10.0
 """How long a question for news waits for some."""
 PIECE_BYTES = 1 << 16
 OF_RAY = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
@@ -68,30 +68,26 @@ class ProcessEvent:
 class OwnedProcess:
     """The class of the actor."""
 
-    def __init__(self, words: Sequence[str], work_dir: str, environment: Mapping[str, str], log: str = ""):
+    def __init__(self, words: Sequence[str], work_dir: str, environment: Mapping[str, str]):
         """Start `python WORDS` in `work_dir`, with the Python of the node.
 
-        environment: added to that of the node. log: a file that the output is added to; if empty, `news` tells it.
+        environment: added to that of the node.
         Raises: OSError if the node does not see `work_dir`.
         """
         os.chdir(work_dir)
         self._node, _ = node_and_address()
         mine = {name: value for name, value in os.environ.items() if name not in OF_RAY}
-        self._words, self._environment, self._log = [sys.executable, *words], {**mine, **environment}, log
+        self._words, self._environment = [sys.executable, *words], {**mine, **environment}
         self._changed = threading.Condition()
         self._output, self._part = b"", b""
         self._exit_code: int | None = None
         self._pid, self._is_stopping = 0, False
         threading.Thread(target=self._hold, name="argosy-process", daemon=True).start()
 
-    def place(self) -> str:
-        """Return the name of the node that it runs on."""
-        return self._node
-
     def news(self) -> ProcessEvent:
-        """Return what is new; wait for that up to `NEWS_S`."""
+        """Return what is new; wait for that up to `NEWS_WAIT_S`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._output or self._exit_code is not None, NEWS_S)
+            self._changed.wait_for(lambda: self._output or self._exit_code is not None, NEWS_WAIT_S)
             output, self._output = self._output, b""
             return ProcessEvent(self._node, output, self._exit_code)
 
@@ -103,11 +99,9 @@ class OwnedProcess:
                 os.kill(self._pid, signal.SIGTERM)
 
     def _hold(self) -> None:
-        code = 0
-        for _ in range(MOST_STARTS):
+        code, restarts = self._run(), Restarts(KILL_RESTARTS)
+        while code == -signal.SIGKILL and not self._is_stopping and restarts.ended() is not None:
             code = self._run()
-            if code != -signal.SIGKILL or self._is_stopping:
-                break
         with self._changed:
             self._exit_code = code if code >= 0 else 128 - code
             self._changed.notify_all()
@@ -146,10 +140,6 @@ class OwnedProcess:
         lines, newline, part = (self._part + text).rpartition(b"\n")
         self._part = part
         if not newline:
-            return
-        if self._log:
-            with Path(self._log).open("ab") as log:
-                log.write(lines + newline)
             return
         with self._changed:
             self._output += lines + newline

@@ -1,7 +1,7 @@
 """TLS between the processes of a run: both ends show the same certificate, and accept no other.
 
 The certificate is the user's, or one that is made for the run and kept in its folder. TLS encrypts; who may speak is
-settled by the run's secret (`handshake`), inside of it.
+settled by the run's secret (`secret`), inside of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from argosy.config.schema import LaunchConfig
+from argosy.config.launch import LaunchConfig
 from argosy.errors import UserError, missing_extra
 
 FOLDER = "tls"

@@ -36,13 +36,13 @@ that do other things as well: smaller differences mean nothing."""
 
 @dataclass(frozen=True)
 class NodeCheckRequest:
-    """What a node health check tests."""
+    """The tests of a node health check."""
 
     seconds: float
     number_format: str
     """The plan's: fp32, bf16, fp16 or fp8."""
     gpus: int
-    """How many of the node's GPUs, at most."""
+    """Number of the node's GPUs, at most."""
 
     @classmethod
     def read(cls) -> Self:
@@ -78,7 +78,7 @@ class Health:
     """Rates of the slowest core or GPU, which a step waits for: "cuda bf16 product" in FLOP/s, "core memory" in bytes
     read and written per second, ..."""
     seconds: float = 0.0
-    """How long it took."""
+    """Duration."""
     unknown: str = ""
     """Why it could not be checked; empty if it was."""
 
@@ -145,7 +145,7 @@ class NodeRates:
     def __init__(self) -> None:
         self._rates: dict[str, Mapping[str, float]] = {}
         self._sorted: dict[str, list[tuple[float, str]]] = {}
-        """What was measured -> rate and node, ascending."""
+        """Measured quantity -> rate and node, ascending."""
 
     def put(self, node: str, rates: Mapping[str, float]) -> None:
         """Take in a node's rates (as in `Health`), in place of those that it had."""
@@ -155,7 +155,6 @@ class NodeRates:
             insort(self._sorted.setdefault(what, []), (rate, node))
 
     def remove(self, node: str) -> None:
-        """Forget a node."""
         for what, rate in self._rates.pop(node, {}).items():
             rates = self._sorted[what]
             del rates[bisect_left(rates, (rate, node))]

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-# torch has no public names for fake tensors, the process group that pretends, and what they need to know.
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import flop_registry
 
 from argosy.errors import UserError
-from argosy.observe.wire import tensors_in
+from argosy.observe.wire import OperatorWatch, tensors_in
 from argosy.parallel.world import World, leave_world
 
 SOME_NUMBER = 1.0
 """The value of any floating-point number that is read: a loss, a gradient's norm."""
 
 
-class Fake(FakeTensorMode):
+class FakeMemoryMode(FakeTensorMode):
     """While it is on, tensors have shape, dtype and device and no memory; but host knowledge stays real.
 
     What code decides by numbers it decides by small integers: where documents start, the ranks of a mesh, the tokens of
@@ -101,8 +102,8 @@ def _answer_alike(collective: str, args: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def fake_memory() -> Iterator[Fake]:
-    """Tensors made in this block have no memory. Two of torch's parts are told so, which no public switch does."""
+def fake_memory() -> Iterator[FakeMemoryMode]:
+    """Make tensors without memory in this block. Two of torch's parts are told so, which no public switch does."""
     reset, propagate = FSDPParam.reset_sharded_param, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def reset_if_new(self: FSDPParam) -> None:
@@ -119,14 +120,14 @@ def fake_memory() -> Iterator[Fake]:
     with (
         replaced(FSDPParam, "reset_sharded_param", reset_if_new),
         replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
-        Fake() as fake,
+        FakeMemoryMode() as fake,
     ):
         yield fake
 
 
 @contextmanager
 def replaced(owner: type | ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """`function` is the method or function `name` of `owner` while this block runs."""
+    """Put `function` in the place of `owner`'s method or function `name` while this block runs."""
     original = getattr(owner, name)
     setattr(owner, name, function)
     try:
@@ -137,10 +138,119 @@ def replaced(owner: type | ModuleType, name: str, function: Callable[..., Any]) 
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[World]:
-    """Rank `rank` of `size` on the CPU, in this process alone: collectives return at once, and send nothing."""
+    """Be rank `rank` of `size` on the CPU, in this process alone: collectives return at once, and send nothing."""
     if size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield World(rank, size)
     finally:
         leave_world()
+
+
+Formula = Callable[..., int]
+"""(operator's arguments..., out_val=its result) -> FLOPs."""
+
+
+def flops_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> int:
+    """Return the FLOPs of `operator(*args)`, a multiplication and an addition being two; 0 unless it is a contraction.
+
+    Causal attention counts the half that is not masked, and its backward as two forwards, as `plan.workload` does: that
+    a
+    fused kernel computes the scores once more does not count.
+    """
+    formula = _formula(operator.overloadpacket)
+    return 0 if formula is None else int(formula(*args, out_val=result))
+
+
+@cache
+def _formula(packet: Any) -> Formula | None:
+    return _ATTENTION.get(str(packet)) or flop_registry.get(packet)
+
+
+def _attention(q_BHTE: Any, k_BKSE: Any, v: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> int:
+    return int(4 * q_BHTE.numel() * k_BKSE.shape[2]) // (2 if causal else 1)
+
+
+def _attention_backward(
+    dy: Any, q_BHTE: Any, k_BKSE: Any, v: Any, y: Any, lse: Any, dropout: float, causal: bool, **_: Any
+) -> int:
+    return 2 * _attention(q_BHTE, k_BKSE, v, dropout, causal)
+
+
+# A dispatch mode sees the private operators under F.scaled_dot_product_attention on a CPU.
+_ATTENTION: dict[str, Formula] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+}
+
+
+class LiveBytes(OperatorWatch):
+    """Counts the bytes of tensors that were made while it is on and are still alive.
+
+        with LiveBytes() as live:
+            ...
+        live.most
+
+    Memory that several tensors share counts once, with its present size (FSDP2 empties and refills what it gathered).
+    These do not count: memory from before, memory that a kernel takes for itself and gives back, and tensors on the
+    meta device, which have none. While it is on, nothing is compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        """Bytes alive."""
+        self.most = 0
+        """The most bytes that were alive at once."""
+        self._sizes: dict[int, int] = {}
+        self._resize: Callable[[torch.UntypedStorage, int], Any] = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Self:
+        """Begin to count. A storage changes its size without the dispatcher, so that call is watched too."""
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def watched(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if id(storage) in self._sizes:
+                self._set(id(storage), storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = watched  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Stop counting new memory; memory that is freed later is still subtracted."""
+        super().__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[assignment, method-assign]
+
+    def saw(self, operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        """Count what the operation has made."""
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in(args)}
+        for tensor in tensors_in(result):
+            if tensor.device.type == "meta":
+                continue
+            storage = tensor.untyped_storage()  # the same Python object for as long as its memory lives
+            key = id(storage)
+            if key not in given and key not in self._sizes:
+                self._set(key, storage.nbytes())
+                weakref.finalize(storage, self._died, key).atexit = False
+
+    def changed(self, memory: int, before: int, after: int) -> None:
+        """Note that the memory with this number had `before` bytes and now has `after`. For subclasses."""
+
+    def freed(self, memory: int) -> None:
+        """Note that the memory with this number is gone; other memory may get the number. For subclasses."""
+
+    def _set(self, key: int, size: int) -> None:
+        before = self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self.now += size - before
+        self.most = max(self.most, self.now)
+        self.changed(key, before, size)
+
+    def _died(self, key: int) -> None:
+        size = self._sizes.pop(key)
+        self.now -= size
+        self.changed(key, size, 0)
+        self.freed(key)

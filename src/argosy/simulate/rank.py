@@ -25,10 +25,9 @@ from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import dp_rank_of, place_of, stages_on
 from argosy.plan.parameters import Stage
 from argosy.plan.plan import Plan
-from argosy.simulate.fake import Fake, fake_memory, fake_world, replaced
-from argosy.simulate.layers import layers_alike
+from argosy.simulate.fake import FakeMemoryMode, fake_memory, fake_world, replaced
 from argosy.simulate.record import Pass, Recorder, Trace
-from argosy.simulate.repeat import grown
+from argosy.simulate.repeat import grown, layers_alike
 from argosy.training.state import StepUpdate, TrainState
 from argosy.training.step import Step
 
@@ -37,7 +36,7 @@ WORTH_IT = 1.3
 
 
 def simulate_rank(plan: Plan, run: RunConfig, rank: int, in_full: bool = False) -> Trace:
-    """A step of rank `rank` under `plan`, with no device, no weights and no other rank; nothing is compiled.
+    """Trace a step of rank `rank` under `plan`, with no device, no weights and no other rank; nothing is compiled.
 
     The batch has whole documents, and goes evenly to all experts; fingerprints of replicas are compared, if they ever
     are. Equal layers repeat, and so do microbatches: a few are traced, then one more, and if that adds what the ones
@@ -124,7 +123,7 @@ def _traced(plan: Plan, run: RunConfig, rank: int, microbatches: int | None, lay
 
 def _record(
     recorder: Recorder,
-    fake: Fake,
+    fake: FakeMemoryMode,
     plan: Plan,
     run: RunConfig,
     world: World,
@@ -141,7 +140,9 @@ def _record(
         model = apply(plan, run, world, partial(_without_values, run.data.seq_len), some_of_stages)
         for moe in model.moes.values():
             moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
-        recorder.label([x for p in model.pieces for x in (p.parameter.detach(), p.value)], "parameters")
+        recorder.label(
+            [x for p in (*model.pieces, *model.frozen) for x in (p.parameter.detach(), p.value)], "parameters"
+        )
         step = Step(run, TrainState.begin(model, plan, run), world, recorder.clock)
         _make_what_is_kept(step, run, recorder)
         batch = _batch(plan, run, world, fake)
@@ -166,7 +167,7 @@ def _make_what_is_kept(step: Step, run: RunConfig, recorder: Recorder) -> None:
     step.checks.fingerprint(state.step)
 
 
-def _batch(plan: Plan, run: RunConfig, world: World, fake: Fake) -> list[Microbatch]:
+def _batch(plan: Plan, run: RunConfig, world: World, fake: FakeMemoryMode) -> list[Microbatch]:
     many = plan.microbatches_of(dp_rank_of(world.rank, plan), run.train.global_batch) * plan.microbatch
     rows = np.ones((many, run.data.seq_len + 1), dtype=np.int32)
     batch = microbatches(rows, plan.microbatch, 0, world.device)

@@ -21,10 +21,10 @@ from argosy.observe.clock import Category as Part
 from argosy.observe.clock import StepClock
 from argosy.observe.wire import Message, message_of, nbytes, tensors_in
 from argosy.parallel.world import CPU
-from argosy.simulate.operators import LiveBytes, flops_of
+from argosy.simulate.fake import LiveBytes, flops_of
 
 Category = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "host", "other"]
-"""What memory is for:
+"""Uses of memory:
 
 parameters    what the rank holds of the weights
 gathered      weights that FSDP2 has gathered from other ranks, whole
@@ -109,7 +109,7 @@ class Sent(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What follows needs a message's result."""
+    """The next event needs a message's result."""
 
     messages_ago: int
     where: Where
@@ -192,14 +192,14 @@ class Recorder(LiveBytes):
         return self._summing_since is not None and self._messages > self._summing_since
 
     def begin(self, axes: dict[str, str]) -> None:
-        """A step begins. `axes`: those of the process groups (`Meshes.axis_of_groups`)."""
+        """Begin a step. `axes`: those of the process groups (`Meshes.axis_of_groups`)."""
         self._axes = axes
         self._trace = Trace()
         for key, size in self._sizes.items():
             self._trace.before[self._memories[key].category] += size
 
     def end(self) -> Trace:
-        """The step is over."""
+        """End the step."""
         assert self._trace is not None
         self._enter(Where("other", None))
         trace, self._trace = self._trace, None
@@ -262,7 +262,7 @@ class Recorder(LiveBytes):
             self._lent |= {id(tensor.untyped_storage()): self._messages for tensor in tensors_in(args[1])}
 
     def _fill(self, tensors: Iterable[Tensor]) -> None:
-        """The last message, or what is done once it has arrived, fills these."""
+        """Note that the last message, or what is done once it has arrived, fills these."""
         for tensor in tensors:
             self._under_way[id(tensor.untyped_storage())] = self._messages
 
@@ -332,7 +332,7 @@ class Recorder(LiveBytes):
 
 
 class _Graph:
-    """Which layer made which nodes of the graph: autograd numbers them in their order, under names of its own."""
+    """The layer of each node of the graph: autograd numbers them in their order, under names of its own."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []

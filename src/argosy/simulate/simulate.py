@@ -36,20 +36,20 @@ class Simulated:
     peak: dict[Category, int]
     """The peak by category (`simulate.record.Category`)."""
     peak_where: Where
-    """What runs at the peak, and in which layer."""
+    """Operation that runs at the peak, and its layer."""
     held_bytes: int
     """Still allocated on the device after the step."""
     host_bytes: int
     """The most that `plan.offload` keeps in host memory at once."""
     flops: dict[Phase, int]
-    """FLOPs of contractions by phase (`simulate.operators`)."""
+    """FLOPs of contractions by phase (`simulate.fake`)."""
     sent_bytes: Counts
     """(axis, kind of collective) -> bytes sent (`observe.wire`)."""
     messages: Counts
     """The same -> in how many messages."""
     timeline: StepTimeline
     tracing_s: float
-    """How long the simulation took."""
+    """Seconds that the simulation took."""
 
     def record(self) -> dict[str, Any]:
         """For JSON; without the timeline's spans."""
@@ -79,7 +79,7 @@ class Simulated:
 
 
 def simulate(plan: Plan, run: RunConfig, ranks: Sequence[int], cluster: Cluster, processes: int = 1) -> list[Simulated]:
-    """A step of `run` under `plan` on each of `ranks`, and when it would run what on `cluster`.
+    """Simulate a step of `run` under `plan` on each of `ranks`, with its timeline on `cluster`.
 
     `run` has its vocabulary's size, and `plan` is one that can train it (`settle`). Nothing is compiled: what compiled
     kernels fuse they need not allocate. processes: how many ranks are simulated at once; more than one need a main
@@ -109,7 +109,7 @@ def _timed(plan: Plan, run: RunConfig, rank: int) -> tuple[Trace, float]:
 
 
 def settle(run: RunConfig, world_size: int | None, cluster: Cluster | None = None) -> tuple[RunConfig, Plan]:
-    """The run with a vocabulary, and its plan for `world_size` GPUs; None: as many as the plan is for.
+    """Return the run with a vocabulary, and its plan for `world_size` GPUs; None: as many as the plan is for.
 
     cluster: what the plan leaves open is chosen for its devices; none: H100s in nodes of 8.
     Raises: UserError if there is neither, or the plan cannot train the run.
@@ -141,7 +141,7 @@ def _vocab_size(run: RunConfig) -> int:
 
 
 def ranks_of_stages(plan: Plan, rank: int) -> list[int]:
-    """The ranks at the place of `rank` in each of the pipeline's stages."""
+    """Return the ranks at the place of `rank` in each of the pipeline's stages."""
     per_stage = plan.world_size // plan.pp
     first = rank - place_of(rank, plan)["pp"] * per_stage
     return [first + stage * per_stage for stage in range(plan.pp)]

@@ -1,4 +1,4 @@
-"""When a step's operations would run on given devices: a timeline, drawn from rates and links."""
+"""The timeline of a step's operations on given devices, drawn from rates and links."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ class StepTimeline:
     memory: list[tuple[float, dict[Category, int]]] = field(default_factory=list)
     """Bytes by category, whenever the place in the step changes."""
     waited_s: dict[str, float] = field(default_factory=dict)
-    """How long the device waited for the messages of each axis."""
+    """Seconds that the device waited for the messages of each axis."""
     compute_s: float = 0.0
-    """How long it worked."""
+    """Seconds that it worked."""
     step_s: float = 0.0
-    """When everything has ended."""
+    """Time at which everything has ended."""
 
 
 def draw(traces: Mapping[int, Trace], cluster: Cluster) -> dict[int, StepTimeline]:
-    """The timelines of ranks, by rank, on `cluster`.
+    """Return the timelines of ranks, by rank, on `cluster`.
 
     A message between two of these ranks arrives when the other has sent it; any other peer is taken to be as far as
     this rank. So a pipeline's bubble shows if all its stages are here.
@@ -99,7 +99,7 @@ def draw(traces: Mapping[int, Trace], cluster: Cluster) -> dict[int, StepTimelin
 Line = tuple[int, int, str]
 """From a rank to a rank, along an axis: messages arrive in the order in which they are sent."""
 Posts = dict[Line, list[float]]
-"""When each message of a line has arrived."""
+"""Time at which each message of a line has arrived."""
 
 
 class _Player:
@@ -173,7 +173,7 @@ class _Player:
         self._free[axis] = max(self._free.get(axis, 0.0), begin + duration)
 
     def _arrival(self, messages_ago: int) -> tuple[str, float]:
-        """The axis of a message that all of its ranks send, and when it has arrived."""
+        """Return the axis of a message that all of its ranks send, and its time of arrival."""
         axis, end = self._ends[-1 - messages_ago]
         assert isinstance(end, float)
         return axis, end

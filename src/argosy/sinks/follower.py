@@ -15,18 +15,18 @@ from argosy.config.load import load
 from argosy.config.observe import SinksConfig
 from argosy.config.schema import RunConfig
 from argosy.observe.events import Events
-from argosy.plan.flops import parameters
+from argosy.plan.workload import parameters
 from argosy.processes.channel import Channel
 from argosy.processes.child import channel_to_parent, messages
-from argosy.sinks.held import HeldSink
+from argosy.sinks.processes import SupervisedSink
 from argosy.sinks.table import parts_of
 from argosy.sinks.worker import FOLDER
 
 FP32_BYTES = 4
 COPIES = 2
 """The model, and what is read of it at once."""
-LOOK_S = 0.2
-"""How often it looks after the sinks."""
+SINK_LOOK_S = 0.2
+"""Time between two looks at the sinks."""
 PROCESS = "follower"
 """Its name among those of the run's events."""
 
@@ -34,21 +34,17 @@ PROCESS = "follower"
 def follow(folder: Path, is_over: threading.Event) -> None:
     """Hold the sinks of the run in `folder`, until it is over and they have written the rest, or had time for it."""
     run, events = load(folder / "run.toml"), Events(folder, PROCESS)
-    limits = run.observe.sink
-    sinks = [HeldSink(folder, name, _limits_of(name, run), events) for name in parts_of(run)]
+    sinks = [SupervisedSink(folder, name, _limits_of(name, run), events) for name in parts_of(run)]
     with _alone(folder, is_over):
-        while not is_over.wait(LOOK_S):
+        while not is_over.wait(SINK_LOOK_S):
             for sink in sinks:
-                sink.keep(time.monotonic())
-        end_s = time.monotonic() + limits.flush_s
+                sink.keep()
         for sink in sinks:
-            sink.finish(time.monotonic())
-        while any(sink.is_running for sink in sinks) and time.monotonic() < end_s:
-            time.sleep(LOOK_S / 4)
+            sink.finish()
+        while any(sink.is_running for sink in sinks):
+            time.sleep(SINK_LOOK_S / 4)
             for sink in sinks:
-                sink.keep(time.monotonic())
-        for sink in sinks:
-            sink.end(f"it has not written the rest within {limits.flush_s:g} s")
+                sink.keep()
 
 
 def _limits_of(name: str, run: RunConfig) -> SinksConfig:

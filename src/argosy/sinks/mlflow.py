@@ -50,33 +50,27 @@ class Mlflow(Sink):
             self._begin()
 
     def steps(self, records: Sequence[Record]) -> None:
-        """Log points."""
         self._log(point for record in records for point in _points(record, step_values(record)))
 
     def evaluations(self, records: Sequence[Record]) -> None:
-        """Log points."""
         self._log(point for record in records for point in _points(record, evaluation_values(record)))
 
     def events(self, records: Sequence[Record]) -> None:
-        """Keep what happened as tags."""
         for record in filter(is_noteworthy, records):
             key = f"argosy.event.{record['time_s']:.3f}.{record['event']}"
             self._client.set_tag(self.state["run_id"], key, json.dumps(record)[:LONGEST])
 
     def samples(self, records: Sequence[Record]) -> None:
-        """Keep texts as artifacts."""
         for record in records:
             text, name = record["prompt"] + record["text"], f"samples/step-{record['step']:08d}.txt"
             self._client.log_text(self.state["run_id"], text, name)
 
     def start_over(self) -> None:
-        """Delete the run, and begin another."""
         before = self.state["run_id"]
         self._begin({"argosy.replaces": before})
         self._client.delete_run(before)
 
     def close(self, report: Record | None) -> None:
-        """Say how the run ended."""
         status = {"finished": "FINISHED", "stopped": "KILLED"}.get((report or {}).get("status", ""), "KILLED")
         if report is not None:
             self._client.log_dict(self.state["run_id"], report, "report.json")

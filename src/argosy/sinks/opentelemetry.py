@@ -39,28 +39,25 @@ MOST_SPANS = 500
 """In one request."""
 
 
-class GivenIds(IdGenerator):
+class FixedIds(IdGenerator):
     """Gives the ids that are set."""
 
     trace_id = span_id = 0
 
     def generate_trace_id(self) -> int:
-        """Return the one that is set."""
         return self.trace_id
 
     def generate_span_id(self) -> int:
-        """Return the one that is set."""
         return self.span_id
 
 
-class Ended(SpanProcessor):
+class EndedSpans(SpanProcessor):
     """Holds the spans that have ended, until they are sent."""
 
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Hold it."""
         self.spans.append(span)
 
 
@@ -77,7 +74,7 @@ class OpenTelemetry(Sink):
         resource = Resource.create({"service.name": service} if service else {})
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "argosy"}))
-        self._ids, self._ended = GivenIds(), Ended()
+        self._ids, self._ended = FixedIds(), EndedSpans()
         provider = TracerProvider(ALWAYS_ON, resource, id_generator=self._ids, shutdown_on_exit=False)
         provider.add_span_processor(self._ended)
         self._tracer = provider.get_tracer("argosy")
@@ -88,7 +85,6 @@ class OpenTelemetry(Sink):
         self._in_root = set_span_in_context(NonRecordingSpan(root))
 
     def steps(self, records: Sequence[Record]) -> None:
-        """Bundle them."""
         for record in records:
             if "time_s" not in record:
                 continue
@@ -107,7 +103,6 @@ class OpenTelemetry(Sink):
                 self._end_bundle()
 
     def events(self, records: Sequence[Record]) -> None:
-        """Make spans of what they begin and end."""
         for record in records:
             if not (record["event"] in OF_EACH_RANK and is_of_another_rank(record)):
                 self._note(record["event"], record["time_s"], record)
@@ -184,5 +179,4 @@ class OpenTelemetry(Sink):
         self._tracer.start_span(name, context, start_time=start_ns, attributes=facts).end(end_ns)
 
     def _id(self, of: str) -> int:
-        """Return a span's id, 64 bits and not 0."""
         return int.from_bytes(hashlib.sha256(f"{self.state['trace']} {of}".encode()).digest()[:8]) or 1

@@ -1,6 +1,6 @@
 """The run's own /metrics, for a Prometheus server to scrape. Needs no package.
 
-It listens on loopback unless told otherwise; on any other address only who has the token is answered.
+It listens on loopback unless told otherwise; on any other address a scrape needs the token.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 from argosy.errors import UserError
-from argosy.observe.events import Tail
 from argosy.sinks.sink import About, Record, Sink
+from argosy.watch.nodes import NodeSeries
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 
 TOKEN = "ARGOSY_METRICS_TOKEN"
-"""Environment variable: who scrapes has to say `Authorization: Bearer` and this."""
+"""Environment variable of the scrape token: a request says `Authorization: Bearer` and this."""
 SHORTEST_TOKEN = 16
 """Characters."""
 REQUEST_S = 5.0
@@ -44,7 +43,7 @@ def is_loopback(host: str) -> bool:
 
 
 def token_for(host: str) -> str:
-    """Return the token that who scrapes has to know; empty if anybody on this machine may.
+    """Return the scrape token; empty if anybody on this machine may scrape.
 
     Raises: UserError if `host` needs one, and it is not there or too short.
     """
@@ -70,7 +69,7 @@ class Prometheus(Sink):
         self._latest.step = self.state.get("step", {})
         self._latest.evaluation = self.state.get("evaluation", {})
         self._latest.events = Counter(self.state.get("events", {}))
-        self._nodes: dict[str, Tail] = {}
+        self._nodes: dict[str, NodeSeries] = {}
         self._text = ""
         self._server = _serve(settings["host"], settings["port"], token_for(settings["host"]), lambda: self._text)
         host, port = self._server.server_address[:2]
@@ -78,15 +77,12 @@ class Prometheus(Sink):
         self.tick()
 
     def steps(self, records: Sequence[Record]) -> None:
-        """Show the newest."""
         self._latest.step = self.state["step"] = records[-1]
 
     def evaluations(self, records: Sequence[Record]) -> None:
-        """Show the newest."""
         self._latest.evaluation = self.state["evaluation"] = records[-1]
 
     def events(self, records: Sequence[Record]) -> None:
-        """Count them."""
         self._latest.events.update(str(record.get("event")) for record in records)
         for record in records:
             if record.get("event") == "length":
@@ -98,21 +94,14 @@ class Prometheus(Sink):
         self._latest.step = self.state["step"] = {"step": step - 1} if step else {}
 
     def tick(self) -> None:
-        """Write the text anew."""
-        self._latest.nodes = self._read_nodes(self.about.folder / "nodes")
+        for path in sorted((self.about.folder / "nodes").glob("*.jsonl"))[:MOST_NODES]:
+            self._nodes.setdefault(path.stem, NodeSeries(path)).refresh()
+        self._latest.nodes = {node: series.last for node, series in self._nodes.items()}
         self._text = exposition([self._latest])
 
     def close(self, report: Record | None) -> None:
-        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
-
-    def _read_nodes(self, folder: Path) -> dict[str, Record]:
-        nodes: dict[str, Record] = {name: dict(line) for name, line in self._latest.nodes.items()}
-        for path in sorted(folder.glob("*.jsonl"))[:MOST_NODES]:
-            if lines := self._nodes.setdefault(path.stem, Tail(path)).read():
-                nodes[path.stem] = lines[-1]
-        return nodes
 
 
 def _serve(host: str, port: int, token: str, text: Any) -> ThreadingHTTPServer:

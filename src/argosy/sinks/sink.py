@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class About:
-    """What a sink learns of a run before anything else."""
+    """The run that a sink is made for."""
 
     name: str
     """The run's name."""
@@ -26,7 +26,7 @@ class About:
     """The plan's fields; `plan_text` is the same in one line."""
     plan_text: str
     state: dict[str, Any] = field(default_factory=dict)
-    """What the sink has kept of itself when it last ran; empty at the first time."""
+    """The sink's own state of the last time; empty at the first."""
 
 
 class Sink:
@@ -47,8 +47,7 @@ class Sink:
     def __init__(self, about: About):
         self.about = about
         self.state = about.state
-        """What must be kept over a restart (JSON), such as the id that a server gave the run. It is saved after each
-        call."""
+        """State to keep over a restart (JSON), such as the id that a server gave the run. Saved after each call."""
 
     def steps(self, records: Sequence[Record]) -> None:
         """Take lines of steps, in order: "step", "loss", "seconds", ... (docs/metrics.md)."""

@@ -1,4 +1,4 @@
-"""Which sinks there are."""
+"""The table of sinks, and the checks of a run's."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class SinkEntry:
     kind: str
     """The class's name."""
     package: str = ""
-    """What it needs installed; empty: nothing."""
+    """The package that it needs; empty: none."""
     extra: str = ""
     """The extra of Argosy that installs that."""
 
     def load(self) -> type[Sink]:
-        """Import the sink's class."""
         found: type[Sink] = getattr(importlib.import_module(self.module), self.kind)
         return found
 
@@ -46,7 +45,7 @@ OF_A_RUN = {
     "alerts": SinkEntry("argosy.sinks.alerting", "Alerting"),
     "samples": SinkEntry("argosy.inference.sampler", "Sampler"),
 }
-"""What a run has by other keys, held like its sinks."""
+"""Parts of a run by other keys, held like its sinks."""
 OF_A_RUN_BY = {"alerts": "alerts", "samples": "sample_every_steps"}
 """The keys of `observe`."""
 

@@ -36,7 +36,6 @@ class TensorBoard(Sink):
         self._writer.flush()
 
     def steps(self, records: Sequence[Record]) -> None:
-        """Write scalars."""
         for record in records:
             self._scalars(step_values(record), record)
             self._next = max(self._next, record["step"] + 1)
@@ -44,20 +43,17 @@ class TensorBoard(Sink):
         self._writer.flush()
 
     def evaluations(self, records: Sequence[Record]) -> None:
-        """Write scalars."""
         for record in records:
             self._scalars(evaluation_values(record), record)
         self._writer.flush()
 
     def events(self, records: Sequence[Record]) -> None:
-        """Write what happened to the run as text."""
         for record in records:
             if is_noteworthy(record):
                 self._text("events", f"`{json.dumps(record)}`", record.get("step", self._next), record["time_s"])
         self._writer.flush()
 
     def samples(self, records: Sequence[Record]) -> None:
-        """Write texts."""
         for record in records:
             text = f"**{record['prompt']}**{record['text']}"
             self._text("samples", text, record["step"], record.get("time_s", time.time()))
@@ -70,7 +66,6 @@ class TensorBoard(Sink):
         self.state["next_step"] = self._next = step
 
     def close(self, report: Record | None) -> None:
-        """Write what is buffered, and the report."""
         if report is not None:
             self._text("report", f"    {json.dumps(report, indent=1)}".replace("\n", "\n    "), self._next, time.time())
         self._writer.close()

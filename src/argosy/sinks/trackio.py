@@ -32,30 +32,25 @@ class Trackio(Sink):
         self.state["is_open"] = True
 
     def steps(self, records: Sequence[Record]) -> None:
-        """Log a row a step."""
         for record in records:
             self._log(step_values(record), record["step"])
 
     def evaluations(self, records: Sequence[Record]) -> None:
-        """Log a row an evaluation."""
         for record in records:
             self._log(evaluation_values(record), record["step"])
 
     def events(self, records: Sequence[Record]) -> None:
-        """Keep what happened as alerts."""
         assert self._run is not None
         for record in filter(is_noteworthy, records):
             self._run.alert(title=record["event"], text=json.dumps(record), step=record.get("step"))
 
     def samples(self, records: Sequence[Record]) -> None:
-        """Log texts."""
         import trackio
 
         for record in records:
             self._log({"sample": trackio.Markdown(f"**{record['prompt']}**{record['text']}")}, record["step"])
 
     def start_over(self) -> None:
-        """Delete the run, or leave it behind, and begin another."""
         import trackio
 
         if self._run is not None:
@@ -70,7 +65,6 @@ class Trackio(Sink):
         self._run, self.must_start_over = self._begin(), False
 
     def close(self, report: Record | None) -> None:
-        """Wait until all is written."""
         if self._run is not None:
             self._run.finish()
         self.state["is_open"] = False

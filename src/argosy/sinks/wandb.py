@@ -30,12 +30,10 @@ class Wandb(Sink):
         self.state["is_open"] = True
 
     def steps(self, records: Sequence[Record]) -> None:
-        """Log a row a step."""
         for record in records:
             self._log(step_values(record), record["step"])
 
     def evaluations(self, records: Sequence[Record]) -> None:
-        """Add to the row of the step."""
         for record in records:
             self._log(evaluation_values(record), record["step"])
 
@@ -56,7 +54,6 @@ class Wandb(Sink):
         self._run = self._rewound(step - 1)
 
     def close(self, report: Record | None) -> None:
-        """Write the summary, and wait until all is sent."""
         if report is not None:
             self._run.summary.update({"report": report})
         self._run.finish()

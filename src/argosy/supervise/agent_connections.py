@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from argosy.processes.connection import Connection
-from argosy.processes.handshake import listen
 from argosy.processes.messages import BadMessage, WireRecord, decoded, encoded
+from argosy.processes.secret import listen
 from argosy.supervise.messages import FROM_AGENT, AgentHello, FromAgent
 
 LEASE_S = 10.0
@@ -30,7 +30,7 @@ BACKLOG = 4096
 LONGEST_TURN_S = 1.0
 """A turn that took longer, as this process was stopped or busy, counts as this long: meanwhile agents could not be
 heard, so their silence proves nothing."""
-PAUSE_S = 0.5
+ACCEPT_PAUSE_S = 0.5
 """No connection is accepted for so long if this process has no descriptor left."""
 
 
@@ -68,7 +68,7 @@ class AgentConnections:
         self._returning: dict[str, str] = {}
         """Nodes whose connection ended while this process was stopped, and why: their agents call again."""
         self._slept_at_s = -LEASE_S
-        """When this process was stopped last, in `awake_s`."""
+        """Last time that this process was stopped, in `awake_s`."""
         self._strangers: dict[AgentConnection, None] = {}
         """Connections that have not said who they are, the oldest first."""
         self.refused, self.last_refusal = 0, ""
@@ -132,7 +132,6 @@ class AgentConnections:
         self._drop_if_broken(agent)
 
     def drop(self, agent: AgentConnection, why: str) -> None:
-        """End a connection."""
         if agent.is_dropped:
             return
         agent.is_dropped = True
@@ -169,7 +168,7 @@ class AgentConnections:
             self.drop(next(iter(self._strangers)), "no descriptor is left for another")
         else:
             self.selector.unregister(self._listener)
-            self._is_accepting, self._accepts_from_s = False, time.monotonic() + PAUSE_S
+            self._is_accepting, self._accepts_from_s = False, time.monotonic() + ACCEPT_PAUSE_S
 
     def _hear(self, agent: AgentConnection) -> Iterator[tuple[AgentConnection, FromAgent]]:
         frames = agent.connection.take()

@@ -2,7 +2,7 @@
 
 Agents connect to it and report what happened; it answers with what to do. It may die: training goes on without it. The
 coordinator that takes its place learns from the agents which nodes and workers there are, and the rest from the
-handover file (`handover`). It imports no torch, so that it starts in a moment.
+handover file (`nodes.Handover`). It imports no torch, so that it starts in a moment.
 """
 
 from __future__ import annotations
@@ -25,30 +25,36 @@ from argosy.errors import STOP_SIGNALS, UnfitNode, UserError
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import LAST_STEPS
 from argosy.plan.plan import Plan
+from argosy.processes.connection import raise_limit
 from argosy.processes.secret import secret_of
 from argosy.processes.tls import server_context
 from argosy.resilience.node_health import Health, NodeRates
 from argosy.resilience.replanner import Replanner
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import LEASE_S, AgentConnection, AgentConnections
-from argosy.supervise.descriptors import raise_limit
-from argosy.supervise.handover import Handover
-from argosy.supervise.lease.backends import open_lease
-from argosy.supervise.lease.held import HeldLease
+from argosy.supervise.lease.held import HeldLease, open_lease
 from argosy.supervise.lease.lease import LeaseLost
-from argosy.supervise.membership import Membership, Settings
+from argosy.supervise.membership import MOST_NAMED, Membership, Settings
 from argosy.supervise.migration import Migrator
-from argosy.supervise.nodes import Cause, RankProcess, RankState
-from argosy.supervise.orders import Break, CheckNode, FinishRun, Join, Order, Start
+from argosy.supervise.nodes import (
+    Break,
+    Cause,
+    CheckNode,
+    FinishRun,
+    Handover,
+    Join,
+    Order,
+    RankProcess,
+    RankState,
+    Start,
+)
 from argosy.supervise.watch import RunWatch
 
 TICK_S = 0.02
-LOOK_S = 0.25
-"""How often the detectors look at what agents have shown."""
+DETECT_EVERY_S = 0.25
+"""Time between two looks of the detectors at what agents have shown."""
 WAITS_S = 30.0
 """If a world that was begun is not together after so long, an event says what is missing."""
-MOST_NAMED = 16
-"""It names this many nodes at most."""
 ALONE_S = 10.0
 """Without any agent for this long there is no run to coordinate, and it ends."""
 HEARTBEATS_PER_S = 1024
@@ -57,7 +63,7 @@ STEP_TIMES_PER_S = 65_536
 HEARTBEATS_A_LEASE = 4
 """But no agent is heard less often than this."""
 REPORT_S = 10.0
-"""How often an event tells of connections that were refused."""
+"""Time between two events about refused connections."""
 
 
 class Coordinator:
@@ -97,12 +103,12 @@ class Coordinator:
         self._reported, self._reported_s = 0, 0.0
         self._pending: Join | None = None
         self._begun_s: float | None = None
-        """When the newest generation was begun, until all its ranks have shown themselves or an event has said why."""
+        """Begin of the newest generation, until all its ranks have shown themselves or an event has said why."""
         self._rates = NodeRates()
         self._slow: set[str] = set()
         self._looked_s = 0.0
         self._heard = say.Heard()
-        """What agents are asked of heartbeats."""
+        """Request for heartbeats that agents were told last."""
         self._finish: FinishRun | None = None
         self._processes: dict[str, tuple[str, float]] = {}
         """Node -> the agent's process that speaks for it (`AgentHello.process`), and since when."""
@@ -162,7 +168,7 @@ class Coordinator:
     def _look(self) -> None:
         """Let the detectors look at the ranks, and act on what they find."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < LOOK_S:
+        if now_s - self._looked_s < DETECT_EVERY_S:
             return
         self._looked_s = now_s
         membership = self._membership

@@ -22,9 +22,9 @@ from argosy.errors import Retryable, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.connection import Address, Connection, call
-from argosy.processes.handshake import call as handshake
 from argosy.processes.messages import BadMessage, decoded, encoded
 from argosy.processes.secret import FILE, VALUE, secret_of
+from argosy.processes.secret import call as handshake
 from argosy.processes.tls import client_context
 from argosy.supervise.messages import EVERY_S, FROM_COORDINATOR, FromAgent, FromCoordinator
 from argosy.supervise.place import place_of
@@ -35,12 +35,12 @@ an agent: a node that is cut off misses nothing meanwhile."""
 HANG_S = 60.0
 """A coordinator on this machine, where no network can fail, is replaced after this long without an answer. It may have
 to wait for a disk, or to search for a plan."""
-LONGEST_TURN_S = 2.0
+STOPPED_AFTER_S = 2.0
 """If `keep` is called later than this, this process was stopped."""
 MOST_STRANGERS = 3
 """This many times in a row what answered could not prove that it knows the run's secret: it is something else."""
-AGAIN_S = 0.5
-"""How soon it is called again after something else has answered, or hung up before it had proven anything."""
+CALL_AGAIN_S = 0.5
+"""Time until it is called again after something else has answered, or hung up before it had proven anything."""
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
@@ -63,7 +63,7 @@ class CoordinatorClient:
         self._last_asked_s = 0.0
         self._lost_since: float | None = None
         self.ask_s = EVERY_S
-        """How often it is asked for an answer."""
+        """Time between two questions to it."""
         self._kept_s = math.inf
         self.is_ending = False
         """True once the run is to end: a coordinator that is gone then is not missed."""
@@ -90,7 +90,7 @@ class CoordinatorClient:
         each start; UserError if its port is in use.
         """
         slept_s, self._kept_s = now - self._kept_s, now
-        if self._asked_s is not None and slept_s > LONGEST_TURN_S:
+        if self._asked_s is not None and slept_s > STOPPED_AFTER_S:
             self._asked_s += slept_s  # this process was stopped, and could hear no answer
         if self._connection is None:
             self._reach(now)
@@ -216,7 +216,7 @@ class CoordinatorClient:
     def _not_reached(self, connection: Connection) -> None:
         """Something answered, and was not the coordinator. Give up if it does not know the secret, and never did."""
         now = time.monotonic()
-        self._strangers, self._call_from_s = self._strangers + connection.is_stranger, now + AGAIN_S
+        self._strangers, self._call_from_s = self._strangers + connection.is_stranger, now + CALL_AGAIN_S
         self._check_patience(now)
         if self._strangers >= MOST_STRANGERS and not self._was_heard:
             raise UserError(

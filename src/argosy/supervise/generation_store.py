@@ -18,11 +18,12 @@ from argosy.errors import RunFailed
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
 from argosy.processes.patience import STOPPED_S, Patience
+from argosy.processes.supervisor import RestartPolicy, Restarts
 
 STORE = "store"
-"""How the fork server's key of a store begins."""
-MOST_TRIES = 3
-"""So many processes in a row that open no store end the run."""
+"""Prefix of the fork server's keys of stores."""
+STORE_RESTARTS = RestartPolicy(most_failures=3)
+"""After three processes in a row that open no store the run ends."""
 
 
 def store_file(folder: Path, generation: int) -> Path:
@@ -47,7 +48,7 @@ class GenerationStore:
         self._opened, self._limits_s, self._is_file = opened, (limit_s, stopped_s), is_file
         self._channel: Channel | None = None
         self._generation = 0
-        self._asked, self._tries = 0, 0
+        self._asked = 0
         self._patience: Patience | None = None
         self.is_awaited = False
         """True while a store was asked for that is not open yet."""
@@ -61,7 +62,12 @@ class GenerationStore:
         if self._is_file:
             self._opened(generation, None)
             return
-        self._selector, self._host, self._generation, self._tries = selector, host, generation, 0
+        self._selector, self._host, self._generation, self._restarts = (
+            selector,
+            host,
+            generation,
+            Restarts(STORE_RESTARTS),
+        )
         self._ask(fork_server)
 
     def forked(self, key: str, pid: int) -> None:
@@ -82,10 +88,10 @@ class GenerationStore:
                 os.kill(self._patience.pid, signal.SIGKILL)
         elif self._channel is None:
             why = "it died"
-        if why and self._tries == MOST_TRIES:
+        if why and self._restarts.ended() is None:
             raise RunFailed(
-                f"the rendezvous store could not be opened at {self._host}, {MOST_TRIES} times in a row ({why}); what "
-                "its process printed says more. Try another launch.address."
+                f"the rendezvous store could not be opened at {self._host}, {self._restarts.failures} times in a row "
+                f"({why}); what its process printed says more. Try another launch.address."
             )
         if why:
             self._ask(fork_server)
@@ -116,7 +122,7 @@ class GenerationStore:
             with suppress(KeyError):
                 self._selector.unregister(self._channel)
             self._channel.close()
-        self._asked, self._tries, self._patience, self.is_awaited = self._asked + 1, self._tries + 1, None, True
+        self._asked, self._patience, self.is_awaited = self._asked + 1, None, True
         self._channel = fork_server.fork(self._key, RENDEZVOUS, {STORE_HOST: self._host})
         self._selector.register(self._channel, selectors.EVENT_READ, self._hear)
 

@@ -13,16 +13,26 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from argosy.errors import FINAL, Retryable
-from argosy.supervise.failures import Failures
-from argosy.supervise.handover import Handover
-from argosy.supervise.nodes import Cause, Node, RankProcess, RankState
-from argosy.supervise.orders import Break, CheckNode, FinishRun, Join, Order, Start
+from argosy.supervise.nodes import (
+    Break,
+    Cause,
+    CheckNode,
+    Failures,
+    FinishRun,
+    Handover,
+    Join,
+    Node,
+    Order,
+    RankProcess,
+    RankState,
+    Start,
+)
 from argosy.supervise.roster import Place, Roster
 
 MOST_SUSPICIONS = 3
 """A node that was suspected or refused this often is used after all others for the rest of the run."""
 STOP_WAIT_S = 5.0
-"""How long a new coordinator of a run that stops waits for agents of the world before: they call within two seconds."""
+"""Time that a new coordinator of a stopping run waits for agents of the world before: they call within two seconds."""
 MOST_NAMED = 16
 """A message names this many nodes at most."""
 
@@ -40,7 +50,7 @@ class Settings:
     max_restarts: int = 3
     wait_for_nodes_s: float = 60.0
     first_wait_s: float = 600.0
-    """How long the run waits for all its nodes before its first step."""
+    """Time that the run waits for all its nodes before its first step."""
     checks_nodes: bool = True
     """True if node health checks are on."""
 
@@ -356,7 +366,6 @@ class Membership:
             self._forfeit(f"node {name} has not all of its members left")
 
     def _forfeit(self, why: str) -> None:
-        """Give up the inherited generation."""
         self._inherited = self._instead = None
         self.plan, self.size = self._settings.plan, self._settings.size
         if self._roster.counts.members:

@@ -1,4 +1,4 @@
-"""What agents and the coordinator say to each other: one class for each message, checked when it arrives.
+"""Messages between agents and the coordinator: a class each, checked when it arrives.
 
 They travel as JSON, in the frames of a `processes.connection`. A message that is not as written here is refused, with
 the connection that it came on.
@@ -17,7 +17,7 @@ from argosy.supervise.node_report import NodeReport, Step
 from argosy.supervise.nodes import RankState
 
 EVERY_S = 0.5
-"""How often an agent sends a heartbeat, in all but the largest runs."""
+"""Time between two heartbeats of an agent, in all but the largest runs."""
 MOST_WORKERS = 4096
 """On one node."""
 
@@ -47,7 +47,7 @@ class AgentHello(WireRecord):
 
     kind: Literal["hello"] = "hello"
     folder: str
-    """What tells the run's folder from others (`checkpoint.owner`)."""
+    """Name of the run's folder, unlike any other's (`checkpoint.owner`)."""
     name: NodeName
     host: Host
     """The address at which the other nodes reach it."""
@@ -111,7 +111,7 @@ class RunStopping(WireRecord):
 
 
 class NodeHeartbeat(WireRecord):
-    """What has changed on a node. The coordinator answers it."""
+    """The changes on a node. The coordinator answers it."""
 
     kind: Literal["heartbeat"] = "heartbeat"
     report: NodeReport = NodeReport()
@@ -222,7 +222,7 @@ class RunNodeCheck(WireRecord):
 
 
 class EndRun(WireRecord):
-    """The run is over. The rest is that of `orders.FinishRun`."""
+    """The run is over. The rest is that of `nodes.FinishRun`."""
 
     kind: Literal["finish"] = "finish"
     exit_code: ExitCode

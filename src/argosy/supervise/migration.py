@@ -2,7 +2,7 @@
 pipeline stages do not fit their speed, if that pays.
 
 Detectors name the slow node or link, or the speed of stages. A spare node replaces a slow one if there is one; else the
-planner predicts (`resilience.migration_cost`, in a process of its own) the step time now and under other plans. If a
+planner predicts (`resilience.replanner`, in a process of its own) the step time now and under other plans. If a
 migration pays, all ranks are told to hold after a step, with their state where others can take it over; once they do,
 the generation is ended, and no step is lost. Migrations are at least `APART_S` apart, and one that did not make steps
 faster is not repeated.
@@ -16,25 +16,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from argosy.config.resilience import ResilienceConfig
+from argosy.config.schema import ResilienceConfig
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Gone
 from argosy.processes.child import Child
 from argosy.resilience.detect.finding import Finding
-from argosy.resilience.migration_cost import MigrationAnswer, MigrationQuestion
+from argosy.resilience.replanner import MigrationAnswer, MigrationQuestion
 from argosy.supervise.membership import Membership
 from argosy.supervise.watch import RunWatch
 
-PLANNER = "argosy.resilience.migration_cost"
+PLANNER = "argosy.resilience.replanner"
 APART_S = 300.0
 """Shortest time between two migrations."""
 MIGRATION_S = 60.0
-"""What a migration is assumed to cost before this coordinator has seen a world begin."""
+"""Assumed cost of a migration before this coordinator has seen a world begin."""
 GAINED = 0.05
 """Share of the step time that a migration must save to count as a success."""
 HOLD_WITHIN_S = 120.0
-"""How long all ranks may take to hold."""
+"""Time that all ranks may take to hold."""
 
 
 @dataclass

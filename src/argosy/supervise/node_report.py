@@ -1,4 +1,4 @@
-"""What an agent tells of its workers' heartbeats: what has changed, in a few numbers for the whole node.
+"""Reports of a node's heartbeats: the changes since the report before, in a few numbers for the whole node.
 
 While all goes well a report says that much, and how long the last steps took. What a rank shows in full is told only of
 ranks without a beat, and of all where the coordinator asks for it (`wants_all`), once for each time that it changed.
@@ -39,13 +39,13 @@ class NodeReport:
     silent: list[Rank] = field(default_factory=list)
     """Ranks whose heart has not beaten since the report before."""
     waiting: Count = 0
-    """How many wait for the next world."""
+    """Number of those that wait for the next world."""
     has_evaluated: bool = False
     """True if one of them has ended an evaluation since the report before."""
     took: list[tuple[Count, list[FiniteFloat]]] = field(default_factory=list)
     """Steps that all of them have ended, with the seconds of own work of each, in the order of `workers`."""
     microbatches: list[Annotated[int, Field(ge=1, lt=2**53)]] | None = None
-    """How many each ran in these steps, in the order of `workers`; None: as told before, and at first one."""
+    """Number that each ran in these steps, in the order of `workers`; None: as told before, and at first one."""
     suspicions: dict[Rank, Count] = field(default_factory=dict)
     """Rank -> how often it was found or suspected to be wrong, where that has grown."""
     seen: dict[Rank, WorkerSeen] = field(default_factory=dict)

@@ -1,35 +1,35 @@
-"""Where the coordinator is, for an agent: at a fixed place, or wherever the holder of a lease has it.
+"""The place of a run's coordinator: its address, fixed or by a lease, and the process that this agent starts there.
 
-Neither waits: `address` returns None until it is known.
-
-The coordinator's process and its socket, for the agent that starts it.
+Nothing here waits: `address` returns None until it is known.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import resource
 import socket
 import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from argosy.config.address import host_and_port
-from argosy.config.schema import LaunchConfig
+from argosy.config.launch import LaunchConfig, LeaseUrl, host_and_port
 from argosy.errors import RunFailed, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.child import Child
 from argosy.processes.connection import Address
-from argosy.supervise.descriptors import check_descriptors
-from argosy.supervise.lease.address import check_coordinator, own_address
-from argosy.supervise.lease.backends import check_lease, open_lease
+from argosy.processes.supervisor import RestartPolicy, Restarts
+from argosy.supervise.lease.held import check_lease, open_lease
 from argosy.supervise.lease.lease import Holder, LeaseUnreachable
 
-MOST_FAILED_STARTS = 5
-"""This many coordinators in a row died before they said anything: another would do the same."""
+COORDINATOR_RESTARTS = RestartPolicy(most_failures=5)
+"""If so many coordinators in a row die before they say anything, another would do the same."""
 COORDINATOR = "argosy.supervise.coordinator"
 
 
@@ -46,9 +46,9 @@ class CoordinatorProcess:
         self._listener: socket.socket | None = None
         self._child: Child | None = None
         self._was_started = self._is_heard = False
-        self._failed_starts = 0
+        self._restarts = Restarts(COORDINATOR_RESTARTS)
         self.address: Address | None = None
-        """Where it listens; None before `listen`."""
+        """Address at which it listens; None before `listen`."""
 
     @property
     def is_alive(self) -> bool:
@@ -77,9 +77,10 @@ class CoordinatorProcess:
         assert self._listener is not None and self.address is not None
         descriptor = self._listener.fileno()
         log = self._run_dir / "logs" / "coordinator.log"  # it may outlive this agent: its output must not stay open
-        self._failed_starts = self._failed_starts + 1 if self._was_started and not self._is_heard else 0
-        if self._failed_starts == MOST_FAILED_STARTS:
-            raise RunFailed(f"the coordinator died {self._failed_starts} times before it said anything: {log} says why")
+        if self._was_started and self._restarts.ended(made_progress=self._is_heard) is None:
+            raise RunFailed(
+                f"the coordinator died {self._restarts.failures} times before it said anything: {log} says why"
+            )
         log.parent.mkdir(parents=True, exist_ok=True)
         arguments = (str(self._run_dir), str(descriptor), str(self._plan), self._owner, lease)
         with log.open("ab") as out:
@@ -104,9 +105,9 @@ class CoordinatorProcess:
             self._listener = self.address = None
 
 
-LOOK_S = 0.5
-"""How often an agent without a coordinator looks the lease up."""
-DOUBT_S = 3.0
+LEASE_LOOK_S = 0.5
+"""Time between two looks at the lease by an agent without a coordinator."""
+LEASE_DOUBT_S = 3.0
 """A coordinator that does not answer for this long may have lost the lease: it is looked up then."""
 
 T = TypeVar("T")
@@ -120,16 +121,16 @@ class Found(NamedTuple):
 
 
 class CoordinatorPlace(Protocol):
-    """Where the coordinator of a run is."""
+    """The place of a run's coordinator."""
 
     process: CoordinatorProcess
     """The coordinator that this agent starts, if it is to start one."""
     key: str
     """The key that says where it is, and its value."""
     name: str
-    """What messages call the coordinator there."""
+    """Name of the coordinator there in messages."""
     remedy: str
-    """What to do if it cannot be reached."""
+    """Remedy in messages, if it cannot be reached."""
     problem: str
     """Why it is not known where the coordinator is; empty if it is, or nobody is."""
 
@@ -224,7 +225,7 @@ class LeasedPlace:
         if self._search is None or not self._search.done():
             return None
         (holder, token), self._search = self._answer(self._search, Found(None, "")), None
-        self._search_from_s = now + LOOK_S
+        self._search_from_s = now + LEASE_LOOK_S
         if token:
             self.process.start(token)
         elif self.process.is_alive and (holder is None or holder.owner != self._owner) and not self.problem:
@@ -236,8 +237,8 @@ class LeasedPlace:
 
     def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
         """Return True if the coordinator at `address`, which has not answered for a while, has lost the lease."""
-        if self._look is None and silent_s > DOUBT_S and now >= self._look_from_s:
-            self._look, self._look_from_s = self._in_thread(self._lease.holder), now + LOOK_S
+        if self._look is None and silent_s > LEASE_DOUBT_S and now >= self._look_from_s:
+            self._look, self._look_from_s = self._in_thread(self._lease.holder), now + LEASE_LOOK_S
         if self._look is None or not self._look.done():
             return False
         holder, self._look = self._answer(self._look, None), None
@@ -293,3 +294,103 @@ class LeasedPlace:
 def parsed(text: str) -> Address | None:
     """Return the address that launch.coordinator names; None if it is empty."""
     return host_and_port(text) if text else None
+
+
+KUBERNETES_HOST, KUBERNETES_PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
+"""Environment variables of a pod: the API server."""
+SLURM_LAUNCHER = "SLURM_LAUNCH_NODE_IPADDR"
+"""Environment variable of a task of srun: the machine on which srun runs, which all nodes reach."""
+ANY_PORT = 9
+"""Nothing is sent there."""
+
+
+def own_address(launch: LaunchConfig) -> str:
+    """Return the address at which others reach this machine: launch.address, or the one from which it reaches the
+    lease's backend or the machine of srun, or that of its host name.
+
+    Raises: UserError if that is a loopback address, and the run has several nodes.
+    """
+    if launch.address:
+        return launch.address
+    for server in _servers(launch.lease):
+        found = _address_towards(server)
+        if found and not _is_loopback(found):
+            return found
+    name = socket.gethostname()
+    found = _resolved(name) or "127.0.0.1"
+    if _is_loopback(found) and launch.nodes > 1:
+        raise UserError(
+            f"launch.address is not given, and this machine's name {name} resolves to {found}, which other machines "
+            "cannot reach. Give launch.address, the address at which they reach this one; 127.0.0.1 if all agents run "
+            "on this machine."
+        )
+    return found
+
+
+def check_coordinator(launch: LaunchConfig) -> None:
+    """Raises: UserError if launch.coordinator is a name that each of several nodes takes for itself.
+
+    Debian's /etc/hosts, for example, has 127.0.1.1 for the machine's own name. An address in figures is meant so: all
+    agents run on one machine.
+    """
+    host, _, port = launch.coordinator.rpartition(":")
+    if launch.nodes == 1 or not host or _is_address(host):
+        return
+    found = _resolved(host)
+    if found and _is_loopback(found):
+        raise UserError(
+            f"launch.coordinator = {launch.coordinator}: {host} resolves to {found} on this machine, which other "
+            f"machines cannot reach. Give its address on their network in place of the name, or mend /etc/hosts; "
+            f"127.0.0.1:{port} if all agents run on this machine."
+        )
+
+
+def _servers(lease: str) -> list[Address]:
+    url = LeaseUrl.parse(lease)
+    if url.kind == "kubernetes" and (host := os.environ.get(KUBERNETES_HOST)):
+        return [(host, int(os.environ.get(KUBERNETES_PORT, "443")))]
+    if launcher := os.environ.get(SLURM_LAUNCHER):
+        return [*url.endpoints, (launcher, ANY_PORT)]
+    return list(url.endpoints)
+
+
+def _address_towards(server: Address) -> str:
+    """Return the address of this machine from which packets to `server` go; empty if there is no way to it."""
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(*server, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as unconnected, suppress(OSError):
+                unconnected.connect(address)  # of UDP: nothing is sent
+                return str(unconnected.getsockname()[0])
+    return ""
+
+
+def _resolved(name: str) -> str:
+    with suppress(OSError):
+        return socket.gethostbyname(name)
+    return ""
+
+
+def _is_address(host: str) -> bool:
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+OTHER_DESCRIPTORS = 64
+"""Descriptors of a coordinator besides a connection to each agent: log, events, planner, some that call."""
+
+
+def check_descriptors(nodes: int) -> None:
+    """Raises: UserError if a coordinator that is started here could not have a connection to each of so many nodes."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = nodes + OTHER_DESCRIPTORS
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise UserError(
+            f"launch.nodes = {nodes}: the coordinator needs {needed} file descriptors, and this machine lets a process "
+            f"have {most} (ulimit -Hn). Raise that (LimitNOFILE in systemd, nofile in /etc/security/limits.conf), or "
+            "name another machine in launch.coordinator."
+        )

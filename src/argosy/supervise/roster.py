@@ -16,7 +16,7 @@ Place = tuple[str, int]
 
 
 class NodeCounts(NamedTuple):
-    """What is counted of one node, and of all together."""
+    """Counts of one node, and of all together."""
 
     room: int = 0
     """Slots."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from argosy.files import open_regular
 
 SCRATCH = Path("/dev/shm")
-"""Where the folders argosy-PID-... are; PID is the agent's process."""
+"""Parent of the folders argosy-PID-...; PID is the agent's process."""
 MEMORY = "memory"
 """The folder in it for in-memory checkpoints."""
 LOCK = "lock"

@@ -1,5 +1,5 @@
 """Stacks and progress of a node's workers, written down when `argosy stacks` asks, or when a world ends in which all
-stood still.
+stood still; of workers on GPUs, what NCCL's flight recorder holds too.
 
 Who may write to the run's folder may ask: a request is one small file there, which each agent looks for every second,
 and its answer is a file beside it. Nothing is run on behalf of the asker but this.
@@ -22,23 +22,21 @@ from argosy.files import atomic_write
 from argosy.observe import stacks
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.processes.patience import process_state
-from argosy.supervise import flight_recorder
-from argosy.supervise.nodes import RankState
-from argosy.supervise.worker_process import WorkerProcess
+from argosy.supervise.nodes import RankState, WorkerProcess
 
 FOLDER, REQUEST = "stacks", "request.json"
-LOOK_S = 1.0
+REQUEST_EVERY_S = 1.0
 COLLECT_S = 0.3
-"""How long workers have to write their stacks."""
+"""Time that workers have to write their stacks."""
 OLD_S = 60.0
 """A request is not answered any more after so long: whoever asked has given up."""
-MOST_BYTES = 4096
+MOST_REQUEST_BYTES = 4096
 """The largest request."""
 MOST_STACK_BYTES = 2**17
 """The most that is read of one worker's stacks."""
 NOT_A_REQUEST = (ValueError, TypeError, KeyError, RecursionError)
-"""What reading any bytes as a request may raise."""
-NAME = re.compile(r"[0-9a-z-]{1,64}")
+"""Errors of reading any bytes as a request."""
+REQUEST_NAME = re.compile(r"[0-9a-z-]{1,64}")
 STANDS_S = 5.0
 """If a world is broken off in which a rank has been in one place for so long, it is written down where."""
 
@@ -68,7 +66,7 @@ class StackGatherer:
         if self._asked is not None:
             if now >= self._asked.due:
                 self._answer()
-        elif now - self._looked_at >= LOOK_S:
+        elif now - self._looked_at >= REQUEST_EVERY_S:
             self._looked_at = now
             if name := self._request():
                 self._answered = name
@@ -77,7 +75,7 @@ class StackGatherer:
     def gather_now(self, name: str, why: str, scratch: Path, workers: Iterable[WorkerProcess]) -> None:
         """Write down where the workers are, before some of them are killed."""
         members = list(workers)
-        flight_recorder.ask(self._run_dir / FOLDER, scratch, [worker.rank for worker in members])
+        ask_flight_recorders(self._run_dir / FOLDER, scratch, [worker.rank for worker in members])
         self._ask(name, why, time.monotonic(), scratch, members)
         if self._asked is not None:
             time.sleep(COLLECT_S)
@@ -102,8 +100,8 @@ class StackGatherer:
         with os.fdopen(descriptor, "rb") as file, suppress(OSError, *NOT_A_REQUEST):
             is_fresh = abs(time.time() - os.fstat(descriptor).st_mtime) < OLD_S
             if is_fresh and stat.S_ISREG(os.fstat(descriptor).st_mode):
-                name = json.loads(file.read(MOST_BYTES))["name"]
-                if name != self._answered and NAME.fullmatch(name):
+                name = json.loads(file.read(MOST_REQUEST_BYTES))["name"]
+                if name != self._answered and REQUEST_NAME.fullmatch(name):
                     return str(name)
         return ""
 
@@ -155,3 +153,37 @@ def _seen(worker: WorkerProcess, scratch: Path) -> dict[str, Any]:
             seen |= {"step": reading.step, "phase": reading.phase, "phase_s": round(since_s, 3)}
             seen["collectives"] = dict(sequences)
     return seen
+
+
+# NCCL's flight recorder: torch keeps the last collectives in a ring buffer, and writes them to a file when a byte comes
+# through a named pipe (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, DumpPipe); both are asked for by environment
+# variables, so no private function is called. `torchfrtrace`, which comes with torch, reads the files. Gloo has no such
+# recorder: there the heartbeat's numbers of collectives begun serve. With TORCH_NCCL_DUMP_ON_TIMEOUT torch would also
+# write when its own watchdog times out; Argosy's detectors are earlier.
+
+ENTRIES = 2000
+"""Collectives that are kept, a few hundred bytes each."""
+PIPE, DUMP = "flight-", "flight/rank-"
+"""Prefixes of the names of pipes in the agent's scratch folder, and of files in the run's folder of stacks."""
+
+
+def flight_environment(stacks: Path, scratch: Path) -> dict[str, str]:
+    """Return the variables for a worker on a GPU, without those that are set."""
+    wanted = {
+        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
+        "TORCH_FR_DUMP_TEMP_FILE": str(stacks / DUMP),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(scratch / PIPE),
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def ask_flight_recorders(stacks: Path, scratch: Path, ranks: Iterable[int | None]) -> None:
+    """Have these ranks write what their recorders hold; without a recorder there is no pipe, and nothing happens."""
+    for rank in ranks:
+        with suppress(OSError):
+            pipe = os.open(scratch / f"{PIPE}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                (stacks / DUMP).parent.mkdir(parents=True, exist_ok=True)
+                os.write(pipe, b"1")
+            finally:
+                os.close(pipe)

@@ -21,23 +21,22 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.errors import FINAL, ArgosyError
+from argosy.observe.collectives import sequence_numbers
 from argosy.observe.heartbeat import UNREAD, Heartbeat
-from argosy.observe.sequences import sequence_numbers
 from argosy.observe.stacks import write_when_asked
 from argosy.observe.terminal import lasting_output
-from argosy.parallel.connections import Connections
-from argosy.parallel.world import World, WorldSeat, join_world, leave_world
+from argosy.parallel.world import Connections, World, WorldSeat, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import channel_to_parent
-from argosy.supervise.descriptors import raise_limit
+from argosy.processes.connection import raise_limit
 from argosy.training.loop import train
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
 
-AGAIN_S = 0.2
-"""How often the connections of a broken world are closed, until the process has left it."""
-OWN = ("Too many open files", "Cannot allocate memory", "No space left on device")
+CLOSE_EVERY_S = 0.2
+"""Time between two closings of a broken world's connections, until the process has left it."""
+LOCAL_FAULTS = ("Too many open files", "Cannot allocate memory", "No space left on device")
 """Words of errors that gloo reports too, but another world would only meet again: this process must be replaced."""
 GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "TCPStore", "store")
 """Words of the RuntimeErrors with which gloo and the store report that a peer is gone."""
@@ -106,7 +105,7 @@ class AgentClient:
                 if self._generation != generation:
                     return
                 self._connections.break_off()
-            time.sleep(AGAIN_S)
+            time.sleep(CLOSE_EVERY_S)
 
 
 def work(
@@ -126,7 +125,7 @@ def main() -> None:
     Errors are sent to the agent, which knows which process failed first and reports that error to the user.
     """
     # When a collective on GPUs fails or times out, torch's watchdog would end the process, and the state that survives
-    # in it. Here the agent breaks the world off and aborts it (`parallel.connections`), which torch asks to be done
+    # in it. Here the agent breaks the world off and aborts it (`parallel.world`), which torch asks to be done
     # with this turned off (the notes of distributed_c10d._abort_process_group). The user's own setting comes first.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     raise_limit()  # strangers can open connections to gloo's listeners, each of which keeps a descriptor here
@@ -175,7 +174,7 @@ def _is_of_a_connection(error: Exception) -> bool:
     """Return True if a collective raised it because a peer is gone; False if something went wrong here."""
     text = str(error)
     is_told_so = isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(w in text for w in GLOO))
-    return is_told_so and not any(word in text for word in OWN)
+    return is_told_so and not any(word in text for word in LOCAL_FAULTS)
 
 
 def _fail(agent: AgentClient, error: Exception) -> NoReturn:

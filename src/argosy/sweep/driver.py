@@ -1,7 +1,8 @@
-"""The loop of a sweep: propose trials, start them where there is room, collect what they have learned, promote.
+"""A sweep from its file to its result: propose trials, start them where there is room, collect what they have learned,
+promote.
 
-All that it knows is in the journal and in the trials' folders. So it may be killed at any moment and started again: it
-finds the trials that still run, and starts the others again from their checkpoints.
+All that the loop knows is in the journal and in the trials' folders. So it may be killed at any moment and started
+again: it finds the trials that still run, and starts the others again from their checkpoints.
 """
 
 from __future__ import annotations
@@ -17,25 +18,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from argosy.compare.results import SWEEP_FILE
 from argosy.config.dump import save_run
+from argosy.config.launch import LaunchOptions
 from argosy.config.schema import RunConfig
+from argosy.engines.record import FOLDER, LaunchedJob
 from argosy.errors import Interrupted, RunFailed, UserError
-from argosy.launch.engines.job import FOLDER, LaunchedJob
-from argosy.sweep.executor import Task, TrialExecutor
-from argosy.sweep.folder import trial_folder
-from argosy.sweep.load import Sweep
+from argosy.extend.trust import approve
+from argosy.launch.resolve import prepare_shown
+from argosy.observe.screen import Progress
+from argosy.processes.supervisor import RestartPolicy, Restarts
+from argosy.sweep.load import Sweep, in_words, short
 from argosy.sweep.needs import Limits, needs_of, processes, threads
+from argosy.sweep.result import Result
 from argosy.sweep.rungs import Bracket, Judgement, halving, hyperband, judge
-from argosy.sweep.space import in_words, short
-from argosy.sweep.study import Study, Trial
-from argosy.sweep.trial import DIVERGED, has_reached, last_words, metric_of, outcome, steps_of
+from argosy.sweep.study import JOURNAL, Study, Trial, check_is_same, check_optuna, enter, locked, trial_folder
+from argosy.sweep.trials import DIVERGED, Task, Trials, has_reached, last_words, limits_on, metric_of, outcome, steps_of
 
 RUN_FILE = "run.toml"
 """A trial's run file, in its folder for launches."""
 REFUSED = "refused"
 """Begins the reason of a trial whose values do not go together."""
-MOST_IDLE = 3
-"""How often in a row a trial may end without a step more."""
+TRIAL_RESTARTS = RestartPolicy(most_failures=3)
+"""Of a trial; progress is a step more than before."""
 ALIKE = 3
 """This many trials that fail in the same way, before any has learned anything, end the sweep."""
 TPE_AT_ONCE = 8
@@ -47,25 +52,24 @@ Say = Callable[[str], None]
 class Driver:
     """A sweep that runs."""
 
-    def __init__(self, sweep: Sweep, folder: Path, study: Study, executor: TrialExecutor, limits: Limits, say: Say):
+    def __init__(self, sweep: Sweep, folder: Path, study: Study, jobs: Trials, limits: Limits, say: Say):
         """folder: the sweep's, absolute and locked. say: shows a line to the user."""
         self._sweep, self._folder, self._study = sweep, folder, study
-        self._executor, self._limits, self._say = executor, limits, say
+        self._trials, self._limits, self._say = jobs, limits, say
         self._brackets = brackets_of(sweep)
         self._minimize = sweep.config.direction == "minimize"
         self._jobs: dict[int, LaunchedJob] = {}
         self._tasks: dict[int, Task] = {}
         self._words: dict[int, str] = {}
         """Trial -> its values, for messages."""
-        self._progress: dict[int, tuple[int, int]] = {}
-        """Trial -> its steps when it was last interrupted, and how often that was without one more."""
+        self._progress: dict[int, tuple[int, Restarts]] = {}
+        """Trial -> its steps when it was last interrupted, and how often that was."""
         self._may_repeat = sweep.config.method in ("tpe", "random")
         self._stop = threading.Event()
         self._signal = 0
 
     @property
     def trials(self) -> int:
-        """The number of trials in all."""
         return sum(bracket.counts[0] for bracket in self._brackets) or self._sweep.trials
 
     def run(self) -> None:
@@ -83,20 +87,20 @@ class Driver:
                     return
                 if not fail_alike:
                     self._start(trials)
-                self._stop.wait(self._executor.poll_s)
+                self._stop.wait(self._trials.poll_s)
             self._save_and_end()
 
     def _collect(self) -> None:
         """Record what became of the trials whose jobs have ended."""
         numbers = list(self._jobs)
-        states = self._executor.states([self._jobs[number] for number in numbers]) if numbers else []
+        states = self._trials.states([self._jobs[number] for number in numbers]) if numbers else []
         for number, state in zip(numbers, states, strict=True):
             if state == "ended":
                 self._end(number, self._jobs.pop(number))
 
     def _end(self, number: int, job: LaunchedJob) -> None:
         task = self._tasks[number]
-        found = outcome(task.run_dir, task.run.train.pause_at, self._executor.exit_code(job), job.log)
+        found = outcome(task.run_dir, task.run.train.pause_at, self._trials.exit_code(job), job.log)
         if found.kind == "reached":
             self._record(number, task.run)
         elif found.kind == "failed":
@@ -107,11 +111,10 @@ class Driver:
     def _interrupted(self, number: int, why: str) -> None:
         """Let a trial go on, unless it was started several times without a step."""
         done = steps_of(self._tasks[number].run_dir)
-        before, idle = self._progress.get(number, (-1, 0))
-        idle = idle + 1 if done <= before else 1
-        self._progress[number] = (done, idle)
-        if idle >= MOST_IDLE:
-            self._fail(number, f"it ended {idle} times in a row without a step more than {done}: {why}")
+        before, restarts = self._progress.get(number, (0, Restarts(TRIAL_RESTARTS)))
+        self._progress[number] = (done, restarts)
+        if restarts.ended(made_progress=done > before) is None:
+            self._fail(number, f"it ended {restarts.failures} times in a row without a step more than {done}: {why}")
         else:
             self._say(f"trial {number:04d} was interrupted at step {done}, and goes on ({why})")
 
@@ -178,23 +181,23 @@ class Driver:
             if (task := self._settle(trial, until)) is not None:
                 waiting = not self._start_or_queue(task, ready)
         if ready:
-            for task, job in zip(ready, self._executor.start(ready), strict=True):
+            for task, job in zip(ready, self._trials.start(ready), strict=True):
                 self._begin(task, job)
 
     def _may_propose(self, ready: int) -> bool:
         at_once = self._limits.trials or TPE_AT_ONCE
-        if self._executor.queues and self._sweep.config.method == "tpe":
+        if self._trials.queues and self._sweep.config.method == "tpe":
             return len(self._jobs) + ready < at_once
-        return not self._executor.is_full
+        return not self._trials.is_full
 
     def _start_or_queue(self, task: Task, ready: list[Task]) -> bool:
         """Start a task if it fits, or gather it for a place that queues. Return False if it has to wait."""
-        if self._executor.queues:
+        if self._trials.queues:
             ready.append(task)
             return True
-        if not self._executor.fits(task):
+        if not self._trials.fits(task):
             return False
-        self._begin(task, self._executor.start([task])[0])
+        self._begin(task, self._trials.start([task])[0])
         return True
 
     def _begin(self, task: Task, job: LaunchedJob, was_found: bool = False) -> None:
@@ -225,7 +228,7 @@ class Driver:
             return None
         self._tasks[trial.number] = task
         self._words[trial.number] = in_words(trial.values)
-        if (job := self._executor.found(task, LaunchedJob.load(task.run_dir))) is not None:
+        if (job := self._trials.find(task)) is not None:
             self._begin(task, job, was_found=True)
             return None
         if has_reached(task.run_dir, until):
@@ -251,8 +254,7 @@ class Driver:
         path = run_dir / FOLDER / RUN_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         save_run(run, path)
-        words = (str(path), "--run-dir", str(run_dir))
-        return Task(trial.number, run, run_dir, words, needs_of(run, self._limits))
+        return Task(trial.number, run, path, run_dir, needs_of(run, self._limits))
 
     def _fail_alike(self, trials: list[Trial]) -> bool:
         """Return True if trials fail alike and none has learned anything: then no more are started.
@@ -283,7 +285,7 @@ class Driver:
                 f"{signal.Signals(self._signal).name}: {len(jobs)} trials save their state; once more leaves them"
             )
             self._stop.clear()
-            self._executor.stop(jobs)
+            self._trials.stop(jobs)
             self._wait_for(jobs)
         raise Interrupted(
             f"the sweep was stopped by {signal.Signals(self._signal).name}. The same command goes on ({self._folder}).",
@@ -294,10 +296,10 @@ class Driver:
         """Wait until these jobs have ended, not longer than they may take to save, nor beyond a signal."""
         end = time.monotonic() + self._sweep.base.resilience.grace_s + SPARE_S
         while jobs and time.monotonic() < end and not self._stop.is_set():
-            states = self._executor.states(jobs)
+            states = self._trials.states(jobs)
             jobs = [job for job, state in zip(jobs, states, strict=True) if state != "ended"]
             if jobs:
-                self._stop.wait(min(1.0, self._executor.poll_s))
+                self._stop.wait(min(1.0, self._trials.poll_s))
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -323,3 +325,65 @@ def brackets_of(sweep: Sweep) -> list[Bracket]:
     if config.method == "hyperband":
         return hyperband(steps, config.halving.eta, config.halving.min_steps)
     return []
+
+
+def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions, quiet: bool = False) -> Result:
+    """Run a sweep, or go on with it, in its folder; return what it has found.
+
+    Raises: UserError if it cannot be started as asked; RunFailed if its trials fail alike; Interrupted after SIGINT or
+    SIGTERM, once its trials have saved.
+    """
+    check_optuna()
+    approve(sweep.base.extend.code)
+    limits = limits_on(options.on, sweep.config)
+    progress = Progress(enabled=not quiet)
+    trials = Trials(folder, sweep.config.name, limits, options)
+    with locked(folder):
+        enter(folder, sweep)
+        study = Study(folder, sweep)
+        _prepare_data(sweep, progress)
+        driver = Driver(sweep, folder, study, trials, limits, progress.say)
+        progress.say(f"sweep {sweep.config.name}: {driver.trials} trials in {folder}")
+        if options.on == "local":
+            _say_what_does_not_fit(sweep, limits, progress.say)
+        try:
+            driver.run()
+        finally:
+            result = Result.of(sweep, folder, study)
+            result.write()
+    return result
+
+
+def show_sweep(sweep: Sweep, folder: Path) -> Result:
+    """Return what a sweep has found so far, whether it runs or not. Raises: UserError if its folder is not there."""
+    check_optuna()
+    if not (folder / SWEEP_FILE).exists() or not (folder / JOURNAL).exists():
+        raise UserError(f"{folder}: there is no sweep yet. Start it without --show.")
+    check_is_same(folder, sweep)
+    return Result.of(sweep, folder, Study(folder, sweep, may_write=False))
+
+
+def _prepare_data(sweep: Sweep, progress: Progress) -> None:
+    """Prepare the data that all trials read, once. Raises: UserError if there are none."""
+    data = sweep.base.data
+    if data.prepare.input:
+        prepare_shown(sweep.base, progress)
+        progress.close()
+    elif not data.sources and not any(p.key.startswith("data") for p in sweep.parameters):
+        raise UserError(
+            f"{sweep.path}: its run has no data to train on. Give data.sources (folders that `argosy prepare` wrote), "
+            "or data.prepare.input (text to prepare)."
+        )
+
+
+def _say_what_does_not_fit(sweep: Sweep, limits: Limits, say: Callable[[str], None]) -> None:
+    """Warn if a trial alone is predicted to take more memory than there is for all."""
+    try:
+        needs = needs_of(sweep.base, limits)
+    except UserError:  # only some of its trials may go together
+        return
+    if needs.memory_bytes > limits.memory_bytes:
+        say(
+            f"a trial is predicted to take {needs.memory_bytes / 1e9:.1f} GB, more than the "
+            f"{limits.memory_bytes / 1e9:.1f} GB for all of them: trials run one at a time"
+        )

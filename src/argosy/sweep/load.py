@@ -1,10 +1,14 @@
-"""From a sweep file to a `Sweep` of which every key and value is checked: nothing is started before."""
+"""A sweep file as a `Sweep` of which every key and value is checked: nothing is started before.
+
+Its parameters say what is drawn for a key of the run, and what that means to the run file.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,20 +16,112 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from argosy.config.catalog import near_names
-from argosy.config.keys import Key, dotted, fields, flatten, key_of, nest, sections, value_type
-from argosy.config.layers import Source, file_layer, override_layer, run_layer, table_layer
+from argosy.config.layers import Source, file_layer, near_names, new_key, override_layer, run_layer, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build, load_layers, run_preset
 from argosy.config.load import run_file as existing_run_file
-from argosy.config.problems import KeyPlace, problem_of, shown
-from argosy.config.renamed import new_key
+from argosy.config.problems import KeyPlace, problem_of, shown, suggestion
 from argosy.config.schema import RunConfig
-from argosy.config.suggest import suggestion
+from argosy.config.section import Key, dotted, flatten, key_fields, key_of, nest, sections, value_type
 from argosy.errors import UserError
 from argosy.plan.search.auto import check_written
 from argosy.sweep.config import Range, SweepConfig
-from argosy.sweep.space import SweepParameter, Values, combinations, in_words, some_combinations
+
+Scalar = None | bool | int | float | str
+
+
+@dataclass(frozen=True)
+class SweepParameter:
+    """A key of the run, or a table of it, that varies."""
+
+    key: str
+    """As a user writes it: optimizer.lr."""
+    values: tuple[Any, ...] = ()
+    """Values of a list; empty for a range."""
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    step: float | None = None
+    whole: bool = False
+    """True if it takes whole numbers."""
+
+    @property
+    def is_list(self) -> bool:
+        """True if it is a list of values, not a range."""
+        return bool(self.values)
+
+    @property
+    def choices(self) -> tuple[Scalar, ...]:
+        """The text for each value of a list in the journal, which takes plain values only: tables as JSON."""
+        return tuple(v if isinstance(v, Scalar) else json.dumps(v, sort_keys=True) for v in self.values)
+
+    def value(self, drawn: Scalar) -> Any:
+        """Return the value of the run's key for what was drawn."""
+        if self.is_list:
+            return self.values[self.choices.index(drawn)]
+        return int(drawn) if self.whole and isinstance(drawn, int | float) else drawn
+
+    @property
+    def ends(self) -> tuple[Any, ...]:
+        """All values of a list; of a range its ends."""
+        if self.is_list:
+            return self.values
+        return (self.value(self.low), self.value(self.high))
+
+    @property
+    def grid(self) -> tuple[Any, ...] | None:
+        """All values that there are, in order; None if there is no end to them."""
+        if self.is_list:
+            return self.values
+        step = self.step or (1.0 if self.whole and not self.log else None)
+        if step is None:
+            return None
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        return tuple(self.value(round(self.low + i * step, 12)) for i in range(count))
+
+    @property
+    def size(self) -> float:
+        """Number of values; infinite if there is no end to them."""
+        if self.is_list or self.grid is None:
+            return len(self.values) or (self.high - self.low + 1 if self.whole else math.inf)
+        return len(self.grid)
+
+
+Values = Mapping[str, Any]
+"""Key of the run -> value, of one trial."""
+
+
+def combinations(parameters: Sequence[SweepParameter]) -> Iterator[Values]:
+    """Yield all combinations of the parameters, which all have a grid; the last key varies fastest."""
+    grids = [parameter.grid or () for parameter in parameters]
+    for row in itertools.product(*grids):
+        yield {parameter.key: value for parameter, value in zip(parameters, row, strict=True)}
+
+
+def some_combinations(parameters: Sequence[SweepParameter]) -> Iterator[Values]:
+    """Yield a few combinations in which each value of a list and each end of a range occurs."""
+    most = max(len(parameter.ends) for parameter in parameters)
+    for place in range(most):
+        yield {p.key: p.ends[place % len(p.ends)] for p in parameters}
+
+
+def drawn(parameter: SweepParameter, value: Any) -> Scalar:
+    """Return what stands for a value of the run's key in the journal."""
+    return parameter.choices[parameter.values.index(value)] if parameter.is_list else value
+
+
+def in_words(values: Values) -> str:
+    """Return the values as `key=value`, with the keys' last names."""
+    return " ".join(f"{key.rpartition('.')[2]}={short(value)}" for key, value in values.items())
+
+
+def short(value: Any) -> str:
+    """Return a value in few characters."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
 
 NOT_VARIED = {
     "name": "the sweep names its trials",
@@ -154,7 +250,7 @@ def _leaves(table: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
     """Yield the names of each parameter and what it is varied over."""
     for name, value in table.items():
         names = (*above, name)
-        is_table = isinstance(value, dict) and key_of(".".join(names)) not in fields(RunConfig)
+        is_table = isinstance(value, dict) and key_of(".".join(names)) not in key_fields(RunConfig)
         if is_table and value and not RANGE_KEYS & value.keys():
             yield from _leaves(value, names)
         else:
@@ -165,8 +261,8 @@ def _parameter(name: str, given: Range, place: str) -> SweepParameter:
     """Return a parameter of the run's schema. Raises: UserError for a key or a value that no run can have."""
     key = key_of(name)
     is_table = key in sections(RunConfig) and key != ()
-    if key not in fields(RunConfig) and not is_table:
-        raise UserError(f"{place}{name}: unknown key of a run; {suggestion(key, fields(RunConfig))}")
+    if key not in key_fields(RunConfig) and not is_table:
+        raise UserError(f"{place}{name}: unknown key of a run; {suggestion(key, key_fields(RunConfig))}")
     for prefix, why in NOT_VARIED.items():
         if name == prefix or name.startswith(f"{prefix}."):
             raise UserError(f"{place}{name} cannot vary: {why}.")
@@ -177,7 +273,7 @@ def _parameter(name: str, given: Range, place: str) -> SweepParameter:
 
 
 def _of_list(name: str, given: Range, place: str) -> SweepParameter:
-    kind = value_type(fields(RunConfig)[key_of(name)]) if key_of(name) in fields(RunConfig) else None
+    kind = value_type(key_fields(RunConfig)[key_of(name)]) if key_of(name) in key_fields(RunConfig) else None
     values = tuple(_like(value, kind) for value in given.values or ())
     for at, value in enumerate(values):
         if value in values[:at]:
@@ -194,7 +290,7 @@ def _like(value: Any, kind: Any) -> Any:
 
 def _of_range(name: str, given: Range, place: str, is_table: bool) -> SweepParameter:
     assert given.min is not None and given.max is not None  # the schema has seen to it
-    kind = None if is_table else value_type(fields(RunConfig)[key_of(name)])
+    kind = None if is_table else value_type(key_fields(RunConfig)[key_of(name)])
     if kind not in (int, float):
         raise UserError(f"{place}{name} takes no numbers, so it has no range. Give a list of values.")
     whole = kind is int or given.int
@@ -207,7 +303,7 @@ def _of_range(name: str, given: Range, place: str, is_table: bool) -> SweepParam
 
 def _check_value(key: Key, value: Any, place: str) -> None:
     """Raise UserError unless a run may have this value, whatever the other keys say."""
-    is_table = isinstance(value, dict) and key not in fields(RunConfig)
+    is_table = isinstance(value, dict) and key not in key_fields(RunConfig)
     of_key = flatten(value, RunConfig, key) if is_table else {key: value}
     try:
         RunConfig.model_validate_json(json.dumps(nest(of_key), default=str), strict=True)

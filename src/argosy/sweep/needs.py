@@ -1,4 +1,4 @@
-"""What a trial takes of this machine, and what all trials together may take."""
+"""The needs of a trial, and the limits of all trials together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from argosy.plan.hardware.host_memory import host_memory_bytes
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.sweep.config import Parallel
-from argosy.sweep.executor import Needs
 
 BESIDE_BYTES, WORKER_BYTES = 300e6, 250e6
 """Memory of a run beside its model: of its agent, coordinator, fork server and writer together, and of each worker
@@ -24,8 +23,18 @@ ANY_RATE = {"fp32": 1e11, "bf16": 1e11}
 
 
 @dataclass(frozen=True)
+class Needs:
+    """The part of a machine that one trial takes."""
+
+    cores: int
+    gpus: int = 0
+    memory_bytes: float = 0.0
+    """Host memory of all its processes, as predicted; 0 if its model is on GPUs."""
+
+
+@dataclass(frozen=True)
 class Limits:
-    """What the trials that run at the same time may take together."""
+    """The most that trials that run at the same time may take together."""
 
     trials: int
     """0: no limit of its own."""
@@ -94,7 +103,7 @@ def memory_bytes(run: RunConfig, count: int) -> float:
 
 
 class Room:
-    """What is left of the limits while trials run."""
+    """The rest of the limits while trials run."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
@@ -127,7 +136,6 @@ class Room:
         return given
 
     def give_back(self, number: int) -> None:
-        """Count a trial as ended."""
         self._taken.pop(number, None)
 
     @property

@@ -24,7 +24,6 @@ class Bracket:
 
     @property
     def trials(self) -> range:
-        """The numbers of its trials."""
         return range(self.first, self.first + self.counts[0])
 
     def promoted(self, rung: int, scores: Mapping[int, float], minimize: bool) -> list[int]:
@@ -76,7 +75,7 @@ def _log(number: float, base: int) -> float:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What follows from the metrics at the rungs so far."""
+    """The consequences of the metrics at the rungs so far."""
 
     train: dict[int, int]
     """Trial -> the rung that it may train to."""

@@ -1,1 +1,1 @@
-"""How replicas agree on a step, where the links between them are thin."""
+"""Agreement of replicas where the links between them are thin."""

@@ -1,4 +1,4 @@
-"""What a way to sum over replicas is: a compressor, what it knows of a sum, and the memory that it has of earlier ones.
+"""The compressor interface: a way to sum over replicas, its facts of a sum, its memory of earlier ones; the exact sum.
 
 A compressor is given a rank's flat bucket of gradients and leaves the sum over the ranks of a group. It is a generator
 that yields each message it has sent and goes on once that has arrived, so that whoever drives it (`sync.lane`) decides
@@ -18,13 +18,17 @@ from torch.nn import functional as F
 
 from argosy.config.sync import SyncConfig
 
+# torch 2.13 gave them these names and deprecates the old; 2.11 and 2.12 have only the old.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 Sending = Generator[dist.Work, None, Tensor]
 """Yields each message once it is on its way; returns the sum, flat, as long as the bucket."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a sum is taken."""
+    """The time of a sum, in steps."""
 
     step: int = 0
     """Optimizer steps done. What is random depends on it alone, so that a step that is done again gives the same."""
@@ -44,7 +48,6 @@ class Segment:
 
     @property
     def elements(self) -> int:
-        """Numbers in the bucket."""
         return self.batch * self.rows * self.cols
 
     @property
@@ -73,7 +76,7 @@ class Segment:
 
 @dataclass
 class BucketMemory:
-    """What a rank keeps from step to step of one bucket.
+    """A rank's memory of one bucket from step to step.
 
     A step is all or nothing: what a sum leaves is staged, and counts once the step is applied (`commit`).
     """
@@ -95,7 +98,7 @@ class BucketMemory:
 
 @dataclass(frozen=True)
 class BucketFacts:
-    """What a compressor knows of the bucket that it sums."""
+    """Facts of a bucket that a compressor sums."""
 
     number: int
     """Place among the model's buckets, the same on all ranks."""
@@ -119,7 +122,7 @@ class Compressor(Protocol):
     """One way to sum a bucket over replicas."""
 
     messages: int
-    """How many messages `sum` yields."""
+    """The number of messages that `sum` yields."""
 
     def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
         """Return the memory of a bucket of these parameters before the first step."""
@@ -153,7 +156,7 @@ def started(work: dist.Work | None) -> dist.Work:
 
 
 class WithResidual:
-    """What compressors share that keep what they did not send: their settings, and a residual."""
+    """Base of compressors that keep what they did not send: their settings, and a residual."""
 
     def __init__(self, settings: SyncConfig):
         self._settings = settings
@@ -163,3 +166,21 @@ class WithResidual:
         if not self._settings.error_feedback:
             return BucketMemory()
         return BucketMemory({"residual": torch.zeros(sum(segment.elements for segment in segments), device=device)})
+
+
+class Exact:
+    """An all-reduce that loses nothing but the rounding of one dtype: exact, and bf16."""
+
+    messages = 1
+
+    def __init__(self, dtype: torch.dtype | None = None):
+        """`dtype`: that in which the sum is taken; None: that of the bucket."""
+        self._dtype = dtype
+
+    def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
+        return BucketMemory()
+
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
+        flat = flat if self._dtype is None else flat.to(self._dtype)
+        yield started(dist.all_reduce(flat, group=groups[0], async_op=True))
+        return flat

@@ -57,7 +57,6 @@ class PowerSGD(WithResidual):
         return memory
 
     def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
-        """See `Compressor`."""
         whole = with_residual(flat, bucket, moment)
         parts = list(self._parts(bucket.segments))
         thin = [part for part in parts if part.rank]

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.config.sync import SyncConfig
-from argosy.sync.collectives import all_gather_single
 from argosy.sync.compressor import (
     BucketFacts,
     BucketMemory,
@@ -30,6 +29,7 @@ from argosy.sync.compressor import (
     Segment,
     Sending,
     WithResidual,
+    all_gather_single,
     keep_residual,
     started,
     with_residual,
@@ -48,7 +48,6 @@ class Quantised(WithResidual):
         self._bits, self._block = bits, settings.block
 
     def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
-        """See `Compressor`."""
         n, mine = groups[0].size(), groups[0].rank()
         whole = with_residual(flat, bucket, moment)
         random = bucket.generator(moment, flat.device, mine) if self._settings.rounding == "stochastic" else None
@@ -118,7 +117,6 @@ class Sign(Quantised):
         return memory
 
     def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
-        """See `Compressor`."""
         before = bucket.memory.kept.get("momentum")
         if before is not None:
             now = (flat.float() / moment.scale).lerp_(before, self._settings.momentum)

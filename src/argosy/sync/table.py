@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from argosy.config.sync import SyncConfig
-from argosy.sync.compressor import Compressor
-from argosy.sync.exact import Exact
+from argosy.sync.compressor import Compressor, Exact
 from argosy.sync.powersgd import PowerSGD
 from argosy.sync.quantised import Quantised, Sign
 from argosy.sync.topk import TopK

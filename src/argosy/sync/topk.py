@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.config.sync import SyncConfig
-from argosy.sync.collectives import all_gather_single
 from argosy.sync.compressor import (
     BucketFacts,
     Moment,
     Sending,
     WithResidual,
+    all_gather_single,
     keep_residual,
     started,
     with_residual,

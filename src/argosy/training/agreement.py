@@ -1,28 +1,89 @@
-"""How the replicas of a run come to the same weights: which steps they make, what makes one count, who keeps the state.
+"""The agreement of replicas on weights: which steps they make, what makes one count, who keeps the state.
 
-The trainer calls each method at its place in the step, and knows no more of it.
+The trainer calls each method at its place in the step, and knows no more of it. `StepPolicy` decides what is done with
+a step, given its outcome, and mends what has to be mended before it is done again.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from argosy.observe.progress import Progress
+from argosy.errors import RunFailed
+from argosy.observe.screen import Progress
 from argosy.training.bad_steps import Action, BadStepPolicy
 from argosy.training.integrity import Integrity
-from argosy.training.memory_checkpoints import MemoryCheckpointing
-from argosy.training.pace import Pace
 from argosy.training.parts import Parts
-from argosy.training.restore import Restorer
-from argosy.training.saving import Saving
+from argosy.training.saving import MemoryCheckpointing, Restorer, Saving
+from argosy.training.schedule import Pace
 from argosy.training.services import SERVICES
 from argosy.training.services.service import Service
 from argosy.training.step import Requests, Step, StepOutcome, UpdateObserver
-from argosy.training.step_policy import StepPolicy
+
+MOST_RETRIES = 20
+"""How often a step is done again with the same samples and at the same loss scale."""
+
+
+class StepPolicy:
+    """Decides on the steps of one process. All processes call each method together, and decide alike."""
+
+    def __init__(self, parts: Parts, restorer: Restorer, bad_steps: BadStepPolicy):
+        self._state, self._batches, self._records = parts.state, parts.batches, parts.records
+        self._restorer, self._bad_steps = restorer, bad_steps
+        self._retries = 0
+
+    def decide(self, outcome: StepOutcome) -> Action:
+        """Decide what is done with the step at hand. Raises: RunFailed if the run ends with it."""
+        step, scaler = self._state.step, self._state.scaler
+        if outcome.replicas_differ or outcome.requests.quarantine or outcome.requests.retry:
+            return Action.RETRY
+        overflows = math.isfinite(outcome.loss) and not math.isfinite(outcome.gradient_norm)  # no scale is in the loss
+        if overflows and not scaler.is_at_floor:
+            scaler.update(outcome.gradient_norm)
+            self._retries = 0
+            self._records.tell("loss_scale", step=step, scale=scaler.scale)
+            return Action.RETRY
+        action, bad = self._bad_steps.decide(step, outcome.loss, outcome.gradient_norm)
+        if bad is not None and action is Action.APPLY:
+            self._records.transient(bad, outcome)
+        elif bad is not None and action is not Action.RETRY:
+            self._records.bad_step(bad, action, self._batches.samples(step))
+        return action
+
+    def applied(self) -> None:
+        """Note that a step was applied: the next may be repeated as often."""
+        self._retries = 0
+
+    def drop(self, outcome: StepOutcome, action: Action) -> None:
+        """Drop the gradient, mend what is wrong, and leave the state such that the step can be done (again).
+
+        Raises: RunFailed, Retryable if that cannot be.
+        """
+        self._state.drop_gradient()
+        if action is Action.RETRY:
+            self._prepare_retry(outcome)
+            return
+        self._batches.skip(self._state.step)
+        if action is Action.REWIND:
+            self._restorer.rewind()
+
+    def _prepare_retry(self, outcome: StepOutcome) -> None:
+        self._retries = 0 if outcome.requests.quarantine else self._retries + 1
+        if self._retries > MOST_RETRIES:
+            raise RunFailed(
+                f"step {self._state.step} was done {MOST_RETRIES} times, and each time something else was wrong."
+            )
+        if outcome.requests.quarantine:
+            self._batches.quarantine()
+        if outcome.replicas_differ:
+            self._restorer.heal_replicas()
+
 
 SHOWN_S, SAID_S = 1.0, 15.0
+FIRST_PAUSE_S, PAUSE_S = 0.001, 0.05
+"""Seconds between two looks whether a wait is over: at first, and after a while."""
 
 
 class Agreement:
@@ -154,6 +215,7 @@ class Waiting:
 
     def __init__(self, progress: Progress):
         self._progress, self._began_s, self._shown, self._is_said = progress, time.monotonic(), "", False
+        self._pause_s = FIRST_PAUSE_S
 
     def is_for(self, words: str) -> None:
         """Show what is waited for, once it takes longer than SHOWN_S, and say it once, after SAID_S."""
@@ -164,6 +226,11 @@ class Waiting:
         if waited_s > SAID_S and words and not self._is_said:
             self._is_said = True
             self._progress.say(f" waiting: {words}", "yellow")
+
+    def pause(self) -> None:
+        """Sleep until the next look, a little longer each time."""
+        time.sleep(self._pause_s)
+        self._pause_s = min(1.5 * self._pause_s, PAUSE_S)
 
     def ends(self) -> None:
         """Show it no more."""

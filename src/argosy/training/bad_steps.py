@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from argosy.config.resilience import ResilienceConfig
+from argosy.config.schema import ResilienceConfig
 
 MOST_IN_A_ROW = 5
 """The run ends after so many bad steps in a row."""

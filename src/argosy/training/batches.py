@@ -11,12 +11,12 @@ import numpy as np
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.data.order import Range, kept, skipped_by
-from argosy.data.stream import BadShard, Place
+from argosy.data.shards import BadShard, Place
 from argosy.models.decoder import Microbatch, microbatches
 from argosy.observe.events import Events
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.sync.sites.deal import SiteOrder
+from argosy.sync.deal import SiteOrder
 from argosy.training.state import TrainState
 
 

@@ -20,7 +20,7 @@ from argosy.config.schema import CheckpointConfig
 from argosy.errors import StorageError, UserError
 from argosy.faults import fault
 from argosy.observe.events import Events
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.state import TrainState, generators, set_generators

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from argosy.config.schema import RunConfig
-from argosy.data.stream import BadShard, TokenSource, spread_windows
+from argosy.data.shards import BadShard, TokenSource, spread_windows
 from argosy.models.decoder import microbatches
 from argosy.models.loss import IGNORED
 from argosy.observe.heartbeat import Heartbeat
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan

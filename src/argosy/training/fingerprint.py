@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
-from argosy.data.permutation import key_of
+from argosy.data.order import key_of
 from argosy.errors import RunFailed
 from argosy.models.layers import local
 from argosy.optim.optimizer import Optimizer
-from argosy.parallel.checks import sum_of_bits
+from argosy.parallel.gradients import sum_of_bits
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.pieces import PlacedPiece
@@ -87,8 +87,9 @@ class Fingerprints:
         """
         self._model, self._optimizer, self._world, self._outer = model, optimizer, world, outer
         self._everyone = _holders(model.meshes, None, ())
-        self._held: list[tuple[PlacedPiece, PlacedPiece, Holders, Holders]] = []
-        for piece, master in zip(model.pieces, model.masters, strict=True):
+        self._held: list[tuple[PlacedPiece, PlacedPiece | None, Holders, Holders]] = []
+        frozen = ((piece, None) for piece in model.frozen)
+        for piece, master in (*zip(model.pieces, model.masters, strict=True), *frozen):
             mesh = getattr(piece.parameter, "device_mesh", None)
             whole = _holders(model.meshes, mesh, getattr(piece.parameter, "placements", ()))
             self._held.append((piece, master, whole, _holders(model.meshes, piece.mesh, piece.placements)))
@@ -163,7 +164,7 @@ class Fingerprints:
         for piece, master, whole, part in self._held:
             if len(whole.ranks) > 1:
                 yield Replica(f"model.{piece.name}", local(piece.parameter.detach()), whole)
-            if len(part.ranks) > 1:
+            if len(part.ranks) > 1 and master is not None:
                 if master.value is not piece.value:
                     yield Replica(f"master.{piece.name}", master.value.detach(), part)
                 for name, tensor in self._optimizer.kept_of(master).items():

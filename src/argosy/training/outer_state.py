@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from argosy.parallel.pieces import PlacedPiece
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import RoundLedger
-from argosy.sync.sites.wire import Flat
+from argosy.sync.layout import Sites
+from argosy.sync.ledger import RoundLedger
+from argosy.sync.wire import Flat
 
 
 class OuterState:

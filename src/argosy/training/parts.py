@@ -8,22 +8,24 @@ from pathlib import Path
 import torch
 
 from argosy.config.identity import config_sha256
-from argosy.config.schema import LOSSES, OPTIMIZERS, RunConfig
+from argosy.config.optimizer import OPTIMIZERS
+from argosy.config.schema import RunConfig
+from argosy.config.train import LOSSES
 from argosy.data.loader import OpenData, open_data
 from argosy.errors import UserError
 from argosy.models.own_loss import check_loss
 from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import Heartbeat
-from argosy.optim.own import check_rule
+from argosy.optim.rules import check_rule
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.plan.rules import first_problem
 from argosy.plan.sync import LOCAL
-from argosy.sync.sites.deal import SiteOrder
-from argosy.sync.sites.layout import Sites
-from argosy.sync.sites.ledger import RoundLedger
+from argosy.sync.deal import SiteOrder
+from argosy.sync.layout import Sites
+from argosy.sync.ledger import RoundLedger
 from argosy.training.batches import Batches
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.evaluation import Evaluator

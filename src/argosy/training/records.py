@@ -1,4 +1,4 @@
-"""What a run records of itself: events, the lines of metrics, progress, its prediction, the report at its end."""
+"""The records of a run: events, the lines of metrics, what agreeing costs, progress, its prediction, its report."""
 
 from __future__ import annotations
 
@@ -17,30 +17,77 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.data.order import Range
 from argosy.errors import RunFailed
+from argosy.observe.clock import device_name, matmul_peak_flops, peak_memory_bytes, software
 from argosy.observe.counters import Communication
-from argosy.observe.events import Events
+from argosy.observe.events import Events, Metrics
 from argosy.observe.heartbeat import BESIDE, NOTHING
-from argosy.observe.metrics import Metrics, peak_memory_bytes
-from argosy.observe.peak import device_name, matmul_peak_flops, software
-from argosy.observe.progress import Progress
+from argosy.observe.screen import Progress
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import DTYPES
 from argosy.parallel.world import World, processes_here
+from argosy.plan.cost.economy import mtbf_s
 from argosy.plan.cost.exact_state import state_bytes
-from argosy.plan.cost.goodput import mtbf_s
 from argosy.plan.cost.prediction import Prediction, predict
-from argosy.plan.flops import train_flops_per_token
+from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
+from argosy.plan.sync import OF_SITES
+from argosy.plan.workload import Workload, parameters
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery
 from argosy.training.state import StepUpdate
 from argosy.training.step import StepOutcome
 from argosy.training.summary import headline, write_report
-from argosy.training.sync_account import SyncAccount
+
+OVER_REPLICAS = ("replicate", "expert_replicate")
+"""Axes between replicas."""
+FP32_BYTES = 4
+FROM_SITES = {"staleness_steps": "staleness", "distance": "distance"}
+"""Key of `sites` in a line -> the same in `sync`."""
+
+
+class SyncAccount:
+    """The account of one run under one plan."""
+
+    def __init__(self, run: RunConfig, plan: Plan):
+        self._sites = len(run.sites) if plan.sync in OF_SITES else 0
+        self._is_kept = plan.is_compressed or bool(self._sites)
+        self.exact_bytes = self._exact_bytes(run, plan)
+        """What the first rank, or a site, would send in a step if gradients were summed exactly, in fp32."""
+
+    def _exact_bytes(self, run: RunConfig, plan: Plan) -> float:
+        if not self._is_kept:
+            return 0.0
+        if self._sites:  # a ring all-reduce over sites (Thakur et al. 2005)
+            return 2 * (self._sites - 1) / self._sites * FP32_BYTES * parameters(run.model)
+        exact = traffic(plan.model_copy(update={"sync": "exact", "reduce": "fp32"}), run)
+        return float(sum(sent for (axis, _), sent in exact.items() if axis in OVER_REPLICAS))
+
+    def line(self, communication: Communication, sites: Mapping[str, Any] | None) -> dict[str, float] | None:
+        """Return the table of a step's line; None if nothing was exchanged, or all of it exactly.
+
+        communication: the step's, as the clock gives it. sites: what the line says of the outer step after it.
+        """
+        if not self._is_kept:
+            return None
+        if self._sites:
+            return None if sites is None else self._of_sites(sites)
+        channels = [both for axis in OVER_REPLICAS for both in communication.get(axis, {}).values()]
+        waited_s, sent = sum(both[0] for both in channels), sum(both[1] for both in channels)
+        return self._table(sent, waited_s, steps=1) if channels else None
+
+    def _of_sites(self, sites: Mapping[str, Any]) -> dict[str, float]:
+        steps = max(1, int(sites.get("steps", sites.get("staleness_steps", 1))))  # with fragments, these differ
+        found = self._table(float(sites.get("sent_bytes", 0)), float(sites.get("seconds", 0.0)), steps)
+        return found | {name: sites[key] for key, name in FROM_SITES.items() if key in sites}
+
+    def _table(self, sent: float, waited_s: float, steps: int) -> dict[str, float]:
+        ratio = {"ratio": round(sent / (steps * self.exact_bytes), 6)} if self.exact_bytes else {}
+        return {"bytes": round(sent), "seconds": round(waited_s, 6), **ratio}
+
 
 FROM = {
     "live": "which survivors have",
@@ -69,7 +116,7 @@ class Records:
         """Known on rank 0 once the run is introduced, if its devices are known."""
         self.peak_flops = 0.0
         """FLOP/s of matmuls, all processes together."""
-        self._flops_per_token = train_flops_per_token(run.model, run.data.seq_len)
+        self._flops_per_token = float(Workload.of(run).train_flops_per_token)
         self._state = state_bytes(plan, run, world.rank)
         self._sync = SyncAccount(run, plan)
         self.memory_before_bytes = 0

@@ -1,6 +1,6 @@
 """The outer steps of a run with sites, as its ranks see them: leave what changed, wait for the average, go on from it.
 
-Between the ranks of a site and the other sites stands the site's exchange (`sync.sites.exchange`); what passes between
+Between the ranks of a site and the other sites stands the site's exchange (`sync.exchange`); what passes between
 it and the ranks are files in the site's folder. A round has its effect once its line is in the site's ledger.
 """
 
@@ -18,17 +18,12 @@ import torch
 
 from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
-from argosy.parallel.gradients import square_share
-from argosy.sync.sites.ledger import dealt_in
-from argosy.training.agreement import Agreement, Waiting
-from argosy.training.pace import Pace
+from argosy.sync.ledger import dealt_in
+from argosy.training.agreement import PAUSE_S, Agreement, Waiting
 from argosy.training.parts import Parts
-from argosy.training.schedule import learning_rate
+from argosy.training.schedule import Pace, learning_rate
 from argosy.training.site_files import SiteFiles
 from argosy.training.step import Requests, StepOutcome
-
-FIRST_LOOK_S, LOOK_S = 0.005, 0.05
-"""How often ranks look whether the average has come: at first, and after a while."""
 
 
 class Rounds(Agreement):
@@ -193,7 +188,7 @@ class Rounds(Agreement):
             self._heartbeat.advance()
             if self._world.is_first:
                 waiting.is_for(self._ledger.damage)
-            time.sleep(LOOK_S)
+            waiting.pause()
         waiting.ends()
         return True
 
@@ -209,7 +204,7 @@ class Rounds(Agreement):
         while len(self._ledger.lines) <= number:
             self._ledger.refresh()
             if len(self._ledger.lines) <= number:
-                time.sleep(LOOK_S)
+                time.sleep(PAUSE_S)
 
     def _is_member(self, number: int) -> bool:
         return self._sites.me in dealt_in(self._sites.shares, self._ledger.lines, number)
@@ -229,7 +224,7 @@ class Rounds(Agreement):
 
     def _wait(self, number: int) -> bool:
         """Wait until the round is in the ledger. Return False if a signal came first."""
-        look_s, waiting = FIRST_LOOK_S, Waiting(self._records.progress)
+        waiting = Waiting(self._records.progress)
         while not self._is_decided(number) and self._adoptable() is None:
             if self._has_signal():
                 return False
@@ -238,8 +233,7 @@ class Rounds(Agreement):
                 self._files.leave_state(number - 1)  # another site may need it before it can take part
             if self._world.is_first:
                 waiting.is_for(self._waits_for())
-            time.sleep(look_s)
-            look_s = min(1.2 * look_s, LOOK_S)
+            waiting.pause()
         waiting.ends()
         return True
 
@@ -305,7 +299,7 @@ class Rounds(Agreement):
             self._heartbeat.advance()
             if self._world.is_first:
                 waiting.is_for("no state of another site yet")
-            time.sleep(LOOK_S)
+            waiting.pause()
         waiting.ends()
         return True
 
@@ -358,7 +352,7 @@ class Rounds(Agreement):
         for piece, mean in self._outer.mean_of(number, state.model.pieces):
             piece.value.grad = mean.to(piece.value.dtype)
         state.pending = True
-        squares = self._world.sum(square_share(state.model.pieces).double().view(1))
+        squares = self._world.sum(state.model.square_share().double().view(1))
         return float(f"{squares.item() ** 0.5:.7g}")  # sites with unlike plans sum squares in unlike orders
 
     def _follow_step(self, number: int) -> None:

@@ -25,19 +25,15 @@ from argosy.observe.counters import Communication
 from argosy.parallel.gradients import clip
 from argosy.parallel.pieces import PlacedPiece
 from argosy.processes.secret import secret_of
-from argosy.sync.server.client import Client, WorkerTask
-from argosy.sync.server.layout import ServerLayout
-from argosy.sync.sites.layout import FOLDER, group_folder
-from argosy.sync.sites.wire import F32
+from argosy.sync.client import Client, WorkerTask
+from argosy.sync.layout import FOLDER, ServerLayout, group_folder
+from argosy.sync.wire import F32
 from argosy.training.agreement import Agreement, Waiting
-from argosy.training.pace import Pace
 from argosy.training.parts import Parts
+from argosy.training.schedule import Pace
 from argosy.training.state import StepUpdate, boxes_written
 from argosy.training.step import Requests, StepOutcome, UpdateObserver
 from argosy.training.stop import HOLD_S, StoppedEarly
-
-FIRST_LOOK_S, LOOK_S = 0.001, 0.05
-"""How often ranks look whether the servers have answered: at first, and after a while."""
 
 
 class Servers(Agreement):
@@ -303,7 +299,7 @@ class Servers(Agreement):
         Raises: StoppedEarly if a signal came to any rank; WorldIsOver.
         """
         future = ask(self._client) if self._client is not None else None
-        look_s, waiting = FIRST_LOOK_S, Waiting(self._records.progress)
+        waiting = Waiting(self._records.progress)
         while True:
             self._parts.advance()
             is_there = 1.0 if future is not None and future.done() else 0.0
@@ -316,8 +312,7 @@ class Servers(Agreement):
                 raise StoppedEarly
             if self._client is not None:
                 waiting.is_for(self._client.waits_for)
-            time.sleep(look_s)
-            look_s = min(1.5 * look_s, LOOK_S)
+            waiting.pause()
         waiting.ends()
 
         def found() -> Any:

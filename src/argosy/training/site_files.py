@@ -7,6 +7,7 @@ writes the boxes that are dealt to it, and reads those that it holds.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +22,7 @@ from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
 from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
-from argosy.sync.sites.adoption import checksum_of
-from argosy.sync.sites.wire import F32, Flat
+from argosy.sync.wire import F32, Flat
 from argosy.training.outer_state import OuterState
 from argosy.training.state import TrainState, boxes_written
 
@@ -123,7 +123,7 @@ class SiteFiles:
             data = partial.read_bytes()
             partial.replace(sites.state(number))
             with atomic_write(sites.state_about(number)) as file:
-                file.write(json.dumps({"bytes": len(data), "sum": checksum_of(data)}).encode())
+                file.write(json.dumps({"bytes": len(data), "sum": zlib.crc32(data)}).encode())
             sites.want_state.unlink(missing_ok=True)
 
     def boxes(self) -> dict[str, Box]:

@@ -14,7 +14,7 @@ from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
-from argosy.observe.metrics import peak_memory_bytes
+from argosy.observe.clock import peak_memory_bytes
 from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor
@@ -165,7 +165,8 @@ class TrainState:
 
     def weights(self) -> dict[Box, Tensor]:
         """Return this rank's part of the weights: live tensors, to copy, or to fill (then `model.after_update`)."""
-        parts = {_part(f"model.{p.name}", p, p.value): p.value.detach() for p in self.model.masters}
+        pieces = (*self.model.masters, *self.model.frozen)
+        parts = {_part(f"model.{p.name}", p, p.value): p.value.detach() for p in pieces}
         return parts | wholes(self.model.buffers(), "model.")
 
     def boxes(self, past: Past | None = None) -> dict[Box, Tensor]:

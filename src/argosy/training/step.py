@@ -23,7 +23,7 @@ from argosy.models.decoder import Microbatch
 from argosy.observe.clock import StepClock
 from argosy.optim.piece import Piece
 from argosy.parallel.expert import loads_of
-from argosy.parallel.gradients import square_share, unscale
+from argosy.parallel.gradients import unscale
 from argosy.parallel.world import World
 from argosy.sync.compressor import Moment
 from argosy.training.fingerprint import LIMBS, Fingerprints, is_nonzero, limbs_of
@@ -159,7 +159,7 @@ class Step:
         state, step = self.state, self.state.step
         with self._clock.time("optimizer"):
             unscale(state.model.pieces, state.scaler.scale)
-            squares = square_share(state.model.pieces)
+            squares = state.model.square_share()
             fingerprint = self.checks.fingerprint(step)
         state.pending = True
         fault("exchange", step=step, rank=self._world.rank)

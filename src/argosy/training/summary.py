@@ -11,22 +11,21 @@ from typing import Any
 from argosy.checkpoint import store
 from argosy.checkpoint.load import load_into, problem_of
 from argosy.checkpoint.shards import wholes
-from argosy.config.model_name import model_name
+from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.models.decoder import Decoder
 from argosy.models.generate import sample_tokens
 from argosy.models.own_family import load_family
-from argosy.observe.energy_report import RunSoFar, energy_of_run
-from argosy.observe.events import each_line, plan_since
-from argosy.observe.metrics import Metrics
-from argosy.observe.progress import Progress
+from argosy.observe.energy import RunSoFar, energy_of_run
+from argosy.observe.events import Metrics, each_line, plan_since
 from argosy.observe.report import Report, totals, typical, typical_bytes, typical_round_wait_s, typical_update_s
-from argosy.plan.calibration.reconcile import Reconciled, reconcile
+from argosy.observe.screen import Progress
+from argosy.plan.calibration import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
+from argosy.plan.workload import parameters
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_TOKENS = 200
@@ -52,7 +51,7 @@ def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Predicti
         f" a step that is not finite or an outlier {BAD_STEPS[run.resilience.on_bad_step]}",
         *_own_code(run),
     ]
-    if plan.sync == "async":
+    if plan.has_servers:
         lines.append(f" not deterministic: {ASYNCHRONOUS}; no run repeats its numbers")
     if prediction:
         lines.append(f" predicted: {prediction.in_words()}")
@@ -103,7 +102,7 @@ def write_report(
             "unigram_bits_per_byte": baseline.bits_per_byte,
             "tokens": score.tokens,
         }
-    is_worker = plan.sync == "async"
+    is_worker = plan.has_servers
     if run.evaluate.sample_prompt and finished and not is_worker:  # the servers have the checkpoints
         sample = _sample(run, run_dir, data)
     measured = Measured(plan_since(_starts(run_dir)))
@@ -174,7 +173,7 @@ def _predicted(
     memory_bytes = measured.memory_bytes - facts["memory_before_bytes"]
     sent = typical_bytes(steps) if plan.is_compressed or run.sites else {}
     steps = [record for record in steps if record["step"] >= run.sync.from_step] or steps
-    update_s = typical_update_s(steps) if plan.sync == "async" else None
+    update_s = typical_update_s(steps) if plan.has_servers else None
     waits_s = typical_round_wait_s(steps) if run.sites and update_s is None else None
     return reconcile(prediction, plan, typical(steps), memory_bytes, facts["device"] == "cpu", sent, update_s, waits_s)
 

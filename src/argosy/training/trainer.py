@@ -15,18 +15,17 @@ from argosy.models.decoder import Microbatch
 from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.plan.sync import LOCAL
+from argosy.plan.sync import LOCAL, WITH_SERVERS
 from argosy.training.agreement import Agreement
-from argosy.training.pace import Pace
 from argosy.training.parts import Parts
 from argosy.training.rounds import Rounds
-from argosy.training.schedule import learning_rate
+from argosy.training.schedule import Pace, learning_rate
 from argosy.training.servers import Servers
 from argosy.training.state import Survivor
 from argosy.training.step import StepOutcome
 from argosy.training.stop import StoppedEarly, StopSignal
 
-AGREEMENTS: dict[str, type[Agreement]] = {**dict.fromkeys(LOCAL, Rounds), "async": Servers}
+AGREEMENTS: dict[str, type[Agreement]] = {**dict.fromkeys(LOCAL, Rounds), **dict.fromkeys(WITH_SERVERS, Servers)}
 """plan.sync -> how replicas agree, if not within the step."""
 
 

@@ -1,7 +1,7 @@
 """Alerts: what a person should know now. Each begins, may go on, and ends; each of these is said once.
 
-Conditions look at the facts and say of their subjects what is wrong, and what is right again; between the two (less
-than enough, more than little) they say nothing. An alert ends only when all was right for a while, so that it does not
+Checks look at the facts and say of their subjects what is wrong, and what is right again; between the two (less than
+enough, more than little) they say nothing. An alert ends only when all was right for a while, so that it does not
 flap.
 """
 
@@ -55,9 +55,8 @@ FINDINGS = {
 
 @dataclass(frozen=True)
 class AlertCondition:
-    """What a look at the facts says of one subject."""
+    """The finding of one check of the facts about one subject."""
 
-    alert: AlertKind
     is_wrong: bool
     """False: it is right again."""
     why: str
@@ -66,7 +65,7 @@ class AlertCondition:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
 
-Look = Callable[[RunFacts, AlertsConfig], Iterable[AlertCondition]]
+Check = Callable[[RunFacts, AlertsConfig], Iterable[AlertCondition]]
 
 
 def newest_step(facts: RunFacts) -> int:
@@ -74,10 +73,10 @@ def newest_step(facts: RunFacts) -> int:
     return int(facts.column("step", slice(-1, None))[0]) if len(facts) else -1
 
 
-def conditions(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
+def conditions(facts: RunFacts, settings: AlertsConfig) -> Iterator[tuple[AlertKind, AlertCondition]]:
     """Yield what the facts say of all alerts that the settings ask for."""
     for alert in settings.on:
-        yield from LOOKS[alert](facts, settings)
+        yield from ((alert, condition) for condition in CHECKS[alert](facts, settings))
 
 
 def spike(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
@@ -96,9 +95,9 @@ def spike(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
         )
         done = f"; its samples: {seen[0].get('outcome', '')}" if seen else ", and it was applied"
         do = "Nothing, if it stays at one. If they repeat: lower optimizer.lr, or look at the samples."
-        yield AlertCondition("spike", True, f"step {newest} spiked: {what}{done}", do, evidence={"step": newest})
+        yield AlertCondition(True, f"step {newest} spiked: {what}{done}", do, evidence={"step": newest})
     else:
-        yield AlertCondition("spike", False, f"{settings.spike_steps} good steps since step {newest}")
+        yield AlertCondition(False, f"{settings.spike_steps} good steps since step {newest}")
 
 
 def nan(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
@@ -114,18 +113,16 @@ def nan(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
         do = (
             "Lower optimizer.lr or raise schedule.warmup_steps; with fp16 or fp8 try bf16. The events name its samples."
         )
-        yield AlertCondition(
-            "nan", True, f"step {newest} was not finite", do, evidence={"steps": sorted(set(lost))[-10:]}
-        )
+        yield AlertCondition(True, f"step {newest} was not finite", do, evidence={"steps": sorted(set(lost))[-10:]})
     else:
-        yield AlertCondition("nan", False, f"{settings.spike_steps} finite steps since step {newest}")
+        yield AlertCondition(False, f"{settings.spike_steps} finite steps since step {newest}")
 
 
 def stall(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell that no step has ended for long, by the run's own pace."""
     if facts.state not in ("training", "silent"):
         if facts.has_ended:
-            yield AlertCondition("stall", False, "the run has ended")
+            yield AlertCondition(False, "the run has ended")
         return
     last_s, limit_s = _pace(facts, settings)
     silent_s = facts.now_s - last_s
@@ -139,9 +136,9 @@ def stall(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
             if len(facts)
             else (f"no step has ended in {seconds(silent_s)} since the start")
         )
-        yield AlertCondition("stall", True, why, do, evidence=evidence)
+        yield AlertCondition(True, why, do, evidence=evidence)
     else:
-        yield AlertCondition("stall", False, f"step {newest_step(facts)} has ended")
+        yield AlertCondition(False, f"step {newest_step(facts)} has ended")
 
 
 def dead(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
@@ -150,29 +147,26 @@ def dead(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
         ends = facts.of("finish", "replan_failed")
         why = str(ends[-1].get("why", "")) if ends else ""
         yield AlertCondition(
-            "dead",
             True,
             f"the run has failed{f': {why}' if why else ''}",
             "Look at its logs; the same command goes on.",
         )
     elif facts.state == "dead":
         do = "The same command goes on from the newest checkpoint."
-        yield AlertCondition("dead", True, "its processes are gone, and no event says why", do)
+        yield AlertCondition(True, "its processes are gone, and no event says why", do)
     elif facts.state == "silent":
         silent_s = facts.now_s - facts.last_line_s
         do = "Its machine or its launcher is gone: the same command goes on from the newest checkpoint."
-        yield AlertCondition("dead", True, f"nothing was written for {seconds(silent_s)}, and no end", do)
+        yield AlertCondition(True, f"nothing was written for {seconds(silent_s)}, and no end", do)
     else:
-        yield AlertCondition(
-            "dead", False, "the run goes on" if facts.state == "training" else f"the run has {facts.state}"
-        )
+        yield AlertCondition(False, "the run goes on" if facts.state == "training" else f"the run has {facts.state}")
 
 
 def disk_filling(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
     """Tell that a disk is nearly full, or will be soon at the rate at which it fills."""
     for event in _newest_by(facts.of("disk_full"), lambda event: str(event.get("process", ""))):
         if facts.now_s - float(event["time_s"]) < DOUBT_S:
-            yield AlertCondition("disk_filling", True, str(event.get("why", "")), _DISK, _node(facts, event))
+            yield AlertCondition(True, str(event.get("why", "")), _DISK, _node(facts, event))
     for disk in facts.disks:
         free_gb = float(disk.free_bytes[-1]) / 1e9
         left_h = _hours_left(disk.time_s, disk.free_bytes)
@@ -180,9 +174,9 @@ def disk_filling(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondi
         evidence = {"free_gb": round(free_gb, 2), "hours_left": round(left_h, 2) if np.isfinite(left_h) else None}
         why = f"{free_gb:.1f} GB are free on the disk of {disk.node}{soon}"
         if free_gb < settings.disk_free_gb or left_h < settings.disk_hours:
-            yield AlertCondition("disk_filling", True, why, _DISK, disk.node, evidence)
+            yield AlertCondition(True, why, _DISK, disk.node, evidence)
         elif free_gb > ENOUGH * settings.disk_free_gb and left_h > ENOUGH * settings.disk_hours:
-            yield AlertCondition("disk_filling", False, why, subject=disk.node)
+            yield AlertCondition(False, why, subject=disk.node)
 
 
 _DISK = "Delete old checkpoints or other files, or lower checkpoint.keep_last; saves fail on a full disk."
@@ -199,9 +193,9 @@ def node_in_doubt(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCond
             why = str(event.get("why") or f"{kind} was found")
             where = "" if subject in why or not subject else f" ({subject})"
             evidence = dict(event.get("evidence") or {}) | {"ranks": list(event.get("ranks") or [])[:64]}
-            yield AlertCondition("node_in_doubt", True, f"{why}{where}", FINDINGS[kind], named, evidence)
+            yield AlertCondition(True, f"{why}{where}", FINDINGS[kind], named, evidence)
         else:
-            yield AlertCondition("node_in_doubt", False, f"nothing more was found ({named})", subject=named)
+            yield AlertCondition(False, f"nothing more was found ({named})", subject=named)
 
 
 def low_goodput(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
@@ -217,9 +211,9 @@ def low_goodput(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondit
     why = f"{percent(share)} of the last {settings.goodput_minutes:g} minutes went into steps that count"
     if share < settings.goodput:
         do = "Advice and the events say what took the rest: stops, steps made again, checkpoints, evaluation."
-        yield AlertCondition("low_goodput", True, why, do, evidence={"goodput": round(share, 4)})
+        yield AlertCondition(True, why, do, evidence={"goodput": round(share, 4)})
     elif share > min(1.0, 1.2 * settings.goodput):
-        yield AlertCondition("low_goodput", False, why)
+        yield AlertCondition(False, why)
 
 
 def checkpoint_unverified(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondition]:
@@ -235,12 +229,12 @@ def checkpoint_unverified(facts: RunFacts, settings: AlertsConfig) -> Iterator[A
         what = "since the start" if not whole else "since the last one"
         do = "Look at the disk and at events save_failed and damaged_checkpoint: a failure now loses all since then."
         why = f"no checkpoint was found whole in {seconds(age_s)}, {what}"
-        yield AlertCondition("checkpoint_unverified", True, why, do, evidence={"age_s": round(age_s, 1)})
+        yield AlertCondition(True, why, do, evidence={"age_s": round(age_s, 1)})
     elif age_s <= limit_s:
-        yield AlertCondition("checkpoint_unverified", False, "a checkpoint was read back and is whole")
+        yield AlertCondition(False, "a checkpoint was read back and is whole")
 
 
-LOOKS: dict[AlertKind, Look] = {
+CHECKS: dict[AlertKind, Check] = {
     "spike": spike,
     "nan": nan,
     "stall": stall,
@@ -250,7 +244,7 @@ LOOKS: dict[AlertKind, Look] = {
     "low_goodput": low_goodput,
     "checkpoint_unverified": checkpoint_unverified,
 }
-"""Alert -> what looks for it."""
+"""Alert -> its check."""
 
 
 def _pace(facts: RunFacts, settings: AlertsConfig) -> tuple[float, float]:
@@ -289,7 +283,6 @@ def _hours_left(time_s: np.ndarray, free_bytes: np.ndarray) -> float:
 
 
 def _newest_by(events: Iterable[Event], key: Callable[[Event], str]) -> Iterator[Event]:
-    """Yield the newest event of each key."""
     yield from {key(event): event for event in events}.values()
 
 
@@ -325,22 +318,21 @@ class Alert:
     state: Phase
     severity: Literal["warning", "critical"]
     why: str
-    """What is wrong, with its figures; when it ends, what is right again."""
+    """The reason, with its figures; when it ends, what is right again."""
     do: str
-    """What to do about it."""
+    """The remedy."""
     time_s: float
-    """When it is said, seconds since 1970."""
+    """Time of this message, seconds since 1970."""
     since_s: float
-    """When it began."""
+    """Time at which it began."""
     run: str
     step: int | None = None
     """The run's newest step."""
     subject: str = ""
-    """What it is about, if there can be several: a node, a disk."""
+    """The node or disk that it is about, if there can be several."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Return it for JSON."""
         return asdict(self)
 
 
@@ -358,28 +350,28 @@ class Alerts:
         return list(self._look(facts))
 
     def _look(self, facts: RunFacts) -> Iterator[Alert]:
-        for condition in conditions(facts, self._settings):
-            key = f"{condition.alert} {condition.subject}".strip()
+        for alert, condition in conditions(facts, self._settings):
+            key = f"{alert} {condition.subject}".strip()
             before = self.state.get(key)
             if condition.is_wrong:
-                yield from self._wrong(key, before, condition, facts)
+                yield from self._wrong(key, before, alert, condition, facts)
             elif before is not None:
                 right_since_s = before.setdefault("right_since_s", facts.now_s)
                 if facts.now_s - right_since_s >= CALM_S or facts.has_ended:
                     del self.state[key]
-                    yield _alert(condition, "ends", facts, before["since_s"])
+                    yield _alert(alert, condition, "ends", facts, before["since_s"])
 
     def _wrong(
-        self, key: str, before: dict[str, Any] | None, condition: AlertCondition, facts: RunFacts
+        self, key: str, before: dict[str, Any] | None, alert: AlertKind, condition: AlertCondition, facts: RunFacts
     ) -> Iterator[Alert]:
         if before is None:
             self.state[key] = {"since_s": facts.now_s, "has_gone_on": False}
-            yield _alert(condition, "begins", facts, facts.now_s)
+            yield _alert(alert, condition, "begins", facts, facts.now_s)
             return
         before.pop("right_since_s", None)
         if not before["has_gone_on"] and facts.now_s - before["since_s"] >= 60 * self._settings.goes_on_minutes:
             before["has_gone_on"] = True
-            yield _alert(condition, "goes_on", facts, before["since_s"])
+            yield _alert(alert, condition, "goes_on", facts, before["since_s"])
 
 
 def standing(facts: RunFacts, settings: AlertsConfig | None = None) -> list[Alert]:
@@ -397,11 +389,11 @@ def standing(facts: RunFacts, settings: AlertsConfig | None = None) -> list[Aler
     return sorted((*told, *now), key=lambda each: -each.time_s)
 
 
-def _alert(condition: AlertCondition, phase: Phase, facts: RunFacts, since_s: float) -> Alert:
+def _alert(alert: AlertKind, condition: AlertCondition, phase: Phase, facts: RunFacts, since_s: float) -> Alert:
     return Alert(
-        alert=condition.alert,
+        alert=alert,
         state=phase,
-        severity="critical" if condition.alert in CRITICAL else "warning",
+        severity="critical" if alert in CRITICAL else "warning",
         why=condition.why,
         do=condition.do if phase != "ends" else "",
         time_s=round(facts.now_s, 3),
@@ -419,7 +411,7 @@ _ENDED = Alert("stall", "ends", "warning", "", "", 0.0, 0.0, "")
 def _of_event(event: Event) -> Alert | None:
     """Return the alert that an event of the run tells of; None if it is not one of ours."""
     names = {name: event[name] for name in Alert.__dataclass_fields__ if name in event}
-    if names.get("alert") not in LOOKS or names.get("state") not in ("begins", "goes_on", "ends"):
+    if names.get("alert") not in CHECKS or names.get("state") not in ("begins", "goes_on", "ends"):
         return None
     try:
         return Alert(**names)

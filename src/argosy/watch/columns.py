@@ -49,12 +49,10 @@ class Columns:
         """Keys for which there was no room."""
 
     def __len__(self) -> int:
-        """Return the number of steps."""
         return self._count
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the numbers take."""
         return sum(array.nbytes for array in list(self._arrays.values()))  # another thread may be adding one
 
     def __iter__(self) -> Iterator[str]:
@@ -121,11 +119,9 @@ class Columns:
                 self._room(key, 0)[at[found]] = values[found]
 
     def cut(self, step: float) -> None:
-        """Forget `step` and all later ones."""
         self._count = int(np.searchsorted(self[STEP], step))
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Forget these keys."""
         for key in keys:
             self._arrays.pop(key, None)
 

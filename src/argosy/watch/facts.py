@@ -16,8 +16,7 @@ from argosy.observe.events import plan_since
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.watch.run_files import State
-from argosy.watch.timeline import Stretch, timeline
+from argosy.watch.timeline import State, Stretch, timeline
 
 Floats = NDArray[np.float64]
 
@@ -44,7 +43,7 @@ FIRST_STEPS = 3
 
 @dataclass(frozen=True)
 class RankTable:
-    """What the nodes wrote down of their ranks in the last steps; R ranks, S steps."""
+    """The last steps of all ranks, by the nodes' lines; R ranks, S steps."""
 
     numbers: NDArray[np.int64]
     """Shape: (R,), ascending."""
@@ -59,7 +58,7 @@ class RankTable:
     memory_bytes: Floats | None = None
     """Peak memory. Shape: (R,)."""
     microbatches: Floats | None = None
-    """How many each ran in a step; None: as many as the others. Shape: (S, R)."""
+    """Microbatches of each rank in a step; None: all ran as many. Shape: (S, R)."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,6 @@ class RunFacts:
     """The run's folder, as a user types it."""
 
     def __len__(self) -> int:
-        """Return the number of steps made."""
         return len(_column(self.steps, "step"))
 
     def column(self, key: str, part: slice | None = None) -> Floats:
@@ -122,7 +120,6 @@ class RunFacts:
         return values[part] if len(values) else np.full(len(range(*part.indices(len(self)))), np.nan)
 
     def evaluated(self, key: str) -> Floats:
-        """Return the values of a key in the lines of evaluations; none if nobody wrote it."""
         return _column(self.evaluations, key)
 
     def keys(self, beginning: str) -> list[str]:
@@ -172,7 +169,6 @@ class RunFacts:
 
     @property
     def recent_count(self) -> int:
-        """Number of recent steps."""
         return self.recent.stop - self.recent.start
 
     @cached_property
@@ -198,7 +194,7 @@ class RunFacts:
 
     @cached_property
     def continued_s(self) -> float:
-        """When the run began to train, or did so again after it was stopped last; NaN if it has not."""
+        """Time at which the run last began to train after a stop; NaN if it has not begun."""
         began_s = max((pause.end_s for pause in self._pauses), default=-math.inf)
         since = [float(start["time_s"]) for start in self.starts if float(start["time_s"]) >= began_s]
         return since[0] if since else float("nan")
@@ -211,7 +207,7 @@ class RunFacts:
 
     @cached_property
     def last_line_s(self) -> float:
-        """When the newest line of a step was written, seconds since 1970; NaN if nobody knows."""
+        """Time of the newest line of a step, seconds since 1970; NaN if nobody knows."""
         times = self.column("time_s", slice(-1, None))
         if len(times) and np.isfinite(times[0]):
             return float(times[0])

@@ -6,9 +6,9 @@ The time left is the sum of steps, evaluations and failures that are still to co
   looked up in the run itself: at earlier points of what it has done, its later part is forecast from its earlier one.
   The errors, with a prior for short runs, give the spread of a t-distribution, since they are few;
 - *evaluations*: as many as the run file asks for, each as long as those so far;
-- *failures*: a Poisson process with the rate of `watch.outages`: the run's own if it had more failures than the
+- *failures*: a Poisson process with the rate of `rules.reliability`: the run's own if it had more failures than the
   catalogue's rate explains, else the catalogue's. Each costs as much as those so far, or as is usual
-  (`plan.cost.goodput.RESTART_S`).
+  (`plan.cost.economy.RESTART_S`).
 
 All are drawn together 4000 times, with a fixed seed: the same folder gives the same forecast. The final loss is not
 forecast: see docs/advice.md.
@@ -21,16 +21,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
+from argosy.plan.cost.economy import RESTART_S, mtbf_s, power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
-from argosy.plan.cost.goodput import RESTART_S, mtbf_s
 from argosy.watch.facts import Floats, RunFacts
-from argosy.watch.outages import failure_rate, failures
 from argosy.watch.rules.planner import Planner
+from argosy.watch.rules.reliability import failure_rate, failures
 
 DRAWS = 4000
-LEAST_STEPS = 10
-"""With fewer steps, most of them first ones, nothing can be told."""
+FORECAST_STEPS = 10
+"""No forecast with fewer steps, most of them first ones."""
 BLOCKS = 30
 """Steps are put together in so many blocks: their means depend less on each other than steps do."""
 SPLITS = (0.3, 0.4, 0.5, 0.6, 0.7)
@@ -39,7 +38,7 @@ PRIOR_STD, PRIOR_WEIGHT = 0.35, 3.0
 """Spread of the logarithm of such errors before any is seen, and its weight as a number of errors: tuned on the runs
 named in benchmarks/results/forecast.md, and checked on others."""
 PRIOR_S = 60.0
-"""What else a machine does changes within minutes: the prior shrinks with the root of the time seen over this."""
+"""Other load on a machine changes within minutes: the prior shrinks with the root of the time seen over this."""
 FREEDOM = 5
 """Degrees of freedom of the t-distribution."""
 LATE_SHARE = 0.7
@@ -56,20 +55,19 @@ class Interval:
 
     @classmethod
     def of(cls, draws: Floats) -> Interval:
-        """Return the interval of what was drawn."""
         low, mid, high = np.quantile(draws, [0.05, 0.5, 0.95])
         return cls(float(low), float(mid), float(high))
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """When a run ends, and what it will have cost."""
+    """The end of a run, and its cost by then."""
 
     steps_left: int
     left_s: Interval
     """Seconds from the newest line to the last step."""
     end_s: Interval
-    """When that is, in seconds since 1970."""
+    """Time of that, in seconds since 1970."""
     words: str
     """All of it in a sentence or two."""
     cost: Interval | None = None
@@ -87,7 +85,7 @@ class Forecast:
 def forecast(facts: RunFacts, planner: Planner | None = None) -> Forecast | None:
     """Return the forecast; None for a run that has ended, or has done too little to tell."""
     left = facts.steps_left
-    if facts.has_ended or not left or int(facts.warm.sum()) < LEAST_STEPS or not facts.wall_s > 0:
+    if facts.has_ended or not left or int(facts.warm.sum()) < FORECAST_STEPS or not facts.wall_s > 0:
         return None
     planner, random = planner or Planner(facts), np.random.default_rng(0)
     steps_s = _full_steps(facts, left) * _level(facts, random)
@@ -120,7 +118,7 @@ def _plain_steps(facts: RunFacts) -> Floats:
     whole = np.where(np.isfinite(whole), whole, facts.column("step_time_s"))
     plain = (whole - np.nan_to_num(facts.column("seconds.evaluate"))) / _shares(facts)
     under = facts.warm & (facts.column("step") >= facts.plan_since) & np.isfinite(plain)
-    return plain[under] if under.sum() >= LEAST_STEPS else plain[np.isfinite(plain)]
+    return plain[under] if under.sum() >= FORECAST_STEPS else plain[np.isfinite(plain)]
 
 
 def _full_steps(facts: RunFacts, left: int) -> float:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.records import encodable
-from argosy.watch.energy import EnergySoFar
 from argosy.watch.metrics_table import Preview, preview
-from argosy.watch.reader import RunReader
-from argosy.watch.run_files import RunTail, find_runs, run_folder
+from argosy.watch.nodes import EnergySoFar
+from argosy.watch.reader import RunReader, RunTail, is_run
 
 AnswerT = TypeVar("AnswerT")
 
-REFRESH_S = 0.5
-"""What was read so recently is not looked at again."""
+REREAD_S = 0.5
+"""A run that was read so recently is not read again."""
 FIND_S = 5.0
 """New runs are looked for so often, or less often where that takes long."""
 MOST_OPEN = 24
@@ -31,14 +32,14 @@ SHARE = 0.2
 
 
 @dataclass
-class Open:
+class OpenRun:
     """An open run."""
 
     reader: RunReader
     meter: EnergySoFar
     lock: threading.Lock = field(default_factory=threading.Lock)
     read_at: float = -1e9
-    """When it was last refreshed, on the monotonic clock."""
+    """Time of the last refresh, on the monotonic clock."""
 
 
 class Unreadable(ArgosyError):
@@ -58,14 +59,13 @@ class Library:
     def __init__(self, root: Path):
         self.root = root
         self._lock = threading.Lock()
-        self._open: OrderedDict[Path, Open] = OrderedDict()
+        self._open: OrderedDict[Path, OpenRun] = OrderedDict()
         self._tails: dict[str, _Tail] = {}
         self._found: dict[str, Path] = {}
         self._found_at, self._finding_s = -1e9, 0.0
         self._finding = threading.Lock()
 
     def ids(self) -> list[str]:
-        """Return the ids of all runs."""
         with self._finding:
             now = time.monotonic()
             if now - self._found_at > max(FIND_S, self._finding_s / SHARE):
@@ -76,7 +76,7 @@ class Library:
                     self._tails = {run_id: tail for run_id, tail in self._tails.items() if run_id in self._found}
             return list(self._found)
 
-    def ask(self, run_id: str, question: Callable[[Open], AnswerT]) -> AnswerT:
+    def ask(self, run_id: str, question: Callable[[OpenRun], AnswerT]) -> AnswerT:
         """Return the answer of the run with this id, refreshed. Nobody else reads it until the question returns.
 
         Raises: UserError if there is none; Unreadable if it cannot be answered.
@@ -86,11 +86,11 @@ class Library:
             entry = self._open.get(folder)
             if entry is None:
                 reader = RunReader(folder)
-                entry = self._open[folder] = Open(reader, EnergySoFar(reader))
+                entry = self._open[folder] = OpenRun(reader, EnergySoFar(folder))
             self._open.move_to_end(folder)
         try:
             with entry.lock:
-                if time.monotonic() - entry.read_at > REFRESH_S:
+                if time.monotonic() - entry.read_at > REREAD_S:
                     entry.reader.refresh()
                     entry.read_at = time.monotonic()
                 return question(entry)
@@ -139,7 +139,7 @@ class Library:
             entry = self._tails.setdefault(run_id, _Tail())
         with entry.lock:
             try:
-                if entry.tail is None or time.monotonic() - entry.read_at > REFRESH_S:
+                if entry.tail is None or time.monotonic() - entry.read_at > REREAD_S:
                     entry.tail = entry.tail or RunTail(run_folder(self.root, run_id))
                     entry.tail.refresh()
                     entry.read_at = time.monotonic()
@@ -150,7 +150,7 @@ class Library:
                 entry.tail, why = None, _sentence(problem)
         return otherwise(run_id, why)
 
-    def _make_room(self, keep: Open) -> None:
+    def _make_room(self, keep: OpenRun) -> None:
         with self._lock:
             sizes = {folder: entry.reader.nbytes for folder, entry in self._open.items()}
             for folder, entry in list(self._open.items()):
@@ -161,5 +161,72 @@ class Library:
 
 
 def _sentence(problem: Exception) -> str:
-    """Return a sentence on why a run cannot be read."""
     return f"it cannot be read ({type(problem).__name__}: {encodable(str(problem))[:200]})"
+
+
+MOST_RUNS = 5000
+DEEPEST = 4
+"""A run is looked for in so many levels of folders."""
+MOST_FOLDERS = 50_000
+"""Most folders that are looked into."""
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """Return the runs in and under `root`: path relative to it -> folder, in alphabetical order.
+
+    A link is not followed, so nothing outside of `root` is found. A run within a run's folder is none of its own.
+    """
+    if is_run(root):
+        return {own_id(root): root}
+    found = dict(_runs_under(root))
+    return dict(sorted(found.items()))
+
+
+def own_id(run: Path) -> str:
+    """Return the id of a run that was named itself, and is no run under a folder: its folder's name."""
+    return run.resolve().name.lstrip(".") or "run"
+
+
+def run_folder(root: Path, run_id: str) -> Path:
+    """Return the folder of the run with this id. Raises: UserError if `root` has no such run, or it lies outside."""
+    unknown = UserError(f"no run {run_id!r} in {root}")
+    if "\0" in run_id or run_id.startswith(("/", "\\")):
+        raise unknown
+    parts = run_id.split("/")
+    if is_run(root) and run_id == own_id(root):
+        return root.resolve()
+    if any(not part or part.startswith(".") for part in parts):
+        raise unknown
+    try:
+        home = root.resolve(strict=True)
+        folder = (home / run_id).resolve(strict=True)
+    except (OSError, RuntimeError, ValueError):  # a circle of links, a name that is too long
+        raise unknown from None
+    if not folder.is_relative_to(home) or not is_run(folder):
+        raise unknown
+    return folder
+
+
+def _runs_under(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield runs, level by level, so that in a huge tree the nearest ones are found."""
+    level, seen, count = [root], 0, 0
+    for _ in range(DEEPEST):
+        below: list[Path] = []
+        for folder in level:
+            for child in _folders_in(folder):
+                seen += 1
+                if seen > MOST_FOLDERS or count >= MOST_RUNS:
+                    return
+                if is_run(child):
+                    count += 1
+                    yield child.relative_to(root).as_posix(), child
+                else:
+                    below.append(child)
+        level = below
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    with suppress(OSError), os.scandir(folder) as entries:  # one that may not be read is passed over
+        found = [Path(e.path) for e in entries if not e.name.startswith(".") and e.is_dir(follow_symlinks=False)]
+    return sorted(found)

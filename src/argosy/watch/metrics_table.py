@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from argosy.observe.events import from_the_end
+from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import record_of, step_line
 from argosy.watch.columns import STEP, Columns, Floats, Line, group_of, group_rows, numbers, rows_of
-from argosy.watch.linefile import LineFile, leads_away, spread_lines
+from argosy.watch.linefile import leads_away, spread_lines
 
 try:  # without the extra `watch` all is the same, but a long run takes some times as long to open
     import msgspec
@@ -29,7 +30,7 @@ VALIDATION_LOSS = "validation_loss"
 """A line with this key, and without the other, is that of an evaluation."""
 BITS_PER_BYTE = "bits_per_byte"
 FIRST = (STEP, LOSS, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
-"""What is read of each line of a long file before anything is shown."""
+"""Keys of a long file that are read of each line before anything is shown."""
 NORMS = "norms"
 """Group that only steps that are due have; in a table of its own, since it is hundreds of keys in a large model."""
 READ_WHOLE_BYTES = 4 * 2**20
@@ -51,7 +52,7 @@ class MetricsTable:
     """
 
     def __init__(self, path: Path):
-        self._file = LineFile(path)
+        self._file = LineFollower(path)
         self._clear()
 
     def _clear(self) -> None:
@@ -69,7 +70,6 @@ class MetricsTable:
 
     @property
     def is_missing(self) -> bool:
-        """True if there is no file at the moment."""
         return self._file.is_missing
 
     def keys(self) -> list[str]:
@@ -80,17 +80,17 @@ class MetricsTable:
         """Read what was added; return True if anything changed. Raises: OSError if the file cannot be read."""
         changed = self._file.forget_what_is_gone()
         if changed:
-            self._forget_after(self._file.mark)
+            self._forget_after(self._file.note)
         is_long = self._file.unread_bytes() > READ_WHOLE_BYTES
         if is_long and not len(self.steps):
             self._groups = set(FIRST)
-        for chunk in self._file.read_on():
+        for chunk in self._file.blocks():
             changed = True
             if is_long and self._groups is not None:
                 self._append_groups(chunk, self._groups)
             else:
                 self._append(chunk)
-            self._file.mark = float(self.steps[STEP][-1]) if len(self.steps) else -np.inf
+            self._file.note = float(self.steps[STEP][-1]) if len(self.steps) else -np.inf
         if changed:
             found = map(step_line, from_the_end(self._file.path))
             self.last_line = next((line for line in found if line is not None), {})
@@ -286,7 +286,6 @@ class Preview:
             self.steps.append(rows_of(lines))
 
     def keys(self) -> list[str]:
-        """Return the keys of these lines."""
         return self.steps.keys()
 
 

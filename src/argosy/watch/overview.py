@@ -12,20 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from argosy.config.model_name import model_name
+from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
-from argosy.errors import ArgosyError
+from argosy.observe.energy import JOULES_PER_KWH, machine_started_on
+from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 from argosy.watch.columns import STEP
-from argosy.watch.energy import JOULES_PER_KWH, EnergySoFar
 from argosy.watch.linefile import leads_away, table_of
-from argosy.watch.reader import RunReader
-from argosy.watch.run_files import RunFiles, RunTail
-from argosy.watch.series import Buckets
-from argosy.watch.timeline import RunTimeline, run_timeline, timeline, useful_s
+from argosy.watch.nodes import EnergySoFar
+from argosy.watch.reader import RunFiles, RunReader, RunTail
+from argosy.watch.steps import Buckets
+from argosy.watch.timeline import RunTimeline, timeline
 
 
 def line(run_id: str, run: RunFiles) -> dict[str, Any]:
@@ -61,7 +60,6 @@ def line(run_id: str, run: RunFiles) -> dict[str, Any]:
 
 
 def details(run_id: str, reader: RunReader) -> dict[str, Any]:
-    """Return what the head of a run's page shows."""
     found = run_timeline(reader)
     predicted = reader.prediction
     return line(run_id, reader) | {
@@ -94,7 +92,7 @@ def unreadable(run_id: str, problem: str) -> dict[str, Any]:
 
 def _count(step: Any) -> int | None:
     """Return how many steps are done; they are counted from 0."""
-    return int(step) + 1 if isinstance(step, int | float) else None
+    return None if step is None else int(step) + 1
 
 
 def _steps_to_make(run: RunFiles) -> int | None:
@@ -127,16 +125,16 @@ def _pace_s(run: RunFiles) -> float | None:
 
 def _devices(run: RunFiles) -> int | None:
     for event in reversed(run.events):
-        size = event.get("size") if event["event"] == "generation" else event.get("world_size")
-        if isinstance(size, int):
-            return size
+        size = event.get("size" if event["event"] == "generation" else "world_size")
+        if size is not None:
+            return int(size)
     return run.plan.world_size if run.plan else None
 
 
 def _plan(run: RunFiles) -> str | None:
     if run.plan:
         return str(run.plan)
-    told = (event["plan"] for event in reversed(run.events) if isinstance(event.get("plan"), str))
+    told = (event["plan"] for event in reversed(run.events) if "plan" in event)
     return next(told, None)
 
 
@@ -150,14 +148,9 @@ def _cost(run: RunFiles, found: RunTimeline) -> tuple[float | None, str | None]:
 
 
 def machine_of(run: RunFiles) -> Cluster | None:
-    """Return the cluster that a run's money and power are counted for: launch.cluster, else the catalogue's devices."""
+    """Return the cluster that a run's money and power are counted for; None if nobody knows it."""
     hardware = next((e["hardware"] for e in reversed(run.events) if isinstance(e.get("hardware"), dict)), None)
-    if run.run is None or hardware is None:
-        return None
-    try:
-        return machine_at_hand(run.run, DetectedHardware(**hardware))
-    except (ArgosyError, ValueError, TypeError, OSError):  # the cluster's file is elsewhere, or the event is foreign
-        return None
+    return None if run.run is None else machine_started_on(run.run, hardware)
 
 
 def _config(run: RunConfig | None) -> dict[str, dict[str, Any]]:
@@ -198,22 +191,21 @@ def model(reader: RunReader, first: float | None = None, last: float | None = No
 
 
 def _experts(line: dict[str, Any]) -> dict[str, Any]:
-    tables = line.get("experts")
-    if not isinstance(tables, dict):
+    tables = line.get("experts", {})
+    if not tables:
         return {"layers": [], "step": None, "load": []}
-    layers = [layer for layer, table in tables.items() if isinstance(table, dict) and "tokens" in table]
+    layers = [layer for layer, table in tables.items() if "tokens" in table]
     facts = {name: [tables[layer].get(name) for layer in layers] for name in ("imbalance", "entropy", "dropped")}
     return {"layers": layers, "step": line["step"], "load": [tables[layer]["tokens"] for layer in layers], **facts}
 
 
 def energy(reader: RunReader, meter: EnergySoFar) -> dict[str, Any]:
     """Return the energy of a run: what its report says, or what the agents measured so far."""
-    meter.refresh()
-    reported = (reader.report or {}).get("energy")
-    reported = reported if isinstance(reported, dict) else {}
+    meter.refresh(reader.nodes)
+    reported = (reader.report or {}).get("energy", {})
     so_far = {"kwh": meter.joules / JOULES_PER_KWH, "source": meter.source} if meter.joules else {}
     tokens = reader.last_line.get("tokens")
-    if so_far and isinstance(tokens, int | float) and tokens:
+    if so_far and tokens:
         so_far["per_token"] = {"joules": meter.joules / tokens}
     return {**so_far, **reported, "series": meter.series()}
 
@@ -276,3 +268,34 @@ def _modified_s(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return -math.inf
+
+
+def run_timeline(reader: RunReader) -> RunTimeline:
+    times = reader.steps["time_s"]
+    return timeline(reader.events, reader.alive_s, reader.recent_step_s, times[np.isfinite(times)])
+
+
+def goodput(reader: RunReader, found: RunTimeline) -> dict[str, Any]:
+    """Return where a run's wall time went, in seconds; the parts add up to it.
+
+    useful: steps that count. evaluate, checkpoint, check: beside steps. lost: steps that were run again. other: what
+    is left of the training. `goodput` is the share of the useful part, None if there was no time yet.
+    """
+    training = found.seconds("training")
+    parts = {"useful": useful_s(reader)}
+    parts |= {name: float(np.nansum(reader.steps[f"seconds.{name}"])) for name in sorted(BESIDE)}
+    parts["lost"] = min(found.lost_s, max(0.0, training - sum(parts.values())))
+    if (inside := sum(parts.values())) > training:  # a step that began before its world said so, or clocks that differ
+        parts = {name: seconds * training / inside for name, seconds in parts.items()}
+    parts["other"] = training - sum(parts.values())
+    parts |= {phase: found.seconds(phase) for phase in ("startup", "recovery", "stopped")}
+    wall_s = found.wall_s
+    return {
+        "wall_s": wall_s,
+        "parts": {name: round(max(0.0, seconds), 3) for name, seconds in parts.items()},
+        "goodput": parts["useful"] / wall_s if wall_s > 0 else None,
+    }
+
+
+def useful_s(reader: RunReader) -> float:
+    return float(np.nansum(reader.steps["step_time_s"]))

@@ -39,54 +39,45 @@ class Latest:
     """One of `STATES`."""
 
 
-@dataclass(frozen=True)
-class Metric:
-    """What one name says."""
-
-    kind: str
-    """gauge or counter."""
-    meaning: str
-
-
-METRICS: dict[str, Metric] = {
-    "argosy_run_info": Metric("gauge", "1; the labels say what the run is."),
-    "argosy_run_state": Metric("gauge", "1 for the state that the run is in."),
-    "argosy_steps_done": Metric("gauge", "Steps done; a recovery may take some back."),
-    "argosy_steps_planned": Metric("gauge", "Steps that the run is to make."),
-    "argosy_trained_tokens": Metric("gauge", "Tokens trained on; a recovery may take some back."),
-    "argosy_loss": Metric("gauge", "Training loss of the newest step, nats per token."),
-    "argosy_gradient_norm": Metric("gauge", "Norm of the newest gradient, before clipping."),
-    "argosy_learning_rate": Metric("gauge", "Learning rate of the newest step."),
-    "argosy_validation_loss": Metric("gauge", "Loss on held-out text, nats per token."),
-    "argosy_validation_bpb": Metric("gauge", "Bits per byte of held-out text."),
-    "argosy_step_seconds": Metric("gauge", "Duration of the newest step."),
-    "argosy_step_part_seconds": Metric("gauge", "Where the time of the newest step went, of the first rank."),
-    "argosy_tokens_per_second": Metric("gauge", "Tokens per second of the newest step."),
-    "argosy_mfu_ratio": Metric("gauge", "Model FLOPs utilization of the newest step."),
-    "argosy_memory_bytes": Metric("gauge", "Peak memory of the first rank."),
-    "argosy_memory_part_bytes": Metric("gauge", "What the memory of the first rank is taken by."),
-    "argosy_communication_seconds": Metric("gauge", "Time in collectives in the newest step, of the first rank."),
-    "argosy_communication_bytes": Metric("gauge", "Bytes that the first rank sent in the newest step."),
-    "argosy_sync_ratio": Metric("gauge", "Bytes sent between replicas or sites, over those of exact fp32 sums."),
-    "argosy_sync_staleness_steps": Metric("gauge", "Steps since replicas or sites had agreed on the values."),
-    "argosy_sync_distance": Metric("gauge", "How far replicas were from each other before they agreed."),
-    "argosy_last_step_timestamp_seconds": Metric("gauge", "When the newest step was written down, since 1970."),
-    "argosy_user_metric": Metric("gauge", "What the user's code logged."),
-    "argosy_events_total": Metric("counter", "Events of the run, by kind."),
-    "argosy_rank_step_seconds": Metric("gauge", "Duration of a step of a rank, mean of the newest seconds."),
-    "argosy_rank_memory_bytes": Metric("gauge", "Peak memory of a rank."),
-    "argosy_device_utilization_ratio": Metric("gauge", "Utilization of a device."),
-    "argosy_device_memory_bytes": Metric("gauge", "Memory of a device that is used."),
-    "argosy_device_temperature_celsius": Metric("gauge", "Temperature of a device."),
-    "argosy_device_power_watts": Metric("gauge", "Power that a device takes."),
-    "argosy_device_clock_hertz": Metric("gauge", "Clock of a device."),
-    "argosy_host_cpu_ratio": Metric("gauge", "Utilization of a node's processors."),
-    "argosy_host_memory_used_bytes": Metric("gauge", "Memory of a node that is used."),
-    "argosy_host_disk_free_bytes": Metric("gauge", "What is left of the disk that holds the run."),
-    "argosy_node_energy_joules_total": Metric("counter", "Energy that a node has used for the run."),
+METRICS = {
+    "argosy_run_info": "1; the labels say what the run is.",
+    "argosy_run_state": "1 for the state that the run is in.",
+    "argosy_steps_done": "Steps done; a recovery may take some back.",
+    "argosy_steps_planned": "Steps that the run is to make.",
+    "argosy_trained_tokens": "Tokens trained on; a recovery may take some back.",
+    "argosy_loss": "Training loss of the newest step, nats per token.",
+    "argosy_gradient_norm": "Norm of the newest gradient, before clipping.",
+    "argosy_learning_rate": "Learning rate of the newest step.",
+    "argosy_validation_loss": "Loss on held-out text, nats per token.",
+    "argosy_validation_bpb": "Bits per byte of held-out text.",
+    "argosy_step_seconds": "Duration of the newest step.",
+    "argosy_step_part_seconds": "Where the time of the newest step went, of the first rank.",
+    "argosy_tokens_per_second": "Tokens per second of the newest step.",
+    "argosy_mfu_ratio": "Model FLOPs utilization of the newest step.",
+    "argosy_memory_bytes": "Peak memory of the first rank.",
+    "argosy_memory_part_bytes": "What the memory of the first rank is taken by.",
+    "argosy_communication_seconds": "Time in collectives in the newest step, of the first rank.",
+    "argosy_communication_bytes": "Bytes that the first rank sent in the newest step.",
+    "argosy_sync_ratio": "Bytes sent between replicas or sites, over those of exact fp32 sums.",
+    "argosy_sync_staleness_steps": "Steps since replicas or sites had agreed on the values.",
+    "argosy_sync_distance": "How far replicas were from each other before they agreed.",
+    "argosy_last_step_timestamp_seconds": "When the newest step was written down, since 1970.",
+    "argosy_user_metric": "What the user's code logged.",
+    "argosy_events_total": "Events of the run, by kind.",
+    "argosy_rank_step_seconds": "Duration of a step of a rank, mean of the newest seconds.",
+    "argosy_rank_memory_bytes": "Peak memory of a rank.",
+    "argosy_device_utilization_ratio": "Utilization of a device.",
+    "argosy_device_memory_bytes": "Memory of a device that is used.",
+    "argosy_device_temperature_celsius": "Temperature of a device.",
+    "argosy_device_power_watts": "Power that a device takes.",
+    "argosy_device_clock_hertz": "Clock of a device.",
+    "argosy_host_cpu_ratio": "Utilization of a node's processors.",
+    "argosy_host_memory_used_bytes": "Memory of a node that is used.",
+    "argosy_host_disk_free_bytes": "What is left of the disk that holds the run.",
+    "argosy_node_energy_joules_total": "Energy that a node has used for the run.",
 }
-"""Every name, in the order of the text."""
-STEP = {
+"""Name -> help, in the order of the text. A name that ends in `_total` is a counter, any other a gauge."""
+OF_STEP = {
     "argosy_trained_tokens": "tokens",
     "argosy_loss": "loss",
     "argosy_gradient_norm": "grad_norm",
@@ -97,29 +88,29 @@ STEP = {
     "argosy_memory_bytes": "memory_bytes",
     "argosy_last_step_timestamp_seconds": "time_s",
 }
-SYNC = {
+OF_SYNC = {
     "argosy_sync_ratio": "ratio",
     "argosy_sync_staleness_steps": "staleness",
     "argosy_sync_distance": "distance",
 }
-EVALUATION = {"argosy_validation_loss": "validation_loss", "argosy_validation_bpb": "bits_per_byte"}
-PARTS = {
+OF_EVALUATION = {"argosy_validation_loss": "validation_loss", "argosy_validation_bpb": "bits_per_byte"}
+OF_TABLES = {
     "argosy_step_part_seconds": ("seconds", "part"),
     "argosy_memory_part_bytes": ("memory", "part"),
     "argosy_user_metric": ("user", "name"),
 }
-DEVICE = {
+OF_DEVICE = {
     "argosy_device_utilization_ratio": ("utilisation", 1.0),
     "argosy_device_memory_bytes": ("memory_bytes", 1.0),
     "argosy_device_temperature_celsius": ("temperature_c", 1.0),
     "argosy_device_power_watts": ("power_w", 1.0),
     "argosy_device_clock_hertz": ("clock_mhz", 1e6),
 }
-RANK = {
+OF_RANK = {
     "argosy_rank_step_seconds": "step_s",
     "argosy_rank_memory_bytes": "memory_bytes",
 }
-HOST = {
+OF_HOST = {
     "argosy_host_cpu_ratio": "cpu",
     "argosy_host_memory_used_bytes": "memory_used_bytes",
     "argosy_host_disk_free_bytes": "disk_free_bytes",
@@ -142,8 +133,8 @@ def exposition(runs: Iterable[Latest]) -> str:
     lines: list[str] = []
     for name, samples in by_name.items():
         if samples:
-            metric = METRICS[name]
-            lines += [f"# HELP {name} {metric.meaning}", f"# TYPE {name} {metric.kind}", *samples]
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP {name} {METRICS[name]}", f"# TYPE {name} {kind}", *samples]
     return "\n".join(lines) + "\n"
 
 
@@ -154,11 +145,11 @@ def _samples(run: Latest) -> Iterator[Sample]:
     newest = run.step.get("step", -1)
     yield "argosy_steps_done", {}, newest + 1 if isinstance(newest, int | float) else None
     yield "argosy_steps_planned", {}, run.steps
-    for name, key in STEP.items():
+    for name, key in OF_STEP.items():
         yield name, {}, run.step.get(key)
-    for name, key in EVALUATION.items():
+    for name, key in OF_EVALUATION.items():
         yield name, {}, run.evaluation.get(key)
-    for name, (key, label) in PARTS.items():
+    for name, (key, label) in OF_TABLES.items():
         for part, value in _table(run.step, key).items():
             yield name, {label: part}, value
     communication = _table(run.step, "communication")
@@ -167,7 +158,7 @@ def _samples(run: Latest) -> Iterator[Sample]:
             if isinstance(pair, Sequence) and len(pair) == 2:
                 yield "argosy_communication_seconds", {"axis": axis, "tier": tier}, pair[0]
                 yield "argosy_communication_bytes", {"axis": axis, "tier": tier}, pair[1]
-    for name, key in SYNC.items():
+    for name, key in OF_SYNC.items():
         yield name, {}, _table(run.step, "sync").get(key)
     for kind, count in sorted(run.events.items()):
         yield "argosy_events_total", {"event": kind}, count
@@ -186,7 +177,7 @@ def _bounded(samples: list[Sample]) -> Iterator[Sample]:
             yield from each
         else:
             values = [sample[2] for sample in each]
-            if METRICS[name].kind == "counter":
+            if name.endswith("_total"):
                 yield name, {"statistic": "sum"}, math.fsum(values)
                 continue
             for statistic, value in (
@@ -201,13 +192,13 @@ def _of_node(node: str, line: Mapping[str, Any]) -> Iterator[Sample]:
     for number, device in enumerate(_list(line, "devices")):
         if isinstance(device, Mapping):
             labels = {"node": node, "device": str(number), "name": str(device.get("name", ""))}
-            for name, (key, factor) in DEVICE.items():
+            for name, (key, factor) in OF_DEVICE.items():
                 if isinstance(value := device.get(key), int | float):
                     yield name, labels, value * factor
-    for name, key in RANK.items():
+    for name, key in OF_RANK.items():
         for rank, value in zip(_list(line, "ranks"), _list(line, key), strict=False):
             yield name, {"node": node, "rank": str(rank)}, value
-    for name, key in HOST.items():
+    for name, key in OF_HOST.items():
         yield name, {"node": node}, _table(line, "host").get(key)
     yield "argosy_node_energy_joules_total", {"node": node}, _table(line, "energy").get("total_joules")
 
@@ -234,8 +225,3 @@ def _number(value: float) -> str:
     if isinstance(value, float) and math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     return repr(value)
-
-
-def names() -> Sequence[str]:
-    """Return every name that may be said."""
-    return tuple(METRICS)

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from argosy.watch.columns import STEP, Floats
-from argosy.watch.conclusions import slow_ranks_of
-from argosy.watch.node_series import Record
+from argosy.watch.conclusions import conclusions_of
+from argosy.watch.nodes import Record
 from argosy.watch.reader import RunReader
 
 ROWS, COLUMNS = 256, 400
 """Size of a map, by default."""
 MOST_ROWS, MOST_COLUMNS = 1024, 2000
-MOST_LINES = 20_000
+NODE_LINES = 20_000
 """Most lines, over all nodes, that are read for one map. If there are more, evenly spread ones are read."""
 MOST_NODES, NODE_POINTS = 64, 200
 OWN = "own"
@@ -51,7 +51,7 @@ def rank_map(
     grid = np.full((len(groups), max(1, len(edges) - 1)), np.nan)
     all_there = True
     if groups:
-        most = max(8, MOST_LINES // max(1, len(reader.nodes)))
+        most = max(8, NODE_LINES // max(1, len(reader.nodes)))
         wanted = {slots[rank] for rank in ranks}
         for node in sorted(wanted & reader.nodes.keys()):
             records, are_all = reader.node_records(node, begin, end, most)
@@ -76,18 +76,13 @@ def _slots(reader: RunReader) -> dict[int, str]:
     """Return rank -> node, as the newest world has them, or else the nodes' lines."""
     for event in reversed(reader.events):
         if event["event"] == "generation" and isinstance(event.get("ranks"), dict):
-            return {rank: slot.rpartition("/")[0] for slot, rank in event["ranks"].items() if isinstance(rank, int)}
-    return {rank: node for node, series in reader.nodes.items() for rank in _ranks(series.last)}
-
-
-def _ranks(record: Record) -> list[int]:
-    ranks = record.get("ranks")
-    return [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
+            return {rank: slot.rpartition("/")[0] for slot, rank in event["ranks"].items()}
+    return {rank: node for node, series in reader.nodes.items() for rank in series.last.get("ranks", ())}
 
 
 def _fill(grid: Floats, edges: Any, row_of: dict[int, int], record: Record, key: str) -> None:
     """Put the values of a node's line into the cells of its ranks and steps; the larger one stays."""
-    rows = np.array([row_of.get(rank, -1) for rank in _ranks(record)], int)
+    rows = np.array([row_of.get(rank, -1) for rank in record.get("ranks", ())], int)
     for first, last, values in _values(record, key):
         here = min(len(rows), len(values))
         begin = max(0, int(np.searchsorted(edges, first, side="right")) - 1)
@@ -100,24 +95,21 @@ def _fill(grid: Floats, edges: Any, row_of: dict[int, int], record: Record, key:
 
 
 def _values(record: Record, key: str) -> Iterator[tuple[int, int, Floats]]:
-    """Yield (first step, last step, value of each rank)."""
     steps = record.get("steps")
     if key == OWN:
-        told = [e for e in record.get(OWN) or () if isinstance(e, list) and len(e) == 2 and isinstance(e[0], int)]
-        end = steps[1] if isinstance(steps, list) and len(steps) == 2 else told[-1][0] if told else 0
+        told = record.get(OWN, [])
+        end = steps[1] if steps else told[-1][0] if told else 0
         for entry, after in zip_longest(told, told[1:]):  # one of several steps: it stands for those up to the next
             yield entry[0], after[0] - 1 if after else max(entry[0], end), _floats(entry[1])
         return
     value: Any = record
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    if isinstance(steps, list) and len(steps) == 2 and isinstance(value, list):
+    if steps and isinstance(value, list):
         yield steps[0], steps[1], _floats(value)
 
 
 def _floats(values: Any) -> Floats:
-    if not isinstance(values, list):
-        return np.empty(0)
     return np.array([value if isinstance(value, int | float) else np.nan for value in values], dtype=float)
 
 
@@ -126,7 +118,7 @@ def _keys(reader: RunReader) -> list[str]:
     found: dict[str, None] = {}
     for series in list(reader.nodes.values())[:MOST_NODES]:
         last = series.last
-        found |= {name: None for name in (OWN, "step_s", "memory_bytes") if isinstance(last.get(name), list)}
+        found |= {name: None for name in (OWN, "step_s", "memory_bytes") if name in last}
         found |= {f"seconds.{name}": None for name in last.get("seconds") or {}}
         for axis, tiers in (last.get("communication") or {}).items():
             found |= {f"communication.{axis}.{tier}.{what}": None for tier in tiers for what in ("seconds", "bytes")}
@@ -152,7 +144,7 @@ def _marks(reader: RunReader, slots: dict[int, str]) -> dict[str, list[dict[str,
             each = [{"rank": rank, "node": slots.get(rank, ""), **told} for rank in ranks]
             each = each or [{"rank": None, "node": str(event.get("node", "")), **told}]
             marks["stragglers" if kind in STRAGGLERS else "deaths"] += each
-    slow, (first, last) = slow_ranks_of(reader)
+    slow, (first, last) = conclusions_of(reader).slow_ranks
     for rank in slow.keys() - {mark["rank"] for mark in marks["stragglers"]}:  # shorter than the detector waits
         why = f"its own work takes {slow[rank]:.1f} times as long as its peers', median of steps {first} to {last}"
         marks["stragglers"].append(
@@ -167,27 +159,24 @@ def devices(reader: RunReader, first: float | None = None, last: float | None = 
     nodes = []
     for node in shown:
         records, _ = reader.node_records(node, first, last, min(points, NODE_POINTS))
-        nodes.append({"node": node, "ranks": _ranks(reader.nodes[node].last), **_columns(records)})
+        nodes.append({"node": node, "ranks": reader.nodes[node].last.get("ranks", []), **_columns(records)})
     return {"nodes": nodes, "more": len(reader.nodes) - len(shown)}
 
 
 def _columns(records: list[Record]) -> dict[str, Any]:
     times = [record["time_s"] for record in records]
-    last = records[-1].get("devices") if records else None
-    newest = [device for device in last if isinstance(device, dict)] if isinstance(last, list) else []
     found = []
-    for index, device in enumerate(newest):
-        each = [_at(record.get("devices"), index) for record in records]
+    for index, device in enumerate(records[-1].get("devices", ()) if records else ()):
+        each = [_at(record.get("devices", []), index) for record in records]
         numbers = [name for name, value in device.items() if isinstance(value, int | float)]
         columns = {name: [part.get(name) for part in each] for name in numbers}
         found.append({"name": device.get("name"), "ranks": device.get("ranks"), "time_s": times, **columns})
-    hosts = [record["host"] if isinstance(record.get("host"), dict) else {} for record in records]
+    hosts = [record.get("host", {}) for record in records]
     host = {name: [part.get(name) for part in hosts] for name in (hosts[-1] if hosts else {})}
     if "memory_bytes" in host:
         host["memory_bytes"] = hosts[-1]["memory_bytes"]
     return {"devices": found, "host": {"time_s": times, **host}}
 
 
-def _at(parts: Any, index: int) -> dict[str, Any]:
-    part = parts[index] if isinstance(parts, list) and index < len(parts) else None
-    return part if isinstance(part, dict) else {}
+def _at(parts: list[Record], index: int) -> Record:
+    return parts[index] if index < len(parts) else {}

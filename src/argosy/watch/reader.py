@@ -1,17 +1,260 @@
-"""A run's folder, read while the run writes to it, after it, or as a copy."""
+"""A run's folder, read while the run writes to it, after it, or as a copy; nothing is ever written to it."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from argosy.observe.events import Tail
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.credentials import redact
+from argosy.errors import UserError
+from argosy.files import LOCK, is_abandoned
+from argosy.observe.events import from_the_end
+from argosy.observe.line_follower import LineFollower
+from argosy.observe.records import encodable, evaluation_line, record_of, report_of, step_line
+from argosy.plan.cost.prediction import Prediction
+from argosy.plan.plan import Plan
 from argosy.watch.columns import STEP, Columns
+from argosy.watch.linefile import Event, EventLog, WatchedFile, leads_away, spread_lines, table_of
 from argosy.watch.metrics_table import MetricsTable
-from argosy.watch.node_series import MOST_RECORDS, Record
-from argosy.watch.run_files import RECENT_STEPS, Part, RunFiles, is_run
+from argosy.watch.nodes import MOST_RECORDS, NodeSeries, Record
+from argosy.watch.timeline import RunStatus, State, condition
+
+MARKS = ("metrics.jsonl", "events", "plan.toml", "report.json")
+"""A folder with run.toml and any of these, or with the first, holds a run."""
+RECENT_STEPS = 20
+LAST_LINES = 2000
+"""The newest evaluation is looked for in so many last lines."""
+LONGEST_LINE_BYTES = 2**20
+SPARKS = 60
+"""Points of the little curve of the loss in a list of runs."""
+
+LAST_WORDS_BYTES, LAST_WORDS = 2**12, 120
+"""Read of the end of a log, and shown of its last line."""
+
+Part = Callable[[], bool]
+
+
+def is_run(folder: Path) -> bool:
+    """Return True if `folder` looks like that of a run."""
+    try:
+        if (folder / MARKS[0]).is_file():
+            return True
+        return (folder / "run.toml").is_file() and any((folder / mark).exists() for mark in MARKS)
+    except OSError:
+        return False
+
+
+def is_gone(folder: Path) -> bool:
+    """Return True if the processes that held a run are known to be gone: each was on this machine, and none is left."""
+    locks = list(folder.glob(f"{LOCK}*"))
+    return bool(locks) and all(map(is_abandoned, locks))
+
+
+def _last_words(folder: Path, last_line: Record) -> str:
+    """Return the last line that a run printed, of the newest log, or else of its last step."""
+    logs = [] if leads_away(folder, "logs") else [path for path in folder.glob("logs/*.log") if not path.is_symlink()]
+    with suppress(OSError, ValueError):
+        newest = max((path for path in logs if path.is_file()), key=lambda path: path.stat().st_mtime)
+        with newest.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+        if words := next((line.strip() for line in reversed(lines) if line.strip()), ""):
+            return redact(words[:LAST_WORDS])
+    loss = last_line.get("loss")
+    told = f", loss {loss:.3f}" if isinstance(loss, int | float) else ""
+    return f"step {last_line['step'] + 1}{told}" if last_line else ""
+
+
+class RunFiles:
+    """A run's folder, of which all but the metrics are read. Nothing is ever written to it.
+
+    Not for several threads at once. `refresh` reads what was added; between two calls nothing changes.
+    """
+
+    most_nodes = 20_000
+
+    def __init__(self, folder: Path):
+        """Nothing is read before `refresh`."""
+        self.folder = folder
+        self._events = EventLog(folder / "events")
+        self._run = WatchedFile(folder / "run.toml", lambda path: load(str(path)))
+        self._plan = WatchedFile(folder / "plan.toml", Plan.load)
+        self._prediction = WatchedFile(folder / "plan.toml", Prediction.load)
+        self._report = WatchedFile(folder / "report.json", lambda path: report_of(table_of(path)))
+        self._io_problems: dict[str, str] = {}
+        self.status = RunStatus("training")
+        """The run's state, as of the last `refresh`."""
+        self.nodes: dict[str, NodeSeries] = {}
+        """By the launcher's name of the node."""
+        self.last_line: Record = {}
+        """The whole line of the newest step, its lists too; empty before the first."""
+        self.last_evaluation: Record = {}
+        """The line of the newest evaluation."""
+        self.recent_steps: list[Record] = []
+        """The lines of the last steps."""
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of all processes in the order of time, each with its `process`; the number held is bounded."""
+        return self._events.events
+
+    @property
+    def run(self) -> RunConfig | None:
+        """run.toml; None if it is missing or from another version."""
+        return self._run.value
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._plan.value
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The prediction for that plan, for the machine that it runs on."""
+        return self._prediction.value
+
+    @property
+    def report(self) -> Record | None:
+        """report.json, written at the run's end."""
+        return self._report.value
+
+    @property
+    def state(self) -> State:
+        """The state alone, in a word."""
+        return self.status.state
+
+    @property
+    def why(self) -> str:
+        """One sentence on a state that is not `training` or `finished`; it may be empty."""
+        return self.status.why
+
+    @property
+    def problems(self) -> list[str]:
+        """Files that could not be read, and records that are not shown, in sentences."""
+        found = list(self._io_problems.values())
+        if self._events.left_out:
+            found.append(f"events: {self._events.left_out} of single ranks, or old, are not shown")
+        documents = (self._run, self._plan, self._prediction, self._report)
+        return found + list(dict.fromkeys(document.problem for document in documents if document.problem))
+
+    def refresh(self) -> bool:
+        """Read what was added since; return True if anything changed. What cannot be read becomes a problem."""
+        changed = [self._try(name, part) for name, part in self._parts().items()]
+        before = self.status
+        found = condition(
+            self.events, self.report, self.alive_s, time.time(), self.recent_step_s, lambda: is_gone(self.folder)
+        )
+        if found.is_gone and (words := _last_words(self.folder, self.last_line)):
+            found = replace(found, why=f"{found.why}; the last that it printed: {words}")
+        self.status = found
+        return any(changed) or before != found
+
+    def _parts(self) -> dict[str, Part]:
+        """Return what is to be read, by name of the file or folder."""
+        return {
+            "events": self._events.refresh,
+            "nodes": self._read_nodes,
+            "run.toml": self._run.refresh,
+            "plan.toml": lambda: self._plan.refresh() | self._prediction.refresh(),
+            "report.json": self._report.refresh,
+        }
+
+    @property
+    def alive_s(self) -> float:
+        """The time of the run's last sign of life, in seconds since 1970; 0 if it gave none."""
+        times = [self.last_line.get("time_s"), *(series.last.get("time_s") for series in self.nodes.values())]
+        if self.events:
+            times.append(self.events[-1]["time_s"])
+        if "time_s" not in self.last_line:  # of an older version
+            with suppress(OSError):
+                times.append((self.folder / "metrics.jsonl").stat().st_mtime)
+        found = [time_s for time_s in times if isinstance(time_s, int | float)]
+        if not found:  # it has just begun
+            with suppress(OSError):
+                found.append((self.folder / "run.toml").stat().st_mtime)
+        return max(found, default=0.0)
+
+    @property
+    def recent_step_s(self) -> float | None:
+        """The median of the last steps' `step_time_s`; None if there is none."""
+        recent = [line.get("step_time_s") for line in self.recent_steps]
+        known = [value for value in recent if isinstance(value, int | float)]
+        return float(np.median(known)) if known else None
+
+    def _read_nodes(self) -> bool:
+        try:
+            with os.scandir(self.folder / "nodes") as entries:
+                names = [e.name for e in entries if e.name.endswith(".jsonl") and e.is_file(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        for name in sorted(names)[: self.most_nodes]:
+            self.nodes.setdefault(name.removesuffix(".jsonl"), NodeSeries(self.folder / "nodes" / name))
+        return sum(series.refresh() for series in self.nodes.values()) > 0
+
+    def _try(self, name: str, part: Part) -> bool:
+        try:
+            if leads_away(self.folder, name):
+                raise OSError(0, "a link out of the run's folder, or no file")
+            changed = part()
+        except Exception as problem:  # whatever the file holds: the others are shown
+            why = problem.strerror if isinstance(problem, OSError) else f"{type(problem).__name__}: {problem}"
+            was = self._io_problems.get(name)
+            self._io_problems[name] = f"{name}: cannot be read ({encodable(str(why))[:200]})"
+            return was is None
+        return self._io_problems.pop(name, None) is not None or changed
+
+
+class RunTail(RunFiles):
+    """A run in a list of runs: of its metrics, only the end is read, and some points of the loss."""
+
+    most_nodes = 4096
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self._metrics_path = folder / "metrics.jsonl"
+        self._version = (-1, -1)
+        self.spark: list[float] = []
+        """Losses that are evenly spread over the run."""
+        self._spark_bytes = 0
+
+    def _parts(self) -> dict[str, Part]:
+        return {"metrics.jsonl": self._read_end, **super()._parts()}
+
+    def _read_end(self) -> bool:
+        try:
+            found = self._metrics_path.stat()
+        except FileNotFoundError:
+            return False
+        version = (found.st_size, found.st_mtime_ns)
+        if version == self._version:
+            return False
+        self._version = version
+        steps: list[Record] = []
+        evaluation: Record = {}
+        for count, line in enumerate(from_the_end(self._metrics_path)):
+            if len(steps) < RECENT_STEPS and (step := step_line(line)) is not None:
+                steps.append(step)
+            elif not evaluation:
+                evaluation = evaluation_line(line) or {}
+            if count > LAST_LINES or (evaluation and len(steps) == RECENT_STEPS):
+                break
+        self.recent_steps, self.last_line = steps[::-1], steps[0] if steps else {}
+        self.last_evaluation = evaluation or self.last_evaluation
+        if not 0.98 * found.st_size <= self._spark_bytes <= found.st_size:
+            lines = spread_lines(self._metrics_path, found.st_size, SPARKS, LONGEST_LINE_BYTES)
+            losses = [(record_of(line) or {}).get("loss") for line in lines]
+            self.spark = [float(loss) for loss in losses if isinstance(loss, int | float)]
+            self._spark_bytes = found.st_size
+        return True
+
 
 MOST_SAMPLES = 1000
 
@@ -26,9 +269,12 @@ class RunReader(RunFiles):
 
     def __init__(self, folder: Path):
         """Raises: UserError if `folder` does not hold a run. Nothing is read before `refresh`."""
+        if not is_run(folder):
+            what = "has no metrics.jsonl, and no run.toml with events" if folder.is_dir() else "is no folder"
+            raise UserError(f"{folder}: not a run: it {what}. Name a run's folder, such as runs/demo.")
         super().__init__(folder)
         self._metrics = MetricsTable(folder / "metrics.jsonl")
-        self._samples = Tail(folder / "samples.jsonl")
+        self._samples = LineFollower.near_end(folder / "samples.jsonl")
         self.samples: list[Record] = []
         """Lines of samples.jsonl: step, time_s, prompt, text."""
 
@@ -49,12 +295,11 @@ class RunReader(RunFiles):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the numbers take."""
         return self.steps.nbytes + self.evaluations.nbytes + self.norms.nbytes
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read, or is not shown, in sentences."""
+        """Files that could not be read, and records that are not shown, in sentences."""
         found = []
         if self._metrics.is_missing:
             found.append("metrics.jsonl is not there: it is being rotated, or the run has made no step yet")
@@ -79,7 +324,7 @@ class RunReader(RunFiles):
         return changed
 
     def _read_samples(self) -> bool:
-        new = [record for record in self._samples.read() if isinstance(record.get("text"), str)]
+        new = [record for record in self._samples.take() if isinstance(record.get("text"), str)]
         self.samples = [*self.samples, *new][-MOST_SAMPLES:]
         return bool(new)
 

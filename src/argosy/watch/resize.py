@@ -1,4 +1,4 @@
-"""What a run under way would take on fewer devices, on more, or on others: time and cost of what is left of it.
+"""Resize a run under way: time and cost of the rest of it on fewer devices, on more, or on others.
 
 On devices of its own kind, the measured step is scaled by the ratio of two predictions, both calibrated by the run's
 recent steps (`watch.rules.planner`). For another cluster there is nothing measured: its prediction stands as it is. All
@@ -27,18 +27,18 @@ from argosy.plan.plan import NUMERICS, Plan
 from argosy.plan.report.report import PlanRequest
 from argosy.plan.report.terminal import PIPE_WIDTH
 from argosy.plan.report.within import best_by_size
-from argosy.plan.search.sizes import grown
+from argosy.plan.search.candidates import grown
+from argosy.watch.conclusions import facts_of
 from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import forecast
-from argosy.watch.gather import facts_of
 from argosy.watch.reader import RunReader
-from argosy.watch.rules.planner import RESTART_S, Planner
+from argosy.watch.rules.planner import REPLAN_S, Planner
 
 Direction = Literal["stay", "up", "down", "sideways"]
 
 MORE = 4
 """Clusters are looked at up to this many times as large."""
-WORTH = 0.1
+WORTH_SAVING = 0.1
 """A change that saves less of the cost is not worth a restart."""
 
 
@@ -56,7 +56,7 @@ class Option:
     device_hours: Estimate
     """Device hours that are left."""
     money: Estimate | None
-    """What the rest costs; None if nobody knows a price."""
+    """Price of the rest; None if nobody knows one."""
     currency: str
     is_measured: bool = False
     """It is how the run goes on if nothing is changed."""
@@ -69,7 +69,7 @@ class Resizing:
     steps_left: int
     limit_s: float | None
     options: tuple[Option, ...]
-    """How it goes on first, then by devices."""
+    """The run as it is first, then by devices."""
     direction: Direction
     recommended: Option
     words: str
@@ -103,12 +103,12 @@ def resizing(
         for devices, words in _own_sizes(PlanRequest(free, grown(machine, MORE), tokens, pins=pins)):
             alternative = planner.elsewhere(Plan.parse(words), grown(machine, MORE))
             if alternative is not None and (devices != plan.world_size or alternative.saves > 0):
-                rest_s = propagate(lambda step: left * step * beside + RESTART_S, alternative.step_s)
+                rest_s = propagate(lambda step: left * step * beside + REPLAN_S, alternative.step_s)
                 found.append(_option("", devices, words, alternative.step_s, rest_s, machine))
     for name, cluster in others:
         *_, sizes = best_by_size(PlanRequest(free, cluster, tokens, pins=pins))
         for size in sizes:
-            rest_s = propagate(lambda took: took + RESTART_S, size.run.time_s)
+            rest_s = propagate(lambda took: took + REPLAN_S, size.run.time_s)
             found.append(_option(name, size.devices, size.plan, size.step_s, rest_s, cluster))
     best = _best(found, limit_s)
     direction = _direction(best, now)
@@ -169,7 +169,7 @@ def _best(found: Sequence[Option], limit_s: float | None) -> Option:
         return min(found, key=lambda each: float(each.left_s.mid))
     by_money = len({each.currency for each in able}) == 1 and all(each.money for each in able)
     best = min(able, key=lambda each: _cost(each, by_money))
-    return now if now in able and _cost(best, by_money) > (1 - WORTH) * _cost(now, by_money) else best
+    return now if now in able and _cost(best, by_money) > (1 - WORTH_SAVING) * _cost(now, by_money) else best
 
 
 def _cost(option: Option, by_money: bool) -> float:

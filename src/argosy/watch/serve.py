@@ -1,30 +1,171 @@
-"""Runs the server of `argosy watch`: its socket, its limits, its end."""
+"""The server process of `argosy watch`: access (token, Host header), the socket, limits, the end."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
+import ipaddress
+import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from argosy.errors import UserError
-from argosy.watch.auth import OWN_NAMES, is_loopback
-from argosy.watch.server import make_app
+from argosy.watch.library import Library
+from argosy.watch.server import Api, failed_answer
 
+TOKEN_BYTES = 32
+SHORTEST_TOKEN = 16
+QUERY = "token"
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; "
+    "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Nothing is loaded from elsewhere, and no script in the page's text is run: what a run's files hold stays text."""
+HEADERS = {
+    "content-security-policy": CONTENT_POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+FOR_PROGRAMS = ("/api/", "/metrics")
+OWN_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def new_token() -> str:
+    """Return a token that nobody guesses."""
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class AuthMiddleware:
+    """Lets a request through if it may read, and marks each answer for the browser.
+
+    Without a token, a request must name this machine's loopback address as its host, which keeps out a foreign page
+    whose name leads here (DNS rebinding). With a token, it may name any host.
+    """
+
+    def __init__(self, app: ASGIApp, token: str = "", port: int = 0, names: Iterable[str] = OWN_NAMES):
+        self._app, self._token = app, token
+        self._cookie = f"argosy_watch_{port}"  # cookies do not tell ports apart
+        self._names = frozenset(names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, _marking(send))
+        else:
+            await self._app(scope, receive, _marking(send))
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """Return a refusal, or None if allowed."""
+        headers = Headers(scope=scope)
+        if headers.get("sec-fetch-site", "none") in ("cross-site", "same-site") and scope["path"] != "/":
+            return PlainTextResponse("another site's page may not read this\n", 403)
+        if self._token:
+            return self._refusal_by_token(scope, headers)
+        if host_name(headers.get("host", "")) not in self._names:
+            names = ", ".join(sorted(self._names))
+            return PlainTextResponse(f"this server answers to {names} only; see argosy watch --help for --host\n", 403)
+        return None
+
+    def _refusal_by_token(self, scope: Scope, headers: Headers) -> Response | None:
+        try:
+            query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=100)
+        except ValueError:
+            return PlainTextResponse("too many parameters\n", 400)
+        given = [value for name, value in query if name == QUERY]
+        if given and self._is_token(given[-1]):
+            if scope["path"].startswith(FOR_PROGRAMS):
+                return None
+            # The token leaves the address bar, so that it is in no history and in no picture of the screen.
+            rest = urlencode([(name, value) for name, value in query if name != QUERY])
+            path = "/" + scope["path"].lstrip("/")  # never //elsewhere
+            answer = RedirectResponse(f"{path}?{rest}" if rest else path, 303)
+            answer.set_cookie(self._cookie, given[-1], httponly=True, samesite="lax", path="/")
+            return answer
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._is_token(bearer.strip()):
+            return None
+        if not given and self._is_token(_cookie(headers.get("cookie", ""), self._cookie)):
+            return None
+        wrong = "the token is wrong" if given or bearer else "a token is needed"
+        text = f"{wrong}: open the address that `argosy watch` printed, or send Authorization: Bearer TOKEN\n"
+        return PlainTextResponse(text, 401, {"www-authenticate": "Bearer"})
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
+
+
+def host_name(host: str) -> str:
+    """Return the name in a Host header, without its port, in lower case."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+def _cookie(header: str, name: str) -> str:
+    try:
+        found = SimpleCookie(header).get(name)
+    except CookieError:
+        return ""
+    return found.value if found else ""
+
+
+def _marking(send: Send) -> Send:
+    async def marked(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers[name] = value
+            headers.setdefault("cache-control", "no-store")
+        await send(message)
+
+    return marked
+
+
+PAGE = Path(__file__).parent / "page"
 PORT = 8765
-TRIES = 50
+PORTS_TRIED = 50
 """Ports that are tried, from PORT on, if the user named none."""
 REQUEST_S = 15.0
-"""A connection must have sent its whole request after so long."""
+"""Most seconds in which a connection sends its whole request."""
 MOST_CONNECTIONS = 400
 MOST_OF_ADDRESS = 100
-"""Connections of one address. The one of them that has idled for longest is closed when there is another."""
+"""Most connections of one address: beyond, the one that has idled for longest is closed."""
 MOST_HEADER_BYTES = 2**14
 
 
@@ -64,7 +205,6 @@ class PatientProtocol(H11Protocol):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
         self._stop_waiting()
         super().connection_lost(exc)
 
@@ -79,7 +219,7 @@ class PatientProtocol(H11Protocol):
 
 
 def _close_one(connections: list[PatientProtocol]) -> None:
-    """Close the connection that has idled for longest: who has no request to make must not keep others out."""
+    """Close the connection that has idled for longest: an idle one must not keep others out."""
     idle = [each for each in connections if each.idles]
     if idle:
         longest = min(idle, key=lambda each: each.idle_since_s)
@@ -112,7 +252,7 @@ def listening(host: str, port: int | None) -> socket.socket:
     """
     if port is not None and not 0 <= port <= 65535:
         raise UserError(f"--port {port}: a port is a number from 0 to 65535. Try --port {PORT}.")
-    tried = [port] if port is not None else [*range(PORT, PORT + TRIES), 0]
+    tried = [port] if port is not None else [*range(PORT, PORT + PORTS_TRIED), 0]
     for each in tried:
         try:
             return _bound(host, each)
@@ -147,10 +287,36 @@ def _cannot_listen(host: str, port: int, problem: OSError) -> UserError:
     return UserError(f"--host {host} --port {port}: cannot listen there ({problem.strerror}).")
 
 
+async def _page(request: Request) -> Response:
+    return FileResponse(PAGE / "index.html", headers={"cache-control": "no-cache"})
+
+
+def make_app(
+    root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_NAMES
+) -> tuple[AuthMiddleware, Callable[[], None]]:
+    """Return the application that shows the runs under `root`, and what lets go of those who wait for its news.
+
+    `token` and `names` as in `AuthMiddleware`.
+    """
+    api = Api(Library(root))
+    routes = [
+        *api.routes(),
+        Route("/", _page),
+        Mount("/static", StaticFiles(directory=PAGE, check_dir=False)),
+    ]
+    app = Starlette(
+        routes=routes,
+        lifespan=api.lifespan,
+        middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=4)],
+        exception_handlers={HTTPException: failed_answer, Exception: failed_answer},
+    )
+    return AuthMiddleware(app, token, port, names), api.news.end
+
+
 def server_of(root: Path, listener: socket.socket, token: str = "", host: str = "127.0.0.1") -> PageServer:
     """Return the server of the runs under `root`. `listener` was made for `host`.
 
-    token: who reads must have it; empty: nobody needs one.
+    token: needed to read; empty: none is needed.
     `run(sockets=[listener])` serves until SIGINT or SIGTERM.
     """
     port = listener.getsockname()[1]

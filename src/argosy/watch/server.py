@@ -22,34 +22,29 @@ import msgspec
 import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Route
 
 from argosy.errors import UserError
-from argosy.watch import conclusions, overview, rank_view, series, step_parts
-from argosy.watch.auth import OWN_NAMES, AuthMiddleware
-from argosy.watch.library import Library, Open, Unreadable
+from argosy.watch import overview, rank_view, steps
+from argosy.watch.conclusions import conclusions_of
+from argosy.watch.library import Library, OpenRun, Unreadable, run_folder
 from argosy.watch.linefile import leads_away
 from argosy.watch.metrics_table import Preview
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
-from argosy.watch.reader import RunReader
-from argosy.watch.run_files import RunTail, run_folder
-from argosy.watch.timeline import goodput, run_timeline, shown_events
+from argosy.watch.reader import RunReader, RunTail
+from argosy.watch.timeline import shown_events
 
-PAGE = Path(__file__).parent / "page"
 NEWS_S = 1.0
 BEAT_S = 10.0
-"""The live line says something at least so often, so that the page knows that it is there."""
+"""Most seconds between two events of the live line, by which the page knows that it is there."""
 MOST_LISTENERS = 100
-MOST_EVENTS = 5000
+EVENTS_IN_ANSWER = 5000
 """Events in one answer; the newest are there."""
 PROFILE_FILES = (".json.gz", ".json", ".pickle")
 
-View = Callable[["QueryParameters", Open], Any]
+View = Callable[["QueryParameters", OpenRun], Any]
 
 
 class WrongParameter(UserError):
@@ -87,34 +82,32 @@ class QueryParameters:
         return [word for word in self._query.get(name, "").split(",") if word]
 
     def text(self, name: str, default: str) -> str:
-        """Return a word."""
         return self._query.get(name) or default
 
     @property
     def steps(self) -> tuple[float | None, float | None]:
-        """The stretch that is asked for."""
         return self.number("from"), self.number("to")
 
 
-def _series(asked: QueryParameters, run: Open) -> Any:
+def _series(asked: QueryParameters, run: OpenRun) -> Any:
     return _series_of(asked, run.reader)
 
 
 def _series_of(asked: QueryParameters, run: RunReader | Preview) -> Any:
-    points = asked.count("points", series.POINTS, series.MOST_POINTS)
-    return series.series(run, asked.words("keys") or ["loss"], *asked.steps, points)
+    points = asked.count("points", steps.POINTS, steps.MOST_POINTS)
+    return steps.series(run, asked.words("keys") or ["loss"], *asked.steps, points)
 
 
-def _evaluations(asked: QueryParameters, run: Open) -> Any:
+def _evaluations(asked: QueryParameters, run: OpenRun) -> Any:
     table = run.reader.evaluations
     return {"step": table["step"], "loss": table["validation_loss"], "bits_per_byte": table["bits_per_byte"]}
 
 
-def _time(asked: QueryParameters, run: Open) -> Any:
-    return step_parts.step_parts(run.reader, *asked.steps, asked.count("points", series.POINTS, series.MOST_POINTS))
+def _time(asked: QueryParameters, run: OpenRun) -> Any:
+    return steps.step_parts(run.reader, *asked.steps, asked.count("points", steps.POINTS, steps.MOST_POINTS))
 
 
-def _ranks(asked: QueryParameters, run: Open) -> Any:
+def _ranks(asked: QueryParameters, run: OpenRun) -> Any:
     rows = asked.count("rows", rank_view.ROWS, rank_view.MOST_ROWS)
     columns = asked.count("points", rank_view.COLUMNS, rank_view.MOST_COLUMNS)
     low, high = asked.number("rank_from"), asked.number("rank_to")
@@ -122,20 +115,20 @@ def _ranks(asked: QueryParameters, run: Open) -> Any:
     return rank_view.rank_map(run.reader, asked.text("key", rank_view.OWN), *asked.steps, rows, columns, *ranks)
 
 
-def _events(asked: QueryParameters, run: Open) -> Any:
-    found = run_timeline(run.reader)
+def _events(asked: QueryParameters, run: OpenRun) -> Any:
+    found = overview.run_timeline(run.reader)
     events = list(shown_events(run.reader.events, found, asked.words("kinds") or None))
     phases = [asdict(stretch) for stretch in found.stretches]
-    more = max(0, len(events) - MOST_EVENTS)
-    return {"events": events[more:], "goodput": goodput(run.reader, found), "phases": phases, "more": more}
+    more = max(0, len(events) - EVENTS_IN_ANSWER)
+    return {"events": events[more:], "goodput": overview.goodput(run.reader, found), "phases": phases, "more": more}
 
 
-def _advice(asked: QueryParameters, run: Open) -> Any:
-    forecast = conclusions.forecast_of(run.reader)
+def _advice(asked: QueryParameters, run: OpenRun) -> Any:
+    found = conclusions_of(run.reader)
     return {
-        "advice": [asdict(advice) for advice in conclusions.advice_of(run.reader)],
-        "forecast": None if forecast is None else asdict(forecast),
-        "alerts": [asdict(alert) for alert in conclusions.alerts_of(run.reader)],
+        "advice": [asdict(advice) for advice in found.advice],
+        "forecast": None if found.forecast is None else asdict(found.forecast),
+        "alerts": [asdict(alert) for alert in found.alerts],
     }
 
 
@@ -143,7 +136,7 @@ VIEWS: dict[str, View] = {
     "series": _series,
     "evaluations": _evaluations,
     "time": _time,
-    "memory": lambda asked, run: step_parts.memory(run.reader),
+    "memory": lambda asked, run: steps.memory(run.reader),
     "ranks": _ranks,
     "devices": lambda asked, run: rank_view.devices(run.reader, *asked.steps),
     "events": _events,
@@ -186,23 +179,20 @@ class Api:
             await task
 
     async def runs(self, request: Request) -> Response:
-        """Answer /api/runs."""
 
         def line(run_id: str, tail: RunTail) -> msgspec.Raw:
-            return msgspec.Raw(_encoded(overview.line(run_id, tail)))
+            return msgspec.Raw(encoded(overview.line(run_id, tail)))
 
         def unreadable(run_id: str, why: str) -> msgspec.Raw:
-            return msgspec.Raw(_encoded(overview.unreadable(run_id, why)))
+            return msgspec.Raw(encoded(overview.unreadable(run_id, why)))
 
         return await _answer(lambda: self._library.ask_all(line, unreadable))
 
     async def run(self, request: Request) -> Response:
-        """Answer /api/runs/ID."""
         run_id = request.path_params["run_id"]
         return await _answer(lambda: self._opened(run_id, lambda entry: overview.details(run_id, entry.reader)))
 
     async def view(self, view: View, request: Request) -> Response:
-        """Answer /api/runs/ID/VIEW."""
         asked, run_id = QueryParameters(request), request.path_params["run_id"]
         return await _answer(lambda: self._opened(run_id, partial(view, asked)))
 
@@ -217,9 +207,9 @@ class Api:
 
         return await _answer(previewed)
 
-    def _opened(self, run_id: str, answer: Callable[[Open], Any]) -> bytes:
+    def _opened(self, run_id: str, answer: Callable[[OpenRun], Any]) -> bytes:
         # Encoded while nobody else reads the run: arrays may change afterwards.
-        return self._library.ask(run_id, lambda entry: _encoded(answer(entry)))
+        return self._library.ask(run_id, lambda entry: encoded(answer(entry)))
 
     async def profile_file(self, request: Request) -> Response:
         """Answer /api/runs/ID/profiles/NAME/FILE: a trace, as a file to be saved."""
@@ -239,7 +229,6 @@ class Api:
         return path
 
     async def metrics(self, request: Request) -> Response:
-        """Answer /metrics, for Prometheus."""
         runs = await anyio.to_thread.run_sync(lambda: self._library.ask_all(latest, _untold))
         text = await anyio.to_thread.run_sync(exposition, runs)
         return Response(text, media_type=None, headers={"content-type": CONTENT_TYPE})
@@ -264,7 +253,6 @@ class Broadcast:
 
     @property
     def listeners(self) -> int:
-        """The number of pages that listen."""
         return len(self._pending)
 
     async def follow(self) -> None:
@@ -314,7 +302,6 @@ class Broadcast:
 
 
 def latest(run_id: str, tail: RunTail) -> Latest:
-    """Return what Prometheus is told of a run."""
     line = overview.line(run_id, tail)
     return Latest(
         run=run_id,
@@ -342,11 +329,11 @@ async def _answer(compute: Callable[[], Any]) -> Response:
         raise HTTPException(404, str(error)) from None
     except Unreadable as error:
         raise HTTPException(500, str(error)) from None
-    body = found if isinstance(found, bytes) else _encoded(found)
+    body = found if isinstance(found, bytes) else encoded(found)
     return Response(body, media_type="application/json")
 
 
-def _encoded(value: Any) -> bytes:
+def encoded(value: Any) -> bytes:
     """Return JSON; what is not finite is null."""
     return msgspec.json.encode(value, enc_hook=_plain)
 
@@ -366,36 +353,10 @@ def _folder(root: Path, run_id: str) -> Path:
         raise HTTPException(404, str(error)) from None
 
 
-async def _failed(request: Request, error: Exception) -> Response:
+async def failed_answer(request: Request, error: Exception) -> Response:
     """Answer with a sentence as JSON under /api, and as text elsewhere."""
     code = error.status_code if isinstance(error, HTTPException) else 500  # uvicorn prints its traceback
     text = error.detail if isinstance(error, HTTPException) else "the server failed; its terminal says more"
     if request.url.path.startswith("/api/"):
-        return Response(_encoded({"error": text}), code, media_type="application/json")
+        return Response(encoded({"error": text}), code, media_type="application/json")
     return PlainTextResponse(f"{text}\n", code)
-
-
-async def _page(request: Request) -> Response:
-    return FileResponse(PAGE / "index.html", headers={"cache-control": "no-cache"})
-
-
-def make_app(
-    root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_NAMES
-) -> tuple[AuthMiddleware, Callable[[], None]]:
-    """Return the application that shows the runs under `root`, and what lets go of those who wait for its news.
-
-    `token` and `names` as in `AuthMiddleware`.
-    """
-    api = Api(Library(root))
-    routes = [
-        *api.routes(),
-        Route("/", _page),
-        Mount("/static", StaticFiles(directory=PAGE, check_dir=False)),
-    ]
-    app = Starlette(
-        routes=routes,
-        lifespan=api.lifespan,
-        middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=4)],
-        exception_handlers={HTTPException: _failed, Exception: _failed},
-    )
-    return AuthMiddleware(app, token, port, names), api.news.end

@@ -1,18 +1,111 @@
-"""A run's wall time, split by its events: training, waiting, recovering; and what each fault cost."""
+"""A run by its events: its state; its wall time, split into training, waiting and recovering; the cost of each fault;
+each event in words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from argosy.observe.heartbeat import BESIDE
+from argosy.errors import STOP_SIGNALS
 from argosy.watch.columns import Floats
 from argosy.watch.linefile import Event
-from argosy.watch.reader import RunReader
-from argosy.watch.run_files import BEGINNINGS
+
+State = Literal["training", "finished", "stopped", "failed", "silent", "dead"]
+SILENT_AFTER_S = 120.0
+"""A run that shows no sign of life for so long is silent, or for SILENT_STEPS of its steps if that is longer."""
+SILENT_STEPS = 20
+STARTING_S = 900.0
+"""Until its first step after a start, it may be compiling."""
+BEGINNINGS = ("start", "generation", "agent_came", "coordinator_started", "worker_started")
+STOPPED_BY_SIGNAL = tuple(128 + number for number in STOP_SIGNALS)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The state of a run, and why."""
+
+    state: State
+    why: str = ""
+    is_gone: bool = False
+    """True if its processes ended without a word."""
+
+
+def condition(
+    events: Iterable[dict[str, Any]],
+    report: dict[str, Any] | None,
+    alive_s: float,
+    now_s: float,
+    step_s: float | None,
+    is_gone: Callable[[], bool] = lambda: False,
+) -> RunStatus:
+    """Return the state of a run.
+
+    events: in the order of time; at least the last ones of rank 0, agents and coordinator. alive_s: its last sign of
+    life, and now_s the time, in seconds since 1970. step_s: of its last steps; None if there is none. is_gone: returns
+    True if the processes that held the run are known to be gone; asked of a run that has not said that it ended.
+    """
+    begun_s, ended_s = -1.0, -1.0
+    finish: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
+    end: dict[str, Any] = {}
+    for event in events:
+        if event["event"] in BEGINNINGS:
+            begun_s = event["time_s"]
+        elif event["event"] == "signal":
+            asked = event
+        elif event["event"] == "finish":
+            finish, ended_s = event, event["time_s"]
+        elif event["event"] == "end" and event.get("process") == "rank-0":
+            end, ended_s = event, event["time_s"]
+    if ended_s >= begun_s and (finish or end):
+        return _ended(finish if finish.get("time_s", -1.0) >= begun_s else {}, end, report)
+    if begun_s < 0 and report:
+        return _ended({}, {}, report)
+    if is_gone():
+        if asked and asked["time_s"] >= begun_s:
+            return RunStatus("stopped", f"{_signal(asked)} stopped it before its state was saved", True)
+        return RunStatus("dead", "its processes are gone, and no event says why", True)
+    quiet_s, allowed_s = now_s - alive_s, SILENT_AFTER_S
+    if step_s is None or alive_s - begun_s < STARTING_S:
+        allowed_s = STARTING_S if step_s is None else max(allowed_s, STARTING_S - (alive_s - begun_s))
+    allowed_s = max(allowed_s, SILENT_STEPS * (step_s or 0.0))
+    if quiet_s > allowed_s:
+        return RunStatus("silent", f"no sign of life for {_duration(quiet_s)}, and no event says that it ended")
+    return RunStatus("training")
+
+
+def _ended(finish: dict[str, Any], end: dict[str, Any], report: dict[str, Any] | None) -> RunStatus:
+    code, why = finish.get("exit_code", 0), str(finish.get("why", ""))
+    if code in STOPPED_BY_SIGNAL:
+        return RunStatus("stopped", why)
+    if code:
+        return RunStatus("failed", why)
+    finished = end.get("finished", finish.get("finished", (report or {}).get("status") == "finished"))
+    if finished:
+        return RunStatus("finished")
+    paused = end.get("paused_at")
+    by = f"paused at step {paused}, as train.pause_at says" if paused else "a signal stopped it"
+    return RunStatus("stopped", f"{by}; its state is saved")
+
+
+def _signal(event: dict[str, Any]) -> str:
+    try:
+        return signal.Signals(event["number"]).name
+    except (KeyError, ValueError):
+        return "a signal"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
 
 Phase = Literal["startup", "training", "recovery", "stopped"]
 """startup: from the first process to the first step; recovery: from a break to the next step; stopped: nobody runs."""
@@ -35,7 +128,6 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
         return max(0.0, self.end_s - self.begin_s)
 
 
@@ -96,11 +188,10 @@ class _Walk:
         self._lost_steps = 0
 
     def take(self, index: int, event: Mapping[str, Any]) -> None:
-        """Go on by one event."""
         kind, time_s, process = event["event"], float(event["time_s"]), event.get("process", "rank-0")
         if kind in CAUSES and (self._cause is None or time_s - self._cause[1] > CAUSE_S):
             self._cause = index, time_s
-        if kind == "generation" and isinstance(event.get("size"), int):
+        if kind == "generation" and "size" in event:
             self._devices = event["size"]
         is_new = kind == "coordinator_started" and not event.get("replaces")
         if is_new or (self._phase == "stopped" and kind in BEGINNINGS):
@@ -133,7 +224,7 @@ class _Walk:
             self._enter("stopped", max(alive_s, self._last_s))
 
     def _begin(self, time_s: float) -> None:
-        """The run begins, or begins again; if it did not say that it had ended, it ended with its last sign of life."""
+        """Begin, or begin again; a run that did not say that it had ended ended with its last sign of life."""
         if self._phase != "stopped":
             before = int(np.searchsorted(self._signs_s, time_s))
             sign_s = float(self._signs_s[before - 1]) if before else 0.0
@@ -150,8 +241,8 @@ class _Walk:
         self._enter("training", time_s)
 
     def _lose(self, index: int, event: Mapping[str, Any]) -> None:
-        steps = event.get("steps_lost")
-        if isinstance(steps, int) and steps > 0:
+        steps = event.get("steps_lost", 0)
+        if steps > 0:
             self._lost_steps = steps
             self._found.lost_s += steps * self._step_s
             if self._break is None:  # the run had died as a whole
@@ -162,39 +253,6 @@ class _Walk:
             time_s = max(time_s, self._since_s)
             self._found.stretches.append(Stretch(self._phase, self._since_s, time_s, self._devices))
         self._phase, self._since_s = phase, time_s
-
-
-def run_timeline(reader: RunReader) -> RunTimeline:
-    """Return the timeline of a run."""
-    times = reader.steps["time_s"]
-    return timeline(reader.events, reader.alive_s, reader.recent_step_s, times[np.isfinite(times)])
-
-
-def goodput(reader: RunReader, found: RunTimeline) -> dict[str, Any]:
-    """Return where a run's wall time went, in seconds; the parts add up to it.
-
-    useful: steps that count. evaluate, checkpoint, check: beside steps. lost: steps that were run again. other: what
-    is left of the training. `goodput` is the share of the useful part, None if there was no time yet.
-    """
-    training = found.seconds("training")
-    parts = {"useful": useful_s(reader)}
-    parts |= {name: float(np.nansum(reader.steps[f"seconds.{name}"])) for name in sorted(BESIDE)}
-    parts["lost"] = min(found.lost_s, max(0.0, training - sum(parts.values())))
-    if (inside := sum(parts.values())) > training:  # a step that began before its world said so, or clocks that differ
-        parts = {name: seconds * training / inside for name, seconds in parts.items()}
-    parts["other"] = training - sum(parts.values())
-    parts |= {phase: found.seconds(phase) for phase in ("startup", "recovery", "stopped")}
-    wall_s = found.wall_s
-    return {
-        "wall_s": wall_s,
-        "parts": {name: round(max(0.0, seconds), 3) for name, seconds in parts.items()},
-        "goodput": parts["useful"] / wall_s if wall_s > 0 else None,
-    }
-
-
-def useful_s(reader: RunReader) -> float:
-    """Return the seconds of the steps that count."""
-    return float(np.nansum(reader.steps["step_time_s"]))
 
 
 def shown_events(
@@ -223,23 +281,77 @@ LONGEST_WORDS = 200
 
 
 def words(event: Event) -> str:
-    """Return one line of text about an event."""
     kind = event["event"].replace("_", " ")
     parts = [kind]
-    if isinstance(event.get("rank"), int) and event["event"] != "fault":
+    if "rank" in event and event["event"] != "fault":
         parts.append(f"rank {event['rank']}")
-    if isinstance(event.get("step"), int) and event["event"] in OF_A_STATE:
+    if "step" in event and event["event"] in OF_A_STATE:
         parts.append(f"after {event['step']} steps")
-    elif isinstance(event.get("step"), int):
+    elif "step" in event:
         parts.append(str(event["step"]) if kind.endswith(" step") else f"step {event['step']}")  # bad step 1865
-    if isinstance(event.get("site"), str):
-        parts.append(event["site"])
-    if isinstance(event.get("node"), str):
-        parts.append(event["node"])
+    parts += [event[name] for name in ("site", "node") if name in event]
     facts = [str(event[name]) for name in TELLING if event.get(name)]
-    if isinstance(event.get("steps_lost"), int):
+    if "steps_lost" in event:
         facts.append(f"{event['steps_lost']} steps lost")
     if isinstance(event.get("seconds"), int | float):
         facts.append(f"{event['seconds']:.3g} s")
     text = " ".join(parts) + (": " + ", ".join(facts) if facts else "")
     return text if len(text) <= LONGEST_WORDS else text[: LONGEST_WORDS - 1] + "…"
+
+
+GOOD, NOTE, BAD = "green", "yellow", "red"
+WORDS: dict[str, tuple[str, Callable[[Event], str]]] = {
+    "start": ("", lambda e: f"training goes on at step {e['step']}" if e["step"] else "training begins"),
+    "recovered": (GOOD, lambda e: f"recovered at step {e['step']} ({e['source']}), {e['steps_lost']} steps lost"),
+    "resume": (GOOD, lambda e: f"goes on from the checkpoint of step {e['step']}"),
+    "save": (GOOD, lambda e: f"saved after {e['step']} steps"),
+    "save_failed": (BAD, lambda e: f"saving failed: {e['error']}"),
+    "writer_died": (NOTE, lambda e: f"the process that writes checkpoints died: {e['why']}"),
+    "drain_failed": (NOTE, lambda e: f"copying a checkpoint away failed: {e['error']}"),
+    "damaged_checkpoint": (BAD, lambda e: f"a checkpoint is damaged: {e['problem']}"),
+    "worker_died": (BAD, lambda e: f"worker {_of(e, 'rank')} died: {e['why']}"),
+    "killed": (NOTE, lambda e: f"worker {_of(e, 'rank')} was killed: {e['why']}"),
+    "generation": ("", lambda e: f"{_processes(e['size'])} world {e['generation']}"),
+    "replan": (NOTE, lambda e: f"another plan: {e['plan']}"),
+    "rebalanced": (NOTE, lambda e: f"shares of microbatches {e['shares'] or 'even'} from step {e['step']} on"),
+    "migrated": (NOTE, lambda e: f"migrated ({e['because']}): {e['why']}"),
+    "node_refused": (BAD, lambda e: f"node {e['node']} is refused: {e['why']}"),
+    "agent_left": (NOTE, lambda e: f"node {e['node']} left: {e['why']}"),
+    "coordinator_lost": (NOTE, lambda e: f"the coordinator was lost: {e['why']}"),
+    "bad_step": (NOTE, lambda e: f"step {e['step']} was bad ({e['reason']}): {e['outcome']}"),
+    "transient": (NOTE, lambda e: f"step {e['step']} looked bad, and was fine when it was repeated"),
+    "rewind": (NOTE, lambda e: f"went back to step {e['step']}"),
+    "corruption": (BAD, lambda e: f"replicas differ at step {e['step']}: {e['outcome']}"),
+    "gradient_corrupt": (BAD, lambda e: f"rank {e['rank']} computed a wrong gradient at step {e['step']}"),
+    "collective_corrupt": (BAD, lambda e: f"a sum of gradients was wrong at step {e['step']}"),
+    "bad_shard": (NOTE, lambda e: f"damaged data at step {e['step']}: {e['outcome']}"),
+    "fault": (NOTE, lambda e: f"a fault was injected: {e['fault']}"),
+    "length": ("", lambda e: f"{e['steps']} steps fit in the time"),
+    "signal": (NOTE, lambda e: f"asked to stop by signal {e['number']}"),
+    "profile": ("", lambda e: f"profiled steps {e['steps'][0]} to {e['steps'][1]}"),
+    "alert": (BAD, lambda e: f"{e['alert']}: {e['why']}"),
+}
+"""Kind of event -> style (as rich names it), and its words. A kind that is not here is shown if it is a finding."""
+
+
+def _processes(count: int) -> str:
+    return "1 process forms" if count == 1 else f"{count} processes form"
+
+
+def in_words(event: Event) -> tuple[str, str] | None:
+    """Return words and style of an event; None for one that is of no interest here, or says less than it should."""
+    kind = event.get("event", "")
+    try:
+        if kind in WORDS:
+            style, words = WORDS[kind]
+            return words(event), style
+        if "action" in event and "why" in event:  # a finding
+            return str(event["why"]), NOTE
+    except (KeyError, IndexError, TypeError):  # another version wrote it
+        pass
+    return None
+
+
+def _of(event: Event, key: str) -> str:
+    value = event.get(key)
+    return "" if value is None else str(value)

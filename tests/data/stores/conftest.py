@@ -10,7 +10,7 @@ import pytest
 
 from argosy.config.data import CacheConfig, DataConfig
 from argosy.config.schema import RunConfig
-from argosy.data.checksum import BLOCK_BYTES
+from argosy.data.manifest import BLOCK_BYTES
 from argosy.data.stores.cache import Cache
 from data.conftest import MakeFolder
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from argosy.config.data import CacheConfig
-from argosy.data.checksum import BLOCK_BYTES
+from argosy.data.manifest import BLOCK_BYTES
 from argosy.data.stores.cache import Cache, Reader, block_key
 from argosy.errors import UserError
 

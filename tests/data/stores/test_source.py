@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from argosy.config.batch_ramp import BatchSizes
 from argosy.config.data import CacheConfig
-from argosy.data.checksum import BLOCK_BYTES
+from argosy.config.train import BatchSizes
 from argosy.data.loader import OpenData, open_data
+from argosy.data.manifest import BLOCK_BYTES
+from argosy.data.shards import BadShard, TokenSource
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.source import StoreSource, stores_of
 from argosy.data.stores.store import Store
-from argosy.data.stream import BadShard, TokenSource
 from argosy.errors import ArgosyWarning, DataError, Retryable, UserError
 from data.stores.conftest import Data
 

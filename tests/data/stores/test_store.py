@@ -12,10 +12,11 @@ from threading import Thread
 import pytest
 
 from argosy.config.data import CacheConfig
+from argosy.data.stores import store as uploads
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
-from argosy.data.stores.store import Store, StoreUnreachable, is_url, words
-from argosy.errors import UserError
+from argosy.data.stores.store import Store, StoreUnreachable, is_url, upload, words
+from argosy.errors import RunFailed, UserError
 from object_store import KEYS, ObjectStore, Proxy, environment, needs_server
 
 
@@ -141,8 +142,8 @@ def test_a_server_refuses_in_words(tmp_path: Path, prepared: Path) -> None:
 
 @needs_server
 def test_a_block_harmed_on_its_way_is_fetched_again_and_a_missing_bucket_named(tmp_path: Path, prepared: Path) -> None:
+    from argosy.data.shards import TokenSource
     from argosy.data.stores.source import StoreSource
-    from argosy.data.stream import TokenSource
 
     server = ObjectStore(tmp_path / "log")
     proxy = Proxy(server.port)
@@ -159,3 +160,52 @@ def test_a_block_harmed_on_its_way_is_fetched_again_and_a_missing_bucket_named(t
     finally:
         proxy.close()
         server.stop()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+def test_a_copy_has_all_files_and_is_made_once(prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    url = f"file://{tmp_path}/there"
+    assert upload(prepared, url)
+    assert not upload(prepared, url)
+    assert names(tmp_path / "there") == names(prepared)
+
+
+def test_an_interrupted_copy_has_no_manifest_and_goes_on(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    url, put, written = f"file://{tmp_path}/there", Store.put, []
+
+    def dies(store: Store, name: str, content: bytes | Path) -> None:
+        if name.startswith("train-00001"):
+            raise StoreUnreachable("cut")
+        put(store, name, content)
+
+    monkeypatch.setattr(uploads, "PAUSE_S", 0.0)
+    monkeypatch.setattr(uploads, "AT_ONCE", 1)
+    monkeypatch.setattr(Store, "put", dies)
+    with pytest.raises(RunFailed, match=r"remote = file://.*cannot be reached \(cut\)"):
+        upload(prepared, url)
+    assert "manifest.json" not in names(tmp_path / "there")
+
+    def counts(store: Store, name: str, content: bytes | Path) -> None:
+        written.append(name)
+        put(store, name, content)
+
+    monkeypatch.setattr(Store, "put", counts)
+    assert upload(prepared, url)
+    assert "train-00000.bin" not in written
+    assert written[-1] == "manifest.json"
+    assert names(tmp_path / "there") == names(prepared)
+
+
+def test_other_data_are_not_written_over(prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="holds other prepared data"):
+        upload(prepared, f"file://{tmp_path}/there")
+    assert names(tmp_path / "there") == {"manifest.json"}

@@ -1,14 +1,197 @@
-"""Time, money and energy of whole runs: published runs come out, and every figure has its interval."""
+"""Failures cost what the formulas of the literature say, and a whole run its time, money and energy."""
 
 from dataclasses import fields
+from math import exp, factorial
 
 import numpy as np
 import pytest
 
-from argosy.plan.cost.economy import power_per_device_w, price_per_device_h, whole_run
+from argosy.plan.cost.economy import (
+    CheckpointCost,
+    best_interval_s,
+    checkpoint_cost,
+    effective_share,
+    goodput,
+    memory_checkpoint_interval_s,
+    mtbf_s,
+    power_per_device_w,
+    price_per_device_h,
+    spare_nodes,
+    whole_run,
+)
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.goodput import CheckpointCost, checkpoint_cost, goodput
 from argosy.plan.hardware.clusters import Cluster
+
+HOUR = 3600.0
+LLAMA_CLUSTER = Cluster.parse("h100-16384")
+LLAMA_STATE = 405.85e9 * 14  # bf16 weights, fp32 master weights and two moments
+
+
+def test_llama_3_stopped_about_every_three_hours():
+    mtbf = mtbf_s(LLAMA_CLUSTER)
+    assert mtbf.mid / HOUR == pytest.approx(54 * 24 / 419, rel=1e-3)  # 3.1 h
+    assert mtbf.low < mtbf.mid < mtbf.high
+
+
+def test_llama_3_trained_for_over_90_percent_of_the_time():
+    found = goodput(LLAMA_CLUSTER, checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE))
+    assert 0.90 < found.effective.mid < 0.97
+    assert 0.80 < found.effective.low < found.effective.mid < found.effective.high < 1
+    assert found.stops_per_day.mid == pytest.approx(419 / 54, rel=1e-3)
+
+
+@pytest.mark.parametrize(("devices", "published_h"), [(16_384, 1.8), (131_072, 0.23)])
+def test_meta_s_projection_for_a100(devices, published_h):
+    """Kokolis et al. 2024: 1.8 h at 16,384 GPUs and 14 min at 131,072."""
+    assert mtbf_s(Cluster.parse(f"{devices}xa100")).mid / HOUR == pytest.approx(published_h, rel=0.05)
+
+
+def test_rates_of_unlike_devices_add_up():
+    mixed, h100, a100 = (mtbf_s(Cluster.parse(text)).mid for text in ("64xh100+32xa100", "64xh100", "32xa100"))
+    assert 1 / mixed == pytest.approx(1 / h100 + 1 / a100)
+    assert mtbf_s(Cluster.parse("64xh100"), 16).mid == pytest.approx(4 * h100)
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "write_s", "restart_s", "interval_s", "mtbf"),
+    [
+        (10, 10, 300, 500, 3 * HOUR),
+        (5, 200, 300, 400, HOUR),  # written in the background; the state is old when it is safe
+        (60, 60, 900, 1200, HOUR),  # far from first order
+        (0.1, 90, 0, 100, 0.25 * HOUR),
+    ],
+)
+def test_the_closed_form_agrees_with_drawn_failures(stall_s, write_s, restart_s, interval_s, mtbf):
+    share = effective_share(interval_s, CheckpointCost(stall_s, write_s), restart_s, mtbf)
+    drawn, error = simulated(stall_s, write_s, restart_s, interval_s, mtbf)
+    assert error < 0.0005
+    assert share == pytest.approx(drawn, abs=4 * error)
+
+
+def simulated(stall_s, write_s, restart_s, interval_s, mtbf, runs=100, failures=10_000):
+    """Progress over time of runs that live through many failures: mean and standard error over runs."""
+    up_s = np.random.default_rng(0).exponential(mtbf, (runs, failures))
+    # After a restart, if it comes to an end, the process works for interval_s, then begins a save and stands still for
+    # stall_s, and so on; of these saves, those that began write_s ago or more are safe when the next failure strikes.
+    in_service_s = up_s - restart_s
+    saves = np.maximum(0, np.floor((in_service_s - interval_s - write_s) / (interval_s + stall_s)) + 1)
+    shares = (saves * interval_s).sum(axis=1) / up_s.sum(axis=1)
+    return shares.mean(), shares.std(ddof=1) / np.sqrt(runs)
+
+
+def test_it_is_to_first_order_the_published_approximation():
+    """Kokolis et al. 2024, and 1 / (1 + delta/tau) (1 - (tau/2 + R)/M)."""
+    delta, restart, mtbf = 1.0, 20.0, 1e5
+    tau = best_interval_s(delta, mtbf)
+    published = 1 / (1 + delta / tau) * (1 - (tau / 2 + restart) / mtbf)
+    waste = 1 - effective_share(tau, CheckpointCost(delta, delta), restart, mtbf)
+    assert waste == pytest.approx(1 - published, rel=0.01)
+
+
+def test_without_failures_only_the_stalls_are_lost():
+    assert effective_share(100.0, CheckpointCost(0.0, 0.0), 600.0, np.inf) == 1
+    assert effective_share(100.0, CheckpointCost(25.0, 50.0), 600.0, np.inf) == 0.8
+    assert effective_share(100.0, CheckpointCost(25.0, 50.0), 600.0, 1e15) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("stall_s", [0.1, 5.0, 60.0, 600.0])
+@pytest.mark.parametrize("mtbf", [0.5 * HOUR, 3 * HOUR, 100 * HOUR])
+def test_no_interval_does_noticeably_better_than_the_best(stall_s, mtbf):
+    saving = CheckpointCost(stall_s, stall_s)
+    best = effective_share(best_interval_s(stall_s, mtbf), saving, 300.0, mtbf)
+    others = effective_share(np.geomspace(1, 10 * mtbf, 2000), saving, 300.0, mtbf)
+    assert best >= 0.999 * others.max()
+
+
+def test_for_rare_failures_the_best_interval_is_young_s():
+    assert best_interval_s(10.0, 1e9) == pytest.approx(np.sqrt(2 * 10 * 1e9), rel=1e-3)
+
+
+def test_copies_in_memory_are_as_often_as_young_has_it_or_cost_a_thousandth():
+    assert memory_checkpoint_interval_s(0.5, 3 * HOUR) == pytest.approx(best_interval_s(0.5, 3 * HOUR))
+    assert memory_checkpoint_interval_s(0.001, 1e6 * HOUR) == pytest.approx(1.0)
+    of_run = goodput(LLAMA_CLUSTER, checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE))
+    assert of_run.copy_interval_s <= of_run.interval_s
+    waiting = goodput(LLAMA_CLUSTER, checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE, background=False))
+    assert waiting.copy_interval_s == of_run.copy_interval_s, "how checkpoints are written has no part in it"
+    assert goodput(LLAMA_CLUSTER, checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE), step_s=1e4).copy_interval_s == 1e4
+
+
+def test_more_of_what_costs_time_costs_time():
+    def share(interval_s=400.0, stall_s=5.0, write_s=30.0, restart_s=300.0, mtbf=2 * HOUR):
+        return effective_share(interval_s, CheckpointCost(stall_s, write_s), restart_s, mtbf)
+
+    base = share()
+    assert share(stall_s=10.0) < base
+    assert share(write_s=60.0) < base
+    assert share(restart_s=600.0) < base
+    assert share(mtbf=HOUR) < base
+    sizes = [
+        goodput(LLAMA_CLUSTER, checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE), n).effective.mid
+        for n in (1024, 4096, 16_384)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_checkpoints_are_as_far_apart_as_storage_and_steps_allow():
+    slow = CheckpointCost(stall_s=1.0, write_s=5000.0)
+    assert goodput(LLAMA_CLUSTER, slow).interval_s == 5000
+    assert goodput(LLAMA_CLUSTER, checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE), step_s=1e4).interval_s == 1e4
+
+
+def test_saving_in_the_background_stalls_less_and_is_safe_later():
+    waiting, background = (
+        checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE, background=False),
+        checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE),
+    )
+    assert background.stall_s < waiting.stall_s == waiting.write_s < background.write_s
+    assert waiting.write_s == pytest.approx(LLAMA_STATE / 2e12)
+
+
+def test_arrays_give_what_their_elements_give():
+    devices = np.array([1024.0, 16_384.0])
+    both = goodput(
+        LLAMA_CLUSTER, checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE, devices), devices, step_s=np.array([1.0, 10.0])
+    )
+    for i, step_s in enumerate((1.0, 10.0)):
+        one = goodput(LLAMA_CLUSTER, checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE, devices[i]), devices[i], step_s=step_s)
+        assert both.interval_s[i] == pytest.approx(one.interval_s)
+        for name in ("mtbf_s", "stops_per_day", "overhead", "effective"):
+            assert getattr(both, name).low[i] == pytest.approx(getattr(one, name).low)
+            assert getattr(both, name).high[i] == pytest.approx(getattr(one, name).high)
+
+
+def test_the_interval_widens_with_what_is_uncertain():
+    narrow = goodput(
+        LLAMA_CLUSTER, checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE), restart_s=Estimate.exactly(600.0)
+    ).effective
+    wide = goodput(
+        LLAMA_CLUSTER, checkpoint_cost(LLAMA_CLUSTER, LLAMA_STATE), restart_s=Estimate(60.0, 600.0, 6000.0)
+    ).effective
+    assert wide.low < narrow.low < narrow.mid == wide.mid < narrow.high < wide.high
+
+
+@pytest.mark.parametrize("repair_h", [1.0, 24.0, 24.0 * 14])
+@pytest.mark.parametrize("confidence", [0.5, 0.95, 0.999])
+def test_spares_suffice_and_one_less_does_not(repair_h, confidence):
+    mean = 16_384 / LLAMA_CLUSTER.device.mtbf_h * repair_h
+    spares = spare_nodes(LLAMA_CLUSTER, repair_h, confidence)
+
+    def at_most(k):
+        return sum(exp(-mean) * mean**i / factorial(i) for i in range(k + 1))
+
+    assert at_most(spares) >= confidence
+    assert at_most(spares - 1) < confidence
+
+
+def test_spares_of_a_very_large_cluster_and_of_none_needed():
+    huge = Cluster.parse("1000000xa100")
+    mean = 1e6 / huge.device.mtbf_h * 24 * 30
+    assert mean < spare_nodes(huge, 24 * 30, 0.95) < mean + 2 * np.sqrt(mean)
+    assert spare_nodes(huge, 0.0) == 0
+    with pytest.raises(ValueError, match="confidence"):
+        spare_nodes(huge, 1.0, 1.0)
+
 
 LLAMA = Cluster.parse("h100-16384")
 

@@ -11,7 +11,8 @@ import pytest
 
 from argosy.config.load import load
 from argosy.config.model import ModelConfig
-from argosy.config.schema import OptimizerConfig, RunConfig
+from argosy.config.optimizer import OptimizerConfig
+from argosy.config.schema import RunConfig
 from argosy.optim.optimizer import RULES
 from argosy.plan.cost.exact_state import (
     INT8_BLOCK,
@@ -22,9 +23,9 @@ from argosy.plan.cost.exact_state import (
     stages_on,
     state_bytes,
 )
-from argosy.plan.flops import parameters
 from argosy.plan.parameters import Parameter, parameter_table
 from argosy.plan.plan import Plan
+from argosy.plan.workload import parameters
 from argosy.precision import int8
 
 SMALL = ModelConfig(layers=4, width=64, heads=8, kv_heads=2, head_width=8, ffn_width=96, vocab_size=203)

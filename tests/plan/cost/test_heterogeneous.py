@@ -14,9 +14,9 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.heterogeneous import uneven_splits
 from argosy.plan.dealing import deal
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.integers import numbers_of
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
+from argosy.plan.quantities import numbers_of
 from argosy.plan.rules import first_problem
 
 BATCH = 512

@@ -1,4 +1,4 @@
-"""Collectives take what ring formulas say, on the links that a group spans."""
+"""Collectives take what ring formulas say, and compressed sums send and keep what their table says."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from argosy.config.load import load
+from argosy.config.sync import SyncConfig
 from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
-from argosy.plan.cost.rates import Rates
+from argosy.plan.cost.memory_model import MemoryModel
+from argosy.plan.cost.network import Compression, all_reduce_s, all_to_all_s, gather_s, group_of, send_s
+from argosy.plan.cost.rates import Rates, System
+from argosy.plan.cost.step_time import StepModel
+from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.measurements import CompressionRate
+from argosy.plan.layouts import Layouts
+from argosy.plan.plan import Plan
+from argosy.plan.sync import COMPRESSED, COMPRESSORS
+from argosy.plan.workload import Workload
+from argosy.sync.table import COMPRESSORS as CLASSES
 
 NODE = replace(Rates.of_device(find_device("h100")), link_bytes_per_s=400e9, nic_bytes_per_s=50e9, reduction_gain=1.0)
 FREE = Constants(link=1.0, nic=1.0, latency=1e-30, hop=1e-30)
@@ -73,3 +84,80 @@ def test_a_ring_enters_and_leaves_a_site_by_the_shares_of_its_ranks_there() -> N
     assert send_s(GB, whole) == pytest.approx(GB / 1e6 + 0.01)
     assert send_s(GB, inside) == pytest.approx(GB / 50e9)
     assert gather_s(0.0, one_of_each) == pytest.approx(0.02)
+
+
+RUN = load("demo", {"train.steps": 10})
+WORK = Workload.of(RUN)
+H100, CPU = (
+    Rates.of_device(find_device("h100")),
+    Rates(**{**vars(Rates.of_device(find_device("h100"))), "host_waits": 1.0}),
+)
+
+
+def layout(word: str, replicas: int = 2) -> Layouts:
+    return Layouts.of([Plan.parse(f"dp_replicate={replicas},sync={word}")])
+
+
+def sent(word: str, replicas: int) -> int:
+    return sum(traffic(Plan.parse(f"dp_replicate={replicas},sync={word}"), RUN).values())
+
+
+def test_each_compressor_has_a_cost():
+    assert set(COMPRESSED) == set(CLASSES) - {"exact"}
+    for word in COMPRESSED:
+        CompressionRate(sync=word, number_s=1e-9)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("word", COMPRESSED)
+def test_the_share_is_about_that_of_the_exact_count(word, replicas):
+    share = Compression(RUN.sync).share_sent(layout(word, replicas), WORK, replicas)
+    # Norms are summed exactly, and a bucket's blocks are whole.
+    assert float(share[0]) == pytest.approx(sent(word, replicas) / sent("exact", replicas), rel=0.12, abs=0.001)
+
+
+def test_an_exact_sum_compresses_nothing():
+    found = Compression()
+    assert found.seconds(layout("exact"), 1e9, 2, H100) == 0
+    assert found.share_sent(layout("exact"), WORK, 2) == 1
+    assert found.kept_bytes(layout("exact"), 1e9, 1e9) == 0
+
+
+def test_on_a_gpu_the_work_follows_from_memory_on_a_cpu_from_measurements():
+    plans = layout("int8", 1000)
+    on_gpu = float(Compression().seconds(plans, 1e9, 1e9, H100)[0])
+    assert on_gpu == pytest.approx(1e9 * (120 / H100.memory_bytes_per_s + 60 * 5e-6 / 2**20))
+    assert float(Compression().seconds(plans, 1e9, 1e9, CPU)[0]) == pytest.approx(
+        COMPRESSORS["int8"].cpu_s * 1e9 * 120 / 190
+    )
+    probed = Compression(measured_s={"int8": 1e-9})
+    assert float(probed.seconds(plans, 1e9, 1e9, H100)[0]) == pytest.approx(120 / 190)
+    assert float(probed.seconds(plans, 1e9, 1, H100)[0]) == 0.0, "a replica alone sums nothing"
+
+
+def test_a_step_pays_for_the_work_and_hides_a_part_of_it_behind_the_link():
+    def step_s(word: str, link: float, compression: Compression) -> float:
+        rates = Rates(**{**vars(CPU), "node": 1, "nic_bytes_per_s": link})
+        plans = layout(word)
+        return float(StepModel(plans, WORK, rates, System(), Constants(), compression).predict().total[0])
+
+    free, slow = Compression(measured_s={"int8": 1e-15}), Compression(measured_s={"int8": 100e-9})
+    numbers = float(WORK.matrix_parameters) * (120 + 35) / 190 * 100e-9
+    assert step_s("int8", 1e12, slow) - step_s("int8", 1e12, free) == pytest.approx(numbers, rel=0.05)
+    assert 0 < step_s("int8", 1e7, slow) - step_s("int8", 1e7, free) < 0.5 * numbers
+
+
+def test_residuals_and_outer_state_are_a_part_of_memory():
+    def kept(word: str, plan: str = "dp_replicate=2", **settings: bool) -> float:
+        plans = Layouts.of([Plan.parse(f"{plan},sync={word}")])
+        return float(
+            MemoryModel(plans, WORK, System(), Constants(), Compression(SyncConfig(**settings))).predict().agreement[0]
+        )
+
+    numbers = float(WORK.matrix_parameters)
+    assert kept("int8") == pytest.approx(8 * numbers)
+    assert kept("sign") == pytest.approx(16 * numbers)
+    assert kept("int8", error_feedback=False) == kept("bf16") == kept("exact") == 0
+    assert kept("int8", plan="dp_replicate=2,dp_shard=4,zero=1") == pytest.approx(2 * numbers)
+    assert kept("diloco") == pytest.approx(8 * numbers)
+    assert kept("local") == pytest.approx(4 * numbers)

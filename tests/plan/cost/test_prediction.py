@@ -8,9 +8,9 @@ import pytest
 
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.breakdown import OF_TIME
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.exact_state import state_bytes
-from argosy.plan.cost.factors import OF_TIME
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster, Factor

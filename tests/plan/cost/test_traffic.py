@@ -9,8 +9,8 @@ import pytest
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.traffic import LOSS_BYTES, Traffic, axis_sizes, spanning_axis, traffic
-from argosy.plan.flops import parameters
 from argosy.plan.plan import Plan
+from argosy.plan.workload import parameters
 
 MODEL = ModelConfig(layers=4, width=64, heads=8, kv_heads=4, head_width=8, ffn_width=96, vocab_size=256)
 P = 4 * parameters(MODEL)

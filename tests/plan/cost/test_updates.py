@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from argosy.config.load import load
-from argosy.config.sites import SiteConfig
+from argosy.config.sync import SiteConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.network import FRAMING
 from argosy.plan.cost.prediction import predict
 from argosy.plan.cost.sites import exchange_s, within_site
 from argosy.plan.cost.updates import MESSAGES, added_s, in_words, sent_bytes, updates_of, with_workers
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.report.report import PlanRequest, plan_report
+from argosy.plan.workload import parameters
 
 TWO = Cluster.parse("two-sites")
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from argosy.config.catalog import preset_names
+from argosy.config.layers import preset_names
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster, Factor
 from argosy.plan.hardware.devices import find_device

@@ -11,7 +11,7 @@ from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.report.report import usual_batch
-from argosy.plan.report.request import Question, of_model, of_run
+from argosy.plan.report.request import Question, best_plans, of_model, of_run
 from argosy.plan.search.auto import Devices, choose_plan
 
 PARITY = load("parity")
@@ -112,3 +112,15 @@ def test_a_run_s_length_is_the_tokens_to_train_on() -> None:
 def test_pins_take_the_place_of_the_trainer_s_plan() -> None:
     assert isinstance(of_run(PARITY, TWO_CPUS, Question()).given, Plan)
     assert of_run(PARITY, TWO_CPUS, Question(fix="microbatch=1")).given is None
+
+
+def test_a_model_and_a_run_are_planned_for():
+    report = best_plans("llama3-8b", "8xh100", seq_len=4096, top=2, fix="tp=2")
+    assert (report.seq_len, len(report.choices)) == (4096, 2)
+    assert Plan.parse(report.choices[0].plan).tp == 2
+    assert best_plans(load("demo"), "2xcpu").devices == 2
+
+
+def test_a_model_that_does_not_exist_is_refused():
+    with pytest.raises(UserError, match="llama3-8b"):
+        best_plans("llama3-8", "8xh100")

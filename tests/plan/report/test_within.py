@@ -8,7 +8,7 @@ from argosy.config.counts import seconds_of
 from argosy.errors import UserError
 from argosy.plan.report.report import PlanRequest
 from argosy.plan.report.request import Question, of_model
-from argosy.plan.report.within import Within, best_by_size, in_words, of_each, recommended, within
+from argosy.plan.report.within import Within, best_by_size, fewest_within, in_words, of_each, recommended
 
 DAY = 86_400.0
 
@@ -22,7 +22,7 @@ def took_s(answer: Within, devices: int) -> float:
 
 
 def test_it_is_the_smallest_number_that_is_in_time():
-    found = within("256xh100", request("256xh100"), 30 * DAY)
+    found = fewest_within("256xh100", request("256xh100"), 30 * DAY)
     assert found.fewest is not None and found.surely is not None
     assert took_s(found, found.fewest.devices) <= 30 * DAY
     assert all(float(size.run.time_s.mid) > 30 * DAY for size in found.sizes if size.devices < found.fewest.devices)
@@ -32,23 +32,23 @@ def test_it_is_the_smallest_number_that_is_in_time():
 
 
 def test_longer_takes_fewer_devices():
-    fewest = [within("c", request("256xh100"), days * DAY).fewest for days in (10, 20, 40)]
+    fewest = [fewest_within("c", request("256xh100"), days * DAY).fewest for days in (10, 20, 40)]
     devices = [each.devices for each in fewest if each]
     assert devices == sorted(devices, reverse=True) and len(set(devices)) == 3
 
 
 def test_a_device_alone_is_as_many_as_it_takes():
-    found = within("h100", request("8xh100"), 30 * DAY, is_open=True)
-    bounded = within("256xh100", request("256xh100"), 30 * DAY)
+    found = fewest_within("h100", request("8xh100"), 30 * DAY, is_open=True)
+    bounded = fewest_within("256xh100", request("256xh100"), 30 * DAY)
     assert found.fewest is not None and bounded.fewest is not None
     assert found.fewest.devices == bounded.fewest.devices
 
 
 def test_out_of_reach_it_says_how_fast_and_how_many_would_do():
-    found = within("8xh100", request("8xh100"), 30 * DAY)
+    found = fewest_within("8xh100", request("8xh100"), 30 * DAY)
     assert (found.fewest, found.beyond) == (None, 64)
     assert "not within 30.0 days with 8 devices; the fastest is" in in_words(found)
-    never = within("h100", request("8xh100"), 60.0, is_open=True)
+    never = fewest_within("h100", request("8xh100"), 60.0, is_open=True)
     assert (never.fewest, never.beyond) == (None, None)
     assert "a larger global batch" in in_words(never)
 
@@ -71,7 +71,7 @@ def test_every_size_has_its_shortest_run():
 
 def test_more_devices_are_named_only_where_they_pay_and_round_numbers_are_looked_at():
     asked = of_model("llama3.1-70b", "8xh100", Question(tokens=2e12))
-    found = within("h100", asked, 30 * DAY, is_open=True)
+    found = fewest_within("h100", asked, 30 * DAY, is_open=True)
     times = [float(size.run.time_s.mid) for size in found.sizes]
     assert times == sorted(times, reverse=True) and len(set(times)) == len(times)
     assert {576, 704, 768} <= {size.devices for size in found.sizes}

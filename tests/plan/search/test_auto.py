@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from argosy.config.data import DataConfig
 from argosy.config.load import load
-from argosy.config.schema import RunConfig, TrainConfig
+from argosy.config.schema import RunConfig
+from argosy.config.train import TrainConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.plan.check import check_plan
 from argosy.plan.cost.cost_model import CostModel

@@ -1,4 +1,4 @@
-"""The search finds the best plan there is, only plans that can run and fit, and says why there is none."""
+"""The search looks at all plans worth it, keeps the ones that fit, and takes the plainest of the fastest."""
 
 from __future__ import annotations
 
@@ -14,11 +14,23 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.integers import divisors
+from argosy.plan.hardware.clusters import Cluster, NetworkTier, NodeGroup, SiteLink
+from argosy.plan.hardware.devices import find_device
 from argosy.plan.layouts import WORDS, Layouts
+from argosy.plan.plan import Plan
+from argosy.plan.quantities import divisors
 from argosy.plan.rules import breaks_any, first_problem
-from argosy.plan.search.search import SearchResult, search
+from argosy.plan.search.search import (
+    AS_FAST,
+    SearchResult,
+    features,
+    misfit,
+    nearest_that_fits,
+    plainest,
+    search,
+    search_to_run,
+    why_nothing_fits,
+)
 from argosy.plan.search.space import parse_pins
 
 
@@ -234,3 +246,188 @@ def test_pins_that_make_no_sense_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
         parse_pins(text)
     assert message in str(refused.value)
+
+
+MBIT_S = 1e6 / 8
+RING = {"pp": (1,), "tp": (1,), "dp_shard": (1,)}
+"""Replicas only."""
+
+
+def run(preset: str = "llama-5m", batch: int = 8, seq_len: int = 64) -> RunConfig:
+    sizes = {"train.global_batch": batch, "data.seq_len": seq_len, "model.vocab_size": 4096}
+    return load(None, {"model.preset": preset, **sizes})
+
+
+def nodes(rate: float, many: int = 2, each: int = 2) -> Cluster:
+    """CPU nodes of `each` processes behind a link of `rate` Mbit/s each."""
+    network = NetworkTier(
+        name="network", devices=many * each, bandwidth_bytes_per_s=rate * MBIT_S / each, latency_s=1e-4
+    )
+    group = NodeGroup(device=find_device("cpu"), nodes=many, devices_per_node=each)
+    return Cluster(name="thin", groups=(group,), network=(network,))
+
+
+def sites(rate: float) -> Cluster:
+    """Two sites of two nodes of two processes."""
+    group = NodeGroup(device=find_device("cpu"), nodes=2, devices_per_node=2, nic_bytes_per_s=1e9, site="a")
+    link = SiteLink(sites=("a", "b"), bandwidth_bytes_per_s=rate * MBIT_S, latency_s=0.01)
+    return Cluster(name="sites", groups=(group, group.model_copy(update={"site": "b"})), links=(link,))
+
+
+def best(cluster: Cluster, asked: RunConfig, pins: dict[str, tuple[object, ...]] | None = None) -> Plan:
+    found = search(CostModel.of(asked, cluster), pins or {})
+    return found.plans.plan(plainest(found))
+
+
+def test_replicas_of_a_node_behind_a_thin_link_sum_among_themselves_first() -> None:
+    plan = best(nodes(100), run(), RING)
+    assert (plan.dp_replicate, plan.sum_inside, plan.sum_between, plan.sync) == (4, 2, 1, "exact")
+
+
+def test_tiers_take_the_share_of_a_ring_s_time_that_was_measured() -> None:
+    """`benchmarks/results/tiers.md`: 0.69 at 100 Mbit/s, two sites of two processes."""
+    costs = CostModel.of(run("llama-20m"), nodes(100))
+    plans = [Plan.parse("dp_replicate=4"), Plan.parse("dp_replicate=4,sum_inside=2")]
+    ring, tiers = costs.predict_time(Layouts.of(plans)).total
+    assert tiers / ring == pytest.approx(0.69, abs=0.05)
+
+
+def test_sites_of_one_world_sum_in_a_node_then_in_the_site_then_across() -> None:
+    plan = best(sites(100), run(), RING)
+    assert plan.world_size == 8
+    assert plan.sum_inside * plan.sum_between == plan.replicas // 2
+
+
+@pytest.mark.parametrize("cluster", ["8xh100", "256xh100", "8x8xa100"])
+def test_plans_stay_plain_where_the_network_is_fast(cluster: str) -> None:
+    asked = load(None, {"model.preset": "llama3-8b", "train.global_batch": 512, "data.seq_len": 4096})
+    assert best(Cluster.parse(cluster), asked).sum_inside == 1
+
+
+def test_a_pin_stays() -> None:
+    assert best(nodes(100), run(), {"sum_inside": (1,)}).sum_inside == 1
+
+
+def test_every_plan_with_tiers_can_run_and_is_as_fast_as_it_is_said_to_be() -> None:
+    for asked in (run(), run("mixtral-10m")):
+        costs = CostModel.of(asked, sites(100))
+        found = search(costs, {})
+        rows = np.flatnonzero(found.plans.sum_inside > 1)
+        assert len(rows)
+        assert all(first_problem(found.plans.plan(int(row)), asked) is None for row in rows)
+        assert np.asarray(costs.predict_time(found.plans[rows]).total) == pytest.approx(found.step_s[rows])
+
+
+def costs(preset: str, cluster: str = "8xh100") -> CostModel:
+    sizes = {"train.global_batch": 64, "data.seq_len": 4096, "model.vocab_size": 32_000}
+    return CostModel.of(load(None, {"model.preset": preset, **sizes}), Cluster.parse(cluster))
+
+
+def test_features_are_what_a_plan_says_beside_plain_data_parallelism():
+    plans = [
+        "dp_replicate=8,microbatch=4,precision=bf16",
+        "dp_shard=8,zero=1",
+        "dp_shard=8",
+        "dp_shard=8,recompute=full,recompute_every=2",
+        "dp_replicate=2,pp=2,tp=2,schedule=zbv,compile=false",
+    ]
+    assert features(Layouts.of([Plan.parse(plan) for plan in plans])).tolist() == [0, 1, 2, 4, 3]
+
+
+def test_the_plainest_is_about_as_fast_as_the_fastest_and_no_plan_as_fast_is_plainer():
+    found = search(costs("llama3-8b"), {})
+    row = plainest(found)
+    near = found.step_s <= (1 + AS_FAST) * found.step_s.min()
+    assert near[row]
+    counts = features(found.plans)
+    assert counts[row] == counts[near].min()
+    assert found.step_s[row] == found.step_s[near & (counts == counts[row])].min()
+
+
+def test_state_goes_to_the_host_only_where_nothing_fits_without():
+    roomy = costs("llama3-8b", "1xh200")
+    assert not np.any(~search_to_run(roomy, {}).plans.is_("offload", "none"))
+    tight = replace(roomy, rates=replace(roomy.rates, memory_bytes=80e9))
+    assert not np.any(search_to_run(tight, {}).plans.is_("offload", "none"))
+    assert len(search_to_run(tight, {"offload": ("none",)})) == 0
+
+
+def test_what_does_not_fit_is_said_in_figures():
+    large = costs("llama3-70b")
+    said = why_nothing_fits(large, search(large, {}))
+    assert "GiB" in said and "leanest" in said
+
+
+PLAN = Plan.parse("pp=2,dp_shard=4,tp=2,zero=1,recompute=selective,precision=bf16")
+
+
+def costs_with(cluster: str = "16xh100", model: str = "llama3-8b") -> CostModel:
+    run = load(None, {"model.preset": model, "train.global_batch": 64, "data.seq_len": 8192})
+    return CostModel.of(run, Cluster.parse(cluster))
+
+
+def test_a_misfit_says_by_how_much_and_in_what() -> None:
+    costs, plan = costs_with("8xh100"), Plan.parse("dp_replicate=8,zero=0,precision=bf16")
+    missing = misfit(costs, plan)
+    assert missing is not None
+    memory = costs.predict_memory(Layouts.of([plan]))
+    assert missing.excess_bytes == pytest.approx(float(np.asarray(memory.total)[0]) - costs.memory_bytes)
+    assert missing.largest == "optimizer"
+    assert missing.largest_bytes == float(np.asarray(memory.optimizer)[0])
+    assert misfit(costs, PLAN) is None
+
+
+def test_the_nearest_to_a_plan_that_fits_is_itself() -> None:
+    found = search(costs_with(), parse_pins("cp=1"))
+    for row in (0, len(found) // 2, len(found) - 1):
+        assert nearest_that_fits(found.plans.plan(row), found) == row
+
+
+def test_the_nearest_differs_in_as_little_as_can_be() -> None:
+    found = search(costs_with("8xh100"), {})
+    wanted = Plan.parse("dp_shard=8,zero=0,recompute=full,precision=bf16")
+    row = nearest_that_fits(wanted, found)
+    assert row is not None
+    near = found.plans.plan(row)
+    assert near.model_dump(exclude={"zero"}) == wanted.model_dump(exclude={"zero"})
+
+
+def test_nothing_is_near_where_nothing_fits() -> None:
+    assert nearest_that_fits(PLAN, search(costs_with("8xh100", "llama3-70b"), {})) is None
+
+
+def with_host_memory(host_gib: float, device: str = "") -> CostModel:
+    costs = costs_with("8xh100", "llama3-70b")
+    costs = replace(costs, rates=replace(costs.rates, host_memory_bytes=host_gib * 2**30))
+    return replace(costs, rates=replace(costs.rates, host_waits=1.0)) if device == "cpu" else costs
+
+
+def test_plans_whose_offload_exceeds_the_hosts_memory_are_ruled_out() -> None:
+    pins = {"offload": ("optimizer", "all")}
+    roomy, tight = search(with_host_memory(250), pins), search(with_host_memory(50), pins)
+    assert len(roomy) and not len(tight)
+    some = search(with_host_memory(90), pins)
+    assert 0 < len(some) < len(roomy)
+    costs = with_host_memory(90)
+    assert (costs.predict_host_memory(some.plans) <= 90 * 2**30).all()
+    assert (costs.predict_host_memory(roomy.plans) > 90 * 2**30).any()
+
+
+def test_what_is_offloaded_is_named_where_the_host_has_no_room() -> None:
+    costs = with_host_memory(50)
+    found = search(costs, {"offload": ("optimizer", "all")})
+    assert "of the host's memory for each device" in why_nothing_fits(costs, found)
+    plan = search(with_host_memory(250), {"offload": ("optimizer",)}).plans.plan(0)
+    missing = misfit(costs, plan)
+    assert missing is not None and missing.largest == "what is offloaded"
+    assert missing.needs_bytes > missing.has_bytes
+    assert misfit(with_host_memory(250), plan) is None
+
+
+def test_on_a_cpu_what_is_offloaded_takes_the_same_memory() -> None:
+    plan = Plan.parse("tp=8,offload=optimizer,precision=bf16")
+    costs = with_host_memory(float("inf"), "cpu")
+    whole = misfit(costs, plan.model_copy(update={"offload": "none"}))
+    offloaded = misfit(costs, plan)
+    assert whole is not None and offloaded is not None
+    assert offloaded.needs_bytes == pytest.approx(whole.needs_bytes)

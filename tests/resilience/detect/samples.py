@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from argosy.observe.heartbeat import HeartbeatReading
-from argosy.resilience.detect.finding import Finding
-from argosy.resilience.detect.sample import Sample
+from argosy.resilience.detect.finding import Finding, Sample
 from argosy.supervise.node_report import NodeReporter
-from argosy.supervise.world_view import WorldView
+from argosy.supervise.watch import WorldView
 
 T = TypeVar("T")
 

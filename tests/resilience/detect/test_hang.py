@@ -2,11 +2,73 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
-from argosy.resilience.detect.hang import HangDetector
-from argosy.resilience.detect.waits import Waits, blame
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
+from argosy.processes.patience import process_state
+from argosy.resilience.detect.finding import Sample, WorkerSeen
+from argosy.resilience.detect.hang import MIN_AUTO_S, OTHERS_S, HangDetector, JoiningWatch, Newcomer, Waits, blame
 from resilience.detect.samples import World
+
+GROUPS = ["world#0", "mesh_tp#1", "mesh_dp#2", "mesh_pp#3"]
+COUNTS = st.dictionaries(st.sampled_from(GROUPS), st.integers(0, 3))
+
+
+def seen(counts: list[dict[str, int]]) -> dict[int, WorkerSeen]:
+    return {rank: WorkerSeen(100 + rank, 3, "forward", of, "S", True) for rank, of in enumerate(counts)}
+
+
+@given(st.lists(COUNTS, min_size=1, max_size=6))
+def test_waits_are_those_between_all_pairs(counts):
+    pairs = {
+        (rank, other): [group for group in one if group in two and two[group] < one[group] and "pp" not in group]
+        for rank, one in enumerate(counts)
+        for other, two in enumerate(counts)
+    }
+    waits = Waits(seen(counts))
+    assert waits.waiting == {rank for (rank, _), groups in pairs.items() if groups}
+    assert waits.awaited == {other for (_, other), groups in pairs.items() if groups}
+    for (rank, other), groups in pairs.items():
+        assert (waits.group_of(rank, other) in groups) if groups else waits.group_of(rank, other) is None
+        assert (rank in waits.waiting_for(other)) == bool(groups)
+    left = set(waits.waiting)
+    while left != (now := {other for (rank, other), groups in pairs.items() if groups and {rank, other} <= left}):
+        left = now
+    assert waits.circle() == left
+
+
+def test_the_evidence_of_a_large_world_is_short():
+    ranks = 4096
+    counts = [{"world#0": 7 + rank % 2, "mesh_tp#1": 5} for rank in range(ranks)]
+    detector, still = HangDetector(hang_s=5.0), np.zeros(ranks, dtype=bool)
+    found = []
+    for second in range(8):
+        sample = Sample(float(second), 1, still | (second == 0), ~still, step=3, seen=seen(counts))
+        found += detector.observe(sample)
+    (finding,) = found
+    assert finding.ranks == tuple(range(0, ranks, 2)), "all of them are killed"
+    assert "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2040 others are stuck" in finding.why
+    assert "2048 others wait in number 8" in finding.why and len(json.dumps(dict(finding.evidence))) < 10_000
+
+
+def test_the_first_of_a_chain_is_to_blame_and_of_a_circle_the_odd_one():
+    chain = seen([{"a": 1}, {"a": 2, "b": 1}, {"b": 2, "c": 1}, {"c": 2}])
+    assert blame(chain)[:2] == ("hang", (0,))
+    circle = seen([{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 2, "b": 1}])
+    assert blame(circle)[:2] == ("mismatch", (2,))
 
 
 @pytest.fixture
@@ -178,3 +240,102 @@ def test_one_rank_that_moves_is_enough(world, hang):
     for _ in range(40):
         world.count([0], "tp#1")
         assert not hang.observe(world.sampled())
+
+
+BEATING = """
+import sys, time
+from pathlib import Path
+from argosy.observe.heartbeat import Heartbeat
+Heartbeat(Path(sys.argv[1]))
+time.sleep(60)
+"""
+LIMIT_S, FIRST_STEP_S = 3.0, 60.0
+
+
+@pytest.fixture
+def beating(tmp_path: Path) -> Iterator[int]:
+    """A real process with a heartbeat."""
+    process = subprocess.Popen([sys.executable, "-c", BEATING, str(tmp_path)])
+    while read_heartbeat(heartbeat_path(tmp_path, process.pid)) is None:
+        assert process.poll() is None
+        time.sleep(0.02)
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def reading(beats: int = 1, generation: int = 0, step: int = -1) -> HeartbeatReading:
+    one = World(1).ranks[0]
+    return replace(one, pid=7, beats=beats, generation=generation, step=step, phase="starting")
+
+
+def found_after(newcomer: Newcomer, seconds: float, tick_s: float = 0.5) -> float | None:
+    """Seconds after which a process that stays as it is is found; None if it is not within `seconds`."""
+    watch = JoiningWatch(LIMIT_S, FIRST_STEP_S)
+    for tick in range(int(seconds / tick_s) + 2):
+        if watch.look(100 + tick * tick_s, {7: newcomer}):
+            return tick * tick_s
+    return None
+
+
+def test_a_real_process_that_was_stopped_is_found_and_one_that_lives_is_not(tmp_path, beating):
+    watch, began_s = JoiningWatch(0.5, FIRST_STEP_S), time.monotonic()
+
+    def look() -> dict[int, str]:
+        now = Newcomer(process_state(beating), 0, read_heartbeat(heartbeat_path(tmp_path, beating)))
+        return watch.look(time.monotonic(), {beating: now})
+
+    while time.monotonic() - began_s < 1.5:
+        assert not look()
+        time.sleep(0.05)
+    os.kill(beating, signal.SIGSTOP)
+    while not (found := look()):
+        assert time.monotonic() - began_s < 20
+        time.sleep(0.05)
+    assert "it was stopped while it waited for a world: no heartbeat for 0." in found[beating]
+
+
+@pytest.mark.parametrize(
+    ("newcomer", "limit_s"),
+    [
+        (Newcomer("T", 0, None), LIMIT_S),
+        (Newcomer("T", 0, reading()), LIMIT_S),
+        (Newcomer("T", 3, reading(generation=2)), LIMIT_S),
+        (Newcomer("T", 3, reading(generation=3)), LIMIT_S + OTHERS_S),
+        (Newcomer("S", 0, None), FIRST_STEP_S),
+        (Newcomer("R", 3, reading()), MIN_AUTO_S),
+        (Newcomer("R", 3, reading(generation=3)), MIN_AUTO_S + OTHERS_S),
+    ],
+    ids=str,
+)
+def test_a_process_that_shows_no_life_is_found_after_its_limit_and_not_before(newcomer, limit_s):
+    assert limit_s < found_after(newcomer, limit_s + 1) <= limit_s + 1
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_world_that_has_begun_its_steps_is_left_to_its_own_detectors(generation):
+    assert found_after(Newcomer("T", generation, reading(generation=generation, step=0)), 100) is None
+    assert found_after(Newcomer("T", generation + 1, reading(generation=generation, step=5)), 100) is not None
+
+
+def test_a_slow_start_that_shows_life_is_never_found():
+    watch = JoiningWatch(LIMIT_S, FIRST_STEP_S)
+    for tick in range(400):  # an import that lets the beat through every 25 s
+        assert not watch.look(100 + tick * 0.5, {7: Newcomer("R", 1, reading(beats=tick // 50))})
+
+
+def test_time_in_which_the_watcher_did_not_run_does_not_count():
+    """The whole machine was suspended, or the agent was stopped with its processes."""
+    watch = JoiningWatch(LIMIT_S, FIRST_STEP_S)
+    stopped = {7: Newcomer("T", 0, reading())}
+    assert not watch.look(100, stopped)
+    assert not watch.look(1000, stopped)
+    assert not watch.look(1000.5, {7: Newcomer("S", 0, reading(beats=2))})
+
+
+def test_a_process_that_takes_the_pid_of_another_starts_anew():
+    watch = JoiningWatch(LIMIT_S, FIRST_STEP_S)
+    for tick in range(6):
+        assert not watch.look(100 + tick * 0.5, {7: Newcomer("T", 0, reading())})
+    assert not watch.look(103, {})
+    assert not watch.look(103.5, {7: Newcomer("T", 0, reading())})

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from argosy.faults import arm, fault
 from argosy.observe.clock import StepClock
+from argosy.observe.collectives import sequence_numbers
 from argosy.observe.heartbeat import Heartbeat, read_heartbeat
-from argosy.observe.sequences import sequence_numbers
 from argosy.parallel.world import World
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.hang import HangDetector
-from argosy.resilience.detect.straggler import StragglerDetector
+from argosy.resilience.detect.slow import StragglerDetector
 from argosy.supervise.node_report import NodeReporter
-from argosy.supervise.world_view import WorldView
+from argosy.supervise.watch import WorldView
 from workers import WorkerPool
 
 SIZE = 3

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
 from argosy.supervise.lease import held as module
 from argosy.supervise.lease.held import HeldLease
 from argosy.supervise.lease.lease import SAFE_S, TTL_S, Holder, LeaseLost, LeaseUnreachable
+from waiting import wait_until
 
 
 class Backend:
@@ -45,16 +45,9 @@ class Backend:
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     monkeypatch.setattr(module, "RENEW_S", 0.05)
-    monkeypatch.setattr(module, "AGAIN_S", 0.05)
+    monkeypatch.setattr(module, "RENEW_AGAIN_S", 0.05)
     monkeypatch.setattr(module, "SAFE_S", 0.5)
     return Backend()
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_the_holder_stops_well_before_the_lease_ends():

@@ -22,11 +22,12 @@ from argosy.errors import UserError
 from argosy.supervise.lease import etcd as etcd_module
 from argosy.supervise.lease import kubernetes as kubernetes_module
 from argosy.supervise.lease import lease as lease_module
-from argosy.supervise.lease.backends import open_lease
 from argosy.supervise.lease.etcd import EtcdLease
+from argosy.supervise.lease.held import open_lease
 from argosy.supervise.lease.lease import Holder, Lease, LeaseLost, LeaseUnreachable
 from etcd import WHERE_FROM, Etcd, etcd, is_installed
 from kubernetes_api import Api, kubernetes_api
+from waiting import wait_until
 
 ETCD_TTL_S, TTL_S = 2.0, 0.8
 """The least that etcd takes; of the others."""
@@ -65,13 +66,6 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
         request.getfixturevalue("api")
         text = "kubernetes://training/run"
     yield lambda token="": open_lease(text, tmp_path, token)
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 15.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def test_one_holds_it_and_all_can_look_up_where_it_is(opened):

@@ -1,4 +1,4 @@
-"""A server does what workers may ask for and the first server says; nothing else ends it. It waits for its port."""
+"""A server does what workers may ask for and the first server says; nothing else ends it."""
 
 from __future__ import annotations
 
@@ -6,54 +6,33 @@ import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 
+from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError
 from argosy.observe.events import read_lines
-from argosy.processes.secret import secret_of
-from argosy.sync.server import messages as say
-from argosy.sync.server.keys import KeyPair, settle, zeromq
-from argosy.sync.server.layout import ServerLayout
-from argosy.sync.server.messages import packed, unpacked
-from argosy.training.server import main
-from parameter_servers import asynchronous, serving, work
+from argosy.processes.messages import WireRecord
+from argosy.sync import messages as say
+from argosy.sync.layout import ServerLayout
+from argosy.sync.messages import packed
+from argosy.training.server.main import ParameterServer
+from parameter_servers import Peer, asynchronous, serving, work
 from wrong_messages import altered
 
 
 @contextmanager
-def worker(run: RunConfig, run_dir: Path, number: int) -> Iterator[Any]:
-    """A socket of a worker that knows the run's secret, connected to a server."""
-    zmq = zeromq()
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    settle(socket)
-    secret = secret_of(run_dir)
-    keys = KeyPair.of(secret, "worker")
-    socket.curve_serverkey = KeyPair.of(secret, "server").public
-    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-    host, port = ServerLayout(run).addresses[number]
-    socket.connect(f"tcp://{host}:{port}")
+def worker(run: RunConfig, run_dir: Path, site: str = "B") -> Iterator[Peer]:
+    peer = Peer(run, run_dir, site)
     try:
-        yield socket
+        yield peer
     finally:
-        socket.close(linger=1000)
-        context.term()
-
-
-def hello(run: RunConfig) -> say.Hello:
-    layout = ServerLayout(run)
-    return say.Hello(version=say.VERSION, site="B", session="s", model=layout.model, run=layout.identity)
-
-
-def answer(socket: Any) -> say.Message:
-    assert socket.poll(10_000)
-    return unpacked(socket.recv_multipart())[0]
+        peer.links.close()
 
 
 ORDERS = [
@@ -62,75 +41,84 @@ ORDERS = [
 ]  # fmt: skip
 
 
-def test_a_worker_tells_no_server_what_only_the_first_one_may(corpus: Path, tmp_path: Path) -> None:
+def test_a_worker_tells_no_server_what_only_the_first_one_may(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.sync.links.REFUSED_AGAIN_S", 0.0)
+    monkeypatch.setattr("argosy.sync.links.CALL_AGAIN_S", 0.0)
     run = asynchronous(corpus, 2)
     with serving(run, tmp_path):
-        for number in (0, 1):
-            with worker(run, tmp_path, number) as socket:
+        with worker(run, tmp_path) as peer:
+            for name in ("server-1", "server-2"):
                 for order in ORDERS:
-                    socket.send_multipart(packed(order))
-                    assert isinstance(answer(socket), say.HelloNeeded)
-                    socket.send_multipart(packed(hello(run)))
-                    assert isinstance(answer(socket), say.Welcome)
-                    socket.send_multipart(packed(order))
-                    refused = answer(socket)
-                    assert isinstance(refused, say.Refused) and "nothing that server" in refused.why
+                    assert peer.answer(name, order) is None
+            kinds = {order.kind for order in ORDERS}
+            assert {why.partition(" is nothing that server")[0].split()[-1] for why in peer.refusals} == kinds
         assert work(run, tmp_path, "A")
     events = list(read_lines(tmp_path / "events/server-1.jsonl"))
     assert [event["event"] for event in events].count("servers_begin") == 1
 
 
-def said_by_a_worker(run: RunConfig) -> list[say.ServerMessage]:
+def said_by_a_worker(hello: say.PartHello) -> list[WireRecord]:
     return [
-        hello(run), say.Ping(), say.AskForWork(ask=1), say.PullWeights(ask=2, epoch="e", version=0),
+        hello, say.Ping(), say.AskForWork(ask=1), say.PullWeights(ask=2, epoch="e", version=0),
         say.PushPiece(lease="l", at=0),
         say.Commit(ask=3, lease="l", losses=[1.0], norms=[1.0]), say.BadGradient(ask=4, lease="l", why="w"),
-        say.Scored(version=2, loss=1.0, bits_per_byte=1.0), *ORDERS,
+        say.Scored(version=2, loss=1.0, bits_per_byte=1.0), say.Bye(), *ORDERS,
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
-def test_wrong_messages_of_a_worker_end_no_server(corpus: Path, tmp_path: Path, seed: int) -> None:
+def test_wrong_messages_of_a_worker_end_no_server(
+    corpus: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("argosy.sync.links.REFUSED_AGAIN_S", 0.0)
+    monkeypatch.setattr("argosy.sync.links.CALL_AGAIN_S", 0.0)
     luck, run = random.Random(seed), asynchronous(corpus, 2)
-    said = [json.loads(packed(message)[0]) for message in said_by_a_worker(run)]
     with serving(run, tmp_path):
-        for number in (0, 1):
-            with worker(run, tmp_path, number) as socket:
-                for _ in range(300):
-                    if luck.random() < 0.2:
-                        socket.send_multipart(packed(hello(run)))
-                    head = json.dumps(altered(luck.choice(said), luck)).encode()
-                    data = luck.randbytes(luck.choice([0, 1, 4096]))
-                    frames = luck.choice([[head], [head, data], [head, data, data], [data], [b""]])
-                    socket.send_multipart(frames)
-                socket.send_multipart(packed(hello(run)))
-                while not isinstance(answer(socket), say.Welcome):
-                    pass
-                socket.send_multipart(packed(say.Bye()))
+        with worker(run, tmp_path) as peer:
+            said = [json.loads(packed(message)) for message in said_by_a_worker(peer.hello)]
+            for name in ("server-1", "server-2"):
+                for _ in range(40):
+                    peer.meet(name)
+                    for _ in range(5):
+                        head = json.dumps(altered(luck.choice(said), luck)).encode()
+                        data = luck.randbytes(luck.choice([0, 1, 4096]))
+                        frame = luck.choice([head, head + b"\n" + data, data])
+                        if (link := peer.links.sites.get(name)) is not None:
+                            link.connection.send(frame)
+                    peer.turn()
         assert work(run, tmp_path, "A")
 
 
-@pytest.fixture
-def taken() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener
-
-
-def test_a_port_that_somebody_leaves_is_waited_for(taken):
-    said: list[str] = []
-    address = ("127.0.0.1", taken.getsockname()[1])
-    threading.Timer(0.3, taken.close).start()
-    main.wait_for_port(address, lambda: False, said.append)
-    assert len(said) == 1 and f"port {address[1]} is in use" in said[0]
-    socket.create_server(address).close()
-
-
-def test_a_port_that_stays_taken_is_named(taken, monkeypatch):
-    monkeypatch.setattr(main, "PORT_S", 0.3)
-    number = taken.getsockname()[1]
-    with pytest.raises(UserError, match=f"sync.servers: cannot listen at port {number} .*in use"):
-        main.wait_for_port(("127.0.0.1", number), lambda: False, lambda _: None)
-
-
-def test_a_server_that_is_to_end_does_not_wait(taken):
-    main.wait_for_port(("127.0.0.1", taken.getsockname()[1]), lambda: True, lambda _: None)
+def test_a_gradient_of_a_worker_that_has_left_is_applied(corpus: Path, tmp_path: Path) -> None:
+    """The first server's order and the worker's goodbye are on different ways: either may come first."""
+    run = asynchronous(corpus, 2)
+    tmp_path.mkdir(exist_ok=True)
+    save_run(run, tmp_path / "run.toml")
+    layout = ServerLayout(run)
+    with socket.create_server(layout.addresses["server-1"]) as listener:
+        server, ending = ParameterServer(run, tmp_path, 1), threading.Event()
+        first = Peer(run, tmp_path, "server-1", listener)
+        thread = threading.Thread(target=server.serve, args=(ending.is_set,))
+        thread.start()
+        try:
+            begun = first.answer("server-2", say.Begin(epoch="e", version=0))
+            assert begun == say.ServerStatus(epoch="e", version=0)
+            with worker(run, tmp_path) as peer:
+                data = layout.wire.encode(np.ones(layout.flats[1].elements, np.float32))
+                answer = peer.answer("server-2", say.PushPiece(lease="l", at=0), data.tobytes())
+                assert answer == say.PieceReceived(lease="l", at=0)
+                peer.links.tell("server-2", say.Bye())
+            first.links.tell("server-2", say.Apply(epoch="e", update=0, lease="l", rate=0.1, save=False))
+            done = first.answer("server-2", say.CheckServer(epoch="e", version=1))
+            assert done == say.ServerStatus(epoch="e", version=1)
+        finally:
+            first.links.tell("server-2", say.Finish())
+            until = time.monotonic() + 5.0
+            while thread.is_alive() and time.monotonic() < until:
+                first.turn()
+            ending.set()
+            thread.join(30.0)
+            server.close()
+            first.links.close()

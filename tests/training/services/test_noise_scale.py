@@ -14,7 +14,7 @@ from argosy.data.loader import open_data
 from argosy.errors import UserError
 from argosy.models.decoder import Decoder, microbatches
 from argosy.models.initialize import materialize
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics
 from argosy.parallel.world import World
 from argosy.training.services.noise_scale import Smoothed, check_can_estimate, estimate
 from tiny import eager, losses, run_config, train_in

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from argosy.observe.events import read_lines
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics, read_lines
 from argosy.parallel.world import World
 from argosy.training.summary import Measured
 from tiny import EAGER, eager, losses, run_config, train_in

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from argosy.errors import RunFailed
-from argosy.observe.events import read_lines
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics, read_lines
 from argosy.parallel.world import World
 from argosy.training.step import StepOutcome
 from argosy.training.trainer import Trainer

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from argosy.data.manifest import Shard
 from argosy.data.order import Samples
+from argosy.data.shards import TokenSource
 from argosy.data.stores.cache import Cache, Reader
 from argosy.data.stores.folder import PAUSES_S, StoreFolder
 from argosy.data.stores.source import FETCHES, StoreSource
 from argosy.data.stores.store import StoreUnreachable
-from argosy.data.stream import TokenSource
 from argosy.errors import ArgosyError
 
 AHEAD_SHARE = 0.5
@@ -36,7 +36,7 @@ SPAN_BLOCKS = 16
 """Blocks that follow each other and are fetched by one request: 4 MiB, which 1 Gbit/s brings in 34 ms."""
 CLOSING_S = 1.0
 URGENT_STEPS = 16
-"""What is needed within so many steps is fetched block by block: nothing waits behind blocks that are needed later."""
+"""Blocks that are needed within so many steps are fetched one by one: none waits for blocks that are needed later."""
 
 I64 = npt.NDArray[np.int64]
 
@@ -85,7 +85,6 @@ class Ahead:
         self._wake.set()
 
     def close(self) -> None:
-        """Fetch no more."""
         self._closed.set()
         self._wake.set()
         self._thread.join(CLOSING_S)  # a request may wait for a store that is away

@@ -31,14 +31,14 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.config.data import CacheConfig
-from argosy.data.checksum import BLOCK_BYTES
+from argosy.data.manifest import BLOCK_BYTES
 from argosy.errors import UserError
 from argosy.files import PARTIAL, atomic_write
 
 FORMAT = {"argosy_cache": 1}
 MARK = "argosy-cache.json"
 OWN = {MARK, MARK + PARTIAL, "lock", "used", "folders", "shards", "readers", "lost+found"}
-"""What may lie in the folder; the last is a disk's own."""
+"""Names that may lie in the folder; the last is a disk's."""
 DISK_SHARE = 0.9
 """Share of the disk's free room that the cache takes at most."""
 BATCH_SHARE = 0.01
@@ -87,7 +87,6 @@ class Cache:
 
     @property
     def blocks(self) -> int:
-        """Blocks that the cache has room for."""
         return self.capacity // BLOCK_BYTES
 
     def path(self, shard: str, block: int) -> Path:
@@ -252,7 +251,7 @@ class Cache:
 
 
 class FetchPlan:
-    """What a reader will need: keys of blocks, ascending, and in how many steps each is needed first."""
+    """The blocks that a reader will need: their keys, ascending, and in how many steps each is needed first."""
 
     def __init__(self, keys: U64, dues: U32, pinned: int):
         self._keys, self._dues, self.pinned = keys, dues, pinned
@@ -300,7 +299,6 @@ class Reader:
         partial.replace(path)
 
     def close(self) -> None:
-        """Need nothing any more."""
         self._path.unlink(missing_ok=True)
         self._path.with_suffix(".rows").unlink(missing_ok=True)
         self._file.close()

@@ -19,8 +19,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.checksum import BLOCK_BYTES, BlockChecksums, read_checksums
-from argosy.data.manifest import MOST_BYTES, TOKENIZER, Manifest, Shard
+from argosy.data.manifest import BLOCK_BYTES, MOST_BYTES, TOKENIZER, BlockChecksums, Manifest, Shard, read_checksums
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.store import Store, StoreUnreachable
@@ -29,7 +28,7 @@ from argosy.errors import ArgosyError, ArgosyWarning, DataError, Retryable, User
 ATTEMPTS = 3
 """A block that does not match its checksum is fetched so often."""
 OPEN_S = 20.0
-"""How long the folder's manifest is asked for, when a run starts."""
+"""Time for which the folder's manifest is asked for when a run starts."""
 PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses between attempts to reach a store; the last again and again."""
 
@@ -38,7 +37,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Fetched:
-    """What has become of blocks that were fetched."""
+    """The outcome of fetching blocks."""
 
     unstored: dict[int, bytes] = field(default_factory=dict)
     """Blocks that are needed now and are not in the cache."""
@@ -58,7 +57,7 @@ class StoreFolder:
         self.url = self.store.url
         self.local = cache.folder / "folders" / self.folder_name(self.url)
         self.news: deque[tuple[str, dict[str, Any]]] = deque(maxlen=100)
-        """What has happened, for the run's events: name and facts."""
+        """Events for the run: name and facts."""
         self.hits = self.misses = self.fetched_bytes = 0
         """Blocks that were here when they were read, or not; bytes that this process has fetched, ahead too."""
         self._counting = threading.Lock()

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.checksum import BLOCK_BYTES
-from argosy.data.manifest import Shard, SplitName
+from argosy.data.manifest import BLOCK_BYTES, Shard, SplitName
+from argosy.data.shards import I32, TokenSource
 from argosy.data.stores.cache import Cache, block_key
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.store import is_url
-from argosy.data.stream import I32, TokenSource
 from argosy.errors import DataError
 
 FETCHES = 32
@@ -54,11 +53,9 @@ class StoreShard:
 
     @property
     def blocks(self) -> int:
-        """Number of its blocks."""
         return -(-self.shard.tokens * self._dtype.itemsize // BLOCK_BYTES)
 
     def has(self, block: int) -> bool:
-        """True if the block need not be fetched."""
         return self._key(block) in self._blocks or self._folder.cache.path(self.shard.bin_sha256, block).exists()
 
     def hold(self, blocks: dict[int, bytes]) -> None:
@@ -140,7 +137,6 @@ class StoreSource(TokenSource):
 
     @property
     def blocks(self) -> int:
-        """Blocks of all shards of the split."""
         return int(self._first_block[-1])
 
     @cached_property

@@ -1,29 +1,124 @@
-"""Figures by category, as the memory model and the step model give them."""
+"""Common parts of memory and step model: sizes of a rank's work, figures by category, and their calibration factors.
+
+A factor tells how much longer than predicted a part of a step takes on a cluster, with its uncertainty. Sizes are those
+of one microbatch on one rank, estimated from the model's dimensions, without padding, norms and biases, for one plan or
+for columns of plans; `plan.cost.exact_state` counts the state of one rank of one plan to the byte."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.workload import Numbers
+from argosy.plan.cost.rates import System
+from argosy.plan.hardware.clusters import Category, Factor
+from argosy.plan.layouts import Layouts
+from argosy.plan.workload import Numbers, Workload
+
+Factors = Mapping[Category, Factor]
+Parts = Mapping[Category, tuple[str, ...]]
+
+OF_TIME: Parts = {
+    "compute": ("ideal", "matmul", "attention", "pointwise", "host", "recompute", "offload", "bubble"),
+    "network": ("tensor", "context", "experts", "pipeline", "gradients"),
+    "optimizer": ("optimizer",),
+    "rest": ("other",),
+}
+"""Factor -> the categories of a step's time that it multiplies."""
+OF_MEMORY: Parts = {"memory": ("activations", "logits", "gathered", "agreement", "workspace", "reserve")}
+"""Factor -> the categories of memory that it multiplies; weights, gradients and optimizer state are known exactly."""
+RUN_STD = 0.05
+"""Standard deviation of the logarithm of measured over predicted, from run to run and plan to plan on one machine."""
+
+
+def slowed(factors: Factors, times: float, *categories: Category) -> dict[Category, Factor]:
+    """Return the factors of a cluster where these parts of a step take `times` times as long."""
+    unknown = Factor(value=1.0, std=0.0)
+    before = {category: factors.get(category, unknown) for category in categories}
+    return {**factors, **{c: f.model_copy(update={"value": f.value * times}) for c, f in before.items()}}
+
+
+def spread(costs: Mapping[str, float], parts: Parts, factors: Factors, std: float) -> float:
+    """Return the standard deviation of the logarithm of a total's error; `costs` are its parts, by category.
+
+    std: the standard deviation of a prediction without factors. A part with a factor errs as the factor does, and all
+    such parts in the same direction; each run differs a little from the next.
+    """
+    unknown = math.sqrt(max(0.0, std**2 - RUN_STD**2))
+    of_part = {part: category for category, names in parts.items() for part in names}
+    known = {part: _std(factors[of_part[part]]) for part in costs if of_part.get(part) in factors}
+    if known:  # parts without a category are exact, so that the others explain all of the error
+        known |= {part: 0.0 for part in costs if part not in of_part}
+    errors = sum(value * known.get(part, unknown) for part, value in costs.items())
+    return math.hypot(RUN_STD, errors / sum(costs.values()))
+
+
+def _std(factor: Factor) -> float:
+    return factor.std / factor.value
 
 
 @dataclass(frozen=True)
 class Breakdown:
     """Figures by category, for one plan or as columns for many plans; the categories add up to a total."""
 
+    parts: ClassVar[Parts] = {}
+    """Calibration factor -> the categories that it multiplies."""
+
     @property
     def total(self) -> Numbers:
-        """The sum of all categories."""
         return sum((getattr(self, f.name) for f in fields(self)), np.zeros(1))
 
     def by_category(self, row: int = 0) -> dict[str, float]:
         """Return category -> figure, for the plan in this row."""
         return {f.name: float(getattr(self, f.name)[row]) for f in fields(self)}
 
+    def calibrated(self, factors: Factors) -> Self:
+        scaled = {
+            name: getattr(self, name) * factor.value
+            for category, factor in factors.items()
+            for name in self.parts.get(category, ())
+        }
+        return replace(self, **scaled)
+
     def rows(self, chosen: NDArray[Any]) -> Self:
         """Return the figures of the plans that a mask or an array of row numbers chooses."""
         return replace(self, **{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+
+
+class RankSizes:
+    """Sizes on one rank of each plan, for one workload or for as many as there are plans."""
+
+    def __init__(self, plans: Layouts, work: Workload, system: System):
+        self.plans, self.work, self.system = plans, work, system
+        of_portion = work.global_batch / (plans.portions * plans.microbatch)
+        self.microbatches = np.maximum(1, of_portion * plans.most_portions)
+        """Microbatches in a step, on the data-parallel rank that runs most."""
+        self.tokens = plans.microbatch * work.seq_len / plans.cp
+        """Tokens of a microbatch, on each context-parallel rank."""
+        self.activation_bytes = np.where(plans.is_("precision", "fp32"), 4.0, 2.0)
+        """Bytes of one activation."""
+        self.sequence_ranks = np.where(system.sequence_parallel > 0, plans.tp, 1)
+        """Ranks that share the tokens between matrices."""
+        self.expert_tp = np.where(system.whole_experts > 0, 1, plans.tp)
+        """Tensor-parallel ranks that share each expert."""
+
+    @property
+    def hidden_bytes(self) -> Numbers:
+        """Bytes of a microbatch's hidden states on one rank, between matrices."""
+        return self.tokens * self.work.width / self.sequence_ranks * self.activation_bytes
+
+    def parameters(self, layers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the parameters on a rank that holds `layers` layers: outside routed experts, and in routed experts.
+
+        Tensor and expert parallelism have cut them; data-parallel ranks may share the rest (ZeRO).
+        """
+        plans, work = self.plans, self.work
+        moe = work.moe_layers / work.layers
+        whole = work.tp_replicated_parameters
+        dense = work.attention_parameters + (1 - moe) * work.ffn_parameters + moe * work.router_and_shared_parameters
+        experts = layers * moe * work.expert_parameters / plans.ep / self.expert_tp
+        return layers * ((dense - whole) / plans.tp + whole), experts

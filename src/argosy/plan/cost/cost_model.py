@@ -2,34 +2,164 @@
 
 It brings together the run's workload, the devices' rates, the software, the constants of the formulas and the factors
 learnt from finished runs, and predicts columns of plans with them.
-"""
+
+On devices of several kinds, work may be dealt out unevenly. Ranks are counted in the order of the cluster's groups: the
+first replicas, or the first pipeline stages, are on the first group's devices. A replica with shares of its own, or a
+pipeline rank, is on devices of one kind."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, reduce
 from operator import or_
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
-from argosy.plan.cost.cluster_constants import COMPILER_BYTES, constants_of, memory_std, time_std
-from argosy.plan.cost.compression import Compression
-from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.breakdown import Factors
+from argosy.plan.cost.constants import COMPILER_BYTES, Constants, constants_of, memory_std, time_std
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
-from argosy.plan.cost.factors import Factors, calibrated
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
+from argosy.plan.cost.network import Compression
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
-from argosy.plan.cost.uneven_time import DeviceKind, UnevenTimes, first_of, kinds_of
+from argosy.plan.dealing import pipeline_s
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.layouts import RATIOS, Layouts
-from argosy.plan.plan import Precision
-from argosy.plan.workload import Workload
+from argosy.plan.layouts import RATIOS, Layouts, column_of
+from argosy.plan.plan import Plan, Precision
+from argosy.plan.quantities import numbers_of
+from argosy.plan.workload import Numbers, Workload
 
+ONCE_A_STEP = ("gradients", "optimizer", "other")
+"""Categories that do not grow with a rank's layers and microbatches."""
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """The devices of one group of a cluster."""
+
+    device: str
+    devices: int
+    rates: Rates
+    """Its own, on the network that all share."""
+
+
+def kinds_of(cluster: Cluster) -> tuple[DeviceKind, ...]:
+    """Return the groups of the cluster; none if all devices are alike."""
+    if len({group.device.name for group in cluster.groups}) == 1:
+        return ()
+    shared = Rates.of(cluster)
+    return tuple(
+        DeviceKind(
+            group.device.name,
+            group.devices,
+            replace(
+                Rates.of_device(group.device),
+                link_bytes_per_s=shared.link_bytes_per_s,
+                nic_bytes_per_s=shared.nic_bytes_per_s,
+                node=shared.node,
+            ),
+        )
+        for group in cluster.groups
+    )
+
+
+@dataclass(frozen=True)
+class UnevenTimes:
+    """Predicts the steps of one run on devices of several kinds."""
+
+    run: RunConfig
+    work: Workload
+    system: System
+    constants: Constants
+    compression: Compression
+    factors: Factors
+    kinds: tuple[DeviceKind, ...]
+
+    def predict(self, plan: Plan) -> StepTime | None:
+        """Return the seconds of a step: those of the replica that takes longest; for layers, those of the slowest kind
+        of device, scaled to the step.
+
+        None if devices are alike, `plan` deals work out evenly, or one share is on devices of several kinds.
+        """
+        if plan.shares:
+            return self._of_shares(plan)
+        return self._of_layers(plan) if plan.layers else None
+
+    def holders(self, plan: Plan, many: int) -> NDArray[np.int64] | None:
+        """Return how many of `many` holders are on each kind; None if one would have devices of several kinds."""
+        of_one = plan.world_size // many
+        if many == 1 or sum(kind.devices for kind in self.kinds) != plan.world_size:
+            return None
+        if any(kind.devices % of_one for kind in self.kinds):
+            return None
+        return np.array([kind.devices // of_one for kind in self.kinds])
+
+    def of_share(self, plan: Plan, kind: DeviceKind, microbatches: NDArray[np.int64]) -> StepTime:
+        """Return the time of a step in which ranks on `kind` run so many microbatches, for each of the numbers."""
+        one = Layouts.of([plan.model_copy(update={"shares": "", "layers": ""})])
+        work = replace(self.work, global_batch=microbatches * float(plan.dp * plan.microbatch))
+        model = StepModel(one, work, kind.rates, self.system, self.constants, self.compression)
+        return model.predict().calibrated(self.factors)
+
+    def of_kinds(self, plan: Plan) -> list[StepTime]:
+        """Return the time of a step of `plan`, dealt out evenly, on devices of each kind alone."""
+        even = plan.model_copy(update={"shares": "", "layers": ""})
+        many = np.array([even.microbatches(self.run.train.global_batch)])
+        return [self.of_share(even, kind, many) for kind in self.kinds]
+
+    def of_layer(self, plan: Plan, times: Sequence[StepTime]) -> NDArray[np.float64]:
+        """Return the seconds of a layer and microbatch on each kind, whose steps take `times`."""
+        microbatches, even = plan.microbatches(self.run.train.global_batch), self.run.model.layers / plan.pp
+        return np.array([repeated_s(time) / microbatches / even for time in times])
+
+    def of_pipeline_s(
+        self, plan: Plan, times: Sequence[StepTime], layers: Sequence[int], holders: NDArray[np.int64]
+    ) -> float:
+        """Return the seconds of a step of a pipeline whose ranks have so many layers; `holders` of them on each
+        kind."""
+        kind_of = np.repeat(np.arange(len(self.kinds)), holders)
+        of_ranks = self.of_layer(plan, times)[kind_of] * np.array(layers)
+        once = max(sum(first_of(getattr(time, name)) for name in ONCE_A_STEP) for time in times)
+        microbatches = plan.microbatches(self.run.train.global_batch)
+        return float(pipeline_s(of_ranks, plan.stages // plan.pp, microbatches) + once)
+
+    def _of_shares(self, plan: Plan) -> StepTime | None:
+        many = len(numbers_of(plan.shares))
+        holders = self.holders(plan, many)
+        if plan.pp > 1 or holders is None:  # a pipeline's replicas lie across all devices
+            return None
+        batch = self.run.train.global_batch
+        counts = [plan.microbatches_of(n * plan.dp // many, batch) for n in range(many)]
+        most = [max(counts[end - n : end]) for n, end in zip(holders, np.cumsum(holders), strict=True)]
+        times = [self.of_share(plan, kind, np.array([n])) for kind, n in zip(self.kinds, most, strict=True)]
+        return max(times, key=lambda time: first_of(time.total))
+
+    def _of_layers(self, plan: Plan) -> StepTime | None:
+        holders = self.holders(plan, plan.pp)
+        if holders is None or not plan.layers_of_ranks:
+            return None
+        times = self.of_kinds(plan)
+        step_s = self.of_pipeline_s(plan, times, plan.layers_of_ranks, holders)
+        slowest = max(times, key=lambda time: first_of(time.total))
+        scale = step_s / first_of(slowest.total)
+        return StepTime(**{f.name: getattr(slowest, f.name) * scale for f in fields(StepTime)})
+
+
+def repeated_s(time: StepTime) -> float:
+    """Return the seconds of a step's microbatches on one rank, without the bubble."""
+    return sum(first_of(getattr(time, f.name)) for f in fields(time) if f.name not in (*ONCE_A_STEP, "bubble"))
+
+
+def first_of(values: Numbers) -> float:
+    return float(np.atleast_1d(values)[0])
+
+
+Floats = NDArray[np.float64]
 BreakdownT = TypeVar("BreakdownT", StepTime, Footprint)
 
 CHUNK = 4096
@@ -96,7 +226,6 @@ class CostModel:
 
     @cached_property
     def workload(self) -> Workload:
-        """The workload of a step."""
         return Workload.of(self.run)
 
     @cached_property
@@ -115,13 +244,41 @@ class CostModel:
 
     @cached_property
     def compression(self) -> Compression:
-        """How the run's replicas agree in fewer bytes."""
         return Compression(self.run.sync, self.compress_s)
 
     @property
     def memory_bytes(self) -> float:
         """Most bytes that a prediction may come to, so that the plan fits nine times of ten."""
-        return float(self.rates.memory_bytes) / math.exp(FITS_Z * self.memory_std)
+        return float(self.rates.memory_bytes) / self._margin
+
+    @property
+    def host_memory_bytes(self) -> float:
+        """The same of what a device keeps in its host's memory."""
+        return float(self.rates.host_memory_bytes) / self._margin
+
+    @property
+    def _margin(self) -> float:
+        return math.exp(FITS_Z * self.memory_std)
+
+    def has_room(self, plans: Layouts, memory_bytes: Floats, slack: float = 0.0) -> NDArray[np.bool_]:
+        """Return True for the plans, predicted to take `memory_bytes`, that fit the device and, offloaded, its host.
+
+        slack: share by which they may exceed the device. On CPUs the host is the device.
+        """
+        on_host, most = self.predict_host_memory(plans), self.memory_bytes * (1 + slack)
+        if self.rates.host_waits:
+            return memory_bytes + on_host <= most
+        return (memory_bytes <= most) & (on_host <= self.host_memory_bytes)
+
+    def predict_host_memory(self, plans: Layouts) -> Floats:
+        """Return the bytes that each plan's rank offloads to its host's memory."""
+        offloads = np.broadcast_to(~plans.is_("offload", "none"), len(plans))
+        found = np.zeros(len(plans))
+        if offloads.any():
+            some = plans[offloads]
+            whole = replace(some, offload=column_of("offload", ["none"]))
+            found[offloads] = np.asarray(self.predict_memory(whole).total) - self.predict_memory(some).total
+        return np.maximum(0.0, found)
 
     def predict_memory(self, plans: Layouts) -> Footprint:
         """Return the bytes of each plan, on the rank that needs most."""
@@ -130,7 +287,7 @@ class CostModel:
             lambda some: MemoryModel(some, self.workload, self.system, self.constants, self.compression).predict(),
             Footprint,
         )
-        return calibrated(raw, self.factors)
+        return raw.calibrated(self.factors)
 
     def with_buckets(self, plans: Layouts) -> Layouts:
         """Return the plans with the size of buckets that each waits least for (`plan.cost.step_time`)."""
@@ -143,7 +300,6 @@ class CostModel:
         return replace(plans, bucket_mb=np.concatenate(sizes)) if sizes else plans
 
     def predict_time(self, plans: Layouts) -> StepTime:
-        """Return the seconds of each plan's step."""
         raw = _in_chunks(
             plans,
             lambda some: StepModel(
@@ -151,7 +307,7 @@ class CostModel:
             ).predict(),
             StepTime,
         )
-        time = calibrated(raw, self.factors)
+        time = raw.calibrated(self.factors)
         return self._by_speed(plans, time) if self.kinds else time
 
     @cached_property

@@ -1,18 +1,166 @@
-"""The costs of a whole run: time, device-hours, money, energy and CO2, each with its interval.
+"""The costs of a whole run: the failures in it, time, device-hours, money, energy and CO2, each with its interval.
 
-All functions take estimates of numbers or of NumPy arrays, one number for each plan.
-"""
+Failures of n devices with a mean time between failures of M_device each come at random, one every M = M_device / n. The
+run saves every tau seconds of work and stands still for delta; a save is safe w seconds after it began. After a failure
+it takes R until steps run again, and the work since the newest safe save is repeated. The productive share of the time
+(the effective training time ratio, ETTR) is then
+
+    tau / (M e^((R+w-delta)/M) (e^((tau+delta)/M) - 1))
+
+which is exact for exponential failures that strike at any time, restarts included. For w = delta it is Daly 2006,
+equation 20; the work during a background write is repeated in every restart. To first order it is what
+Kokolis et al. 2024 ("Revisiting Reliability in Large-Scale Machine Learning Research Clusters") call expected ETTR:
+1 - delta/tau - (tau/2 + R)/M.
+
+All functions take numbers or NumPy arrays, one number for each plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lgamma, log
 
 import numpy as np
 
 from argosy.plan.cost.estimate import Estimate, propagate
-from argosy.plan.cost.goodput import Goodput
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.workload import Numbers
+
+MTBF_SPREAD = 1.67
+"""Kokolis et al. 2024: 29.5 and 82.1 thousand GPU-hours in two clusters of A100 in one company."""
+MTBF_SPREAD_ASSUMED = 3.0
+"""Spread for devices whose rate nobody has published."""
+RESTART_S = Estimate(300.0, 600.0, 1200.0)
+"""Time to detect the failure, replace the node, start processes and load: minutes (Kokolis et al. 2024 take 5)."""
+HOST_COPY_BYTES_PER_S = 10e9
+"""Rate from device to host memory while all devices of a node copy; assumed."""
+MEMORY_CHECKPOINTS_MAY_COST = 0.001
+"""Share of the time that in-memory checkpoints may take in any case. Rates of failure are those of hardware; processes
+die of other causes too, and all the more if nobody has published a rate."""
+
+
+@dataclass(frozen=True)
+class CheckpointCost:
+    """The time that one checkpoint takes."""
+
+    stall_s: Numbers
+    """Time that training stands still (delta)."""
+    write_s: Numbers
+    """Time from its beginning until it is safe (w), the stall included; the next one cannot begin before."""
+    copy_s: Numbers = 0.0
+    """Time that training stands still for an in-memory checkpoint; nothing else of it costs time."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The effect of failures on a run."""
+
+    mtbf_s: Estimate
+    """Time between unexpected stops."""
+    stops_per_day: Estimate
+    interval_s: Numbers
+    """Best working time between checkpoints, for the middle of mtbf_s."""
+    copy_interval_s: Numbers
+    """Working time between in-memory checkpoints."""
+    overhead: Estimate
+    """Lost time over productive time: checkpoints, restarts, work done twice."""
+    effective: Estimate
+    """Share of the time that is productive (ETTR): 1 / (1 + overhead)."""
+
+
+def goodput(
+    cluster: Cluster,
+    saving: CheckpointCost,
+    devices: Numbers | None = None,
+    restart_s: Estimate = RESTART_S,
+    step_s: Numbers = 0.0,
+) -> Goodput:
+    """Return the effect of failures on a job that saves as often as is best.
+
+    devices: those of the cluster that the job uses; default: all. step_s: seconds of a step; checkpoints are at least
+    that far apart.
+    """
+    mtbf = mtbf_s(cluster, devices)
+    interval_s = np.maximum(best_interval_s(saving.stall_s, mtbf.mid), np.maximum(saving.write_s, step_s))
+
+    def overhead(mtbf_s: Numbers, restart_s: Numbers) -> Numbers:
+        return 1 / effective_share(interval_s, saving, restart_s, mtbf_s) - 1
+
+    lost = propagate(overhead, mtbf, restart_s)
+    return Goodput(
+        mtbf_s=mtbf,
+        stops_per_day=propagate(lambda m: 86_400 / m, mtbf),
+        interval_s=interval_s,
+        copy_interval_s=np.maximum(memory_checkpoint_interval_s(saving.copy_s, mtbf.mid), step_s),
+        overhead=lost,
+        effective=propagate(lambda o: 1 / (1 + o), lost),
+    )
+
+
+def mtbf_s(cluster: Cluster, devices: Numbers | None = None) -> Estimate:
+    """Return the seconds between failures of a job on `devices` of the cluster, evenly of all kinds; default: all."""
+    stops_per_h = sum(group.devices / group.device.mtbf_h for group in cluster.groups)
+    spreads = [MTBF_SPREAD_ASSUMED if "mtbf_h" in g.device.assumed else MTBF_SPREAD for g in cluster.groups]
+    per_device_h = cluster.devices / stops_per_h
+    return Estimate.within(3600 * per_device_h / (cluster.devices if devices is None else devices), max(spreads))
+
+
+def checkpoint_cost(
+    cluster: Cluster, state_bytes: Numbers, devices: Numbers | None = None, background: bool = True
+) -> CheckpointCost:
+    """Return the time of saving `state_bytes`, the state of the whole job, from `devices` (default: all).
+
+    background: the state is copied to host memory, and written from there while training goes on.
+    """
+    write_s = state_bytes / cluster.storage_bytes_per_s
+    copy_s = state_bytes / (cluster.devices if devices is None else devices) / HOST_COPY_BYTES_PER_S
+    return CheckpointCost(copy_s, copy_s + write_s, copy_s) if background else CheckpointCost(write_s, write_s, copy_s)
+
+
+def best_interval_s(stall_s: Numbers, mtbf_s: Numbers) -> Numbers:
+    """Return the working time between checkpoints that loses the least time (Daly 2006, equation 37).
+
+    Its first term is Young's sqrt(2 delta M) (1974); checkpoints that take longer than 2 M come every M.
+    """
+    root = np.sqrt(stall_s / (2 * mtbf_s))
+    daly = 2 * mtbf_s * root * (1 + root / 3 + root**2 / 9) - stall_s
+    return np.where(root < 1, daly, mtbf_s)[()]
+
+
+def memory_checkpoint_interval_s(copy_s: Numbers, mtbf_s: Numbers) -> Numbers:
+    """Return the working time between in-memory checkpoints: `best_interval_s`, or less if they cost little."""
+    return np.minimum(best_interval_s(copy_s, mtbf_s), copy_s / MEMORY_CHECKPOINTS_MAY_COST)[()]
+
+
+def effective_share(interval_s: Numbers, saving: CheckpointCost, restart_s: Numbers, mtbf_s: Numbers) -> Numbers:
+    """Return the productive share of the time, with checkpoints every `interval_s` > 0. 1 / mtbf_s may be 0."""
+    rate = 1 / np.asarray(mtbf_s, dtype=float)
+    cycle_s = interval_s + np.asarray(saving.stall_s, dtype=float)
+    failures = rate * cycle_s
+    # x / (e^x - 1), which is 1 at 0.
+    undisturbed = np.divide(failures, np.expm1(failures), out=np.ones_like(failures), where=failures > 0)
+    return (interval_s / cycle_s * undisturbed * np.exp(-rate * (restart_s + saving.write_s - saving.stall_s)))[()]
+
+
+def spare_nodes(cluster: Cluster, repair_h: float, confidence: float = 0.95) -> int:
+    """Return the spare nodes to hold beside those of the job, so that with this probability no node is missing.
+
+    Nodes in repair are Poisson-distributed with mean nodes x repair time / MTBF of a node, whatever the distribution of
+    repair times (Palm 1943, M/G/infinity). Every failure is assumed to break a node, so that the number is on the safe
+    side.
+
+    Raises: ValueError unless repair_h >= 0 and 0 < confidence < 1.
+    """
+    if repair_h < 0 or not 0 < confidence < 1:
+        raise ValueError(f"repair_h = {repair_h}, confidence = {confidence}: must be >= 0, and between 0 and 1")
+    mean = repair_h * sum(group.devices / group.device.mtbf_h for group in cluster.groups)
+    if mean == 0:
+        return 0
+    spares, at_most = 0, -mean  # log of the probability of no more than `spares`
+    while at_most < log(confidence):
+        spares += 1
+        at_most = np.logaddexp(at_most, spares * log(mean) - mean - lgamma(spares + 1))
+    return spares
+
 
 DRAW = Estimate(0.65, 0.76, 0.90)
 """Power that a node draws in training, over its nameplate: 0.76 measured on nodes of H100; the interval is assumed."""

@@ -98,7 +98,6 @@ def count(value: Numbers) -> str:
 
 
 def percent(share: Numbers, signed: bool = False) -> str:
-    """Return a share of 1 in percent."""
     return f"{100 * float(share):{'+' if signed else ''}.1f} %"
 
 
@@ -108,7 +107,6 @@ def within(estimate: Estimate, write: Callable[[Numbers], str]) -> str:
 
 
 def table_in_html(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """Return a table for a notebook's cell."""
     lines = [("th", head)] * bool(head) + [("td", row) for row in rows]
     cells = ("".join(f'<{tag} style="text-align:left">{escape(c)}</{tag}>' for c in line) for tag, line in lines)
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"

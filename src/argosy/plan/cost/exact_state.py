@@ -10,7 +10,8 @@ N elements of a parameter on one tensor-parallel rank, w bytes of a weight (4, o
     2      w N          w N/n         4 m N/n
     3      w N/n        w N/n         4 m N/n
 
-(Rajbhandari et al. 2020, with fp32 weights that are their own master copy.) Stage 1 holds sums beside what backward
+(Rajbhandari et al. 2020, with fp32 weights that are their own master copy.) Of a parameter that is frozen there are
+neither gradients nor moments. Stage 1 holds sums beside what backward
 left. Parameters are cut along dim 0 into n chunks of ceil(rows/n) rows; the last ones may be smaller, or empty, and
 buffers of gradients and of stage 3 are padded to the full chunk. All of this is counted: the tests hold the figures
 to what ranks really hold, byte for byte. What lives inside a step is not counted: activations, one bucket
@@ -24,12 +25,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from argosy.config.parameter_groups import settings_of
-from argosy.config.schema import OptimizerConfig, RunConfig
-from argosy.plan.integers import numbers_of
-from argosy.plan.parameters import Parameter, Stage, parameter_table
+from argosy.config.optimizer import OptimizerConfig, settings_of
+from argosy.config.schema import RunConfig
+from argosy.plan.parameters import Parameter, Stage, run_table
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
 from argosy.plan.plan import AXES, Plan
+from argosy.plan.quantities import numbers_of
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of an element that is stored or sent, by the plan's word: fp8 is for matmuls only, all around them is bf16."""
@@ -49,7 +50,6 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -89,9 +89,11 @@ def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
     moments = moments_of(run)
     seen: set[str] = set()  # the first rank of a V-shaped pipeline has a tied embedding twice, and updates it once
     for stage in stages_on(plan, run, rank).values():
-        for name, parameter in parameter_table(run.model, stage, plan.tp).items():
+        for name, parameter in run_table(run, stage, plan.tp).items():
             cut = local_shard_of(parameter, plan, rank)
             parameters += w * (cut.chunk if plan.zero == 3 else cut.numel)
+            if not parameter.is_trained:
+                continue
             gradients += w * _gradient_elements(cut, plan)
             optimizer += 0 if name in seen else moment_bytes(name, parameter.shape, cut.mine, run.optimizer, moments)
             seen.add(name)

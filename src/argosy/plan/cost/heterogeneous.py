@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.uneven_time import first_of
+from argosy.plan.cost.cost_model import CostModel, first_of
 from argosy.plan.dealing import deal, layers_of_stages
-from argosy.plan.integers import ratio_of
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
+from argosy.plan.quantities import ratio_of
 from argosy.plan.rules import first_problem
 
 Floats = NDArray[np.float64]

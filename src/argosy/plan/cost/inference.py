@@ -1,14 +1,17 @@
-"""The costs of inference: memory for weights and KV cache, seconds of prefill and of each further token.
+"""The seconds of inference: forward passes of prefill and decode, and the latencies of requests that share a replica.
 
-A replica of the model is cut over tp x pp devices; the replicas share the sequences that are answered at a time.
-Prefill is the forward of a training step: its FLOPs at the rate of matmuls, and two sums over tp ranks in each layer. A
-decode step of B sequences reads each layer's weights once (of the experts those that any of B k choices hits: E (1 - (1
-- k/E)^B)) and the cache of all B, or computes, whichever takes longer (roofline: Williams et al. 2009; Pope et al.
-2022, "Efficiently Scaling Transformer Inference"). Kernels are started from captured graphs, so that the host is no
-limit. With pipeline stages the sequences go round in pp groups.
+A replica is cut over tp x pp devices. A forward pass of some tokens takes, in each layer, the longer of computing and
+of reading the weights (of the experts, those that any token chose: E (1 - (1 - k/E)^tokens)), with a soft maximum,
+because neither hides the other entirely; beside that attention (its FLOPs in prefill, reading the cache in decode), two
+sums over tp ranks, and a time that no roofline has: launches and gaps between kernels for each layer, scheduling for
+each pass, sampling and bookkeeping for each sequence (roofline: Williams et al. 2009; Pope et al. 2022, "Efficiently
+Scaling Transformer Inference"; continuous batching: Yu et al. 2022, "Orca"; chunked prefill: Agrawal et al. 2024,
+"Sarathi-Serve"). The numbers of it that no formula gives are in `serving_constants`.
 
 The cache of a token holds its keys and values in each layer; with latent attention, the latent and the rotated key
 (DeepSeek-AI 2024), which all tp ranks have whole. A layer with a window keeps those of its window.
+
+All figures are numbers, or columns of one length.
 """
 
 from __future__ import annotations
@@ -18,127 +21,278 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.network import group_of, send_s
-from argosy.plan.cost.rates import in_precision
+from argosy.plan.cost.rates import Rates
+from argosy.plan.cost.serving_constants import ServingConstants
+from argosy.plan.hardware.devices import Device, Format
+from argosy.plan.workload import Numbers, Workload
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
-STREAMED = 0.85
-"""Share of the memory bandwidth for reading weights and cache; assumed."""
-SUM_S = 10e-6
-"""Seconds to start a sum over the ranks of a node, by kernels made for small messages; assumed."""
+USABLE = 0.9
+"""Share of a device's memory that engines take (vLLM's gpu_memory_utilization and TensorRT-LLM's default)."""
+WORKSPACE_BYTES = 2e9
+"""Bytes of activations, graphs and collectives' buffers beside weights and cache; assumed."""
+CHUNK_TOKENS = 8192
+"""Most prompt tokens of a pass: vLLM's and TensorRT-LLM's max_num_batched_tokens of 8192."""
+ACTIVATION_BYTES = 2.0
+WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.53, "fp4": 0.5625}
+"""Bytes of a weight with its scales: groups of 128 (int4), of 16 (NVFP4)."""
+CACHES = {"16": 2.0, "fp8": 1.0}
+"""Bytes of a number in the cache."""
+ADMITTED = 0.1
+"""Share of an answer's cache that has to be free when its prompt is let in; assumed."""
+SOFTNESS = 3.0
+"""Exponent p of the soft maximum (x^p + y^p)^(1/p); assumed."""
 
 
 @dataclass(frozen=True)
-class Serving:
-    """One way to cut the model, with its costs."""
+class Formats:
+    """Bytes of numbers, and the rate of matmuls."""
 
-    tp: int
-    pp: int
-    copies: int
-    sequences: int
-    """Sequences that each replica answers at a time."""
-    weights_bytes: float
-    """Weights on one device."""
-    cache_bytes: float
-    """Cache on one device, for these sequences at full length."""
-    memory_bytes: Estimate
-    most_sequences: int
-    """Sequences that a replica has room for."""
-    prefill_s: Estimate
-    """Time of one sequence's prefill."""
-    decode_s: Estimate
-    """Time between two tokens of a sequence, at full length."""
-    tokens_per_s: float
-    """Tokens that all devices decode a second."""
+    weight_bytes: Numbers
+    """Bytes of a weight, its scales included."""
+    cache_bytes: Numbers
+    """Bytes of a number in the cache."""
+    flops_per_s: Numbers
+    """FLOP/s of large matmuls in the format that they compute in."""
+    narrow: Numbers = 0.0
+    """1 where that format has 8 bits or fewer."""
 
 
-def predict_serving(costs: CostModel, tp: Ints, pp: Ints, precision: str) -> list[Serving]:
-    """Return the costs of each way to cut the model; `tp` and `pp` are columns of one length."""
-    model = _ServingModel(costs, tp, pp, precision)
-    seq_len, batch = costs.run.data.seq_len, costs.run.train.global_batch
-    replicas = costs.devices // (tp * pp)
-    sequences = -(-batch // replicas)
-    weights = float(costs.workload.matrix_parameters) * model.weight_bytes / (tp * pp)
-    cached = seq_len * float(costs.workload.cached_share)
-    of_sequence = model.token_cache_bytes() * cached * float(costs.workload.layers) / pp
-    memory = weights + sequences * of_sequence + costs.constants.workspace_bytes
-    room = (float(costs.memory_bytes) - weights - costs.constants.workspace_bytes) // of_sequence
-    prefill = model.prefill_s(seq_len)
-    decode = model.decode_s(-(-sequences // pp))
-    tokens = replicas * np.minimum(sequences, batch / replicas) / decode
-    return [
-        Serving(
-            tp=int(tp[i]),
-            pp=int(pp[i]),
-            copies=int(replicas[i]),
-            sequences=int(sequences[i]),
-            weights_bytes=float(weights[i]),
-            cache_bytes=float(sequences[i] * of_sequence[i]),
-            memory_bytes=Estimate.log_normal(float(memory[i]), costs.memory_std),
-            most_sequences=max(0, int(room[i])),
-            prefill_s=Estimate.log_normal(float(prefill[i]), costs.time_std),
-            decode_s=Estimate.log_normal(float(decode[i]), costs.time_std),
-            tokens_per_s=float(tokens[i]),
-        )
-        for i in range(len(tp))
-    ]
+@dataclass(frozen=True)
+class ReplicaCut:
+    """How a replica is cut over devices."""
+
+    tp: Numbers
+    pp: Numbers = 1
+    experts: Numbers = 0
+    """Devices that the experts are dealt to, if each has attention for sequences of its own; 0: cut over tp."""
 
 
-class _ServingModel:
-    """The costs of inference on replicas that are cut over `tp` x `pp` devices, both columns of one length."""
+@dataclass(frozen=True)
+class Draft:
+    """Speculative or multi-token decoding: cheap guesses that a pass of the model checks (Leviathan et al. 2023)."""
 
-    def __init__(self, costs: CostModel, tp: Ints, pp: Ints, precision: str):
-        self.costs, self.tp, self.pp = costs, tp, pp
-        self.work, self.rates, self.constants = costs.workload, costs.rates, costs.constants
-        self.weight_bytes = 4.0 if precision == "fp32" else 1.0 if precision == "fp8" else 2.0
-        self.activation_bytes = 4.0 if precision == "fp32" else 2.0
-        rates, number = costs.rates, ("fp32", "bf16", "fp16", "fp8").index(precision)
-        peak = in_precision(number, rates.fp32, rates.half, rates.narrow)
-        achieved = in_precision(number, rates.achieved_fp32, rates.achieved_half, rates.achieved_narrow)
-        self.matmul_flops_per_s = float(peak) * float(achieved) * costs.constants.matmul
+    tokens: int = 0
+    """Guesses a pass."""
+    accepted: float = 0.7
+    """Probability that a guess is right, given those before it are."""
+    cost: float = 0.05
+    """Time of a guess over that of a pass: a draft model of a twentieth, or one layer for several tokens."""
 
+    @property
+    def kept(self) -> float:
+        """Tokens that a pass yields for a sequence, on average."""
+        return float(sum(self.accepted**k for k in range(self.tokens + 1)))
+
+
+@dataclass(frozen=True)
+class ServingLoad:
+    """Requests that a replica answers at a time."""
+
+    sequences: Numbers
+    prompt: Numbers
+    """Tokens of each prompt."""
+    output: Numbers
+    """Tokens of each answer."""
+    together: Numbers = 0.0
+    """1: all begin at once, as a fixed batch; 0: each begins when another ends (continuous batching)."""
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Seconds of a request, on average."""
+
+    ttft_s: Floats
+    """To the first token, waiting for room included."""
+    tpot_s: Floats
+    """Between two tokens, pauses for other requests' prefill included."""
+    e2e_s: Floats
+    """To the last token; of a fixed batch, of all its sequences."""
+    tokens_per_s: Floats
+    """Output tokens of the replica a second, while requests come."""
+    room: Floats
+    """Sequences that have their cache in memory at a time, at half of their output."""
+
+
+class ServingModel:
+    """Predicts the passes of one replica and the latencies of requests."""
+
+    def __init__(
+        self,
+        work: Workload,
+        rates: Rates,
+        cut: ReplicaCut,
+        formats: Formats,
+        constants: ServingConstants,
+        cached_layers: Numbers | None = None,
+        draft: Draft | None = None,
+    ):
+        """Set the model up; cached_layers: layers whose cache grows with the sequence (default: all)."""
+        self.draft = draft or Draft()
+        self.work, self.rates, self.cut, self.formats = work, rates, cut, formats
+        self.constants = constants
+        self.cached_layers = work.layers if cached_layers is None else cached_layers
+        self.ep = np.maximum(cut.tp, cut.experts)
+
+    @property
     def token_cache_bytes(self) -> Floats:
-        """Return the bytes of a token's cache in one layer, on one tensor-parallel rank."""
+        """Bytes of a token's cache on one device of each stage, all its layers; with windows, on average."""
         work = self.work
-        whole = np.maximum(1, float(work.kv_heads) / self.tp) * (float(work.key_width) + float(work.value_width))
-        latent = float(work.kv_rank) + float(work.rope_width)
-        return np.where(float(work.kv_rank) > 0, latent, whole) * max(self.weight_bytes, 2.0)
+        whole = np.maximum(1, work.kv_heads / self.cut.tp) * (work.key_width + work.value_width)
+        of_layer = np.where(np.asarray(work.kv_rank) > 0, work.kv_rank + work.rope_width, whole)
+        layers = self.cached_layers * work.cached_share
+        return np.asarray(of_layer * self.formats.cache_bytes * layers / self.cut.pp, float)
 
-    def prefill_s(self, tokens: int) -> Floats:
-        """Return the seconds of the forward of a sequence through all layers, one pipeline stage after the other."""
-        work, constants, layers = self.work, self.constants, float(self.work.layers)
-        matmuls = 2 * tokens * float(work.matmul_parameters) / self.tp / self.matmul_flops_per_s
-        widths = float(work.key_width) + float(work.value_width)
-        scores = 2 * tokens * float(work.attention_span) * float(work.heads) * widths * layers
-        attention = scores / self.tp / (self.matmul_flops_per_s * constants.attention)
-        hidden = constants.pointwise * float(work.width) + constants.pointwise_ffn * float(work.ffn_width)
-        moved = tokens * hidden * self.activation_bytes * layers
-        pointwise = moved / self.tp / float(self.rates.memory_bytes_per_s)
-        return np.asarray(matmuls + attention + pointwise + self._waits_s(tokens))
+    @property
+    def weights_bytes(self) -> Floats:
+        """Bytes of weights on one device."""
+        work, cut = self.work, self.cut
+        experts = work.moe_layers * work.expert_parameters
+        rest = work.matrix_parameters - experts - (2 - work.tied) * work.vocabulary_parameters
+        vocabulary = (2 - work.tied) * work.vocabulary_parameters * 2.0  # engines keep them in 16 bits
+        split = (experts / self.ep + rest / cut.tp) * self.formats.weight_bytes + vocabulary / cut.tp
+        return np.asarray(split / cut.pp, float)
 
-    def decode_s(self, group: Ints) -> Floats:
-        """Return the seconds of one token for each of `group` sequences, through all layers and pipeline stages."""
-        work, layers = self.work, float(self.work.layers)
-        experts, chosen = float(work.experts), float(work.experts_per_token)
-        hit = 1 - (1 - chosen / experts) ** group if experts else np.zeros(len(self.tp))
-        idle = float(work.moe_layers) * float(work.expert_parameters) * (1 - hit)
-        embedding = (1 - float(work.tied)) * float(work.vocabulary_parameters)
-        weights = (float(work.matrix_parameters) - idle - embedding) * self.weight_bytes / self.tp
-        cached = self.costs.run.data.seq_len * float(work.cached_share)
-        cache = group * cached * self.token_cache_bytes() * layers
-        reading = (weights + cache) / (float(self.rates.memory_bytes_per_s) * STREAMED)
-        computing = 2 * group * float(work.matmul_parameters) / self.tp / self.matmul_flops_per_s
-        return np.asarray(np.maximum(reading, computing) + self._waits_s(group))
+    def room(self, tokens: Numbers) -> Floats:
+        """Return how many sequences of `tokens` have their cache in memory; below 1 if weights leave too little."""
+        free = USABLE * self.rates.memory_bytes - self.weights_bytes - WORKSPACE_BYTES
+        return np.asarray(free / (self.token_cache_bytes * tokens), float)
 
-    def _waits_s(self, tokens: Ints | int) -> Floats:
-        """Return the seconds of two sums over tensor-parallel ranks in each layer, and of sends between stages."""
-        tp, pp = self.tp, self.pp
-        message = tokens * float(self.work.width) * self.activation_bytes
-        ring = group_of(tp, 1, self.rates, self.constants).ring
-        of_sum = 2 * (tp - 1) / tp * message / ring + np.where(tp > 1, SUM_S, 0.0)
-        sends = (pp - 1) * send_s(message / tp, group_of(pp, tp, self.rates, self.constants))
-        return np.asarray(2 * float(self.work.layers) * of_sum + sends)
+    def pass_s(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> Floats:
+        """Return the seconds of a pass through all layers.
+
+        tokens: new tokens of all sequences; sequences: those that get a token; span: tokens that a new one attends to
+        and that are computed with (prefill), 0 in decode; cached: tokens whose cache is read.
+        """
+        return np.asarray(sum(self.pass_parts(tokens, sequences, span, cached).values()))
+
+    def pass_parts(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> dict[str, Floats]:
+        """Return the seconds of a pass by what they are spent on."""
+        parts = {
+            "weights": self._matmul_s(tokens, sequences),
+            "attention": self._attention_s(tokens, span, cached),
+            "exchange": self._exchange_s(tokens),
+        }
+        parts = {name: np.asarray(seconds * self.constants.compute) for name, seconds in parts.items()}
+        return parts | {"overhead": np.asarray(self._overhead_s(sequences) * self.constants.overhead)}
+
+    def _matmul_s(self, tokens: Numbers, sequences: Numbers) -> Floats:
+        """Return the seconds of reading weights and multiplying with them."""
+        work, rates, constants, formats, tp = self.work, self.rates, self.constants, self.formats, self.cut.tp
+        filled = 1 / (1 + constants.half_tokens / tokens)
+        full = formats.flops_per_s * constants.matmul * filled
+        rate = full * np.where(np.asarray(formats.narrow) > 0, constants.narrow, 1.0)
+        reads = rates.memory_bytes_per_s * constants.bandwidth
+        shared = work.moe_layers * work.router_and_shared_parameters
+        dense = work.layers * work.attention_parameters + work.dense_layers * work.ffn_parameters + shared
+        seconds = _soft_max(2 * tokens * dense / tp / rate, dense * formats.weight_bytes / tp / reads)
+        head = work.vocabulary_parameters / tp
+        seconds += _soft_max(2 * sequences * head / (rates.half * constants.matmul), head * 2.0 / reads)
+        chosen = work.experts_per_token / np.maximum(1.0, work.experts)
+        # Of attention for sequences of its own, each device sends its tokens to all: experts see those of all devices.
+        routed = tokens * np.maximum(1.0, self.ep / tp)
+        hit = 1 - (1 - chosen) ** routed
+        of_experts = work.moe_layers * work.expert_parameters
+        computed = 2 * routed * of_experts * chosen / self.ep / (rate * constants.experts)
+        return np.asarray(seconds + _soft_max(computed, of_experts * hit * formats.weight_bytes / self.ep / reads))
+
+    def _attention_s(self, tokens: Numbers, span: Numbers, cached: Numbers) -> Floats:
+        """Return the seconds of attention, of reading the cache, and of what moves through memory outside matmuls."""
+        work, rates, constants, tp = self.work, self.rates, self.constants, self.cut.tp
+        widths = work.heads * (work.key_width + work.value_width) * self.cached_layers
+        scores = 2 * tokens * span * widths / tp / (rates.half * rates.achieved_half * constants.attention)
+        cache = cached * self.token_cache_bytes * self.cut.pp / (rates.memory_bytes_per_s * constants.cache)
+        moved = tokens * work.width * work.layers * ACTIVATION_BYTES * constants.pointwise / tp
+        return np.asarray(scores + cache + moved / rates.memory_bytes_per_s)
+
+    def _exchange_s(self, tokens: Numbers) -> Floats:
+        """Return the seconds of two sums over tp ranks in each layer, of tokens' way to experts, and between stages."""
+        work, rates, constants, tp, pp = self.work, self.rates, self.constants, self.cut.tp, self.cut.pp
+        message = tokens * work.width * ACTIVATION_BYTES
+        across = np.asarray(tp * 1.0 > rates.node)
+        ring = np.where(across, np.minimum(rates.nic_bytes_per_s, rates.link_bytes_per_s), rates.link_bytes_per_s)
+        starts = constants.sum_s + constants.sum_hops * rates.link_latency_s + np.where(across, constants.nic_s, 0.0)
+        starts = starts * constants.overhead / constants.compute  # kernels for small messages are the engine's
+        of_sum = np.where(np.asarray(tp) > 1, starts + 2 * (tp - 1) / tp * message / (ring * constants.link), 0.0)
+        dealt = np.asarray(self.ep) > np.asarray(tp)
+        to_experts = 2 * message * work.experts_per_token / (rates.link_bytes_per_s * constants.link) + 2 * starts
+        sends = (pp - 1) * (starts + message / (ring * constants.link))
+        return np.asarray(2 * work.layers * of_sum + np.where(dealt, work.moe_layers * to_experts, 0.0) + sends)
+
+    def _overhead_s(self, sequences: Numbers) -> Floats:
+        work, constants = self.work, self.constants
+        gaps = work.layers * constants.layer_s + work.moe_layers * constants.moe_layer_s
+        return np.asarray(gaps + constants.pass_s + constants.sequence_s * sequences)
+
+    def prefill_s(self, sequences: Numbers, prompt: Numbers) -> Floats:
+        """Return the seconds of the prompts of `sequences`, in passes of `CHUNK_TOKENS` at most."""
+        tokens = sequences * prompt
+        passes = np.maximum(1.0, tokens / CHUNK_TOKENS)
+        return passes * self.pass_s(tokens / passes, sequences / passes, prompt / 2, 0.0)
+
+    def decode_s(self, sequences: Numbers, context: Numbers) -> Floats:
+        """Return the seconds of one token for each of `sequences`, which have `context` tokens each.
+
+        With a draft it is the mean: a pass checks the drafted tokens of each sequence and keeps those accepted.
+        """
+        return np.asarray(sum(self.decode_parts(sequences, context).values()))
+
+    def decode_parts(self, sequences: Numbers, context: Numbers) -> dict[str, Floats]:
+        """Return the seconds of `decode_s` by what they are spent on."""
+        draft = self.draft
+        group = np.maximum(1.0, sequences / self.cut.pp)  # pipeline stages compute for other groups meanwhile
+        parts = self.pass_parts(group * (1 + draft.tokens), group, 0.0, group * context)
+        if draft.tokens:
+            parts["draft"] = draft.tokens * draft.cost * np.asarray(sum(parts.values()))
+        return {name: seconds / draft.kept for name, seconds in parts.items()}
+
+    def latencies(self, traffic: ServingLoad) -> Latencies:
+        """Return the latencies of requests that come so that `traffic.sequences` are on the way at any time."""
+        prompt, output = traffic.prompt, np.maximum(1.0, traffic.output)
+        wanted, together = np.asarray(traffic.sequences, float), np.asarray(traffic.together) > 0
+        # Engines reserve room for whole answers of a fixed batch; in a steady state, answers are at half on average.
+        room = np.maximum(1.0, self.room(prompt + output * np.where(together, 1.0, 0.5)))
+        turns = np.where(together, np.ceil(wanted / room - 1e-9), 1.0)
+        active = np.where(together, wanted / turns, np.minimum(wanted, room))
+        decode = self.decode_s(active, prompt + output / 2)  # linear in the context, nearly
+        alone, whole = self.prefill_s(1.0, prompt), self.prefill_s(active, prompt)
+        # Each of the others is prefilled once while this one is answered.
+        others = whole * (active - 1) / active
+        tpot = np.where(together, decode, decode + others / output)
+        waits_for_pass = np.where(active > 1, decode / 2, 0.0)
+        before = np.where(together, active, 1 + self.constants.burst * (active - 1))
+        begins = np.where(together, whole, alone + self.constants.burst * others + waits_for_pass)
+        begins = begins + (self.constants.request_s + before * self.constants.arrival_s) * self.constants.overhead
+        answers = begins + (output - 1) * tpot
+        # A fixed batch takes turns. Else, by Little's law, requests wait for room as long as those before them hold it.
+        excess = np.where(together, turns - 1, wanted / active - 1)
+        waits = excess * answers
+        # With a cache in pages a prompt is let in once it fits with a little of its answer; others are evicted.
+        let_in = np.maximum(1.0, self.room(prompt + ADMITTED * output))
+        first_turns = np.ceil(wanted / let_in - 1e-9)
+        return Latencies(
+            ttft_s=begins + np.where(together, (first_turns - 1) * answers / 2, waits),
+            tpot_s=tpot,
+            e2e_s=answers + waits,
+            tokens_per_s=active * output / (whole + (output - 1) * decode),
+            room=room,
+        )
+
+
+def _soft_max(one: Numbers, other: Numbers) -> Floats:
+    return np.asarray((one**SOFTNESS + other**SOFTNESS) ** (1 / SOFTNESS))
+
+
+def formats_of(device: Device, rates: Rates, weights: str, cache: str) -> Formats:
+    """Return the bytes and the matmul rate of weights in one of `WEIGHTS` with a cache in one of `CACHES`.
+
+    Formats that the device has no matmuls for are converted to the next wider one that it has.
+    """
+    if weights == "fp32":
+        return Formats(4.0, 4.0, float(rates.fp32 * rates.achieved_fp32))
+    wanted: tuple[Format, ...] = {"fp4": ("fp4", "fp8"), "fp8": ("fp8",)}.get(weights, ())  # type: ignore[assignment]
+    for computed in wanted:
+        if computed in device.formats:
+            return Formats(WEIGHTS[weights], CACHES[cache], device.matmul_flops_per_s(computed), 1.0)
+    return Formats(WEIGHTS[weights], CACHES[cache], float(rates.half * rates.achieved_half))

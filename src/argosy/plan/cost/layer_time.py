@@ -13,18 +13,14 @@ from functools import cached_property
 
 import numpy as np
 
-from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.rank_sizes import RankSizes
+from argosy.plan.cost.breakdown import RankSizes
+from argosy.plan.cost.constants import BACKWARD_ATTENTION, INTENSITY, Constants
 from argosy.plan.cost.rates import Rates, System, in_precision
 from argosy.plan.layouts import Layouts
 from argosy.plan.workload import Numbers, Workload
 
-BACKWARD_ATTENTION = 2.5
-"""Time of attention's backward over its forward: backward computes the scores again (Dao 2023)."""
 BACKWARD_POINTWISE = 1.6
 """Time of a pointwise backward over its forward: backward reads the gradient too, and writes one result."""
-INTENSITY = 156e0
-"""FLOPs for each byte of memory bandwidth of an A100 in bf16, for which `Constants.half_size` is stated."""
 FULL_HEAD = 128
 """Head width from which tiled attention is as fast as it gets: half as wide, it takes as many exponentials for half the
 FLOPs (Shah et al. 2024: 0.65 to 0.75 of the FLOP/s)."""
@@ -46,9 +42,10 @@ class LayerTime:
     def forward(self) -> Numbers:
         return self.matmul + self.attention + self.pointwise
 
-    @property
-    def backward(self) -> Numbers:
-        return 2 * self.matmul + BACKWARD_ATTENTION * self.attention + BACKWARD_POINTWISE * self.pointwise
+    def backward(self, reached: Numbers = 1, trained: Numbers = 1) -> Numbers:
+        """`reached`: the share that backward reaches; `trained`: that whose weights have gradients."""
+        others = BACKWARD_ATTENTION * self.attention + BACKWARD_POINTWISE * self.pointwise
+        return (reached + trained) * self.matmul + reached * others
 
     def __add__(self, other: LayerTime) -> LayerTime:
         return LayerTime(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -95,7 +92,6 @@ class LayerModel(RankSizes):
         return LayerTime(flops / rate * slow + quantize, 0.0, 0.0)
 
     def _attention(self) -> LayerTime:
-        """Return the projections and the attention itself."""
         work, plans, tokens = self.work, self.plans, self.tokens
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
         kv_heads = np.maximum(1, work.kv_heads / plans.tp)
@@ -167,7 +163,6 @@ class LayerModel(RankSizes):
         )
 
     def _around(self) -> LayerTime:
-        """Return norms, residuals, rotary embedding and dropout."""
         widths = self.constants.pointwise + 3 * self.system.dropout
         return self._moving(widths * self.tokens / self.sequence_ranks * self.work.width)
 
@@ -191,9 +186,9 @@ class LayerModel(RankSizes):
         work, rates, precision = self.work, self.rates, self.plans.precision
         tokens = work.global_batch * work.seq_len / self.plans.world_size
         half = in_precision(precision, rates.fp32, rates.half, rates.half)
-        in_layers, in_head = work.matmul_parameters - work.vocabulary_parameters, work.vocabulary_parameters
-        of_matmuls = 6 * in_layers / self.peak_flops_per_s + 6 * in_head / half
-        return tokens * of_matmuls, tokens * (work.train_flops_per_token - 6 * work.matmul_parameters) / half
+        in_layers, in_head = work.matmul_flops_per_token
+        of_matmuls = in_layers / self.peak_flops_per_s + in_head / half
+        return tokens * of_matmuls, tokens * (work.train_flops_per_token - in_layers - in_head) / half
 
     @cached_property
     def recomputed_s(self) -> Numbers:
@@ -203,7 +198,23 @@ class LayerModel(RankSizes):
         cheap = layer.pointwise * 0.5 + np.where(system.flash > 0, 0.0, layer.attention)
         which = np.where(plans.is_("recompute", "selective"), cheap, 0.0)
         which = np.where(plans.is_("recompute", "full"), layer.forward, which)
-        return which / plans.recompute_every
+        return self.work.reached * which / plans.recompute_every
+
+    @property
+    def trained_matmuls(self) -> Numbers:
+        """Share of the layers' matmuls whose weights are trained."""
+        work = self.work
+        return work.trained_matmul_parameters / (work.matmul_parameters - work.vocabulary_parameters)
+
+    @property
+    def layer_backward_s(self) -> Numbers:
+        """Seconds of the mean layer's backward."""
+        return self.mean_layer.backward(self.work.reached, self.trained_matmuls)
+
+    @property
+    def of_head_s(self) -> Numbers:
+        """Seconds of the head's forward and backward, of one microbatch."""
+        return self.head.forward + self.head.backward(trained=self.work.trained_head)
 
     def host_s(self, device: Numbers) -> Numbers:
         """Return the seconds that the host adds to a layer that takes the device so many seconds.

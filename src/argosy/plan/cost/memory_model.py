@@ -21,10 +21,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.cost.breakdown import Breakdown
-from argosy.plan.cost.compression import Compression
+from argosy.plan.cost.breakdown import OF_MEMORY, Breakdown, RankSizes
 from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.rank_sizes import RankSizes
+from argosy.plan.cost.network import Compression
 from argosy.plan.cost.rates import System
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED
@@ -42,6 +41,8 @@ DROPOUT_BYTES = 1
 @dataclass(frozen=True)
 class Footprint(Breakdown):
     """Bytes at the peak of the rank that needs most; the categories add up to it."""
+
+    parts = OF_MEMORY
 
     weights: Numbers
     gradients: Numbers
@@ -94,34 +95,40 @@ class MemoryModel(RankSizes):
         last = not first if last is None else last
         plans, work, system, constants = self.plans, self.work, self.system, self.constants
         dense, experts = self.parameters(self._layers)
-        ends = (work.vocabulary_parameters / plans.tp) * (np.where(work.tied > 0, 1, 2) if first and last else 1)
-        whole = dense + ends + experts
-        mine = (dense + ends) / plans.shares_state + experts / np.maximum(1, plans.shares_state / plans.ep)
-        held = np.where(plans.zero == 3, mine, whole)
-        summed = np.where((plans.zero <= 1) | self._adds_up, whole, mine)
+        vocabulary = work.vocabulary_parameters / plans.tp
+        has_head = float(last) if not first else last * np.where(work.tied > 0, 0.0, 1.0)
+        ends = vocabulary * (first + has_head)
+        trained_ends = vocabulary * (first * work.trained_embedding + has_head * work.trained_head)
+        whole, share = dense + ends + experts, self._shared(dense + ends, experts)
+        held = np.where(plans.zero == 3, share, whole)
+        dense, experts = dense * work.trained_dense, experts * work.trained_experts
+        trained = dense + trained_ends + experts
+        mine = self._shared(dense + trained_ends, experts)
+        summed = np.where((plans.zero <= 1) | self._adds_up, trained, mine)
         weight_bytes = np.where(plans.is_("weights", "bf16"), 2.0, system.weight_bytes)
         in_flight = self._in_flight(first)
-        kept = in_flight * self._kept
-        left = in_flight * (self._kept - self.moved)
+        kept = work.reached * in_flight * self._kept
+        left = work.reached * in_flight * (self._kept - self.moved)
         activations = np.where(self.offloads_activations, left + self.working + 2 * self._of_layer, kept + self.working)
         logits = self._logits() if last else np.zeros(1)
-        gathered = self._gathered(ends)
+        gathered = self._gathered(trained_ends)
         comes_and_goes = activations + logits + gathered
         # The optimizer's step begins when activations are gone.
         update = np.maximum(0.0, mine * system.update_bytes - comes_and_goes)
-        first_held = system.checks_gradients * whole * system.gradient_bytes
+        first_held = system.checks_gradients * trained * system.gradient_bytes
         used = Footprint(
             weights=held * weight_bytes,
-            gradients=first_held + self._beside(kept, summed * system.gradient_bytes, ends * system.gradient_bytes),
+            gradients=first_held
+            + self._beside(kept, summed * system.gradient_bytes, trained_ends * system.gradient_bytes),
             optimizer=np.where(self.offloads_optimizer, 0.0, mine * system.moment_bytes + update),
             activations=activations,
             logits=logits,
             gathered=gathered,
-            agreement=self._agreement(whole, mine),
+            agreement=self._agreement(trained, mine),
             workspace=constants.workspace_bytes
             + np.where(self.eager, 0.0, system.compiler_bytes)
             + self._received()
-            + system.saves_here * self._saved(mine, weight_bytes),
+            + system.saves_here * self._saved(share, mine, weight_bytes),
             reserve=np.zeros(1),
         )
         return Footprint(**{**vars(used), "reserve": constants.fragmentation * (comes_and_goes + update)})
@@ -181,12 +188,23 @@ class MemoryModel(RankSizes):
 
     @cached_property
     def _fused_layer(self) -> Numbers:
-        """Bytes that one layer of fused operations keeps."""
         work, system = self.work, self.system
         hidden = (4 + system.kept_widths) * work.width / self.sequence_ranks + self._inputs
         elements = hidden + self._attention + self._feed_forward(work.ffn_matrices)
         masks = system.dropout * 2 * DROPOUT_BYTES * work.width / self.sequence_ranks
+        elements = elements - self._not_read
         return self.tokens * (elements * self.activation_bytes + masks + self._scores)
+
+    @cached_property
+    def _not_read(self) -> Numbers:
+        """Elements for a token that a layer does not keep: only gradients of frozen weights would read them."""
+        plans, work = self.plans, self.work
+        reached = np.maximum(work.reached, 1 / work.layers)
+        dense, experts = (np.maximum(0, 1 - n / reached) for n in (work.trained_dense, work.trained_experts))
+        moe = work.moe_layers / work.layers
+        routed = experts * work.experts_per_token * (work.width + work.expert_ffn_width)
+        inner = (1 - moe) * dense * work.ffn_width + moe * (dense * work.shared_ffn_width + routed)
+        return dense * (2 * work.width / self.sequence_ranks + self._inputs) + inner / plans.tp
 
     @cached_property
     def _inputs(self) -> Numbers:
@@ -253,28 +271,34 @@ class MemoryModel(RankSizes):
         summed = np.where(self.plans.zero == 0, whole, mine) / (self.plans.sum_inside * self.plans.sum_between)
         return self.compression.kept_bytes(self.plans, summed, mine)
 
-    def _saved(self, mine: Numbers, weight_bytes: Numbers) -> Numbers:
+    def _shared(self, dense: Numbers, experts: Numbers) -> Numbers:
+        """Return a rank's part of the state of so many parameters (ZeRO)."""
+        plans = self.plans
+        return dense / plans.shares_state + experts / np.maximum(1, plans.shares_state / plans.ep)
+
+    def _saved(self, held: Numbers, trained: Numbers, weight_bytes: Numbers) -> Numbers:
         """Return the bytes that a rank copies for a checkpoint: of what several ranks hold, each copies a part."""
-        return mine * (weight_bytes + self.system.moment_bytes) / self.plans.replicas
+        return (held * weight_bytes + trained * self.system.moment_bytes) / self.plans.replicas
 
     def _logits(self) -> Numbers:
         plans, work, system = self.plans, self.work, self.system
         whole = self.tokens * work.vocab_size / plans.tp
         of_logit = np.where(self.eager, LOSS_CHUNK_BYTES_EAGER, LOSS_CHUNK_BYTES)
         chunk = np.minimum(whole, LOSS_CHUNK_LOGITS) * of_logit
-        saved = (4 + self.activation_bytes) * work.vocabulary_parameters / plans.tp
+        saved = (4 * work.trained_head + self.activation_bytes) * work.vocabulary_parameters / plans.tp
         saved = saved + self.tokens * work.width * self.activation_bytes
         in_chunks = saved + np.maximum(0, chunk - self.working)
         return np.where(system.whole_logits > 0, whole * system.whole_logits, in_chunks)
 
-    def _gathered(self, ends: Numbers) -> Numbers:
+    def _gathered(self, trained_ends: Numbers) -> Numbers:
         """Return the bytes of stage 3: parameters are whole while they are used, gradients until they are summed.
 
         They are those of two layers, or of all layers of a pipeline rank, because its stages give up none after a
         backward.
         """
         plans = self.plans
-        of_layer, layers = sum(self.parameters(1.0)), self._layers
-        parameters = np.where(plans.pp > 1, layers, np.minimum(2, layers)) * of_layer
-        gradients = np.where(self._adds_up, 0, (of_layer + ends) * self.system.gradient_bytes)
+        (dense, experts), layers = self.parameters(1.0), self._layers
+        parameters = np.where(plans.pp > 1, layers, np.minimum(2, layers)) * (dense + experts)
+        trained = dense * self.work.trained_dense + experts * self.work.trained_experts + trained_ends
+        gradients = np.where(self._adds_up, 0, trained * self.system.gradient_bytes)
         return np.where(plans.shards_parameters, parameters * self.activation_bytes + gradients, 0.0)

@@ -4,7 +4,7 @@ With N numbers in a round, n sites, and blocks of 256 numbers of b bytes as `syn
 
     2 (n-1)/n  ceil(N / 256)  b
 
-once as the sum of its slice's parts and once as its share of the sums (`sync.sites.average`). A round comes every
+once as the sum of its slice's parts and once as its share of the sums (`sync.average`). A round comes every
 H / F steps (`sync.every_steps`, `sync.fragments`) and is about one of F fragments; the last one is about everything.
 So what a link has to carry at once is 1/F of the model, while bytes a step are those of one fragment. They may take
 `sync.overlap_steps` steps before a site waits for them.
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from argosy.config.sites import OuterConfig
+from argosy.config.sync import OuterConfig
 
 BLOCK = 256
 BLOCK_BYTES = {"fp32": 4 * BLOCK, "bf16": 2 * BLOCK, "int8": 4 + BLOCK, "int4": 4 + BLOCK // 2}

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 from argosy.config.lines import read_table
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate, seconds
 from argosy.plan.cost.exact_state import state_bytes
-from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.sites import bytes_of_step, rounds_of
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.cost.updates import sent_bytes, updates_of
@@ -88,7 +88,7 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster, joined: Cluster | None
     by_category = costs.predict_time(row).by_category(0)
     memory = costs.predict_memory(row).by_category(0)
     memory |= _state(plan, costs, cluster, last=plan.pp > 1 and memory["logits"] > 0)
-    inside_s, is_worker = sum(by_category.values()), plan.sync == "async" and bool(run.sites)
+    inside_s, is_worker = sum(by_category.values()), plan.has_servers and bool(run.sites)
     update = _update(run, joined or cluster, inside_s) if is_worker else {}
     if update and run.sync.local_steps == 1:  # else a typical step has no push
         by_category["sites"] = update["seconds"] - inside_s
@@ -142,7 +142,7 @@ def _by_axis(plan: Plan, run: RunConfig) -> dict[str, int]:
         sums[axis] += sent
     if run.sites and plan.sync in LOCAL:
         sums["sites"] = round(bytes_of_step(run))
-    elif run.sites and plan.sync == "async":
+    elif run.sites and plan.has_servers:
         sums["sites"] = round(sent_bytes(run) / run.sync.local_steps)
     return dict(sums)
 

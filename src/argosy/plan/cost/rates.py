@@ -36,12 +36,16 @@ class Rates:
     """Bandwidth of a device to other nodes: its share of the node's adapters."""
     node: Numbers
     """Devices that the fast link joins."""
+    link_latency_s: Numbers = 2e-6
+    """Latency of a message between two of them."""
     reduction_gain: Numbers = 1.0
     """Bandwidth of an all-reduce inside a node whose switch sums (NVLS), over that of a ring."""
     host_link_bytes_per_s: Numbers = 32e9
     """Bandwidth of a device to its host's memory."""
     host_memory_bytes_per_s: Numbers = 50e9
     """Share of one device in the bandwidth of that memory."""
+    host_memory_bytes: Numbers = np.inf
+    """Share of one device in that memory."""
     host_waits: Numbers = 0.0
     """1 if the host itself computes (CPUs), so that its time to start operations is added."""
     site: Numbers = EVERYWHERE
@@ -73,9 +77,11 @@ class Rates:
             link_bytes_per_s=ring,
             nic_bytes_per_s=nic_bytes_per_s or device.nic_bytes_per_s,
             node=device.devices_per_node,
+            link_latency_s=device.link_latency_s,
             reduction_gain=(device.nvls_busbw_bytes_per_s or ring) / ring,
             host_link_bytes_per_s=device.memory_bytes_per_s if is_cpu else device.host_link_bytes_per_s,
             host_memory_bytes_per_s=device.memory_bytes_per_s if is_cpu else device.host_memory_bytes_per_s,
+            host_memory_bytes=device.host_memory_bytes or np.inf,
             host_waits=float(is_cpu),
         )
 
@@ -103,6 +109,7 @@ class Rates:
             reduction_gain=min(kind.reduction_gain for kind in kinds),
             host_link_bytes_per_s=min(kind.host_link_bytes_per_s for kind in kinds),
             host_memory_bytes_per_s=min(kind.host_memory_bytes_per_s for kind in kinds),
+            host_memory_bytes=min(kind.host_memory_bytes for kind in kinds),
             **_between_sites(cluster),
         )
 
@@ -117,7 +124,7 @@ def _between_sites(cluster: Cluster) -> dict[str, Numbers]:
 
 @dataclass(frozen=True)
 class System:
-    """How the software that runs a plan works. The defaults are those of Argosy."""
+    """The habits of the software that runs a plan. The defaults are those of Argosy."""
 
     flash: Numbers = 1
     """1: attention is tiled; 0: scores are matrices in memory, and all of them are computed."""

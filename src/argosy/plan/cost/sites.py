@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from argosy.config.schema import RunConfig
-from argosy.config.sites import Wire
+from argosy.config.sync import Wire
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import plain
@@ -30,7 +30,7 @@ from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES, rounds_in, sent_in_run, sent_in_turn
 from argosy.plan.cost.updates import added_s
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.parameters import parameter_table
+from argosy.plan.parameters import trained_shapes
 from argosy.plan.plan import Plan, has_workers
 from argosy.plan.workload import Numbers
 
@@ -38,7 +38,7 @@ INNER_STEPS = (10, 50, 100, 500)
 """Values of H that are compared, beside 1: gradients are summed in every step."""
 WEIGHT_BYTES = 4
 WIRE_BYTES = {wire: of_block / BLOCK for wire, of_block in BLOCK_BYTES.items()}
-"""Bytes of a number between sites (`sync.sites.wire`)."""
+"""Bytes of a number between sites (`sync.wire`)."""
 RANKS_NUMBER_S = 9e-9
 """Seconds for a number of a round in which the ranks do not train: they write what changed, and make the outer step."""
 EXCHANGE_NUMBER_S, EXCHANGE_BYTE_S = 9e-9, 4e-9
@@ -145,7 +145,7 @@ def bytes_of_step(run: RunConfig) -> float:
 
     Of a run in minutes the beginning (`sync.from_step`) and the last round do not count.
     """
-    shapes = {name: parameter.shape for name, parameter in parameter_table(run.model).items()}
+    shapes = trained_shapes(run)
     if steps := run.train.steps:
         return sent_in_run(shapes, run.sync, len(run.sites), steps) / steps
     return sum(sent_in_turn(shapes, run.sync, len(run.sites))) / run.sync.every_steps
@@ -215,11 +215,11 @@ def _parts_s(costs: CostModel, cluster: Cluster, wire: Wire, fragments: int = 1)
     """Return the seconds of a round of one fragment: of the ranks, of the exchange, and until all has arrived."""
     if not cluster.links:
         return 0.0, 0.0, 0.0
-    numbers = float(costs.workload.matrix_parameters) / fragments
+    numbers = float(costs.workload.trained_parameters) / fragments
     sent = _sent(costs, site_count(cluster), WIRE_BYTES[wire]) / fragments
     travels_s = ROUND_S + between_sites_s(FRAMING * sent, cluster, 2 * ROUND_TRIPS)
     return RANKS_NUMBER_S * numbers, EXCHANGE_NUMBER_S * numbers + EXCHANGE_BYTE_S * sent, travels_s
 
 
 def _sent(costs: CostModel, sites: int, of_number: float) -> float:
-    return 2 * (sites - 1) / sites * of_number * float(costs.workload.matrix_parameters)
+    return 2 * (sites - 1) / sites * of_number * float(costs.workload.trained_parameters)

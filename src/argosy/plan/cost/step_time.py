@@ -26,12 +26,11 @@ from functools import cached_property
 
 import numpy as np
 
-from argosy.plan.cost.breakdown import Breakdown
-from argosy.plan.cost.compression import HIDDEN, Compression
-from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.layer_time import BACKWARD_ATTENTION, BACKWARD_POINTWISE, LayerModel, LayerTime
+from argosy.plan.cost.breakdown import OF_TIME, Breakdown
+from argosy.plan.cost.constants import BACKWARD_ATTENTION, Constants
+from argosy.plan.cost.layer_time import BACKWARD_POINTWISE, LayerModel, LayerTime
 from argosy.plan.cost.memory_model import MemoryModel
-from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
+from argosy.plan.cost.network import HIDDEN, Compression, all_reduce_s, all_to_all_s, gather_s, group_of, send_s
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.layouts import SCHEDULE_NAMES, Ints, Layouts
 from argosy.plan.pipeline import SPLITTING
@@ -77,6 +76,8 @@ BACKWARD_SHARE = 0.6
 @dataclass(frozen=True)
 class StepTime(Breakdown):
     """Seconds of a step by category; their sum is the step."""
+
+    parts = OF_TIME
 
     ideal: Numbers
     """Model FLOPs at the data sheet's rate."""
@@ -150,7 +151,7 @@ class StepModel(LayerModel):
         m = self.microbatches
         layer, again = self.mean_layer, self.recomputed_s
         per_rank = work.layers / plans.pp
-        head, of_head = self.head, self.head.forward + self.head.backward
+        head, of_head = self.head, self.of_head_s
         waits, mean = self.waits, self.mean_microbatch_s
         tensor, context, experts = waits.tensor, waits.context, waits.experts
         gathered, offload, host = waits.gathered, waits.offload, waits.host
@@ -158,12 +159,18 @@ class StepModel(LayerModel):
         sends = self._sends(mean)
         bubble = self._bubble(mean + sends) + m * (heaviest - mean)
         of_matmuls, of_attention = self.ideal_s()
+        passes = 1 + work.reached + self.trained_matmuls
         gradients = m * per_rank * gathered + self._gradients(m * mean, mean)
         times = StepTime(
             ideal=of_matmuls + of_attention,
-            matmul=3 * m * (per_rank * layer.matmul + head.matmul / plans.pp) - of_matmuls,
-            attention=m * per_rank * (1 + BACKWARD_ATTENTION) * layer.attention - of_attention,
-            pointwise=m * (1 + BACKWARD_POINTWISE) * (per_rank * layer.pointwise + head.pointwise / plans.pp),
+            matmul=m * (per_rank * passes * layer.matmul + (2 + work.trained_head) * head.matmul / plans.pp)
+            - of_matmuls,
+            attention=m * per_rank * (1 + work.reached * BACKWARD_ATTENTION) * layer.attention - of_attention,
+            pointwise=m
+            * (
+                per_rank * (1 + work.reached * BACKWARD_POINTWISE) * layer.pointwise
+                + (1 + BACKWARD_POINTWISE) * head.pointwise / plans.pp
+            ),
             host=m * per_rank * host,
             recompute=m * per_rank * again,
             offload=m * per_rank * offload,
@@ -182,9 +189,8 @@ class StepModel(LayerModel):
 
     @cached_property
     def waits(self) -> LayerWaits:
-        """What a layer waits for."""
         layer = self.mean_layer
-        compute = layer.forward + layer.backward + self.recomputed_s
+        compute = layer.forward + self.layer_backward_s + self.recomputed_s
         tensor, context, experts = self._tensor(), self._context(layer), self._experts()
         gathered = self._gathered(compute)
         host = self.host_s(compute + tensor + context + experts + gathered)
@@ -194,20 +200,20 @@ class StepModel(LayerModel):
     def layer_s(self) -> Numbers:
         """Seconds of a layer's forward and backward on a microbatch, with what it waits for."""
         layer, waits = self.mean_layer, self.waits
-        return layer.forward + layer.backward + self.recomputed_s + sum(vars(waits).values())
+        return layer.forward + self.layer_backward_s + self.recomputed_s + sum(vars(waits).values())
 
     @cached_property
     def mean_microbatch_s(self) -> Numbers:
         """Seconds of a microbatch on a rank of mean work."""
-        head = self.head.forward + self.head.backward
-        return (self.work.layers * self.layer_s + head) / self.plans.pp
+        return (self.work.layers * self.layer_s + self.of_head_s) / self.plans.pp
 
     # What a layer waits for
 
     @cached_property
     def _forwards(self) -> Numbers:
         """Times that a layer's forward communication happens; backward's counts as one more."""
-        return 2 + np.where(self.plans.is_("recompute", "full"), 1 / self.plans.recompute_every, 0.0)
+        again = np.where(self.plans.is_("recompute", "full"), 1 / self.plans.recompute_every, 0.0)
+        return 1 + self.work.reached * (1 + again)
 
     def _tensor(self) -> Numbers:
         """Return the wait for two sums a layer and direction over tensor-parallel ranks.
@@ -238,7 +244,7 @@ class StepModel(LayerModel):
         message = self.tokens / self.sequence_ranks * copies * work.width * self.activation_bytes
         exposed = constants.exposed_experts * np.where(self.system.overlaps_experts > 0, 0.25, 1.0)
         exchange = 2 * self._forwards * exposed * all_to_all_s(message, self.expert_group, self._crossing())
-        mixture_s = self.mixture.forward + self.mixture.backward
+        mixture_s = self.mixture.forward + self.mixture.backward(self.work.reached, self.trained_matmuls)
         busiest = (constants.imbalance - 1) * np.where(self.system.even_experts > 0, 0.0, mixture_s)
         return work.moe_layers / work.layers * (exchange + np.where(plans.ep > 1, busiest, 0.0))
 
@@ -256,13 +262,16 @@ class StepModel(LayerModel):
         """Return what ZeRO 3 adds to a layer's compute: gathering its parameters and scattering its gradients."""
         plans, system = self.plans, self.system
         dense, experts = self.parameters(1.0)
-        gathers = np.where(plans.pp > 1, 1 + 1 / self.microbatches, 2.0)  # a pipeline keeps parameters after a backward
-        gathers = gathers + (self._forwards - 2) * system.gathers_recomputed
+        in_backward = np.where(plans.pp > 1, 1 / self.microbatches, 1.0)  # a pipeline keeps parameters after a backward
+        gathers = 1 + self.work.reached * in_backward
+        gathers = gathers + (self._forwards - 1 - self.work.reached) * system.gathers_recomputed
         times = np.where(system.sums_once > 0, 1 / self.microbatches, 1.0)
         moved = (system.gathers - 1) * (gathers + times) * gather_s(0.0, self.shard_group)
-        for parameters, group in (dense, self.shard_group), (experts, self.expert_shard_group):
+        trained = self.work.trained_dense, self.work.trained_experts
+        groups = self.shard_group, self.expert_shard_group
+        for parameters, share, group in zip((dense, experts), trained, groups, strict=True):
             gather = gather_s(parameters * self.activation_bytes, group) * gathers
-            both = gather + times * gather_s(parameters * system.reduced_bytes, group)
+            both = gather + times * gather_s(parameters * share * system.reduced_bytes, group)
             moved = moved + np.where(parameters > 0, both, 0.0)
         under = np.maximum(compute, moved) - compute + self.constants.exposed_gradients * np.minimum(moved, compute)
         added = np.where(system.overlaps_gradients > 0, under, moved)
@@ -300,9 +309,11 @@ class StepModel(LayerModel):
 
     @cached_property
     def _summed_parameters(self) -> tuple[Numbers, Numbers]:
-        """Parameters on a rank before ranks share them: dense, and of experts."""
-        dense, experts = self.parameters(self.work.layers / self.plans.pp)
-        return dense + self.work.vocabulary_parameters / self.plans.tp, experts
+        """Parameters that are trained on a rank, before ranks share them: dense, and of experts."""
+        work = self.work
+        dense, experts = self.parameters(work.layers / self.plans.pp)
+        ends = np.maximum(work.trained_embedding, work.trained_head) * work.vocabulary_parameters / self.plans.tp
+        return dense * work.trained_dense + ends, experts * work.trained_experts
 
     def _sum_s(self, message: Numbers) -> Numbers:
         """Return the seconds of one message's sum under ZeRO 0 to 2: inside replicas, and over them."""
@@ -338,7 +349,7 @@ class StepModel(LayerModel):
 
     @cached_property
     def _least_wait(self) -> Numbers:
-        """What is left to wait for with the best size or with the plan's, whichever is less."""
+        """Wait that is left with the best size of buckets or with the plan's, whichever is less."""
         every = np.stack(np.broadcast_arrays(self._bucket_waits(self.plans.bucket_mb), *self._waits_of_sizes.values()))
         least: Numbers = every.min(axis=0)
         return least
@@ -367,8 +378,8 @@ class StepModel(LayerModel):
     def _optimizer(self) -> Numbers:
         """Return the seconds to read gradient and state, and to write state and weight."""
         plans, system = self.plans, self.system
-        dense, experts = self.parameters(self.work.layers / plans.pp)
-        mine = (dense + self.work.vocabulary_parameters / plans.tp) / plans.shares_state
+        dense, experts = self._summed_parameters
+        mine = dense / plans.shares_state
         mine = mine + experts / np.maximum(1, plans.shares_state / plans.ep)
         of_weight = system.gradient_bytes * 2 + 2 * system.moment_bytes + system.weight_bytes
         moved = self.constants.optimizer * mine * of_weight

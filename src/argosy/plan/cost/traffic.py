@@ -30,9 +30,10 @@ equal shares), a step sends
     all cuts   all_gather                     4                     1           each element of a matrix under Muon
     stage      broadcast                      4 (on a GPU 2)        1           the same, over all ranks of the stage
 
-Recomputed blocks send the messages of their forward once more, except the last sum over tp ranks, which no gradient
-needs. With recompute=selective the output of a ring is kept, so that it sends nothing more. 104 bytes a step
-(`LOSS_BYTES`) cross all ranks.
+Of what is frozen only values travel, and only blocks that backward reaches send in backward; the first of them may send
+less than is counted here. Recomputed blocks send the messages of their forward once more, except the last sum over tp
+ranks, which no gradient needs. With recompute=selective the output of a ring is kept, so that it sends nothing more.
+104 bytes a step (`LOSS_BYTES`) cross all ranks.
 
 The exact bytes of sums over replicas in tiers, and by the plan's word `sync`: those that `sync` sends, by bucket.
 
@@ -50,63 +51,34 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from argosy.config.model import ModelConfig
-from argosy.config.parameter_groups import settings_of
+from argosy.config.optimizer import settings_of
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SyncConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, dp_rank_of, local_shard_of, place_of, stages_on
 from argosy.plan.layer_spec import halo_tokens, layer_spec
-from argosy.plan.parameters import Parameter, Stage, parameter_table
+from argosy.plan.parameters import Parameter, Stage, reached_layers, run_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
-from argosy.plan.sync import COMPRESSORS, Sent, is_summed_exactly
+from argosy.plan.sync import COMPRESSORS, Sent, Summand, is_summed_exactly
 
 
-@dataclass(frozen=True)
-class Summed:
-    """One parameter's part of a bucket on this rank."""
-
-    is_exact: bool
-    shape: tuple[int, ...]
-    """What is summed over replicas: the largest share of the parameter."""
-    bucket_bytes: int
-    """What it counts for in the size of its bucket."""
-
-    @property
-    def elements(self) -> int:
-        """Numbers that are summed."""
-        return math.prod(self.shape)
-
-    def part(self, k: int) -> Summed:
-        """Return the largest of k parts of it, as `sync.compressor.Segment.part` cuts it."""
-        if k == 1:
-            return self
-        dim = 1 if len(self.shape) > 2 else 0
-        return replace(self, shape=tuple(-(-size // k) if d == dim else size for d, size in enumerate(self.shape)))
-
-    @property
-    def matrices(self) -> tuple[int, int, int]:
-        """Number, rows and columns of its matrices: those of experts are one each."""
-        rows, *rest = self.shape
-        return (rows, rest[0], math.prod(rest[1:])) if len(rest) > 1 else (1, rows, math.prod(rest))
-
-
-def summed(name: str, parameter: Parameter, cut: LocalShard, plan: Plan, run: RunConfig) -> Summed:
+def summed(name: str, parameter: Parameter, cut: LocalShard, plan: Plan, run: RunConfig) -> Summand:
     """Return what replicas sum of a parameter."""
     whole_on_tp = plan.tp > 1 and parameter.tp_dim is None
     at_both_ends = plan.pp > 1 and run.model.tie_embeddings
     is_exact = is_summed_exactly(name, parameter.shape, whole_on_tp, at_both_ends, plan.sync, run.sync)
     weight = DTYPE_BYTES[plan.weights]
     if plan.zero == 3 and cut.ranks > 1:
-        return Summed(is_exact, cut.mine, weight * math.prod(cut.mine))
+        return Summand(is_exact, cut.mine, weight * math.prod(cut.mine))
     shape = (-(-cut.local[0] // cut.ranks), *cut.local[1:])
-    return Summed(is_exact, shape, weight * cut.numel)
+    return Summand(is_exact, shape, weight * cut.numel)
 
 
-def sent_inside(parameters: Sequence[Summed], tiers: Sequence[int], plan: Plan) -> Iterator[tuple[int, str, float]]:
+def sent_inside(parameters: Sequence[Summand], tiers: Sequence[int], plan: Plan) -> Iterator[tuple[int, str, float]]:
     """Yield tier, kind and bytes of the messages that sum these parameters in tiers of these sizes, nearest first."""
     left = math.prod(tiers)
     elements = sum(one.part(left).elements for one in parameters)
@@ -116,7 +88,7 @@ def sent_inside(parameters: Sequence[Summed], tiers: Sequence[int], plan: Plan) 
         left //= size
 
 
-def sent_across(parameters: Sequence[Summed], k: int, n: int, plan: Plan, settings: SyncConfig) -> Iterator[Sent]:
+def sent_across(parameters: Sequence[Summand], k: int, n: int, plan: Plan, settings: SyncConfig) -> Iterator[Sent]:
     """Yield the messages that sum one of `k` parts of these parameters, in the model's order, over `n` replicas."""
     for one in parameters:
         if one.is_exact or not plan.is_compressed:
@@ -126,9 +98,9 @@ def sent_across(parameters: Sequence[Summed], k: int, n: int, plan: Plan, settin
             yield from COMPRESSORS[plan.sync].messages([one.part(k) for one in bucket], n, settings)
 
 
-def _buckets(parameters: Iterable[Summed], bucket_bytes: int) -> Iterator[list[Summed]]:
+def _buckets(parameters: Iterable[Summand], bucket_bytes: int) -> Iterator[list[Summand]]:
     """Cut as `parallel.buckets.cut` does."""
-    bucket: list[Summed] = []
+    bucket: list[Summand] = []
     for one in reversed(list(parameters)):
         if sum(other.bucket_bytes for other in bucket) >= bucket_bytes:
             yield bucket
@@ -188,7 +160,7 @@ def traffic(plan: Plan, run: RunConfig, rank: int = 0) -> Traffic:
     spanning = spanning_axis(axis_sizes(plan), plan.world_size) or WORLD
     for sends in (
         _gradients,
-        _over_replicas,
+        _replicas,
         _replicated,
         _tied_ends,
         _tensor,
@@ -229,8 +201,12 @@ def spanning_axis(sizes: dict[str, int], world: int) -> str | None:
 def _held(plan: Plan, run: RunConfig, rank: int) -> Iterator[tuple[str, Parameter, LocalShard]]:
     """Yield every parameter on this rank."""
     for stage in stages_on(plan, run, rank).values():
-        for name, parameter in parameter_table(run.model, stage, plan.tp).items():
+        for name, parameter in run_table(run, stage, plan.tp).items():
             yield name, parameter, local_shard_of(parameter, plan, rank)
+
+
+def _trained(plan: Plan, run: RunConfig, rank: int) -> Iterator[tuple[str, Parameter, LocalShard]]:
+    return (held for held in _held(plan, run, rank) if held[1].is_trained)
 
 
 def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
@@ -242,24 +218,28 @@ def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
             ("expert_shard", "expert_replicate") if _is_dealt(parameter, plan) else ("shard", "replicate")
         )
         padded = cut.ranks * cut.chunk
+        if cut.ranks > 1 and plan.zero == 3:
+            times = _times_gathered(plan, run, rank, name)
+            yield Collective(shard, "all_gather", times * gathered * padded, cut.ranks)
+        if not parameter.is_trained:
+            continue
         if cut.ranks > 1:
             yield Collective(shard, "reduce_scatter", reduced * padded, cut.ranks)
-            if plan.zero == 3:
-                times = _times_gathered(plan, run, rank, is_block=name.startswith("blocks."))
-                yield Collective(shard, "all_gather", times * gathered * padded, cut.ranks)
-            else:
+            if plan.zero < 3:
                 yield Collective(shard, "all_gather", weight * padded, cut.ranks)
         if not plan.sums_beside_fsdp:
             yield Collective(replicate, "all_reduce", reduced * cut.chunk, cut.replicas)
 
 
-def _over_replicas(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
+def _replicas(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield the sums of gradients over replicas in tiers, or in fewer bytes."""
     if not plan.sums_beside_fsdp:
         return
     for stage in stages_on(plan, run, rank).values():
-        groups: dict[tuple[bool, int], list[Summed]] = {}
-        for name, parameter in parameter_table(run.model, stage, plan.tp).items():
+        groups: dict[tuple[bool, int], list[Summand]] = {}
+        for name, parameter in run_table(run, stage, plan.tp).items():
+            if not parameter.is_trained:
+                continue
             cut = local_shard_of(parameter, plan, rank)
             groups.setdefault((_is_dealt(parameter, plan), cut.replicas), []).append(
                 summed(name, parameter, cut, plan, run)
@@ -278,8 +258,8 @@ def _is_dealt(parameter: Parameter, plan: Plan) -> bool:
     return parameter.is_expert and plan.ep > 1
 
 
-def _times_gathered(plan: Plan, run: RunConfig, rank: int, is_block: bool) -> int:
-    """Return how often FSDP2 gathers a parameter in a step.
+def _times_gathered(plan: Plan, run: RunConfig, rank: int, name: str) -> int:
+    """Return how often FSDP2 gathers the parameter `name` in a step.
 
     A block is freed after its forward, the parameters around the blocks (the root module) after backward. A pipeline's
     stages free nothing after a backward, so that a block is gathered for each forward but those right after a
@@ -287,21 +267,31 @@ def _times_gathered(plan: Plan, run: RunConfig, rank: int, is_block: bool) -> in
     backward keep all gathered parameters until the end of the step.
     """
     microbatches = _rows(plan, run, rank) // plan.microbatch
+    is_block = name.startswith("blocks.")
+    if is_block and not _is_gathered_again(run, stages_on(plan, run, rank), int(name.split(".")[1])):
+        return microbatches
     if plan.pp > 1:
         return microbatches + 1 if is_block and not SCHEDULES[plan.schedule].splits_backward else 1
     return 2 * microbatches if is_block else microbatches
 
 
+def _is_gathered_again(run: RunConfig, stages: Mapping[int, Stage], layer: int) -> bool:
+    """True if backward gathers a block: it reaches it or, as FSDP2 gathers one block ahead, the one after it."""
+    stage = next(stage for stage in stages.values() if layer in stage.layers)
+    reached = reached_layers(run, stage)
+    return layer + 1 >= reached[0] if reached else stage.last and layer == stage.layers[-1]
+
+
 def _replicated(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield the gradients of parameters that all tp ranks have whole: each rank computed a part of the sum."""
-    elements = sum(math.prod(cut.mine) for _, parameter, cut in _held(plan, run, rank) if parameter.tp_dim is None)
+    elements = sum(math.prod(cut.mine) for _, parameter, cut in _trained(plan, run, rank) if parameter.tp_dim is None)
     yield Collective("tp", "all_reduce", DTYPE_BYTES[plan.weights] * elements, plan.tp)
 
 
 def _tied_ends(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield the gradient of a tied embedding, which the first and the last stage hold."""
     if run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped:
-        elements = sum(math.prod(cut.mine) for name, _, cut in _held(plan, run, rank) if name == "embedding.weight")
+        elements = sum(math.prod(cut.mine) for name, _, cut in _trained(plan, run, rank) if name == "embedding.weight")
         yield Collective(ENDS, "all_reduce", DTYPE_BYTES[plan.weights] * elements, 2)
 
 
@@ -310,13 +300,16 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     tokens, e = _tokens(plan, run, rank), DTYPE_BYTES[plan.precision]
     hidden = e * tokens * run.model.width
     for stage in stages_on(plan, run, rank).values():
-        around = stage.first + stage.last  # the embedding's sum, the last norm's gathering, and their backwards
-        both_ways = 2 * sum(_gatherings(run.model, layer) for layer in stage.layers) + around
-        again = _recomputed(plan, stage)
-        gatherings = both_ways + sum(_gatherings(run.model, layer) for layer in again)
+        again, reached, table = _recomputed(plan, run, stage), reached_layers(run, stage), run_table(run, stage)
+        layers = (*stage.layers, *reached, *again)  # forward, backward, recompute
+        both_ways = sum(_gatherings(run.model, layer) for layer in layers)
         last_sums = sum(not run.model.is_moe_layer(layer) for layer in again)  # a mixture needs its sum, to weight it
-        yield Collective("tp", "all_gather", hidden * gatherings, plan.tp)
-        yield Collective("tp", "reduce_scatter", hidden * (gatherings - last_sums), plan.tp)
+        # Around the blocks: the embedding's sum, the last norm's gathering, and their backwards.
+        into_embedding = stage.first and table["embedding.weight"].is_trained
+        out_of_norm = stage.last and (bool(reached) or table["norm.weight"].is_trained)
+        yield Collective("tp", "all_gather", hidden * (both_ways + stage.last + into_embedding), plan.tp)
+        sums = both_ways - last_sums + stage.first + out_of_norm
+        yield Collective("tp", "reduce_scatter", hidden * sums, plan.tp)
         if stage.last:
             yield Collective("tp", "all_gather", 8 * plan.tp * tokens, plan.tp)
 
@@ -333,27 +326,27 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     width = model.mla.key_width if model.mla.kv_rank else model.head_width
     heads, kv_heads = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
     for stage in stages_on(plan, run, rank).values():
-        layers, again = len(stage.layers), len(_recomputed(plan, stage))
+        layers, again, back = len(stage.layers), len(_recomputed(plan, run, stage)), len(reached_layers(run, stage))
         if plan.context == "ulysses":
             exchanged = 2 * heads + 2 * max(kv_heads, n)
             yield Collective(
-                "cp", "all_to_all", (2 * layers + again) * exchanged * _tokens(plan, run, rank) * width * e, n
+                "cp", "all_to_all", (layers + back + again) * exchanged * _tokens(plan, run, rank) * width * e, n
             )
         else:
             specs = {layer: layer_spec(model, layer) for layer in stage.layers}
             ring = [layer for layer in stage.layers if not specs[layer].window]
-            again = sum(layer in ring for layer in _recomputed(plan, stage)) if plan.recompute == "full" else 0
+            repeated, reached = set(_recomputed(plan, run, stage)), set(reached_layers(run, stage))
+            layers, back = len(ring), len(reached.intersection(ring))
+            again = len(repeated.intersection(ring)) if plan.recompute == "full" else 0
             kv = 2 * kv_heads * width * _tokens(plan, run, rank)
-            layers = len(ring)
             yield Collective(
-                "cp", "send", ((2 * layers + again) * (n - 1) * e + layers * n * KV_GRADIENT_BYTES) * kv, n
+                "cp", "send", ((layers + back + again) * (n - 1) * e + back * n * KV_GRADIENT_BYTES) * kv, n
             )
-            repeated = set(_recomputed(plan, stage))
             for layer, spec in specs.items():
                 if spec.window:  # only the tokens before a rank's chunks travel, and their gradients
                     halo = halo_tokens(place_of(rank, plan)["cp"], n, run.data.seq_len // (2 * n), spec.window)
                     sent = 2 * kv_heads * width * _rows(plan, run, rank) * halo * e
-                    yield Collective("cp", "all_to_all", (2 + (layer in repeated)) * sent, n)
+                    yield Collective("cp", "all_to_all", (1 + (layer in reached) + (layer in repeated)) * sent, n)
 
 
 def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
@@ -373,14 +366,16 @@ def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     rows = _rows(plan, run, rank)
     pairs = _tokens(plan, run, rank) * moe.experts_per_token
     for stage in stages_on(plan, run, rank).values():
-        layers = sum(model.is_moe_layer(layer) for layer in stage.layers)
-        again = sum(model.is_moe_layer(layer) for layer in _recomputed(plan, stage))
-        yield Collective("ep", "all_to_all", (4 * layers + 2 * again) * pairs * model.width * e, plan.ep)
+        layers, again, back = (
+            sum(model.is_moe_layer(layer) for layer in some)
+            for some in (stage.layers, _recomputed(plan, run, stage), reached_layers(run, stage))
+        )
+        yield Collective("ep", "all_to_all", 2 * (layers + back + again) * pairs * model.width * e, plan.ep)
         counts = rows // plan.microbatch * moe.experts
         yield Collective("ep", "all_to_all", (layers + again) * counts * INDEX_BYTES, plan.ep)
         routing = INDEX_BYTES + ROUTING_WEIGHT_BYTES
         yield Collective("tp", "all_gather", (layers + again) * pairs * routing, plan.tp)
-        yield Collective("tp", "reduce_scatter", layers * pairs * ROUTING_WEIGHT_BYTES, plan.tp)
+        yield Collective("tp", "reduce_scatter", back * pairs * ROUTING_WEIGHT_BYTES, plan.tp)
         for axis, ranks in (("tp", plan.tp), ("cp", plan.cp)):
             if moe.balance != "none" and moe.aux_coefficient:  # how often each row chose each expert
                 yield Collective(axis, "all_reduce", (layers + again) * rows * moe.experts * INDEX_BYTES, ranks)
@@ -394,7 +389,7 @@ def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
     Stacks of experts that are cut only between the experts stay on their rank.
     """
-    for name, parameter, cut in _held(plan, run, rank):
+    for name, parameter, cut in _trained(plan, run, rank):
         if settings_of(name, parameter.shape, run.optimizer).rule != "muon":
             continue
         is_dealt, is_stack = _is_dealt(parameter, plan), len(parameter.shape) > 2
@@ -440,5 +435,7 @@ def _rows(plan: Plan, run: RunConfig, rank: int) -> int:
     return rows.stop - rows.start
 
 
-def _recomputed(plan: Plan, stage: Stage) -> list[int]:
-    return [] if plan.recompute == "none" else [layer for layer in stage.layers if layer % plan.recompute_every == 0]
+def _recomputed(plan: Plan, run: RunConfig, stage: Stage) -> list[int]:
+    if plan.recompute == "none":
+        return []
+    return [layer for layer in reached_layers(run, stage) if layer % plan.recompute_every == 0]

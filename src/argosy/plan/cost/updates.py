@@ -25,10 +25,9 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES
-from argosy.plan.flops import parameters
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink
 from argosy.plan.plan import NO_WORKERS
-from argosy.plan.workload import Numbers
+from argosy.plan.workload import Numbers, parameters
 
 WORKER_NUMBER_S = 8e-9
 """Seconds of a worker for a number: received, decrypted, copied to the weights; copied from the gradient, sent. This
@@ -65,7 +64,7 @@ class Updates:
 
     @property
     def limit(self) -> Limit:
-        """What keeps the run from making updates faster, where there is one plan."""
+        """The limit that sets the pace of updates, where there is one plan."""
         return max(self.limits, key=lambda name: float(self.limits[name]))
 
 

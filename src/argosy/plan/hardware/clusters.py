@@ -39,9 +39,8 @@ from pydantic import (
     model_validator,
 )
 
-from argosy.config.catalog import near_names, preset_names, preset_path
 from argosy.config.dump import dump
-from argosy.config.layers import Source, table_layer
+from argosy.config.layers import Source, near_names, preset_names, preset_path, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build
 from argosy.config.section import Section
@@ -132,7 +131,6 @@ class NodeGroup(Section):
 
     @property
     def devices(self) -> int:
-        """Devices of all its nodes."""
         return self.nodes * self.devices_per_node
 
 
@@ -163,6 +161,10 @@ class Cluster(Section):
     """Software versions that the factors hold for."""
     factors: dict[Category, Factor] = Field(default_factory=dict)
     """Calibration factors, by category; `argosy plan --learn` writes them."""
+    serving: dict[str, Factor] = Field(default_factory=dict)
+    """Factors on constants of serving; `argosy plan --learn FILE.csv` writes them."""
+    serving_engine: str = ""
+    """Engine that they hold for."""
     measured: Measurements | None = None
     """Measurements of `argosy probe` beyond the devices' figures; none: there was no probe."""
     measured_at: dict[str, Measurements] = Field(default_factory=dict)
@@ -229,12 +231,10 @@ class Cluster(Section):
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
         return sum(group.devices for group in self.groups)
 
     @property
     def nodes(self) -> int:
-        """Nodes in all."""
         return sum(group.nodes for group in self.groups)
 
     @property
@@ -265,7 +265,6 @@ class Cluster(Section):
 
     @property
     def site_devices(self) -> int:
-        """Devices of the largest site."""
         return max(self.sites.values())
 
     @cached_property

@@ -1,4 +1,5 @@
-"""The reasons of a plan's time and memory: the categories, the rate that binds it, the changes that would help."""
+"""The reasons of a plan's time and memory: categories, the rate that binds it, changes that would help, and how ranks
+and sites agree."""
 
 from __future__ import annotations
 
@@ -7,12 +8,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.estimate import GIB
 from argosy.plan.cost.rates import Rates
+from argosy.plan.cost.sites import ExchangeCost, exchange_bytes, outer_exchanges, within_site
+from argosy.plan.cost.traffic import traffic
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.search.search import MORE, SearchResult
+from argosy.plan.search.search import MORE, SearchResult, best_to_run
+from argosy.plan.search.space import Pins
+from argosy.plan.sync import OF_SITES
 
 MEANING = {
     "ideal": "model FLOPs at the data sheet's rate",
@@ -93,3 +102,64 @@ def binding(changes: list[Sensitivity]) -> str:
 
 def _step_s(costs: CostModel, plan: Plan) -> float:
     return float(np.asarray(costs.predict_time(Layouts.of([plan])).total)[0])
+
+
+WHERE = {
+    "shard": "among ranks that share the state",
+    "replicate_inside": "among neighbours",
+    "replicate_between": "between their groups",
+    "replicate": "across",
+}
+"""Axes of traffic that sums of gradients go along, in their order (those of experts go the same way)."""
+
+
+def sums_in_words(plan: Plan, run: RunConfig) -> tuple[str, str] | None:
+    """Return in which messages gradients are summed; and over which ranks, with GiB that each sends in a step.
+
+    None if no rank has a like.
+    """
+    if plan.dp * plan.cp == 1:
+        return None
+    ways = []
+    if plan.shares_state > 1:
+        ways.append(f"among {plan.shares_state} ranks that share the state")
+    if plan.sums_in_tiers:
+        ways.append(f"among {plan.sum_inside} neighbours")
+    if plan.sum_between > 1:
+        ways.append(f"between {plan.sum_between} groups of them")
+    across = plan.replicas // (plan.sum_inside * plan.sum_between)
+    if across > 1:
+        ways.append(f"across {across}{' groups' if plan.sums_in_tiers else ' replicas'}")
+    if plan.is_compressed:
+        ways[-1] += f" in {plan.sync}"
+    messages = "layer by layer (FSDP2)" if plan.shards_parameters else f"buckets of {plan.bucket_mb} MiB"
+    sent = dict.fromkeys(WHERE, 0.0)
+    for (axis, _), size in traffic(plan, run).items():
+        name = axis.removeprefix("expert_")
+        if name in sent:
+            sent[name] += size
+    amounts = [f"{size / GIB:.3g} GiB {WHERE[name]}" for name, size in sent.items() if size]
+    return messages, f"{', then '.join(ways)}; a rank sends in a step {', '.join(amounts)}"
+
+
+def ways_to_agree(run: RunConfig, cluster: Cluster, pins: Pins) -> tuple[ExchangeCost, ...]:
+    """Return a row for sums in every step and some for rounds, each with its plan; none if no link joins sites.
+
+    Rounds need a batch that sites can share. A row that no plan with these pins can make is left out.
+    """
+    if not cluster.links:
+        return ()
+    pins = {key: values for key, values in pins.items() if key != "sync" or not set(OF_SITES) & set(values)}
+    alone = run.model_copy(update={"sites": (), "site": ""})
+    whole = CostModel.of(alone, cluster)
+    ways: list[ExchangeCost] = []
+    if (found := best_to_run(whole, pins)) is not None:
+        ways.append(ExchangeCost(1, exchange_bytes(whole, cluster), found[1], str(found[0]), {}))
+    try:
+        of_site = within_site(whole, cluster)
+    except UserError:  # the batch cannot be shared
+        return tuple(ways)
+    inside = {key: values for key, values in pins.items() if key not in ("sync", "sum_inside", "sum_between")}
+    if (found := best_to_run(of_site, inside)) is not None:
+        ways += outer_exchanges(of_site, cluster, *found)
+    return tuple(ways)

@@ -37,7 +37,6 @@ svg .quiet { fill: var(--quiet); font-size: 12px; } svg .axis { stroke: var(--li
 
 
 def page(report: PlanReport) -> str:
-    """Return the whole page."""
     about = report.explanation
     sections = [
         f"<h1>{escape(headline(report))}</h1>",

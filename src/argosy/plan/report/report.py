@@ -1,9 +1,4 @@
-"""The report of `argosy plan`: the best plans for a run on a cluster, and why. All figures are plain numbers.
-
-How the data-parallel ranks of a plan sum their gradients, in words, with the bytes that each sends.
-
-The ways in which sites that a thin link joins can agree, as plans that run: in every step, or every H steps.
-"""
+"""The report of `argosy plan`: the best plans for a run on a cluster, and why. All figures are plain numbers."""
 
 from __future__ import annotations
 
@@ -13,89 +8,32 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from argosy.config.model_name import model_name
-from argosy.config.schema import OPTIMIZERS, RunConfig
+from argosy.config.load import model_name
+from argosy.config.optimizer import OPTIMIZERS
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.economy import price_per_device_h
+from argosy.plan.cost.economy import Goodput, price_per_device_h, spare_nodes
 from argosy.plan.cost.estimate import GIB, Estimate, count, gib, percent, seconds, table_in_html
-from argosy.plan.cost.goodput import Goodput, spare_nodes
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
-from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, exchange_bytes, outer_exchanges, site_count, within_site
-from argosy.plan.cost.traffic import traffic
+from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, site_count, within_site
 from argosy.plan.cost.updates import in_words, with_workers
-from argosy.plan.flops import active_parameters, parameters
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import Plan, has_workers
-from argosy.plan.report.explain import Sensitivity, binding, sensitivities
-from argosy.plan.search.best import OFFLOADS, MemoryMisfit, best_to_run, least_memory_bytes, misfit, nearest_that_fits
-from argosy.plan.search.candidates import Candidate, Objective, WholeRunModel, first_of
-from argosy.plan.search.search import SearchResult, search
-from argosy.plan.search.sizes import rounder
+from argosy.plan.plan import Objective, Plan, has_workers
+from argosy.plan.report.explain import Sensitivity, binding, sensitivities, sums_in_words, ways_to_agree
+from argosy.plan.search.candidates import Candidate, WholeRunModel, rounder, row_of
+from argosy.plan.search.search import (
+    OFFLOADS,
+    MemoryMisfit,
+    SearchResult,
+    least_memory_bytes,
+    misfit,
+    nearest_that_fits,
+    search,
+)
 from argosy.plan.search.space import Pins
-from argosy.plan.sync import OF_SITES
-
-WHERE = {
-    "shard": "among ranks that share the state",
-    "replicate_inside": "among neighbours",
-    "replicate_between": "between their groups",
-    "replicate": "across",
-}
-"""Axes of traffic that sums of gradients go along, in their order (those of experts go the same way)."""
-
-
-def sums_in_words(plan: Plan, run: RunConfig) -> tuple[str, str] | None:
-    """Return in which messages gradients are summed; and over which ranks, with GiB that each sends in a step.
-
-    None if no rank has a like.
-    """
-    if plan.dp * plan.cp == 1:
-        return None
-    ways = []
-    if plan.shares_state > 1:
-        ways.append(f"among {plan.shares_state} ranks that share the state")
-    if plan.sums_in_tiers:
-        ways.append(f"among {plan.sum_inside} neighbours")
-    if plan.sum_between > 1:
-        ways.append(f"between {plan.sum_between} groups of them")
-    across = plan.replicas // (plan.sum_inside * plan.sum_between)
-    if across > 1:
-        ways.append(f"across {across}{' groups' if plan.sums_in_tiers else ' replicas'}")
-    if plan.is_compressed:
-        ways[-1] += f" in {plan.sync}"
-    messages = "layer by layer (FSDP2)" if plan.shards_parameters else f"buckets of {plan.bucket_mb} MiB"
-    sent = dict.fromkeys(WHERE, 0.0)
-    for (axis, _), size in traffic(plan, run).items():
-        name = axis.removeprefix("expert_")
-        if name in sent:
-            sent[name] += size
-    amounts = [f"{size / GIB:.3g} GiB {WHERE[name]}" for name, size in sent.items() if size]
-    return messages, f"{', then '.join(ways)}; a rank sends in a step {', '.join(amounts)}"
-
-
-def ways_to_agree(run: RunConfig, cluster: Cluster, pins: Pins) -> tuple[ExchangeCost, ...]:
-    """Return a row for sums in every step and some for rounds, each with its plan; none if no link joins sites.
-
-    Rounds need a batch that sites can share. A row that no plan with these pins can make is left out.
-    """
-    if not cluster.links:
-        return ()
-    pins = {key: values for key, values in pins.items() if key != "sync" or not set(OF_SITES) & set(values)}
-    alone = run.model_copy(update={"sites": (), "site": ""})
-    whole = CostModel.of(alone, cluster)
-    ways: list[ExchangeCost] = []
-    if (found := best_to_run(whole, pins)) is not None:
-        ways.append(ExchangeCost(1, exchange_bytes(whole, cluster), found[1], str(found[0]), {}))
-    try:
-        of_site = within_site(whole, cluster)
-    except UserError:  # the batch cannot be shared
-        return tuple(ways)
-    inside = {key: values for key, values in pins.items() if key not in ("sync", "sum_inside", "sum_between")}
-    if (found := best_to_run(of_site, inside)) is not None:
-        ways += outer_exchanges(of_site, cluster, *found)
-    return tuple(ways)
-
+from argosy.plan.workload import active_parameters, parameters
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens for each active parameter, by default (Hoffmann et al. 2022)."""
@@ -326,7 +264,7 @@ def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: b
         memory=costs.predict_memory(row).by_category(0),
         binding=binding(changes),
         sensitivities=tuple(changes),
-        failures=first_of(failures),
+        failures=row_of(failures, 0),
         sums=sums_in_words(plan, costs.run),
         spare_nodes=spare_nodes(economy.cluster, REPAIR_H),
     )
@@ -392,7 +330,7 @@ def _nothing_fits(request: PlanRequest, costs: CostModel, found: SearchResult, c
     assert missing is not None  # or it would have been found
     lines = [
         f'nothing fits: of {found.looked_at:,} plans the leanest, "{found.leanest}", needs '
-        f"{missing.needs_bytes / GIB:.1f} GiB of each device, {missing.excess_bytes / GIB:.1f} GiB more than the "
+        f"{missing.needs_bytes / GIB:.1f} GiB {missing.where}, {missing.excess_bytes / GIB:.1f} GiB more than the "
         f"{missing.has_bytes / GIB:.1f} GiB that it may (with a margin for the prediction); "
         f"{missing.largest} takes {missing.largest_bytes / GIB:.1f} GiB."
     ]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from argosy.config.catalog import preset_names, preset_path
-from argosy.config.layers import preset_layer
+from argosy.config.layers import preset_layer, preset_names, preset_path
 from argosy.config.load import build, load
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.plan import Plan, said_in
-from argosy.plan.report.report import PlanRequest, usual_batch
-from argosy.plan.search.agreement import choose_word
+from argosy.plan.plan import Objective, Plan, said_in
+from argosy.plan.report.report import PlanReport, PlanRequest, plan_report, usual_batch
+from argosy.plan.search.agreement import choose_rounds, choose_word
 from argosy.plan.search.auto import Devices, choose_with_reasons, fast_precision, machine_for
-from argosy.plan.search.candidates import Objective
-from argosy.plan.search.rounds import choose_rounds
 from argosy.plan.search.space import Pins, parse_pins
 
 USUAL_SEQ_LEN = 8192
@@ -34,7 +32,7 @@ SMALL_VOCABULARY = 4096
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a run, or about a model."""
+    """A question about a run, or about a model."""
 
     global_batch: int | None = None
     """Sequences in a step; None: by DeepSeek's scaling law."""
@@ -48,7 +46,7 @@ class Question:
     fix: str = ""
     top: int = 10
     serving: bool = False
-    """It is about inference; by default, each device answers one sequence at a time."""
+    """It is about serving, for which the batch says nothing."""
     price: float | None = None
     """Price of an hour of one device, in the cluster's currency; None: the cluster's, or the catalogue's."""
 
@@ -155,8 +153,9 @@ def _run_of_model(
         law, why = usual_batch(run, seq_len), "DeepSeek's scaling law"
         if asked.finetune is not None:
             law, why = FINETUNE_BATCH, "usual for fine-tuning"
-        batch, why = (devices, "one for each device") if asked.serving else (law, why)
-        of_batch.append(f"Assumed: --global-batch {batch} ({why}).")
+        batch = devices if asked.serving else law
+        if not asked.serving:
+            of_batch.append(f"Assumed: --global-batch {batch} ({why}).")
     sizes = {"data.seq_len": seq_len, "train.global_batch": batch}
     whole = load(None, chosen | sizes, overrides_mark="--")
     return whole.model_copy(update={"model": run.model}), assumed + more, of_batch
@@ -192,3 +191,20 @@ def _with_vocabulary(run: RunConfig) -> tuple[RunConfig, list[str]]:
     return run.model_copy(update={"model": model}), [
         f"Assumed: a vocabulary of {SMALL_VOCABULARY} tokens, as it is not known yet."
     ]
+
+
+def best_plans(what: RunConfig | str, cluster: str, **asked: Any) -> PlanReport:
+    """Rank the plans for a run, or for the model preset of this name, on a cluster such as "8xh100" or a cluster file.
+
+    asked: fields of `Question`, such as seq_len=8192, objective="cost", fix="tp=2" or top=3.
+    The best plan is `report.choices[0].plan`, which can be a run's `plan`.
+
+    Raises: UserError if nothing is legal or nothing fits, or for an unknown model or cluster.
+    """
+    question = Question(**asked)
+    request = (
+        of_run(what, Cluster.parse(cluster), question)
+        if isinstance(what, RunConfig)
+        else of_model(what, cluster, question)
+    )
+    return plan_report(request)

@@ -1,4 +1,4 @@
-"""How many devices train a run in a given time: of each cluster the fewest that do, with plan and cost."""
+"""The fewest devices of each cluster that train a run in a given time, with plan and cost; and their tables."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from argosy.errors import UserError
-from argosy.plan.cost.estimate import seconds
+from argosy.plan.cost.estimate import count, seconds, within
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.report import PlanRequest, describe, searched
-from argosy.plan.search.candidates import Candidate
-from argosy.plan.search.sizes import best_of_each, counts_up_to, fewest, grown
+from argosy.plan.report.terminal import PIPE_WIDTH
+from argosy.plan.search.candidates import Candidate, best_of_each, counts_up_to, fewest, grown
 
 MOST_DEVICES = 2**18
 """No search goes further: larger jobs are not known."""
 
 
 OPEN_MORE = 4
-"""Where there are as many devices as it takes, so many times what is enough is looked at, to be sure too."""
+"""Of a device named alone, so many times as many as are enough are looked at, to be sure too."""
 FEW_NODES = 64
 """Nodes that are looked at where no number is known to do."""
 
@@ -33,21 +35,21 @@ class Within:
     cluster: str
     """What it is made of."""
     within_s: float
+    currency: str
     devices: int
     """Devices that there are, or that were looked at."""
     is_open: bool
     """There are as many as it takes."""
-    fewest: Candidate | None
+    fewest: Candidate | None = None
     """The fewest devices whose whole run takes no longer, half of the time; None: more are needed than there are."""
-    surely: Candidate | None
+    surely: Candidate | None = None
     """The fewest that do so nine times of ten or more: the upper end of the interval is within the limit."""
-    fastest: Candidate | None
+    fastest: Candidate | None = None
     """The fastest plan that there is on the cluster."""
-    sizes: tuple[Candidate, ...]
+    sizes: tuple[Candidate, ...] = ()
     """The best plan for each number of devices; the fewest first."""
-    beyond: int | None
+    beyond: int | None = None
     """If the cluster is too small: how many such devices would do; None if none are known to."""
-    currency: str
     tokens: float = 0.0
     """Tokens of the run."""
     assumed: tuple[str, ...] = ()
@@ -56,7 +58,7 @@ class Within:
     """Why there is no plan at all."""
 
 
-def within(named: str, request: PlanRequest, limit_s: float, is_open: bool = False) -> Within:
+def fewest_within(named: str, request: PlanRequest, limit_s: float, is_open: bool = False) -> Within:
     """Return the fewest devices that do the run in `limit_s`.
 
     is_open: the cluster is one node of as many as it takes.
@@ -132,23 +134,11 @@ def _cost(one: Within, by_money: bool) -> float:
 
 def _answer(named: str, request: PlanRequest, limit_s: float, is_open: bool) -> Within:
     try:
-        return within(named, request, limit_s, is_open)
+        return fewest_within(named, request, limit_s, is_open)
     except UserError as error:
         cluster = request.cluster
-        return Within(
-            named=named,
-            cluster=describe(cluster),
-            within_s=limit_s,
-            devices=cluster.devices,
-            is_open=is_open,
-            fewest=None,
-            surely=None,
-            fastest=None,
-            sizes=(),
-            beyond=None,
-            currency=cluster.currency,
-            problem=str(error),
-        )
+        about = named, describe(cluster), limit_s, cluster.currency, cluster.devices, is_open
+        return Within(*about, problem=str(error))
 
 
 def _large_enough(request: PlanRequest, limit_s: float, start: int = 1) -> int | None:
@@ -181,7 +171,6 @@ def _on(request: PlanRequest, cluster: Cluster) -> PlanRequest:
 
 
 def in_words(one: Within) -> str:
-    """Return the answer for one cluster in a sentence."""
     limit = seconds(one.within_s)
     if one.problem:
         return f"{one.named}: {one.problem}"
@@ -202,3 +191,102 @@ def in_words(one: Within) -> str:
     )
     took, devices = seconds(one.fastest.run.time_s.mid), one.fastest.devices
     return f"{one.named}: not within {limit} with {one.devices} devices; the fastest is {took} on {devices}. {more}"
+
+
+MOST_SIZES = 10
+"""Rows of the table of sizes."""
+
+
+def show_within(found: Sequence[Within], about: str, assumed: Sequence[str], console: Console | None = None) -> None:
+    """Print a row for each cluster, or for one the sizes around its answer; then plans, and what is recommended."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+
+    def line(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+    tokens = next(each.tokens for each in found if not each.problem)
+    line(f"{about}, {count(tokens)} tokens, within {seconds(found[0].within_s)}", "bold")
+    for text in assumed:
+        line(text, "dim")
+    line("")
+    console.print(_of_one(found[0]) if len(found) == 1 else _of_several(found), highlight=False)
+    line("")
+    for each in found:
+        line(in_words(each), "red" if each.problem else "")
+        shown = each.fewest or each.fastest
+        if shown:
+            line(f'  "{shown.plan}"')
+    if len(found) > 1:
+        best = recommended(found)
+        line("")
+        line(_recommendation(best, found) if best else "None of them does it. See above what would.", "bold")
+
+
+def _of_several(found: Sequence[Within]) -> Table:
+    table = _table("cluster", "devices", "of", "run (nine times of ten)", "device-hours", "cost", "kWh")
+    for each in found:
+        shown = each.fewest or each.fastest
+        if shown is None:
+            table.add_row(each.named, *6 * ["-"])
+        else:
+            late = "" if each.fewest else " (late)"
+            table.add_row(
+                each.named,
+                str(shown.devices),
+                "any" if each.is_open else str(each.devices),
+                *_figures(shown, each.currency, late),
+            )
+    return table
+
+
+def _of_one(found: Within) -> Table:
+    table = _table("devices", "run (nine times of ten)", "device-hours", "cost", "kWh", "")
+    for size in _around(found):
+        mark = "the fewest in time" if size is found.fewest else "nine times of ten" if size is found.surely else ""
+        table.add_row(str(size.devices), *_figures(size, found.currency), mark)
+    return table
+
+
+def _around(found: Within) -> list[Candidate]:
+    """Return the answer, the sizes before it, and some larger ones."""
+    sizes = list(found.sizes)
+    at = sizes.index(found.fewest) if found.fewest else len(sizes) - 1
+    before, after = sizes[max(0, at - 3) : at + 1], sizes[at + 1 :]
+    larger = [size for size in after if size.devices in {found.sizes[at].devices * n for n in (2, 4, 8)}]
+    sure = [found.surely] if found.surely and found.surely not in (*before, *larger) else []
+    next_ones = [size for size in after[:2] if size not in larger and size not in sure]
+    return sorted([*before, *next_ones, *sure, *larger], key=lambda size: size.devices)[:MOST_SIZES]
+
+
+def _figures(shown: Candidate, currency: str, late: str = "") -> tuple[str, ...]:
+    run = shown.run
+    return (
+        within(run.time_s, seconds) + late,
+        count(run.device_hours.mid),
+        f"{within(run.money, count)} {currency}" if run.money else "?",
+        count(run.energy_kwh.mid) if run.energy_kwh else "?",
+    )
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, name in enumerate(columns):
+        is_words = name in ("cluster", "") and (number == 0 or not name)
+        table.add_column(name, justify="left" if is_words else "right", no_wrap=True)
+    return table
+
+
+def _recommendation(best: Within, found: Sequence[Within]) -> str:
+    assert best.fewest is not None
+    others = [each for each in found if each.fewest and each is not best]
+    why = "it costs least" if best.fewest.run.money else "it takes the fewest device-hours"
+    surely = best.surely
+    safe = (
+        f" To be done nine times of ten, take {surely.devices}."
+        if surely and surely.devices != best.fewest.devices
+        else ""
+    )
+    of_them = f" of the {len(others) + 1} that do it" if others else ", the only one that does it"
+    return f"Take {best.fewest.devices} devices of {best.named}: {why}{of_them}.{safe}"

@@ -17,14 +17,13 @@ from argosy.plan.cost.heterogeneous import uneven_splits
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, own_part, resized
-from argosy.plan.integers import divisors
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import NUMERICS, Plan, Precision, said_in, with_sync, words_of
+from argosy.plan.quantities import divisors
 from argosy.plan.rules import first_problem
 from argosy.plan.search.agreement import choose_word
-from argosy.plan.search.best import AS_FAST, misfit, plainest, search_to_run, why_nothing_fits
-from argosy.plan.search.search import SearchResult
+from argosy.plan.search.search import AS_FAST, SearchResult, misfit, plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.space import pins_of
 
 MESHES_SPLIT = 16
@@ -48,6 +47,8 @@ class Devices:
     """The driver's name of a GPU; empty if nobody asked."""
     memory_bytes: float | None = None
     """Memory of one device; None: as in the catalogue."""
+    host_memory_bytes: float | None = None
+    """Share of one GPU in its host's memory; None: as in the catalogue."""
     per_node: int = 0
     """Devices of one host; 0: all are on one host."""
 
@@ -238,6 +239,8 @@ def _by_the_catalogue(devices: Devices) -> Cluster:
         device = device.model_copy(
             update={"memory_bytes": devices.memory_bytes, "reserved_bytes": 0.0, "assumed": known}
         )
+    if devices.host_memory_bytes:
+        device = device.model_copy(update={"host_memory_bytes": devices.host_memory_bytes})
     per_node = min(devices.count, devices.per_node or devices.count)
     nodes = -(-devices.count // per_node)
     return Cluster(groups=(NodeGroup(device=device, nodes=nodes, devices_per_node=per_node),))

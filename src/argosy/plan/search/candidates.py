@@ -1,30 +1,29 @@
-"""The costs of candidate plans: step, memory, and a whole run with failures, money and energy, as intervals."""
+"""The costs of candidate plans, as intervals: step, memory, and a whole run with failures, money and energy; and the
+numbers of devices that a run could have, of a cluster as it is, or of more of its nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.economy import WholeRun, whole_run
+from argosy.plan.cost.economy import Goodput, WholeRun, checkpoint_cost, goodput, whole_run
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.factors import OF_MEMORY, OF_TIME, spread
-from argosy.plan.cost.goodput import Goodput, checkpoint_cost, goodput
 from argosy.plan.cost.rates import in_precision
 from argosy.plan.cost.sites import exchange_s, site_count, within_site
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import has_workers
+from argosy.plan.plan import Objective, has_workers
 from argosy.plan.search.search import SearchResult
 from argosy.plan.workload import Numbers
 
-Objective = Literal["time", "cost", "energy", "goodput"]
-"""The quantity that plans are ranked by."""
+RowT = TypeVar("RowT", Estimate, Goodput, WholeRun)
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ class WholeRunModel:
 
     def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
         """Return the effect of failures on jobs on so many devices of a site."""
-        state_bytes = float(self.costs.workload.matrix_parameters) * (4 + float(self.costs.system.moment_bytes))
+        work, moment_bytes = self.costs.workload, self.costs.system.moment_bytes
+        state_bytes = float(4 * work.matrix_parameters + moment_bytes * work.trained_parameters)
         used = np.asarray(devices * self.sites, float)
         saving = checkpoint_cost(self.cluster, state_bytes, used, self.run.checkpoint.background)
         return goodput(self.cluster, saving, used, step_s=step_s)
@@ -114,7 +114,6 @@ class WholeRunModel:
         return np.asarray((chosen or made.device_hours).mid)
 
     def choices(self, plans: Layouts) -> tuple[Candidate, ...]:
-        """Return these plans with their costs."""
         costs, n = self.costs, len(plans)
         devices = np.broadcast_to(plans.world_size, n)
         time, memory = costs.predict_time(plans), costs.predict_memory(plans)
@@ -129,6 +128,7 @@ class WholeRunModel:
             Estimate.log_normal(sum(parts.values()), spread(parts, OF_MEMORY, costs.factors, costs.memory_std))
             for parts in (memory.by_category(i) for i in range(n))
         ]
+        fits = costs.has_room(plans, np.array([float(rank.mid) for rank in ranks]))
         step_s = stacked(steps)
         failures = self.failures(devices, step_s.mid)
         made = self.whole(plans, devices, step_s, failures)
@@ -141,10 +141,10 @@ class WholeRunModel:
                 devices=int(devices[i]) * self.sites,
                 step_s=steps[i],
                 memory_bytes=ranks[i],
-                fits=bool(float(ranks[i].mid) <= costs.memory_bytes),
+                fits=bool(fits[i]),
                 tokens_per_s=self.run.tokens_per_step / float(steps[i].mid),
                 mfu=flops / float(steps[i].mid * devices[i] * self.sites * peak[i]),
-                run=_row(made, i),
+                run=row_of(made, i),
                 effective=row_of(failures.effective, i),
             )
             for i in range(n)
@@ -152,38 +152,70 @@ class WholeRunModel:
 
 
 def stacked(estimates: Sequence[Estimate]) -> Estimate:
-    """Stack many estimates into one of arrays."""
     return Estimate(*(np.array([getattr(each, f.name) for each in estimates], float) for f in fields(Estimate)))
 
 
-def _row(made: WholeRun, i: int) -> WholeRun:
-    def one(estimate: Estimate | None) -> Estimate | None:
-        return estimate and row_of(estimate, i)
+def row_of(columns: RowT, i: int) -> RowT:
+    """Return row `i` of an estimate, or of a record of estimates and figures, that are columns; one number is alike for
+    all."""
 
-    return replace(
-        made,
-        steps=float(made.steps),
-        time_s=row_of(made.time_s, i),
-        device_hours=row_of(made.device_hours, i),
-        money=one(made.money),
-        energy_kwh=one(made.energy_kwh),
-        co2_kg=one(made.co2_kg),
-        tokens_per_day=row_of(made.tokens_per_day, i),
-    )
+    def one(value: Any) -> Any:
+        if value is None or isinstance(value, Estimate):
+            return value and row_of(value, i)
+        column = np.ravel(value)
+        return float(column[i if len(column) > 1 else 0])
+
+    return replace(columns, **{f.name: one(getattr(columns, f.name)) for f in fields(columns)})
 
 
-def first_of(failures: Goodput) -> Goodput:
-    """Return the failures of the first of several plans."""
-    return Goodput(
-        mtbf_s=row_of(failures.mtbf_s, 0),
-        stops_per_day=row_of(failures.stops_per_day, 0),
-        interval_s=float(np.atleast_1d(failures.interval_s)[0]),
-        copy_interval_s=float(np.atleast_1d(failures.copy_interval_s)[0]),
-        overhead=row_of(failures.overhead, 0),
-        effective=row_of(failures.effective, 0),
-    )
+MOST_COUNTS = 128
+"""More numbers of whole nodes are thinned out."""
+ROUND = (1, 3, 5, 7, 9, 11, 13, 15)
+"""Numbers of nodes that are these times a power of two are not thinned out: most plans are for them."""
 
 
-def row_of(estimate: Estimate, i: int) -> Estimate:
-    """Return one estimate of a stack."""
-    return Estimate(*(float(np.atleast_1d(end)[i]) for end in (estimate.low, estimate.mid, estimate.high)))
+def counts_up_to(costs: CostModel) -> list[int]:
+    """Return the numbers of devices of a site that a plan may be for: parts of a node that divide it, whole nodes."""
+    node, devices = min(int(costs.rates.node), costs.devices), costs.devices
+    parts = [n for n in range(1, node) if node % n == 0]
+    nodes = devices // node
+    whole = list(range(1, nodes + 1))
+    if nodes > MOST_COUNTS:
+        even = np.linspace(1, nodes, MOST_COUNTS).round().astype(int).tolist()
+        powers = [1 << n for n in range(nodes.bit_length())]
+        most_plans = (odd * n for n in powers for odd in ROUND if odd * n <= nodes)
+        whole = sorted({*even, *most_plans})
+    return sorted({*parts, *(n * node for n in whole), devices})
+
+
+def rounder(count: int) -> list[int]:
+    """Return the largest numbers up to `count` that are 1, 3 and 9 times a power of two; none if `count` is nearly one.
+
+    There are more plans for these, so that the rest may stay idle.
+    """
+    odd = count // (count & -count)
+    return [] if odd <= 3 else [n << ((count // n).bit_length() - 1) for n in (1, 3, 9) if n <= count]
+
+
+def grown(cluster: Cluster, times: int) -> Cluster:
+    """Return the cluster with so many times as many nodes of each group, and a network that holds them."""
+    groups = tuple(group.model_copy(update={"nodes": group.nodes * times}) for group in cluster.groups)
+    network = cluster.network
+    if network:
+        outer = network[-1]
+        network = (*network[:-1], outer.model_copy(update={"devices": outer.devices * times}))
+    storage = cluster.storage_bytes_per_s * times
+    update = {"groups": groups, "network": network, "storage_bytes_per_s": storage}
+    return Cluster.model_construct(**{**{k: getattr(cluster, k) for k in type(cluster).model_fields}, **update})
+
+
+def best_of_each(score: NDArray[np.float64], devices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the row of the lowest score for each number of devices, the fewest first."""
+    order = np.lexsort((score, devices))
+    _, first = np.unique(devices[order], return_index=True)
+    return np.asarray(order[first])
+
+
+def fewest(does: Sequence[bool]) -> int | None:
+    """Return the place of the first that does; None if none does."""
+    return next((place for place, one in enumerate(does) if one), None)

@@ -15,14 +15,13 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.cost.factors import OF_TIME, slowed
+from argosy.plan.cost.breakdown import OF_TIME, slowed
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import resized
 from argosy.plan.plan import NUMERICS, Plan, said_in
 from argosy.plan.search.auto import costs_of
-from argosy.plan.search.best import plainest, search_to_run, why_nothing_fits
-from argosy.plan.search.search import SearchResult
+from argosy.plan.search.search import SearchResult, plainest, search_to_run, why_nothing_fits
 from argosy.plan.search.space import Pins
 
 GIVEN_UP: tuple[tuple[str, ...], ...] = (
@@ -32,7 +31,7 @@ GIVEN_UP: tuple[tuple[str, ...], ...] = (
     ("tp",),
     ("zero", "recompute", "recompute_every", "offload"),
 )
-"""What the user wrote is given up in this order: first the keys that follow from the number of ranks."""
+"""The user's keys are given up in this order: first those that follow from the number of ranks."""
 LAYOUT = tuple(key for keys in GIVEN_UP for key in keys)
 """Keys of a plan that a user may have written and that do not change the numbers."""
 WORTH_A_PIN = 1.25
@@ -187,7 +186,6 @@ def _best_of(
 
 
 def _noted(found: Replanned, before: Plan, run: RunConfig) -> Replanned:
-    """Add notes about what changes."""
     plan, notes = found.plan, []
     words = said_in(run.plan).words
     written = Plan.from_words(words)

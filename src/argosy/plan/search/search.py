@@ -1,13 +1,10 @@
 """The search for the best plan: all plans of a run on a cluster as columns, first their memory, then the time of those
-that fit.
+that fit. A mesh is dropped if its leanest plan (smallest microbatch, most recompute) does not fit.
 
-A mesh is dropped if its leanest plan (smallest microbatch, most recompute) does not fit.
-
-The tiers in which replicas sum gradients, chosen for the plans of a search: neighbours of a node or a site first.
-
-They change no number but by the order of a sum. A plan stays plain unless tiers save `WORTH` of its step: where nodes
-have fast adapters, a ring through all ranks is as fast.
-"""
+Replicas may sum gradients in tiers, neighbours of a node or a site first. That changes no number but by the order of a
+sum. A plan stays plain unless tiers save `WORTH` of its step: where nodes have fast adapters, a ring through all ranks
+is as fast. Of the plans about as fast as the fastest, the plainest is taken; of one that does not fit it is said by how
+much, and which is the nearest that does."""
 
 from __future__ import annotations
 
@@ -19,16 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
+from argosy.plan.cost.breakdown import OF_MEMORY, spread
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.estimate import GIB, Estimate
 from argosy.plan.cost.memory_model import Footprint
 from argosy.plan.cost.step_time import StepTime
-from argosy.plan.layouts import Ints, Layouts
+from argosy.plan.layouts import WORDS, Ints, Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.rules import breaks_any
 from argosy.plan.search.space import Pins, Space, columns_of, crossed, joined
 
 WORTH = 0.03
-"""Share of a step that tiers must save: predictions do not tell plans apart by less (`plan.search.best`)."""
+"""Share of a step that tiers must save: predictions do not tell plans apart by less (`plan.search.search`)."""
 OURS = ("sum_inside", "sum_between")
 
 
@@ -107,7 +106,6 @@ class SearchResult:
 
     @cached_property
     def step_s(self) -> Floats:
-        """Seconds of a step, for each plan."""
         return np.asarray(self.time.total)
 
     @cached_property
@@ -120,7 +118,6 @@ class SearchResult:
 
     @property
     def devices(self) -> NDArray[np.int64]:
-        """Devices, for each plan."""
         return np.broadcast_to(self.plans.world_size, len(self))
 
     def best(self, score: Floats, many: int) -> NDArray[np.int64]:
@@ -165,8 +162,8 @@ def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) ->
     plans = space.plans(crossed(columns_of(fitting), space.microbatches(), space.recomputes()))
     memory = costs.predict_memory(plans)
     memory_bytes = np.asarray(memory.total)
-    near = memory_bytes <= costs.memory_bytes * (1 + MORE)
-    fits = memory_bytes[near] <= costs.memory_bytes
+    near = costs.has_room(plans, memory_bytes, MORE)
+    fits = costs.has_room(plans[near], memory_bytes[near])
     timed = plans[near] if "bucket_mb" in pins else costs.with_buckets(plans[near])
     timed, time = with_tiers(costs, timed, costs.predict_time(timed), pins)
     return SearchResult(
@@ -188,3 +185,140 @@ def _leanest(space: Space, lean: Layouts, memory_bytes: Floats) -> Plan:
     if not len(others):
         raise UserError(space.why_none())
     return others.plan(int(np.argmin(space.costs.predict_memory(others).total)))
+
+
+@dataclass(frozen=True)
+class MemoryMisfit:
+    """The shortfall of memory of a plan that does not fit."""
+
+    needs_bytes: float
+    has_bytes: float
+    """Most memory that it may need, to fit nine times of ten."""
+    largest: str
+    """The largest category."""
+    largest_bytes: float
+    where: str = "of each device"
+
+    @property
+    def excess_bytes(self) -> float:
+        return self.needs_bytes - self.has_bytes
+
+
+def misfit(costs: CostModel, plan: Plan) -> MemoryMisfit | None:
+    """Return by how much `plan` does not fit; None if it fits."""
+    row = Layouts.of([plan])
+    by_category = costs.predict_memory(row).by_category(0)
+    on_host = float(costs.predict_host_memory(row)[0])
+    if costs.rates.host_waits and on_host:
+        by_category["offloaded"] = on_host
+    needs = sum(by_category.values())
+    if needs > costs.memory_bytes:
+        largest = max(by_category, key=lambda name: by_category[name])
+        return MemoryMisfit(needs, costs.memory_bytes, largest, by_category[largest])
+    if on_host > costs.host_memory_bytes:
+        where = "of the host's memory for each device"
+        return MemoryMisfit(on_host, costs.host_memory_bytes, "what is offloaded", on_host, where)
+    return None
+
+
+def nearest_that_fits(plan: Plan, found: SearchResult) -> int | None:
+    """Return the row of `found` that is most like `plan`, the fastest if several are; None if `found` is empty.
+
+    Each doubling of an axis or of the microbatch counts 1, any other key that differs 1/2.
+    """
+    if not len(found):
+        return None
+    wanted, plans = Layouts.of([plan]), found.plans
+    sizes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "microbatch")
+    doublings = sum(np.abs(np.log2(getattr(plans, key) / getattr(wanted, key))) for key in sizes)
+    others = [f.name for f in fields(plans) if f.name not in sizes]
+    differ = sum((getattr(plans, key) != getattr(wanted, key)) * 0.5 for key in others)
+    return int(np.lexsort((found.step_s, np.round(doublings + differ, 6)))[0])
+
+
+def least_memory_bytes(costs: CostModel, plan: Plan) -> tuple[float, float]:
+    """Return the least bytes that a rank of `plan` needs of its device, and of the host for what it keeps there.
+
+    Nine times of ten it needs more.
+    """
+    row = Layouts.of([plan])
+    parts = costs.predict_memory(row).by_category(0)
+    std = spread(parts, OF_MEMORY, costs.factors, costs.memory_std)
+    on_device = Estimate.log_normal(sum(parts.values()), std)
+    low = float(on_device.low)
+    return low, float(costs.predict_host_memory(row)[0]) * low / float(on_device.mid)
+
+
+def with_memory(costs: CostModel, memory_bytes: float, host_memory_bytes: float) -> CostModel:
+    """Return the cost model of devices with so much memory, and so much of the host's for each."""
+    rates = replace(costs.rates, memory_bytes=memory_bytes, host_memory_bytes=host_memory_bytes)
+    return replace(costs, rates=rates)
+
+
+AS_FAST = 0.03
+"""Predictions cannot tell plans apart if their steps differ by less (the regret of `benchmarks/planner`)."""
+OFFLOADS = tuple(word for word in WORDS["offload"] if word != "none")
+
+
+def search_to_run(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> SearchResult:
+    """Search; if nothing fits an accelerator and `pins` allow it, search again with state in host memory.
+
+    Raises: UserError if no plan is legal.
+    """
+    found = search(costs, pins, counts)
+    if len(found) or "offload" in pins or costs.rates.host_waits:  # the host is the device
+        return found
+    offloaded = search(costs, {**pins, "offload": OFFLOADS}, counts)
+    return offloaded if len(offloaded) else found
+
+
+def plainest(found: SearchResult) -> int:
+    """Return the row of the plan with fewest `features` of those about as fast as the fastest; of these, the fastest.
+
+    `found` must not be empty.
+    """
+    near = np.flatnonzero(found.step_s <= (1 + AS_FAST) * found.step_s.min())
+    order = np.lexsort((found.memory_bytes[near], found.step_s[near], features(found.plans[near])))
+    return int(near[order[0]])
+
+
+def best_to_run(costs: CostModel, pins: Pins) -> tuple[Plan, float] | None:
+    """Return the plainest of the plans about as fast as the fastest, and the seconds of its step; None if none is legal
+    or fits."""
+    try:
+        found = search_to_run(costs, pins)
+    except UserError:
+        return None
+    if not len(found):
+        return None
+    row = plainest(found)
+    return found.plans.plan(row), float(found.step_s[row])
+
+
+def features(plans: Layouts) -> Ints:
+    """Return how much each plan uses beside plain data parallelism: each feature makes a run harder to understand."""
+    plain_schedule = plans.is_("schedule", "1f1b")
+    shared = np.where(plans.dp_shard * plans.cp > 1, np.where(plans.zero == 3, 2, plans.zero > 0), 0)
+    used = (
+        (plans.pp > 1) * (2 - plain_schedule),
+        plans.tp > 1,
+        plans.cp > 1,
+        plans.ep > 1,
+        shared,
+        (plans.recompute > 0) * (1 + (plans.recompute_every > 1)),
+        ~plans.is_("offload", "none"),
+        plans.sum_inside > 1,
+        plans.sum_between > 1,
+    )
+    return np.sum([column.astype(np.int64) for column in used], axis=0)
+
+
+def why_nothing_fits(costs: CostModel, found: SearchResult) -> str:
+    """Explain by how much the leanest plan is too large; `found` is empty."""
+    missing = misfit(costs, found.leanest)
+    assert missing is not None  # or it would have been found
+    return (
+        f'nothing fits: the leanest plan, "{found.leanest}", needs {missing.needs_bytes / GIB:.1f} GiB '
+        f"{missing.where}, which may need {missing.has_bytes / GIB:.1f} GiB; {missing.largest} takes "
+        f"{missing.largest_bytes / GIB:.1f} GiB."
+    )

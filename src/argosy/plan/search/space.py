@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from argosy.errors import UserError
 from argosy.plan.check import nearest
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.integers import divisors
 from argosy.plan.layouts import WORDS, Layouts, column_of
 from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
 from argosy.plan.plan import AXES, Plan, words_of
+from argosy.plan.quantities import divisors
 from argosy.plan.rules import OF_MICROBATCHES, breaks_any, first_problem
 
 Mask = NDArray[np.bool_]
@@ -254,13 +254,11 @@ def _word(value: object) -> str:
 
 
 def table_of(keys: Sequence[str], rows: Sequence[tuple[int, ...]]) -> Table:
-    """Return a table of the rows under these keys."""
     columns = np.array(rows, np.int64).reshape(-1, len(keys)).T
     return dict(zip(keys, columns, strict=True))
 
 
 def columns_of(plans: Layouts) -> Table:
-    """Return the plans as a table."""
     return {f.name: getattr(plans, f.name) for f in fields(plans)}
 
 

@@ -3,16 +3,14 @@
 | module | takes | kinds of findings |
 |---|---|---|
 | `hang` | a `Sample` of all ranks | stopped, frozen, hang, stuck_loader, mismatch |
-| `straggler` | a `Sample` of all ranks | straggler |
-| `suspect` | a `Sample` of all ranks | suspect |
-| `link` | a `Sample` of all ranks | slow_link |
-| `stages` | a `Sample` of all ranks | uneven_stages |
-| `joining` | processes of a node that are in no world yet | stopped, frozen, hang |
+| `hang` | processes of a node that are in no world yet | stopped, frozen, hang |
+| `slow` | a `Sample` of all ranks | straggler, slow_link, uneven_stages |
+| `finding` | a `Sample` of all ranks | suspect |
 | `memory` | `MemoryReading` of a node | oom_kill, memory_low |
-| `disk` | `DiskReading` of a folder | disk_failed, disk_slow, disk_full |
+| `node` | `DiskReading` of a folder | disk_failed, disk_slow, disk_full |
 | `node` | monotonic and wall time of a node; `LimitsReading` of it and its workers | clock_jump, limit_near |
 
-Those that take a `Sample` (`sample`) run in the coordinator (`supervise.watch`), which knows all ranks;
-`node.NodeWatch` runs the others in each agent. `waits` tells which rank waits for which. Bad steps and diverged
-replicas are detected by the workers: `training.bad_steps`.
+Those that take a `Sample` (`finding`) run in the coordinator (`supervise.watch`), which knows all ranks;
+`node.NodeWatch` runs the others in each agent. Bad steps and diverged replicas are detected by the workers:
+`training.bad_steps`.
 """

@@ -1,10 +1,13 @@
-"""Findings of detectors with their evidence, and what is told of a worker that is to be judged."""
+"""Samples of all ranks, which detectors take, and findings with their evidence, which they return."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from argosy.observe.heartbeat import Phase
 
@@ -62,3 +65,79 @@ class Latch:
         if is_right is None or is_right:
             self._on.discard(key)
         return False
+
+
+Flags = NDArray[np.bool_]
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of one step on each rank."""
+
+    step: int
+    busy_s: Times
+    """Seconds of own work, without waiting for others. Shape: (ranks,)."""
+    microbatches: Times
+    """Number that each rank ran. Shape: (ranks,)."""
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Number of times that a process was found, or suspected, to be wrong since it started."""
+
+    node: str
+    pid: int
+    times: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """All ranks of a world, and what has changed since the sample before.
+
+    Workers may run on machines with other clocks: detectors compare what changed between samples, by `at_s`.
+    """
+
+    at_s: float
+    """The watcher's CLOCK_MONOTONIC, seconds."""
+    generation: int
+    moved: Flags
+    """True for ranks that have made progress. Shape, as of all arrays: (ranks,)."""
+    beaten: Flags
+    """True for ranks that have sent a heartbeat."""
+    every_s: float = 0.5
+    """Least time between two samples, seconds."""
+    step: int = -1
+    """The furthest step that any rank is in, or did last."""
+    has_evaluated: bool = False
+    """True if a rank has ended an evaluation since the sample before."""
+    took: Sequence[StepTimes] = ()
+    """Steps that all ranks have ended, ascending; each is in one sample."""
+    suspicions: Mapping[int, Suspicion] = field(default_factory=dict)
+    """By rank; of others there is none."""
+    seen: Mapping[int, WorkerSeen] = field(default_factory=dict)
+    """Rank -> all that it shows; of ranks that do not beat, and of others where a detector has asked for it."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.moved)
+
+
+class SuspectDetector:
+    """Watch the ranks of a world."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int], int] = {}
+        """Node and process -> how often it was blamed so far. Nodes give the same numbers to their processes."""
+
+    def observe(self, sample: Sample) -> list[Finding]:
+        found = []
+        for rank, suspicion in sorted(sample.suspicions.items()):
+            process, times = (suspicion.node, suspicion.pid), suspicion.times
+            if times > self._known.get(process, 0):
+                self._known[process] = times
+                why = f"the state or results of rank {rank} are wrong, or suspect"
+                evidence = {"times": times, "pid": suspicion.pid}
+                found.append(Finding("suspect", "check_node", why, (rank,), evidence))
+        return found

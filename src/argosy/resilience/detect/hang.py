@@ -9,21 +9,130 @@ ranks have begun collectives in different orders.
 
 Groups in which ranks send to single others (a pipeline's) have counts that differ by design, and are left out; a hang
 between only two pipeline stages blames both.
+
+The coordinator looks at a world once all of its ranks have shown themselves; a single process that is stopped before
+that would blind it to all others. So each agent watches the processes that it had forked until their first step in a
+world (`JoiningWatch`).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from argosy.observe.heartbeat import Phase
-from argosy.resilience.detect.finding import Finding, WorkerSeen
-from argosy.resilience.detect.sample import Flags, Sample, Times
-from argosy.resilience.detect.waits import Waits, blame, is_named
+from argosy.observe.heartbeat import HeartbeatReading, Phase
+from argosy.processes.patience import STOPPED
+from argosy.resilience.detect.finding import Finding, Flags, Sample, Times, WorkerSeen
+
+POINT_TO_POINT = ("mesh_pp",)
+"""Beginnings of the names of groups whose ranks do not all make the same calls."""
+WAITING_PHASES: tuple[Phase, ...] = ("communication", "pipeline")
+NAMED = 8
+"""A sentence names this many ranks at most."""
+
+
+class Waits:
+    """The waits of ranks for others."""
+
+    def __init__(self, seen: Mapping[int, WorkerSeen]):
+        self._begun: dict[str, dict[int, int]] = {}
+        """Group -> rank -> number of collectives begun."""
+        for rank, worker in seen.items():
+            for group, number in worker.sequences.items():
+                if not group.startswith(POINT_TO_POINT):
+                    self._begun.setdefault(group, {})[rank] = number
+        self.waiting: set[int] = set()
+        """Ranks that wait for another."""
+        self.awaited: set[int] = set()
+        """Ranks that another waits for."""
+        for numbers in self._begun.values():
+            least, most = min(numbers.values()), max(numbers.values())
+            self.waiting |= {rank for rank, number in numbers.items() if number > least}
+            self.awaited |= {rank for rank, number in numbers.items() if number < most}
+
+    def group_of(self, rank: int, other: int) -> str | None:
+        """Return the first group in which `rank` waits for `other`; None if it does not."""
+        for group, numbers in self._begun.items():
+            if rank in numbers and other in numbers and numbers[other] < numbers[rank]:
+                return group
+        return None
+
+    def group_in_which_awaited(self, rank: int) -> str | None:
+        """Return the first group in which others wait for `rank`."""
+        for group, numbers in self._begun.items():
+            if rank in numbers and numbers[rank] < max(numbers.values()):
+                return group
+        return None
+
+    def waiting_for(self, rank: int) -> set[int]:
+        """Return the ranks that wait for `rank`."""
+        return {
+            other
+            for numbers in self._begun.values()
+            if rank in numbers
+            for other, number in numbers.items()
+            if number > numbers[rank]
+        }
+
+    def next_after(self, rank: int, group: str) -> int:
+        """Return the number of the collective in which the first of those waits that wait for `rank` in `group`."""
+        numbers = self._begun[group]
+        return next(number for number in numbers.values() if number > numbers[rank])
+
+    def circle(self) -> set[int]:
+        """Return the ranks that wait for each other: what is left once those that none waits for are removed, again and
+        again."""
+        left = self.waiting
+        while True:
+            awaited: set[int] = set()
+            for numbers in self._begun.values():
+                most = max((numbers[rank] for rank in numbers.keys() & left), default=0)
+                awaited |= {rank for rank, number in numbers.items() if number < most and rank in left}
+            if awaited == left:
+                return left
+            left = awaited
+
+
+def blame(seen: Mapping[int, WorkerSeen]) -> tuple[str, tuple[int, ...], Waits]:
+    """Return, for ranks that have all stopped, the kind of hang, the ranks at fault, and which rank waits for which."""
+    waits = Waits(seen)
+    if culprits := waits.awaited - waits.waiting:
+        return _kind_of({seen[rank].phase for rank in culprits}), tuple(sorted(culprits)), waits
+    if waits.waiting:
+        odd = _minority({rank: tuple(sorted(seen[rank].sequences.items())) for rank in waits.circle()})
+        return "mismatch", odd, waits
+    idle = [rank for rank, worker in seen.items() if worker.phase not in WAITING_PHASES]
+    if idle and len(idle) < len(seen):
+        return _kind_of({seen[rank].phase for rank in idle}), tuple(sorted(idle)), waits
+    places = {rank: (worker.step, worker.phase) for rank, worker in seen.items()}
+    if len(set(places.values())) > 1:
+        return "mismatch", _minority(places), waits
+    return _kind_of({worker.phase for worker in seen.values()}), tuple(sorted(seen)), waits
+
+
+def is_named(ranks: tuple[int, ...]) -> str:
+    """Return the beginning of a sentence about these ranks."""
+    names = ", ".join(map(str, ranks[:NAMED]))
+    if len(ranks) > NAMED:
+        return f"ranks {names} and {len(ranks) - NAMED} others are"
+    return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
+
+
+def _minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
+    """Return the ranks with the rarest value; all ranks if no value is rarer than another."""
+    counts = Counter(values.values())
+    least = min(counts.values())
+    return tuple(sorted(rank for rank, value in values.items() if counts[value] == least))
+
+
+def _kind_of(phases: Iterable[Phase]) -> str:
+    return "stuck_loader" if set(phases) == {"data"} else "hang"
+
 
 MIN_AUTO_S = 30.0
 AUTO_STEPS = 10.0
@@ -33,7 +142,7 @@ MAX_GAP = 2.0
 """A time between two samples that is longer than both, this many times the usual one and so many seconds, means that
 the watcher itself, or the whole machine, did not run."""
 SHOWN = 8
-"""How many blamed ranks, and others, the evidence shows: a world may have thousands."""
+"""Number of blamed ranks, and of others, in the evidence: a world may have thousands."""
 SETTLED_S = 1.0
 """All ranks must have stopped for this long before the waits between them are read."""
 SLOW_PHASES: tuple[Phase, ...] = ("starting", "recovering", "checkpoint", "finishing")
@@ -50,9 +159,9 @@ class HangDetector:
         self._at_s = 0.0
         self._has_evaluated = False
         self._still_s: Times
-        """How long each rank has made no progress, counting only time in which the watcher ran."""
+        """Time for which each rank has made no progress, counting only time in which the watcher ran."""
         self._beat_still_s: Times
-        """How long its heart has not beaten."""
+        """Time for which its heart has not beaten."""
         self._is_blamed: Flags
         self._start(-1, 0)
 
@@ -201,3 +310,88 @@ def _facts(seen: WorkerSeen, generation: int) -> dict[str, Any]:
         "phase": seen.phase,
         "sequences": dict(seen.sequences),
     }
+
+
+OTHERS_S = 3.0
+"""Time for which the coordinator's detectors, which name the rank, come first."""
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A process of this node, at one moment."""
+
+    state: str
+    """As in /proc/PID/stat: T is stopped."""
+    generation: int
+    """The generation whose world it was told to join last; 0: none."""
+    reading: HeartbeatReading | None
+    """None until it has a heartbeat."""
+
+    @property
+    def is_in_a_world(self) -> bool:
+        """True once it has shown itself in the world that it was told to join."""
+        return self.reading is not None and 0 < self.generation == self.reading.generation
+
+    @property
+    def has_stepped(self) -> bool:
+        """True once it is in a step of that world: the detectors of the world see it from there on."""
+        return self.is_in_a_world and self.reading is not None and self.reading.step >= 0
+
+
+class JoiningWatch:
+    """Watch the processes of one node that start, wait for a world, or join one."""
+
+    def __init__(self, heartbeat_timeout_s: float, first_step_s: float):
+        """Arguments as the keys of [resilience]."""
+        self._heartbeat_timeout_s, self._first_step_s = heartbeat_timeout_s, first_step_s
+        self._still: dict[int, _Still] = {}
+        self._at_s = 0.0
+
+    def look(self, at_s: float, newcomers: Mapping[int, Newcomer]) -> dict[int, str]:
+        """Return why processes will not go on by themselves, by pid: the caller kills them.
+
+        newcomers: all processes of the node that were forked, by pid. Only time in which the watcher itself ran counts.
+        """
+        passed_s = min(at_s - self._at_s, MAX_GAP_S) if self._at_s else 0.0
+        self._at_s = at_s
+        before, self._still = self._still, {}
+        found: dict[int, str] = {}
+        for pid, newcomer in newcomers.items():
+            if newcomer.has_stepped:
+                continue
+            beats = -1 if newcomer.reading is None else newcomer.reading.beats
+            still = before.get(pid, _Still(beats))
+            self._still[pid] = still = _Still(beats, still.seconds + passed_s if still.beats == beats else 0.0)
+            if still.seconds > self._patience_s(newcomer):
+                found[pid] = _sentence_of_newcomer(newcomer, still.seconds)
+        return found
+
+    def _patience_s(self, newcomer: Newcomer) -> float:
+        """Return how long it may show no sign of life.
+
+        A process that is not stopped may hold Python's lock for seconds while it imports or builds a model; before it
+        has a heartbeat it may wait for a disk.
+        """
+        if newcomer.state in STOPPED:
+            limit_s = self._heartbeat_timeout_s
+        elif newcomer.reading is None:
+            limit_s = max(self._heartbeat_timeout_s, self._first_step_s)
+        else:
+            limit_s = max(self._heartbeat_timeout_s, MIN_AUTO_S)
+        return limit_s + OTHERS_S if newcomer.is_in_a_world else limit_s
+
+
+@dataclass(frozen=True)
+class _Still:
+    """Time for which the number of beats has been the same."""
+
+    beats: int
+    seconds: float = 0.0
+
+
+def _sentence_of_newcomer(newcomer: Newcomer, still_s: float) -> str:
+    how = "it was stopped" if newcomer.state in STOPPED else "it stands still"
+    if newcomer.reading is None:
+        return f"{how} while it started: no heartbeat in {still_s:.1f} s"
+    doing = f"joined the world of generation {newcomer.generation}" if newcomer.generation else "waited for a world"
+    return f"{how} while it {doing}: no heartbeat for {still_s:.1f} s"

@@ -1,28 +1,168 @@
-"""Everything that an agent watches on its node apart from ranks, read together every few seconds.
+"""Everything that an agent watches on its node apart from ranks and memory, read every few seconds: the disk under the
+run's folder, the wall clock, limits.
 
-Wall clocks that jump. No decision depends on wall time, but logs of several nodes are compared by it.
-
-Limits that break a run in odd ways when they are reached: open files, shared memory, processes.
+A disk that fails, fills up or slows down is detected by writing and syncing a small file from time to time. Of wall
+clocks that jump no decision depends, but logs of several nodes are compared by them. Limits that are reached (open
+files, shared memory, processes) break a run in odd ways.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from argosy.plan.hardware.host_memory import read_memory
-from argosy.resilience.detect.disk import DiskDetector, DiskProbe
 from argosy.resilience.detect.finding import Finding, Latch
 from argosy.resilience.detect.memory import MemoryDetector
+
+LOW_DISK, ENOUGH_LEFT = 0.02, 0.04
+"""Shares of the disk's bytes or inodes that are left: report below the first, reset above the second."""
+LOW_BYTES = 5 * 2**30
+"""With more bytes than this left the share does not matter."""
+SLOWER, SLOW_S = 20.0, 1.0
+"""A write is slow if it takes this many times the median of those before, and this long."""
+IN_A_ROW = 3
+HISTORY, LEAST = 200, 10
+WRITE_EVERY_S = 30.0
+"""From the beginning of a trial write to the next."""
+HANGS_S = 30.0
+"""A write that has not returned by then hangs."""
+BLOCK = os.urandom(1 << 16)
+PROBE = ".disk-probe"
+
+
+@dataclass(frozen=True)
+class DiskReading:
+    """A disk at one moment."""
+
+    free_bytes: int
+    total_bytes: int
+    free_inodes: int
+    total_inodes: int
+    """0 where the file system has no such limit."""
+    is_read_only: bool
+    write_s: float | None
+    """Duration of the newest trial write, if there was one since the last reading."""
+    error: int | None = None
+    """The errno that the trial write failed with."""
+    pending_s: float = 0.0
+    """Time for which a trial write has been running."""
+
+
+class DiskDetector:
+    """Watch the disk of one folder."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._history: deque[float] = deque(maxlen=HISTORY)
+        self._slow = 0
+        self._latch = Latch()
+
+    def observe(self, reading: DiskReading) -> list[Finding]:
+        return [*self._failed(reading), *self._slowed(reading), *self._filled(reading)]
+
+    def _failed(self, now: DiskReading) -> Iterator[Finding]:
+        is_wrong = now.error is not None or now.is_read_only
+        if self._latch.rises("failed", is_wrong, is_right=now.write_s is not None and not is_wrong):
+            code = now.error or errno.EROFS
+            why = f"{self._folder}: a trial write failed: {os.strerror(code)}"
+            yield Finding("disk_failed", "alarm", why, evidence={"errno": errno.errorcode.get(code, str(code))})
+
+    def _slowed(self, now: DiskReading) -> Iterator[Finding]:
+        usual_s = median(self._history) if len(self._history) >= LEAST else None
+        if now.write_s is not None:
+            is_slow = usual_s is not None and now.write_s > max(SLOW_S, SLOWER * usual_s)
+            self._slow = self._slow + 1 if is_slow else 0
+            if not is_slow:  # else a long slow time would become the usual one
+                self._history.append(now.write_s)
+        evidence = {"write_s": now.write_s, "usual_s": usual_s, "pending_s": round(now.pending_s, 1)}
+        if self._latch.rises("hangs", now.pending_s > HANGS_S):
+            why = f"{self._folder}: a trial write has not returned for {now.pending_s:.0f} s"
+            yield Finding("disk_slow", "alarm", why, evidence=evidence)
+        if self._latch.rises("slow", self._slow >= IN_A_ROW, is_right=now.write_s is not None and not self._slow):
+            why = f"{self._folder}: writing {len(BLOCK) >> 10} KiB takes {now.write_s:.1f} s, and took {usual_s:.3f} s"
+            yield Finding("disk_slow", "alarm", why, evidence=evidence)
+
+    def _filled(self, now: DiskReading) -> Iterator[Finding]:
+        share = now.free_bytes / now.total_bytes if now.total_bytes else 1.0
+        is_low = share < LOW_DISK and now.free_bytes < LOW_BYTES
+        facts = {"free_bytes": now.free_bytes, "total_bytes": now.total_bytes}
+        if self._latch.rises("bytes", is_low, is_right=share > ENOUGH_LEFT or now.free_bytes > 2 * LOW_BYTES):
+            why = f"{self._folder}: {now.free_bytes / 2**20:.0f} MiB are left on its disk"
+            yield Finding("disk_full", "alarm", why, evidence=facts)
+        inodes = now.free_inodes / now.total_inodes if now.total_inodes else 1.0
+        if self._latch.rises("inodes", inodes < LOW_DISK, is_right=inodes > ENOUGH_LEFT):
+            why = f"{self._folder}: {now.free_inodes} more files fit on its disk"
+            evidence = {"free_inodes": now.free_inodes, "total_inodes": now.total_inodes}
+            yield Finding("disk_full", "alarm", why, evidence=evidence)
+
+
+class DiskProbe:
+    """Write a small file in `folder` from time to time, in a thread: a disk that hangs blocks nothing else."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._began: float | None = None
+        self._due = 0.0
+        self._result: tuple[float, int | None] | None = None
+
+    def read(self) -> DiskReading:
+        """Return the disk's state, and begin another trial write if one is due. Does not wait for the write."""
+        result, self._result = self._result, None
+        now = time.monotonic()
+        if self._began is None and now >= self._due:
+            self._began, self._due = now, now + WRITE_EVERY_S
+            threading.Thread(target=self._write, name="argosy-disk-probe", daemon=True).start()
+        began = self._began
+        write_s, error = result or (None, None)
+        disk = _statistics(self._folder)
+        return DiskReading(
+            free_bytes=disk.f_bavail * disk.f_frsize if disk else 0,
+            total_bytes=disk.f_blocks * disk.f_frsize if disk else 0,
+            free_inodes=disk.f_favail if disk else 0,
+            total_inodes=disk.f_files if disk else 0,
+            is_read_only=bool(disk and disk.f_flag & os.ST_RDONLY),
+            write_s=None if error is not None else write_s,
+            error=error,
+            pending_s=0.0 if began is None else now - began,
+        )
+
+    def _write(self) -> None:
+        began = time.monotonic()
+        error = None
+        path = self._folder / PROBE
+        try:
+            with path.open("wb") as file:
+                file.write(BLOCK)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as problem:
+            error = problem.errno or errno.EIO
+        with suppress(OSError):
+            path.unlink()
+        self._result = time.monotonic() - began, error
+        self._began = None
+
+
+def _statistics(folder: Path) -> os.statvfs_result | None:
+    try:
+        return os.statvfs(folder)
+    except OSError:
+        return None  # the trial write reports what is wrong
+
 
 JUMP_S = 1.0
 """NTP moves a clock by at most half a millisecond a second; more than this between two readings is no adjustment."""
 
-TRIES = 5
+CLOCK_TRIES = 5
 
 
 def read_clocks() -> tuple[float, float]:
@@ -30,7 +170,7 @@ def read_clocks() -> tuple[float, float]:
 
     The quickest of several readings: on a busy machine a process may stop for a second between two lines.
     """
-    readings = ((time.monotonic(), time.time(), time.monotonic()) for _ in range(TRIES))
+    readings = ((time.monotonic(), time.time(), time.monotonic()) for _ in range(CLOCK_TRIES))
     at_s, wall_s, _ = min(readings, key=lambda reading: reading[2] - reading[0])
     return at_s, wall_s
 
@@ -59,7 +199,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class LimitsReading:
-    """How much of its limits a node and its workers have used."""
+    """The limits of a node and its workers, and how much of them is used."""
 
     files: Mapping[int, tuple[int, int]]
     """Process -> open files, and the limit."""
@@ -76,7 +216,6 @@ class LimitsDetector:
         self._latch = Latch()
 
     def observe(self, reading: LimitsReading) -> list[Finding]:
-        """Return what is found in a reading."""
         return list(self._near(reading))
 
     def _near(self, reading: LimitsReading) -> Iterator[Finding]:
@@ -119,7 +258,7 @@ def _processes() -> tuple[int, int] | None:
     return None
 
 
-EVERY_S = 2.0
+READ_EVERY_S = 2.0
 """Reading all takes about a millisecond."""
 
 
@@ -137,15 +276,15 @@ class NodeWatch:
         self._due_s = 0.0
 
     def look(self, pids: Iterable[int]) -> list[Finding]:
-        """Return what is found; nothing if called again within `EVERY_S`. `pids`: the node's workers."""
+        """Return what is found; nothing if called again within `READ_EVERY_S`. `pids`: the node's workers."""
         now_s = time.monotonic()
         if now_s < self._due_s:
             return []
-        self._due_s = now_s + EVERY_S
+        self._due_s = now_s + READ_EVERY_S
         return [*self.look_at_memory(), *self._others(pids)]
 
     def look_at_memory(self) -> list[Finding]:
-        """Return what is found about memory, without waiting for `EVERY_S`: call it when a worker was killed."""
+        """Return what is found about memory, without waiting for `READ_EVERY_S`: call it when a worker was killed."""
         return self._memory.observe(time.monotonic(), read_memory())
 
     def why_killed(self) -> str:

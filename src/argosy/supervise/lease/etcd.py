@@ -43,12 +43,10 @@ class EtcdLease:
         self.token = token
 
     def holder(self) -> Holder | None:
-        """Return the coordinator that holds the lease; None if it is free."""
         text, _ = self._read()
         return Holder.parse(text) if text else None
 
     def acquire(self, me: Holder) -> bool:
-        """Take the lease if it is free, or held by an earlier coordinator of `me.owner`, which is dead."""
         text, revision = self._read()
         if text and Holder.parse(text).owner != me.owner:
             return False
@@ -64,7 +62,6 @@ class EtcdLease:
         return True
 
     def renew(self) -> None:
-        """Keep the lease for another `TTL_S`. Raises: LeaseLost."""
         lease, revision = self._held()
         path = "/lease/keepalive"
         left = self._ask(lambda client: client.post(client.get_url(path), json={"ID": lease})["result"].get("TTL", 0))
@@ -74,14 +71,12 @@ class EtcdLease:
             raise LeaseLost("another coordinator has the lease in etcd")
 
     def check(self, generation: int) -> None:
-        """Note that this process begins `generation`, if it holds the lease at this moment. Raises: LeaseLost."""
         _, revision = self._held()
         put = {"request_put": {"key": _coded(self._generation_key), "value": _coded(f"{generation} {self.token}")}}
         if not self._transact([self._has_revision(revision)], [put]):
             raise LeaseLost("the lease has ended in etcd, or another coordinator has it")
 
     def release(self) -> None:
-        """Give the lease up, if this process still holds it: it is free at once."""
         _, revision = self._held()
         self._transact([self._has_revision(revision)], [{"request_delete_range": {"key": _coded(self._key)}}])
 

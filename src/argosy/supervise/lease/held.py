@@ -1,14 +1,19 @@
-"""The coordinator's lease, held: a thread renews it, and knows by its own clock how long it may go on."""
+"""The coordinator's lease: its backend by the text of launch.lease, and a thread that renews it while it is held."""
 
 from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
-from argosy.supervise.lease.lease import RENEW_S, SAFE_S, Lease, LeaseLost, LeaseUnreachable
+from argosy.checkpoint.owner import name_of
+from argosy.config.launch import LeaseUrl
+from argosy.supervise.lease.etcd import EtcdLease
+from argosy.supervise.lease.kubernetes import KubernetesLease
+from argosy.supervise.lease.lease import RENEW_S, SAFE_S, FolderLease, Lease, LeaseLost, LeaseUnreachable
 
-AGAIN_S = 0.2
-"""How soon an unreachable backend is asked again."""
+RENEW_AGAIN_S = 0.2
+"""Time until an unreachable backend is asked again."""
 
 
 class HeldLease:
@@ -43,7 +48,7 @@ class HeldLease:
                 return
             except LeaseUnreachable as problem:
                 self.problem = str(problem)
-                time.sleep(AGAIN_S)
+                time.sleep(RENEW_AGAIN_S)
         raise LeaseLost(self.problem or "it was not renewed in time")
 
     def end(self) -> None:
@@ -70,7 +75,7 @@ class HeldLease:
                 self.problem, self._valid_until_s = str(problem), 0.0
                 return
             except LeaseUnreachable as problem:
-                self.problem, wait_s = str(problem), AGAIN_S
+                self.problem, wait_s = str(problem), RENEW_AGAIN_S
 
     def _renew(self) -> None:
         asked_s = _clock_s()
@@ -81,3 +86,24 @@ class HeldLease:
 def _clock_s() -> float:
     """Return seconds of a clock that goes on while the machine sleeps, as CLOCK_MONOTONIC does not."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def open_lease(text: str, run_dir: Path, token: str = "") -> Lease:
+    """Return the lease of a run; `token`: of the process that has acquired it for this one.
+
+    Raises: UserError if the backend's client is not installed, or not configured.
+    """
+    return _opened(LeaseUrl.parse(text), run_dir, name_of(run_dir), token)
+
+
+def check_lease(text: str) -> None:
+    """Raises: UserError if the backend's client is not installed, or not configured. Nothing is asked or written."""
+    _opened(LeaseUrl.parse(text), Path(), "", "")
+
+
+def _opened(url: LeaseUrl, run_dir: Path, run: str, token: str) -> Lease:
+    if url.kind == "etcd":
+        return EtcdLease(list(url.endpoints), url.prefix, run, url.is_tls, token)
+    if url.kind == "kubernetes":
+        return KubernetesLease(url.namespace, url.name, run, token)
+    return FolderLease(run_dir, token)

@@ -42,7 +42,6 @@ class KubernetesLease:
         return None if lease is None or self._is_free(lease) else self._holder_of(lease)
 
     def acquire(self, me: Holder) -> bool:
-        """Take the lease if it is free, or held by an earlier coordinator of `me.owner`, which is dead."""
         lease = self._read()
         if lease is not None and not self._is_free(lease) and self._holder_of(lease).owner != me.owner:
             return False
@@ -64,15 +63,12 @@ class KubernetesLease:
         return True
 
     def renew(self) -> None:
-        """Keep the lease for another `TTL_S`. Raises: LeaseLost."""
         self._change({}, renewTime=_now())
 
     def check(self, generation: int) -> None:
-        """Note that this process begins `generation`, if it holds the lease at this moment. Raises: LeaseLost."""
         self._change({GENERATION: str(generation)})
 
     def release(self) -> None:
-        """Give the lease up, if this process still holds it: it is free at once."""
         self._change({}, holderIdentity="", renewTime=_now())
 
     def _change(self, annotations: dict[str, str], **values: Any) -> None:

@@ -3,21 +3,25 @@
 A lease that is not renewed ends, and another may acquire it. So a process may believe that it holds one which has just
 ended: it stood still, or its clock is slow. What it does then is stopped by fencing, not by time: a backend lets it
 begin a generation only if it still holds the lease at that moment (`Lease.check`), and the run's folder lets nobody
-begin one that has begun (`checkpoint.fence`).
+begin one that has begun (`checkpoint.fence`). `FolderLease` is the backend that needs no service.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from argosy.checkpoint.claims import Claims, Taken
 from argosy.processes.connection import Address
 
 TTL_S = 8.0
 """A lease that was not renewed for this long ends."""
 RENEW_S = 1.5
-"""How often its holder renews it."""
+"""Time between two renewals by its holder."""
 SAFE_S = 6.0
 """The holder stops after this long without a renewal that was answered, counted from when it asked for that: before the
 lease ends, also where two clocks differ by a few percent."""
@@ -42,7 +46,7 @@ class Holder:
 
     @property
     def address(self) -> Address:
-        """Where agents reach it."""
+        """Address at which agents reach it."""
         return self.host, self.port
 
     @classmethod
@@ -109,3 +113,70 @@ class Lease(Protocol):
     def release(self) -> None:
         """Give the lease up, if this process still holds it: it is free at once."""
         ...
+
+
+FOLDER = ".coordinators"
+
+
+class FolderLease:
+    """A `Lease` in the run's folder; its token is a claim's number."""
+
+    def __init__(self, run_dir: Path, token: str = ""):
+        self._folder = run_dir / FOLDER
+        self._claims = Claims(self._folder)
+        self.token, self._renewals = token, 0
+        self._watched = Watched()
+
+    def holder(self) -> Holder | None:
+        """Return the coordinator that holds the lease; None if it is free, or was not renewed in `TTL_S` of looking."""
+        _, text = self._newest()
+        return Holder.parse(text) if text else None
+
+    def acquire(self, me: Holder) -> bool:
+        number, text = self._newest()
+        if text and Holder.parse(text).owner != me.owner:
+            return False
+        try:
+            with _reachable():
+                self._claims.take(number + 1, str(me))
+                self._renewal(number).unlink(missing_ok=True)
+        except Taken:
+            return False
+        self.token = str(number + 1)
+        return True
+
+    def renew(self) -> None:
+        self.check(0)
+        self._renewals += 1
+        with _reachable():
+            self._renewal(int(self.token)).write_text(str(self._renewals))
+
+    def check(self, generation: int) -> None:
+        """Raises: LeaseLost if another has taken the lease. Which generation begins is noted by the fence alone."""
+        with _reachable():
+            if not self._claims.owner(int(self.token)):
+                raise LeaseLost(f"another coordinator has taken the lease in {self._folder}")
+
+    def release(self) -> None:
+        with _reachable():
+            self._claims.give_up(int(self.token))
+
+    def _newest(self) -> tuple[int, str]:
+        """Return the newest number, and what its holder has written; "" if it gave the lease up or let it end."""
+        with _reachable():
+            number = self._claims.newest()
+            text = self._claims.owner(number) if number else ""
+            path = self._renewal(number)
+            has_ended = self._watched.has_ended((text, path.read_text() if path.exists() else ""))
+        return number, "" if has_ended else text
+
+    def _renewal(self, number: int) -> Path:
+        return self._folder / f"renewed-{number:08d}"
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise LeaseUnreachable(str(problem)) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +13,52 @@ import torch
 from argosy.checkpoint import store
 from argosy.checkpoint.load import problem_of
 from argosy.config.schema import RunConfig
-from argosy.config.servers import server_name
 from argosy.errors import RunFailed
-from argosy.observe.events import Events
-from argosy.observe.metrics import Metrics, peak_memory_bytes
-from argosy.observe.progress import Progress
-from argosy.sync.server import messages as say
-from argosy.sync.server.dealing import AppliedUpdate, Dealing, rate_of
-from argosy.sync.server.layout import ServerLayout
-from argosy.sync.server.ledger import UpdateLedger
-from argosy.sync.server.messages import ServerMessage
+from argosy.observe.clock import peak_memory_bytes
+from argosy.observe.events import Events, Metrics
+from argosy.observe.screen import Progress
+from argosy.processes.messages import WireRecord
+from argosy.sync import messages as say
+from argosy.sync.deal import AppliedUpdate, Dealing, rate_of
+from argosy.sync.layout import ServerLayout
+from argosy.sync.ledger import UpdateLedger
 from argosy.training.schedule import learning_rate
 from argosy.training.server.shard import Refuses, ServerShard
 
 LOST_S = 10.0
 """A worker that was not heard for so long is lost: what it was dealt is dealt to another."""
-LOOK_S = 1.0
-"""How often the other servers are asked where they are, and workers that wait are told why."""
+CHECK_S = 1.0
+"""Seconds between two questions to the other servers, and two answers to workers that wait."""
 MOST_IN_A_ROW = 10
 """The run fails after so many gradients in a row that are not finite."""
-Tell = Callable[[int, ServerMessage], None]
-Answer = Callable[[ServerMessage], None]
+Tell = Callable[[str, WireRecord], None]
+Answer = Callable[[WireRecord], None]
 
 
 class Leader:
-    """Decides for all servers. `tell(number, message)` sends to another server."""
+    """Decides for all servers."""
 
     def __init__(
-        self, layout: ServerLayout, run_dir: Path, shard: ServerShard, events: Events, progress: Progress, tell: Tell
+        self,
+        layout: ServerLayout,
+        run_dir: Path,
+        shard: ServerShard,
+        events: Events,
+        progress: Progress,
+        tell: Tell,
+        heard_s: Mapping[str, float],
     ):
-        self._layout, self._run_dir, self._shard, self._tell = layout, run_dir, shard, tell
+        """tell(name, message): sends to another server. heard_s: when each worker was heard last."""
+        self._layout, self._run_dir, self._shard, self._tell, self._heard_s = layout, run_dir, shard, tell, heard_s
+        self._servers = list(layout.addresses)
         self._events, self._progress = events, progress
         self._run: RunConfig = layout.run
         self._ledger, self._metrics = UpdateLedger(run_dir), Metrics(run_dir)
         self._dealing = Dealing(layout.updates, self._run.sync.max_staleness)
-        self._ready: set[int] = set()
+        self._ready: set[str] = set()
         self._looked_s = 0.0
         self._waiting: dict[str, tuple[say.AskForWork, Answer]] = {}
         self._sessions: dict[str, str] = {}
-        self._heard_s: dict[str, float] = {}
         self._held_since_s = 0.0
         self._next_score = 0
         self._scoring: str | None = None
@@ -105,7 +112,7 @@ class Leader:
         skipped = [item for item, _ in self._ledger.skipped]
         self._dealing = Dealing.after(self._ledger.updates, skipped, self._layout.updates, config.max_staleness, epoch)
         self._shard.begin(epoch, version)
-        self._ready = {0}
+        self._ready = {self._servers[0]}
         self._next_score = self._score_after(version)
         self._scoring, self._is_scored = None, False
         self._looked_s = 0.0
@@ -113,32 +120,32 @@ class Leader:
         self._events.write("servers_begin", step=step, servers=self._layout.servers, why=why, **again)
         if why:
             self._progress.say(f" all servers go back to step {step}: {why}", "yellow")
-        for number in range(1, self._layout.servers):
-            self._tell(number, say.Begin(epoch=epoch, version=version))
+        for name in self._servers[1:]:
+            self._tell(name, say.Begin(epoch=epoch, version=version))
 
-    def hear_server(self, number: int, message: say.ServerStatus) -> None:
+    def hear_server(self, name: str, message: say.ServerStatus) -> None:
         """Hear where another server is."""
         if message.epoch != self._dealing.epoch:
-            if number in self._ready:
-                self.begin(f"{server_name(number)} was started again")
+            if name in self._ready:
+                self.begin(f"{name} was started again")
             else:
-                self._tell(number, say.Begin(epoch=self._dealing.epoch, version=self._dealing.version))
+                self._tell(name, say.Begin(epoch=self._dealing.epoch, version=self._dealing.version))
         elif message.problem:
-            self.begin(f"{server_name(number)}: {message.problem}")
+            self.begin(f"{name}: {message.problem}")
         else:
-            self._ready.add(number)
+            self._ready.add(name)
 
     def tick(self) -> None:
         """Look after servers and workers; call it often."""
         now = time.monotonic()
         self._take_back(now)
         self._deal_out(now)
-        if now - self._looked_s < LOOK_S:
+        if now - self._looked_s < CHECK_S:
             return
         self._looked_s = now
-        for number in range(1, self._layout.servers):
-            self._tell(number, say.CheckServer(epoch=self._dealing.epoch, version=self._dealing.version))
-        missing = [server_name(n) for n in range(self._layout.servers) if n not in self._ready]
+        for name in self._servers[1:]:
+            self._tell(name, say.CheckServer(epoch=self._dealing.epoch, version=self._dealing.version))
+        missing = [name for name in self._servers if name not in self._ready]
         for work, answer in self._waiting.values():
             answer(say.WaitForWork(ask=work.ask, by=missing or self._dealing.holds_up))
 
@@ -146,7 +153,6 @@ class Leader:
 
     def arrived(self, site: str, session: str) -> None:
         """Note that a worker is here; if it was started again, what it was dealt before is given back."""
-        self._heard_s[site] = time.monotonic()
         before = self._sessions.get(site)
         if before == session:
             return
@@ -155,11 +161,6 @@ class Leader:
         if before is None:
             self._events.write("worker_came", site=site, step=self.step)
             self._progress.say(f" {site} is here", "green")
-
-    def heard(self, site: str) -> None:
-        """Note that a worker lives."""
-        if site in self._sessions:
-            self._heard_s[site] = time.monotonic()
 
     def left(self, site: str, session: str, why: str = "it ended") -> None:
         """Note that a worker ends."""
@@ -243,8 +244,8 @@ class Leader:
         if saves:
             self._ledger.sync()
         order = say.Apply(epoch=self._dealing.epoch, update=number, lease=message.lease, rate=rate, save=saves)
-        for server in range(1, self._layout.servers):
-            self._tell(server, order)
+        for name in self._servers[1:]:
+            self._tell(name, order)
         try:
             self._shard.apply(order.epoch, number, message.lease, rate)
         except Refuses as problem:  # its pieces were looked at a moment ago
@@ -308,7 +309,7 @@ class Leader:
                 continue
             if dealing.is_over:
                 del self._waiting[site]
-                answer(say.RunIsOver(ask=work.ask, version=dealing.version))
+                answer(say.RunIsOver(ask=work.ask, epoch=dealing.epoch, version=dealing.version))
                 continue
             lease = dealing.deal(site)
             if lease is None:

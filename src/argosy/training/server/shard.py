@@ -28,8 +28,8 @@ from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.world import World
 from argosy.plan.parameters import parameter_table
-from argosy.sync.server.layout import ServerLayout
-from argosy.sync.server.messages import PIECE_BYTES
+from argosy.sync.layout import ServerLayout
+from argosy.sync.messages import PIECE_BYTES
 
 
 class DelayedNesterov:
@@ -75,7 +75,7 @@ class DelayedNesterov:
 
 
 class Refuses(Exception):
-    """What a worker or the first server asked for cannot be done. The message says why."""
+    """A worker, or the first server, asked for something that cannot be done. The message says why."""
 
 
 class ShardSaver(Saver):
@@ -166,7 +166,10 @@ class ServerShard:
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def stage(self, site: str, lease: str, at: int, data: bytes) -> None:
-        """Keep a piece of a worker's gradient; that of what it was dealt before is dropped. Raises: Refuses."""
+        """Keep a piece of a worker's gradient; that of what it was dealt before is dropped. Raises: Refuses.
+
+        The gradient of a worker that ends stays: the first server's order to apply it may be on its way.
+        """
         if at % PIECE_BYTES or len(data) != min(PIECE_BYTES, self._wire_bytes - at):
             raise Refuses(f"{len(data)} bytes at {at} are no piece of a gradient of {self._wire_bytes} bytes")
         if site not in self._staged or self._staged[site][0] != lease:
@@ -181,10 +184,6 @@ class ServerShard:
         if name != lease or len(there) != -(-self._wire_bytes // PIECE_BYTES):
             return False
         return bool(np.isfinite(self._decoded(whole)).all())
-
-    def forget(self, site: str) -> None:
-        """Drop what a worker has sent."""
-        self._staged.pop(site, None)
 
     def _take(self, lease: str) -> Tensor:
         site = next((site for site, (name, _, _) in self._staged.items() if name == lease), None)
@@ -252,8 +251,7 @@ class ServerShard:
             at += size
         self._rule: Optimizer | DelayedNesterov
         if self._layout.local_steps > 1:
-            every = run.sync.momentum_every or len(run.sites)
-            self._rule = DelayedNesterov(pieces, run.sync.outer_momentum, every)
+            self._rule = DelayedNesterov(pieces, run.sync.outer_momentum, every=len(run.sites))
         else:
             self._rule = optimizer_of(run, pieces)
 

@@ -28,7 +28,7 @@ import torch
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.models.decoder import Microbatch
-from argosy.observe.metrics import Metrics
+from argosy.observe.events import Metrics
 from argosy.parallel.gradients import LocalSquares, has_own_gradients, square_share
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
@@ -130,7 +130,7 @@ class NoiseScale(Service):
         self._run, self._plan, self._state, self._records = run, plan, state, records
         self._every = run.observe.noise_scale_every_steps
         self._squares, self._pieces = model.own_squares or LocalSquares(), model.own_pieces
-        self._device = model.pieces[0].parameter.device
+        self._device = model.device
         self._model, self._has_own = model, has_own_gradients(plan)
         self._first = 0.0
         """This rank's share of the squared norm of the first microbatch's gradient, where no rank has its own."""
@@ -164,7 +164,7 @@ class NoiseScale(Service):
             return ()
         scale = self._state.scaler.scale
         if not self._has_own:
-            return (self._first / scale**2, square_share(self._model.pieces).item(), 1 / self._small)
+            return (self._first / scale**2, self._model.square_share().item(), 1 / self._small)
         share = square_share(self._pieces) if self._pieces else torch.zeros(())
         # Gradients are of the sum over a part, over the number of tokens of the whole batch: the mean is larger.
         of_mean = self._squares.take().item() * (self._batch / self._small / scale) ** 2 / self._plan.dp

@@ -43,8 +43,9 @@ class LayerNorms(Service):
         self.layers = list(dict.fromkeys(layer_of(name) for name in parameter_table(run.model)))
         """The same on all ranks, whichever of them a rank holds."""
         places = {layer: place for place, layer in enumerate(self.layers)}
-        self._pieces = model.pieces
-        self._place = {piece.name: (places[layer_of(piece.name)], piece.replicas) for piece in model.pieces}
+        self._pieces, self._frozen = model.pieces, model.frozen
+        held = (*model.pieces, *model.frozen)
+        self._place = {piece.name: (places[layer_of(piece.name)], piece.replicas) for piece in held}
         self._squares: dict[torch.device, Tensor] = {}
         """[kinds, layers], fp64, by the device that the squares are of."""
         self._step, self._newest = -1, dict[str, dict[str, float]]()
@@ -54,8 +55,10 @@ class LayerNorms(Service):
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Take the gradients' squares."""
+        """Take the squares of gradients, and of weights that no update comes to."""
         self._squares = {}
+        for piece in self._frozen:
+            self._add("weight", piece, piece.value)
         for piece in self._pieces:
             if piece.value.grad is not None:
                 self._add("gradient", piece, piece.value.grad)

@@ -21,12 +21,11 @@ from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning
 from argosy.files import atomic_write
 from argosy.observe.clock import StepClock
-from argosy.observe.collective_marks import CollectiveMarks
+from argosy.observe.collectives import CollectiveMarks
 from argosy.observe.heartbeat import Heartbeat
-from argosy.observe.profile_words import profile_in_words
-from argosy.observe.trace_summary import PART, STEP, summary
+from argosy.observe.trace_summary import PART_MARK, STEP_MARK, profile_in_words, summary
 from argosy.parallel.world import World
-from argosy.plan.calibration.reconcile import PARTS, part_of
+from argosy.plan.calibration import PARTS, part_of
 from argosy.plan.plan import Plan
 from argosy.training.parts import Parts
 from argosy.training.records import Records
@@ -85,7 +84,7 @@ class Profiling(Service):
             self._steps.append(step)
         self._step.close()  # a step that is repeated
         if self._profile is not None:
-            self._step.enter_context(record_function(f"{STEP}{step}"))
+            self._step.enter_context(record_function(f"{STEP_MARK}{step}"))
 
     def line(self, step: int) -> Mapping[str, Any]:
         """Mark the line of a step that is recorded on any rank: its times are not those of other steps."""
@@ -138,7 +137,7 @@ class Profiling(Service):
             return
         self._profile = made
         self._held.enter_context(CollectiveMarks(self._axes))
-        self._clock.mark = lambda category: record_function(f"{PART}{category}")
+        self._clock.mark = lambda category: record_function(f"{PART_MARK}{category}")
 
     def _stop(self) -> profile | None:
         """End the recording. Return it; None if there was none."""

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from argosy.config.schema import RunConfig
 from argosy.observe.clock import Category
 from argosy.plan.dealing import deal
-from argosy.plan.integers import lowest, ratio_of
 from argosy.plan.plan import Plan
+from argosy.plan.quantities import lowest, ratio_of
 from argosy.plan.rules import first_problem
 from argosy.training.parts import Parts
 from argosy.training.services.service import Service

@@ -213,7 +213,8 @@ class UserView:
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return this rank's parts of the parameters, by name: live tensors, local shapes."""
-        return {piece.name: piece.value.detach() for piece in self._state.model.pieces}
+        model = self._state.model
+        return {piece.name: piece.value.detach() for piece in (*model.pieces, *model.frozen)}
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients of `weights()` where they are whole and not clipped, else nothing."""
@@ -301,7 +302,7 @@ class SideEffectGuard:
     def _versions(self) -> dict[str, tuple[int, ...]]:
         versions = {}
         model = self._state.model
-        for piece in (*model.pieces, *model.masters):
+        for piece in (*model.pieces, *model.masters, *model.frozen):
             value, gradient = piece.value, piece.value.grad
             of_gradient = (id(gradient), gradient._version) if gradient is not None else ()
             key = piece.name if piece.name not in versions else f"{piece.name} (its copy)"

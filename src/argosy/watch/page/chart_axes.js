@@ -10,7 +10,7 @@ const MOST_DIGITS = 6;
 export function axesOf(chart, { logX, logY }) {
   const font = `11px ${getComputedStyle(document.body).fontFamily}`;
   const axis = { stroke: colour("muted"), font, ticks: { show: false } };
-  const written = (format) => (plot, at) => distinct(at, format);
+  const written = (format) => (plot, at) => exact(at, format);
   const grid = { stroke: colour("line"), width: 1 };
   return [
     {
@@ -26,13 +26,24 @@ export function axesOf(chart, { logX, logY }) {
   ];
 }
 
-/** Labels of these places, with as many more digits as they need to differ: a curve may stay within a percent. */
-function distinct(places, format) {
-  for (let more = 0; ; more++) {
-    const labels = places.map((each) => (each === null ? "" : format(each, more)));
+/** Labels of these places, with as many more digits as say where they are: a curve may stay within a percent. */
+function exact(places, format) {
+  const written = (more) => places.map((each) => (each === null ? "" : format(each, more)));
+  let labels = written(0);
+  for (let more = 1; more <= MOST_DIGITS; more++) {
+    const finer = written(more);
     const said = labels.filter(Boolean);
-    if (more === MOST_DIGITS || new Set(said).size === said.length) return labels;
+    if (new Set(said).size === said.length && finer.every((label, i) => isNoFiner(label, labels[i]))) break;
+    labels = finer;
   }
+  return labels;
+}
+
+// Ticks are round: one more digit that is a zero says nothing. With another unit, the one before will do.
+function isNoFiner(label, before) {
+  const plain = (text) => text.replace(/(\.\d*?)0+(?!\d)/, "$1").replace(/\.(?!\d)/, "");
+  const unit = (text) => text.replace(/[\d.\s-]/g, "");
+  return unit(label) !== unit(before) || plain(label) === plain(before);
 }
 
 // With seconds where two labels would else be the same minute.

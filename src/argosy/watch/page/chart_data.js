@@ -41,6 +41,8 @@ export function linesOf(series, { smooth: factor = 0, logX, logY }) {
         stroke,
         width,
         dash: each.dash,
+        // A mean over some time holds for all of it: a slope between two would be made up.
+        ...(each.isStepped ? { paths: window.uPlot.paths.stepped({ align: 1 }) } : {}),
         points: each.points || each.mean.length < 3 ? { show: true, size: 5, fill: stroke } : { show: false },
       },
     );

@@ -190,7 +190,7 @@ function cost(run, forecast) {
       ? "no price is known for this machine"
       : run.state === "finished"
         ? "in all"
-        : "so far";
+        : "";
   return cell(run.state === "finished" ? "Cost" : "Cost so far", money(run.cost, currency), sub, { title: sub });
 }
 

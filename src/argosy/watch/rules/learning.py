@@ -6,9 +6,8 @@ import numpy as np
 
 from argosy.plan.cost.estimate import percent
 from argosy.watch.facts import Event, Floats, RunFacts, median
-from argosy.watch.rules.planner import Planner
+from argosy.watch.rules.planner import Advice, Planner
 from argosy.watch.rules.ranks import node_of
-from argosy.watch.rules.rule import Advice
 
 LATELY = 1000
 """Bad steps are counted over so many last steps."""

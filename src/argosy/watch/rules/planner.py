@@ -10,33 +10,32 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from argosy.errors import ArgosyWarning, UserError
-from argosy.plan.calibration.learn import Finished, learn_from
-from argosy.plan.calibration.reconcile import Reconciled, reconcile
-from argosy.plan.cost.cluster_constants import time_std
+from argosy.plan.calibration import Finished, Reconciled, learn_from, reconcile
+from argosy.plan.cost.breakdown import OF_TIME, RUN_STD
+from argosy.plan.cost.constants import time_std
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.factors import OF_TIME, RUN_STD
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand, resized
 from argosy.plan.plan import NUMERICS, Plan
-from argosy.plan.search.best import plainest, search_to_run
 from argosy.plan.search.replan import LEAST_GAIN, replan, step_with_slow_rank_s, with_slow_link, worth_migrating
+from argosy.plan.search.search import plainest, search_to_run
 from argosy.watch.facts import RunFacts
 
 AnswerT = TypeVar("AnswerT")
 
-RESTART_S = 300.0
-"""What stopping, and going on with another plan, is assumed to cost: saving, starting, compiling."""
+REPLAN_S = 300.0
+"""Assumed cost of going on with another plan: saving, starting, compiling."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ class Alternative:
 
     @property
     def saves(self) -> float:
-        """Share of the step that it saves."""
         return 1 - float(self.step_s.mid) / self.now_s
 
 
@@ -74,7 +72,8 @@ class Planner:
         facts, plain = self._facts, self._plain
         if plain is None or self._raw is None or facts.plan is None or facts.run is None or not facts.recent_count:
             return plain
-        done = Finished(Path(facts.folder), facts.run, facts.plan, self._hardware_name, "", self._measured(self._raw))
+        name = str((self._hardware or {}).get("device"))
+        done = Finished(Path(facts.folder), facts.run, facts.plan, name, "", self._measured(self._raw))
         learned = _quietly(lambda: learn_from([done], plain))
         if learned is None:
             return plain
@@ -113,7 +112,7 @@ class Planner:
         if other is None:
             return None
         left = facts.steps_in_all if facts.has_ended else facts.steps_left
-        is_worth = worth_migrating(other.now_s, float(other.step_s.mid), 10**9 if left is None else left, RESTART_S)
+        is_worth = worth_migrating(other.now_s, float(other.step_s.mid), 10**9 if left is None else left, REPLAN_S)
         return other if is_worth and float(other.step_s.high) < other.now_s else None
 
     def without(self, processes: int, times: float) -> Alternative | None:
@@ -208,10 +207,10 @@ class Planner:
     def _plain(self) -> Cluster | None:
         """The machine as the run found it; None if nobody described it and the catalogue does not know it."""
         facts = self._facts
-        starts = [start for start in facts.starts if "hardware" in start]
-        if not starts or facts.run is None or facts.plan is None:
+        newest = self._hardware
+        if newest is None or facts.run is None or facts.plan is None:
             return None
-        newest, run, size = starts[-1]["hardware"], facts.run, facts.plan.world_size
+        run, size = facts.run, facts.plan.world_size
         try:
             known = {each.name: newest[each.name] for each in fields(DetectedHardware)}
             found = DetectedHardware(**{**known, "processes": size, "per_node": min(known["per_node"], size)})
@@ -223,12 +222,13 @@ class Planner:
         return machine if is_told else None
 
     @property
-    def _hardware_name(self) -> str:
-        return str(self._facts.starts[-1]["hardware"]["device"])
+    def _hardware(self) -> dict[str, Any] | None:
+        """The hardware that the newest start tells of."""
+        told = (start["hardware"] for start in reversed(self._facts.starts) if "hardware" in start)
+        return next(told, None)
 
     @cached_property
     def _raw(self) -> Prediction | None:
-        """The prediction without factors."""
         facts, plain = self._facts, self._plain
         if facts.run is None or facts.plan is None or plain is None:
             return None
@@ -257,3 +257,48 @@ def _quietly(ask: Callable[[], AnswerT]) -> AnswerT | None:
             return ask()
     except (UserError, ValueError, ArithmeticError, LookupError):
         return None
+
+
+LEAST_STEPS = 20
+"""Recent steps that a rule about them wants to see."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One conclusion about a run."""
+
+    rule: str
+    """Name of the rule, as in docs/advice.md."""
+    severity: Literal["warning", "info"]
+    """warning: something is wrong; info: it could be better."""
+    title: str
+    """The conclusion in a few words."""
+    evidence: str
+    """The figures of this run that say so, and over which steps."""
+    do: str
+    """The remedy."""
+    gain: str = ""
+    """Gain of the remedy; empty where nobody can tell."""
+    gain_share: float | None = None
+    """Share of the run's time that it would save, 0 to 1."""
+    plan: str = ""
+    """The planner's better plan, for `--plan`."""
+    steps: tuple[int, int] | None = None
+    """First and last step of the evidence."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers behind the sentences, for JSON."""
+
+
+Rule = Callable[[RunFacts, Planner], Advice | None]
+"""Returns None where it has nothing to say."""
+
+
+def over(facts: RunFacts) -> str:
+    """Say which steps were looked at."""
+    first, last = facts.over
+    return f"steps {first} to {last}"
+
+
+def is_enough(facts: RunFacts) -> bool:
+    """Return True if there are enough recent steps to conclude from."""
+    return facts.recent_count >= LEAST_STEPS and facts.step_s > 0

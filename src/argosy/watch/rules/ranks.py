@@ -7,8 +7,7 @@ import numpy as np
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.dealing import RankWork
 from argosy.watch.facts import Event, Floats, RankTable, RunFacts
-from argosy.watch.rules.planner import Planner
-from argosy.watch.rules.rule import Advice
+from argosy.watch.rules.planner import Advice, Planner
 
 LEAST_RANK_STEPS = 10
 """Steps of which the ranks' own work must be known; the detector needs `resilience.straggler_steps`."""

@@ -1,26 +1,132 @@
-"""Rules about failures, checkpoints and goodput."""
+"""Failures: each stop of a run with its cost; rules about failures, checkpoints and goodput."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
+from argosy.plan.cost.economy import RESTART_S, CheckpointCost, best_interval_s, effective_share, mtbf_s
 from argosy.plan.cost.estimate import percent, seconds
-from argosy.plan.cost.goodput import RESTART_S, CheckpointCost, best_interval_s, effective_share, mtbf_s
 from argosy.watch.facts import Event, RunFacts
-from argosy.watch.outages import Outage, Rate, failure_rate, failures
-from argosy.watch.rules.planner import Planner
+from argosy.watch.rules.planner import Advice, Planner, is_enough
 from argosy.watch.rules.ranks import node_of
-from argosy.watch.rules.rule import Advice, is_enough
+
+STOPS = ("worker_died", "killed", "break", "coordinator_lost", "signal")
+"""Events that a stop begins with."""
+SURPRISE = 0.01
+"""With so small a chance of as many failures at the catalogue's rate, the run's own rate is believed."""
+USUAL_SHAPE = 4.0
+"""The catalogue's rate is within a factor of two: published ones of one kind of device differ so much."""
+LEAST_FAILURES = 2
+"""One failure says too little about a rate: within 20 times, nine times of ten."""
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A time in which the run did not train, or trained steps that were lost."""
+
+    began_s: float
+    """Seconds since 1970."""
+    stood_s: float
+    """Seconds until training went on, without those in which nobody ran it."""
+    steps_lost: int
+    """Steps that were made again."""
+    source: str
+    """Source of the state: live, memory, disk; empty if the run does not say."""
+    deaths: tuple[Event, ...]
+    """worker_died, oom_kill and killed, by time."""
+    migrated: bool = False
+    """True if the run left a node or a plan on purpose."""
+    stopped: bool = False
+    """True if somebody asked it to stop, or it ended in order and was continued."""
+
+    def cost_s(self, step_s: float) -> float:
+        """Return the seconds that it cost, if a step takes so long; NaN: nobody knows yet, after a new start."""
+        return self.stood_s + (self.steps_lost * step_s if step_s > 0 else 0.0)
+
+
+def outages(facts: RunFacts) -> list[Outage]:
+    """Return the stops between one start of training and the next, by time.
+
+    Of a stop without an event (all processes were killed at once) the time that it stood is not known: 0.
+    """
+    starts = facts.starts
+    return [
+        outage
+        for before, after in pairwise(starts)
+        if (outage := _between(facts, float(before["time_s"]), float(after["time_s"]))) is not None
+    ]
+
+
+def failures(facts: RunFacts) -> list[Outage]:
+    """Return the outages that nobody wanted."""
+    return [outage for outage in outages(facts) if not outage.migrated and not outage.stopped]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The rate of failures: a gamma distribution of this shape, over so many seconds."""
+
+    shape: float
+    exposure_s: float
+    is_measured: bool
+    """True if it is the run's own, and not the catalogue's."""
+
+    @property
+    def mtbf_s(self) -> float:
+        return self.exposure_s / self.shape
+
+
+def failure_rate(failed: int, wall_s: float, usual_s: float | None) -> Rate | None:
+    """Return the rate of failures of a run that had `failed` ones in `wall_s`; None if nobody knows.
+
+    usual_s: seconds between failures by the catalogue, if it knows the devices. That holds unless so many failures
+    would be a surprise (Poisson); hardware is not the only cause of failures.
+    """
+    is_surprise = usual_s is None or chance_of(failed, wall_s / usual_s) < SURPRISE
+    if failed >= LEAST_FAILURES and is_surprise:
+        return Rate(float(failed), wall_s, True)
+    return None if usual_s is None else Rate(USUAL_SHAPE, USUAL_SHAPE * usual_s, False)
+
+
+def chance_of(least: int, mean: float) -> float:
+    """Return the chance of at least so many events of a Poisson distribution."""
+    below = sum(math.exp(-mean + n * math.log(mean) - math.lgamma(n + 1)) for n in range(least)) if mean > 0 else 1.0
+    return max(0.0, 1 - below)
+
+
+def _between(facts: RunFacts, first_s: float, last_s: float) -> Outage | None:
+    stops = _within(facts.of(*STOPS), first_s, last_s)
+    deaths = tuple(_within(facts.of("worker_died", "oom_kill", "killed"), first_s, last_s))
+    deaths = tuple(death for death in deaths if death.get("exit_code", -1) != 0)
+    recovered = [*_within(facts.of("recovered"), first_s, last_s)][-1:]
+    began_s = float(stops[0]["time_s"]) if stops else last_s
+    return Outage(
+        began_s=began_s,
+        stood_s=facts.running_s(began_s, last_s),
+        steps_lost=int(recovered[0].get("steps_lost") or 0) if recovered else 0,
+        source=str(recovered[0].get("source", "")) if recovered else "",
+        deaths=deaths,
+        migrated=bool(_within(facts.of("migrated", "rewind"), first_s, last_s)),
+        stopped=any(stop["event"] == "signal" for stop in stops) or bool(_within(facts.of("end"), first_s, last_s)),
+    )
+
+
+def _within(events: Sequence[Event], first_s: float, last_s: float) -> list[Event]:
+    return [event for event in events if first_s < float(event["time_s"]) <= last_s]
+
 
 AGAIN = 2
 """A node on which so many processes died is in doubt."""
 GOODPUT, GOODPUT_AFTER_S = 0.9, 600.0
 """Llama 3 405B reached more than 90 % effective training time on 16,384 GPUs (Dubey et al. 2024, section 3.3.4). Of a
 shorter run, starting is a large part."""
-WORTH = 0.01
+WORTH_SHARE = 0.01
 """Share of the time that another checkpoint interval must save to be worth saying."""
 STALL_SHARE = 0.03
 """Share of the time that saving may stop training: with background = true it is the copy to host memory, seconds for
@@ -42,11 +148,11 @@ def lost_ranks(facts: RunFacts, planner: Planner) -> Advice | None:
     named = ", ".join(map(str, ranks[:5])) + (f" and {len(ranks) - 5} more" if len(ranks) > 5 else "")
     return Advice(
         "lost_ranks",
-        "warning" if again or (share or 0) > WORTH or len(struck) > 1 else "info",
+        "warning" if again or (share or 0) > WORTH_SHARE or len(struck) > 1 else "info",
         f"Rank{'s' if len(ranks) > 1 else ''} {named or '?'} died",
         f"{'; '.join(_told(facts, death) for death in deaths[-3:])}. {_cost(struck, cost_s, lost)}",
         _after_deaths(deaths, again),
-        f"{seconds(cost_s)} so far" if share is not None and share > WORTH else "",
+        f"{seconds(cost_s)} so far" if share is not None and share > WORTH_SHARE else "",
         share if again else None,
         facts={"ranks": ranks, "nodes": dict(nodes), "cost_s": cost_s, "steps_lost": lost, "stops": len(struck)},
     )
@@ -85,22 +191,21 @@ _ABOUT = {
 
 
 @dataclass(frozen=True)
-class Spent:
-    """Where the time since the first start went, without that in which nobody ran it."""
+class WallTimeSplit:
+    """The time since the first start, split by use, without that in which nobody ran it."""
 
     wall_s: float
     useful_s: float
     """Steps that count, without what comes beside them."""
     parts: dict[str, float]
-    """What else took how long."""
+    """Seconds of all else."""
 
     @property
     def goodput(self) -> float:
-        """Share of the time in steps that count."""
         return self.useful_s / self.wall_s
 
 
-def spent(facts: RunFacts) -> Spent | None:
+def spent(facts: RunFacts) -> WallTimeSplit | None:
     """Return where the time since the first start went; None before the first step."""
     whole = slice(0, len(facts))
     useful_s = float(np.nansum(facts.column("step_time_s")))
@@ -116,7 +221,7 @@ def spent(facts: RunFacts) -> Spent | None:
     }
     wall_s = max(facts.wall_s, useful_s)
     parts["starting and the rest"] = max(0.0, wall_s - useful_s - sum(parts.values()))
-    return Spent(wall_s, useful_s, parts)
+    return WallTimeSplit(wall_s, useful_s, parts)
 
 
 def checkpoint_stalls(facts: RunFacts, planner: Planner) -> Advice | None:
@@ -152,7 +257,7 @@ def checkpoint_stalls(facts: RunFacts, planner: Planner) -> Advice | None:
 def checkpoint_interval(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that checkpoints should be rarer, or oftener, by what they cost and by the measured rate of failures."""
     found = _interval(facts, planner)
-    if found is None or facts.has_ended or found.gain < WORTH:
+    if found is None or facts.has_ended or found.gain < WORTH_SHARE:
         return None
     oftener = found.best_s < found.now_s
     rate = (
@@ -175,7 +280,7 @@ def checkpoint_interval(facts: RunFacts, planner: Planner) -> Advice | None:
 
 @dataclass(frozen=True)
 class _Interval:
-    """How often the run saves, and how often it should."""
+    """The interval of saves, and the best one."""
 
     now_s: float
     best_s: float

@@ -10,17 +10,17 @@ import * as state from "../state.js";
 
 const CURVES = [
   ["utilisation", "Utilisation", percent],
-  ["power_w", "Power", (value) => `${Math.round(value)} W`],
-  ["temperature_c", "Temperature", (value) => `${Math.round(value)} °C`],
+  ["power_w", "Power", (value, more = 0) => `${value.toFixed(more)} W`],
+  ["temperature_c", "Temperature", (value, more = 0) => `${value.toFixed(more)} °C`],
   ["memory_bytes", "Memory", bytes],
-  ["clock_mhz", "Clock", (value) => `${number(value)} MHz`],
+  ["clock_mhz", "Clock", (value, more) => `${number(value, more)} MHz`],
 ];
 const HOST = [
   ["cpu", "Processors in use", percent],
   ["memory_used_bytes", "Memory of the host", bytes],
   ["disk_free_bytes", "Disk left", bytes],
-  ["network_sent_bytes_per_s", "Sent", (value) => `${bytes(value)}/s`],
-  ["network_received_bytes_per_s", "Received", (value) => `${bytes(value)}/s`],
+  ["network_sent_bytes_per_s", "Sent", (value, more) => `${bytes(value, more)}/s`],
+  ["network_received_bytes_per_s", "Received", (value, more) => `${bytes(value, more)}/s`],
   ["load", "Load", number],
 ];
 const HOT_C = 88;
@@ -78,11 +78,14 @@ function create(root, page) {
 
   function curves(node) {
     const wanted = [];
+    const areAlike = new Set((node.devices ?? []).map((device) => device.name)).size < 2;
     for (const [key, title, format] of CURVES) {
       const series = (node.devices ?? [])
         .filter((device) => device[key]?.some?.((value) => value !== null))
         .map((device, i) => ({
-          name: `${device.name ?? "device"} (${ranksText(device.ranks)})`,
+          name: areAlike
+            ? `rank ${ranksText(device.ranks)}`
+            : `${device.name ?? "device"} (${ranksText(device.ranks)})`,
           run: node.node,
           colour: `run-${i % 10}`,
           step: device.time_s,

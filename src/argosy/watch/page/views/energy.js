@@ -39,8 +39,10 @@ function create(root, page) {
             name: page.named(page.primary()),
             run: page.named(page.primary()),
             colour: page.colour(page.primary()),
-            step: series.time_s,
-            mean: series.power_w,
+            // Each is the mean of the time that begins there; the last one is as long as those before.
+            step: [...series.time_s, 2 * series.time_s.at(-1) - series.time_s.at(-2)],
+            mean: [...series.power_w, series.power_w.at(-1)],
+            isStepped: true,
           },
         ],
         window: null,

@@ -259,6 +259,10 @@ function whose({ processes }) {
   return others.length ? `${first} and ${others.length} more` : first;
 }
 
+// A save is that of so many steps done, which its words say.
+const isStepSaid = ({ step, words }) =>
+  step === undefined || step === null || (words ?? "").includes(` after ${step} steps`);
+
 function row(event) {
   const [, , colour] = laneOf(event);
   return h(
@@ -271,7 +275,7 @@ function row(event) {
     h(
       "span",
       { class: "muted by" },
-      [whose(event), event.step === undefined || event.step === null ? null : `step ${grouped(event.step)}`]
+      [whose(event), isStepSaid(event) ? null : `step ${grouped(event.step)}`]
         .filter(Boolean)
         .join(", "),
     ),

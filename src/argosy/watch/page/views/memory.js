@@ -122,10 +122,13 @@ class RankBars {
     this.by = by;
     const order = by.bytes.map((_, i) => i).sort((a, b) => (by.bytes[b] ?? 0) - (by.bytes[a] ?? 0));
     const [most, least] = [order[0], order.filter((i) => by.bytes[i] !== null).at(-1)];
+    const isEven = bytes(by.bytes[most]) === bytes(by.bytes[least]);
     const text =
-      by.bytes.length > 1
-        ? `Rank ${this.#rank(most)} has most, ${bytes(by.bytes[most])}; rank ${this.#rank(least)} least, ${bytes(by.bytes[least])}.`
-        : "";
+      by.bytes.length < 2
+        ? ""
+        : isEven
+          ? `All ranks have ${bytes(by.bytes[most])}.`
+          : `Rank ${this.#rank(most)} has most, ${bytes(by.bytes[most])}; rank ${this.#rank(least)} least, ${bytes(by.bytes[least])}.`;
     this.words.textContent = text;
     this.canvas.setAttribute("aria-label", `Memory of ${by.bytes.length} ranks. ${text}`);
     this.draw();

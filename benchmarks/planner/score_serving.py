@@ -1,0 +1,305 @@
+"""How true predictions of serving are, on measurements that others have published.
+
+    python benchmarks/planner/score_serving.py [FILE.csv] [--calibration-rows N] [--json]
+
+Nothing is predicted by constants that were fitted to it. A row of the file that is among the published ones is
+predicted by a fit without any row of its publisher ("all"); another one by the constants that Argosy has. For published
+rows it also says how far predictions are off without the row's engine, and without its generation of devices, and of
+the fifth that nothing is ever fitted to ("held_out"). With --calibration-rows, N rows of each publisher, engine and
+device, drawn with a fixed seed, correct the predictions of the others, which are scored.
+
+Errors are of seconds, or of tokens/s ("throughput"): n rows, the median absolute error in percent, the bias (median of
+predicted over measured, less 1, in percent), and the share of measurements in the 90 % interval. "regret" is how much
+slower than the best the tp is that the planner would have chosen, among rows that differ in it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from serving_fit import NAMES, ServingFit, fit, row_weights
+from serving_rows import COLUMNS, TIMES, ServingRow, ServingTable, held_out, read
+from strangers import GENERATIONS, weighted_quantile
+
+from argosy.errors import UserError
+from argosy.plan.cost.estimate import INTERVAL_Z
+from argosy.plan.cost.serving_constants import ServingConstants, fitted_serving
+from argosy.plan.serving_calibration import learn_serving, shifted
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Key = Callable[[ServingRow], str]
+
+PUBLISHED = Path(__file__).parent / "inference.csv"
+METRICS = (*TIMES, "throughput")
+BURST_STD = 0.9
+"""Standard deviation of the logarithm of `ServingConstants.burst`: published benchmarks that keep a number of requests
+on the way let them come evenly (a quarter of its value explains them) or at once (four times)."""
+KNOWN_WIDTH = 0.4
+"""Share of what engines differ by that an engine of a known publisher may be off."""
+SEED = 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("file", type=Path, nargs="?", default=PUBLISHED)
+    options.add_argument("--calibration-rows", type=int, default=0, metavar="N")
+    options.add_argument("--json", action="store_true")
+    chosen = options.parse_args(argv)
+    try:
+        if chosen.calibration_rows < 0:
+            raise UserError(f"--calibration-rows {chosen.calibration_rows}: must be 0 or more. Try 5.")
+        rows, skipped = read(chosen.file)
+        result = score(rows, chosen.calibration_rows)
+    except UserError as error:
+        print(f"score: {error}", file=sys.stderr)
+        return 2
+    result["skipped"] = {"n": len(skipped), "why": dict(Counter(why for _, why in skipped).most_common())}
+    print(json.dumps(result, indent=1) if chosen.json else in_words(result))
+    return 0
+
+
+def score(rows: Sequence[ServingRow], few: int) -> dict[str, Any]:
+    """Return the figures; few: rows of each publisher, engine and device that calibrate."""
+    table = ServingTable(rows)
+    published = {row.cells for row in read(PUBLISHED)[0]}
+    known = np.array([row.cells in published for row in table.rows], bool)
+    constants, std = shipped(table)
+    if known.any():
+        constants = without_publishers(table, constants, known, fit_of_shipped())
+        std = np.where(known, _std(table, "strangers", burst_std(table, constants)), std)
+    if few:
+        strange = known | ~learnt_from(table)
+        errors, chosen = calibrated_errors(table, constants, few, np.where(strange, 1.0, KNOWN_WIDTH))
+        none = np.zeros(len(table))
+        std = np.where(strange, _std(table, "calibrated", none), _std(table, "calibrated_known", none))
+        return {"all": _figures(table.take(chosen), errors[chosen], std[chosen])}
+    errors = np.log(table.predict(constants) / table.measured)
+    result: dict[str, Any] = {"all": _figures(table, errors, std), "regret": regret(table, errors)}
+    makers = np.array([maker(row) for row in table.rows])
+    for name in sorted(set(makers)) if len(set(makers)) > 1 else ():
+        result[name] = _figures(table.take(makers == name), errors[makers == name], std[makers == name])
+    if known.any():
+        here = table.take(known)
+        found = _fitted(here)
+        for name, key in (("without_engine", _engine), ("without_generation", generation)):
+            result[name] = _figures(here, errors_without(here, key, found), std[known])
+        kept = np.array([held_out(row) for row in table.rows]) & known
+        if kept.any():
+            scored = table.take(kept)
+            of_shipped, width_of = shipped(scored)
+            result["held_out"] = _figures(scored, np.log(scored.predict(of_shipped) / scored.measured), width_of)
+    for name in sorted({row.publisher for row in table.rows}):
+        chosen = table.publisher == name
+        result[f"publisher {name}"] = _figures(table.take(chosen), errors[chosen], std[chosen])
+    return result
+
+
+def shipped(table: ServingTable) -> tuple[ServingConstants, Floats]:
+    """Return the constants that Argosy has for each row, and the standard deviation of the logarithm of its error.
+
+    Of a publisher that was learnt from, its own offset is taken into account.
+    """
+    found = fitted_serving()
+    parts = [found.of(row.engine, row.vendor, row.device.name) for row in table.rows]
+    names = vars(found.constants)
+    constants = ServingConstants(**{name: np.array([getattr(part, name) for part in parts]) for name in names})
+    offsets = np.array([found.publishers.get(row.publisher, 0.0) for row in table.rows])
+    constants = shifted(constants, {"compute": np.exp(offsets), "overhead": np.exp(offsets)})
+    strangers = _std(table, "strangers", burst_std(table, constants))
+    of_known = _std(table, "known", burst_std(table, constants))
+    return constants, np.where(learnt_from(table), of_known, strangers)
+
+
+def learnt_from(table: ServingTable) -> Mask:
+    """Return the rows whose publisher others were learnt from."""
+    publishers = fitted_serving().publishers
+    return np.array([row.publisher in publishers for row in table.rows], bool)
+
+
+def without_publishers(
+    table: ServingTable, constants: ServingConstants, known: Mask, begin: ServingFit
+) -> ServingConstants:
+    """Return the constants, those of the known rows from a fit without their publisher; begin: where it begins."""
+    published = ServingTable([row for row in read(PUBLISHED)[0] if not held_out(row)])
+    for name in sorted(set(table.publisher[known])):
+        chosen = known & (table.publisher == name)
+        found = fit(published.take(published.publisher != name), begin).of(
+            [table.rows[i] for i in np.flatnonzero(chosen)]
+        )
+        columns = {}
+        for key, column in vars(constants).items():
+            columns[key] = np.array(column)
+            columns[key][chosen] = getattr(found, key)
+        constants = replace(constants, **columns)
+    return constants
+
+
+def _fitted(table: ServingTable) -> ServingFit:
+    return fit(table, fit_of_shipped())
+
+
+def fit_of_shipped() -> ServingFit:
+    """Return what Argosy has as the point at which further fits begin."""
+    found = fitted_serving()
+    return ServingFit(
+        {name: float(np.log(getattr(found.constants, name))) for name in NAMES},
+        {(group, name): float(np.log(value)) for group, each in found.shifts.items() for name, value in each.items()},
+        dict(found.publishers),
+    )
+
+
+def errors_without(table: ServingTable, key: Key, begin: ServingFit, offsets: bool = False) -> Floats:
+    """Return log(predicted / measured) of each row, by a fit without all rows that have its key.
+
+    offsets: a publisher's own offset, learnt from its other rows, is taken into account.
+    """
+    keys, errors = np.array([key(row) for row in table.rows]), np.zeros(len(table))
+    for name in sorted(set(keys)):
+        out = keys == name
+        found, scored = fit(table.take(~out), begin), table.take(out)
+        constants = found.of(scored.rows)
+        if offsets:
+            shift = np.exp([found.publishers.get(row.publisher, 0.0) for row in scored.rows])
+            constants = shifted(constants, {"compute": shift, "overhead": shift})
+        errors[out] = np.log(scored.predict(constants) / scored.measured)
+    return errors
+
+
+def calibrated_errors(
+    table: ServingTable, constants: ServingConstants, few: int, widths: Floats
+) -> tuple[Floats, Mask]:
+    """Return log(predicted / measured), and the rows that were not among the `few` of their group that calibrate.
+
+    widths: for each row, how much of what engines differ by its engine may be off.
+    """
+    groups = defaultdict(list)
+    for index, row in enumerate(table.rows):
+        groups[row.publisher, row.engine.label, row.device.name].append(index)
+    errors, scored = np.zeros(len(table)), np.zeros(len(table), bool)
+    draw = np.random.default_rng(SEED)
+    for members in groups.values():
+        if len(members) <= few:
+            continue
+        order = draw.permutation(members)
+        given, others = table.take(order[:few]), table.take(order[few:])
+        at_given, at_others = (_rows_of(constants, places) for places in (order[:few], order[few:]))
+        factors = learn_serving(given.predict, given.measured, at_given, float(widths[order[0]]))
+        errors[order[few:]] = np.log(others.predict(shifted(at_others, factors)) / others.measured)
+        scored[order[few:]] = True
+    return errors, scored
+
+
+def _rows_of(constants: ServingConstants, places: NDArray[np.int64]) -> ServingConstants:
+    return replace(constants, **{name: np.asarray(column)[places] for name, column in vars(constants).items()})
+
+
+def burst_std(table: ServingTable, constants: ServingConstants) -> Floats:
+    """Return how much of each prediction's uncertainty comes from how other requests came."""
+    more = shifted(constants, {"burst": 1.01})
+    return np.asarray(np.abs(np.log(table.predict(more) / table.predict(constants))) / np.log(1.01) * BURST_STD)
+
+
+def _std(table: ServingTable, kind: str, burst: Floats) -> Floats:
+    widths, found = fitted_serving().spread[kind], []
+    for row in table.rows:
+        names = (f"{row.metric}_{maker(row)}", f"{row.metric}_nvidia", f"e2e_latency_{maker(row)}")
+        one, *others = [widths[name] for name in names if name in widths]
+        found.append(one if names[0] in widths else max(one, *others))
+    return np.hypot(found, burst)
+
+
+def maker(row: ServingRow) -> str:
+    """Return whose devices the row is from, as far as spreads differ."""
+    return "nvidia" if row.vendor == "NVIDIA" else "others"
+
+
+def generation(row: ServingRow) -> str:
+    """Return the generation of the row's device."""
+    name = row.device.name
+    return next((known for known, starts in GENERATIONS.items() if name.startswith(starts)), name)
+
+
+def _engine(row: ServingRow) -> str:
+    return row.engine.name
+
+
+def width(errors: Floats, rows: Sequence[ServingRow]) -> float:
+    """Return half the width of the interval that holds nine of ten errors, in logarithms."""
+    return weighted_quantile(np.abs(errors), row_weights(list(rows)), 0.9)
+
+
+def _figures(table: ServingTable, errors: Floats, std: Floats) -> dict[str, dict[str, Any]]:
+    """Return the figures of each metric; those of times are there even if the file has no such rows."""
+    found: dict[str, dict[str, Any]] = {}
+    for metric in METRICS:
+        here = table.metric == metric
+        if not here.any():
+            if metric in TIMES:
+                found[metric] = {"n": 0, "median_abs_pct_error": None, "bias": None, "coverage_pct": None}
+            continue
+        miss = errors[here]
+        found[metric] = {
+            "n": int(here.sum()),
+            "median_abs_pct_error": round(100 * float(np.median(np.abs(np.expm1(miss)))), 2),
+            "bias": round(100 * float(np.expm1(np.median(miss))), 2),
+            "coverage_pct": round(100 * float(np.mean(np.abs(miss) <= INTERVAL_Z * std[here])), 1),
+        }
+    return found
+
+
+def regret(table: ServingTable, errors: Floats) -> dict[str, Any]:
+    """Return by how much the tp that is predicted to be fastest is slower than the fastest, on average."""
+    sign = np.where(table.metric == "throughput", -1.0, 1.0)
+    measured = table.measured**sign
+    predicted = measured * np.exp(sign * errors)
+    alike = defaultdict(list)
+    for index, row in enumerate(table.rows):
+        cells = dict(zip(COLUMNS, row.cells, strict=True))
+        key = tuple(value for name, value in cells.items() if name not in ("tp", "devices", "value"))
+        alike[key].append(index)
+    losses = []
+    for members in alike.values():
+        if len({float(table.rows[i].cut.tp) for i in members}) > 1:
+            places = np.array(members)
+            losses.append(measured[places[np.argmin(predicted[places])]] / measured[places].min() - 1)
+    mean = round(100 * float(np.mean(losses)), 2) if losses else None
+    return {"choices": len(losses), "mean_pct": mean}
+
+
+def in_words(result: Mapping[str, Any]) -> str:
+    """Return the figures as a table."""
+    lines = [f"{'':52}{'n':>6}{'error':>9}{'bias':>9}{'in 90 % interval':>18}"]
+    for section, figures in result.items():
+        if section == "regret":
+            continue
+        if section == "skipped":
+            lines += [
+                f"{figures['n']} rows cannot be predicted",
+                *(f"  {n}: {why}" for why, n in figures["why"].items()),
+            ]
+            continue
+        for metric, each in figures.items():
+            if each["n"]:
+                lines.append(
+                    f"{section + ', ' + metric:52}{each['n']:>6}{each['median_abs_pct_error']:>7.1f} %"
+                    f"{each['bias']:>+7.1f} %{each['coverage_pct']:>16.1f} %"
+                )
+    if result.get("regret", {}).get("choices"):
+        chosen = result["regret"]
+        lines.append(f"regret of the chosen tp: {chosen['mean_pct']:.1f} % on average of {chosen['choices']} choices")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

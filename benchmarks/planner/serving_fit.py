@@ -1,0 +1,144 @@
+"""Fit the constants of serving to published rows: the most probable ones, given what was assumed beforehand.
+
+The logarithm of a constant is normal around its guess. The years before 2025, an engine, its old releases, a maker of
+devices, and an engine on a maker's devices each shift some of them (`SHIFTED`) by effects that are normal around 0, so
+that few rows move one little; a publisher shifts all of its rows alike. Errors of rows have heavy tails (Student's t).
+Gauss-Newton on reweighted residuals finds the maximum (Marquardt 1963).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from serving_rows import ServingRow, ServingTable
+
+from argosy.plan.cost.serving_constants import ServingConstants
+
+Floats = NDArray[np.float64]
+
+NAMES = tuple(f.name for f in fields(ServingConstants) if f.name not in ("compute", "overhead"))
+"""Constants of the population."""
+SHIFTED = {"compute": 0.15, "overhead": 0.4, "matmul": 0.15, "cache": 0.25, "sequence_s": 0.5}
+"""Constants that effects shift, and the standard deviation of a shift's logarithm."""
+ON_VENDOR = 3.0
+"""How much wider effects of an engine on a maker's devices are: ports differ more than engines do."""
+PUBLISHER_STD = 0.15
+ROW_STD = 0.12
+FREEDOM, ROUNDS, DIFFERENCE = 4, 25, 1e-4
+
+
+@dataclass(frozen=True)
+class ServingFit:
+    """The result of a fit, in logarithms."""
+
+    constants: dict[str, float]
+    shifts: dict[tuple[str, str], float]
+    """(Group, constant) -> shift."""
+    publishers: dict[str, float]
+
+    def of(self, rows: list[ServingRow]) -> ServingConstants:
+        """Return the constants of each row, a column each, without its publisher's offset."""
+        found = {name: np.full(len(rows), log) for name, log in self.constants.items()}
+        found |= {name: found.get(name, np.zeros(len(rows))).copy() for name in SHIFTED}
+        for index, row in enumerate(rows):
+            for group in row.groups:
+                for name in SHIFTED:
+                    found[name][index] += self.shifts.get((group, name), 0.0)
+        return ServingConstants(**{name: np.exp(column) for name, column in found.items()})
+
+
+def fit(table: ServingTable, begin: ServingFit | None = None) -> ServingFit:
+    """Return the most probable constants and effects; begin: where the search begins (default: the guesses)."""
+    rows = table.rows
+    declared = {f.name: f for f in fields(ServingConstants)}
+    of_row = [row.groups for row in rows]
+    groups = sorted({group for each in of_row for group in each})
+    publishers = sorted(set(table.publisher))
+    masks = {group: np.array([group in each for each in of_row], float) for group in groups}
+    keys = [(group, name) for group in groups for name in SHIFTED]
+    center = np.log([float(declared[name].default) for name in NAMES])  # type: ignore[arg-type]
+    scale = np.concatenate(
+        [
+            np.log([declared[name].metadata["spread"] for name in NAMES]),
+            [SHIFTED[name] * (ON_VENDOR if " on " in group else 1.0) for group, name in keys],
+            np.full(len(publishers), PUBLISHER_STD),
+        ]
+    )
+    origin = np.concatenate([center, np.zeros(len(keys) + len(publishers))])
+    member = np.array([table.publisher == name for name in publishers], float).T
+    # One publisher's rows share what its constants leave over; throughputs are inverse to times.
+    sign = np.where(table.metric == "throughput", -1.0, 1.0)
+    member = member * sign[:, None]
+    counts = row_weights(rows)
+    logs = np.log(table.measured)
+
+    def unpack(point: Floats) -> ServingFit:
+        numbers = point.tolist()
+        k, e = len(NAMES), len(keys)
+        return ServingFit(
+            dict(zip(NAMES, numbers[:k], strict=True)),
+            dict(zip(keys, numbers[k : k + e], strict=True)),
+            dict(zip(publishers, numbers[k + e :], strict=True)),
+        )
+
+    def miss_of(constants: ServingConstants, point: Floats) -> Floats:
+        return np.asarray(np.log(table.predict(constants)) + member @ point[-len(publishers) :] - logs)
+
+    def columns(constants: ServingConstants) -> dict[str, Floats]:
+        base, found = np.log(table.predict(constants)), {}
+        for name in dict.fromkeys((*NAMES, *SHIFTED)):
+            moved = replace(constants, **{name: getattr(constants, name) * np.exp(DIFFERENCE)})
+            found[name] = (np.log(table.predict(moved)) - base) / DIFFERENCE
+        return found
+
+    def cost(miss: Floats, point: Floats) -> float:
+        tail = (FREEDOM + 1) * np.log1p((miss / ROW_STD) ** 2 / FREEDOM)
+        return float((counts * tail).sum() + (((point - origin) / scale) ** 2).sum()) / 2
+
+    point, damping = origin.copy(), 1e-2
+    if begin is not None:
+        point = np.array(
+            [
+                *(begin.constants[name] for name in NAMES),
+                *(begin.shifts.get(key, 0.0) for key in keys),
+                *(begin.publishers.get(name, 0.0) for name in publishers),
+            ]
+        )
+    constants = unpack(point).of(rows)
+    miss = miss_of(constants, point)
+    best = cost(miss, point)
+    for _ in range(ROUNDS):
+        slopes = columns(constants)
+        whole = np.column_stack(
+            [*(slopes[name] for name in NAMES), *(masks[g] * slopes[name] for g, name in keys), member]
+        )
+        weight = counts * (FREEDOM + 1) / (FREEDOM + (miss / ROW_STD) ** 2) / ROW_STD**2
+        curvature = whole.T * weight @ whole + np.diag(scale**-2)
+        gradient = whole.T @ (weight * miss) + (point - origin) / scale**2
+        while damping < 1e6:
+            trial = point - np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
+            tried = unpack(trial).of(rows)
+            missed = miss_of(tried, trial)
+            found = cost(missed, trial)
+            if found < best:
+                break
+            damping *= 4
+        else:
+            break
+        gained, damping = best - found, damping / 4
+        point, miss, best, constants = trial, missed, found, tried
+        if gained < 0.1:
+            break
+    return unpack(point)
+
+
+def row_weights(rows: list[ServingRow]) -> Floats:
+    """Return a weight for each row: n rows of one source, engine, device and model count as the square root of n.
+
+    They are neither independent (n would count) nor one measurement (1 would).
+    """
+    keys = [(row.publisher, row.engine.label, row.device.name, row.model, row.metric) for row in rows]
+    counts = {key: keys.count(key) for key in set(keys)}
+    return np.array([counts[key] ** -0.5 for key in keys])

@@ -1,0 +1,327 @@
+"""Published measurements of serving, read into what the model of serving takes: model, device, cut, formats, traffic.
+
+The columns are those of `inference.csv`. What a source says outside of its rows (its engine's version, whether its
+batches are fixed, which device it means) is in `SOURCES`. Rows that cannot be read so are skipped, each with the
+reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.errors import UserError
+from argosy.plan.cost.inference import Formats, Latencies, ReplicaCut, ServingLoad, ServingModel
+from argosy.plan.cost.rates import Rates
+from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine
+from argosy.plan.hardware.devices import Device, Format, find_device
+from argosy.plan.workload import Workload, stack
+
+Floats = NDArray[np.float64]
+
+COLUMNS = (
+    "source", "model", "params_b", "device", "devices", "tp", "pp", "precision", "batch_or_concurrency", "input_len",
+    "output_len", "metric", "value", "unit",
+)  # fmt: skip
+TIMES = ("ttft", "tpot", "e2e_latency")
+"""Metrics that bars hold for; others are throughputs, in tokens/s."""
+MODELS = Path(__file__).parent / "serving_models.csv"
+MOST_SEQUENCES = 2048
+"""Sequences at a time where a source says "max": TensorRT-LLM's default."""
+PUBLISHERS = ("docs.vultr", "docs.nvidia.com/nim", "buildkite", "ROCm", "dstackai")
+"""Publishers, by how addresses of their pages begin; others are named by the first word of a source."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a source says outside of its rows."""
+
+    version: tuple[int, int] | None = None
+    """Release of its engine."""
+    engine: str = ""
+    """Its engine, where its name does not say."""
+    fixed: bool = False
+    """Batches are fixed: all sequences begin together."""
+    devices: tuple[tuple[str, str], ...] = ()
+    """Name of a device -> that of the catalogue."""
+
+
+SOURCES = {
+    # Polaris (A100 of 40 GB) and JLSE of Argonne; engines of mid-2024, fixed batches (arXiv:2411.00136).
+    r"LLM-Inference-Bench": Source(
+        (0, 5), fixed=True, devices=(("nvidia a100", "a100-40"), ("nvidia h100", "h100-sxm"))
+    ),
+    r"FasterTransformer": Source(fixed=True),
+    r"lmdeploy a100": Source(fixed=True),
+    r"TensorRT-LLM v0": Source((0, 5), fixed=True),
+    r"TensorRT-LLM v1": Source((1, 0)),
+    r"NIM 1\.": Source((0, 17)),
+    r"ROCm/vllm": Source((0, 6), fixed=True),
+    r"dstackai": Source((0, 6), "vLLM", fixed=True),
+    r"vllm/performance-benchmark/builds/9515": Source((0, 6), fixed=True),
+}
+"""Beginning of a source, or a part of it -> what it says."""
+DEVICES = {
+    "a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "a100-sxm": "a100-80", "h100": "h100-sxm",
+    "h100-80gb": "h100-sxm", "h100-sxm": "h100-sxm", "h200-sxm": "h200", "mi250": "mi250x-oam",
+    "rtx-pro-6000-blackwell-se": "rtx-pro-6000-server",
+}  # fmt: skip
+"""Device as sources write it -> its name in the catalogue; others are looked up as they are."""
+
+
+class Skip(Exception):
+    """The row says too little, or the catalogue lacks its device."""
+
+
+@dataclass(frozen=True)
+class ServingRow:
+    """One measurement."""
+
+    line: int
+    publisher: str
+    engine: ServingEngine
+    model: str
+    device: Device
+    work: Workload
+    rates: Rates
+    cached_layers: float
+    cut: ReplicaCut
+    replicas: float
+    devices: float
+    formats: Formats
+    traffic: ServingLoad
+    metric: str
+    value: float
+    """Seconds, or output tokens of all devices a second."""
+    cells: tuple[str, ...]
+
+    @property
+    def vendor(self) -> str:
+        """Maker of the device."""
+        return self.device.vendor
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Groups whose shifts of constants it has."""
+        return self.engine.groups(self.vendor, self.device.name)
+
+
+def read(path: Path) -> tuple[list[ServingRow], list[tuple[int, str]]]:
+    """Return rows, and (line, why) of those that are skipped. Raises: UserError for a file not in this format."""
+    try:
+        with path.open(newline="") as file:
+            table = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (table.fieldnames or [])]
+            if missing:
+                raise UserError(f"{path}: line 1: no column {', '.join(missing)}. The columns are {','.join(COLUMNS)}.")
+            cells = list(table)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read: {error}. Give a CSV file of published measurements.") from None
+    rows: list[ServingRow] = []
+    skipped: list[tuple[int, str]] = []
+    for line, cell in enumerate(cells, start=2):
+        try:
+            rows.append(_row(line, {key: (cell[key] or "").strip() for key in COLUMNS}))
+        except (Skip, UserError) as why:
+            skipped.append((line, str(why)))
+    return rows, skipped
+
+
+def held_out(row: ServingRow) -> bool:
+    """Return True for a fifth of the published (publisher, device, model) groups, which nothing is ever fitted to."""
+    group = "|".join((row.publisher, row.cells[COLUMNS.index("device")], row.model))
+    return zlib.crc32(group.encode()) % 5 == 0
+
+
+def publisher_of(source: str) -> str:
+    """Return the publisher: sources of one repository or site measure alike."""
+    begin = re.split(r"[ @(:]", source)[0]
+    return next((name for name in PUBLISHERS if begin.startswith(name)), begin)
+
+
+def _row(line: int, cell: dict[str, str]) -> ServingRow:
+    source = next((said for part, said in SOURCES.items() if re.search(part, cell["source"])), Source())
+    metric, value = cell["metric"], _number(cell, "value")
+    if not value or not np.isfinite(value) or value < 0:
+        raise Skip(f"value = {cell['value']!r} is not a number above 0")
+    if cell["unit"] == "ms":
+        value /= 1000
+    engine = ServingEngine.of(f"{cell['source']} {source.engine}", source.version)
+    prompt, output = _number(cell, "input_len"), _number(cell, "output_len")
+    if not prompt or (not output and metric != "ttft"):
+        raise Skip("input_len or output_len is not known")
+    device = _device(cell["device"], source)
+    work, cached, bits = _workload(cell["model"], _number(cell, "params_b"))
+    tp, pp = _number(cell, "tp") or 0.0, _number(cell, "pp") or 0.0
+    devices = _number(cell, "devices") or max(1.0, tp * pp)
+    if not tp:  # llama.cpp gives each device some layers; elsewhere one replica has all
+        tp, pp = (1.0, devices) if engine.name == "llama.cpp" else (devices / max(1.0, pp), max(1.0, pp))
+    pp = pp or 1.0
+    own_attention = "dp" in re.split(r"[ -]", cell["precision"].lower()) and work.experts > 0
+    replicas = devices if own_attention else max(1.0, devices / (tp * pp))
+    sequences = (
+        float(MOST_SEQUENCES) if cell["batch_or_concurrency"] == "max" else _number(cell, "batch_or_concurrency")
+    )
+    if not sequences:
+        raise Skip("batch_or_concurrency is not known")
+    if metric == "output_throughput_per_gpu":
+        value *= devices
+    elif metric not in (*TIMES, "output_throughput"):
+        raise Skip(f"metric {metric} is none of {', '.join(TIMES)}, output_throughput, output_throughput_per_gpu")
+    formats, rates = _formats(cell, device, engine, bits)
+    # A replica has what the busiest one gets, at most its default.
+    here = min(sequences / replicas, MOST_SEQUENCES) if cell["batch_or_concurrency"] != "max" else sequences
+    return ServingRow(
+        line=line,
+        publisher=publisher_of(cell["source"]),
+        engine=engine,
+        model=cell["model"],
+        device=device,
+        work=work,
+        rates=rates,
+        cached_layers=cached,
+        cut=ReplicaCut(tp, pp, devices if own_attention else 0.0),
+        replicas=replicas,
+        devices=devices,
+        formats=formats,
+        traffic=ServingLoad(max(1.0, here), prompt, max(1.0, output or 1.0), float(source.fixed)),
+        metric=metric if metric in TIMES else "throughput",
+        value=value,
+        cells=tuple(cell[key] for key in COLUMNS),
+    )
+
+
+def _number(cell: dict[str, str], key: str) -> float | None:
+    try:
+        found = float(cell[key])
+    except ValueError:
+        return None
+    return found if np.isfinite(found) and found >= 0 else None
+
+
+@cache
+def _device(name: str, source: Source) -> Device:
+    plain = re.sub(r"^(nvidia|amd|intel|habana|google|aws)\s+(instinct\s+)?", "", name.strip().lower())
+    plain = re.sub(r"[ _]+", "-", plain)
+    named = dict(source.devices).get(name.lower()) or DEVICES.get(plain) or plain
+    for attempt in (named, re.sub(r"-(sxm\d?|oam|\d+gb)", "", named), named.split("-")[0]):
+        try:
+            return find_device(DEVICES.get(attempt, attempt))
+        except UserError:
+            continue
+    raise Skip(f"device {name!r} is not in the catalogue")
+
+
+@cache
+def _models() -> list[dict[str, str]]:
+    with MODELS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@cache
+def _workload(name: str, params_b: float | None) -> tuple[Workload, float, float | None]:
+    """Return the model's sizes, its layers with a cache that grows, and bits of its weights if it has only such."""
+    plain = re.sub(r"(?<=\d)_(?=\d)", ".", name.lower()).replace("deepseek-r1-distill-", "")
+    plain = re.sub(r"[ _]+", "-", plain)
+    for sizes in _models():
+        if re.search(rf"(^|[^a-z0-9])({sizes['pattern']})", plain):
+            return _of_sizes({key: float(text or 0) for key, text in sizes.items() if key != "pattern"})
+    said = re.search(r"(\d+(?:\.\d+)?)\s*b\b", plain)
+    billions = params_b or (float(said[1]) if said else 0)
+    if not billions or "moe" in plain or re.search(r"\d+x\d|a\d+b", plain):
+        raise Skip(f"model {name!r} is not known")
+    # A dense model of so many parameters: as Llama 3, whose width grows with the cube root.
+    layers = round(32 * (billions / 8) ** 0.42)
+    width = 128 * round((billions * 1e9 / layers / 13) ** 0.5 / 128) or 128
+    return _of_sizes(
+        {"layers": layers, "width": width, "heads": max(1, width // 128), "kv_heads": 8 if width > 1024 else 2,
+         "head_width": 128, "ffn_width": 3.5 * width, "ffn_matrices": 3, "vocab_size": 128_256}
+    )  # fmt: skip
+
+
+def _of_sizes(sizes: dict[str, float]) -> tuple[Workload, float, float | None]:
+    def given(key: str) -> float:
+        return sizes.get(key, 0.0)
+
+    latent = bool(given("kv_rank"))
+    work = Workload(
+        layers=given("layers"),
+        width=given("width"),
+        heads=given("heads"),
+        kv_heads=given("kv_heads"),
+        key_width=given("head_width"),
+        value_width=128.0 if latent else given("head_width"),
+        ffn_width=given("ffn_width"),
+        ffn_matrices=given("ffn_matrices"),
+        vocab_size=given("vocab_size"),
+        tied=given("tied"),
+        seq_len=0,
+        global_batch=0,
+        attention_span=0,
+        **{key: given(key) for key in ("moe_layers", "experts", "experts_per_token", "expert_ffn_width")},
+        **{key: given(key) for key in ("shared_ffn_width", "q_rank", "kv_rank", "rope_width")},
+    )
+    return work, given("cached_layers") or given("layers"), given("weight_bits") or None
+
+
+def _formats(cell: dict[str, str], device: Device, engine: ServingEngine, bits: float | None) -> tuple[Formats, Rates]:
+    precision, text = cell["precision"].lower(), f"{cell['precision']} {cell['source']}".lower()
+    four_bits = re.search(r"int4|awq|gptq|w4a16|q4", precision)
+    narrow: Format = "fp4" if "fp4" in precision else "fp8"
+    weight_bytes = 0.53 if four_bits else 0.5625 if narrow == "fp4" else 1.0 if "8" in precision else 2.0
+    computes_narrow = weight_bytes <= 1.0 and not four_bits and {"fp8", narrow} & set(device.formats)
+    if narrow not in device.formats:
+        narrow = "fp8"
+    rates = Rates.of_device(device, narrow)
+    peak = (rates.narrow * rates.achieved_narrow) if computes_narrow else (rates.half * rates.achieved_half)
+    if re.search(r"1[06]|bf16|fp16|half", precision) and weight_bytes == 1.0 and "fp8" not in precision:
+        weight_bytes = 2.0
+    small_cache = weight_bytes <= 1.0 and (engine.name == "TensorRT-LLM" or re.search(r"fp8[- ]?kv|kv[- ]?fp8", text))
+    weight = min(weight_bytes, bits / 8) if bits else weight_bytes
+    return Formats(weight, 1.0 if small_cache else 2.0, peak, float(bool(computes_narrow))), rates
+
+
+class ServingTable:
+    """Rows, stacked so that one evaluation predicts all of them."""
+
+    def __init__(self, rows: Sequence[ServingRow]):
+        self.rows = list(rows)
+        self.work, self.rates = stack([row.work for row in rows]), stack([row.rates for row in rows])
+        self.cut, self.formats = stack([row.cut for row in rows]), stack([row.formats for row in rows])
+        self.traffic = stack([row.traffic for row in rows])
+        self.cached_layers = np.array([row.cached_layers for row in rows])
+        self.replicas = np.array([row.replicas for row in rows])
+        self.metric = np.array([row.metric for row in rows])
+        self.measured = np.array([row.value for row in rows])
+        self.publisher = np.array([row.publisher for row in rows])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, chosen: NDArray[Any]) -> ServingTable:
+        """Return the rows of a mask or of indices."""
+        places = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
+        return ServingTable([self.rows[i] for i in places])
+
+    def latencies(self, constants: ServingConstants) -> Latencies:
+        """Return the latencies of each row's requests."""
+        model = ServingModel(self.work, self.rates, self.cut, self.formats, constants, cached_layers=self.cached_layers)
+        return model.latencies(self.traffic)
+
+    def predict(self, constants: ServingConstants) -> Floats:
+        """Return seconds, or tokens of all devices a second, of each row."""
+        found = self.latencies(constants)
+        together = np.asarray(self.traffic.together) > 0
+        fixed = self.traffic.sequences * self.traffic.output / found.e2e_s
+        rate = self.replicas * np.where(together, fixed, np.minimum(fixed, found.tokens_per_s))
+        of_metric = {"ttft": found.ttft_s, "tpot": found.tpot_s, "e2e_latency": found.e2e_s, "throughput": rate}
+        return np.select([self.metric == name for name in of_metric], list(of_metric.values()))

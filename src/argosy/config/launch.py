@@ -1,0 +1,242 @@
+"""The place of a run and of its processes: the table `launch`, addresses, the options of `argosy launch`.
+
+The options are said once, with their meaning, for all that starts jobs: `argosy launch`, a site's table `launch` and a
+parameter server's have all of them; `argosy prepare` and `argosy sweep`, whose jobs are programs on one machine each,
+have those of `ClusterOptions`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, Self
+
+import tyro
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from argosy.config.section import Section
+
+PATTERN = r"[^\s:]+:\d{1,5}"
+MOST_PORT = 65535
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Return both of an address HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+def interface_of(host: str) -> str:
+    """Return the address to listen at for peers that call `host`: 127.0.0.1 for this machine alone, "" for all."""
+    return "127.0.0.1" if host in ("127.0.0.1", "localhost") else ""
+
+
+def _checked(text: str) -> str:
+    if not re.fullmatch(PATTERN, text) or not 0 < host_and_port(text)[1] <= MOST_PORT:
+        raise ValueError(
+            f'"{text}" is no address. Write HOST:PORT, with a port from 1 to {MOST_PORT}, such as '
+            '"node1.example.org:7100"'
+        )
+    return text
+
+
+def _checked_if_given(text: str) -> str:
+    return text and _checked(text)
+
+
+Address = Annotated[str, AfterValidator(_checked), Field(json_schema_extra={"pattern": f"^{PATTERN}$"})]
+OptionalAddress = Annotated[
+    str, AfterValidator(_checked_if_given), Field(json_schema_extra={"pattern": f"^$|^{PATTERN}$"})
+]
+"""An address, or an empty text."""
+
+
+ETCD_PORT = 2379
+FORMS = (
+    '"etcd://HOST:PORT,HOST:PORT,HOST:PORT" ("etcds://..." for TLS), "kubernetes://NAMESPACE/NAME", or "folder", '
+    "the run's folder"
+)
+_ENDPOINT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+))(?::([0-9]{1,5}))?")
+_DNS_LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+_KUBERNETES = re.compile(rf"({_DNS_LABEL})/({_DNS_LABEL}(?:\.{_DNS_LABEL})*)")
+
+
+@dataclass(frozen=True)
+class LeaseUrl:
+    """launch.lease, taken apart."""
+
+    kind: Literal["folder", "etcd", "kubernetes"]
+    endpoints: tuple[tuple[str, int], ...] = ()
+    """etcd: hosts and ports."""
+    is_tls: bool = False
+    prefix: str = ""
+    """etcd: what its keys begin with."""
+    namespace: str = ""
+    name: str = ""
+    """Kubernetes: of the Lease object."""
+
+    @classmethod
+    def parse(cls, text: str) -> LeaseUrl:
+        """Take the text apart. Raises: ValueError, a sentence that follows the key."""
+        if text == "folder":
+            return cls("folder")
+        scheme, _, rest = text.partition("://")
+        if scheme in ("etcd", "etcds") and rest:
+            return cls._of_etcd(text, rest, scheme == "etcds")
+        if scheme == "kubernetes" and (found := _KUBERNETES.fullmatch(rest)):
+            return cls("kubernetes", namespace=found[1], name=found[2])
+        raise ValueError(f'lease = "{text}" is not one of the forms that there are: {FORMS}')
+
+    @classmethod
+    def _of_etcd(cls, text: str, rest: str, is_tls: bool) -> LeaseUrl:
+        if "@" in rest:
+            raise ValueError(
+                "lease names a user of etcd; leave that out, and set the environment variables ETCDCTL_USER and "
+                "ETCDCTL_PASSWORD on each machine"
+            )
+        hosts, _, prefix = rest.partition("/")
+        endpoints = []
+        for host in hosts.split(","):
+            found = _ENDPOINT.fullmatch(host)
+            if found is None or int(found[3] or ETCD_PORT) not in range(1, 65536):
+                raise ValueError(f'lease = "{text}": "{host}" is not HOST:PORT')
+            endpoints.append((found[1] or found[2], int(found[3] or ETCD_PORT)))
+        return cls("etcd", tuple(endpoints), is_tls, prefix.strip("/"))
+
+
+EngineName = Literal["slurm", "kubernetes", "ray", "ssh", "local"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Machines:
+    """The machines of a job."""
+
+    nodes: PositiveInt = 1
+    """Machines."""
+    cpus_per_node: NonNegativeInt = 0
+    """CPUs of each; slurm, ray: 0 asks for whole nodes, for this job alone."""
+    gpus_per_node: NonNegativeInt = 0
+    """GPUs of each; 0 asks for none. ssh: so many are used, 0: all."""
+    memory_per_node: str = ""
+    """Memory of each, in the cluster's words: slurm 64G, kubernetes 64Gi. Empty: what the cluster gives."""
+    hosts: str = ""
+    """ssh: the machines, e.g. node1,node2, each by a name that ssh takes."""
+    namespace: str = ""
+    """kubernetes: the namespace; empty: kubectl's own."""
+    volume: str = ""
+    """kubernetes: the PersistentVolumeClaim for data and runs, and its path in the pods if not /data: CLAIM[:PATH]."""
+    image: str = ""
+    """kubernetes: the container image. slurm: that of each task (srun --container-image, of the pyxis plugin)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """What every command that starts jobs may say to their engine. Each engine takes some, and refuses the others."""
+
+    time: str = ""
+    """slurm: a job's time limit, e.g. 24:00:00; a run is requeued when that is over. Empty: the partition's."""
+    account: str = ""
+    """slurm: the account that is charged."""
+    partition: str = ""
+    """slurm: the partition."""
+    address: str = ""
+    """ray: of the cluster's dashboard, e.g. http://head:8265, or its head; empty: RAY_ADDRESS, else the cluster that
+    this machine is in."""
+    extra: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Lines that are passed through. slurm: options of sbatch. ssh: of ssh. ray: of `ray job submit`. kubernetes: JSON,
+    merged into the pod's spec. On the command line --extra=--constraint=h100, again for another line; in a site's table
+    extra = ["--constraint=h100"]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ClusterOptions, _Machines):
+    """What a job asks of the engine that starts it."""
+
+    def for_engine(self) -> dict[str, Any]:
+        """Return the values of these options by name."""
+        return {field.name: getattr(self, field.name) for field in fields(EngineOptions)}
+
+    @property
+    def given(self) -> list[str]:
+        """The names of these options that are not as they are if nobody says them."""
+        return [field.name for field in fields(EngineOptions) if getattr(self, field.name) != field.default]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    on: EngineName = "local"
+    """Where it is to run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(EngineOptions, _Place):
+    """Where a job is started, and what it asks for there."""
+
+
+class LaunchConfig(Section):
+    """The machines of the run, and the processes on each."""
+
+    processes: NonNegativeInt = 0
+    """Number of GPUs to use on each machine, one worker process for each; 0: as many as the plan says; with auto all
+    GPUs, or one process without GPUs."""
+    threads: NonNegativeInt = 0
+    """CPU threads per worker; 0 divides the cores equally."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the workers."""
+    max_restarts: NonNegativeInt = 3
+    """Number of times in a row that lost workers are replaced without progress in between."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of a coordinator on this machine if `coordinator` is not given; 0: a free one."""
+    nodes: PositiveInt = 1
+    """Number of machines; start the same command on each of them, with the same `coordinator` or `lease`."""
+    coordinator: OptionalAddress = ""
+    """HOST:PORT of the coordinator; the agent on the machine that HOST names starts it there."""
+    lease: str = ""
+    """In place of `coordinator`: where the agents agree on which of them starts it, and which other one if its machine
+    is lost. etcd://HOST:PORT,HOST:PORT,HOST:PORT (etcds://... for TLS), kubernetes://NAMESPACE/NAME, or folder: the
+    run's folder."""
+    address: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]*$", max_length=255)] = ""
+    """Address at which the others reach a coordinator that `lease` has started on this machine; empty: the one from
+    which it reaches etcd or Kubernetes, or that of its host name."""
+    node: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*$", max_length=255)] = ""
+    """Name of this machine among the nodes; empty: its host name."""
+    tls: bool = False
+    """Encrypt what agents and coordinator say to each other. Without it, others on the network can read it, but without
+    the run's secret they can neither take part nor change anything."""
+    tls_certificate: str = ""
+    """PEM file of the certificate that all nodes of the run show; empty: one that is made for the run."""
+    tls_key: str = ""
+    """PEM file of its private key."""
+    timeout_s: PositiveFloat = 600.0
+    """Longest time that a collective may wait for a peer."""
+    cluster: str = ""
+    """Cluster that predictions are made for: NxDEVICE, a preset or a file; empty: ./cluster.toml if `argosy probe`
+    wrote it on this machine, else the catalogue's figures for the devices at hand."""
+    allow_memory: bool = False
+    """Start even if the plan is predicted to need more memory than devices and host have."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if self.lease:
+            LeaseUrl.parse(self.lease)
+        if self.lease and self.coordinator:
+            raise ValueError(
+                "lease and coordinator are both given; give one: coordinator is a fixed place, lease lets the agents "
+                "choose one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _certificate_has_key(self) -> Self:
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ValueError("tls_certificate and tls_key belong together; give both, or none: one is made for the run")
+        if self.tls_key and not self.tls:
+            raise ValueError("tls_certificate and tls_key have no effect without tls = true; add it")
+        return self

@@ -1,0 +1,354 @@
+"""SLURM: batch jobs, through the programs of the cluster.
+
+A run's script says what it needs of SLURM: a lost node must not end the job (--no-kill), nor a lost task the others
+(--kill-on-bad-exit=0, --wait=0); the signal before the end of the time leaves room to save; an agent that was killed is
+started again; and whether the job is requeued follows from what became of the run, not from srun's exit code.
+
+Jobs that are started together are the tasks of one array, which begin one by one as the cluster has room for them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from argosy.config.launch import EngineOptions
+from argosy.config.schema import RunConfig
+from argosy.engines.engine import Engine, Job, ProgramJob, RunJob
+from argosy.engines.record import JobState, LaunchedJob
+from argosy.errors import UserError
+from argosy.files import atomic_write
+
+ANSWER_S = 60.0
+SPARE_S = 30
+"""SLURM may send a signal up to 60 s early, and looks at the time every 30 s: so much is added to `grace_s`."""
+NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
+"""A job's number; of a task of an array with that task's."""
+NOTE = "slurm.json"
+"""A file in the folder of a run that is a task of an array: it is there before the array is submitted, and names it."""
+UNKNOWN_JOB = "Invalid job id"
+"""squeue's error for jobs that ended some time ago. Any other error says nothing of the job."""
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "SPECIAL_EXIT")
+ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+         "REVOKED", "TIMEOUT")  # fmt: skip
+GONE = "no longer known to SLURM"
+PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.,:=/+@%[]")
+"""Characters of an option that mean the same in a script with and without quotes."""
+AGENT = """
+trap '' USR1 TERM
+for start in {{1..5}}; do
+  {command}; code=$?
+  [ $code = 137 ] || break
+done
+{survivor} $code
+exit $code
+"""
+"""The task on each node, which starts an agent again that is killed, and at the end looks after the job if the batch
+host is lost (`launch.survivor`). Signals are for the agent, once it takes them: before, they would end it."""
+
+
+class Slurm(Engine):
+    """The cluster whose sbatch is at hand."""
+
+    name = "slurm"
+    takes = frozenset(
+        ("nodes", "cpus_per_node", "gpus_per_node", "memory_per_node", "time", "account", "partition", "image", "extra")
+    )
+    queues = True
+    poll_s = 5.0
+
+    def check(self, job: RunJob) -> None:
+        """Raises: UserError for more nodes in the run than in the job, or a folder that sbatch cannot be told."""
+        super().check(job)
+        job.check_nodes()
+        self.script(job)
+
+    def check_is_there(self, options: EngineOptions) -> None:
+        """Raises: UserError if there is no SLURM here, or it does not answer."""
+        _find("sbatch")
+        ask("squeue", "--me", "--noheader")
+
+    def check_job(self, job: LaunchedJob) -> None:
+        """Raises: UserError for what is no number of a job."""
+        job.check(id=(job.id, NUMBER))
+
+    def script(self, job: Job) -> str:
+        body = _run_lines(job) if isinstance(job, RunJob) else _program_lines(job)
+        return "\n".join(["#!/bin/bash", *_directives_of(job), *body, ""])
+
+    def start(self, job: Job) -> LaunchedJob:
+        """Give the script to sbatch."""
+        path = job.folder / "job.sh"
+        path.write_text(self.script(job))
+        return _launched(job, _submit(job, path))
+
+    def start_all(self, jobs: Sequence[Job], at_once: int = 0) -> list[LaunchedJob]:
+        """Submit an array with a task for each job."""
+        name = f"{jobs[0].name.rstrip('-0123456789') or jobs[0].name}-{secrets.token_hex(3)}"
+        path = jobs[0].folder / f"{name}.sh"
+        path.write_text(self._array(jobs, name, at_once))
+        for place, job in enumerate(jobs):
+            if isinstance(job, RunJob):
+                with atomic_write(job.folder / NOTE) as file:
+                    file.write(json.dumps({"name": name, "task": place}).encode())
+        number = _submit(jobs[0], path)
+        return [_launched(job, f"{number}_{place}") for place, job in enumerate(jobs)]
+
+    def _array(self, jobs: Sequence[Job], name: str, at_once: int) -> str:
+        """Return the batch script of an array, with the options of its first job; it runs the script of each.
+
+        That is written to the folder of the job.
+        """
+        paths = []
+        for place, job in enumerate(jobs):
+            log = shlex.quote(str(job.folder)) + '/"slurm-${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}.out"'
+            script = self.script(job).replace("#!/bin/bash\n", f"#!/bin/bash\nexec >> {log} 2>&1\n", 1)
+            paths.append(job.folder / f"{name}-{place}.sh")
+            paths[-1].write_text(script)
+        of_array = {
+            "job-name": name,
+            "array": f"0-{len(jobs) - 1}" + (f"%{at_once}" if at_once else ""),
+            "cpus-per-task": str(max(job.cpus_per_node for job in jobs) or ""),
+            "output": "/dev/null",
+        }
+        lines = [
+            line
+            for line in _directives_of(jobs[0])
+            if line.removeprefix("#SBATCH --").partition("=")[0] not in of_array
+        ]
+        lines += directives(of_array)
+        return "\n".join(
+            ["#!/bin/bash", *lines, f"scripts=({shlex.join(map(str, paths))})",
+             'exec bash "${scripts[$SLURM_ARRAY_TASK_ID]}"', ""]
+        )  # fmt: skip
+
+    def find(self, job: Job) -> LaunchedJob | None:
+        """Return the job of the record, or the one by whose name its folder was noted before it was submitted."""
+        if (before := super().find(job)) is not None or not (job.folder / NOTE).exists():
+            return before
+        note = json.loads((job.folder / NOTE).read_text())
+        lines = ask(
+            "squeue", "--me", "--noheader", "--array", "--states=all", f"--name={note['name']}", "--format=%i %T"
+        ).splitlines()
+        for job_id, _, state in (line.partition(" ") for line in lines):
+            if job_id.endswith(f"_{note['task']}") and meaning(state) != "ended":
+                return _launched(job, job_id)
+        return None
+
+    def state(self, job: LaunchedJob) -> tuple[JobState, str]:
+        return self.states([job])[0]
+
+    def states(self, jobs: Sequence[LaunchedJob]) -> list[tuple[JobState, str]]:
+        """Return what squeue says of the jobs. One that it does not know any more has ended."""
+        known = {}
+        numbers = sorted({job.id.partition("_")[0] for job in jobs})
+        for line in listed("--array", "--format=%i %T %r", f"--jobs={','.join(numbers)}") if numbers else ():
+            job_id, state, *reason = line.split(maxsplit=2)
+            known[job_id] = (state, " ".join(reason))
+        found = [known.get(job.id, ("", "")) for job in jobs]
+        return [(meaning(state), in_words(state, reason)) for state, reason in found]
+
+    def stop(self, job: LaunchedJob) -> None:
+        """Send SIGTERM to the agents, which save; SLURM kills what is left after its KillWait."""
+        self.stop_all([job])
+
+    def stop_all(self, jobs: Sequence[LaunchedJob]) -> None:
+        if jobs:
+            ask("scancel", *(job.id for job in jobs))
+
+
+def _submit(job: Job, path: Path) -> str:
+    """Return the number of what a script was submitted as."""
+    _check_image(job.image)
+    return ask("sbatch", "--parsable", str(path)).split(";")[0]
+
+
+def _launched(job: Job, job_id: str) -> LaunchedJob:
+    log = job.folder / f"slurm-{job_id}.out"
+    return LaunchedJob(engine=Slurm.name, id=job_id, submitted_s=round(time.time(), 3), nodes=job.nodes, log=str(log))
+
+
+def _directives_of(job: Job) -> list[str]:
+    """Return the lines that say what a job asks of SLURM."""
+    is_run = isinstance(job, RunJob)
+    options = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(job.cpus_per_node or ""),
+        "gpus-per-node": str(job.gpus_per_node or ""),
+        "mem": job.memory_per_node,
+        "time": job.time,
+        "account": job.account,
+        "partition": job.partition,
+        "output": output(str(job.folder), "slurm-%j.out"),
+        "open-mode": "append",
+        "signal": f"USR1@{round(job.grace_s) + SPARE_S}" if is_run else "",
+    }
+    lines = directives(options)
+    lines += [] if job.cpus_per_node else ["#SBATCH --exclusive"]
+    lines += ["#SBATCH --requeue", *(["#SBATCH --no-kill"] if is_run else [])]
+    return lines + [f"#SBATCH {line}" for line in job.extra]
+
+
+def _program_lines(job: Job) -> list[str]:
+    environment = job.environment if isinstance(job, ProgramJob) else {}
+    return [
+        *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+        f"cd {shlex.quote(str(job.work_dir))} || exit 2",
+        f"exec {job.command}",
+    ]
+
+
+def _run_lines(job: RunJob) -> list[str]:
+    step = ["srun", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    step += [f"--container-image={shlex.quote(job.image)}"] if job.image else []
+    step += [f"--cpus-per-task={job.cpus_per_node}"] if job.cpus_per_node else []
+    after, survivor = (
+        shlex.join([sys.executable, "-m", f"argosy.launch.{module}", str(job.run_dir)])
+        for module in ("requeue", "survivor")
+    )
+    return [
+        f"cd {shlex.quote(str(job.work_dir))} || exit 2",
+        "export ARGOSY_BATCH_NODE=$SLURMD_NODENAME",
+        f"{' '.join(step)} bash -c " + shlex.quote(AGENT.format(command=job.command, survivor=survivor)),
+        f"exec {after} $?",
+    ]
+
+
+def _check_image(image: str) -> None:
+    """Raises: UserError if a file is not there, or this SLURM cannot start containers."""
+    if not image:
+        return
+    if image.startswith(("/", ".")) and not Path(image).exists():
+        raise UserError(
+            f"--image {image}: there is no such file. Name one that all nodes see, or an image of a registry."
+        )
+    if "--container-image" not in ask("srun", "--help"):
+        raise UserError(
+            f"--image {image}: this SLURM knows no container images (srun has no --container-image). Its administrator "
+            "can install the plugin pyxis; without it, leave --image out and use a Python that all nodes see."
+        )
+
+
+def _find(program: str) -> None:
+    """Raises: UserError if a program of SLURM is not here."""
+    if shutil.which(program) is None:
+        raise UserError(f"--on slurm: there is no {program} here. Give the command on a machine of the SLURM cluster.")
+
+
+def ask(program: str, *words: str) -> str:
+    """Return what a program of SLURM prints. Raises: UserError with what it says, line by line, if it fails."""
+    _find(program)
+    try:
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"--on slurm: {program} did not answer within {ANSWER_S:.0f} s. Try again later.") from None
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        said = "\n  ".join(lines) or f"exit code {done.returncode}"
+        if program == "sbatch":
+            raise UserError(f"--on slurm: sbatch refuses: {said}\nMend that, or pass what is missing with --extra.")
+        raise UserError(f"--on slurm: {program} says: {said}")
+    return done.stdout.strip()
+
+
+def listed(*words: str) -> list[str]:
+    """Return the lines that squeue prints; none for jobs that SLURM no longer knows.
+
+    Raises: UserError if it gives no answer: then nothing is known of any job.
+    """
+    try:
+        return ask("squeue", "--noheader", "--states=all", *words).splitlines()
+    except UserError as problem:
+        if UNKNOWN_JOB in str(problem):
+            return []
+        raise
+
+
+def meaning(state: str) -> JobState:
+    """Return what a state of squeue's means; "" is that of a job that SLURM no longer knows."""
+    if not state or state in ENDED:
+        return "ended"
+    return "waiting" if state in WAITING else "running"
+
+
+def in_words(state: str, reason: str) -> str:
+    """Return a state and its reason, as squeue says them."""
+    words = state.lower() or GONE
+    return f"{words}: {reason}" if reason not in ("", "None") else words
+
+
+def directives(options: Mapping[str, str]) -> list[str]:
+    """Return the lines of a batch script that give sbatch these options; those that are empty are left out.
+
+    Raises: UserError for a value that cannot stand in a line.
+    """
+    return [f"#SBATCH --{name}={_quoted(name, value)}" for name, value in options.items() if value]
+
+
+def output(folder: str, name: str) -> str:
+    """Return a value for the option `output`: `name` may hold patterns such as %j, `folder` is taken as it is."""
+    return f"{folder.replace('%', '%%')}/{name}"
+
+
+def _quoted(name: str, value: str) -> str:
+    if "\\" in value or not value.isprintable():
+        raise UserError(
+            f"--on slurm: {name} = {value!r} cannot be given to sbatch: it has a backslash or a control character. "
+            "Choose another name or folder."
+        )
+    return value if PLAIN.issuperset(value) else '"' + value.replace('"', '\\"') + '"'
+
+
+TASKS, NODES, NODE = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"
+TASK = "SLURM_PROCID"
+
+
+def is_step(environment: Mapping[str, str]) -> bool:
+    """Return True in a process that srun has started; False in a batch script, or a shell of salloc."""
+    return TASKS in environment
+
+
+def is_first_task(environment: Mapping[str, str]) -> bool:
+    """Return True in the first task of a job step, and outside of one: the tasks of a step print to one place."""
+    return not is_step(environment) or environment.get(TASK, "0") == "0"
+
+
+def with_slurm(run: RunConfig, environment: Mapping[str, str]) -> RunConfig:
+    """Return `run` with the nodes of the job step that this process is a task of, if it is one.
+
+    launch.nodes becomes the step's number of nodes (if it is given, the others are spares), and launch.node SLURM's
+    name of this one. launch.lease, unless that or launch.coordinator is given, becomes the run's folder, which all
+    nodes see: if the first node is lost, another one takes its place.
+
+    Raises: UserError if the step has several tasks on a node, or fewer nodes than launch.nodes.
+    """
+    if not is_step(environment):
+        return run
+    tasks, nodes = int(environment[TASKS]), int(environment[NODES])
+    if tasks > nodes:
+        raise UserError(
+            f"srun has started {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, and one argosy train on a node "
+            f"starts all of its processes. Give srun --ntasks-per-node=1, with the node's CPUs and GPUs for that task."
+        )
+    launch = run.launch
+    if launch.nodes > nodes:
+        raise UserError(
+            f"launch.nodes = {launch.nodes}, and srun has started {nodes}. Give srun --nodes={launch.nodes}, or "
+            "leave launch.nodes out: it is the number of srun's nodes then."
+        )
+    if nodes == 1:
+        return run
+    given: dict[str, object] = {"nodes": nodes if launch.nodes == 1 else launch.nodes, "node": environment[NODE]}
+    if not (launch.coordinator or launch.lease):
+        given["lease"] = "folder"
+    return run.model_copy(update={"launch": launch.model_copy(update=given)})

@@ -1,1 +1,0 @@
-"""Calibration by measurements: constants from published runs, factors from finished ones."""

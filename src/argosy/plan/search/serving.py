@@ -1,0 +1,409 @@
+"""The ways to serve a model on a cluster: cuts, number formats and requests at a time, with prefill on the same devices
+or on others; which of them are best, and how many devices hold a rate of requests within a latency.
+
+All ways are columns of one table, predicted in one go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.errors import UserError
+from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
+from argosy.plan.cost.estimate import Estimate, gib, propagate, seconds
+from argosy.plan.cost.inference import (
+    CACHES,
+    WEIGHTS,
+    Draft,
+    Formats,
+    ReplicaCut,
+    ServingLoad,
+    ServingModel,
+    formats_of,
+)
+from argosy.plan.cost.scheduler import SimulatedReplica
+from argosy.plan.cost.serving_constants import ServingEngine, fitted_serving, spread_of
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.quantities import divisors
+from argosy.plan.search.space import Pins
+from argosy.plan.serving_calibration import SHIFTED, shifted
+
+Floats = NDArray[np.float64]
+
+KEYS = ("tp", "pp", "precision")
+"""Keys of a plan that apply to serving."""
+AT_ONCE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Requests at a time that each replica is predicted for, beside as many as it has room for."""
+PREFILL_LOAD = 0.7
+"""Share of their time that devices which only prefill are busy."""
+LATE = {"first token": "The first token takes", "further tokens": "Further tokens take"}
+
+
+@dataclass(frozen=True)
+class ServingQuestion:
+    """What is asked about serving."""
+
+    prompt: int = 2048
+    output: int = 512
+    engine: str = ""
+    """Engine and release, as "vLLM 0.10"; "" for the mean of all."""
+    weights: tuple[str, ...] = ()
+    """Number formats of weights to choose from; none: that of the run."""
+    caches: tuple[str, ...] = ("16",)
+    draft: Draft = field(default_factory=Draft)
+    sequences: int | None = None
+    """Requests at a time on all devices; None: from one for each replica to as many as fit."""
+    rate: float | None = None
+    """Requests a second to answer."""
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    """Latencies that 95 of 100 requests keep at that rate."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """One way to serve, at one number of requests at a time."""
+
+    tp: int
+    pp: int
+    weights: str
+    cache: str
+    replicas: int
+    prefill_devices: int
+    """Devices that only prefill; 0: every replica prefills its own requests."""
+    prefill_tp: int
+    sequences: int
+    """Requests that a replica answers at a time."""
+    weights_bytes: float
+    """Weights on one device."""
+    cache_bytes: float
+    """Cache on one device, for these requests at full length."""
+    memory_bytes: float
+    most_sequences: int
+    """Requests at full length that a replica has room for."""
+    ttft_s: Estimate
+    tpot_s: Estimate
+    tokens_per_s: Estimate
+    """Output tokens that all devices give a second."""
+    tokens_per_s_device: float
+    money_per_million: Estimate | None
+    """Cost of a million output tokens, in the cluster's currency."""
+    kwh_per_million: Estimate | None
+    parts: dict[str, float]
+    """Seconds of a token by what they are spent on."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of all replicas, and those that only prefill."""
+        return self.replicas * self.tp * self.pp + self.prefill_devices
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Devices that hold a rate of requests."""
+
+    tp: int
+    pp: int
+    weights: str
+    cache: str
+    replicas: int
+    prefill_devices: int
+    devices: int
+    rate_per_replica: float
+    """Requests a second that one replica answers within the latencies."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    tp: int
+    pp: int
+    weights: str
+    cache: str
+
+
+class ServingSearch:
+    """Predicts every way to serve one model on one cluster."""
+
+    def __init__(self, costs: CostModel, cluster: Cluster, question: ServingQuestion, pins: Pins):
+        """Raises: UserError if a pin does not apply, or no cut or format is possible."""
+        self.costs, self.cluster, self.question = costs, cluster, question
+        if strange := [key for key in pins if key not in KEYS]:
+            raise UserError(f"--fix {strange[0]} says nothing about serving. Try {', '.join(KEYS)}.")
+        self.engine = ServingEngine.of(question.engine or cluster.serving_engine)
+        self.learnt = bool(cluster.serving) and self.engine == ServingEngine.of(cluster.serving_engine)
+        if question.engine and not self.engine.name:
+            raise UserError(f"--engine {question.engine}: not known. Try vLLM, SGLang or TensorRT-LLM.")
+        self.weights = question.weights or tuple(map(str, pins.get("precision", (costs.precision,))))
+        for name, known in ((self.weights, WEIGHTS), (question.caches, CACHES)):
+            if wrong := [word for word in name if word not in known]:
+                option = "--weights" if known is WEIGHTS else "--kv-cache"
+                raise UserError(f"{option} {wrong[0]}: not known. Try {', '.join(known)}.")
+        device = cluster.device
+        if wrong := [name for name in cluster.serving if name not in SHIFTED]:
+            raise UserError(
+                f"the cluster's serving.{wrong[0]} is no constant of serving. Let argosy plan --learn FILE.csv write "
+                "them, or leave it out."
+            )
+        constants = fitted_serving().of(self.engine, device.vendor, device.name)
+        self.constants = shifted(constants, cluster.serving) if self.learnt else constants
+        self.ways = [
+            _Way(*way)
+            for way in product(*_cuts(costs, pins), self.weights, question.caches)
+            if _allowed(costs, *way[:2])
+        ]
+        if not self.ways:
+            fixed = ", ".join(f"{key} = {'|'.join(map(str, values))}" for key, values in pins.items())
+            raise UserError(f"no way to cut {costs.run.model.heads} heads over {costs.devices} devices with {fixed}.")
+
+    def model(self, ways: Sequence[_Way]) -> ServingModel:
+        """Return the model of the ways, as columns."""
+        cut = ReplicaCut(np.array([way.tp for way in ways], float), np.array([way.pp for way in ways], float))
+        formats = [formats_of(self.cluster.device, self.costs.rates, way.weights, way.cache) for way in ways]
+        columns = Formats(
+            **{name: np.array([getattr(each, name) for each in formats], float) for name in vars(formats[0])}
+        )
+        return ServingModel(
+            self.costs.workload, self.costs.rates, cut, columns, self.constants, draft=self.question.draft
+        )
+
+    def found(self) -> list[Serving]:
+        """Return all ways that fit, at all numbers of requests at a time. Raises: UserError if nothing fits."""
+        asked, all_devices = self.question, self.costs.devices
+        length = asked.prompt + asked.output
+        rooms = self.model(self.ways).room(length)
+        rows: list[tuple[_Way, int, int]] = []
+        for way, room in zip(self.ways, rooms.tolist(), strict=True):
+            replicas = all_devices // (way.tp * way.pp)
+            most = math.floor(room)
+            if asked.sequences is not None:
+                here = -(-asked.sequences // replicas)
+                rows += [(way, replicas, here)] if here <= most else []
+            elif most >= 1:
+                rows += [(way, replicas, n) for n in sorted({*(n for n in AT_ONCE if n < most), most})]
+        if not rows:
+            self._nothing_fits(rooms)
+        model = self.model([way for way, _, _ in rows])
+        together = self._points(rows, model)
+        if len(self.ways) and asked.sequences is None and all_devices > 1:
+            return together + self._apart(rows, model)
+        return together
+
+    def _nothing_fits(self, rooms: Floats) -> None:
+        best = int(np.argmax(rooms))
+        way, model = self.ways[best], self.model(self.ways[best : best + 1])
+        need = self.question.sequences or 1
+        room = max(0, math.floor(rooms[best]))
+        length = self.question.prompt + self.question.output
+        cache = float(model.token_cache_bytes[0]) * length
+        raise UserError(
+            f"nothing fits: with tp = {way.tp} and pp = {way.pp} a device needs {gib(model.weights_bytes[0])} GiB for "
+            f"weights and {gib(cache)} GiB for the cache of each request of {length} tokens, and has "
+            f"{gib(self.costs.rates.memory_bytes)} GiB: a replica has room for {room} requests, and {need} are asked "
+            "for at a time. Try fewer or shorter requests, --weights fp8, --kv-cache fp8, or more devices."
+        )
+
+    def _points(self, rows: list[tuple[_Way, int, int]], model: ServingModel) -> list[Serving]:
+        asked = self.question
+        sequences = np.array([n for _, _, n in rows], float)
+        found = model.latencies(ServingLoad(sequences, asked.prompt, asked.output))
+        # Requests on the way, by the time that each takes; not more than prefill and decode let through.
+        rates = np.minimum(sequences * asked.output / found.e2e_s, found.tokens_per_s)
+        replicas = np.array([n for _, n, _ in rows], float)
+        return self._servings(rows, model, found.ttft_s, found.tpot_s, rates * replicas, np.zeros(len(rows)), None)
+
+    def _apart(self, rows: list[tuple[_Way, int, int]], model: ServingModel) -> list[Serving]:
+        """Return the ways whose prefill has devices of its own, as many as keep the others busy."""
+        asked, costs = self.question, self.costs
+        prefill_s = self.model(self.ways).prefill_s(1.0, asked.prompt)
+        work = prefill_s * np.array([way.tp * way.pp for way in self.ways])
+        fits = self.model(self.ways).room(asked.prompt) >= 1
+        kept = []
+        for index, (way, _, sequences) in enumerate(rows):
+            same = [i for i, w in enumerate(self.ways) if (w.weights, w.cache) == (way.weights, way.cache) and fits[i]]
+            best = min(same, key=lambda i: float(work[i]))
+            token_s = float(model.decode_s(sequences, asked.prompt + asked.output / 2)[index])
+            answers_per_s = sequences / (asked.output * token_s)
+            size = self.ways[best].tp * self.ways[best].pp
+            per_replica = answers_per_s * float(work[best]) / PREFILL_LOAD
+            replicas = math.floor(costs.devices / (way.tp * way.pp + per_replica))
+            prefill = size * math.ceil(replicas * per_replica / size) if replicas else 0
+            while replicas and replicas * way.tp * way.pp + prefill > costs.devices:
+                replicas -= 1
+                prefill = size * math.ceil(replicas * per_replica / size)
+            if replicas:
+                sent = (
+                    float(model.token_cache_bytes[index]) * asked.prompt * way.pp / float(costs.rates.nic_bytes_per_s)
+                )
+                alone = float(prefill_s[best])
+                ttft = alone * (1 + PREFILL_LOAD / (2 * (1 - PREFILL_LOAD))) + sent + token_s  # M/D/1, then one pass
+                kept.append((index, replicas, prefill, self.ways[best].tp, ttft, token_s))
+        if not kept:
+            return []
+        chosen = [(rows[i][0], n, rows[i][2]) for i, n, *_ in kept]
+        ttfts, tokens = (np.array([each[k] for each in kept]) for k in (4, 5))
+        rates = np.array([n * rows[i][2] / token_s for i, n, _, _, _, token_s in kept])
+        devices = np.array([each[2] for each in kept], float)
+        columns = self.model([way for way, _, _ in chosen])
+        return self._servings(chosen, columns, ttfts, tokens, rates, devices, [each[3] for each in kept])
+
+    def _servings(
+        self,
+        rows: list[tuple[_Way, int, int]],
+        model: ServingModel,
+        ttft: Floats,
+        tpot: Floats,
+        rates: Floats,
+        prefill: Floats,
+        prefill_tp: list[int] | None,
+    ) -> list[Serving]:
+        asked = self.question
+        length = asked.prompt + asked.output
+        sequences = np.array([n for _, _, n in rows], float)
+        parts = model.decode_parts(sequences, asked.prompt + asked.output / 2)
+        cache, room = model.token_cache_bytes * length, model.room(length)
+        price, power = price_per_device_h(self.cluster), power_per_device_w(self.cluster)
+        std = {
+            name: spread_of(name, self.cluster.device.vendor, self.learnt) for name in ("ttft", "tpot", "throughput")
+        }
+        servings = []
+        for i, (way, replicas, n) in enumerate(rows):
+            devices = replicas * way.tp * way.pp + int(prefill[i])
+            tokens = Estimate.log_normal(float(rates[i]), std["throughput"])
+            hours = propagate(lambda rate, used=devices: 1e6 / rate / 3600 * used, tokens)
+            others = float(tpot[i]) - sum(float(part[i]) for part in parts.values())
+            servings.append(
+                Serving(
+                    tp=way.tp,
+                    pp=way.pp,
+                    weights=way.weights,
+                    cache=way.cache,
+                    replicas=replicas,
+                    prefill_devices=int(prefill[i]),
+                    prefill_tp=prefill_tp[i] if prefill_tp else 0,
+                    sequences=n,
+                    weights_bytes=float(model.weights_bytes[i]),
+                    cache_bytes=float(n * cache[i]),
+                    memory_bytes=float(model.weights_bytes[i] + n * cache[i]),
+                    most_sequences=math.floor(room[i]),
+                    ttft_s=Estimate.log_normal(float(ttft[i]), std["ttft"]),
+                    tpot_s=Estimate.log_normal(float(tpot[i]), std["tpot"]),
+                    tokens_per_s=tokens,
+                    tokens_per_s_device=float(rates[i]) / devices,
+                    money_per_million=price and propagate(lambda h, each: h * each, hours, price),
+                    kwh_per_million=power and propagate(lambda h, watts: h * watts / 1000, hours, power),
+                    parts={name: float(part[i]) for name, part in parts.items()} | {"prefill": max(0.0, others)},
+                )
+            )
+        return servings
+
+    def sized(self) -> list[Sized]:
+        """Return the devices that each way needs for `question.rate`, the fewest first; at most the best by way.
+
+        Raises: UserError if no way keeps the latencies at any rate: the nearest, and what its time is spent on.
+        """
+        asked = self.question
+        rate = float(asked.rate or 0)
+        found = []
+        for way in self.ways:
+            model = _single(self.model([way]))
+            if float(model.room(asked.prompt + asked.output)) < 1:
+                continue
+            found += [self._sized(way, model, rate, apart) for apart in (False, True)]
+        answers = [each for each in found if each is not None]
+        if not answers:
+            self._nothing_reaches()
+        return sorted(answers, key=lambda each: (each.devices, each.prefill_devices))
+
+    def _sized(self, way: _Way, model: ServingModel, rate: float, apart: bool) -> Sized | None:
+        asked, size = self.question, way.tp * way.pp
+        prefill, limit = 0, asked.ttft_s
+        if apart:
+            alone = float(model.prefill_s(1.0, asked.prompt))
+            sent = float(model.token_cache_bytes) * asked.prompt * way.pp / float(self.costs.rates.nic_bytes_per_s)
+            wait = (asked.ttft_s - sent) / alone - 1
+            if wait <= 0:
+                return None
+            # Waiting of M/D/1, of which 95 of 100 wait at most three times the mean: the load that this allows.
+            load = min(0.9, 2 * wait / (3 + 2 * wait)) if math.isfinite(wait) else 0.9
+            prefill = size * math.ceil(rate * alone / load)
+            limit = math.inf
+        replica = SimulatedReplica(model, asked.prompt, asked.output, decodes_only=apart)
+        most = replica.most_within(limit, asked.tpot_s)
+        if not most:
+            return None
+        replicas = math.ceil(rate / most)
+        return Sized(way.tp, way.pp, way.weights, way.cache, replicas, prefill, replicas * size + prefill, most)
+
+    def _nothing_reaches(self) -> None:
+        asked = self.question
+        model = self.model(self.ways)
+        alone = model.latencies(ServingLoad(1.0, asked.prompt, asked.output))
+        over = np.maximum(alone.ttft_s / asked.ttft_s, alone.tpot_s / asked.tpot_s)
+        over = np.where(model.room(asked.prompt + asked.output) >= 1, over, np.inf)
+        if not np.isfinite(over).any():
+            self._nothing_fits(model.room(asked.prompt + asked.output))
+        best = int(np.argmin(over))
+        way, ttft, tpot = self.ways[best], float(alone.ttft_s[best]), float(alone.tpot_s[best])
+        late = "first token" if ttft / asked.ttft_s >= tpot / asked.tpot_s else "further tokens"
+        parts = (
+            model.decode_parts(1.0, asked.prompt)
+            if late == "further tokens"
+            else model.pass_parts(float(asked.prompt), 1.0, asked.prompt / 2, 0.0)
+        )
+        shares = {name: float(np.broadcast_to(part, len(self.ways))[best]) for name, part in parts.items()}
+        most = max(shares, key=lambda name: shares[name])
+        advice = {
+            "weights": "--weights fp8, or devices with more memory bandwidth"
+            if late == "further tokens"
+            else "--weights fp8, or devices with more FLOP/s",
+            "attention": "--kv-cache fp8, or shorter prompts",
+            "exchange": "devices with a faster link, or a smaller tp",
+            "overhead": "a newer engine, or --draft",
+            "draft": "a cheaper draft",
+        }[most]
+        raise UserError(
+            f"nothing answers 95 of 100 requests within {_limits(asked)}, at any rate. Nearest is tp = {way.tp}, pp = "
+            f"{way.pp}, {way.weights} weights: {seconds(ttft)} to the first token and {seconds(tpot)} between tokens "
+            f"with one request alone. {LATE[late]} most time for {most} "
+            f"({100 * shares[most] / sum(shares.values()):.0f} %). Try {advice}, or limits above these."
+        )
+
+
+def _limits(asked: ServingQuestion) -> str:
+    said = [(asked.ttft_s, "to the first token"), (asked.tpot_s, "between tokens")]
+    return " and ".join(f"{seconds(limit)} {what}" for limit, what in said if math.isfinite(limit))
+
+
+def pareto(found: Sequence[Serving]) -> list[Serving]:
+    """Return the ways that no other beats in both time per token and tokens a second of a device, the fastest first."""
+    best, kept = 0.0, []
+    for way in sorted(found, key=lambda way: (float(way.tpot_s.mid), -way.tokens_per_s_device)):
+        if way.tokens_per_s_device > best:
+            best = way.tokens_per_s_device
+            kept.append(way)
+    return kept
+
+
+def _cuts(costs: CostModel, pins: Pins) -> tuple[Sequence[int], Sequence[int]]:
+    model, node = costs.run.model, int(costs.rates.node)
+    tps = pins.get("tp", [n for n in divisors(costs.devices) if n <= node])
+    return tps, pins.get("pp", [n for n in divisors(costs.devices) if n <= model.layers])
+
+
+def _allowed(costs: CostModel, tp: int, pp: int) -> bool:
+    model = costs.run.model
+    return costs.devices % (tp * pp) == 0 and model.heads % tp == 0 and model.ffn_width % tp == 0
+
+
+def _single(model: ServingModel) -> ServingModel:
+    """Return a model of columns of one as one of numbers."""
+    cut = ReplicaCut(float(np.asarray(model.cut.tp)[0]), float(np.asarray(model.cut.pp)[0]))
+    formats = Formats(**{name: float(column[0]) for name, column in vars(model.formats).items()})
+    return ServingModel(model.work, model.rates, cut, formats, model.constants, draft=model.draft)

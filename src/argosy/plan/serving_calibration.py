@@ -1,0 +1,152 @@
+"""Learn an engine's constants on one's own devices from a few measurements of serving.
+
+Before any row is seen, the logarithm of each of `SHIFTED` is normal around the constant of the engine, or of all. That
+of a measurement is normal around the prediction, with heavy tails (Student's t). Gauss-Newton finds the most probable
+shifts; few rows move them less.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from argosy.config.load import load
+from argosy.errors import UserError
+from argosy.plan.cost.inference import CACHES, WEIGHTS, ReplicaCut, ServingLoad, ServingModel, formats_of
+from argosy.plan.cost.rates import Rates
+from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine, fitted_serving
+from argosy.plan.hardware.clusters import Cluster, Factor
+from argosy.plan.workload import Workload
+
+Floats = NDArray[np.float64]
+
+SHIFTED = {
+    "compute": 0.4, "overhead": 0.5, "bandwidth": 0.1, "cache": 0.4, "matmul": 0.4, "half_tokens": 0.5,
+    "experts": 0.4, "attention": 0.4, "link": 0.3, "sum_s": 0.4, "sequence_s": 0.7, "request_s": 0.7, "arrival_s": 0.7,
+    "burst": 0.7,
+}  # fmt: skip
+"""Constants that an engine on a device may have of its own, and the standard deviations of their logarithms."""
+ROW_STD, FREEDOM = 0.1, 4
+"""Standard deviation of a measurement around a calibrated prediction, and degrees of freedom of the t distribution."""
+ROUNDS, DIFFERENCE, LONGEST_MOVE = 12, 1e-4, 0.7
+TOLD = 0.97
+"""A factor with a standard deviation above this share of the assumed one is left out: the rows tell too little."""
+COLUMNS = (
+    "model", "tp", "pp", "precision", "batch_or_concurrency", "input_len", "output_len", "metric", "value"
+)  # fmt: skip
+METRICS = ("ttft", "tpot", "e2e_latency")
+
+
+def learn_serving(
+    predict: Callable[[ServingConstants], Floats], measured: Floats, start: ServingConstants, width: float = 1.0
+) -> dict[str, Factor]:
+    """Return the factor on each constant of `SHIFTED` with which predictions are nearest to the measurements.
+
+    predict: constants -> a positive figure for each of `measured`; start: the constants to shift; width: how much of
+    `SHIFTED` these may be off.
+    """
+    names, std = tuple(SHIFTED), width * np.array(list(SHIFTED.values()))
+    logs, wanted = np.zeros(len(names)), np.log(measured)
+    for _ in range(ROUNDS):
+        constants = shifted(start, dict(zip(names, np.exp(logs).tolist(), strict=True)))
+        base = np.log(predict(constants))
+        slopes = np.column_stack(
+            [(np.log(predict(shifted(constants, {name: np.exp(DIFFERENCE)}))) - base) / DIFFERENCE for name in names]
+        )
+        miss = wanted - base
+        weight = (FREEDOM + 1) / (FREEDOM + (miss / ROW_STD) ** 2) / ROW_STD**2
+        curvature = slopes.T * weight @ slopes + np.diag(std**-2)
+        move = np.linalg.solve(curvature, slopes.T @ (weight * miss) - logs / std**2)
+        logs = logs + np.clip(move, -LONGEST_MOVE, LONGEST_MOVE)
+        if np.abs(move).max() < 1e-3:
+            break
+    spread = np.sqrt(np.diag(np.linalg.inv(curvature)))
+    return {
+        name: Factor(value=float(f"{np.exp(log):.4g}"), std=float(f"{np.exp(log) * each:.4g}"))
+        for name, log, each, before in zip(names, logs, spread, std, strict=True)
+        if each < TOLD * before
+    }
+
+
+def shifted(constants: ServingConstants, factors: Mapping[str, float | Factor]) -> ServingConstants:
+    """Return the constants, some of them multiplied by factors."""
+    values = {name: each.value if isinstance(each, Factor) else each for name, each in factors.items()}
+    return replace(constants, **{name: getattr(constants, name) * value for name, value in values.items()})
+
+
+def learn_from_file(path: Path, cluster: Cluster, engine: str) -> tuple[Cluster, int]:
+    """Return the cluster with the factors that the file's rows tell, in place of those that it had, and their number.
+
+    The columns are `COLUMNS`; a model is a preset's name, times are in seconds, requests come as others end.
+    Raises: UserError that names the line, the cell and what to do.
+    """
+    served = ServingEngine.of(engine)
+    if not served.name:
+        raise UserError(f"--learn {path}: say what was measured: --engine vLLM, SGLang or TensorRT-LLM, with release.")
+    device = cluster.device
+    rates, start = Rates.of(cluster), fitted_serving().of(served, device.vendor, device.name)
+    rows = [_Measured(path, line, cells, cluster, rates) for line, cells in enumerate(_cells(path), start=2)]
+    measured = np.array([row.value for row in rows])
+    factors = learn_serving(lambda constants: np.array([row.predict(constants) for row in rows]), measured, start)
+    return cluster.model_copy(update={"serving": factors, "serving_engine": engine}), len(rows)
+
+
+def in_words(cluster: Cluster, rows: int) -> str:
+    """Describe the factors, a line each."""
+    lines = [f"factors on serving with {cluster.serving_engine} from {rows} row{'s' if rows > 1 else ''}:"]
+    lines += [f"  {name:11} {each.value:.2f} +- {each.std:.2f}" for name, each in cluster.serving.items()]
+    return "\n".join(lines)
+
+
+def _cells(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="") as file:
+            table = csv.DictReader(file)
+            missing = [name for name in COLUMNS if name not in (table.fieldnames or [])]
+            rows = list(table)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"--learn {path}: cannot be read: {error}.") from None
+    if missing:
+        raise UserError(f"--learn {path}: line 1: no column {', '.join(missing)}. Needed are {','.join(COLUMNS)}.")
+    if not rows:
+        raise UserError(f"--learn {path}: has no rows. Give five measurements or more.")
+    return rows
+
+
+class _Measured:
+    """A row, and the model that predicts it."""
+
+    def __init__(self, path: Path, line: int, cells: Mapping[str, str], cluster: Cluster, rates: Rates):
+        def number(name: str, least: float = 1.0) -> float:
+            try:
+                found = float(cells[name])
+            except (TypeError, ValueError):
+                found = float("nan")
+            if not least <= found < float("inf"):
+                raise UserError(f"--learn {path}: line {line}: {name} = {cells[name]!r} is not {least:g} or more.")
+            return found
+
+        def one_of(name: str, known: Collection[str]) -> str:
+            if (word := (cells[name] or "").strip()) not in known:
+                raise UserError(f"--learn {path}: line {line}: {name} = {word!r} is none of {', '.join(known)}.")
+            return word
+
+        self.metric = one_of("metric", METRICS)
+        self.value = number("value", 1e-9)
+        try:
+            run = load(None, {"model.preset": cells["model"]})
+        except UserError as error:
+            raise UserError(f"--learn {path}: line {line}: {error}") from None
+        self._work = Workload.of_model(run.model, 1, 1)
+        self._rates, self._cut = rates, ReplicaCut(number("tp"), number("pp"))
+        self._formats = formats_of(cluster.device, rates, one_of("precision", WEIGHTS), next(iter(CACHES)))
+        self._traffic = ServingLoad(number("batch_or_concurrency"), number("input_len"), number("output_len"))
+
+    def predict(self, constants: ServingConstants) -> float:
+        found = ServingModel(self._work, self._rates, self._cut, self._formats, constants).latencies(self._traffic)
+        return float({"ttft": found.ttft_s, "tpot": found.tpot_s, "e2e_latency": found.e2e_s}[self.metric])

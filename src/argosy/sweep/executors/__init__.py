@@ -1,1 +1,0 @@
-"""Places where trials run: a file for each."""

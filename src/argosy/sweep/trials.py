@@ -1,0 +1,283 @@
+"""The jobs of a sweep's trials, on any engine that starts programs.
+
+On an engine that queues runs and starts them again, a trial is a run like any other. Elsewhere it is one process that
+trains it: if that ends too early, the sweep starts the trial once more. Each job is kept in its trial's folder, so that
+a sweep that was killed finds its trials again, and `argosy runs`, `logs` and `stop` take them for what they are: runs
+that were launched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from argosy.checkpoint.store import committed
+from argosy.config.launch import ClusterOptions, LaunchOptions
+from argosy.config.schema import RunConfig
+from argosy.engines.engine import Engine, Job, NeverFits, ProgramJob, RunJob
+from argosy.engines.record import FOLDER, JobState, LaunchedJob
+from argosy.engines.table import ENGINES, engine_for_programs
+from argosy.errors import Retryable, RunFailed, UserError
+from argosy.observe.events import from_the_end
+from argosy.sweep.config import SweepConfig
+from argosy.sweep.needs import Limits, Needs, Room, limits_of
+from argosy.watch.reader import RunReader, is_run
+
+GPUS = "gpus"
+"""File in a trial's folder for launches: the GPUs that its processes were given."""
+PATIENCE_S = 600.0
+"""An engine that does not answer for so long ends the sweep; its trials go on."""
+OPTIONS = {"gpus_per_node": "--gpus-per-trial"} | {field.name: f"--{field.name}" for field in fields(ClusterOptions)}
+"""Field of a trial's job -> its option."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A trial that is to be trained from its newest checkpoint on, or from the start if it has none.
+
+    It trains until its run file says, its end or `train.pause_at`; then its command ends with exit code 0.
+    """
+
+    number: int
+    """The trial's number in the sweep, from 0."""
+    run: RunConfig
+    run_file: Path
+    """Absolute, as `run_dir`."""
+    run_dir: Path
+    """It exists, and so does its folder `launch`, for what the task prints."""
+    needs: Needs
+
+
+def limits_on(on: str, config: SweepConfig) -> Limits:
+    """Return what trials that run at the same time may take together.
+
+    On an engine that queues them only their number counts, on another cluster what the sweep file says.
+    """
+    parallel = config.parallel
+    if on == "local":
+        return limits_of(parallel)
+    if ENGINES[on].queues:
+        return Limits(parallel.trials, cores=0, memory_bytes=float("inf"))
+    return Limits(parallel.trials, parallel.cores, parallel.memory_gb * 1e9 or float("inf"))
+
+
+class Trials:
+    """The jobs of a sweep that wait or run, on one engine."""
+
+    def __init__(self, folder: Path, name: str, limits: Limits, options: LaunchOptions, engine: Engine | None = None):
+        """folder, name: the sweep's. options: what each trial asks of its engine. engine: that of `options.on`.
+
+        Raises: UserError if the engine starts no trials, is not there, or an option has no meaning there.
+        """
+        self._engine = engine or engine_for_programs("trials", options, OPTIONS)
+        self._room, self._limits, self._options = (
+            Room(replace(limits, cores=limits.cores or sys.maxsize)),
+            limits,
+            options,
+        )
+        self._name = f"{name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+        self._states: dict[str, JobState] = {}
+        """Job -> its state when it was last known, of those that have not ended."""
+        self._numbers: dict[str, int] = {}
+        self._answered_s = time.monotonic()
+
+    @property
+    def queues(self) -> bool:
+        """True if the engine lets trials wait until there is room: then all that are ready are handed over at once."""
+        return self._engine.queues
+
+    @property
+    def poll_s(self) -> float:
+        return self._engine.poll_s
+
+    def fits(self, task: Task) -> bool:
+        """Return True if there is room for the trial beside those that run, and not too many wait for the engine's."""
+        return self.queues or (not self._many_wait and self._room.fits(task.needs))
+
+    @property
+    def is_full(self) -> bool:
+        """True if no trial would fit, whatever it needs."""
+        return not self.queues and (self._many_wait or self._room.is_full)
+
+    @property
+    def _many_wait(self) -> bool:
+        return sum(state == "waiting" for state in self._states.values()) >= self._engine.most_waiting
+
+    def start(self, tasks: Sequence[Task]) -> list[LaunchedJob]:
+        """Start each task, or put it into the engine's queue; return their jobs, in the same order."""
+        jobs = [self._job(task, self._room.take(task.number, task.needs)) for task in tasks]
+        started = self._engine.start_all(jobs, self._limits.trials)
+        for task, job in zip(tasks, started, strict=True):
+            self._numbers[job.id], self._states[job.id] = task.number, "waiting"
+        return started
+
+    def find(self, task: Task) -> LaunchedJob | None:
+        """Return the job with this trial that a sweep that was killed has left, if it goes on."""
+        if (job := self._engine.find(self._job(task, ()))) is None:
+            return None
+        gpus = task.run_dir / FOLDER / GPUS
+        self._room.take(task.number, task.needs, tuple(gpus.read_text().split()) if gpus.exists() else ())
+        self._numbers[job.id], self._states[job.id] = task.number, "running"
+        return job
+
+    def states(self, jobs: Sequence[LaunchedJob]) -> list[JobState]:
+        """Return what the engine says of them. If it does not answer for a while, they are as they were."""
+        try:
+            found = [state for state, _ in self._engine.states(jobs)]
+            self._answered_s = time.monotonic()
+        except NeverFits:
+            raise
+        except UserError:
+            if time.monotonic() - self._answered_s > PATIENCE_S:
+                raise
+            return [self._states.get(job.id, "running") for job in jobs]
+        for job, state in zip(jobs, found, strict=True):
+            self._states[job.id] = state
+            if state == "ended":
+                del self._states[job.id]
+                self._room.give_back(self._numbers.pop(job.id, -1))
+        return found
+
+    def exit_code(self, job: LaunchedJob) -> int | None:
+        return self._engine.exit_code(job)
+
+    def stop(self, jobs: Sequence[LaunchedJob]) -> None:
+        """Have these jobs save their state and end, and return without waiting for it."""
+        self._engine.stop_all(jobs)
+
+    def _job(self, task: Task, gpus: Sequence[str]) -> Job:
+        """Return the job of a task. gpus: those of this machine that it is given."""
+        asked = {**self._options.for_engine(), "cpus_per_node": task.needs.cores}
+        words = (str(task.run_file),)
+        if self._engine.queues:
+            return RunJob(run=task.run, run_dir=task.run_dir, words=words, work_dir=Path.cwd(), **asked)
+        folder = task.run_dir / FOLDER
+        environment = {}
+        if gpus:
+            (folder / GPUS).write_text(" ".join(gpus))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return ProgramJob(
+            title=f"{self._name}-{task.number:04d}",
+            module="argosy",
+            words=("train", *words, "--run-dir", str(task.run_dir)),
+            log=folder / f"{self._engine.name}.out",
+            work_dir=Path.cwd(),
+            environment=environment,
+            memory_bytes=task.needs.memory_bytes,
+            save_s=task.run.resilience.grace_s,
+            **asked,
+        )
+
+
+SHARE_OF_STEPS = 0.1
+"""The metric of steps is the mean over so many of the last ones."""
+OF_EVALUATIONS = ("validation_loss", "bits_per_byte")
+DIVERGED = "diverged"
+"""Begins the reason of a trial whose numbers are no longer finite."""
+LOG_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a trial that does not run any more."""
+
+    kind: Literal["reached", "again", "failed"]
+    """reached: it has come to the rung, or its end; again: it was interrupted and goes on from its checkpoint."""
+    why: str = ""
+
+
+def outcome(run_dir: Path, until: int, code: int | None, log: str) -> Outcome:
+    """Return what became of a trial whose job has ended.
+
+    until: the step at which it was to pause; 0: at its end. code: exit code of its command, None if nobody knows.
+    log: the file that it printed to.
+    """
+    if has_reached(run_dir, until):
+        return Outcome("reached")
+    if code == UserError.exit_code or (code == RunFailed.exit_code and not is_run(run_dir)):
+        return Outcome("failed", last_words(log) or f"it ended with exit code {code}")
+    if not is_run(run_dir):
+        return Outcome("again", last_words(log))
+    reader = RunReader(run_dir)
+    reader.refresh()
+    codes = [event["exit_code"] for event in reader.events if event["event"] == "finish"]
+    if reader.state == "failed" and codes[-1:] != [Retryable.exit_code]:
+        bad = next((event for event in reversed(reader.events) if event["event"] == "bad_step"), {})
+        if bad.get("outcome") == "stop":
+            return Outcome("failed", f"{DIVERGED} at step {bad.get('step')}: {bad.get('reason')}")
+        return Outcome("failed", reader.why)
+    return Outcome("again", "" if reader.state == "training" else reader.why)
+
+
+def has_reached(run_dir: Path, until: int) -> bool:
+    """Return True if the trial is finished, or has paused with its state saved at step `until`."""
+    if not is_run(run_dir):
+        return False
+    if until:
+        checkpoints = committed(run_dir)
+        return bool(checkpoints) and checkpoints[-1].step >= until
+    reader = RunReader(run_dir)
+    reader.refresh()
+    return reader.state == "finished"
+
+
+def last_words(log: str) -> str:
+    """Return the last message of a command that ended: what stands behind the last `argosy:` of its log."""
+    try:
+        with Path(log).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - LOG_BYTES))
+            text = file.read().decode(errors="replace").strip()
+    except OSError:
+        return ""
+    message = re.split(r"(?m)^argosy: ", text)[-1].strip() if "argosy: " in text else text.rpartition("\n")[2]
+    return message.partition("\n")[0] if len(message) > 300 else " ".join(message.split())
+
+
+def metric_of(run_dir: Path, key: str, until: int = 0) -> float | None:
+    """Return a metric of metrics.jsonl after `until` steps (0: at the end); None if it is not there.
+
+    Of an evaluation the last one counts, of steps the mean over the last tenth. NaN stands for what was no number.
+    """
+    values: list[float] = []
+    last = 0
+    for record in from_the_end(run_dir / "metrics.jsonl"):
+        step = int(record["step"]) + 1
+        if (until and step > until) or not _has(record, key):
+            continue
+        last = last or step
+        if key in OF_EVALUATIONS:
+            return _number(record, key) if not until or step == until else None
+        if step <= last * (1 - SHARE_OF_STEPS) and values:
+            break
+        values.append(_number(record, key))
+    return math.fsum(values) / len(values) if values else None
+
+
+def steps_of(run_dir: Path) -> int:
+    return next((int(record["step"]) + 1 for record in from_the_end(run_dir / "metrics.jsonl")), 0)
+
+
+def _has(record: dict[str, Any], key: str) -> bool:
+    return _inner(record, key) is not _MISSING
+
+
+def _number(record: dict[str, Any], key: str) -> float:
+    value = _inner(record, key)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _inner(record: dict[str, Any], key: str) -> Any:
+    value: Any = record
+    for name in key.split("."):
+        value = value.get(name, _MISSING) if isinstance(value, dict) else _MISSING
+    return value
+
+
+_MISSING = object()

@@ -1,0 +1,68 @@
+"""The process of a site's exchange: `python -m argosy.sync.main RUN_FOLDER`, a child of the site's agent."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.observe.events import Events
+from argosy.processes.child import channel_to_parent, messages
+from argosy.sync.exchange import SiteExchange
+from argosy.sync.layout import Sites, group_folder
+from argosy.sync.ledger import RoundLedger
+from argosy.sync.links import open_links
+from argosy.sync.messages import FROM_SITE
+
+TURN_S = 0.02
+"""Seconds between two looks for files of the ranks."""
+
+
+def open_exchange(run: RunConfig, run_dir: Path) -> SiteExchange:
+    """Return the exchange of the site whose run is in `run_dir`. Raises: UserError."""
+    sites = Sites.of(run, run_dir)
+    links = open_links(run, sites.me, group_folder(run_dir), FROM_SITE)
+    return SiteExchange(
+        sites,
+        RoundLedger(run_dir),
+        Events(run_dir, "exchange"),
+        lambda exchange: links(exchange.hello, exchange.refused),
+    )
+
+
+def main() -> None:
+    """Exchange changes with the other sites until the agent says that the run is over, or ends."""
+    run_dir = Path(sys.argv[1])
+    run, ending = load(run_dir / "run.toml"), threading.Event()
+    channel = channel_to_parent()
+    try:
+        exchange = open_exchange(run, run_dir)
+    except UserError as problem:  # the agent starts another one: the port may be free by then
+        print(f"argosy: {problem}", flush=True)
+        sys.exit(problem.exit_code)
+    is_gone = threading.Event()
+
+    def listen() -> None:
+        for message in messages(channel):
+            if message["kind"] == "finish":
+                ending.set()
+        is_gone.set()
+        ending.set()
+
+    threading.Thread(target=listen, name="argosy-parent", daemon=True).start()
+    while not ending.is_set():
+        exchange.turn(TURN_S)
+    until = time.monotonic() + run.sync.patience_s
+    while exchange.rounds >= exchange.sites.rounds and not exchange.is_over and not is_gone.is_set():
+        if time.monotonic() > until:
+            break
+        exchange.turn(TURN_S)
+    exchange.close()
+
+
+if __name__ == "__main__":
+    main()

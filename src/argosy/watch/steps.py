@@ -1,0 +1,301 @@
+"""Numbers by step as the page draws them: any keys, summed up in as many points as there is room for; where the time of
+steps goes and what memory holds, beside what the plan predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from argosy.errors import UserError
+from argosy.observe.heartbeat import BESIDE
+from argosy.plan.calibration import PARTS
+from argosy.plan.cost.estimate import seconds as in_words
+from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.local_machine import device_named
+from argosy.watch.columns import STEP, Columns, Floats
+from argosy.watch.metrics_table import Preview
+from argosy.watch.reader import RunReader
+
+MOST_POINTS = 5000
+MOST_KEYS = 64
+POINTS = 1000
+"""Points of a series, by default."""
+MOST_BAD = 1000
+SHOWN_AS_BAD = ("loss", "grad_norm")
+"""Numbers that each step has: where they are missing, they were not finite."""
+NORMS = "norms."
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Rows of a table in groups of neighbours."""
+
+    rows: slice
+    begins: npt.NDArray[np.intp]
+    """First row of each group, counted from the first of `rows`."""
+
+    @classmethod
+    def of(cls, table: Columns, first: float | None, last: float | None, points: int) -> Buckets:
+        """Return at most `points` groups of the rows of these steps, each of an equal stretch of steps."""
+        rows = table.between(first, last)
+        steps = table[STEP][rows]
+        if len(steps) <= points:
+            return cls(rows, np.arange(len(steps)))
+        edges = np.linspace(steps[0], steps[-1] + 1, points + 1)[:-1]
+        return cls(rows, np.unique(np.searchsorted(steps, edges)))
+
+    def mean(self, values: Floats) -> Floats:
+        """Return the mean of each group's numbers that are there; NaN if none is."""
+        here = values[self.rows]
+        if len(self.begins) == len(here):
+            return here
+        known = np.isfinite(here)
+        sums = np.add.reduceat(np.where(known, here, 0.0), self.begins)
+        counts = np.add.reduceat(known.astype(float), self.begins)
+        return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+
+    def least(self, values: Floats) -> Floats:
+        return self._of(np.fmin, values)
+
+    def most(self, values: Floats) -> Floats:
+        return self._of(np.fmax, values)
+
+    def _of(self, function: np.ufunc, values: Floats) -> Floats:
+        here = values[self.rows]
+        return here if len(self.begins) == len(here) else function.reduceat(here, self.begins)
+
+
+def series(
+    reader: RunReader | Preview,
+    keys: Sequence[str],
+    first: float | None = None,
+    last: float | None = None,
+    points: int = POINTS,
+) -> dict[str, Any]:
+    """Return mean, least and most of the steps behind each of at most `points` points, for these keys.
+
+    A key that the run does not have is left out. `is_preview`: the points are made of some steps, not of all. `bad`:
+    steps whose loss or gradient norm was not finite, if asked for.
+    """
+    known = set(reader.keys())
+    asked = [key for key in keys[:MOST_KEYS] if key in known]
+    steps = reader.steps
+    for key in asked:
+        steps[key]  # what is not in memory yet is read, before rows are counted
+    buckets = Buckets.of(steps, first, last, points)
+    answer: dict[str, Any] = {
+        "step": np.round(buckets.mean(steps[STEP])),
+        "keys": {key: _summed_up(buckets, steps[key]) for key in asked if not key.startswith(NORMS)},
+        "first": steps[STEP][0] if len(steps) else None,
+        "last": steps[STEP][-1] if len(steps) else None,
+        "is_preview": isinstance(reader, Preview),
+        "bad": _bad_steps(steps, [key for key in asked if key in SHOWN_AS_BAD], buckets.rows),
+    }
+    if norms := [key for key in asked if key.startswith(NORMS)]:
+        answer["norms"] = _norms(reader.norms, norms, first, last, points)
+    return answer
+
+
+def _summed_up(buckets: Buckets, values: Floats) -> dict[str, Floats]:
+    return {"mean": buckets.mean(values), "min": buckets.least(values), "max": buckets.most(values)}
+
+
+def _norms(table: Columns, keys: list[str], first: float | None, last: float | None, points: int) -> dict[str, Any]:
+    """Sum up norms, which have steps of their own: only those that are due have them."""
+    buckets = Buckets.of(table, first, last, points)
+    found = {key: _summed_up(buckets, table[key.removeprefix(NORMS)]) for key in keys}
+    return {"step": np.round(buckets.mean(table[STEP])), "keys": found}
+
+
+def _bad_steps(steps: Columns, keys: list[str], rows: slice) -> Floats:
+    bad = np.zeros(rows.stop - rows.start, bool)
+    for key in keys:
+        bad |= ~np.isfinite(steps[key][rows])
+    return steps[STEP][rows][bad][:MOST_BAD]
+
+
+SECONDS, COMMUNICATION, SYNC = "seconds.", "communication.", "sync."
+NORM_OF, SPREAD_OF = "sites.norms.", "sites.spread."
+"""Keys of a site's figures in the line of a round begin so; its name follows."""
+NAMES = {
+    "forward_backward": "forward and backward",
+    "communication": "communication that backward does not hide",
+    "optimizer": "the optimizer",
+    "rest": "data and the time between the parts",
+}
+"""A part that is both predicted and measured -> its name in a sentence."""
+
+
+def step_parts(
+    reader: RunReader, first: float | None = None, last: float | None = None, points: int = POINTS
+) -> dict[str, Any]:
+    """Return the seconds of each category by step, and of a usual step of this stretch beside the prediction.
+
+    parts: category -> mean seconds of the steps behind each point; they add up to the step. predicted and measured:
+    the four parts that both sides can tell (`plan.calibration.PARTS`); measured is the mean over the middle
+    half of the steps, by duration. communication: by axis and tier, seconds and bytes of a step, mean of that half.
+    sync: means of what lines say of the agreement of replicas or sites (docs/metrics.md), and its ratio by step.
+    sites: each site's part in the rounds of this stretch.
+    """
+    steps = reader.steps
+    for group in ("seconds", "communication", "sync", "sites"):
+        steps.load(group)
+    known = reader.keys()
+    categories = [key for key in known if key.startswith(SECONDS) and key != "seconds.step"]
+    buckets = Buckets.of(steps, first, last, points)
+    usual = _usual(steps["step_time_s"][buckets.rows])
+    typical = {key.removeprefix(SECONDS): _mean(steps[key][buckets.rows][usual]) for key in categories}
+    measured = {part: sum(typical.get(name, 0.0) for name in sides.measured) for part, sides in PARTS.items()}
+    predicted = _predicted(reader)
+    return {
+        "step": np.round(buckets.mean(steps[STEP])),
+        "parts": {key.removeprefix(SECONDS): buckets.mean(steps[key]) for key in categories},
+        "step_s": buckets.mean(steps["step_time_s"]),
+        "beside": list(BESIDE),
+        "predicted": predicted,
+        "measured": measured if categories else {},
+        "words": _largest_disagreement(predicted, measured) if categories else "",
+        "communication": _communication(reader, buckets.rows, usual),
+        "sync": _sync(reader, buckets.rows),
+        "sites": _sites(reader, buckets.rows),
+    }
+
+
+def _usual(step_s: Floats) -> Any:
+    """Return the indices of the middle half of these steps, by duration: compiling and pauses are not in it."""
+    order = np.argsort(step_s, kind="stable")  # NaN comes last
+    count = int(np.isfinite(step_s).sum())
+    return order[count // 4 : max(count - count // 4, min(count, 1))]
+
+
+def _mean(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else 0.0
+
+
+def _predicted(reader: RunReader) -> dict[str, float]:
+    if reader.prediction is None:
+        return {}
+    seconds = reader.prediction.seconds
+    return {part: sum(seconds.get(name, 0.0) for name in sides.predicted) for part, sides in PARTS.items()}
+
+
+def _largest_disagreement(predicted: dict[str, float], measured: dict[str, float]) -> str:
+    """Return a sentence on the part that is farthest from its prediction, in seconds."""
+    if not predicted or not any(measured.values()):
+        return ""
+    step_s, planned_s = sum(measured.values()), sum(predicted.values())
+    part = max(PARTS, key=lambda part: abs(measured[part] - predicted[part]))
+    far = measured[part] - predicted[part]
+    if abs(far) < 0.05 * planned_s:
+        return (
+            f"Each part is within 5 % of the planned step: {in_words(step_s)} measured, {in_words(planned_s)} planned."
+        )
+    more = "longer" if far > 0 else "shorter"
+    times = f"{measured[part] / predicted[part]:.1f} times the plan's" if predicted[part] else "nothing was planned"
+    return (
+        f"The largest disagreement: {NAMES[part]} takes {in_words(measured[part])} "
+        f"of a step, {in_words(abs(far))} {more} than planned ({times})."
+    )
+
+
+def _communication(reader: RunReader, rows: slice, usual: Any) -> list[dict[str, Any]]:
+    """Return seconds and bytes of a step by axis and tier, of rank 0, the longest first."""
+    traffic = reader.prediction.traffic if reader.prediction else {}
+    found = []
+    known = reader.keys()
+    for key in known:
+        if key.startswith(COMMUNICATION) and key.endswith(".0"):
+            _, axis, tier, _ = key.split(".") if key.count(".") == 3 else ("", "", "", "")
+            values = [_mean(reader.steps[f"{key[:-1]}{n}"][rows][usual]) for n in (0, 1)]
+            found.append({"axis": axis, "tier": tier, "seconds": values[0], "bytes": values[1]})
+    for entry in found:
+        if entry["axis"] in traffic and sum(other["axis"] == entry["axis"] for other in found) == 1:
+            entry["predicted_bytes"] = traffic[entry["axis"]]
+    return sorted(found, key=lambda entry: -float(entry["seconds"]))
+
+
+def _sync(reader: RunReader, rows: slice) -> dict[str, float]:
+    """Return the mean of each figure of `sync` over the lines that have one; empty if replicas sum exactly."""
+    known = [key for key in reader.keys() if key.startswith(SYNC)]  # noqa: SIM118 (not a dict)
+    there = {key.removeprefix(SYNC): reader.steps[key][rows] for key in known}
+    return {name: _mean(values) for name, values in there.items() if np.isfinite(values).any()}
+
+
+def _sites(reader: RunReader, rows: slice) -> list[dict[str, Any]]:
+    """Return for each site in how many of these lines' rounds it took part, and the means of what is told of it.
+
+    norm: of its difference to the weights that were agreed on before; spread: to the mean of all sites. Rounds in which
+    sites sum gradients have neither, and do not count.
+    """
+    names = sorted(key.removeprefix(NORM_OF) for key in reader.keys() if key.startswith(NORM_OF))  # noqa: SIM118
+    norms = {name: reader.steps[NORM_OF + name][rows] for name in names}
+    rounds = int(np.any([np.isfinite(norm) for norm in norms.values()], axis=0).sum()) if names else 0
+    return [
+        {
+            "site": name,
+            "rounds": int(np.isfinite(norm).sum()),
+            "of_rounds": rounds,
+            "norm": _mean(norm),
+            "spread": _mean(reader.steps[SPREAD_OF + name][rows]),
+        }
+        for name, norm in norms.items()
+        if rounds
+    ]
+
+
+def memory(reader: RunReader, points: int = POINTS) -> dict[str, Any]:
+    """Return the memory of rank 0 by category beside the prediction, in bytes, and the peak of each rank.
+
+    What the process held before it made the model (`before`) is in no prediction, and in no total here.
+    """
+    steps, predicted = reader.steps, reader.prediction
+    steps.load("memory")
+    known = reader.keys()
+    newest = {key.removeprefix("memory."): _newest(steps[key]) for key in known if key.startswith("memory.")}
+    before, used = newest.pop("before", None), _newest(steps["memory_bytes"])
+    buckets = Buckets.of(steps, None, None, points)
+    return {
+        "predicted": predicted.memory if predicted else {},
+        "predicted_total": _ends(predicted.memory_bytes) if predicted else None,
+        "measured": newest,
+        "measured_total": None if used is None else used - (before or 0.0),
+        "before": before,
+        "by_rank": _by_rank(reader),
+        "series": {"step": np.round(buckets.mean(steps[STEP])), "memory_bytes": buckets.most(steps["memory_bytes"])},
+    }
+
+
+def _newest(values: Floats) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else None
+
+
+def _by_rank(reader: RunReader) -> dict[str, list[Any]]:
+    rows = []
+    for node, series in reader.nodes.items():
+        both = zip(series.last.get("ranks", ()), series.last.get("memory_bytes", ()), strict=False)
+        limit = _limit_bytes(series.last)
+        rows += [(rank, node, used, limit) for rank, used in both]
+    rows.sort(key=lambda row: row[0])
+    names = ("ranks", "nodes", "bytes", "limit_bytes")
+    return {name: [row[n] for row in rows] for n, name in enumerate(names)}
+
+
+def _limit_bytes(record: dict[str, Any]) -> float | None:
+    """Return what a rank of this node can use: its device's memory by the catalogue, else its share of the host's."""
+    if devices := record.get("devices"):
+        with suppress(UserError):
+            return float(find_device(device_named(str(devices[0].get("name")))).memory_bytes)
+    whole, ranks = record.get("host", {}).get("memory_bytes"), record.get("ranks")
+    return whole / len(ranks) if isinstance(whole, int | float) and ranks else None
+
+
+def _ends(estimate: Any) -> list[float]:
+    return [float(estimate.low), float(estimate.mid), float(estimate.high)]

@@ -1,0 +1,79 @@
+"""`benchmarks/planner/score_serving.py`, as one runs it: figures for rows it has never seen, words for bad files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCORE = ROOT / "benchmarks/planner/score_serving.py"
+PUBLISHED = ROOT / "benchmarks/planner/inference.csv"
+METRICS = ("ttft", "tpot", "e2e_latency")
+
+
+def rows(source: str = "somebody (2027) vLLM 0.10") -> list[dict[str, str]]:
+    """Rows of H100s as if an unknown publisher had measured them: nothing is fitted anew."""
+    with PUBLISHED.open(newline="") as file:
+        found = [row for row in csv.DictReader(file) if row["device"] == "Nvidia H100-80GB"]
+    return [{**row, "source": source, "value": f"{1.01 * float(row['value']):.6g}"} for row in found]
+
+
+def written(path: Path, table: list[dict[str, str]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, table[0])
+        writer.writeheader()
+        writer.writerows(table)
+    return path
+
+
+def score(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(SCORE), *words], capture_output=True, text=True, check=False, env=environment, timeout=600
+    )
+
+
+def test_new_rows_are_scored_by_metric(tmp_path: Path) -> None:
+    done = score(str(written(tmp_path / "new.csv", rows())), "--json")
+    found = json.loads(done.stdout)
+    assert {metric: found["all"][metric]["n"] for metric in METRICS} == {"ttft": 8, "tpot": 8, "e2e_latency": 0}
+    assert set(found["all"]["tpot"]) == {"n", "median_abs_pct_error", "bias", "coverage_pct"}
+    assert found["all"]["tpot"]["median_abs_pct_error"] < 40
+    assert found["all"]["e2e_latency"]["coverage_pct"] is None
+
+
+def test_rows_of_the_file_correct_the_others(tmp_path: Path) -> None:
+    path = str(written(tmp_path / "new.csv", rows()))
+    alone, corrected = (json.loads(score(path, "--json", *more).stdout) for more in ((), ("--calibration-rows", "5")))
+    assert sum(corrected["all"][metric]["n"] for metric in ("ttft", "tpot", "throughput")) == 24 - 5
+    of = [each["all"]["throughput"]["median_abs_pct_error"] for each in (alone, corrected)]
+    assert of[1] < of[0]
+
+
+def test_rows_that_cannot_be_predicted_are_counted(tmp_path: Path) -> None:
+    bad = [{**row} for row in rows()[:6]]
+    bad[0]["device"] = "Abacus 9"
+    bad[1]["model"], bad[1]["params_b"] = "a secret", ""
+    bad[2]["value"] = "nan"
+    bad[3]["metric"] = "joy"
+    found = json.loads(score(str(written(tmp_path / "bad.csv", bad)), "--json").stdout)
+    assert found["skipped"]["n"] == 4
+    assert "device 'Abacus 9' is not in the catalogue" in found["skipped"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a,b\n1,2\n", "line 1: no column source"), ("\udc80", "cannot be read")],
+)
+def test_files_that_are_no_table_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    done = score(str(path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr

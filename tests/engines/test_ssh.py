@@ -1,0 +1,61 @@
+"""What is known of jobs on hosts, and behind a login, when nobody is reached there."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from argosy.config.schema import RunConfig
+from argosy.engines.engine import RunJob
+from argosy.engines.login import Login, LoginJob
+from argosy.engines.record import LaunchedJob
+from argosy.engines.ssh import Ssh, command
+from matrix import free_port
+
+pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh: apt-get install openssh-client")
+NOBODY_LISTENS = f"-F none -o HostName=127.0.0.1 -p {free_port()}"
+
+
+def test_hosts_that_cannot_be_reached_may_still_train():
+    place = {"agent of h1": "1@1", "agent of h2": "1@1", "options": NOBODY_LISTENS}
+    job = LaunchedJob(engine="ssh", id="h1,h2", submitted_s=0, nodes=2, log="/shared/runs/mine/launch", place=place)
+    state, why = Ssh().state(job)
+    assert state == "unknown" and "no way to h1 (ssh: connect to host" in why and "h2 (" in why
+
+
+def test_a_login_that_cannot_be_reached_says_nothing_of_its_run():
+    place = {"login": "h1", "options": NOBODY_LISTENS, "folder": "/d", "program": "argosy", "run_dir": "/d/runs/a"}
+    job = LaunchedJob(engine="login", id="h1 4", submitted_s=0, nodes=1, place=place)
+    state, why = Login().state(job)
+    assert state == "unknown" and "no way to h1 (ssh: connect to host" in why
+
+
+def test_a_host_is_never_an_option():
+    assert command("-oProxyCommand=x", ["-p", "22"], "true")[-3:] == ["--", "-oProxyCommand=x", "true"]
+
+
+def test_a_folder_is_what_it_is_called_in_the_commands_that_are_shown():
+    folder = Path("/shared/my runs")
+    request = RunJob(run=RunConfig(), run_dir=folder / "runs/a", words=("run.toml",), work_dir=folder, hosts="h1,h2")
+    first, second = (line for line in Ssh().script(request).splitlines() if not line.startswith("#"))
+    assert shlex.split(first)[:3] == shlex.split(second)[:3] == ["cd", str(folder), "&&"]
+    assert shlex.split(replace(request, hosts="h1").command)[-1] == str(folder / "runs/a")
+
+
+def test_the_command_behind_a_login_is_given_in_its_folder_there(tmp_path: Path) -> None:
+    group = tmp_path / "runs" / "my run"
+    job = LoginJob(
+        run=RunConfig(), run_dir=group / "sites/oslo", words=("sites.toml", "--site", "oslo"),
+        work_dir=tmp_path, login="ann@h1", login_options=("-p2222",), there="/data/my work", program="/opt/bin/argosy",
+        group=group, group_there=Path("/data/my work/runs/my run"), run_dir_there=Path("/x"),
+    )  # fmt: skip
+    where, command = Login().script(job).splitlines()
+    assert where == "# on ann@h1"
+    assert shlex.split(command) == [
+        "cd", "/data/my work", "&&", "/opt/bin/argosy", "launch", "sites.toml", "--site", "oslo", "--here",
+        "--run-dir", "/data/my work/runs/my run",
+    ]  # fmt: skip

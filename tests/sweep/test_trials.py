@@ -1,0 +1,118 @@
+"""Trials as jobs: what each engine is given, and what is known of them when it does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from argosy.config.launch import LaunchOptions
+from argosy.config.schema import RunConfig
+from argosy.engines.engine import Job, NeverFits, ProgramJob, RunJob
+from argosy.engines.local import Local
+from argosy.engines.record import FOLDER, JobState, LaunchedJob
+from argosy.errors import UserError
+from argosy.sweep.needs import Limits, Needs
+from argosy.sweep.trials import Task, Trials
+
+LIMITS = Limits(trials=2, cores=4, memory_bytes=1e9, gpus=("0", "1", "2"))
+
+
+class Kept(Local):
+    """An engine that keeps the jobs that it is given, and says of them what a test says."""
+
+    def __init__(self, queues: bool = False, most_waiting: int = 100):
+        super().__init__()
+        self.queues, self.most_waiting = queues, most_waiting  # type: ignore[misc]
+        self.jobs: list[Job] = []
+        self.says: JobState | UserError = "running"
+
+    def start(self, job: Job) -> LaunchedJob:
+        self.jobs.append(job)
+        return LaunchedJob(engine="local", id=f"{len(self.jobs)}@1", submitted_s=0, nodes=1)
+
+    def states(self, jobs: Sequence[LaunchedJob]) -> list[tuple[JobState, str]]:
+        if isinstance(self.says, UserError):
+            raise self.says
+        return [(self.says, "")] * len(jobs)
+
+
+def task(folder: Path, number: int, **needs: int) -> Task:
+    run_dir = folder / f"{number:04d}"
+    (run_dir / FOLDER).mkdir(parents=True)
+    return Task(number, RunConfig(), run_dir / "run.toml", run_dir, Needs(**{"cores": 1, **needs}))  # type: ignore[arg-type]
+
+
+def trials(folder: Path, engine: Kept, limits: Limits = LIMITS) -> Trials:
+    return Trials(folder, "mine", limits, LaunchOptions(time="1:00"), engine)
+
+
+def test_a_trial_is_a_program_with_gpus_of_its_own(tmp_path: Path) -> None:
+    engine = Kept()
+    mine = trials(tmp_path, engine)
+    mine.start([task(tmp_path, 0, gpus=2), task(tmp_path, 1, gpus=1)])
+    first, second = engine.jobs
+    assert isinstance(first, ProgramJob) and isinstance(second, ProgramJob)
+    assert first.environment["CUDA_VISIBLE_DEVICES"] == "0,1" and second.environment["CUDA_VISIBLE_DEVICES"] == "2"
+    run_dir = tmp_path / "0000"
+    assert first.python_words == ("-m", "argosy", "train", str(run_dir / "run.toml"), "--run-dir", str(run_dir))
+    assert (first.cpus_per_node, first.time, first.log) == (1, "1:00", run_dir / FOLDER / "local.out")
+    assert first.name != second.name and first.name.startswith("mine-")
+
+
+def test_where_runs_queue_a_trial_is_a_run_and_all_are_handed_over(tmp_path: Path) -> None:
+    engine = Kept(queues=True)
+    mine = trials(tmp_path, engine, Limits(trials=1, cores=0, memory_bytes=float("inf")))
+    tasks = [task(tmp_path, number, cores=3) for number in range(3)]
+    assert mine.queues and all(mine.fits(one) for one in tasks)
+    mine.start(tasks)
+    assert all(isinstance(job, RunJob) and job.cpus_per_node == 3 for job in engine.jobs)
+    assert not mine.is_full
+
+
+def test_what_has_ended_makes_room(tmp_path: Path) -> None:
+    engine = Kept()
+    mine = trials(tmp_path, engine)
+    jobs = mine.start([task(tmp_path, 0, cores=3), task(tmp_path, 1)])
+    assert mine.is_full and not mine.fits(task(tmp_path, 2))
+    engine.says = "ended"
+    assert mine.states(jobs) == ["ended", "ended"]
+    assert not mine.is_full and mine.fits(task(tmp_path, 3, cores=4))
+
+
+def test_not_more_wait_than_the_engine_bears(tmp_path: Path) -> None:
+    engine = Kept(most_waiting=1)
+    mine = trials(tmp_path, engine)
+    (job,) = mine.start([task(tmp_path, 0)])
+    assert mine.is_full and not mine.fits(task(tmp_path, 1))
+    assert mine.states([job]) == ["running"] and mine.fits(task(tmp_path, 2))
+
+
+def test_an_engine_that_is_away_ends_no_trial_until_patience_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Kept()
+    mine = trials(tmp_path, engine)
+    jobs = mine.start([task(tmp_path, 0)])
+    mine.states(jobs)
+    engine.says = UserError("away")
+    assert mine.states(jobs) == ["running"]
+    monkeypatch.setattr("argosy.sweep.trials.PATIENCE_S", -1.0)
+    with pytest.raises(UserError, match="away"):
+        mine.states(jobs)
+
+
+def test_a_trial_that_no_machine_can_hold_is_said_at_once(tmp_path: Path) -> None:
+    engine = Kept()
+    mine = trials(tmp_path, engine)
+    jobs = mine.start([task(tmp_path, 0)])
+    engine.says = NeverFits("it needs 2 CPUs")
+    with pytest.raises(UserError, match="2 CPUs"):
+        mine.states(jobs)
+
+
+@pytest.mark.parametrize("on", ["kubernetes", "ssh"])
+def test_engines_that_start_runs_only_are_refused(tmp_path: Path, on: str) -> None:
+    with pytest.raises(UserError, match=f"--on {on}: trials are not supported there. Choose one of: local, ray, slurm"):
+        Trials(tmp_path, "mine", LIMITS, LaunchOptions(on=on))  # type: ignore[arg-type]

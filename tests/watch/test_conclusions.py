@@ -1,0 +1,122 @@
+"""The facts of a run are what its folder tells: of nodes, of long runs, of disks and power."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from argosy.watch import conclusions
+from argosy.watch.conclusions import advise, conclusions_of, facts_of
+from argosy.watch.reader import RunReader
+from watched import BEGAN_S, STEPS, columns, start
+
+SLOW = 5
+
+
+def write_run(folder: Path, nodes: int = 2, per_node: int = 4, count: int = STEPS) -> RunReader:
+    """A run's folder with healthy steps, and lines of nodes in which rank `SLOW` takes twice as long."""
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = columns(count)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for row in range(count):
+            flat = {key: float(values[row]) for key, values in steps.items()}
+            seconds = {key.removeprefix("seconds."): flat.pop(key) for key in list(flat) if key.startswith("seconds.")}
+            file.write(json.dumps({**flat, "step": row, "seconds": seconds}) + "\n")
+    (folder / "events").mkdir(exist_ok=True)
+    (folder / "events/rank-0.jsonl").write_text(json.dumps(dict(start())) + "\n")
+    (folder / "nodes").mkdir(exist_ok=True)
+    for node in range(nodes):
+        ranks = list(range(node * per_node, (node + 1) * per_node))
+        lines = [
+            node_line(number, ranks, float(steps["time_s"][count - 40 + 10 * number]), count) for number in range(4)
+        ]
+        (folder / f"nodes/node{node}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reader = RunReader(folder)
+    reader.refresh()
+    return reader
+
+
+def node_line(number: int, ranks: list[int], time_s: float, count: int) -> dict[str, Any]:
+    first = count - 40 + 10 * number
+    own = [0.6 if rank == SLOW else 0.3 for rank in ranks]
+    return {
+        "time_s": time_s, "generation": 1, "ranks": ranks, "steps": [first, first + 9], "step_s": [0.4] * len(ranks),
+        "seconds": {"forward": [0.4 if rank == SLOW else 0.1 for rank in ranks]},
+        "own": [[step, own] for step in range(first, first + 10)],
+        "memory_bytes": [1e9 + rank for rank in ranks],
+        "devices": [{"ranks": ranks, "name": "H100", "utilisation": 0.9, "power_w": 700.0, "clock_mhz": 1980}],
+        "host": {"disk_free_bytes": 1e12 - number * 1e9},
+        "energy": {"joules": 4000.0, "source": "nvml"},
+    }  # fmt: skip
+
+
+def test_ranks_of_all_nodes_come_together(tmp_path: Path):
+    facts = facts_of(write_run(tmp_path / "run"), BEGAN_S + 200)
+    assert facts.ranks is not None
+    assert facts.ranks.own_s.shape == (40, 8) and not np.isnan(facts.ranks.own_s).any()
+    assert facts.ranks.nodes[SLOW] == "node1" and facts.ranks.own_s[0, SLOW] == 0.6
+    assert facts.ranks.memory_bytes is not None and facts.ranks.memory_bytes[7] == 1e9 + 7
+    assert facts.power_w == pytest.approx(2 * 3 * 4000 / 12, rel=0.05) and facts.power_source == "nvml"
+    assert {disk.node for disk in facts.disks} == {"node0", "node1"}
+    assert facts.devices[1].ranks == (4, 5, 6, 7) and facts.devices[1].clock_mhz == 1980
+    straggler = {advice.rule: advice for advice in advise(facts)}["straggler"]
+    assert straggler.facts["rank"] == SLOW and "node1" in straggler.title and "forward" in straggler.evidence
+
+
+def test_ranks_with_unlike_shares_are_compared_by_their_time_for_a_microbatch(tmp_path: Path):
+    write_run(tmp_path / "run")
+    for path in (tmp_path / "run/nodes").iterdir():
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            many = [2 if rank == SLOW else 1 for rank in line["ranks"]]
+            line["microbatches"] = [[line["own"][0][0], many]]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reader = RunReader(tmp_path / "run")
+    reader.refresh()
+    facts = facts_of(reader)
+    assert facts.ranks is not None and facts.ranks.microbatches is not None
+    assert set(facts.ranks.microbatches[:, SLOW]) == {2.0} and facts.ranks.microbatches.sum() == 9 * 40
+    assert "straggler" not in {advice.rule for advice in advise(facts)}
+
+
+def test_lines_of_an_older_world_and_of_silent_nodes_do_not_count(tmp_path: Path):
+    write_run(tmp_path / "run", nodes=3)
+    for name, changes in {"node0": {"time_s": BEGAN_S - 5000}, "node2": {"generation": 0}}.items():
+        path = tmp_path / f"run/nodes/{name}.jsonl"
+        lines = [json.loads(line) | changes for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reader = RunReader(tmp_path / "run")
+    reader.refresh()
+    ranks = facts_of(reader).ranks
+    assert ranks is not None and set(ranks.nodes) == {"node1"}
+
+
+def test_of_many_nodes_the_newest_lines_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(conclusions, "READ_NODES", 2)
+    facts = facts_of(write_run(tmp_path / "run", nodes=4))
+    assert facts.ranks is not None and facts.ranks.own_s.shape == (10, 16)
+    assert "straggler" in {advice.rule for advice in advise(facts)}
+
+
+def test_a_long_run_is_judged_by_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reader = write_run(tmp_path / "run")
+    whole = facts_of(reader)
+    monkeypatch.setattr(conclusions, "KNOWN", 250)
+    last = facts_of(reader)
+    assert last.known == (150, 399) and whole.known == (0, 399)
+    assert np.isnan(last.column("seconds.forward")[:150]).all()
+    assert last.typical == whole.typical and last.share("backward") == whole.share("backward")
+    assert last.mean_s("forward", slice(0, STEPS)) == pytest.approx(whole.mean_s("forward"), rel=0.01)
+
+
+def test_conclusions_are_kept_until_the_run_says_more(tmp_path: Path):
+    reader = write_run(tmp_path / "run")
+    assert conclusions_of(reader).advice is conclusions_of(reader).advice
+    assert conclusions_of(reader).forecast is None, "without a run file nobody knows how long it is"
+    assert [alert.alert for alert in conclusions_of(reader).alerts] in (["stall", "dead"], ["dead", "stall"]), (
+        "its lines are old"
+    )

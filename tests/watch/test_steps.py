@@ -1,0 +1,48 @@
+"""Where the time of steps goes, and what replicas sent to agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from argosy.watch.reader import RunReader
+from argosy.watch.steps import step_parts
+
+
+def line(step: int, **more: object) -> str:
+    seconds = {"forward": 0.5, "other": 0.5, "step": 1.0}
+    return json.dumps({"step": step, "loss": 1.0, "step_time_s": 1.0, "seconds": seconds, **more})
+
+
+def test_figures_of_agreement_are_means_of_the_lines_that_have_them(tmp_path: Path) -> None:
+    tables = [{"bytes": 10 * n, "seconds": 0.5, "ratio": 0.02, "staleness": 50} for n in (1, 3)]
+    lines = [line(step, **({"sync": tables[step // 50]} if step % 50 == 49 else {})) for step in range(100)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    assert step_parts(reader)["sync"] == {"bytes": 20.0, "seconds": 0.5, "ratio": 0.02, "staleness": 50.0}
+    assert step_parts(reader, 0, 49)["sync"]["bytes"] == 10.0
+
+
+def test_replicas_that_sum_exactly_have_none(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line(0) + "\n")
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    assert step_parts(reader)["sync"] == {}
+
+
+def test_each_site_s_part_in_the_rounds_is_told(tmp_path: Path) -> None:
+    rounds = [{"A": 1.0, "B": 2.0}, {"A": 3.0}]
+    tables = [
+        {"round": n, "participants": list(norms), "norms": norms, "spread": dict.fromkeys(norms, 0.5)}
+        for n, norms in enumerate(rounds)
+    ]
+    lines = [line(step, **({"sites": tables[step // 50]} if step % 50 == 49 else {})) for step in range(100)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    assert step_parts(reader)["sites"] == [
+        {"site": "A", "rounds": 2, "of_rounds": 2, "norm": 2.0, "spread": 0.5},
+        {"site": "B", "rounds": 1, "of_rounds": 2, "norm": 2.0, "spread": 0.5},
+    ]
+    assert step_parts(reader, 0, 48)["sites"] == []
