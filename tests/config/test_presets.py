@@ -7,7 +7,7 @@ from argosy.config.load import load
 from argosy.config.model import ModelConfig
 from argosy.plan.workload import matmul_parameters, parameters
 
-PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tied ones once
+PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tied ones once, no image parts, no multi-token modules
     "llama3-8b": 8.03,
     "llama3-70b": 70.55,
     "llama3.1-8b": 8.03,
@@ -28,6 +28,35 @@ PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tie
     "qwen3-30b-a3b": 30.53,
     "qwen3-235b-a22b": 235.1,
     "deepseek-v3": 671.0,
+    "command-r7b": 8.028,
+    "deepseek-v2-lite": 15.706,
+    "deepseek-v2": 235.74,
+    "exaone4-32b": 32.0,
+    "gemma2-2b": 2.614,
+    "gemma2-9b": 9.242,
+    "gemma2-27b": 27.227,
+    "gemma3-1b": 1.0,
+    "gemma3-4b": 3.88,
+    "gemma3-12b": 11.766,
+    "gemma3-27b": 27.009,
+    "glm4-9b": 9.4,
+    "glm4-32b": 32.566,
+    "glm4.5-air": 106.85,
+    "glm4.5": 352.8,
+    "gpt-oss-20b": 20.915,
+    "gpt-oss-120b": 116.83,
+    "granite3-8b": 8.171,
+    "kimi-k2": 1026.4,
+    "mistral-7b": 7.242,
+    "olmo2-7b": 7.299,
+    "olmo2-13b": 13.716,
+    "olmo3-7b": 7.298,
+    "olmoe-7b-a1b": 6.919,
+    "phi3-mini": 3.821,
+    "phi4": 14.66,
+    "qwen2-57b-a14b": 57.41,
+    "seed-oss-36b": 36.151,
+    "smollm3-3b": 3.075,
 }
 ACTIVE = {  # what one token uses of them, billions: the model cards and reports
     "mixtral-8x7b": 12.9,

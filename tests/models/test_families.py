@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from argosy.config.load import load
 from argosy.models.hf_config import config_from_json, config_to_json
-from argosy.plan.workload import parameters
 from drawn_families import DRAWN
 from family_cards import card_of
 
@@ -32,17 +31,14 @@ def test_a_drawn_model_is_the_same_function_and_comes_through_bit_for_bit(family
     assert max(errors.values()) <= TOLERANCE, errors
 
 
-PUBLISHED_BILLIONS = {
-    "gemma2-2b": 2.614, "gemma2-27b": 27.227, "gemma3-27b": 27.009, "mistral-7b": 7.242, "gpt-oss-20b": 20.915,
-    "gpt-oss-120b": 116.829, "olmo2-7b": 7.299, "smollm3-3b": 3.075, "phi4": 14.660, "glm4-9b": 9.400,
-    "granite3-8b": 8.171, "qwen2-57b-a14b": 57.409, "deepseek-v2-lite": 15.706, "deepseek-v2": 235.741,
-    "kimi-k2": 1026.408, "command-r7b": 8.028, "seed-oss-36b": 36.151, "olmoe-7b-a1b": 6.919,
-}  # fmt: skip
+PRESETS = (
+    "gemma2-27b", "gemma3-27b", "mistral-7b", "gpt-oss-120b", "olmo2-7b", "smollm3-3b", "phi4", "glm4-9b",
+    "granite3-8b", "qwen2-57b-a14b", "deepseek-v2", "kimi-k2", "command-r7b", "seed-oss-36b", "olmoe-7b-a1b",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", PUBLISHED_BILLIONS)
-def test_a_preset_has_the_published_number_of_parameters_and_its_class_can_say_it(preset: str) -> None:
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_class_of_a_preset_can_say_it(preset: str) -> None:
     model = load(None, {"model.preset": preset}).model
-    assert parameters(model) / 1e9 == pytest.approx(PUBLISHED_BILLIONS[preset], abs=1e-3)
     written = config_to_json(model, dtype=torch.bfloat16, eod_id=None)
     assert config_from_json(written, Path("config.json")).attention == model.attention
