@@ -8,7 +8,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,12 +53,6 @@ TOLD = (
 
 def plan_text(plan: str) -> str:
     return plan if "precision=" in plan else f"{plan},precision=fp32,compile=false"
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on, a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass

@@ -21,16 +21,11 @@ from argosy.sync.messages import FROM_PART, FromPart
 from argosy.training.loop import train
 from argosy.training.server.main import ParameterServer
 from argosy.training.stop import StopSignal
+from ports import free_port
 from tiny import eager, run_config
 
 T = TypeVar("T")
 PLAN = eager("microbatch=4,sync=async")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def asynchronous(corpus: Path, servers: int = 1, workers: str = "AB", **sections: dict[str, Any]) -> RunConfig:

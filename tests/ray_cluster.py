@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from argosy.chaos.campaign import descendants
-from matrix import free_port
+from ports import free_port
 
 WHERE_FROM = "needs Ray: pip install 'argosy[ray]'"
 READY_S = 90.0

@@ -21,8 +21,8 @@ from argosy.sync.layout import Sites
 from argosy.sync.ledger import RoundLedger
 from commands import Folder
 from dealt_samples import assert_each_sample_once
-from matrix import free_port
 from network import Network
+from ports import free_port
 from tiny import weights
 
 H = 3

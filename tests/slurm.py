@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from matrix import free_port
+from ports import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged")
 WHERE_FROM = "needs SLURM, and root to start it: apt-get install slurmctld slurmd slurm-client munge"

@@ -16,7 +16,7 @@ from argosy.engines.ray import Ray, command
 from argosy.errors import UserError
 from argosy.launch import ray_job
 from argosy.processes.ray_cluster import Share
-from matrix import free_port
+from ports import free_port
 
 REQUEST = RunJob(
     run=RunConfig(name="mine"), run_dir=Path("/shared/runs/mine"), words=("run.toml", "--train.steps", "10"),

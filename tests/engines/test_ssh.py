@@ -14,7 +14,7 @@ from argosy.engines.engine import RunJob
 from argosy.engines.login import Login, LoginJob
 from argosy.engines.record import LaunchedJob
 from argosy.engines.ssh import Ssh, command
-from matrix import free_port
+from ports import free_port
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh: apt-get install openssh-client")
 NOBODY_LISTENS = f"-F none -o HostName=127.0.0.1 -p {free_port()}"

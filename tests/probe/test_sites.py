@@ -16,17 +16,13 @@ from argosy.plan.hardware.local_machine import own_part
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe import sites
 from argosy.probe.sites import joined, joined_links, probe_links
+from ports import free_port
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sites, "STREAM_S", 0.2)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def of(names: str, tls: bool = True) -> RunConfig:

@@ -12,7 +12,8 @@ import pytest
 
 from argosy.chaos.campaign import descendants
 from hostile import Recorder, babble, flood, guess, half_open, replay
-from matrix import ONE_THREAD, PLANS, Disturbed, free_port
+from matrix import ONE_THREAD, PLANS, Disturbed
+from ports import free_port
 
 SLOW = "slow@batch:seconds=0.5"
 """Each step takes so long at least, so that the run lasts as long as the strangers."""

@@ -10,7 +10,7 @@ import pytest
 
 from commands import Folder
 from launched_jobs import kill_jobs, runs, wait
-from matrix import free_port
+from ports import free_port
 
 PACED = "slow@batch:seconds=0.5"
 """What is waited for must come before the run's end."""

@@ -14,7 +14,8 @@ import pytest
 
 from argosy.checkpoint import store
 from argosy.training.stop import SAME_S
-from matrix import AGAIN_S, PATIENCE, PLANS, SEEN_S, Disturbed, free_port
+from matrix import AGAIN_S, PATIENCE, PLANS, SEEN_S, Disturbed
+from ports import free_port
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 

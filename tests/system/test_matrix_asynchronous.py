@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,14 +16,9 @@ import pytest
 
 from argosy.observe.events import Metrics
 from commands import Folder
+from ports import free_port
 
 STEPS = 20
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 class Parts:

@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 
-from matrix import PLANS, Disturbed, free_port
+from matrix import PLANS, Disturbed
+from ports import free_port
 
 UNFIT = 69
 REPLICAS_OF_FOUR = "dp_replicate=4,microbatch=2"

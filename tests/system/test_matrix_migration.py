@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from commands import Folder
-from matrix import Disturbed, free_port
+from matrix import Disturbed
 from network import NotPermitted, network
+from ports import free_port
 
 SIZES = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", "256")
 """Large enough that two nodes are better than one, as the planner has it."""

@@ -11,8 +11,9 @@ import pytest
 
 from argosy.checkpoint import store
 from commands import Folder
-from matrix import PLANS, Disturbed, free_port
+from matrix import PLANS, Disturbed
 from nodes import Nodes
+from ports import free_port
 
 EIGHT = ("--train.global_batch", "8")
 TWELVE = ("--train.global_batch", "12")

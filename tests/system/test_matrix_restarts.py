@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from argosy.checkpoint import store
-from matrix import PATIENCE, PLANS, STEADY, free_port
+from matrix import PATIENCE, PLANS, STEADY
+from ports import free_port
 
 RESTARTS = 50
 

@@ -14,8 +14,9 @@ from argosy.plan.plan import Plan
 from argosy.plan.quantities import numbers_of
 from argosy.plan.rules import first_problem
 from commands import Folder
-from matrix import Disturbed, free_port
+from matrix import Disturbed
 from nodes import Nodes
+from ports import free_port
 
 SHARES = "dp_replicate=2,microbatch=1,shares=3:1"
 LAYERS = "pp=2,microbatch=1,layers=3:1"

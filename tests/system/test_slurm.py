@@ -18,8 +18,9 @@ import pytest
 
 from argosy.checkpoint import store
 from commands import Folder
-from matrix import ONE_THREAD, PLANS, Disturbed, free_port
+from matrix import ONE_THREAD, PLANS, Disturbed
 from pages import PAGES, commands, try_all
+from ports import free_port
 from slurm import WHERE_FROM, Slurm, is_installed, slurm
 from waiting import wait_until
 

@@ -9,8 +9,9 @@ import pytest
 
 from argosy.checkpoint import store
 from commands import Folder
-from matrix import PLANS, Disturbed, free_port
+from matrix import PLANS, Disturbed
 from nodes import Nodes
+from ports import free_port
 
 STOPPED = 128 + signal.SIGTERM
 

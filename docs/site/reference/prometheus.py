@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argosy.watch.prometheus import METRICS
+from argosy.watch.prometheus import METRICS, kind_of
 from reference.markdown import escaped, keys_table
 
 
 def page() -> str:
     """Return the page: a table of every name, its kind and its meaning."""
-    rows = [f"| `{name}` | {metric.kind} | {escaped(metric.meaning)} |" for name, metric in METRICS.items()]
+    rows = [f"| `{name}` | {kind_of(name)} | {escaped(meaning)} |" for name, meaning in METRICS.items()]
     return "\n\n".join(
         [
             "# Prometheus metrics",

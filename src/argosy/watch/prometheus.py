@@ -133,9 +133,13 @@ def exposition(runs: Iterable[Latest]) -> str:
     lines: list[str] = []
     for name, samples in by_name.items():
         if samples:
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# HELP {name} {METRICS[name]}", f"# TYPE {name} {kind}", *samples]
+            lines += [f"# HELP {name} {METRICS[name]}", f"# TYPE {name} {kind_of(name)}", *samples]
     return "\n".join(lines) + "\n"
+
+
+def kind_of(name: str) -> str:
+    """Return the type of one of `METRICS`, in Prometheus' words."""
+    return "counter" if name.endswith("_total") else "gauge"
 
 
 def _samples(run: Latest) -> Iterator[Sample]:
