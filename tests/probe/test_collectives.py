@@ -33,8 +33,11 @@ def test_nodes_that_differ_are_measured_with_what_all_have() -> None:
     assert [layout.ranks for layout in layouts(["a", "b"])] == [((0, 1),)]
 
 
+BYTES = 2**14
+
+
 def measured(world: World) -> list[CollectiveRate]:
-    return measure_collectives(world, ["here"] * world.size, [2**14], budget_s=0.1)
+    return measure_collectives(world, ["here"] * world.size, [BYTES], budget_s=0.1)
 
 
 def test_all_operations_are_measured_and_all_ranks_find_the_same(workers: WorkerPool) -> None:
@@ -42,7 +45,8 @@ def test_all_operations_are_measured_and_all_ranks_find_the_same(workers: Worker
     assert all(other == first for other in others)
     rows = {(row.operation, row.ranks, row.groups) for row in first}
     assert rows == {(name, *group) for name in OPERATIONS for group in ((2, 1), (2, 2), (4, 1))}
-    assert all(1e-6 < row.latency_s + (1e6 / row.bytes_per_s if row.bytes_per_s else 0) < 1 for row in first)
+    # No upper bound: on a busy machine the measured message itself may take as long as it likes.
+    assert all(1e-6 < row.latency_s + (BYTES / row.bytes_per_s if row.bytes_per_s else 0) for row in first)
 
 
 SIZES = [2**p for p in range(10, 27, 2)]
