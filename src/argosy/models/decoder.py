@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from argosy.accelerator import is_accelerator
 from argosy.config.model import ModelConfig
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Norm, embedding, linear, local, norm
@@ -56,7 +57,7 @@ def microbatch_of(tokens_BT: Tensor, targets_BT: Tensor, positions_BT: Tensor, d
     """Return the microbatch of these rows, int64 in host memory, on `device`."""
     counted = int((targets_BT != IGNORED).sum())
     parts = (tokens_BT, targets_BT, positions_BT, document_starts(positions_BT))
-    if device.type == "cuda":
+    if is_accelerator(device):
         parts = tuple(part.pin_memory().to(device, non_blocking=True) for part in parts)  # type: ignore[assignment]
     return Microbatch(*parts, counted)
 
