@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from argosy.config.data import PrepareConfig
+from argosy.config.data import PrepareConfig, row_kind
 from argosy.config.optimizer import check_patterns
 from argosy.config.schema import RunConfig
 from argosy.data.crew import PrepareProgress
@@ -111,6 +111,14 @@ def _check_objective(run: RunConfig, data: OpenData) -> None:
     """Refuse data that the objective cannot learn from. Raises: UserError."""
     rows = {source.name: source.manifest.rows for source in data.sources}
     objective = run.train.objective
+    kinds = {name: None if found is None else found.kind for name, found in rows.items()}
+    wrong = {name: kind for name, kind in kinds.items() if kind not in (None, row_kind(objective))}
+    if objective != "pretrain" and (wrong or (run.train.has_preferences and None in kinds.values())):
+        name, kind = next(iter((wrong or kinds).items()))
+        raise UserError(
+            f'train.objective = "{objective}": {name} holds {kind or "text"}, and {row_kind(objective)} are what it '
+            f"learns from. Prepare some: argosy prepare ... --objective {objective} --out NEW-FOLDER"
+        )
     packed = next((name for name, found in rows.items() if found is not None), None)
     if objective == "pretrain" and packed is not None:
         raise UserError(
