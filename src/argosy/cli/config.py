@@ -168,7 +168,7 @@ def _device(argv: list[str]) -> None:
             file.write(dump(device).encode())
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
-    told = {key for key in device.assumed if not key.endswith(("latency_s", "mtbf_h"))}
+    told = {key for key in device.assumed if not key.endswith("latency_s")}
     print(f"wrote {path}; use it as --cluster 8x{path}" + (f"; assumed: {', '.join(sorted(told))}" if told else ""))
 
 
