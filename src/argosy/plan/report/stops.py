@@ -70,7 +70,7 @@ def stops_in_words(found: Reliability) -> str:
     low, mid, high = found.stops
     silent = found.corruptions
     return (
-        f"{count_of_stops(mid)} stops ({low:.0f} to {high:.0f}) in the whole run, of them silent corruptions that are "
+        f"{count_of_stops(mid)} stops ({low:.0f} to {high:.0f}), of them silent corruptions that are "
         f"noticed {count_of_stops(silent.expected)} ({silent.low:.0f} to {silent.high:.0f})"
     )
 
