@@ -36,6 +36,7 @@ from argosy.watch.metrics_table import Preview
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 from argosy.watch.reader import RunReader, RunTail
 from argosy.watch.rules.components import StopsSoFar
+from argosy.watch.status import next_action, standing_of, status_of
 from argosy.watch.timeline import shown_events
 
 NEWS_S = 1.0
@@ -132,6 +133,7 @@ def _advice(asked: QueryParameters, run: OpenRun) -> Any:
         "forecast": None if found.forecast is None else asdict(found.forecast),
         "stops": None if found.stops is None else _stops(found.stops),
         "alerts": [asdict(alert) for alert in found.alerts],
+        "next": next_action(run.reader, standing_of(found.alerts), found.advice).model_dump(),
     }
 
 
@@ -141,6 +143,7 @@ def _stops(found: StopsSoFar) -> Any:
 
 
 VIEWS: dict[str, View] = {
+    "status": lambda asked, run: status_of(run.reader, asked.text("since", "")).model_dump(),
     "series": _series,
     "evaluations": _evaluations,
     "time": _time,
