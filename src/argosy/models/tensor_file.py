@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from argosy.data.stores.model_folder import Sink
+from argosy.data.stores.model_folder import ByteSink
 from argosy.files import COPY_BYTES
 
 DTYPES = {
@@ -153,7 +153,7 @@ class TensorToWrite:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(sink: Sink, tensors: Mapping[str, TensorToWrite], metadata: Mapping[str, str]) -> None:
+def write_tensors(sink: ByteSink, tensors: Mapping[str, TensorToWrite], metadata: Mapping[str, str]) -> None:
     """Write a file, one part of a tensor after the other. Raises: what `parts` and the sink do."""
     # Each lies at a multiple of its items' size.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)

@@ -179,7 +179,7 @@ def _patiently(where: str, ask: Callable[..., Answer], *arguments: Any) -> Answe
     raise RunFailed(f"{where}: cannot be reached ({problem}). The same command may succeed later.")
 
 
-class Sink(Protocol):
+class ByteSink(Protocol):
     """Takes the bytes of a file, in order."""
 
     def write(self, data: memoryview | bytes, /) -> object: ...
@@ -188,7 +188,7 @@ class Sink(Protocol):
 class Destination(Protocol):
     """A folder that is being written: it is there once the last file is, or nothing is."""
 
-    def file(self, name: str) -> AbstractContextManager[Sink]:
+    def file(self, name: str) -> AbstractContextManager[ByteSink]:
         """Open a new file."""
         ...
 
@@ -215,7 +215,7 @@ class _Here:
         self._partial = partial
 
     @contextmanager
-    def file(self, name: str) -> Iterator[Sink]:
+    def file(self, name: str) -> Iterator[ByteSink]:
         with (self._partial / name).open("xb") as file:
             yield file
             sync(file)
@@ -245,7 +245,7 @@ class _InStore:
         self._store, self.written = store, list[str]()
 
     @contextmanager
-    def file(self, name: str) -> Iterator[Sink]:
+    def file(self, name: str) -> Iterator[ByteSink]:
         self.written.append(name)
         with self._store.writer(name) as sink:
             yield sink
