@@ -179,9 +179,10 @@ def _described(
     for tensor in tensors.values():
         sizes[tensor.dtype] += tensor.bytes
     dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
-    given = _object(usage[CONFIG], CONFIG) if CONFIG in usage else plain
-    if not is_same_model(config_from_json(given, CONFIG), config):
-        given = plain
+    given = plain
+    if CONFIG in usage:
+        theirs = _object(usage[CONFIG], CONFIG)
+        given = theirs if is_same_model(config_from_json(theirs, CONFIG), config) else plain
     return {k: dtype if k in ("torch_dtype", "dtype") else v for k, v in given.items() if k != QUANTIZATION}
 
 
