@@ -34,7 +34,7 @@ class Linear(nn.Linear):
     lora: nn.Module | None
     """The weight's adapter, if it has one (`models.adapters`)."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool):
+    def __init__(self, inputs: int, outputs: int, bias: bool = True):
         super().__init__(inputs, outputs, bias)
         self.register_module("lora", None)
 
