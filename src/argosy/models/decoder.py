@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from argosy.accelerator import is_accelerator
 from argosy.config.model import ModelConfig
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Norm, embedding, linear, local, norm
@@ -49,7 +50,7 @@ def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) ->
     )  # not contiguous(), which returns a view if there is one row
     positions = document_positions(tokens, end_of_document)
     parts = (tokens, targets, positions, document_starts(positions))
-    if device.type == "cuda":
+    if is_accelerator(device):
         parts = tuple(part.pin_memory().to(device, non_blocking=True) for part in parts)  # type: ignore[assignment]
     return Microbatch(*parts)
 

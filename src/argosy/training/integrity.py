@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.accelerator import is_accelerator
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.parallel.world import World
@@ -54,7 +55,7 @@ def check_can_replay(run: RunConfig, plan: Plan, device: torch.device) -> None:
             f'{asked} with plan = "{plan}": only whole replicas of a model without experts can compute each other\'s '
             "gradients. Try dp_replicate alone, or replay_check_every_steps = 0."
         )
-    if device.type == "cuda" and not run.train.deterministic:
+    if is_accelerator(device) and not run.train.deterministic:
         raise UserError(f"{asked}: bits are only equal with train.deterministic = true. Set it, or 0 here.")
 
 
