@@ -241,9 +241,10 @@ def _settings(said: Mapping[str, Any], file: Path) -> LoraConfig:
             f"{file}: peft_type = {said.get('peft_type')!r}, bias = {said.get('bias')!r}: only LORA without "
             "biases is known. Merge it with PEFT first."
         )
-    rank, alpha = said.get("r"), said.get("lora_alpha")
-    numbers = isinstance(rank, int) and isinstance(alpha, int | float) and not isinstance(rank, bool)
-    if not numbers or rank < 1 or not alpha > 0 or not math.isfinite(alpha):
+    rank: Any = said.get("r")
+    alpha: Any = said.get("lora_alpha")
+    are_numbers = isinstance(rank, int) and isinstance(alpha, int | float) and not isinstance(rank, bool)
+    if not are_numbers or not rank > 0 or not 0 < alpha < math.inf:
         raise UserError(f"{file}: r = {rank!r}, lora_alpha = {alpha!r}: both must be positive numbers.")
     if said.get("use_dora") and said.get("use_rslora"):
         raise UserError(f"{file}: use_dora and use_rslora go one at a time. Merge it with PEFT first.")
