@@ -160,12 +160,12 @@ def _cohere(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sparse(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
-    layers = sizes["num_hidden_layers"]
+    layers, step = sizes["num_hidden_layers"], draw([1, 2])
     return _experts(draw) | {
         "moe_intermediate_size": 20,
         "norm_topk_prob": draw([False, True]),
-        "mlp_only_layers": draw([[], [0], [1]]) if layers > 2 else [],
-        "decoder_sparse_step": draw([1, 2]),
+        "mlp_only_layers": draw([[], [0], [1]]) if layers > 1 + step else [],  # some layer has experts
+        "decoder_sparse_step": step,
     }
 
 
