@@ -23,8 +23,9 @@ from argosy.errors import ArgosyWarning, StorageError, UserError
 from argosy.files import commit_folder, is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json
 from argosy.models.hf_families import family_of
+from argosy.models.hf_family import NAMES
 from argosy.models.hf_layers import refuse
-from argosy.models.hf_names import Conversion, pieces_of, their_shapes
+from argosy.models.hf_names import Conversion, copies_of, pieces_of, their_shapes
 from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import state_table
 
@@ -254,8 +255,7 @@ def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         known.pop("lm_head.weight", None)
-    if skipped := family_of(config.family).skipped:
-        known = {n: w for n, w in known.items() if not n.startswith(skipped.format(layers=config.layers))}
+    config, known = _further_of(config, known, folder)
     pieces = pieces_of(config)
     _check_names(known.keys(), {name for piece in pieces for name in piece.theirs}, str(folder))
     for piece in pieces:
@@ -265,6 +265,38 @@ def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
             if part.dtype not in ("F64", "F32", "F16", "BF16"):
                 refuse(part.file, part.name, part.dtype, "quantized weights cannot be trained on")
     return config, FolderWeights(pieces, known)
+
+
+def _further_of(
+    config: ModelConfig, known: dict[str, StoredTensor], folder: Path
+) -> tuple[ModelConfig, dict[str, StoredTensor]]:
+    """Return the config and the weights without modules of multi-token prediction that only one of them has.
+
+    transformers leaves their weights out of what it saves. Copies of embedding and head that are not stored are those.
+    """
+    family, first = family_of(config.family), f"model.layers.{config.layers}."
+    if not family.copies:
+        return config, known
+    if not config.mtp.modules:
+        return config, {n: w for n, w in known.items() if not n.startswith(first)}
+    if not any(name.startswith(first) for name in known):
+        warnings.warn(
+            f"{folder}: config.json says num_nextn_predict_layers = {config.mtp.modules}, and there are no weights of "
+            "such modules: the model is taken without them.",
+            ArgosyWarning,
+            stacklevel=1,
+        )
+        return config.without_further(), known
+    names = NAMES | family.names
+    for ours in family.copies:
+        module, _, kind = ours.rpartition(".")
+        original = known.get(f"{names[module]}.{kind}")
+        copies = copies_of(ours, config)
+        if ours == "head.weight" and config.tie_embeddings:
+            known = {n: w for n, w in known.items() if n not in copies}
+        elif original is not None:
+            known |= {name: original for name in copies if name not in known}
+    return config, known
 
 
 def _weight_files(folder: Path) -> list[Path]:

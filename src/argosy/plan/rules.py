@@ -138,10 +138,17 @@ def schedule_admits_the_microbatches(plan: Plan, run: RunConfig) -> str:
 
 @rule(
     lambda p, run: (
-        (p.pp > 1) & p.is_("schedule", *SPLITTING) & (p.is_("compile", True) | p.is_("recompute", "selective"))
+        (p.pp > 1)
+        & p.is_("schedule", *SPLITTING)
+        & (p.is_("compile", True) | p.is_("recompute", "selective") | (run.model.mtp.modules > 0))
     )
 )
 def split_backward_is_eager(plan: Plan, run: RunConfig) -> str:
+    if modules := run.model.mtp.modules:  # the tokens that they look up are on no way from the stage's input
+        return (
+            f"plan.schedule = {plan.schedule} splits backward, which torch cannot with model.mtp.modules = {modules}. "
+            "Use schedule=interleaved_1f1b."
+        )
     if plan.compile:
         return f"plan.schedule = {plan.schedule} splits backward, which compiled blocks cannot. Add compile=false."
     return (
