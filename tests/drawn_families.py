@@ -72,6 +72,7 @@ def _deepseek_experts(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
         "first_k_dense_replace": draw([0, 1]),
         "norm_topk_prob": draw([True, False]),
         "routed_scaling_factor": draw([1.0, 2.5]),
+        "num_nextn_predict_layers": 0,  # which transformers does not compute
     } | draw([{"n_group": 1, "topk_group": 1}, {"n_group": 4, "topk_group": 2}])
 
 
