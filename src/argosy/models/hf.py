@@ -304,8 +304,8 @@ def _further_of(
         return config, {n: w for n, w in known.items() if not n.startswith(first)}
     if not any(name.startswith(first) for name in known):
         warnings.warn(
-            f"{folder.name}: config.json says num_nextn_predict_layers = {config.mtp.modules}, and there are no weights of "
-            "such modules: the model is taken without them.",
+            f"{folder.name}: config.json says num_nextn_predict_layers = {config.mtp.modules}, and there are no "
+            "weights of such modules: the model is taken without them.",
             ArgosyWarning,
             stacklevel=1,
         )
