@@ -139,7 +139,7 @@ def test_a_rank_map_says_in_which_order_nodes_get_ranks(tmp_path):
     ("text", "message"),
     [
         ("a\nb\na\n", "a stands there twice, and a node has one place. Remove line 3"),
-        ("a b\n", "is no node.s name"),
+        ("a b\n", "is no name of a node"),
         ("\n", "names no node"),
         (None, "cannot be read: No such file or directory"),
         (b"\xff\xfe", "it is no text"),

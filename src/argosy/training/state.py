@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from argosy.accelerator import peak_memory_bytes, random_state, set_random_state
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.directory import deal
 from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
-from argosy.observe.clock import peak_memory_bytes
 from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor
@@ -164,10 +164,14 @@ class TrainState:
         self.model.zero_gradients()
 
     def weights(self) -> dict[Box, Tensor]:
-        """Return this rank's part of the weights: live tensors, to copy, or to fill (then `model.after_update`)."""
-        pieces = (*self.model.masters, *self.model.frozen)
-        parts = {_part(f"model.{p.name}", p, p.value): p.value.detach() for p in pieces}
-        return parts | wholes(self.model.buffers(), "model.")
+        """Return this rank's part of the weights that are the run's own: live tensors, to copy, or to fill (then
+        `model.after_update`). What is beside an adapter is not (`base`)."""
+        mine = _weights(self.model.masters)
+        return mine if self.model.has_adapter else mine | self.base()
+
+    def base(self) -> dict[Box, Tensor]:
+        """Return this rank's part of what the run does not train, and of the model's buffers, as `weights` does."""
+        return _weights(self.model.frozen) | wholes(self.model.buffers(), "model.")
 
     def boxes(self, past: Past | None = None) -> dict[Box, Tensor]:
         """Return all tensors of this rank's part: plain, most of them live, to copy, or to fill (then `restored`).
@@ -255,8 +259,8 @@ def generators(world: World) -> dict[Box, Tensor]:
     They belong to a rank, not to the state: if more ranks read a checkpoint than wrote it, some keep their own.
     """
     states = {"cpu": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        states["device"] = torch.cuda.get_rng_state(world.device)
+    if (of_device := random_state(world.device)) is not None:
+        states["device"] = of_device
     return wholes(states, f"rng.rank{world.rank}.")
 
 
@@ -264,9 +268,13 @@ def set_generators(boxes: Mapping[Box, Tensor], world: World) -> None:
     """Set the generators to the values that the tensors of `generators` were filled with."""
     for box, state in boxes.items():
         if box.name.endswith(".device"):
-            torch.cuda.set_rng_state(state, world.device)
+            set_random_state(state, world.device)
         else:
             torch.set_rng_state(state)
+
+
+def _weights(pieces: Iterable[PlacedPiece]) -> dict[Box, Tensor]:
+    return {_part(f"model.{p.name}", p, p.value): p.value.detach() for p in pieces}
 
 
 def _part(name: str, piece: PlacedPiece, tensor: Tensor) -> Box:
