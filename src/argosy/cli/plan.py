@@ -20,13 +20,14 @@ Examples:
   argosy plan --model llama3-8b --tokens 1T --within 30d --cluster h100 --cluster a100
       how many of each train this in 30 days, and for what
   argosy plan runs/mine --within 2d --cluster 16xh200         a run under way: stay, up, down or sideways
+  argosy plan --jobs jobs.toml                       several runs on the clusters that you have: who, where, when
   argosy plan --learn runs/a runs/b                  correct ./cluster.toml, or --cluster FILE, by finished runs
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,6 +111,9 @@ class Options:
     learn: tuple[Path, ...] = ()
     """Folders of all finished runs to learn from: factors from them are written into the cluster's file. Or a .csv file
     with measurements of serving, of --engine."""
+    jobs: Path | None = None
+    """A file of runs with deadlines and priorities, and of the clusters that you have: who runs where and when, and the
+    commands for the clusters' schedulers."""
     json: bool = False
     """Print everything as one JSON object."""
     html: Path | None = None
@@ -118,6 +122,11 @@ class Options:
 
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy plan", Options)
+    if options.jobs is not None:
+        _check_jobs(options)
+        with told_if_long("argosy plan: scheduling jobs"):
+            _jobs(options, options.jobs)
+        return
     _check(options)
     if options.learn:
         with told_if_long("argosy plan: learning from runs"):
@@ -150,6 +159,44 @@ def _answer(options: Options) -> None:
         print(_json(found) if options.json else in_words(found))
         return
     _print(plan_report(request), options)
+
+
+def _jobs(options: Options, path: Path) -> None:
+    from argosy.plan.report import gantt
+    from argosy.plan.report.job_schedule import scheduled
+    from argosy.plan.report.jobs import ClusterSpec, JobsFile, JobSpec
+
+    asked = JobsFile.load(path)
+
+    def request_of(job: JobSpec, place: ClusterSpec) -> PlanRequest:
+        about = Options(
+            run=job.run or None,
+            model=job.model or None,
+            tokens=job.tokens,
+            seq_len=job.seq_len,
+            global_batch=job.global_batch,
+        )
+        return _request(about, place.cluster)
+
+    found = scheduled(asked, request_of, str(path))
+    if options.html is not None:
+        _write_page(options.html, gantt.page(found))
+    if options.json:
+        print(_json(found))
+        return
+    gantt.show(found)
+    if options.html is not None:
+        print(f"\n{options.html}")
+
+
+def _check_jobs(options: Options) -> None:
+    plain, usual = ("jobs", "json", "html"), Options()
+    if other := next(
+        (f.name for f in fields(Options) if f.name not in plain and getattr(options, f.name) != getattr(usual, f.name)),
+        None,
+    ):
+        name = f"--{other.replace('_', '-')}" if other != "run" else str(options.run)
+        raise UserError(f"{name} is said of one run, and --jobs is a file of several. Leave it out, or write it there.")
 
 
 def _request(options: Options, cluster: str | None, price: float | None = None) -> PlanRequest:
@@ -314,16 +361,9 @@ def _learn(options: Options) -> None:
 
 def _print(found: PlanReport, options: Options) -> None:
     if options.html is not None:
-        from argosy.files import atomic_write
         from argosy.plan.report.html import page
 
-        try:
-            with atomic_write(options.html) as file:
-                file.write(page(found).encode())
-        except OSError as error:
-            raise UserError(
-                f"--html {options.html}: cannot be written: {error.strerror}. Name a file in a folder that exists."
-            ) from None
+        _write_page(options.html, page(found))
     if options.json:
         print(_json(found))
         return
@@ -332,6 +372,18 @@ def _print(found: PlanReport, options: Options) -> None:
     show(found)
     if options.html is not None:
         print(f"\n{options.html}")
+
+
+def _write_page(path: Path, text: str) -> None:
+    from argosy.files import atomic_write
+
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise UserError(
+            f"--html {path}: cannot be written: {error.strerror}. Name a file in a folder that exists."
+        ) from None
 
 
 def _check(options: Options) -> None:
