@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,6 @@ from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ResourceError, ToolError
 from mcp.types import ToolAnnotations
 
-from argosy import __version__
 from argosy.config.layers import preset_names
 from argosy.config.load import RUN_FILE
 from argosy.errors import UserError
@@ -206,7 +206,7 @@ OF_FOLDERS = {"runs", "status", "events", "advice", "logs", "compare"}
 def server_of_runs(root: Path, allowed: Sequence[Allowed] = ()) -> MCPServer:
     """Return the MCP server of the runs under `root`; `allowed`: what it may do to runs, beside reading."""
     tools = RunTools(root, allowed)
-    server = MCPServer("argosy", version=__version__, instructions=INSTRUCTIONS, log_level="ERROR")
+    server = MCPServer("argosy", version=version("argosy"), instructions=INSTRUCTIONS, log_level="ERROR")
     for name in (*READING, *allowed):
         tool = getattr(tools, name)
         about = " ".join((tool.__doc__ or "").split()) + DATA * (name in OF_FOLDERS)
