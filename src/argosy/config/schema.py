@@ -23,6 +23,7 @@ from pydantic import (
 from argosy.config.data import DataConfig
 from argosy.config.extend import ExtendConfig
 from argosy.config.launch import LaunchConfig
+from argosy.config.lora import LoraConfig
 from argosy.config.model import FAMILIES, UNGATED, ModelConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
@@ -140,6 +141,7 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig(steps=1000)
     preference: PreferenceConfig = PreferenceConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -167,6 +169,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"resilience.replay_check_every_steps = {every}: a replay does not know what "
                 f'train.objective = "{objective}" takes from the whole batch; set it to 0'
+            )
+        if self.train.has_preferences and self.model.mtp.modules:
+            raise ValueError(
+                f"model.mtp.modules = {self.model.mtp.modules}: they predict tokens one by one, and train.objective = "
+                f'"{objective}" compares whole answers; set 0'
             )
         if self.train.has_preferences and self.sites:
             raise ValueError(

@@ -1,18 +1,21 @@
 """The weights of Hugging Face folders in our terms: what becomes what, tensor by tensor, in both directions.
 
 A `Conversion` is the smallest group that converts by itself: two tensors, a stack of experts and its slices, or
-queries, keys and values and their fused matrix. Import and export take one at a time: no more is in memory.
+queries, keys and values and their fused matrix. Import and export take one at a time, or some of its rows: no more is
+in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from argosy.config.model import ModelConfig
+from argosy.errors import UserError
 from argosy.models.hf_families import family_of
 from argosy.models.hf_family import NAMES, Fused
 from argosy.plan.layer_spec import layer_spec
@@ -30,6 +33,9 @@ class Conversion:
     to_theirs: Convert
     """They share memory with ours where they can."""
     to_ours: Convert
+    rows: Literal["together", "alone", "theirs"] = "together"
+    """alone: any rows of theirs, of the first dim, convert to the same rows of ours; theirs: each row of ours is a
+    tensor of theirs; together: neither."""
 
 
 def pieces_of(config: ModelConfig) -> list[Conversion]:
@@ -39,7 +45,7 @@ def pieces_of(config: ModelConfig) -> list[Conversion]:
     shapes = {name: parameter.shape for name, parameter in state_table(config).items()}
     pieces, done = [], set[str]()
     for name in shapes:
-        block = name.split(".")[1] if name.startswith("blocks.") else ""
+        block = name.split(".")[1] if name.startswith(("blocks.", "mtp.")) else ""
         pattern = name.replace(f".{block}.", ".*.", 1) if block else name
         module, _, kind = pattern.rpartition(".")
         if name in done:
@@ -55,7 +61,7 @@ def pieces_of(config: ModelConfig) -> list[Conversion]:
             pieces.append(_fused(ours, their_name, rule, sizes, orders))
             done.update(ours)
         else:
-            pieces.append(_single(name, pattern, block, config))
+            pieces.append(_with_copies(_single(name, pattern, block, config), config))
     return pieces
 
 
@@ -79,14 +85,41 @@ def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Convers
         theirs = names[pattern].replace("*", block)
         slices = tuple(theirs.replace("#", str(expert)) for expert in range(config.moe.experts))
         return Conversion(
-            (name,), slices, lambda ours: list(ours[0].unbind()), lambda parts: [torch.stack(list(parts))]
+            (name,), slices, lambda ours: list(ours[0].unbind()), lambda parts: [torch.stack(list(parts))], "theirs"
         )
     if pattern in names:
         theirs = names[pattern].replace("*", block)
     else:
         module, _, kind = pattern.rpartition(".")
         theirs = f"{names[module].replace('*', block)}.{kind}"
-    return Conversion((name,), (theirs,), lambda ours: [theirs_of(ours[0])], lambda parts: [ours_of(parts[0])])
+    rows: Literal["together", "alone"] = "alone" if order is None else "together"
+    return Conversion((name,), (theirs,), lambda ours: [theirs_of(ours[0])], lambda parts: [ours_of(parts[0])], rows)
+
+
+def copies_of(name: str, config: ModelConfig) -> tuple[str, ...]:
+    """Return their names of the copies that modules of multi-token prediction have of one of our weights."""
+    pattern = family_of(config.family).copies.get(name, "")
+    return tuple(pattern.replace("*", str(layer)) for layer in range(config.layers, config.all_layers) if pattern)
+
+
+def _with_copies(piece: Conversion, config: ModelConfig) -> Conversion:
+    (ours,), (theirs,) = piece.ours, piece.theirs[:1]
+    if not (copies := copies_of(ours, config)):
+        return piece
+
+    def join(weights: Sequence[Tensor]) -> list[Tensor]:
+        return piece.to_theirs(weights) * (1 + len(copies))
+
+    def cut(parts: Sequence[Tensor]) -> list[Tensor]:
+        for name, copy in zip(copies, parts[1:], strict=True):
+            if not torch.equal(copy, parts[0]):
+                raise UserError(
+                    f"{name} is not {theirs}: modules that predict further tokens share it with the model here. Set "
+                    "num_nextn_predict_layers = 0 in config.json and leave their weights out."
+                )
+        return piece.to_ours(parts[:1])
+
+    return Conversion(piece.ours, (theirs, *copies), join, cut)
 
 
 def _fused(
@@ -118,7 +151,7 @@ def _fused(
             weights = list(whole.unflatten(1, (-1, len(shapes))).unbind(2)) if len(shapes) > 1 else [whole]
         return [w.contiguous() if order is None else w[order] for w, order in zip(weights, orders, strict=True)]
 
-    return Conversion(ours, (theirs,), join, cut)
+    return Conversion(ours, (theirs,), join, cut, "together" if rule.kind == "rows" else "alone")
 
 
 def _rotary_order(name: str, config: ModelConfig) -> Tensor | None:

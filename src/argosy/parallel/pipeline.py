@@ -73,7 +73,8 @@ class Sequential:
         return [self._loss(micro) for micro in batch]
 
     def _loss(self, micro: Microbatch) -> Tensor:
-        more = {} if micro.sequences is None else {"sequences": micro.sequences}
+        more: dict[str, Any] = {} if micro.sequences is None else {"sequences": micro.sequences}
+        more |= {} if micro.further_BTn2 is None else {"further_BTn2": micro.further_BTn2}
         loss: Tensor = self._model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents, **more)
         return loss
 
@@ -181,6 +182,8 @@ class Pipeline:
         if (some := batch[0].sequences) is not None:
             parts = [micro.sequences or some for micro in batch]
             keywords["sequences"] = Sequences(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        if (further := [micro.further_BTn2 for micro in batch if micro.further_BTn2 is not None]) and self._has_last:
+            keywords["further_BTn2"] = torch.cat(further)
         target = targets if self._has_last else None
         self._schedule(len(batch)).step(*tokens, **keywords, target=target, losses=losses, return_outputs=False)
         if not losses:
