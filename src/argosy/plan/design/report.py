@@ -19,7 +19,7 @@ from argosy.plan.design.points import Floats, Points
 from argosy.plan.design.space import DesignSpace
 from argosy.plan.design.speedup import Speedup, speedups
 from argosy.plan.design.sweep import Served, ServingSweep, Trained, TrainingSweep, front, picked
-from argosy.plan.hardware.technology import logic_nodes, memory_generations
+from argosy.plan.hardware.technology import LogicNode, MemoryGeneration, logic_nodes, memory_generations
 
 TRAINING = ("run_s", "usd", "kwh")
 SERVING = ("tpot_s", "usd_per_million", "kwh_per_million")
@@ -159,7 +159,8 @@ def _caveats(space: DesignSpace, points: Points) -> list[str]:
     """Return what the figures rest on, in words."""
     nodes, memory = logic_nodes(), memory_generations()
     lines = ["No run has checked these figures: they are predictions, for devices of which most do not exist."]
-    for one in *(nodes[name] for name in space.device.node), *(memory[name] for name in space.device.memory):
+    used: list[LogicNode | MemoryGeneration] = [nodes[name] for name in space.device.node]
+    for one in [*used, *(memory[name] for name in space.device.memory)]:
         assumed = f" Assumed: {', '.join(one.assumed)}." if one.assumed else ""
         lines.append(f"{one.name}: {one.source}.{assumed}")
     lines += [f"{many:,} combinations were left out: {reason}." for reason, many in points.impossible.items()]
