@@ -60,7 +60,7 @@ def test_it_says_what_binds_and_that_nobody_has_run_it(space: Path, capsys: pyte
     [
         ('"HBM3", "HBM4"', '"HBM9"', r"mine.toml:6: device.memory: 'HBM9' is not known"),
         ('"llama3-8b"', '"llama9"', r"no models? preset is called 'llama9'"),
-        ("devices = 8", "devices = 7", r"mine\.toml: "),
+        ("llama3-8b", "llama3.1-405b", r"mine\.toml: train\.devices = 8: llama3\.1-405b fits on no device"),
         ("seq_len = 8192", "seq_len = 900000", r"\[train\] train\.seq_len 900000 is more than"),
     ],
 )

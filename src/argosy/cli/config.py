@@ -16,9 +16,10 @@ import inspect
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
+from pydantic import BaseModel
 
 from argosy.cli.options import ALL, SHORT, fitted, parse, parse_run
 from argosy.config.dump import dump
@@ -41,6 +42,22 @@ class Options:
 
     json: bool = False
     """Print JSON."""
+
+
+@dataclass(frozen=True)
+class SchemaOptions(Options):
+    """Options of `argosy config schema`."""
+
+    of: Literal["run", "status", "compare"] = "run"
+    """run: run files; the others: what the command of that name prints with --json."""
+
+
+def schemas() -> dict[str, type[BaseModel]]:
+    """Return the documents that have a schema: name -> their model."""
+    from argosy.compare.side_by_side import Comparison
+    from argosy.watch.status import RunSummary
+
+    return {"run": RunConfig, "status": RunSummary, "compare": Comparison}
 
 
 @dataclass(frozen=True)
@@ -110,13 +127,15 @@ def _show(argv: list[str]) -> None:
 
 
 def _schema(argv: list[str]) -> None:
-    """Print the JSON schema of run files, for an editor that completes and checks them.
+    """Print the JSON schema of run files, for an editor that completes and checks them; or of what a command prints
+    with --json.
 
-    Example:
+    Examples:
       argosy config schema > run.schema.json
+      argosy config schema --of status
     """
-    parse(argv, "argosy config schema", Options, inspect.getdoc(_schema))
-    print(json.dumps(RunConfig.model_json_schema(), indent=2))
+    options = parse(argv, "argosy config schema", SchemaOptions, inspect.getdoc(_schema))
+    print(json.dumps(schemas()[options.of].model_json_schema(), indent=2))
 
 
 def _presets(argv: list[str]) -> None:
@@ -168,7 +187,7 @@ def _device(argv: list[str]) -> None:
             file.write(dump(device).encode())
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
-    told = {key for key in device.assumed if not key.endswith(("latency_s", "mtbf_h"))}
+    told = {key for key in device.assumed if not key.endswith("latency_s")}
     print(f"wrote {path}; use it as --cluster 8x{path}" + (f"; assumed: {', '.join(sorted(told))}" if told else ""))
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from argosy.checkpoint import store
+from argosy.config.data import PrepareConfig
+from argosy.config.lora import check_targets
 from argosy.config.optimizer import check_patterns
 from argosy.config.schema import RunConfig
 from argosy.data.crew import PrepareProgress
@@ -16,14 +21,14 @@ from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.store import is_url, upload
 from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_file
-from argosy.errors import UserError
+from argosy.errors import UserError, first_error
 from argosy.files import file_sha256
 from argosy.observe.screen import Progress
 from argosy.plan.cost.estimate import GIB
 from argosy.plan.hardware.devices import is_path
 from argosy.plan.hardware.host_memory import host_memory_bytes, process_memory_bytes
 from argosy.plan.hardware.local_machine import cluster_of
-from argosy.plan.parameters import parameter_table
+from argosy.plan.parameters import linear_names, run_table
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, costs_of, machine_for
 from argosy.plan.search.search import least_memory_bytes, nearest_that_fits, search_to_run, with_memory
@@ -36,9 +41,11 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     if is_path(run.launch.cluster):
         path = Path(run.launch.cluster).expanduser().absolute()
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
+    run = _with_objective(run)
     _check_tokenizer_to_prepare(run)
     run = _with_data(run, progress)
     data = open_data(run.data, run.seed, run.train.batches)
+    _check_objective(run, data)
     first = data.sources[0]
     _check_tokenizer(run, first.manifest.tokenizer_sha256, f"{first.name} was prepared with another tokenizer")
     if not run.model.vocab_size:
@@ -48,7 +55,9 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
-    check_patterns(run.optimizer.groups, run.train.frozen, list(parameter_table(run.model)))
+    check_parameters(run)
+    if run.lora.rank:
+        run = _beside_weights(run)
     return run, data
 
 
@@ -58,7 +67,7 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
     If neither is known, it stays 0. Raises: UserError for prepared data or a tokenizer that cannot be read, or a
     pattern of parameters that matches none.
     """
-    check_patterns(run.optimizer.groups, run.train.frozen, list(parameter_table(run.model)))
+    check_parameters(run)
     if run.model.vocab_size:
         return run
     first = next(iter(run.data.sources), str(run.data.prepare.out))
@@ -74,6 +83,27 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": vocab_size})})
 
 
+def check_parameters(run: RunConfig) -> None:
+    """Check the patterns that name parameters of the model. Raises: UserError if one matches none."""
+    check_targets(run.lora, linear_names(run.model))
+    check_patterns(run.optimizer.groups, run.train.frozen, list(run_table(run)))
+
+
+def _beside_weights(run: RunConfig) -> RunConfig:
+    """Return a run with an adapter such that model.weights names one checkpoint: the newest of a run may change.
+
+    Raises: UserError if there are no weights, or they are those of an adapter.
+    """
+    if run.model.weights is None:
+        raise UserError(
+            f"lora.rank = {run.lora.rank}: an adapter is trained beside pretrained weights, and model.weights names "
+            "none. Give a run folder, e.g. what `argosy checkpoint import` wrote."
+        )
+    found = store.find(run.model.weights, lambda checkpoint: None)
+    model = run.model.model_copy(update={"weights": found.folder.absolute()})
+    return run.model_copy(update={"model": model})
+
+
 def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
     """Prepare the run's data, show how far that is, and return their manifest. Raises: as `prepare`."""
 
@@ -81,6 +111,42 @@ def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
         progress.note(str(state), last=state.stage == "done")
 
     return prepare(run.data.prepare, show, run.extend)
+
+
+def _with_objective(run: RunConfig) -> RunConfig:
+    """Return the run with what its objective says of the data to prepare. Raises: UserError."""
+    prepare, objective = run.data.prepare, run.train.objective
+    if not prepare.input or objective == "pretrain":
+        return run
+    try:
+        prepare = PrepareConfig(
+            **{
+                **prepare.model_dump(),
+                "objective": objective,
+                "seq_len": run.data.seq_len,
+                "tokenizer": prepare.tokenizer or run.model.weights,
+            }
+        )
+    except ValidationError as error:
+        raise UserError(f"data.prepare with train.objective = {objective}: {first_error(error)}") from None
+    return run.model_copy(update={"data": run.data.model_copy(update={"prepare": prepare})})
+
+
+def _check_objective(run: RunConfig, data: OpenData) -> None:
+    """Refuse data that the objective cannot learn from. Raises: UserError."""
+    rows = {source.name: source.manifest.rows for source in data.sources}
+    objective = run.train.objective
+    packed = next((name for name, found in rows.items() if found is not None), None)
+    if objective == "pretrain" and packed is not None:
+        raise UserError(
+            f'train.objective = "pretrain": {packed} holds conversations, of which the answers alone are learned. Set '
+            'train.objective = "sft".'
+        )
+    if objective != "pretrain" and packed is None:
+        raise UserError(
+            f'train.objective = "{objective}": {next(iter(rows))} holds text, and no conversations. Prepare some: '
+            f"argosy prepare chats.jsonl --objective {objective} --tokenizer MODEL --out NEW-FOLDER"
+        )
 
 
 def _check_tokenizer_to_prepare(run: RunConfig) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from argosy.config.model import ModelConfig
 from argosy.models.decoder import Decoder
 from argosy.models.layers import local
 from argosy.plan.mup import initial_factor
-from argosy.plan.parameters import Parameter, parameter_table
+from argosy.plan.parameters import Parameter
 
+Draw = Callable[[Tensor, int], Tensor]
+"""Indices (int64) and a parameter's key -> a random number (fp32) for each."""
 AT_ONCE = 2**20
 """Elements computed at once: few enough that the temporary integers stay in a CPU's caches."""
 
@@ -28,10 +30,9 @@ def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed:
     Parameters may be DTensors; each rank computes its own part.
     """
     model.to_empty(device=device)
-    table = parameter_table(config, model.stage)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fill_initial(local(parameter), name, table[name], offset_of(parameter), config, seed)
+            fill_initial(local(parameter), name, model.table[name], offset_of(parameter), config, seed)
         for buffer in model.buffers():
             buffer.zero_()
 
@@ -64,30 +65,39 @@ def fill_initial(
     elif whole.initial == "zeros":
         part.zero_()
     else:
-        std = config.init_std / (2 * config.layers) ** 0.5 if whole.initial == "into_residual" else config.init_std
-        std *= initial_factor(name, config)
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         strides = [math.prod(whole.shape[dim + 1 :]) for dim in range(len(whole.shape))]
         first = sum(place * stride for place, stride in zip(offset, strides, strict=True))
-        _fill_normal(part, strides, first, int.from_bytes(digest, "little"), std)
+        draw, size = _distribution(name, whole, config)
+        _fill(part, strides, first, int.from_bytes(digest, "little"), draw, size)
 
 
-def _fill_normal(part: Tensor, strides: Sequence[int], first: int, key: int, std: float) -> None:
+def _distribution(name: str, whole: Parameter, config: ModelConfig) -> tuple[Draw, float]:
+    """Return how a parameter's values are drawn, and the factor on them."""
+    if whole.initial == "uniform":
+        return _uniform, whole.shape[-1] ** -0.5
+    if whole.initial == "gaussian":
+        return _normal, 1 / whole.shape[-2]
+    std = config.init_std / (2 * config.layers) ** 0.5 if whole.initial == "into_residual" else config.init_std
+    return _normal, std * initial_factor(name, config)
+
+
+def _fill(part: Tensor, strides: Sequence[int], first: int, key: int, draw: Draw, size: float) -> None:
     """Fill `part`, a box of a whole with `strides`; its first element is number `first` of the whole."""
     if part.numel() == 0:
         return
     rows = AT_ONCE // part[0].numel()
     if rows == 0:  # a stack of matrices (experts) that are each larger than AT_ONCE
         for i, matrix in enumerate(part):
-            _fill_normal(matrix, strides[1:], first + i * strides[0], key, std)
+            _fill(matrix, strides[1:], first + i * strides[0], key, draw, size)
         return
     for start in range(0, part.shape[0], rows):
         some = part[start : start + rows]
         index = torch.full((), first + start * strides[0], device=part.device)
-        for dim, (size, stride) in enumerate(zip(some.shape, strides, strict=True)):
-            along = torch.arange(size, device=part.device) * stride
+        for dim, (length, stride) in enumerate(zip(some.shape, strides, strict=True)):
+            along = torch.arange(length, device=part.device) * stride
             index = index + along.view(-1, *[1] * (part.ndim - dim - 1))
-        some.copy_(_normal(index, key) * std)
+        some.copy_(draw(index, key) * size)
 
 
 def _normal(index: Tensor, key: int) -> Tensor:
@@ -96,6 +106,11 @@ def _normal(index: Tensor, key: int) -> Tensor:
     uniform_1 = ((bits >> 32 & 0xFFFFFFFF).float() + 0.5) * 2.0**-32  # never 0; 1 is harmless, since log(1) = 0
     uniform_2 = (bits & 0xFFFFFFFF).float() * 2.0**-32
     return (uniform_1.log() * -2).sqrt() * (uniform_2 * (2 * math.pi)).cos()
+
+
+def _uniform(index: Tensor, key: int) -> Tensor:
+    """Return a number between -1 and 1 (fp32) for each index (int64), from the high half of its hash."""
+    return (_hash(index, key) >> 32 & 0xFFFFFFFF).float() * 2.0**-31 - 1
 
 
 def _hash(index: Tensor, key: int) -> Tensor:

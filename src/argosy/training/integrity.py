@@ -87,10 +87,11 @@ class Integrity(Checks):
         self._state, self._batches, self._world = parts.state, parts.batches, parts.world
         self._records, self._clock, self._heartbeat = parts.records, parts.clock, parts.heartbeat
         self._replay_check_every = parts.run.resilience.replay_check_every_steps
-        self._tokens_at = parts.run.tokens_at
+        self._tokens: int | Tensor = 1
 
-    def watch(self) -> None:
+    def watch(self, tokens: int | Tensor) -> None:
         """Compute the step at hand such that it can be checked."""
+        self._tokens = tokens
         self._state.model.watch(self._is_replayed)
 
     def is_wrong(self, step: int, loss: Tensor) -> bool:
@@ -148,7 +149,7 @@ class Integrity(Checks):
     def _recompute(self, step: int, rank: int) -> Result:
         """Return loss and gradient of the samples of another replica, `rank`."""
         batch = self._batches.of_rank(rank, step)
-        return self._state.model.recompute(batch, self._state.scaler.scale, self._tokens_at(step))
+        return self._state.model.recompute(batch, self._state.scaler.scale, self._tokens)
 
     @property
     def _is_replayed(self) -> bool:

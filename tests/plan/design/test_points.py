@@ -22,6 +22,8 @@ def test_a_space_of_no_figures_is_its_base(load: Load, base: str) -> None:
     assert len(points) == 1
     rates = points.rates()
     for f in fields(Rates):
+        if getattr(own, f.name) is None:
+            continue
         assert np.ravel(getattr(rates, f.name))[0] == approx(getattr(own, f.name), rel=1e-6), f.name
 
 

@@ -346,7 +346,8 @@ def _chunks(n: int) -> Iterator[slice]:
 
 def _one(rates: Rates) -> Rates:
     """Return rates of columns of one as rates of numbers."""
-    return replace(rates, **{name: float(np.ravel(v)[0]) for name, v in vars(rates).items() if np.ndim(v)})
+    numbers: dict[str, Any] = {name: float(np.ravel(v)[0]) for name, v in vars(rates).items() if np.ndim(v)}
+    return replace(rates, **numbers)
 
 
 def picked(places: Sequence[int] | NDArray[np.int64], most: int) -> list[int]:
