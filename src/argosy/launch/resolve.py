@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from argosy.data.manifest import Manifest
 from argosy.data.prepare import prepare
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
-from argosy.data.stores.store import is_url, upload
-from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_file
+from argosy.data.stores.model_folder import is_model_folder
+from argosy.data.stores.store import is_url, spelled, upload
+from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_of
 from argosy.errors import UserError, first_error
-from argosy.files import file_sha256
 from argosy.observe.screen import Progress
 from argosy.plan.cost.estimate import GIB
 from argosy.plan.hardware.devices import is_path
@@ -99,6 +100,11 @@ def _beside_weights(run: RunConfig) -> RunConfig:
             f"lora.rank = {run.lora.rank}: an adapter is trained beside pretrained weights, and model.weights names "
             "none. Give a run folder, e.g. what `argosy checkpoint import` wrote."
         )
+    if is_model_folder(run.model.weights):
+        raise UserError(
+            f"lora.rank = {run.lora.rank} with model.weights = {spelled(run.model.weights)}: an adapter names the "
+            f"checkpoint beside it. Make one: argosy checkpoint import {spelled(run.model.weights)} --out runs/base."
+        )
     found = store.find(run.model.weights, lambda checkpoint: None)
     model = run.model.model_copy(update={"weights": found.folder.absolute()})
     return run.model_copy(update={"model": model})
@@ -124,7 +130,7 @@ def _with_objective(run: RunConfig) -> RunConfig:
                 **prepare.model_dump(),
                 "objective": objective,
                 "seq_len": run.data.seq_len,
-                "tokenizer": prepare.tokenizer or run.model.weights,
+                "tokenizer": prepare.tokenizer or (None if is_url(run.model.weights) else run.model.weights),
             }
         )
     except ValidationError as error:
@@ -168,11 +174,12 @@ def _check_tokenizer_to_prepare(run: RunConfig) -> None:
 def _check_tokenizer(run: RunConfig, sha256: str, what: str) -> None:
     """Refuse weights that know other tokens than the data. Raises: UserError."""
     weights = run.model.weights
-    if weights is None or not (path := tokenizer_file(weights)).is_file() or file_sha256(path) == sha256:
+    theirs = None if weights is None else tokenizer_of(weights)
+    if weights is None or theirs is None or hashlib.sha256(theirs).hexdigest() == sha256:
         return
     raise UserError(
-        f"model.weights = {weights}: {what}, whose tokens mean something else to these weights. Prepare the text with "
-        f"theirs ({how_to_prepare(weights)}), and name the new folder in data.sources."
+        f"model.weights = {spelled(weights)}: {what}, whose tokens mean something else to these weights. Prepare the "
+        f"text with theirs ({how_to_prepare(spelled(weights))}), and name the new folder in data.sources."
     )
 
 
