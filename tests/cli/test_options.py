@@ -171,7 +171,7 @@ def test_a_command_does_not_show_keys_without_effect_on_it(capsys):
         ("sequence length", "--data.seq-len"),
         ("context length", "--data.seq-len"),
         ("learning rate", "--optimizer.lr"),
-        ("epochs", "--train.steps"),
+        ("epochs", "--train.epochs"),
         ("model size", "--model.preset"),
         ("fine-tuning", "--model.weights"),
         ("dataset", "--data.sources"),

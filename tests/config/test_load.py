@@ -173,8 +173,16 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(run_file, writte
     assert line.endswith(f"unknown key; {answer}")
 
 
-def test_epochs_are_explained(run_file):
-    assert "not epochs" in refusal(run_file("train = {steps = 1, epochs = 3}"))[0]
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        ("{minutes = 1, epochs = 3}", "minutes = 1 and epochs = 3: set one of them to 0"),
+        ("{epochs = -1}", "train.epochs = -1"),
+        ("{epochs = 2, global_batch = 8, batch_ramp = [{until_step = 5, global_batch = 4}]}", "counted in steps"),
+    ],
+)
+def test_epochs_that_say_no_length_are_refused(run_file, train, words):
+    assert words in refusal(run_file(f"train = {train}"))[0]
 
 
 def test_every_synonym_leads_to_a_key_that_exists(run_file):

@@ -21,7 +21,7 @@ KEYS = key_fields(RunConfig)
         ("optimzer.lr", "did you mean optimizer.lr?"),
         ("train.lr", "it exists at optimizer.lr."),
         ("schedule.zzz", "schedule has: kind, warmup_steps, decay_fraction, final_ratio."),
-        ("epochs", "here it is train.steps: a run is counted in steps"),
+        ("num_train_epochs", "here it is train.epochs."),
     ],
 )
 def test_an_unknown_key_leads_to_the_one_that_was_meant(typed: str, answer: str) -> None:

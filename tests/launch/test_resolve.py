@@ -34,6 +34,24 @@ def test_a_run_that_says_all_stays_as_it_is(corpus):
     assert resolve(larger, QUIET)[0] == larger
 
 
+@pytest.mark.parametrize("epochs", [0.001, 0.5, 1.0, 2.25])
+def test_a_run_in_epochs_has_the_fewest_steps_that_read_so_much(corpus, epochs):
+    run, data = resolve(run_config(corpus, train={"steps": 0, "epochs": epochs}), QUIET)
+    steps, batch, windows = run.train.steps, run.train.global_batch, data.sources[0].windows(run.data.seq_len)
+    assert (steps - 1) * batch < epochs * windows <= steps * batch
+    visited = data.order.samples(0, steps * batch)
+    assert len(set(visited.windows.tolist())) >= min(windows, epochs * windows)
+    assert resolve(run, QUIET)[0] == run  # as it stands in run.toml
+
+
+def test_epochs_are_refused_beside_other_steps_or_in_a_mixture(corpus, other):
+    with pytest.raises(UserError, match=r"train\.steps = 3 and train\.epochs = 2, which are \d+ steps of"):
+        resolve(run_config(corpus, train={"steps": 3, "epochs": 2.0}), QUIET)
+    mixed = {str(corpus): 1.0, str(shutil.copytree(corpus, other / "copy")): 2.0}
+    with pytest.raises(UserError, match=r"train\.epochs = 2 with 2 data sources: .* Give train\.steps"):
+        resolve(run_config(corpus, data={"sources": mixed}, train={"steps": 0, "epochs": 2.0}), QUIET)
+
+
 def test_a_vocabulary_smaller_than_that_of_the_data_is_refused(corpus):
     with pytest.raises(UserError, match=r"model\.vocab_size = 100 is smaller .* Try model\.vocab_size = 0"):
         resolve(run_config(corpus, model={"vocab_size": 100}), QUIET)

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     from argosy.files import made_folder
 
     if options.minutes:
-        train = run.train.model_copy(update={"minutes": options.minutes, "steps": 0})
+        train = run.train.model_copy(update={"minutes": options.minutes, "steps": 0, "epochs": 0.0})
         run = run.model_copy(update={"train": train})
     folder = (options.folder or Path("runs") / f"{run.name}-chaos").absolute()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run it started is ended

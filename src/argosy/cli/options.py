@@ -139,6 +139,7 @@ ESSENTIAL: tuple[Key, ...] = tuple(
             "train.global_batch",
             "train.steps",
             "train.minutes",
+            "train.epochs",
             "optimizer.lr",
             "evaluate.every_steps",
             "checkpoint.every_steps",

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 RUN = "parity"
 """The preset to train if no run is named."""
-IDLE = ("train.steps", "train.minutes", "evaluate.every_steps", "checkpoint.every_steps", "launch.processes")
+IDLE = (
+    *("train.steps", "train.minutes", "train.epochs"),
+    *("evaluate.every_steps", "checkpoint.every_steps", "launch.processes"),
+)
 """Keys without effect here."""
 
 

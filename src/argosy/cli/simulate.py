@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SHORT = {"--model": "--model.preset", "--global-batch": "--train.global-batch", "--seq-len": "--data.seq-len"}
 """Short options -> the keys of a run that they stand for."""
 IDLE = (
-    *("name", "model.weights", "data.prepare.input", "data.sources", "train.steps", "train.minutes"),
+    *("name", "model.weights", "data.prepare.input", "data.sources", "train.steps", "train.minutes", "train.epochs"),
     *("evaluate.every_steps", "checkpoint.every_steps", "launch.processes", "seed"),
 )
 """Keys without effect on a simulated step."""

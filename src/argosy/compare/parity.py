@@ -148,7 +148,7 @@ REFERENCE = "precision=fp32,compile=false"
 def _brief(run: RunConfig, steps: int) -> RunConfig:
     """Return `run` cut to `steps` steps and to what is compared."""
     changes: dict[str, dict[str, Any]] = {
-        "train": {"steps": steps, "minutes": 0.0, "deterministic": True},
+        "train": {"steps": steps, "minutes": 0.0, "epochs": 0.0, "deterministic": True},
         "schedule": {"kind": "constant", "warmup_steps": 0},
         "evaluate": {"every_steps": 0, "tokens": 1, "sample_prompt": None},  # a window at the end, and no more
         "checkpoint": {"every_steps": 0, "every_minutes": 0.0},  # only the last state: weights are compared by it

@@ -13,8 +13,8 @@ from argosy.config.schema import RunConfig
 from argosy.config.section import dotted, flatten
 from argosy.errors import UserError
 
-MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.pause_at",
-              "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "observe",
+MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.epochs",
+              "train.pause_at", "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "observe",
               "data.prepare", "data.on_bad_shard", "data.cache", "site", "sites", "sync.servers", "sync.shards",
               "sync.server_launch",
               "sync.max_staleness", "sync.staleness_rate",

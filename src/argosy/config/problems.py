@@ -175,8 +175,6 @@ def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-_NO_EPOCHS = "train.steps: a run is counted in steps, not epochs (steps = tokens / (global_batch * seq_len))"
-
 ELSEWHERE: Mapping[str, str] = {
     "learning_rate": "optimizer.lr",
     "max_lr": "optimizer.lr",
@@ -216,9 +214,8 @@ ELSEWHERE: Mapping[str, str] = {
     "max_iters": "train.steps",
     "iters": "train.steps",
     "iterations": "train.steps",
-    "epochs": _NO_EPOCHS,
-    "num_epochs": _NO_EPOCHS,
-    "num_train_epochs": _NO_EPOCHS,
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
     "max_time": "train.minutes",
     "hidden_size": "model.width",
     "d_model": "model.width",

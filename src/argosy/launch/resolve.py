@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,7 +60,31 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     check_parameters(run)
     if run.lora.rank:
         run = _beside_weights(run)
-    return run, data
+    return _with_length(run, data), data
+
+
+def _with_length(run: RunConfig, data: OpenData) -> RunConfig:
+    """Return a run in epochs with its number of steps: the fewest that read so many passes over its source.
+
+    Raises: UserError if several sources are mixed, each of which is passed in a time of its own, or the run's steps
+    are others.
+    """
+    epochs, batch = run.train.epochs, run.train.global_batch
+    if not epochs:
+        return run
+    if len(data.sources) > 1:
+        raise UserError(
+            f"train.epochs = {epochs:g} with {len(data.sources)} data sources: their weights say how often each is "
+            "read, and no pass ends for all at once. Give train.steps."
+        )
+    samples = data.sources[0].windows(run.data.seq_len)
+    steps = max(1, math.ceil(epochs * samples / batch))
+    if run.train.steps not in (0, steps):
+        raise UserError(
+            f"train.steps = {run.train.steps} and train.epochs = {epochs:g}, which are {steps} steps of {batch} of the "
+            f"{samples} sequences. Set one of them to 0."
+        )
+    return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})})
 
 
 def with_known_sizes(run: RunConfig) -> RunConfig:

@@ -61,8 +61,10 @@ def check(run: RunConfig) -> None:
     """Refuse what an asynchronous run does not do. Raises: UserError."""
     if not run.sites:
         raise UserError(NO_WORKERS)
-    if not run.train.steps:
-        raise UserError("train.minutes with plan.sync = async: say how many updates to make. Give train.steps.")
+    if not run.train.steps or run.train.epochs:
+        raise UserError(
+            "train.minutes or train.epochs with plan.sync = async: say how many updates to make. Give train.steps."
+        )
     if run.train.batch_ramp:
         raise UserError("train.batch_ramp with plan.sync = async: all updates have one batch. Leave it out.")
     _check_local_steps(run)

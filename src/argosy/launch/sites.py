@@ -97,9 +97,10 @@ def check_addresses(run: RunConfig) -> None:
 
 def checked(run: RunConfig) -> RunConfig:
     """Return the run as its sites train it, with the batch of each. Raises: UserError if they cannot."""
-    if not run.train.steps:
+    if not run.train.steps or run.train.epochs:
         raise UserError(
-            "train.minutes with [[sites]]: all sites must end with the same step. Give train.steps instead."
+            "train.minutes or train.epochs with [[sites]]: all sites must end with the same step. "
+            "Give train.steps instead."
         )
     if run.train.batch_ramp:
         raise UserError("train.batch_ramp with [[sites]]: rounds have batches of one size. Leave it out.")

@@ -351,7 +351,7 @@ def _check_method(sweep: Sweep, source: Source) -> None:
         return
     steps = sweep.base.train.steps
     varied = {parameter.key for parameter in sweep.parameters}
-    if not steps or varied & {"train.steps", "train.minutes", "train"}:
+    if not steps or varied & {"train.steps", "train.minutes", "train.epochs", "train"}:
         raise refuse(
             "method",
             f'method = "{method}" compares trials after as many steps as each other, so train.steps must be set in '
