@@ -267,11 +267,12 @@ class StepModel(LayerModel):
         gathers = gathers + (self._forwards - 1 - self.work.reached) * system.gathers_recomputed
         times = np.where(system.sums_once > 0, 1 / self.microbatches, 1.0)
         moved = (system.gathers - 1) * (gathers + times) * gather_s(0.0, self.shard_group)
-        trained = self.work.trained_dense, self.work.trained_experts
+        beside, beside_experts = self.adapters(1.0)
+        trained = dense * self.work.trained_dense + beside, experts * self.work.trained_experts + beside_experts
         groups = self.shard_group, self.expert_shard_group
-        for parameters, share, group in zip((dense, experts), trained, groups, strict=True):
+        for parameters, summed, group in zip((dense, experts), trained, groups, strict=True):
             gather = gather_s(parameters * self.activation_bytes, group) * gathers
-            both = gather + times * gather_s(parameters * share * system.reduced_bytes, group)
+            both = gather + times * gather_s(summed * system.reduced_bytes, group)
             moved = moved + np.where(parameters > 0, both, 0.0)
         under = np.maximum(compute, moved) - compute + self.constants.exposed_gradients * np.minimum(moved, compute)
         added = np.where(system.overlaps_gradients > 0, under, moved)
@@ -313,7 +314,8 @@ class StepModel(LayerModel):
         work = self.work
         dense, experts = self.parameters(work.layers / self.plans.pp)
         ends = np.maximum(work.trained_embedding, work.trained_head) * work.vocabulary_parameters / self.plans.tp
-        return dense * work.trained_dense + ends, experts * work.trained_experts
+        beside, beside_experts = self.adapters(work.layers / self.plans.pp)
+        return dense * work.trained_dense + ends + beside, experts * work.trained_experts + beside_experts
 
     def _sum_s(self, message: Numbers) -> Numbers:
         """Return the seconds of one message's sum under ZeRO 0 to 2: inside replicas, and over them."""
