@@ -37,7 +37,7 @@ EAGER_WIDTHS, EAGER_FFN, FROZEN_NORM_WIDTHS = 6, 1, 5
 """Widths that eager blocks keep more: fp32 inputs and results of norms; the activation of the gate. Beside an adapter
 norms are frozen, and nothing reads their results."""
 KEPT_FLOPS_PER_BYTE = 8
-"""As `parallel.recompute`: results that cost more to compute again are kept by selective recompute, an adapter's too."""
+"""As `parallel.recompute`: selective recompute keeps results that cost more to compute again, an adapter's too."""
 DROPOUT_BYTES = 1
 
 
