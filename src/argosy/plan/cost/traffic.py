@@ -309,6 +309,7 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         out_of_norm = stage.last and (bool(reached) or table["norm.weight"].is_trained)
         yield Collective("tp", "all_gather", hidden * (both_ways + stage.last + into_embedding), plan.tp)
         sums = both_ways - last_sums + stage.first + out_of_norm
+        sums -= stage.first and bool(reached) and run.lora.rank > 0  # nothing is trained before the first adapter
         yield Collective("tp", "reduce_scatter", hidden * sums, plan.tp)
         if stage.last:
             yield Collective("tp", "all_gather", 8 * plan.tp * tokens, plan.tp)
