@@ -70,7 +70,11 @@ def test_links_to_files_lead_somewhere(document: Path) -> None:
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "example",
+    [path for path in sorted((ROOT / "examples").glob("*.toml")) if path.name != "jobs.toml"],  # of several runs
+    ids=lambda p: p.name,
+)
 def test_examples_are_valid_run_files(example: Path) -> None:
     assert load(example).name == example.stem
 

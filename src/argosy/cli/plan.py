@@ -21,7 +21,10 @@ Examples:
       serving: latency against throughput, and the devices that answer 20 requests a second in time
   argosy plan --model llama3-8b --tokens 1T --within 30d --cluster h100 --cluster a100
       how many of each train this in 30 days, and for what
+  argosy plan --model llama3-70b --cluster ours.toml --rank-map ranks.txt --slurm-topology topology.conf
+      which machine has which ranks, on a network whose topology the file says (docs/networks.md)
   argosy plan runs/mine --within 2d --cluster 16xh200         a run under way: stay, up, down or sideways
+  argosy plan --jobs jobs.toml                       several runs on the clusters that you have: who, where, when
   argosy plan --learn runs/a runs/b                  correct ./cluster.toml, or --cluster FILE, by finished runs
 """
 
@@ -30,11 +33,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from argosy.cli.options import parse
+from argosy.cli.plan_jobs import as_json, refuse_other_options, schedule_jobs, write_text
 from argosy.config.counts import Count, WholeCount
 from argosy.config.load import load
 from argosy.errors import UserError
@@ -114,14 +118,27 @@ class Options:
     learn: tuple[Path, ...] = ()
     """Folders of all finished runs to learn from: factors from them are written into the cluster's file. Or a .csv file
     with measurements of serving, of --engine."""
+    jobs: Path | None = None
+    """A file of runs with deadlines and priorities, and of the clusters that you have: who runs where and when, and the
+    commands for the clusters' schedulers."""
     json: bool = False
     """Print everything as one JSON object."""
     html: Path | None = None
     """Write a page with charts to this file."""
+    rank_map: Path | None = None
+    """Write the names of the machines to this file, one a line, in the order of the plan's ranks, for launch.rank_map
+    and SLURM_HOSTFILE; the cluster's file has a table topology with hosts."""
+    slurm_topology: Path | None = None
+    """Write SLURM's topology.conf of the cluster to this file."""
 
 
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy plan", Options)
+    if options.jobs is not None:
+        refuse_other_options(options, Options())
+        with told_if_long("argosy plan: scheduling jobs"):
+            schedule_jobs(options.jobs, _request_about, options.html, options.json)
+        return
     _check(options)
     if options.learn:
         with told_if_long("argosy plan: learning from runs"):
@@ -150,10 +167,40 @@ def _answer(options: Options) -> None:
     if options.serve:
         from argosy.plan.report.serving_report import in_words, serving_report
 
-        found = serving_report(request, _serving_question(options))
-        print(_json(found) if options.json else in_words(found))
+        answer = serving_report(request, _serving_question(options))
+        print(as_json(answer) if options.json else in_words(answer))
         return
-    _print(plan_report(request), options)
+    slurm = _slurm_topology(request, options)
+    found = plan_report(request)
+    if options.rank_map is not None:
+        write_text(options.rank_map, _rank_map(request, found), "--rank-map")
+    if options.slurm_topology is not None:
+        write_text(options.slurm_topology, slurm, "--slurm-topology")
+    _print(found, options)
+
+
+def _slurm_topology(request: PlanRequest, options: Options) -> str:
+    """Return SLURM's topology.conf, if it is asked for. Raises: UserError if the machines of its network, or of that of
+    a rank map, have no names."""
+    from argosy.plan.report.network import slurm_topology, with_names
+
+    if options.rank_map is not None:
+        with_names(request.cluster, "--rank-map")
+    return slurm_topology(request.cluster) if options.slurm_topology is not None else ""
+
+
+def _rank_map(request: PlanRequest, found: PlanReport) -> str:
+    from argosy.plan.cost.cost_model import CostModel
+    from argosy.plan.plan import Plan
+    from argosy.plan.report.network import rank_map
+
+    plan = Plan.parse(found.explanation.choice.plan)
+    names = rank_map(CostModel.of(request.run, request.cluster), request.cluster, plan)
+    return "".join(f"{name}\n" for name in names)
+
+
+def _request_about(about: dict[str, Any], cluster: str) -> PlanRequest:
+    return _request(Options(**about), cluster)
 
 
 def _request(options: Options, cluster: str | None, price: float | None = None) -> PlanRequest:
@@ -254,7 +301,7 @@ def _resize(options: Options, folder: Path) -> None:
     reader.refresh()
     found = resizing_of(reader, others, limit_s)
     if options.json:
-        print(_json(found))
+        print(as_json(found))
     else:
         show(found, folder)
 
@@ -269,7 +316,7 @@ def _within(options: Options, limit_s: float) -> None:
         asked.append((named or "this machine", _request(options, cluster, price), is_open))
     found = of_each(asked, limit_s)
     if options.json:
-        print(_json(found))
+        print(as_json(found))
         return
     requests = [request for _, request, _ in asked]
     run = requests[0].run
@@ -292,7 +339,7 @@ def _side_by_side(options: Options) -> None:
 
     found = compare([(cluster, _request(options, cluster, price)) for cluster, price in _priced(options)])
     if options.json:
-        print(_json(found))
+        print(as_json(found))
     else:
         show_side_by_side(found)
 
@@ -309,27 +356,20 @@ def _learn(options: Options) -> None:
             raise UserError("--learn takes one .csv file of serving, or folders of runs. Put the rows into one file.")
         learnt, rows = serving_calibration.learn_from_file(options.learn[0], before, options.engine)
         learnt.save(path)
-        print(_json(learnt.serving) if options.json else f"{path}: {serving_calibration.in_words(learnt, rows)}")
+        print(as_json(learnt.serving) if options.json else f"{path}: {serving_calibration.in_words(learnt, rows)}")
         return
     after = learn(options.learn, before)
     after.save(path)
-    print(_json(after.factors) if options.json else f"{path}: {in_words(before, after, len(options.learn))}")
+    print(as_json(after.factors) if options.json else f"{path}: {in_words(before, after, len(options.learn))}")
 
 
 def _print(found: PlanReport, options: Options) -> None:
     if options.html is not None:
-        from argosy.files import atomic_write
         from argosy.plan.report.html import page
 
-        try:
-            with atomic_write(options.html) as file:
-                file.write(page(found).encode())
-        except OSError as error:
-            raise UserError(
-                f"--html {options.html}: cannot be written: {error.strerror}. Name a file in a folder that exists."
-            ) from None
+        write_text(options.html, page(found), "--html")
     if options.json:
-        print(_json(found))
+        print(as_json(found))
         return
     from argosy.plan.report.terminal import show
 
@@ -365,11 +405,22 @@ def _check(options: Options) -> None:
                 f"--within finds the fewest devices that are in time. Leave out --objective {options.objective}."
             )
     _check_serving(options)
+    _check_network(options)
     if options.html is not None and options.serve:
         raise UserError("--html is for training plans. Leave out --serve, or take --json.")
     if len(options.cluster) > 1 and (options.html or options.serve or options.learn):
         other = "--html" if options.html else "--serve" if options.serve else "--learn"
         raise UserError(f"{other} takes one --cluster. Several are compared side by side, for training.")
+
+
+def _check_network(options: Options) -> None:
+    if options.rank_map or options.slurm_topology:
+        option = "--rank-map" if options.rank_map else "--slurm-topology"
+        whole = {"--within": options.within, "--serve": options.serve, "--learn": options.learn}
+        if other := next((name for name, value in whole.items() if value), None):
+            raise UserError(f"{option} is about the ranks of a training plan. Leave out {other}.")
+        if len(options.cluster) != 1:
+            raise UserError(f"{option} takes one --cluster, whose file has a table topology (docs/networks.md).")
 
 
 def _check_serving(options: Options) -> None:
@@ -390,9 +441,3 @@ def _by_option(text: str, options: Options) -> str:
         if options.model is not None or sizes.get(key) is not None:
             text = re.sub(rf"(overrides: |--)?\b{re.escape(key)}\b", option, text)
     return re.sub(r"\bplan\.(?=\w+ = )", "--fix ", text) if options.fix else text
-
-
-def _json(found: object) -> str:
-    from pydantic_core import to_json
-
-    return to_json(found, indent=2, inf_nan_mode="null").decode()

@@ -129,6 +129,16 @@ class MoEConfig(Section):
         return self
 
 
+class MTPConfig(Section):
+    """Multi-token prediction (DeepSeek-V3, 2024, section 2.2): modules after the last layer, each of which predicts one
+    token further than the one before."""
+
+    modules: Annotated[NonNegativeInt, Field(le=16)] = 0
+    """Modules, each with one more layer; 0: none. Trained, imported and exported; generation leaves them out."""
+    loss_weight: NonNegativeFloat = 0.3
+    """Weight of the mean of their losses beside the loss of the next token (DeepSeek-V3: 0.3, at the end 0.1)."""
+
+
 class ModelConfig(Section):
     """The decoder. Families (docs/families.md) are settings of it; a preset gives the sizes of a published model."""
 
@@ -166,6 +176,7 @@ class ModelConfig(Section):
     attention: AttentionConfig = AttentionConfig()
     norms: NormConfig = NormConfig()
     mla: MLAConfig = MLAConfig()
+    mtp: MTPConfig = MTPConfig()
     mup: MuPConfig = MuPConfig()
     vocab_size: NonNegativeInt = 0
     """Tokens in the vocabulary; 0 takes the size of the prepared data's tokenizer."""
@@ -274,6 +285,20 @@ class ModelConfig(Section):
             if getattr(mup, key) and not size:
                 raise ValueError(f"mup.{key} = {getattr(mup, key)} has no effect with {part} = 0; leave it out")
         return self
+
+    def without_further(self) -> ModelConfig:
+        """Return the model as it generates: without modules that predict further tokens."""
+        return self.model_copy(update={"mtp": MTPConfig()}) if self.mtp.modules else self
+
+    @property
+    def all_layers(self) -> int:
+        """Number of layers, those of modules that predict further tokens included: they are the last."""
+        return self.layers + self.mtp.modules
+
+    @property
+    def embeds_at_both_ends(self) -> bool:
+        """True if the last pipeline stage needs the embedding too: as the head, or for tokens of further prediction."""
+        return self.tie_embeddings or self.mtp.modules > 0
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return True if block `layer` (from 0) has experts in place of a feed-forward."""

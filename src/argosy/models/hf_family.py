@@ -79,6 +79,19 @@ DEEPSEEK_NAMES = {
     "blocks.*.attention.kv_up": "model.layers.*.self_attn.kv_b_proj",
 }
 
+FURTHER_NAMES = {
+    "mtp.*.embedding_norm": "model.layers.*.enorm",
+    "mtp.*.hidden_norm": "model.layers.*.hnorm",
+    "mtp.*.projection": "model.layers.*.eh_proj",
+    "mtp.*.norm": "model.layers.*.shared_head.norm",
+}
+"""Modules of multi-token prediction as DeepSeek stores them: each is one more layer after the last."""
+FURTHER_COPIES = {
+    "embedding.weight": "model.layers.*.embed_tokens.weight",
+    "head.weight": "model.layers.*.shared_head.head.weight",
+}
+"""Weights of the model that are stored again with each of these modules."""
+
 
 @dataclass(frozen=True)
 class Fused:
@@ -145,8 +158,8 @@ class Family:
     """Keys of other versions -> the key in `keys`."""
     needs: tuple[str, ...] = ()
     """Fields that may not be 0."""
-    skipped: str = ""
-    """Weights that are ignored, by how their names begin."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """Our weight -> their name of the copy that each module of multi-token prediction (*) has of it."""
     hidden_act: str = "silu"
     act_key: str = "hidden_act"
     own_split: str = ""
@@ -165,6 +178,10 @@ class Family:
     """Base of sliding layers if config.json does not say it, where they have one of their own."""
     nests_rope: bool = False
     """Full and sliding layers have their own rotary embedding."""
+
+
+FURTHER = Converted("num_nextn_predict_layers", lambda value: value or 0, lambda value: value)
+"""The number of modules of multi-token prediction."""
 
 
 def value_of(config: ModelConfig, field: str) -> Any:

@@ -77,7 +77,7 @@ def apply(
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
     load_family(run)
-    tied = run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
+    tied = run.model.embeds_at_both_ends and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
     meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
     parts = {
         number: Decoder(run.model, DTYPES[plan.precision], stage)

@@ -63,7 +63,9 @@ class Sequential:
         return torch.stack([self._loss(micro) for micro in batch]).sum()
 
     def _loss(self, micro: Microbatch) -> Tensor:
-        loss: Tensor = self._model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
+        loss: Tensor = self._model(
+            micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents, further_BTn2=micro.further_BTn2
+        )
         return loss
 
 
@@ -161,6 +163,8 @@ class Pipeline:
         losses: list[Tensor] = []
         # The last stage computes the loss itself, in chunks, so it needs the targets in its forward.
         keywords: dict[str, Any] = {"targets_BT": targets, "positions_BT": positions}
+        if (further := [micro.further_BTn2 for micro in batch if micro.further_BTn2 is not None]) and self._has_last:
+            keywords["further_BTn2"] = torch.cat(further)
         target = targets if self._has_last else None
         self._schedule(len(batch)).step(*tokens, **keywords, target=target, losses=losses, return_outputs=False)
         if not losses:

@@ -179,8 +179,7 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table) -> None:
         for kind, style in STYLES.items():
             if isinstance(module, kind):
                 style(module, mesh)
-    if model.norm is not None:  # its output is split by tokens, and the head needs them all
-        model.norm.register_forward_hook(lambda _, inputs, output: gather_sequence(output, mesh.get_group()))
+    model.for_head = partial(gather_sequence, group=mesh.get_group())
     vocabulary = model.config.vocab_size
     model.loss_of_chunk = VocabularyLoss(mesh.get_group(), _first_row(vocabulary, mesh))
     model.longest_part = -(-vocabulary // mesh.size())

@@ -6,7 +6,7 @@ the problem in words: the values, the rule, and often a remedy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -16,27 +16,8 @@ from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
 from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
 from argosy.plan.quantities import around, divisors, lowest, numbers_of
+from argosy.plan.rule import Plans, Rule, rule
 from argosy.plan.sync import COMPRESSED, OF_SITES, WITH_SERVERS
-
-Plans = Any
-"""A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
-Breaks = Callable[[Plans, RunConfig], Any]
-"""Returns True, or a mask of plans, where a rule is broken; only arithmetic and & | ~, so that it serves both."""
-
-
-class Rule:
-    """A rule. Called with a plan and a run, it returns None, or an explanation of how the plan breaks the rule."""
-
-    def __init__(self, breaks: Breaks, words: Callable[[Plan, RunConfig], str]):
-        self.breaks, self.words, self.__name__ = breaks, words, words.__name__
-
-    def __call__(self, plan: Plan, run: RunConfig) -> str | None:
-        return self.words(plan, run) if self.breaks(plan, run) else None
-
-
-def rule(breaks: Breaks) -> Callable[[Callable[[Plan, RunConfig], str]], Rule]:
-    """Make a rule of `breaks` and the decorated function, which explains a plan that breaks it."""
-    return lambda words: Rule(breaks, words)
 
 
 @rule(lambda p, run: run.train.global_batch % (p.portions * p.microbatch) != 0)
@@ -138,10 +119,17 @@ def schedule_admits_the_microbatches(plan: Plan, run: RunConfig) -> str:
 
 @rule(
     lambda p, run: (
-        (p.pp > 1) & p.is_("schedule", *SPLITTING) & (p.is_("compile", True) | p.is_("recompute", "selective"))
+        (p.pp > 1)
+        & p.is_("schedule", *SPLITTING)
+        & (p.is_("compile", True) | p.is_("recompute", "selective") | (run.model.mtp.modules > 0))
     )
 )
 def split_backward_is_eager(plan: Plan, run: RunConfig) -> str:
+    if modules := run.model.mtp.modules:  # the tokens that they look up are on no way from the stage's input
+        return (
+            f"plan.schedule = {plan.schedule} splits backward, which torch cannot with model.mtp.modules = {modules}. "
+            "Use schedule=interleaved_1f1b."
+        )
     if plan.compile:
         return f"plan.schedule = {plan.schedule} splits backward, which compiled blocks cannot. Add compile=false."
     return (

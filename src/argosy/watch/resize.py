@@ -29,13 +29,14 @@ from argosy.plan.report.stops import Reliability, reliability, spares_in_words, 
 from argosy.plan.report.terminal import PIPE_WIDTH
 from argosy.plan.report.within import best_by_size
 from argosy.plan.search.candidates import grown
+from argosy.plan.search.replan import REPLAN_S
 from argosy.watch.conclusions import facts_of
 from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import forecast
 from argosy.watch.reader import RunReader
 from argosy.watch.rules.components import StopsSoFar, rates_of, stops_so_far
 from argosy.watch.rules.outages import failures
-from argosy.watch.rules.planner import REPLAN_S, Planner
+from argosy.watch.rules.planner import Planner
 
 Direction = Literal["stay", "up", "down", "sideways"]
 

@@ -34,6 +34,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.quantities import divisors
 from argosy.plan.search.space import Pins
 from argosy.plan.serving_calibration import SHIFTED, shifted
+from argosy.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 
@@ -169,9 +170,9 @@ class ServingSearch:
         columns = Formats(
             **{name: np.array([getattr(each, name) for each in formats], float) for name in vars(formats[0])}
         )
-        return ServingModel(
-            self.costs.workload, self.costs.rates, cut, columns, self.constants, draft=self.question.draft
-        )
+        run = self.costs.run
+        work = Workload.of(run.model_copy(update={"model": run.model.without_further()}))
+        return ServingModel(work, self.costs.rates, cut, columns, self.constants, draft=self.question.draft)
 
     def found(self) -> list[Serving]:
         """Return all ways that fit, at all numbers of requests at a time. Raises: UserError if nothing fits."""
