@@ -37,6 +37,7 @@ COMMANDS = {
     "chaos": "train twice, undisturbed and disturbed, and compare",
     "probe": "measure this machine, and write it as a cluster to plan for",
     "plan": "rank layouts for a model on a cluster: time, memory, cost, and why",
+    "design": "sweep devices that do not exist yet, for training and serving",
     "scaling": "fit a scaling law to small runs, and predict larger ones",
     "simulate": "run the train step of any rank without devices",
     "docs": "print the manual of this version, or the skill for coding agents",

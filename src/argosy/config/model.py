@@ -146,8 +146,8 @@ class ModelConfig(Section):
     """Model size: a preset, e.g. llama-5m or llama3-8b (`argosy config presets` lists them); keys beside it override
     it. A preset given as an option replaces the whole model of the file."""
     weights: Path | None = None
-    """Fine-tuning: start from these pretrained weights, a run folder or checkpoint, e.g. what `argosy checkpoint
-    import` wrote. Without a preset, sizes that are not given are those of the weights."""
+    """Fine-tuning: start from these pretrained weights: a run folder, a checkpoint, a Hugging Face folder or its URL
+    (hf://OWNER/NAME, s3://...). Without a preset, sizes that are not given are those of the weights."""
     family: Annotated[str, one_of_or_own(*FAMILIES)] = "llama"
     """The Hugging Face classes and weight names that the model maps to on export and import; or a family of your own,
     by its name (docs/extending.md)."""

@@ -16,9 +16,17 @@ from argosy.accelerator import is_accelerator
 from argosy.config.model import ModelConfig
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Norm, embedding, linear, local, norm
-from argosy.models.loss import IGNORED, ChunkLoss, chunk_loss_and_gradient, soft_capped, summed_cross_entropy
+from argosy.models.loss import (
+    IGNORED,
+    ChunkLoss,
+    chunk_loss_and_gradient,
+    rows_at_once,
+    soft_capped,
+    summed_cross_entropy,
+)
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
+from argosy.models.preference import Preference, Sequences, answer_log_probabilities, preference_loss
 from argosy.models.rope import rotary_table
 from argosy.plan.layer_spec import RopeSpec, layer_spec
 from argosy.plan.mup import logit_factor
@@ -37,7 +45,11 @@ class Microbatch:
     documents: Tensor
     """The places where documents start (`attention.packed_attention`)."""
     counted: int
-    """Targets that count, known without waiting for the device."""
+    """Targets that count, known without waiting for the device; of preferences, those of chosen answers."""
+    sequences: Sequences | None = None
+    """The sequences that preferences compare."""
+    answers: int = 0
+    """Pairs, or answers that were judged."""
     further_BTn2: Tensor | None = None
     """What modules of multi-token prediction read and predict (`mtp.further_tokens`), where they are trained."""
 
@@ -56,13 +68,20 @@ def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) ->
     return microbatch_of(tokens, targets, document_positions(tokens, end_of_document), device)
 
 
-def microbatch_of(tokens_BT: Tensor, targets_BT: Tensor, positions_BT: Tensor, device: torch.device) -> Microbatch:
+def microbatch_of(
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    positions_BT: Tensor,
+    device: torch.device,
+    sequences: Sequences | None = None,
+) -> Microbatch:
     """Return the microbatch of these rows, int64 in host memory, on `device`."""
     counted = int((targets_BT != IGNORED).sum())
     parts = (tokens_BT, targets_BT, positions_BT, document_starts(positions_BT))
     if is_accelerator(device):
         parts = tuple(part.pin_memory().to(device, non_blocking=True) for part in parts)  # type: ignore[assignment]
-    return Microbatch(*parts, counted)
+        sequences = sequences and Sequences(*(part.pin_memory().to(device, non_blocking=True) for part in sequences))
+    return Microbatch(*parts, counted, sequences)
 
 
 def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
@@ -149,6 +168,8 @@ class Decoder(nn.Module):
         self.loss_of_chunk: ChunkLoss = chunk_loss_and_gradient
         #: A loss of the user's, in training; held-out text is scored by `loss_of_chunk` all the same.
         self.own_loss: ChunkLoss | None = None
+        #: An objective over whole answers, in place of a loss of tokens.
+        self.preference: Preference | None = None
         #: The largest part of the vocabulary that a rank has, in tokens.
         self.longest_part = config.vocab_size
         self.logit_factor = logit_factor(config) * config.logit_scale
@@ -166,9 +187,13 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         documents: Tensor | None = None,
         cache: list[Cache] | None = None,
+        sequences: Sequences | None = None,
         further_BTn2: Tensor | None = None,
     ) -> Tensor:
         """Return logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
+
+        With `sequences` that is the loss of `preference`, summed over pairs or judged answers; without gradients, it is
+        the log-probability of each answer (fp32 [B, S], S tokens of whole rows), where its sequence begins.
 
         `x` is tokens [B, T], or for a stage that is not the first the hidden states [B, T, D] of the stage before;
         a stage that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
@@ -200,7 +225,7 @@ class Decoder(nn.Module):
         if targets_BT is None:
             weight_VD = local(self.head_weight).to(x.dtype)
             return soft_capped(F.linear(self._scaled(x), weight_VD), self.config.logit_softcap)
-        loss = self._loss(x, targets_BT)
+        loss = self._loss(x, targets_BT, sequences)
         if further_BTn2 is None or not self.mtp:
             return loss
         losses = []
@@ -236,13 +261,20 @@ class Decoder(nn.Module):
         x = self.for_head(x)
         return x if self.logit_factor == 1.0 else x * self.logit_factor
 
-    def _loss(self, x: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the summed loss from the hidden states after the last norm."""
+    def _loss(self, x: Tensor, targets_BT: Tensor, sequences: Sequences | None = None) -> Tensor:
+        """Return the summed loss from the hidden states after the last norm; of sequences, as `forward`."""
         x, weight_VD, targets_N = self._scaled(x), self.head_weight, targets_BT.flatten()
         of_chunk, longest = self.loss_of_chunk, self.longest_part
         if self.own_loss is not None and torch.is_grad_enabled():
             of_chunk, longest = self.own_loss, self.config.vocab_size
         softcap = self.config.logit_softcap
+        if sequences is not None:
+            assert self.preference is not None
+            starts_N = self.my_tokens(sequences.starts).flatten()
+            rows = rows_at_once(local(weight_VD), longest)
+            judge = preference_loss if torch.is_grad_enabled() else answer_log_probabilities
+            about = (targets_N, starts_N, sequences, self.preference, of_chunk, rows, softcap)
+            return judge(x.flatten(0, 1), local(weight_VD), *about)
         return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest, softcap)
 
     @property

@@ -16,6 +16,7 @@ from argosy.config.schema import RunConfig
 from argosy.models.decoder import Decoder, Microbatch
 from argosy.models.experts import MoE
 from argosy.models.mtp import further_tokens
+from argosy.models.preference import Preference
 from argosy.observe.clock import StepClock
 from argosy.parallel.buckets import Bucket, GradientSync, SumRanks
 from argosy.parallel.context import shard_sequence
@@ -242,6 +243,22 @@ class ParallelModel:
     def loss(self, batch: Sequence[Microbatch]) -> Tensor:
         """Return this rank's share of the batch's summed loss; `batch` has `microbatches_at_once` microbatches."""
         return self._share(self._schedule.loss([self._mine(micro) for micro in batch]))
+
+    @torch.no_grad()
+    def answer_log_probabilities(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
+        """Return the log-probabilities of the answers in the batch's `sequences`, fp32 [B, T] of each microbatch.
+
+        All ranks call it together, with `microbatches_at_once` microbatches. None but on one of the ranks that have the
+        same rows.
+        """
+        found = self._schedule.outputs([self._mine(micro) for micro in batch])
+        is_mine = bool(found) and self._reports and self.meshes.rank("cp") == 0
+        return found if is_mine else None
+
+    @property
+    def preferences(self) -> list[Preference]:
+        """The objectives over whole answers of this rank's parts; those without the head have no use for theirs."""
+        return [part.preference for part in self._parts if part.preference is not None]
 
     def _share(self, loss: Tensor) -> Tensor:
         return loss if self._reports else torch.zeros_like(loss)

@@ -25,7 +25,7 @@ from argosy.plan.cost.estimate import Estimate, count, propagate, seconds, withi
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import NUMERICS, Plan
 from argosy.plan.report.report import PlanRequest
-from argosy.plan.report.stops import Reliability, reliability, spares_in_words, stops_in_words, stops_table
+from argosy.plan.report.stops import Reliability, reliability, shown_stops, spares_in_words, stops_in_words, stops_table
 from argosy.plan.report.terminal import PIPE_WIDTH
 from argosy.plan.report.within import best_by_size
 from argosy.plan.search.candidates import grown
@@ -259,7 +259,8 @@ def show(found: Resizing, folder: Path, console: Console | None = None) -> None:
     if found.stops is not None:
         line("")
         line(f"What stopped it: {found.stops.words}")
-        console.print(stops_table(found.stops.components), highlight=False)
+        if shown_stops(found.stops.components):
+            console.print(stops_table(found.stops.components), highlight=False)
     if found.ahead is not None:
         line(f"Ahead: {stops_in_words(found.ahead)}; {spares_in_words(found.ahead)}.")
 
