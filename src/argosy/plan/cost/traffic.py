@@ -313,6 +313,7 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         gathers = both_ways + stage.last + into_embedding + further + embeds
         yield Collective("tp", "all_gather", hidden * gathers, plan.tp)
         sums = both_ways - last_sums + stage.first + out_of_norm + 2 * further
+        sums -= stage.first and bool(reached) and run.lora.rank > 0  # nothing is trained before the first adapter
         yield Collective("tp", "reduce_scatter", hidden * sums, plan.tp)
         if stage.last:
             yield Collective("tp", "all_gather", 8 * plan.tp * tokens * (1 + further), plan.tp)
