@@ -176,7 +176,7 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(run_file, writte
 @pytest.mark.parametrize(
     ("train", "words"),
     [
-        ("{minutes = 1, epochs = 3}", "minutes = 1 and epochs = 3: set one of them to 0"),
+        ("{epochs = 0}", "say how long, e.g. steps = 1000, minutes = 10 or epochs = 2"),
         ("{epochs = -1}", "train.epochs = -1"),
         ("{epochs = 2, global_batch = 8, batch_ramp = [{until_step = 5, global_batch = 4}]}", "counted in steps"),
     ],

@@ -36,7 +36,7 @@ def test_a_run_that_says_all_stays_as_it_is(corpus):
 
 @pytest.mark.parametrize("epochs", [0.001, 0.5, 1.0, 2.25])
 def test_a_run_in_epochs_has_the_fewest_steps_that_read_so_much(corpus, epochs):
-    run, data = resolve(run_config(corpus, train={"steps": 0, "epochs": epochs}), QUIET)
+    run, data = resolve(run_config(corpus, train={"steps": 0, "epochs": epochs, "minutes": 4.0}), QUIET)
     steps, batch, windows = run.train.steps, run.train.global_batch, data.sources[0].windows(run.data.seq_len)
     assert (steps - 1) * batch < epochs * windows <= steps * batch
     visited = data.order.samples(0, steps * batch)

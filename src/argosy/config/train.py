@@ -106,10 +106,10 @@ class TrainConfig(Section):
     """pretrain learns each token of text; sft the answers of conversations, and text that is mixed in; dpo, ipo, simpo,
     orpo and kto which answers are preferred (docs/fine-tuning.md)."""
     steps: NonNegativeInt = 0
-    """Length of the run in optimizer steps; 0: as many as `epochs` need, or fit in `minutes`, decided once from the speed
-    of the first steps."""
+    """Length of the run in optimizer steps; 0: as many as `epochs` need, or fit in `minutes`, decided once from the
+    speed of the first steps."""
     minutes: NonNegativeFloat = 0.0
-    """Length of the run in minutes, used when steps = 0."""
+    """Length of the run in minutes, used when steps = 0 and epochs = 0."""
     epochs: NonNegativeFloat = 0.0
     """Length of the run in epochs, passes over the data, used when steps = 0; the last step is a whole one."""
     global_batch: PositiveInt = 16
@@ -130,8 +130,6 @@ class TrainConfig(Section):
     def _has_an_end(self) -> Self:
         if not self.steps and not self.minutes and not self.epochs:
             raise ValueError("steps = 0 and minutes = 0: say how long, e.g. steps = 1000, minutes = 10 or epochs = 2")
-        if self.minutes and self.epochs:
-            raise ValueError(f"minutes = {self.minutes:g} and epochs = {self.epochs:g}: set one of them to 0")
         if self.epochs and self.batch_ramp:
             raise ValueError(f"epochs = {self.epochs:g} with batch_ramp, whose stages are counted in steps: set steps")
         check_ramp(self.batch_ramp, self.global_batch, self.steps)
