@@ -38,6 +38,9 @@ from argosy.errors import UserError
 DEFAULT_RUN = "demo"
 RUN_FILE = "run.toml"
 """The run file in a run's folder."""
+OBJECTIVE = key_of("train.objective")
+OF_TEXT = tuple(map(key_of, ("data.prepare.out", "data.prepare.max_text_bytes", "evaluate.sample_prompt")))
+"""Keys of a run preset that say nothing of conversations."""
 OPTION_MARK = "--"
 """Stands before a key in messages about the command line."""
 MOST_PROBLEMS = 20
@@ -75,6 +78,8 @@ def load(
         file = _without_model(file)
     if preset and LORA_RANK in given:  # nor is its optimizer, which trains all weights
         file = {key: entry for key, entry in file.items() if key not in PRACTICE}
+    if preset and OBJECTIVE in given:  # nor are settings of its text
+        file = {key: entry for key, entry in file.items() if key not in OF_TEXT}
     return load_layers(file, given, folder)
 
 
