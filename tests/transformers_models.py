@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ THEIRS: dict[str, Any] = {
 def random_theirs(name: str) -> Any:
     """Return the model THEIRS[name] with random weights, norms and biases too, so that leaving one out shows."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(THEIRS[name])
+    model = AutoModelForCausalLM.from_config(deepcopy(THEIRS[name]))  # a model writes into its config
     with torch.no_grad():
         for weight, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if "mlp.gate" in weight or "experts" in weight:  # nothing initializes some of these

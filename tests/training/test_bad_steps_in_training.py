@@ -55,7 +55,7 @@ def poisoned(samples: set[int]) -> Iterator[None]:
 
     def poison(self: Trainer, batch: list[Microbatch]) -> Tensor:
         loss = forward_backward(self, batch)
-        mine = {i for first, stop in self._parts.batches.samples(self.state.step) for i in range(first, stop)}
+        mine = {i for first, stop in self.parts.batches.samples(self.state.step) for i in range(first, stop)}
         return loss * torch.nan if mine & samples else loss
 
     Trainer.forward_backward = poison

@@ -156,7 +156,8 @@ def test_without_a_terminal_each_run_is_a_line(tmp_path, capsys):
     made(tmp_path, "first", ended=True)
     made(tmp_path, "second")
     assert terminal.main(tmp_path) == 0
-    first, second = sorted(capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
+    (first,), (second,) = ([line for line in lines if line.startswith(name)] for name in ("first", "second"))
     assert first.startswith("first step     3/3  ended  loss 3.000") and second.startswith("second step     3/3  loss")
 
 

@@ -35,11 +35,13 @@ StackT = TypeVar("StackT")
 
 
 def stack(jobs: list[StackT]) -> StackT:
-    """Return the jobs as one, each field an array with an element for each job."""
+    """Return the jobs as one, each field an array with an element for each job; None where none has it."""
     import numpy as np
 
     kind = type(jobs[0])
-    return kind(**{f.name: np.array([getattr(job, f.name) for job in jobs], float) for f in fields(kind)})  # type: ignore[arg-type]
+    values = {f.name: [getattr(job, f.name) for job in jobs] for f in fields(kind)}  # type: ignore[arg-type]
+    lacking = {name for name, each in values.items() if all(value is None for value in each)}
+    return kind(**{name: None if name in lacking else np.array(each, float) for name, each in values.items()})
 
 
 def _mean(model: ModelConfig, figure: Callable[[LayerSpec], float]) -> float:
