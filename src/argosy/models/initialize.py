@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from argosy.plan.parameters import Parameter, parameter_table
 
 AT_ONCE = 2**20
 """Elements computed at once: few enough that the temporary integers stay in a CPU's caches."""
+Distribution = Callable[[Tensor, int], Tensor]
+"""Returns a number (fp32) for each index (int64), given the parameter's key."""
 
 
 def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed: int) -> None:
@@ -64,22 +66,31 @@ def fill_initial(
     elif whole.initial == "zeros":
         part.zero_()
     else:
-        std = config.init_std / (2 * config.layers) ** 0.5 if whole.initial == "into_residual" else config.init_std
-        std *= initial_factor(name, config)
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         strides = [math.prod(whole.shape[dim + 1 :]) for dim in range(len(whole.shape))]
         first = sum(place * stride for place, stride in zip(offset, strides, strict=True))
-        _fill_normal(part, strides, first, int.from_bytes(digest, "little"), std)
+        _fill(part, strides, first, _distribution(name, whole, config), int.from_bytes(digest, "little"))
 
 
-def _fill_normal(part: Tensor, strides: Sequence[int], first: int, key: int, std: float) -> None:
+def _distribution(name: str, whole: Parameter, config: ModelConfig) -> Distribution:
+    """Return what gives the initial values of a parameter that is not constant."""
+    if whole.initial == "kernel":
+        return lambda index, key: (2 * _uniform(index, key) - 1) * whole.shape[-1] ** -0.5
+    if whole.initial == "log_rates":
+        return lambda index, key: (0.01 + (16 - 0.01) * _uniform(index, key)).log()
+    std = config.init_std / (2 * config.layers) ** 0.5 if whole.initial == "into_residual" else config.init_std
+    std *= initial_factor(name, config)
+    return lambda index, key: _normal(index, key) * std
+
+
+def _fill(part: Tensor, strides: Sequence[int], first: int, values: Distribution, key: int) -> None:
     """Fill `part`, a box of a whole with `strides`; its first element is number `first` of the whole."""
     if part.numel() == 0:
         return
     rows = AT_ONCE // part[0].numel()
     if rows == 0:  # a stack of matrices (experts) that are each larger than AT_ONCE
         for i, matrix in enumerate(part):
-            _fill_normal(matrix, strides[1:], first + i * strides[0], key, std)
+            _fill(matrix, strides[1:], first + i * strides[0], values, key)
         return
     for start in range(0, part.shape[0], rows):
         some = part[start : start + rows]
@@ -87,7 +98,12 @@ def _fill_normal(part: Tensor, strides: Sequence[int], first: int, key: int, std
         for dim, (size, stride) in enumerate(zip(some.shape, strides, strict=True)):
             along = torch.arange(size, device=part.device) * stride
             index = index + along.view(-1, *[1] * (part.ndim - dim - 1))
-        some.copy_(_normal(index, key) * std)
+        some.copy_(values(index, key))
+
+
+def _uniform(index: Tensor, key: int) -> Tensor:
+    """Return a number (fp32) from 0 to 1 for each index (int64), from its hash."""
+    return (_hash(index, key) & 0xFFFFFFFF).float() * 2.0**-32
 
 
 def _normal(index: Tensor, key: int) -> Tensor:

@@ -21,7 +21,7 @@ from argosy.plan.sync import COMPRESSED, OF_SITES, WITH_SERVERS
 Plans = Any
 """A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
 Breaks = Callable[[Plans, RunConfig], Any]
-"""Returns True, or a mask of plans, where a rule is broken; only arithmetic and & | ~, so that it serves both."""
+"""Returns True, or a mask of plans, where a rule is broken; only arithmetic and & | ~: it serves both."""
 
 
 class Rule:
@@ -65,6 +65,14 @@ def heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
         )
     good = [tp for tp in divisors(heads) if tp > 1 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
     return f"{problem} Try plan.tp = {around(plan.tp, good)}." if good else problem
+
+
+@rule(lambda p, run: run.model.delta_net.key_heads % (p.tp * p.cp) != 0)
+def delta_heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
+    said = f"model.delta_net.key_heads = {(heads := run.model.delta_net.key_heads)}"
+    return (
+        f"plan.tp x cp = {plan.tp * plan.cp} does not divide {said}. Try {around(plan.tp * plan.cp, divisors(heads))}."
+    )
 
 
 @rule(lambda p, run: run.model.ffn_width % p.tp != 0)
@@ -386,6 +394,7 @@ RULES: tuple[Rule, ...] = (
     stages_have_the_layers,
     batch_is_dealt_out,
     heads_are_dealt_out,
+    delta_heads_are_dealt_out,
     feed_forward_is_dealt_out,
     tokens_are_dealt_out,
     ulysses_has_heads,

@@ -235,7 +235,10 @@ class StepModel(LayerModel):
         ring = np.where(plans.cp > 1, self._forwards * (self.constants.exposed_context * around + behind), 0.0)
         heads = self.tokens * (2 * work.heads + 2 * work.kv_heads) / plans.tp * work.value_width * self.activation_bytes
         ulysses = self._forwards * all_to_all_s(heads, self.context_group)
-        return np.where(plans.is_("context", "ulysses"), ulysses, ring)
+        of_states = self.tokens * (work.delta_streams / plans.tp) * self.activation_bytes  # and back what heads read
+        exchange = self._forwards * all_to_all_s(of_states, self.context_group)
+        attention = np.where(plans.is_("context", "ulysses"), ulysses, ring)
+        return (1 - work.delta_share) * attention + work.delta_share * exchange
 
     def _experts(self) -> Numbers:
         """Return the wait for tokens to reach their experts and come back, and for the busiest expert."""

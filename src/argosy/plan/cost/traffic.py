@@ -64,6 +64,7 @@ from argosy.plan.parameters import Parameter, Stage, reached_layers, run_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.plan.sync import COMPRESSORS, Sent, Summand, is_summed_exactly
+from argosy.plan.workload import Workload
 
 
 def summed(name: str, parameter: Parameter, cut: LocalShard, plan: Plan, run: RunConfig) -> Summand:
@@ -325,17 +326,21 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     n, e, model = plan.cp, DTYPE_BYTES[plan.precision], run.model
     width = model.mla.key_width if model.mla.kv_rank else model.head_width
     heads, kv_heads = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
+    streams = Workload.of_model(model, 1, 1).delta_streams
     for stage in stages_on(plan, run, rank).values():
-        layers, again, back = len(stage.layers), len(_recomputed(plan, run, stage)), len(reached_layers(run, stage))
+        specs = {layer: layer_spec(model, layer) for layer in stage.layers}
+        repeated, reached = set(_recomputed(plan, run, stage)), set(reached_layers(run, stage))
+        exchanging = [layer for layer in stage.layers if plan.context == "ulysses" or specs[layer].delta_net]
+        times = {layer: 1 + (layer in reached) + (layer in repeated) for layer in exchanging}
+        of_states = sum(times[layer] for layer in exchanging if specs[layer].delta_net)
+        if of_states:
+            sent = of_states * _tokens(plan, run, rank) * int(streams) // plan.tp * e
+            yield Collective("cp", "all_to_all", sent, n)
         if plan.context == "ulysses":
-            exchanged = 2 * heads + 2 * max(kv_heads, n)
-            yield Collective(
-                "cp", "all_to_all", (layers + back + again) * exchanged * _tokens(plan, run, rank) * width * e, n
-            )
+            exchanged = (sum(times.values()) - of_states) * (2 * heads + 2 * max(kv_heads, n))
+            yield Collective("cp", "all_to_all", exchanged * _tokens(plan, run, rank) * width * e, n)
         else:
-            specs = {layer: layer_spec(model, layer) for layer in stage.layers}
-            ring = [layer for layer in stage.layers if not specs[layer].window]
-            repeated, reached = set(_recomputed(plan, run, stage)), set(reached_layers(run, stage))
+            ring = [layer for layer in stage.layers if not specs[layer].window and not specs[layer].delta_net]
             layers, back = len(ring), len(reached.intersection(ring))
             again = len(repeated.intersection(ring)) if plan.recompute == "full" else 0
             kv = 2 * kv_heads * width * _tokens(plan, run, rank)
