@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from waiting import PATIENT_S
+
 CHROMIUM = shutil.which("chromium")
 WHY_NOT = "needs Debian's chromium (apt-get install chromium) and playwright (pip install playwright)"
 LONGEST_MS = 20_000
@@ -75,7 +77,7 @@ def serve(folder: Path, *options: str) -> Iterator[str]:
         yield address(process)
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=PATIENT_S)
 
 
 def watch(folder: Path, *options: str) -> subprocess.Popen[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from argosy.cli import main
+from waiting import PATIENT_S
 
 RUN_FILE = """
 name = "tiny"
@@ -80,7 +81,7 @@ class Folder:
     def argosy(self, *words: object, code: int = 0) -> str:
         """`argosy WORDS ...`, done; its exit code is `code`. Returns all that it printed."""
         process = self.start(*words)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENT_S)
         assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
         assert "Traceback" not in err or code == 1, err
         return out + err

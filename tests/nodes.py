@@ -14,6 +14,7 @@ from pathlib import Path
 
 from argosy.chaos.campaign import descendants
 from matrix import Disturbed
+from waiting import PATIENT_S
 
 
 class Nodes:
@@ -63,7 +64,7 @@ class Nodes:
         """Wait for the run's end, and for that of all its commands."""
         self.run.end()
         for process in self.processes.values():
-            process.communicate(timeout=60)
+            process.communicate(timeout=PATIENT_S)
             assert process.returncode == 0
 
     def kill(self) -> None:

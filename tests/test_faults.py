@@ -19,7 +19,7 @@ from argosy import faults
 from argosy.errors import UserError
 from argosy.faults import arm, fault, parse
 from argosy.processes.patience import process_state
-from waiting import wait_until
+from waiting import PATIENT_S, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +235,7 @@ def test_the_lock_of_python_can_be_held():
         assert time.monotonic() - began >= 0.5
         assert len(beats) <= before + 2, (before, len(beats))
     """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENT_S)
 
 
 def test_a_process_can_be_stopped(tmp_path: Path):
@@ -245,7 +245,7 @@ def test_a_process_can_be_stopped(tmp_path: Path):
     try:
         wait_until(lambda: process_state(process.pid) == "T")
         process.send_signal(signal.SIGCONT)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=PATIENT_S) == 0
     finally:
         process.kill()
         process.wait()

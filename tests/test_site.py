@@ -19,12 +19,13 @@ from argosy.cli import COMMANDS  # noqa: E402
 from argosy.config.schema import RunConfig  # noqa: E402
 from argosy.config.section import dotted, key_fields  # noqa: E402
 from argosy.plan.plan import Plan  # noqa: E402
+from waiting import PATIENT_S  # noqa: E402
 
 
 def test_the_site_builds_without_a_warning_and_every_link_in_it_leads_somewhere(tmp_path: Path) -> None:
     """MkDocs' strict mode also refuses a page of docs/ that the navigation lacks, and an entry without a page."""
     command = [sys.executable, ROOT / "docs" / "site" / "build.py", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "index.html").exists()
 

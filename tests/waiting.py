@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from argosy.processes import patience
 
-PATIENT_S = 180.0
+PATIENT_S = 300.0
 """What is waited for comes much sooner, but on a machine that has other things to do."""
 
 T = TypeVar("T")

@@ -118,7 +118,8 @@ def _begin_collective(_: Fault) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.zeros(1, device="cuda" if dist.get_backend() == "nccl" else "cpu"))
+    device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    dist.all_reduce(torch.zeros(1, device=device))
 
 
 def _take_memory(fault: Fault) -> None:

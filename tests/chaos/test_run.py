@@ -93,12 +93,12 @@ def test_faults_are_injected_and_the_run_is_watched_until_its_end(tmp_path):
     assert run.exit_code == 0 and run.starts == 1
     (injected,) = run.injected  # a run without a coordinator cannot lose it
     assert injected.fault.kind == "kill" and injected.pid in run.workers_seen and injected.step >= 3
-    outcome = chaos._outcome(injected, chaos._events(run.run_dir), run, run.began_s)
+    outcome = chaos.outcome_of(injected, chaos.events_of(run.run_dir), run, run.began_s)
     assert outcome.seen_s is not None and outcome.seen_s < 1.0
     assert outcome.again_s is not None and outcome.seen_s < outcome.again_s < 10
     assert outcome.steps_lost == 0
     assert (tmp_path / "run" / "made").read_text() == str(STEPS)
-    assert not list(chaos._left_behind(run.pids | run.workers_seen))
+    assert not list(chaos.left_behind(run.pids | run.workers_seen))
 
 
 @pytest.mark.parametrize("kind", ["term", "launcher"])
@@ -118,15 +118,15 @@ def test_a_run_that_fails_by_itself_is_not(tmp_path):
 def test_a_run_that_does_not_end_is_ended(tmp_path):
     run = Campaign([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "run", (), limit_s=0.5)
     run.run()
-    assert run.exit_code == -9 and not list(chaos._left_behind(run.pids))
+    assert run.exit_code == -9 and not list(chaos.left_behind(run.pids))
 
 
 def test_steps_that_are_made_again_count_as_lost():
     run = Campaign((), Path(), (), made=[FirstStep(1, 0, 0.0), FirstStep(2, 7, 14.0)], workers_seen={5})
     injected = InjectedFault(PlannedFault(1, "kill", 0), "", 5, 10.0, 1, 9)
-    outcome = chaos._outcome(injected, [{"event": "worker_died", "time_s": 10.4, "pid": 5}], run, 0.0)
+    outcome = chaos.outcome_of(injected, [{"event": "worker_died", "time_s": 10.4, "pid": 5}], run, 0.0)
     assert (outcome.seen_s, outcome.again_s, outcome.steps_lost) == (0.4, 4.0, 2)
-    other = chaos._outcome(injected, [{"event": "worker_died", "time_s": 10.4, "pid": 6}], run, 0.0)
+    other = chaos.outcome_of(injected, [{"event": "worker_died", "time_s": 10.4, "pid": 6}], run, 0.0)
     assert other.seen_s is None
 
 

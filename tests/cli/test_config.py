@@ -29,6 +29,11 @@ def test_presets_names_every_preset(capsys):
     assert "demo" in out
 
 
+def test_what_a_command_prints_has_a_schema(capsys):
+    assert main(["config", "schema", "--of", "status"]) == 0
+    assert {"state", "next", "loss"} <= json.loads(capsys.readouterr().out)["properties"].keys()
+
+
 def test_schema_is_json(capsys):
     assert main(["config", "schema"]) == 0
     assert "optimizer" in json.loads(capsys.readouterr().out)["properties"]

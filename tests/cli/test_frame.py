@@ -13,6 +13,7 @@ import pytest
 import argosy
 from argosy import cli
 from argosy.errors import RunFailed, UserError
+from waiting import PATIENT_S
 
 
 def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -197,7 +198,7 @@ def test_an_encoding_that_lacks_letters_gets_others_and_no_traceback(command, tm
     (tmp_path / "ü.toml").write_text('evaluate.sample_prompt = "ü"', encoding="utf-8")
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
     words = [sys.executable, "-m", "argosy", *command.split()]
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, timeout=PATIENT_S, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"##" in done.stdout or b'sample_prompt = "?"' in done.stdout
     assert done.stdout.isascii()

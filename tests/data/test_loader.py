@@ -216,8 +216,8 @@ def test_the_samples_that_are_fetched_ahead_are_those_of_the_steps_also_in_a_ram
     data = open_data(DataConfig(seq_len=SEQ_LEN, sources={str(folders[0]): 1, str(folders[1]): 3}), 7, batches)
     loader = data.loader(slice(GLOBAL_BATCH // 2, GLOBAL_BATCH))
     loader.skip([(1, 3)])
-    ahead, steps = loader._samples_of_steps(1, 5)
-    one_by_one = Samples.joined([loader._samples(step) for step in range(1, 5)])
-    assert steps.tolist() == [step for step in range(1, 5) for _ in range(len(loader._samples(step).windows))]
+    ahead, steps = loader.samples_of_steps(1, 5)
+    one_by_one = Samples.joined([loader.samples(step) for step in range(1, 5)])
+    assert steps.tolist() == [step for step in range(1, 5) for _ in range(len(loader.samples(step).windows))]
     assert ahead.windows.tolist() == one_by_one.windows.tolist()
     assert ahead.sources.tolist() == one_by_one.sources.tolist()

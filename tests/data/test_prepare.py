@@ -29,6 +29,7 @@ from argosy.engines.local import Local
 from argosy.engines.record import LaunchedJob
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from data.conftest import TEXTS
+from waiting import PATIENT_S
 
 DOCUMENTS = [f"{text}# {i * i}\n" * (i % 7 + 1) for i, text in enumerate(TEXTS)]
 
@@ -284,7 +285,7 @@ def test_signal_leaves_a_resumable_folder_and_no_orphan(config: PrepareConfig, t
         assert process.stdout.readline()
     workers = children(process.pid)
     process.send_signal(number)
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENT_S)
     assert workers and all(ends_soon(worker) for worker in workers)
     resumed = prepare(config)
     assert resumed.identity == prepare(changed(config, out=tmp_path / "whole")).identity
@@ -336,6 +337,6 @@ def test_a_worker_on_a_full_disk_ends_without_a_traceback(tmp_path: Path) -> Non
     folder.make(job.as_json(), [file.as_found], [astuple(InputPiece(0, 1))])
     folder.say(WorkState("caller", stage=TOKENS, tasks=1, ahead=1))
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder.path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, str(folder.path)], capture_output=True, text=True, timeout=PATIENT_S, check=False
     )
     assert (done.returncode, done.stderr) == (os.EX_IOERR, "")

@@ -96,7 +96,6 @@ def test_a_fork_server_that_is_stopped_while_it_starts_does_not_hold_up_the_star
 def test_bf16_that_a_gpu_only_emulates_is_not_fast(capability, bf16, fp16, monkeypatch):
     for name, value in {
         "is_available": True,
-        "device_count": 1,
         "get_device_capability": capability,
         "get_device_name": "Tesla T4",
         "get_device_properties": SimpleNamespace(total_memory=15e9, major=capability[0]),
@@ -104,11 +103,13 @@ def test_bf16_that_a_gpu_only_emulates_is_not_fast(capability, bf16, fp16, monke
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     devices = find_devices(LaunchConfig())
-    assert (devices.fast_bf16, devices.fast_fp16) == (bf16, fp16)
+    assert (devices.kind, devices.fast_bf16, devices.fast_fp16) == ("cuda", bf16, fp16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_refused():
-    with pytest.raises(UserError, match=r'launch\.device = "cuda", and torch sees no GPU here\. Try'):
+    with pytest.raises(UserError, match=r'launch\.device = "cuda", and torch sees no such device here\. Try "cpu"'):
         find_devices(LaunchConfig(device="cuda"))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from argosy.accelerator import forget_peak_memory, peak_memory_bytes
 from argosy.errors import ArgosyWarning
-from argosy.observe.clock import forget_peak_memory, peak_memory_bytes
 from argosy.observe.events import Events, JsonLines, Metrics, each_line, from_the_end, read_lines
 from argosy.observe.line_follower import TAIL_BYTES, LineFollower
 

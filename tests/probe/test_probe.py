@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pytest import approx
 
 from argosy.errors import UserError
@@ -49,7 +48,7 @@ MEASURED = Measurements(
     ),
 )
 LAPTOP = Machine("cpu", ("here",) * 4, 4e9, "torch 2.13")
-TWO_NODES = Machine("cuda", ("a",) * 4 + ("b",) * 4, 150e9, "torch 2.13")
+TWO_NODES = Machine("accelerator", ("a",) * 4 + ("b",) * 4, 150e9, "torch 2.13")
 
 
 def test_a_cpu_is_what_was_measured_of_it() -> None:
@@ -111,12 +110,12 @@ def test_one_process_needs_no_collectives() -> None:
     ],
 )
 def test_the_driver_s_name_finds_the_device(monkeypatch: pytest.MonkeyPatch, said: str, name: str) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: said)
-    assert catalogue_device("cuda", None) == find_device(name)
+    monkeypatch.setattr("argosy.probe.probe.device_name", lambda _: said)
+    assert catalogue_device("accelerator", None) == find_device(name)
 
 
 def test_an_unknown_device_is_asked_for_and_never_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 NVL")
+    monkeypatch.setattr("argosy.probe.probe.device_name", lambda _: "NVIDIA H100 NVL")
     with pytest.raises(UserError, match=r"'NVIDIA H100 NVL'.*did you mean.*--device"):
-        catalogue_device("cuda", None)
-    assert catalogue_device("cuda", "h100-pcie") == find_device("h100-pcie")
+        catalogue_device("accelerator", None)
+    assert catalogue_device("accelerator", "h100-pcie") == find_device("h100-pcie")

@@ -21,6 +21,7 @@ from argosy.processes.connection import FRAME_BYTES, Connection
 from argosy.processes.connection import call as connect
 from argosy.processes.secret import MAGIC, Handshake, call, listen
 from argosy.processes.tls import certificate_of
+from waiting import PATIENT_S
 
 SECRET = b"s" * 32
 
@@ -248,9 +249,9 @@ def test_whatever_a_stranger_sends_is_the_end_of_its_own_connection_at_most(chun
 def test_a_call_does_not_wait_whether_it_is_answered_or_not():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         calling = connect(listener.getsockname())
-        connected = calling.result(timeout=10)
+        connected = calling.result(timeout=PATIENT_S)
         assert connected.getpeername() == listener.getsockname()
         connected.close()
         address = listener.getsockname()
-    assert isinstance(connect(address).exception(timeout=10), ConnectionRefusedError)
-    assert connect(("a..b", 1)).exception(timeout=10), "a name that cannot be"
+    assert isinstance(connect(address).exception(timeout=PATIENT_S), ConnectionRefusedError)
+    assert connect(("a..b", 1)).exception(timeout=PATIENT_S), "a name that cannot be"

@@ -18,6 +18,7 @@ from argosy.sinks import prometheus
 from argosy.sinks.prometheus import Prometheus
 from argosy.sinks.worker import Feed, about
 from run_folder import RunFolder
+from waiting import PATIENT_S
 
 TOKEN = "0123456789abcdef"
 
@@ -34,7 +35,7 @@ def listening(path: Path, state: dict | None = None) -> Iterator[Prometheus]:
 def get(address: str, **headers: str) -> tuple[int, str]:
     request = urllib.request.Request(address, headers={name.replace("_", "-"): text for name, text in headers.items()})
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENT_S) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

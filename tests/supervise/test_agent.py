@@ -31,6 +31,7 @@ from argosy.supervise import node_workers
 from argosy.supervise.agent import Agent
 from argosy.supervise.nodes import RankState
 from peers import SECRET, Peer
+from waiting import PATIENT_S
 
 
 class Forks:
@@ -70,11 +71,16 @@ def server() -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def agent(tmp_path: Path, server: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Agent:
+def forks() -> Forks:
+    return Forks()
+
+
+@pytest.fixture
+def agent(tmp_path: Path, server: socket.socket, monkeypatch: pytest.MonkeyPatch, forks: Forks) -> Agent:
     monkeypatch.setenv(VALUE, SECRET.decode())
     launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
     run = RunConfig(launch=launch, resilience=ResilienceConfig(coordinator_timeout_s=0.5))
-    return Agent(tmp_path, run, Plan.parse("dp_replicate=2"), Forks())  # type: ignore[arg-type]
+    return Agent(tmp_path, run, Plan.parse("dp_replicate=2"), forks)  # type: ignore[arg-type]
 
 
 def test_a_coordinator_that_never_answers_is_given_up(agent, monkeypatch):
@@ -83,7 +89,7 @@ def test_a_coordinator_that_never_answers_is_given_up(agent, monkeypatch):
         agent.run()
 
 
-def test_it_does_not_wait_for_an_answer_to_its_call(agent, monkeypatch):
+def test_it_does_not_wait_for_an_answer_to_its_call(agent, forks, monkeypatch):
     """Where there is no way to the coordinator, that takes long, and its workers are still there."""
     unanswered: Future[socket.socket] = Future()
     monkeypatch.setattr(module, "call", lambda address: unanswered)
@@ -94,27 +100,27 @@ def test_it_does_not_wait_for_an_answer_to_its_call(agent, monkeypatch):
 
     thread = threading.Thread(target=run)
     thread.start()
-    agent._fork_server.says_something()
-    assert agent._fork_server.is_heard.wait(10)
+    forks.says_something()
+    assert forks.is_heard.wait(PATIENT_S)
     time.sleep(0.6)  # longer than it is patient
     unanswered.set_exception(TimeoutError())
-    thread.join(10)
+    thread.join(PATIENT_S)
     assert not thread.is_alive()
 
 
-def test_a_worker_that_waits_for_a_world_does_not_hold_up_the_end(agent, server):
+def test_a_worker_that_waits_for_a_world_does_not_hold_up_the_end(agent, forks, server):
     """That of a spare node, which nobody needed."""
     thread = threading.Thread(target=agent.run)
     thread.start()
     coordinator = Peer(server.accept()[0], listen(SECRET))
     coordinator.say("start", slot=0)
-    while "worker 0" not in (forked := agent._fork_server.forked):
+    while "worker 0" not in forks.forked:
         assert thread.is_alive()
-    forked["worker 0"].send("ready", generation=0, why="")
+    forks.forked["worker 0"].send("ready", generation=0, why="")
     while coordinator.receive()["kind"] != "ready":
         pass
     coordinator.say("finish", exit_code=0, why="", error="")
-    thread.join(10)
+    thread.join(PATIENT_S)
     assert not thread.is_alive()
 
 
@@ -193,8 +199,8 @@ def test_a_fork_server_that_dies_amid_a_request_is_replaced_and_the_request_made
     coordinator.say("start", slot=0)
     take_until(coordinator, "started", {0, 1})
     coordinator.say("finish", exit_code=0, why="", error="")
-    thread.join(10)
-    agent._fork_server.close()
+    thread.join(PATIENT_S)
+    forks.close()
     assert not thread.is_alive()
 
 
@@ -214,6 +220,6 @@ def test_a_fork_server_that_is_dead_when_the_node_is_to_be_checked_is_replaced(t
     while hear(coordinator)["kind"] != "node_checked":
         pass
     coordinator.say("finish", exit_code=0, why="", error="")
-    thread.join(10)
-    agent._fork_server.close()
+    thread.join(PATIENT_S)
+    forks.close()
     assert not thread.is_alive()

@@ -12,6 +12,7 @@ import pytest
 
 from argosy.supervise import scratch
 from argosy.supervise.scratch import LOCK, MEMORY, scratch_folder
+from waiting import PATIENT_S
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_what_another_user_puts_in_the_shared_folder_neither_holds_a_start_nor_i
         os.mkfifo(pipe)
         if not (folder / LOCK).exists():
             (folder / LOCK).symlink_to(pipe)
-    started = subprocess.run([sys.executable, "-c", SWEEP, str(tmp_path)], timeout=20, check=False)
+    started = subprocess.run([sys.executable, "-c", SWEEP, str(tmp_path)], timeout=PATIENT_S, check=False)
     assert started.returncode == 0 and os.path.lexists(folder / LOCK)
 
 

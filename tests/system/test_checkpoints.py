@@ -15,7 +15,7 @@ import pytest
 from argosy.chaos.campaign import children, command_of
 from argosy.checkpoint import store
 from commands import Folder
-from waiting import wait_until
+from waiting import PATIENT_S, wait_until
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -55,7 +55,7 @@ def test_killed_writers_are_replaced_and_nothing_else_happens(folder: Folder, un
     killed = writers(run_dir)
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 0, err
     assert {event["pid"] for event in events(run_dir, "writer_died")} == set(killed)
     assert losses(run_dir) == undisturbed
@@ -99,7 +99,7 @@ def test_what_dies_in_the_middle_of_a_write_leaves_the_checkpoint_before(
         assert store.newest_whole(run_dir).checkpoint.step == 8 and not store.newest_whole(run_dir).damaged
         monkeypatch.delenv("ARGOSY_FAULTS")
         process = folder.start("train", "run.toml")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 0, err
     assert losses(run_dir) == undisturbed
     assert store.newest_whole(run_dir).checkpoint.step == 20

@@ -14,6 +14,7 @@ from argosy.chaos.campaign import descendants
 from hostile import Recorder, babble, flood, guess, half_open, replay
 from matrix import ONE_THREAD, PLANS, Disturbed
 from ports import free_port
+from waiting import PATIENT_S
 
 SLOW = "slow@batch:seconds=0.5"
 """Each step takes so long at least, so that the run lasts as long as the strangers."""
@@ -46,7 +47,7 @@ class Attacked:
         """The run ends as it should, in its first world, with the process that coordinated it from the start."""
         assert self._peak_bytes() - self._before_bytes < MEMORY_BYTES
         self._run.end()
-        self._second.communicate(timeout=60)
+        self._second.communicate(timeout=PATIENT_S)
         self._recorder.close()
         assert len(self._run.events("generation")) == len(self._run.events("coordinator_started")) == 1
         assert self._run.events("connections_refused")

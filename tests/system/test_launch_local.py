@@ -9,6 +9,7 @@ import pytest
 from commands import Folder
 from matrix import ONE_THREAD, PLANS, Disturbed
 from pages import try_all
+from waiting import PATIENT_S
 
 
 @pytest.fixture
@@ -37,6 +38,6 @@ def test_what_only_clusters_have_is_refused_and_a_run_that_was_not_launched_is_n
 
 def _without_programs(run: Disturbed, engine: str, *options: str) -> str:
     process = run.folder.start("launch", "run.toml", "--on", engine, *options, PATH="/nowhere")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 2 and not run.run_dir.exists()
     return out + err

@@ -16,6 +16,7 @@ from argosy.checkpoint import store
 from argosy.training.stop import SAME_S
 from matrix import AGAIN_S, PATIENCE, PLANS, SEEN_S, Disturbed
 from ports import free_port
+from waiting import PATIENT_S
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 
@@ -299,7 +300,7 @@ def test_a_node_is_lost_and_comes_back(folder, undisturbed):
     b = run.launch("--launch.node", "b")
     run.wait_until(lambda: run.events("generation")[-1]["size"] == 2)
     run.end()
-    b.communicate(timeout=60)
+    b.communicate(timeout=PATIENT_S)
     assert b.returncode == 0
     assert {r["source"] for r in run.events("recovered")} <= {"live"}
     run.check([undisturbed(plan, *length) for plan in (PLANS["replicas"], "dp_replicate=1,microbatch=2")])

@@ -17,6 +17,7 @@ import pytest
 from argosy.observe.events import Metrics
 from commands import Folder
 from ports import free_port
+from waiting import PATIENT_S
 
 STEPS = 20
 
@@ -62,14 +63,14 @@ class Parts:
         """Ask a part to save and end; returns what it said."""
         process = self.started.pop(name)
         process.terminate()
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENT_S)
         assert process.returncode == 128 + signal.SIGTERM, out + err
         return out + err
 
     def end(self) -> dict[str, str]:
         said = {}
         for name, process in self.started.items():
-            out, err = process.communicate(timeout=180)
+            out, err = process.communicate(timeout=PATIENT_S)
             assert process.returncode == 0, f"{name}: {out}{err}"
             said[name] = out + err
         return said

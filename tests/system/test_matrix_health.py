@@ -8,6 +8,7 @@ import pytest
 
 from matrix import PLANS, Disturbed
 from ports import free_port
+from waiting import PATIENT_S
 
 UNFIT = 69
 REPLICAS_OF_FOUR = "dp_replicate=4,microbatch=2"
@@ -32,7 +33,7 @@ class Machines:
     def text_of(self, name: str, code: int) -> str:
         """What it printed until it ended with this exit code."""
         process = self._others.pop(name)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENT_S)
         assert process.returncode == code, out + err
         return out + err
 

@@ -11,6 +11,7 @@ import pytest
 import argosy
 from commands import Folder
 from matrix import STEADY
+from waiting import PATIENT_S
 
 SCRIPT = Path(argosy.__file__).parents[2] / "benchmarks/faults/healthy.py"
 
@@ -18,7 +19,7 @@ SCRIPT = Path(argosy.__file__).parents[2] / "benchmarks/faults/healthy.py"
 def healthy(folder: Folder, *options: str) -> subprocess.CompletedProcess[str]:
     folder.write_run(steps=100_000, every_steps=100)
     command = [sys.executable, str(SCRIPT), "run.toml", *STEADY, *options]
-    return subprocess.run(command, cwd=folder.path, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, cwd=folder.path, capture_output=True, text=True, check=False, timeout=PATIENT_S)
 
 
 @pytest.mark.slow

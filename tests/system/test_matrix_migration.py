@@ -11,6 +11,7 @@ from commands import Folder
 from matrix import Disturbed
 from network import NotPermitted, network
 from ports import free_port
+from waiting import PATIENT_S
 
 SIZES = ("--train.steps", "80", "--train.global_batch", "12", "--data.seq_len", "256")
 """Large enough that two nodes are better than one, as the planner has it."""
@@ -62,7 +63,7 @@ def test_a_slow_node_is_left_out_and_no_step_is_lost(slowed, undisturbed, plan, 
     run, others = slowed(plan, sizes)
     run.end(timeout_s=300)
     for process in others:
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENT_S)
         assert process.returncode == 0
     (migrated,) = run.events("migrated")
     assert migrated["left_out"] == ["c"] and migrated["evidence"]["factor"] > 1.5

@@ -13,6 +13,7 @@ import pytest
 from argosy.checkpoint import store
 from matrix import PATIENCE, PLANS, STEADY
 from ports import free_port
+from waiting import PATIENT_S
 
 RESTARTS = 50
 
@@ -85,7 +86,7 @@ def test_a_run_that_calls_the_coordinator_of_another_is_sent_away(disturbed, und
     run = disturbed(PLANS["replicas"], "", *there, "--launch.node", "a")
     run.wait_until(lambda: run.events("agent_came"))
     stray = run.launch("--launch.node", "b", "--run-dir", str(tmp_path / "elsewhere"))
-    _, err = stray.communicate(timeout=60)
+    _, err = stray.communicate(timeout=PATIENT_S)
     assert stray.returncode == 2 and "a port of its own" in err, err
     b = run.launch("--launch.node", "b")
     run.end().check(undisturbed())

@@ -16,6 +16,7 @@ import pytest
 
 from commands import Folder
 from object_store import ObjectStore, Proxy, environment, needs_server
+from waiting import PATIENT_S
 
 pytestmark = needs_server
 STEPS = 30
@@ -114,7 +115,7 @@ def test_an_outage_is_waited_for_and_one_that_is_too_long_ends_with_what_to_do(
     proxy.is_cut = True
     time.sleep(8)
     proxy.is_cut = False
-    assert process.wait(timeout=100) == 0, process.communicate()
+    assert process.wait(timeout=PATIENT_S) == 0, process.communicate()
     assert metrics(run_dir, "loss") == pytest.approx(local, rel=1e-4)  # two ranks add in another order
     assert {"store_unreachable", "store_back"} <= set(events(run_dir))
     assert "worker_died" not in events(run_dir)  # a rank that waits for the store does not hang
@@ -125,7 +126,7 @@ def test_an_outage_is_waited_for_and_one_that_is_too_long_ends_with_what_to_do(
     while not metrics(run_dir, "loss"):
         time.sleep(0.02)
     proxy.is_cut = True
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 75, out + err
     assert "s3://data/corpus has not answered for" in out + err
     assert "data.cache.timeout_s" in out + err

@@ -23,6 +23,7 @@ from argosy.training.state import TrainState
 from argosy.training.step import Step
 from commands import Folder
 from several_sites import H, SitesOfARun, several_sites
+from waiting import PATIENT_S
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_stranger_is_refused_and_the_run_goes_on(sites: Callable[..., SitesOfA
     shutil.rmtree(run.path("B"))
     assert first.poll() is None
     run.start("B")
-    said, problem = first.communicate(timeout=120)
+    said, problem = first.communicate(timeout=PATIENT_S)
     assert first.returncode == 0, said + problem
     assert "is not let in" in said + problem
     run.check_ledger()

@@ -24,7 +24,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from commands import Folder
-from waiting import wait_until
+from waiting import PATIENT_S, wait_until
 
 BAD = str(Path(__file__).parent.parent / "sinks")
 
@@ -88,7 +88,7 @@ def test_losses_are_the_same_to_a_bit_beside_bad_sinks_a_killed_follower_norms_a
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: follower_of(process.pid) not in (None, killed))
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 0, err
     assert losses(shown) == losses(folder.path / "alone")
     assert sum("norms" in line for line in map(json.loads, (shown / "metrics.jsonl").open())) == 12
@@ -223,4 +223,4 @@ def test_a_real_prometheus_scrapes_a_run(folder, started, tmp_path):
         server.kill()
         server.wait()
     run.send_signal(signal.SIGTERM)
-    run.communicate(timeout=60)
+    run.communicate(timeout=PATIENT_S)

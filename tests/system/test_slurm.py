@@ -22,7 +22,7 @@ from matrix import ONE_THREAD, PLANS, Disturbed
 from pages import PAGES, commands, try_all
 from ports import free_port
 from slurm import WHERE_FROM, Slurm, is_installed, slurm
-from waiting import wait_until
+from waiting import PATIENT_S, wait_until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
 HERE = ("--launch.address", "127.0.0.1", "--launch.processes", "1")
@@ -269,7 +269,7 @@ def test_the_small_slurm_of_the_page_runs_a_job(folder: Folder):
     try:
         with printed.open("wb") as out:  # no pipe: daemons would hold it
             words = ["bash", "-ec", setup + run + tried]
-            done = subprocess.run(words, check=False, cwd=folder.path, stdout=out, stderr=out, timeout=300)
+            done = subprocess.run(words, check=False, cwd=folder.path, stdout=out, stderr=out, timeout=PATIENT_S)
         assert done.returncode == 0, printed.read_text()
         assert re.search(r"demo +finished +step 4 +slurm 1", printed.read_text()), printed.read_text()
     finally:

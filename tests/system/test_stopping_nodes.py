@@ -12,6 +12,7 @@ from commands import Folder
 from matrix import PLANS, Disturbed
 from nodes import Nodes
 from ports import free_port
+from waiting import PATIENT_S
 
 STOPPED = 128 + signal.SIGTERM
 
@@ -34,7 +35,7 @@ def stop(nodes: Nodes) -> list[int]:
     for process in nodes.processes.values():
         process.send_signal(signal.SIGTERM)
     for process in nodes.processes.values():
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENT_S)
         nodes.run.text += out + err
     return [process.returncode for process in nodes.processes.values()]
 

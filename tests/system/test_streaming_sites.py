@@ -265,6 +265,7 @@ def post_local(run_dir: Path) -> dict[str, torch.Tensor]:
     return agreed
 
 
+@pytest.mark.slow
 def test_sites_sum_gradients_before_they_train_alone(sites: Callable[..., SitesOfARun]) -> None:  # noqa: F811
     run = sites(steps=STEPS, sync={"every_steps": 3, "from_step": FROM_STEP, "wire": "fp32"})
     for name, step in (("A", 2), ("B", 3)):

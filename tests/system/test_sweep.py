@@ -13,7 +13,7 @@ import pytest
 from commands import Folder
 from slurm import WHERE_FROM, is_installed, slurm
 from sweep_folders import losses, result, starts, sweeps_of, write
-from waiting import wait_until
+from waiting import PATIENT_S, wait_until
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_killed_sweep_goes_on_and_counts_no_trial_twice(folder: Folder, sweepi
     trial = int((sweep / "0000" / ".lock").read_text().split()[0])
     os.kill(trial, signal.SIGKILL)
     again = sweeping()
-    out, err = again.communicate(timeout=240)
+    out, err = again.communicate(timeout=PATIENT_S)
     assert again.returncode == 0, out + err
     found = result(folder)
     assert [(t["trial"], t["state"], t["steps"]) for t in found["trials"]] == [(0, "done", 10), (1, "done", 10)]
@@ -53,7 +53,7 @@ def test_a_killed_sweep_goes_on_and_counts_no_trial_twice(folder: Folder, sweepi
 def test_promoted_trials_go_on_from_their_checkpoints_bit_for_bit(folder: Folder, sweeping):
     sweep = write(folder, "method = 'halving'\ntrials = 4\nhalving.eta = 2\n[parameters]\n"
                   "optimizer.lr = { min = 1e-4, max = 1e-1, log = true }", steps=16)  # fmt: skip
-    out, err = sweeping().communicate(timeout=240)
+    out, err = sweeping().communicate(timeout=PATIENT_S)
     found = result(folder)
     assert sorted((t["state"], t["steps"]) for t in found["trials"]) == [
         ("done", 16), ("stopped", 4), ("stopped", 4), ("stopped", 8)], out + err  # fmt: skip
@@ -77,12 +77,12 @@ def test_ctrl_c_saves_what_runs_and_a_killed_trial_goes_on(folder: Folder, sweep
     os.kill(int((sweep / "0001" / ".lock").read_text()), signal.SIGKILL)
     wait_until(lambda: len(starts(sweep / "0001")) == 2 and len(losses(sweep / "0001")) > 8, process=process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 130, out + err
     assert "trial 0001 was interrupted" in out + err and "The same command goes on" in err
     made = [len(losses(sweep / f"000{n}")) for n in (0, 1)]
     assert all(list((sweep / f"000{n}" / "checkpoints").glob(f"step-*{steps}")) for n, steps in enumerate(made))
-    out, err = sweeping().communicate(timeout=240)
+    out, err = sweeping().communicate(timeout=PATIENT_S)
     found = result(folder)
     assert [(t["state"], t["steps"]) for t in found["trials"]] == [("done", 30)] * 3, out + err
     assert starts(sweep / "0000") == [0, made[0]]
@@ -91,7 +91,7 @@ def test_ctrl_c_saves_what_runs_and_a_killed_trial_goes_on(folder: Folder, sweep
 @pytest.mark.slow
 def test_a_trial_that_diverges_is_recorded_and_the_others_go_on(folder: Folder, sweeping):
     write(folder, "method = 'grid'\n[parameters]\noptimizer.lr = [1e9, 1e-2]", steps=20)
-    out, err = sweeping().communicate(timeout=240)
+    out, err = sweeping().communicate(timeout=PATIENT_S)
     lost, good = result(folder)["trials"]
     assert lost["state"] == "failed" and lost["reason"].startswith("diverged"), out + err
     assert good["state"] == "done"
@@ -103,7 +103,7 @@ def test_trials_that_all_fail_alike_end_the_sweep(folder: Folder, sweeping):
     text = (folder.path / "run.toml").read_text()
     (folder.path / "run.toml").write_text(text.replace(str(folder.corpus), str(folder.path / "nowhere")))
     process = sweeping()
-    _, err = process.communicate(timeout=240)
+    _, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 1 and re.search("the first [34] trials failed alike: .*no prepared data here", err)
     assert len(result(folder)["trials"]) <= 4
 
@@ -160,5 +160,5 @@ def test_trials_are_tasks_of_array_jobs_that_a_killed_sweep_finds_again(folder: 
         trials = result(folder)["trials"]
         assert sorted((t["state"], t["steps"]) for t in trials) == [("done", 40), *[("stopped", 10)] * 3]
         refused = folder.start("sweep", "lr.toml", "--on", "slurm", "--sweep-dir", "b", "--partition", "fast", **slow)
-        _, err = refused.communicate(timeout=60)
+        _, err = refused.communicate(timeout=PATIENT_S)
         assert refused.returncode == 2 and "invalid partition" in err

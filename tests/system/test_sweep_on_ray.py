@@ -17,7 +17,7 @@ import pytest
 from commands import Folder
 from ray_cluster import WHERE_FROM, Cluster, cluster, is_installed
 from sweep_folders import losses, result, starts, sweeps_of, write
-from waiting import wait_until
+from waiting import PATIENT_S, wait_until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason=WHERE_FROM)
 SLOW = {"ARGOSY_FAULTS": "slow@forward:seconds=0.2"}
@@ -75,7 +75,7 @@ def test_ctrl_c_saves_what_runs(folder: Folder, sweeping, running: Cluster):
     process = sweeping("--on", "ray", "--address", running.dashboard, **SLOW)
     wait_until(lambda: all(len(losses(sweep / f"000{n}")) > 3 for n in (0, 1)), process=process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 130 and "2 trials save their state" in out + err, out + err
     made = [len(losses(sweep / f"000{n}")) for n in (0, 1)]
     assert all(list((sweep / f"000{n}" / "checkpoints").glob(f"step-*{steps}")) for n, steps in enumerate(made))
@@ -89,7 +89,7 @@ def test_a_trial_waits_for_a_node_that_fits_and_one_that_never_will_is_said(fold
     process = sweeping(*here)
     wait_until((sweep / "0000" / "launch" / "job.json").exists, process=process)
     assert [(trial["state"], trial["why"]) for trial in trials(folder)] == [("waiting", "pending")]
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 2, err
     assert re.search(r"lr-\w+-0000 needs 2 CPUs, 0\.\d+ GB of memory of one node, .*\(1 CPUs, [\d.]+ GB", err), err
 
@@ -105,7 +105,7 @@ def test_a_trial_waits_for_a_node_that_fits_and_one_that_never_will_is_said(fold
     before = trials(folder)[0]["job"]
     wait_until(lambda: trials(folder)[0]["job"] != before, process)
     (folder.path / "held").unlink()
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 0 and result(folder)["trials"][0]["state"] == "done", out + err
     assert held.wait(60) == 0
     running.lose("n3")

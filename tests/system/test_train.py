@@ -16,7 +16,7 @@ import pytest
 
 from argosy.config.load import load
 from commands import Folder
-from waiting import wait_until
+from waiting import PATIENT_S, wait_until
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ def test_kill_9_at_any_moment_changes_no_loss(
     pids = workers(run_dir)
     if victim == "worker":
         os.kill(pids[-1], signal.SIGKILL)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=PATIENT_S)
         assert process.returncode == 0, err
         assert "SIGKILL" in err and events(run_dir, "worker_died")
         assert {line["generation"] for line in of_nodes(run_dir)} == {1, 2}
@@ -180,7 +180,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
     wait_until(lambda: len(losses(run_dir)) >= 5)
     for _ in range(2):  # as `timeout` and SLURM do
         process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 128 + number, err
     assert "stopping after this" in err
     saved = json.loads(folder.argosy("checkpoint", "list", run_dir, "--json"))
@@ -201,7 +201,7 @@ def test_ctrl_c_in_a_long_evaluation_waits_for_one_batch_and_the_run_evaluates_w
     assert "in use by process" in refused and "--run-dir" in refused
     time.sleep(max(0, 2 - (time.monotonic() - began)))
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 130 and "evaluation batch" in err, err
     assert len(losses(run_dir)) == 5
     folder.argosy("train", "run.toml")
@@ -213,7 +213,7 @@ def test_an_evaluation_that_gets_on_is_never_taken_for_a_hang(folder: Folder) ->
     folder.write_run(steps=10, every_steps=0)  # it evaluates twice, and the first in a world is given more time
     run_dir, slow = folder.path / "runs/tiny", "slow@evaluate:seconds=0.1"
     process = folder.start("train", "run.toml", "--resilience.hang_s", "1", ARGOSY_FAULTS=slow)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 0 and not events(run_dir, "hang"), err
 
 
@@ -286,7 +286,7 @@ def test_a_finished_run_is_not_run_again(folder: Folder) -> None:
 def test_it_joins_the_processes_of_torchrun(folder: Folder, finished: Finished) -> None:
     folder.write_run()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*torchrun, "-m", "argosy", "train", "run.toml"], cwd=folder.path, check=True, timeout=120)
+    subprocess.run([*torchrun, "-m", "argosy", "train", "run.toml"], cwd=folder.path, check=True, timeout=PATIENT_S)
     assert losses(folder.path / "runs/tiny") == losses(finished.run_dir)
     check_that_lines_tell_of_all_ranks(folder.path / "runs/tiny")
 

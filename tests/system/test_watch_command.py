@@ -21,7 +21,7 @@ import pytest
 
 from commands import Folder
 from run_folders import Made, Trouble, append
-from waiting import wait_until
+from waiting import PATIENT_S, wait_until
 
 pytest.importorskip("starlette")
 
@@ -39,19 +39,19 @@ def watch(folder: Folder) -> Iterator[Watch]:
         begun.append(process)
         assert process.stdout is not None
         found = SHOWN.search(process.stdout.readline())
-        assert found is not None, process.communicate(timeout=10)
+        assert found is not None, process.communicate(timeout=PATIENT_S)
         return found[1]
 
     yield start
     for process in begun:
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=PATIENT_S)
         assert (process.returncode, err) == (0, ""), out
 
 
 def answer(address: str, path: str = "", **headers: str) -> Any:
     request = urllib.request.Request(address.partition("?")[0].rstrip("/") + path, headers=headers)
-    with urllib.request.urlopen(request, timeout=20) as found:
+    with urllib.request.urlopen(request, timeout=PATIENT_S) as found:
         return json.load(found)
 
 
@@ -65,7 +65,7 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_end(folder: Folder, wa
         assert (growing[0]["id"], growing[0]["state"], growing[0]["devices"]) == ("tiny", "training", 2)
         done = wait_until(lambda: [found for found in answer(address, "/api/runs") if found["state"] == "finished"])
     finally:
-        run.communicate(timeout=60)
+        run.communicate(timeout=PATIENT_S)
     assert run.returncode == 0
     assert done[0]["step"] == done[0]["steps"] == 400
     lines = [json.loads(line) for line in (folder.path / "runs/tiny/metrics.jsonl").read_text().splitlines()]

@@ -10,6 +10,7 @@ import torch
 from argosy.config.optimizer import OptimizerConfig
 from argosy.models.layers import local
 from argosy.optim.optimizer import Optimizer
+from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.training.fingerprint import Corruption, Fingerprints
 from tiny import eager, flip, laid_out
@@ -20,7 +21,10 @@ TENSOR = "blocks.1.mlp.up.weight"
 
 def trained(world: World, plan: str, model: dict[str, Any], kind: str = "adamw", state: str = "fp32") -> Fingerprints:
     """The fingerprints of a model after an optimizer step with made-up gradients."""
-    parallel = laid_out(world, eager(plan), model=model)
+    return fingerprints_of(laid_out(world, eager(plan), model=model), world, kind, state)
+
+
+def fingerprints_of(parallel: ParallelModel, world: World, kind: str = "adamw", state: str = "fp32") -> Fingerprints:
     optimizer = Optimizer(parallel.masters, OptimizerConfig.model_validate({"kind": kind, "state": state}))
     for piece in parallel.pieces:
         piece.value.grad = torch.full_like(piece.value, 0.5)
@@ -56,13 +60,13 @@ def compared(world: World, plan: str, model: dict[str, Any], kind: str, state: s
     fingerprints = trained(world, plan, model, kind, state)
     healthy = (fingerprints.differ(), fingerprints.find())
     found: dict[str, Any] = {"healthy": healthy, "shares": fingerprints.share() is not None, "flipped": []}
-    names = [replica.name for replica in fingerprints._replicas()]
-    found["replicas"] = {replica.name: len(replica.holders.ranks) for replica in fingerprints._replicas()}
+    names = [replica.name for replica in fingerprints.replicas()]
+    found["replicas"] = {replica.name: len(replica.holders.ranks) for replica in fingerprints.replicas()}
     for prefix in ("model", "optimizer", "master", "outer"):
         name = next((name for name in names if name.startswith(prefix)), None)
         if name is None:
             continue
-        tensor = next(replica.tensor for replica in fingerprints._replicas() if replica.name == name)
+        tensor = next(replica.tensor for replica in fingerprints.replicas() if replica.name == name)
         if world.rank == world.size - 1:
             flip(tensor, tensor.numel() - 1, 8 * tensor.element_size() - 1)
         found["flipped"].append((name, fingerprints.differ(), fingerprints.find()))
@@ -119,15 +123,15 @@ def healed(world: World, plan: str, sick: list[tuple[int, str, int, int]]) -> tu
     Returns what was found, whether replicas still differ, and whether they are as before.
     """
     fingerprints = trained(world, plan, {})
-    before = {replica.name: replica.tensor.clone() for replica in fingerprints._replicas()}
+    before = {replica.name: replica.tensor.clone() for replica in fingerprints.replicas()}
     for rank, name, index, bit in sick:
         if world.rank == rank:
-            flip(next(replica.tensor for replica in fingerprints._replicas() if replica.name == name), index, bit)
+            flip(next(replica.tensor for replica in fingerprints.replicas() if replica.name == name), index, bit)
     assert fingerprints.differ()
     found = fingerprints.find()
     if all(corrupt.healthy is not None for corrupt in found):
         fingerprints.heal(found)
-    same = all(torch.equal(before[replica.name], replica.tensor) for replica in fingerprints._replicas())
+    same = all(torch.equal(before[replica.name], replica.tensor) for replica in fingerprints.replicas())
     return found, fingerprints.differ(), same
 
 
@@ -156,9 +160,9 @@ def test_of_two_neither_is_trusted(workers, plan):
 
 def moved(world: World, plan: str) -> bool:
     """True if a bit of the first tensor that this rank shares is in the rank's own memory, not in a copy of it."""
-    fingerprints = trained(world, plan, {})
-    tensors = {replica.name: replica.tensor for replica in fingerprints._replicas()}
-    pieces = {f"model.{p.name}": local(p.parameter) for p in fingerprints._model.pieces}
+    parallel = laid_out(world, eager(plan))
+    tensors = {replica.name: replica.tensor for replica in fingerprints_of(parallel, world).replicas()}
+    pieces = {f"model.{p.name}": local(p.parameter) for p in parallel.pieces}
     return all(tensors[name].data_ptr() == pieces[name].data_ptr() for name in tensors if name in pieces)
 
 

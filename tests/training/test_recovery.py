@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.accelerator import CPU
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.exchange import CorruptMessage
 from argosy.checkpoint.history import History, Position
@@ -26,7 +27,7 @@ from argosy.observe.events import Events
 from argosy.observe.screen import Progress
 from argosy.parallel.apply import apply
 from argosy.parallel.peers import Peers, Talk, together
-from argosy.parallel.world import CPU, World
+from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.recovery import (

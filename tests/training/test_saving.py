@@ -124,7 +124,7 @@ def steps(trainer: Trainer, until: int) -> None:
 
 
 def save(trainer: Trainer) -> None:
-    trainer._parts.checkpointer.save(trainer.state, background=False)
+    trainer.parts.checkpointer.save(trainer.state, background=False)
 
 
 def test_without_a_checkpoint_a_rewind_stays_where_it_is(trainer):
@@ -141,13 +141,13 @@ def test_a_rewind_takes_the_newest_checkpoint_and_keeps_what_is_skipped(trainer,
     saved = {box: tensor.clone() for box, tensor in trainer.state.boxes().items()}
     history = trainer.state.history
     steps(trainer, 4)
-    trainer._parts.batches.skip(4)
+    trainer.parts.batches.skip(4)
     trainer.agreement.restorer.rewind()
     state = trainer.state
     assert (state.step, state.skipped, state.last_update) == (2, ((32, 40),), None)
     assert all(torch.equal(tensor, saved[box]) for box, tensor in state.boxes().items())
     assert state.history.admits(history.world, 2) and not state.history.admits(history.world, 3)
-    assert [line["step"] for line in trainer._parts.records.metrics.read()] == [0, 1]
+    assert [line["step"] for line in trainer.parts.records.metrics.read()] == [0, 1]
     (event,) = [e for e in read_lines(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "rewind"]
     assert (event["step"], event["to_step"]) == (4, 2)
 
@@ -164,10 +164,10 @@ def test_a_run_rewinds_to_the_same_step_only_so_often(trainer):
 
 def test_the_step_that_a_run_would_go_back_to_is_shown(trainer):
     steps(trainer, 2)
-    assert read_heartbeat(trainer._parts.heartbeat.path).safe_step == -1
+    assert read_heartbeat(trainer.parts.heartbeat.path).safe_step == -1
     save(trainer)
     trainer.agreement.restorer.show_safe_step()
-    assert read_heartbeat(trainer._parts.heartbeat.path).safe_step == 2
+    assert read_heartbeat(trainer.parts.heartbeat.path).safe_step == 2
 
 
 class HoldsAt(StopSignal):

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from argosy import faults
+from argosy.accelerator import peak_memory_bytes
 from argosy.chaos.run import read_ledger
 from argosy.checkpoint import store
 from argosy.checkpoint.memory import FOLDER, NODE
 from argosy.config.schema import RunConfig
-from argosy.observe.clock import peak_memory_bytes
 from argosy.observe.events import Metrics, read_lines
 from argosy.observe.report import Report
 from argosy.parallel.world import World

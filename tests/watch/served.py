@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.watch.serve import listening, server_of
+from waiting import PATIENT_S
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Served:
 
     def get(self, path: str, method: str = "GET", **headers: str) -> Answer:
         """Send this path as it is, without any tidying; `_` in names of headers stands for -."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENT_S)
         connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
         given = {"host": f"127.0.0.1:{self.port}"} | {name.replace("_", "-"): value for name, value in headers.items()}
         for name, value in given.items():
@@ -54,7 +55,7 @@ class Served:
 
     def connection(self) -> socket.socket:
         """A connection on which nothing has been said."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENT_S)
 
     def live(self, **headers: str) -> Iterator[dict[str, Any]]:
         """The news, as they come; beats are left out."""

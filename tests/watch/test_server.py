@@ -18,6 +18,7 @@ from argosy.watch.library import Library
 from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunReader
 from argosy.watch.server import VIEWS
+from argosy.watch.status import RunSummary
 from run_folders import Made, Trouble, append
 from watch.served import Served, served
 
@@ -206,6 +207,12 @@ def test_model_energy_profiles_and_logs_are_shown(server: Served) -> None:
 def test_advice_names_the_straggler(server: Served) -> None:
     found = server.get("/api/runs/trouble/advice").json()
     assert any("Rank 2" in advice["title"] for advice in found["advice"])
+
+
+def test_a_status_says_what_is_next_as_advice_does(server: Served) -> None:
+    status = server.get("/api/runs/trouble/status").json()
+    assert RunSummary.model_validate(status).next.model_dump() == server.get("/api/runs/trouble/advice").json()["next"]
+    assert server.get("/api/runs/trouble/status?since=nonsense").status == 404
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def run_chaos(
     _train_undisturbed(run_file, reference)
     took_s = [record["seconds"]["step"] for record in each_line(reference / "metrics.jsonl") if "loss" in record]
     reference_s = sum(took_s)
-    ranks = next(e["world_size"] for e in _events(reference) if e["event"] == "start")
+    ranks = next(e["world_size"] for e in events_of(reference) if e["event"] == "start")
     # Twice the time, since a disturbed run takes longer; faults after its end are left out.
     faults = draw(seed, 2 * reference_s, every_s, kinds)
     command = [sys.executable, "-m", "argosy", "train", str(reference / "run.toml"), "--run-dir", str(chaos)]
@@ -245,7 +245,7 @@ def _train_undisturbed(run_file: Path, folder: Path) -> None:
 
 def _report(campaign: Campaign, reference: Path, reference_s: float, seed: int) -> ChaosReport:
     began_s = campaign.began_s or campaign.ended_s
-    events = _events(campaign.run_dir)
+    events = events_of(campaign.run_dir)
     injected = sorted([*campaign.injected, *_injected_inside(events, campaign)], key=lambda d: d.time_s)
     losses, wanted = _losses(campaign.run_dir), _losses(reference)
     weights = list(weight_differences(reference, campaign.run_dir)) if campaign.exit_code == 0 else ["no weights"]
@@ -264,8 +264,8 @@ def _report(campaign: Campaign, reference: Path, reference_s: float, seed: int) 
         same_weights=not weights,
         differences=(*weights[:5], *(f"loss of step {step}" for step in differing[:5])),
         ledger=read_ledger(each_line(campaign.run_dir / "metrics.jsonl")).problems[:5],
-        left_behind=tuple(_left_behind(campaign.pids | campaign.workers_seen)),
-        faults=tuple(_outcome(d, events, campaign, began_s) for d in injected),
+        left_behind=tuple(left_behind(campaign.pids | campaign.workers_seen)),
+        faults=tuple(outcome_of(d, events, campaign, began_s) for d in injected),
         missed=len(campaign.faults) - len(injected),
     )
 
@@ -279,9 +279,10 @@ def _injected_inside(events: Sequence[dict[str, Any]], campaign: Campaign) -> It
             yield InjectedFault(fault, what, event["pid"], event["time_s"], event["generation"], event["step"] or 0)
 
 
-def _outcome(
+def outcome_of(
     injected: InjectedFault, events: Sequence[dict[str, Any]], campaign: Campaign, began_s: float
 ) -> FaultOutcome:
+    """Return what came of a fault: after how many seconds it was seen and steps were made again, and steps lost."""
     kind = KINDS[injected.fault.kind]
     seen = (
         event["time_s"]
@@ -309,7 +310,8 @@ def _outcome(
     )
 
 
-def _events(run_dir: Path) -> list[dict[str, Any]]:
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the events of all the run's processes, by time."""
     found = [event for path in (run_dir / "events").glob("*.jsonl") for event in each_line(path)]
     return sorted(found, key=lambda event: event["time_s"])
 
@@ -318,7 +320,7 @@ def _losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in each_line(run_dir / "metrics.jsonl") if "loss" in record}
 
 
-def _left_behind(pids: set[int]) -> Iterator[str]:
+def left_behind(pids: set[int]) -> Iterator[str]:
     """Yield processes of the run that still live some seconds after its end, and their shared memory."""
     wait_until(lambda: not any(map(is_alive, pids)), SCATTER_S, every_s=0.1)
     for pid in sorted(pids):

@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "train a model; without a run file, the built-in demo",
     "launch": "train in the background: on this machine, on hosts or on a cluster",
     "runs": "list runs, with their states and last steps",
+    "status": "say in a few lines how a run is, and what to do next",
     "logs": "what a launched run prints",
     "stop": "have a launched run save its state and end",
     "sweep": "train many runs that differ in some keys, and find the best",

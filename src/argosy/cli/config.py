@@ -16,9 +16,10 @@ import inspect
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
+from pydantic import BaseModel
 
 from argosy.cli.options import ALL, SHORT, fitted, parse, parse_run
 from argosy.config.dump import dump
@@ -41,6 +42,21 @@ class Options:
 
     json: bool = False
     """Print JSON."""
+
+
+@dataclass(frozen=True)
+class SchemaOptions(Options):
+    """Options of `argosy config schema`."""
+
+    of: Literal["run", "status"] = "run"
+    """run: run files; status: what `argosy status --json` prints."""
+
+
+def schemas() -> dict[str, type[BaseModel]]:
+    """Return the documents that have a schema: name -> their model."""
+    from argosy.watch.status import RunSummary
+
+    return {"run": RunConfig, "status": RunSummary}
 
 
 @dataclass(frozen=True)
@@ -110,13 +126,15 @@ def _show(argv: list[str]) -> None:
 
 
 def _schema(argv: list[str]) -> None:
-    """Print the JSON schema of run files, for an editor that completes and checks them.
+    """Print the JSON schema of run files, for an editor that completes and checks them; or of what a command prints
+    with --json.
 
-    Example:
+    Examples:
       argosy config schema > run.schema.json
+      argosy config schema --of status
     """
-    parse(argv, "argosy config schema", Options, inspect.getdoc(_schema))
-    print(json.dumps(RunConfig.model_json_schema(), indent=2))
+    options = parse(argv, "argosy config schema", SchemaOptions, inspect.getdoc(_schema))
+    print(json.dumps(schemas()[options.of].model_json_schema(), indent=2))
 
 
 def _presets(argv: list[str]) -> None:

@@ -78,7 +78,8 @@ def main(argv: list[str]) -> None:
     found = simulate(plan, run, ranks, cluster, processes=len(os.sched_getaffinity(0)))
     if options.trace is not None:
         write_chrome_trace({one.rank: one.timeline for one in found}, options.trace)
-    print(json.dumps([one.record() for one in found]) if options.json else "\n\n".join(map(_in_words, found)))
+    texts = [*map(_in_words, found), *cluster.device.caveats]
+    print(json.dumps([one.record() for one in found]) if options.json else "\n\n".join(texts))
 
 
 def _in_full(word: str) -> str:

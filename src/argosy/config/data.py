@@ -85,6 +85,10 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
+Objective = Literal["pretrain", "sft"]
+"""What a model is trained for. All but pretrain learn from conversations."""
+
+
 class PrepareConfig(Section):
     """Text in, token shards out; the same keys are the options of `argosy prepare`."""
 
@@ -127,8 +131,25 @@ class PrepareConfig(Section):
     """Worker processes, which read and tokenize; 0 takes one per core."""
     engine: Literal["auto", "huggingface", "fastokens"] = "auto"
     """Tokenizer engine; auto takes fastokens if installed and identical to Hugging Face on a sample."""
+    objective: Objective | None = None
+    """What the data are for: pretrain reads text, sft conversations (docs/fine-tuning.md). In a run, it is
+    train.objective."""
+    seq_len: NonNegativeInt = 0
+    """Conversations: tokens of the rows that they are packed into; 0: 512. In a run, it is data.seq_len."""
+    chat_template: str = ""
+    """Conversations: a jinja file, or chatml; empty: the template that comes with the tokenizer."""
     filters: FiltersConfig = FiltersConfig()
     """Which documents are left out."""
+
+    @property
+    def has_conversations(self) -> bool:
+        """True if the input is conversations, not text."""
+        return self.objective not in (None, "pretrain")
+
+    @model_validator(mode="after")
+    def _fits_conversations(self) -> Self:
+        check_conversations(self)
+        return self
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -142,6 +163,18 @@ class PrepareConfig(Section):
                 "for each, in the same order"
             )
         return self
+
+
+def check_conversations(config: PrepareConfig) -> None:
+    """Raise ValueError if keys that work on text are set for conversations."""
+    if not config.has_conversations:
+        return
+    if config.max_text_bytes is not None:
+        raise ValueError("max_text_bytes would cut a conversation anywhere; leave it out, or give fewer files")
+    if config.filters.duplicates == "drop_near" or config.filters != FiltersConfig(
+        duplicates=config.filters.duplicates
+    ):
+        raise ValueError('filters judge text, not conversations; only filters.duplicates = "drop_exact" works on them')
 
 
 class DataStage(Section):

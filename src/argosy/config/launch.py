@@ -180,6 +180,13 @@ class LaunchOptions(EngineOptions, _Place):
     """Where a job is started, and what it asks for there."""
 
 
+DeviceType = Literal["cpu", "cuda", "xpu", "hpu", "npu", "mps"]
+"""Kinds of devices, as torch names them: cuda is NVIDIA's and (by ROCm) AMD's, xpu Intel's, hpu Gaudi, npu Ascend, mps
+Apple's."""
+USUAL_ACCELERATOR: DeviceType = "cuda"
+"""The kind that plans for devices elsewhere are for, and the only one with fp8 here (torchao's)."""
+
+
 class LaunchConfig(Section):
     """The machines of the run, and the processes on each."""
 
@@ -188,8 +195,8 @@ class LaunchConfig(Section):
     GPUs, or one process without GPUs."""
     threads: NonNegativeInt = 0
     """CPU threads per worker; 0 divides the cores equally."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the workers."""
+    device: Literal["auto"] | DeviceType = "auto"
+    """Device of the workers, as torch names it; auto: the accelerator that torch finds, else the CPU."""
     max_restarts: NonNegativeInt = 3
     """Number of times in a row that lost workers are replaced without progress in between."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0

@@ -11,6 +11,7 @@ from typing import Annotated, Self
 import tyro
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
+from argosy.config.data import Objective
 from argosy.config.extend import one_of_or_own
 from argosy.config.section import Section
 
@@ -101,6 +102,9 @@ LOSSES = ("cross_entropy",)
 class TrainConfig(Section):
     """The length and the batch of the run."""
 
+    objective: Objective = "pretrain"
+    """pretrain learns each token of text; sft the answers of conversations, and text that is mixed in
+    (docs/fine-tuning.md)."""
     steps: NonNegativeInt = 0
     """Length of the run in optimizer steps (epochs times the tokens of the data, over batch size times sequence
     length); 0: as many as fit in `minutes`, decided once from the speed of the first steps."""

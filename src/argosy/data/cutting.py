@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from argosy.data.documents import InputPiece, Tally
 from argosy.data.manifest import Shard, SplitName
+from argosy.data.packing import Packer, packs_of
 from argosy.data.shards import ShardWriter
 from argosy.data.sources import InputFile
 from argosy.data.tokenizer import EncodedBatch
@@ -137,8 +138,9 @@ class _Documents(NamedTuple):
 class _OpenShard:
     """A shard being written. Its last document is held back, since it may change splits; see `Cutter.finish`."""
 
-    def __init__(self, prefix: Path, dtype: np.dtype[Any]):
-        self._prefix, self._dtype = prefix, dtype
+    def __init__(self, prefix: Path, dtype: np.dtype[Any], packer: Packer | None):
+        """packer: packs documents, which are conversations, into rows; None: they are laid end to end."""
+        self._prefix, self._dtype, self._packer = prefix, dtype, packer
         self._writer: ShardWriter | None = None
         self._waiting: _Documents | None = None
         self.tokens, self.documents, self._text_bytes = 0, 0, 0
@@ -160,6 +162,8 @@ class _OpenShard:
     def close(self) -> Shard | None:
         """Finish the shard and return it; None if it has no documents."""
         self._write_waiting()
+        if self._packer is not None:
+            self._write_rows(self._packer.flush())
         return self._writer.close(self._text_bytes) if self._writer else None
 
     def abandon(self) -> None:
@@ -172,9 +176,22 @@ class _OpenShard:
             self._waiting = None
 
     def _write(self, documents: _Documents) -> None:
-        if len(documents.lengths):
-            self._writer = self._writer or ShardWriter(self._prefix, self._dtype)
-            self._writer.write(documents.tokens, documents.lengths)
+        if not len(documents.lengths):
+            return
+        if self._packer is not None:
+            units = packs_of(documents.tokens, documents.lengths)
+            self._write_rows([row for unit in units for row in self._packer.add(unit)])
+        else:
+            self._append(documents.tokens, documents.lengths)
+
+    def _write_rows(self, rows: Sequence[Sequence[npt.NDArray[Any]]]) -> None:
+        """Write rows, each given as the conversations in it."""
+        if units := [unit for row in rows for unit in row]:
+            self._append(np.concatenate(units), np.array([len(unit) for unit in units], np.int64))
+
+    def _append(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
+        self._writer = self._writer or ShardWriter(self._prefix, self._dtype)
+        self._writer.write(tokens, lengths)
 
     def _count(self, documents: _Documents, sign: int) -> None:
         self.tokens += sign * len(documents.tokens)
@@ -187,11 +204,21 @@ class Cutter:
 
     When a document does not fit into its split's shard, the shards of both splits end before it. So the finished
     shards always hold the input up to one document, and the journal needs only that document's position. A document
-    longer than `shard_tokens` gets a shard for itself.
+    longer than `shard_tokens` gets a shard for itself. Where conversations are packed, a shard consists of whole rows.
+
+    packer: returns the packer of a new shard, or None if documents are laid end to end.
     """
 
-    def __init__(self, out: Path, dtype: np.dtype[Any], shard_tokens: int, journal: Journal):
+    def __init__(
+        self,
+        out: Path,
+        dtype: np.dtype[Any],
+        shard_tokens: int,
+        journal: Journal,
+        packer: Callable[[], Packer | None] = lambda: None,
+    ):
         self._out, self._dtype, self._shard_tokens, self._journal = out, dtype, shard_tokens, journal
+        self._packer = packer
         self._shards = Counter(split for cut in journal.cuts for split in cut.shards)
         self._documents = Counter[SplitName]()
         for cut in journal.cuts:
@@ -255,4 +282,7 @@ class Cutter:
         self._open = self._next_shards()
 
     def _next_shards(self) -> dict[SplitName, _OpenShard]:
-        return {split: _OpenShard(self._out / f"{split}-{self._shards[split]:05d}", self._dtype) for split in SPLITS}
+        return {
+            split: _OpenShard(self._out / f"{split}-{self._shards[split]:05d}", self._dtype, self._packer())
+            for split in SPLITS
+        }

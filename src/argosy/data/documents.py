@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from argosy.config.data import PrepareConfig
+from argosy.data.conversations import Record
 from argosy.data.filters import Filters
 from argosy.data.formats import EMPTY, MAX_DOCUMENT_BYTES, BadInput, Fields, Text, read_file
 from argosy.data.sources import InputFile
@@ -94,9 +95,16 @@ class Tally:
     """Input that is no text: kind -> count."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Text that a filter left out: why -> count."""
+    truncated: int = 0
+    """Conversations whose last turns were left out."""
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(self.text_bytes + other.text_bytes, self.skipped + other.skipped, self.dropped + other.dropped)
+        return Tally(
+            self.text_bytes + other.text_bytes,
+            self.skipped + other.skipped,
+            self.dropped + other.dropped,
+            self.truncated + other.truncated,
+        )
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,7 @@ class DocumentReader:
         max_document_bytes: longest document that is read; a longer one raises UserError.
         url_field: the field or column with a document's URL; "": none is read.
         drops: says which documents are left out.
+        document_of: makes the document of a record (`formats.Fields`).
     """
 
     def __init__(
@@ -134,10 +143,11 @@ class DocumentReader:
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
         url_field: str = "",
         drops: Drops | None = None,
+        document_of: Callable[[Record], str] | None = None,
     ):
         self._files, self._url_field, self._on_bad_input = files, url_field, on_bad_input
         self._max_text_bytes, self._max_document_bytes = max_text_bytes, max_document_bytes
-        self._drops = drops
+        self._drops, self._document_of = drops, document_of
         self.tally = Tally()
         """Counts up to the document that was read last. A caller may replace it, to count anew."""
         self.files_read = 0
@@ -156,7 +166,8 @@ class DocumentReader:
                 return
             self.files_read = number_of_file + 1
             within, file = (piece.from_byte, piece.to_byte), self._files[number_of_file]
-            found = read_file(file, Fields(file.field, self._url_field), self._max_document_bytes, within)
+            fields = Fields(file.field, self._url_field, self._document_of)
+            found = read_file(file, fields, self._max_document_bytes, within)
             for item in found:
                 number, self.number = self.number, self.number + 1
                 if number >= start and (text := self._text(item, number)):

@@ -11,13 +11,14 @@ import io
 import json
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 from argosy.config.data import PrepareConfig
-from argosy.data.sources import InputFile
+from argosy.data.conversations import BadRecord, Record
+from argosy.data.sources import RECORDS, InputFile
 from argosy.errors import UserError, missing_extra
 
 EMPTY = "empty document"
@@ -47,6 +48,8 @@ class Fields(NamedTuple):
     text: str
     url: str = ""
     """"": none."""
+    document_of: Callable[[Record], str] | None = None
+    """What makes the document of a whole record, or raises BadRecord; None: it is the text field."""
 
 
 class Text(NamedTuple):
@@ -73,9 +76,12 @@ def read_file(
 
     most_bytes: the longest document; a file of text that is not compressed may have the size that it shows.
     within: the lines or row groups that begin at these of the file's bytes.
+    With `fields.document_of`, only records are read.
     Raises: UserError if the file cannot be read or decompressed, has a longer document, or does not have `field` at all
     (a Parquet file without the column, the first MOST_WITHOUT_FIELD records without the field).
     """
+    if fields.document_of is not None and (file.texts is not None or file.suffix not in RECORDS):
+        raise UserError(f"{file.name}: conversations are read from .jsonl and .parquet. Leave it out of `input`.")
     if file.texts is not None:
         yield from _own_texts(file, file.texts(), most_bytes)
         return
@@ -213,10 +219,19 @@ def _record_text(line: bytes, where: str, fields: Fields) -> Text | BadInput:
         return BadInput(BROKEN_JSON, f"{where} ({error})")
     if not isinstance(record, dict):
         return BadInput(NOT_TEXT, f"{where} (a {type(record).__name__}, not a record)")
+    if fields.document_of is not None:
+        return _document(record, where, fields.document_of)
     if fields.text not in record:
         return BadInput(NO_FIELD, f"{where}, field {fields.text!r} (the record has {_listed(record)})")
     url = record.get(fields.url) if fields.url else None
     return _field_text(record[fields.text], f"{where}, field {fields.text!r}", url if isinstance(url, str) else "")
+
+
+def _document(record: Record, where: str, document_of: Callable[[Record], str]) -> Text | BadInput:
+    try:
+        return Text(document_of(record).encode())
+    except BadRecord as bad:
+        return BadInput(bad.kind, f"{where}: {bad.detail}")
 
 
 def _listed(record: dict[str, Any]) -> str:
@@ -242,9 +257,12 @@ def _read_parquet(
         import pyarrow.parquet as pq
     except ImportError:
         raise missing_extra("pyarrow", "parquet", f"Reading {name}") from None
-    columns = [column for column in fields if column]
+    columns = [column for column in (fields.text, fields.url) if column]
     try:
         table = pq.ParquetFile(stream if stream.seekable() else io.BytesIO(_read_all(stream, name, most_bytes)))
+        if fields.document_of is not None:
+            yield from _read_rows(table, name, fields.document_of, within)
+            return
         for key, column in zip(("field", "filters.url_field"), columns, strict=False):
             _check_column(table.schema_arrow, name, key, column)
         for group, row in _groups_within(table.metadata, within):
@@ -259,6 +277,14 @@ def _read_parquet(
                     row += 1  # noqa: PLW2901  (counts within the group)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise UserError(f"{name}: not a Parquet file ({error}). Restore it, or leave it out of `input`.") from None
+
+
+def _read_rows(table: Any, name: str, document_of: Callable[[Record], str], within: Span) -> Iterator[Text | BadInput]:
+    for group, row in _groups_within(table.metadata, within):
+        for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, row_groups=[group]):
+            for record in batch.to_pylist():
+                yield _document(record, f"{name}, row {row}", document_of)
+                row += 1  # noqa: PLW2901  (counts within the group)
 
 
 def _groups_within(metadata: Any, within: Span) -> Iterator[tuple[int, int]]:

@@ -110,7 +110,7 @@ class Loader:
 
     def replaced(self, step: int) -> list[int]:
         """Return the numbers of this rank's samples of a step that are replaced by others."""
-        numbers, samples = self._numbers(step), self._samples(step)
+        numbers, samples = self._numbers(step), self.samples(step)
         return numbers[self._is_bad(samples.sources, samples.windows)].tolist() if self._bad else []
 
     def stand_in(self, step: int, token: int) -> I32:
@@ -134,7 +134,7 @@ class Loader:
     def read(self, step: int) -> I32:
         """Read what `batch` returns, now and in this thread."""
         fault("loader", step=step)
-        samples = self._sound(step, self._samples(step))
+        samples = self._sound(step, self.samples(step))
         out = np.empty((len(samples), self._seq_len + 1), np.int32)
         for number, source in enumerate(self._sources):
             here = np.flatnonzero(samples.sources == number)
@@ -159,7 +159,7 @@ class Loader:
     def _numbers(self, step: int) -> I64:
         return np.concatenate([np.arange(first, stop) for first, stop in self._ranges(step)])
 
-    def _samples(self, step: int) -> Samples:
+    def samples(self, step: int) -> Samples:
         """Return the places of this rank's samples of a step."""
         parts = [part for first, stop in self._ranges(step) for part in self._located(first, stop)]
         return Samples.joined(parts)
@@ -207,10 +207,10 @@ class Loader:
             self._ahead.at(step)
         elif stores := stores_of(self._sources):
             self._ahead = Ahead(
-                stores[0].cache, self._sources, self._seq_len, self._samples_of_steps, self._stop - self._first, step
+                stores[0].cache, self._sources, self._seq_len, self.samples_of_steps, self._stop - self._first, step
             )
 
-    def _samples_of_steps(self, first: int, stop: int) -> tuple[Samples, I64]:
+    def samples_of_steps(self, first: int, stop: int) -> tuple[Samples, I64]:
         """Return the places of this rank's samples of steps `first` to `stop`, and the step of each."""
         before, largest = self._batches.before, self._batches.largest
         parts = kept(before(first), before(stop), self._skipped)

@@ -21,13 +21,17 @@ import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from argosy.config.data import PrepareConfig
+from argosy.data.packing import ID_BITS
 from argosy.errors import DataError, UserError, first_error
 from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
-SETTINGS = ("vocab_size", "field", "validation_fraction", "max_text_bytes", "shard_tokens", "on_bad_input")
+SETTINGS = (
+    *("vocab_size", "field", "validation_fraction", "max_text_bytes", "shard_tokens", "on_bad_input"),
+    *("objective", "seq_len"),
+)
 """Options of `prepare` that the manifest knows by their values."""
 
 SplitName = Literal["train", "validation"]
@@ -39,6 +43,14 @@ SKIPPED = {
     "broken JSON": "with broken JSON",
     "not text": "of other than text",
     "no such field": "without the field",
+    "no conversation": "without a conversation",
+    "roles in a wrong order": "with roles in a wrong order",
+    "empty answer": "with an empty answer",
+    "pair with equal sides": "with equal sides",
+    "images": "with images",
+    "special token in a message": "with a special token in a message",
+    "answers that the template does not show": "whose answers the template does not show",
+    "conversation that the template refuses": "that the template refuses",
 }
 """Kind of input that was skipped -> what is said of such documents."""
 NAMES_KEPT = 100
@@ -76,6 +88,14 @@ class Shard(_Record):
     idx_sha256: Sha256
 
 
+class RowFormat(_Record):
+    """Rows of conversations (`data.packing`), in place of text that is laid end to end."""
+
+    seq_len: Annotated[int, Field(ge=2, le=2**31)]
+    """Tokens of a row."""
+    kind: Literal["conversations"]
+
+
 class Manifest(_Record):
     """The contents of a prepared folder, and how it was made."""
 
@@ -105,6 +125,10 @@ class Manifest(_Record):
     """Files of data sets that were not read, since they are of another split than train."""
     text_bytes_estimated: bool = False
     """True if text_bytes were estimated from a decoded sample (adopted shards), not counted."""
+    truncated: Count = 0
+    """Conversations whose last turns were left out, as a row holds no more."""
+    rows: RowFormat | None = None
+    """None: text."""
     splits: dict[SplitName, tuple[Shard, ...]]
 
     @model_validator(mode="after")
@@ -112,6 +136,8 @@ class Manifest(_Record):
         if self.eod_id >= self.vocab_size:
             raise ValueError(f"eod_id = {self.eod_id} is outside of the vocabulary of {self.vocab_size} tokens")
         names = sorted(shard.name for shard in self._shards())
+        if self.rows is not None and (self.vocab_size > 2**ID_BITS or self.dtype != "int32"):
+            raise ValueError(f"rows of conversations are int32, with ids of {ID_BITS} bits")
         if twice := next((name for name, after in pairwise(names) if name == after), None):
             raise ValueError(f"splits name {twice!r} twice")
         return self
@@ -135,7 +161,13 @@ class Manifest(_Record):
         if self.files is None:
             return ""
         documents = sum(self.documents(split) for split in self.splits)
-        parts = [f"{_plural(documents, 'document')} from {_plural(self.files, 'file')}"]
+        what = "document" if self.rows is None else "conversation"
+        parts = [f"{_plural(documents, what)} from {_plural(self.files, 'file')}"]
+        if self.rows is not None:
+            words = sum(self.tokens(split) for split in self.splits)
+            parts.append(f"packed into {_plural(words // self.rows.seq_len, 'row')} of {self.rows.seq_len} tokens")
+        if self.truncated:
+            parts.append(f"{_plural(self.truncated, what)} cut after an earlier answer, to fit")
         if self.files_after_limit:
             parts.append(f"{_plural(self.files_after_limit, 'file')} not read: max_text_bytes is reached")
         if self.left_out:
@@ -148,13 +180,13 @@ class Manifest(_Record):
         if self.other_splits:
             parts.append(f"{_plural(self.other_splits, 'file')} of other splits than train not read")
         for kind, count in sorted(self.skipped.items()):
-            parts.append(f"{_plural(count, 'document')} {SKIPPED.get(kind, f'({kind})')} skipped")
+            parts.append(f"{_plural(count, what)} {SKIPPED.get(kind, f'({kind})')} skipped")
         if self.dropped:
             kinds = Counter[str]()
             for why, count in self.dropped.items():
                 kinds[why.partition(":")[0]] += count
             listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
-            parts.append(f"{_plural(kinds.total(), 'document')} dropped: {listed}")
+            parts.append(f"{_plural(kinds.total(), what)} dropped: {listed}")
         return "; ".join(parts)
 
     @property

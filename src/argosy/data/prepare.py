@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import sys
 import warnings
@@ -16,19 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from argosy.config.data import FiltersConfig, PrepareConfig
+from argosy.config.data import DataConfig, FiltersConfig, PrepareConfig
 from argosy.config.extend import ExtendConfig
 from argosy.config.launch import LaunchOptions
 from argosy.data import cutting as journals
 from argosy.data import manifest as manifests
+from argosy.data.chat_template import TEMPLATE, ChatTemplate
 from argosy.data.crew import Meter, PrepareProgress, Report, Workers
 from argosy.data.cutting import Cutter, DocumentPosition, Journal, fingerprint
 from argosy.data.documents import PIECE_BYTES, InputPiece, Tally, cut_input, sample_texts
 from argosy.data.filters import OWN_LISTS, Filters, key_maker, list_checksums, parts_of
-from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, Shard, SplitName
+from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, RowFormat, Shard, SplitName
+from argosy.data.packing import Packer
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, checksums_of, find_files
-from argosy.data.tokenizer import Tokenizer, choose_engine, tokenizer_file, train
+from argosy.data.tokenizer import Tokenizer, choose_engine, tokenizer_file, train, usage_of
 from argosy.data.work import FOLDER, LOGS, PrepareTask, WorkFolder
 from argosy.data.worker import DUPLICATES, KEYS, TOKENS, WORKER, PrepareJob, Stages
 from argosy.engines.engine import ProgramJob
@@ -85,6 +88,7 @@ def prepare(
     """
     report = report or (lambda progress: None)
     trust.approve(extend.code)
+    config = _with_row_length(config)
     options = _options(config, extend)
     if _is_prepared(config.out):
         return _load_prepared(config.out, options, extend)
@@ -109,7 +113,8 @@ def prepare(
         with Workers(folder, engine, job_of, count, meter.look) as workers:
             if config.filters.duplicates != "keep":
                 _find_duplicates(len(pieces), workers, meter)
-            splits = _tokenize(job, Stages(job, folder, found.files, pieces), len(pieces), journal, workers, meter)
+            stages = Stages(job, folder, found.files, pieces)
+            splits = _tokenize(job, stages, len(pieces), journal, workers, meter, tokenizer.eod_id)
             workers.finish()
         meter.finish()
         folder.remove()
@@ -127,6 +132,8 @@ def prepare(
             left_out=len(found.left_out),
             left_out_names=tuple(file.name for file in found.left_out[:NAMES_KEPT]),
             other_splits=len(found.other_splits),
+            truncated=end.before.truncated,
+            rows=RowFormat(seq_len=config.seq_len, kind="conversations") if config.has_conversations else None,
             splits=splits,
         ).save(config.out)
         journal.remove()
@@ -145,13 +152,36 @@ def _find_duplicates(pieces: int, workers: Workers, meter: Meter) -> None:
     meter.compared(1.0)
 
 
-def _tokenize(job: PrepareJob, stages: Stages, pieces: int, journal: Journal, workers: Workers, meter: Meter) -> Splits:
+def _with_row_length(config: PrepareConfig) -> PrepareConfig:
+    """Return the options of conversations with what follows from others. Raises: UserError."""
+    if not config.has_conversations:
+        return config
+    if config.tokenizer is None:
+        raise UserError(
+            f"tokenizer = none: objective = {config.objective} takes conversations, which are written with the "
+            "tokenizer and chat template of a model. Name a run, or a folder from Hugging Face."
+        )
+    ChatTemplate.load(config.tokenizer, config.chat_template)
+    seq_len = config.seq_len or DataConfig.model_fields["seq_len"].default
+    return config.model_copy(update={"seq_len": seq_len})
+
+
+def _tokenize(
+    job: PrepareJob,
+    stages: Stages,
+    pieces: int,
+    journal: Journal,
+    workers: Workers,
+    meter: Meter,
+    filler: int,
+) -> Splits:
     """Write all documents to shards: workers make tokens of them, and this process puts those in order."""
     config, at = job.config, journal.next
     limit = config.max_text_bytes or sys.maxsize
     tally, start, skip, files, first_bad = at.before, at.start, at.document, at.files, None
     waiting = deque[tuple[PrepareTask, int]]()  # results that are not in finished shards yet
-    with Cutter(config.out, np.dtype(job.dtype), config.shard_tokens, journal) as cutter:
+    packer = partial(Packer, config.seq_len, filler) if config.has_conversations else lambda: None
+    with Cutter(config.out, np.dtype(job.dtype), config.shard_tokens, journal, packer) as cutter:
         for task, number, chunk in workers.results(TOKENS, pieces, at.piece, at.chunk, at.start):
             waiting.append((task, number))
             batch, counts, files = stages.batch(task.number, chunk, start, limit - tally.text_bytes)
@@ -180,11 +210,18 @@ def _job(
     return PrepareJob(
         fingerprint=f"{journal.job} {tokenizer.sha256}",
         config=config.model_copy(
-            update={"out": config.out.absolute(), "tokenizer": None, "filters": _absolute(config.filters)}
+            update={
+                "out": config.out.absolute(),
+                "tokenizer": None,
+                "filters": _absolute(config.filters),
+                "chat_template": "",
+            }
         ),
         extend=extend,
-        engine=choose_engine(config.engine, path, sample_texts(files, config, COMPARED_CHARS)),
-        dtype=token_dtype(tokenizer.vocab_size).name,
+        engine="huggingface"
+        if config.has_conversations
+        else choose_engine(config.engine, path, sample_texts(files, config, COMPARED_CHARS)),
+        dtype="int32" if config.has_conversations else token_dtype(tokenizer.vocab_size).name,
         chunk_bytes=CHUNK_BYTES,
         batch_chars=BATCH_CHARS,
     )
@@ -236,18 +273,31 @@ def _worker_job(folder: WorkFolder, machines: LaunchOptions, workers: int, name:
 def _options(config: PrepareConfig, extend: ExtendConfig) -> dict[str, Any]:
     """Return the options on which the result depends. A given tokenizer counts by its contents, as sources' code."""
     brought = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-    return {
-        "input": list(config.input),
-        "tokenizer": brought and brought.sha256,
-        "vocab_size": None if brought else config.vocab_size,
-        "field": config.field[0] if len(set(config.field)) == 1 else list(config.field),
-        "validation_fraction": config.validation_fraction,
-        "max_text_bytes": config.max_text_bytes,
-        "shard_tokens": config.shard_tokens,
-        "on_bad_input": config.on_bad_input,
-        "extensions": list(config.extensions) or None,
-        "filters": _filter_options(config.filters),
-    } | ({"own_sources": sums} if (sums := checksums_of(config.input, extend.code)) else {})
+    return (
+        {
+            "input": list(config.input),
+            "tokenizer": brought and brought.sha256,
+            "vocab_size": None if brought else config.vocab_size,
+            "field": config.field[0] if len(set(config.field)) == 1 else list(config.field),
+            "validation_fraction": config.validation_fraction,
+            "max_text_bytes": config.max_text_bytes,
+            "shard_tokens": config.shard_tokens,
+            "on_bad_input": config.on_bad_input,
+            "extensions": list(config.extensions) or None,
+            "filters": _filter_options(config.filters),
+        }
+        | _row_options(config)
+        | ({"own_sources": sums} if (sums := checksums_of(config.input, extend.code)) else {})
+    )
+
+
+def _row_options(config: PrepareConfig) -> dict[str, Any]:
+    """Return the options of conversations; {} for text. The template counts by its contents."""
+    if not config.has_conversations or config.tokenizer is None:
+        return {}
+    template = ChatTemplate.load(config.tokenizer, config.chat_template)
+    sha256 = hashlib.sha256(template.text.encode()).hexdigest()
+    return {"objective": config.objective, "seq_len": config.seq_len, "chat_template": sha256}
 
 
 def _filter_options(config: FiltersConfig) -> dict[str, Any] | None:
@@ -309,10 +359,20 @@ def _tokenizer(config: PrepareConfig, files: Sequence[InputFile], is_resumed: bo
     if config.tokenizer:
         with atomic_write(path) as file:
             file.write(tokenizer_file(config.tokenizer).read_bytes())
+        for name, text in _usage(config).items() if config.has_conversations else ():
+            with atomic_write(config.out / name) as file:
+                file.write(text)
     if config.tokenizer or (is_resumed and path.exists()):
         return Tokenizer.load(path)
     report(PrepareProgress("tokenizer"))
     return train(sample_texts(files, config, TRAINING_CHARS), config.vocab_size, path)
+
+
+def _usage(config: PrepareConfig) -> dict[str, bytes]:
+    """Return the files beside the tokenizer, with the chat template that the conversations are written with."""
+    assert config.tokenizer is not None
+    template = ChatTemplate.load(config.tokenizer, config.chat_template)
+    return {**usage_of(config.tokenizer), TEMPLATE: template.text.encode()}
 
 
 def _total_text_bytes(files: Sequence[InputFile], config: PrepareConfig) -> int | None:
@@ -327,6 +387,13 @@ def _no_text(config: PrepareConfig, tally: Tally, first_bad: Sequence[str] | Non
     skipped = ", ".join(f"{count} x {kind}" for kind, count in tally.skipped.items())
     if first_bad is not None:
         skipped += f"; first {first_bad[1]}: {first_bad[0]}"
+    if config.has_conversations:
+        listed = [skipped] if skipped else []
+        listed += [f"{count} x {why}" for why, count in tally.dropped.items()]
+        return UserError(
+            f"input = {list(config.input)}: no conversation is left of it ({'; '.join(listed) or 'it is empty'}). Mend "
+            f"the first, or raise seq_len = {config.seq_len} if they are longer."
+        )
     if tally.dropped:
         dropped = ", ".join(f"{count} x {why}" for why, count in tally.dropped.items())
         return UserError(f"input = {list(config.input)}: all text was left out ({dropped}). Relax the filters.")

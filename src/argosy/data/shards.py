@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.data.manifest import BLOCK_BYTES, BlockChecksums, Manifest, Shard, SplitName, read_checksums
+from argosy.data.packing import ID_MASK
 from argosy.errors import DataError, UserError
 from argosy.files import PartialFile, atomic_write, file_sha256, open_regular
 
@@ -166,8 +167,9 @@ class ShardIndex:
 class ShardReader:
     """The tokens of one shard, memory-mapped. Each block is checked when it is first used."""
 
-    def __init__(self, bin_path: Path, dtype: np.dtype[Any], vocab_size: int):
-        self._path, self._vocab_size = bin_path, vocab_size
+    def __init__(self, bin_path: Path, dtype: np.dtype[Any], vocab_size: int, has_marks: bool = False):
+        """has_marks: its words are ids with marks (`data.packing`)."""
+        self._path, self._vocab_size, self._has_marks = bin_path, vocab_size, has_marks
         self._tokens = _map(bin_path, dtype)
         self._block_tokens = BLOCK_BYTES // dtype.itemsize
         self._checksums = read_checksums(bin_path.with_suffix(".crc32"))
@@ -204,7 +206,7 @@ class ShardReader:
                     f"{where} does not match its checksum (expected {expected:08x}, found {found:08x}): the file "
                     "was changed or the disk is failing. Restore the file, or prepare the data again: argosy prepare"
                 )
-        low, high = int(tokens.min()), int(tokens.max())
+        low, high = range_of_ids(tokens, self._has_marks)
         if low < 0 or high >= self._vocab_size:
             raise DataError(
                 f"{where} holds token {low if low < 0 else high}, but the vocabulary has {self._vocab_size} tokens. "
@@ -212,6 +214,12 @@ class ShardReader:
             )
         self._checked[block] = 1
         self._unchecked -= 1
+
+
+def range_of_ids(words: Tokens, has_marks: bool) -> tuple[int, int]:
+    """Return the least and the largest id among words."""
+    low = int(words.min())
+    return low, int((words & ID_MASK).max() if has_marks else words.max())
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> Tokens:
@@ -276,8 +284,16 @@ class TokenSource:
     def windows(self, seq_len: int) -> int:
         """Count the whole windows of `seq_len` tokens and their successors.
 
-        Raises: UserError if there is none.
+        Raises: UserError if there is none, or if conversations were packed into rows of another length.
         """
+        if (rows := self.manifest.rows) is not None:
+            if rows.seq_len != seq_len:
+                raise UserError(
+                    f"data.seq_len = {seq_len}: the conversations of {self.name} were packed into rows of "
+                    f"{rows.seq_len} tokens. Set data.seq_len = {rows.seq_len}, or prepare them again into another "
+                    f"folder: argosy prepare ... --seq-len {seq_len}"
+                )
+            return len(self) // seq_len  # the last word of a row has no successor that counts
         if (windows := (len(self) - 1) // seq_len) > 0:
             return windows
         remedies = [f"seq_len = {len(self) - 1} or less"] if len(self) > 1 else []
@@ -312,6 +328,8 @@ class TokenSource:
 
     def _copy(self, start: int, out: I32) -> None:
         done = 0
+        if start + len(out) > len(self):  # after the last row of conversations nothing comes
+            out[-1], out = 0, out[:-1]
         while done < len(out):
             shard = bisect_right(self._starts, start + done) - 1
             offset = start + done - self._starts[shard]
@@ -329,7 +347,8 @@ class TokenSource:
     def _open(self, shard: int) -> ShardReader:
         self.manifest.check_sizes(self.folder, self._shards[shard])
         path = self.folder / f"{self._shards[shard].name}.bin"
-        return ShardReader(path, np.dtype(self.manifest.dtype), self.manifest.vocab_size)
+        has_marks = self.manifest.rows is not None
+        return ShardReader(path, np.dtype(self.manifest.dtype), self.manifest.vocab_size, has_marks)
 
 
 def spread_windows(source: TokenSource, seq_len: int, max_tokens: int) -> I32:

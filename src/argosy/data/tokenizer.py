@@ -210,7 +210,7 @@ class Encoder:
     def __init__(self, tokenizer: Path, engine: EngineName, dtype: np.dtype[Any], validation_fraction: float):
         self._encode = encode_function(tokenizer, engine)
         self._eod_id = Tokenizer.load(tokenizer).eod_id
-        self._dtype, self._threshold = dtype, int(validation_fraction * 2**64)
+        self._dtype, self._validation_fraction = dtype, validation_fraction
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
         ids, lengths = self._encode(texts)
@@ -219,13 +219,14 @@ class Encoder:
             tokens=np.insert(ids, np.cumsum(lengths), self._eod_id).astype(self._dtype),
             lengths=lengths + 1,
             text_bytes=np.array([len(text) for text in raw], np.int64),
-            held_out=np.array([self._is_held_out(text) for text in raw], np.bool_),
+            held_out=np.array([is_held_out(text, self._validation_fraction) for text in raw], np.bool_),
         )
 
-    def _is_held_out(self, text: bytes) -> bool:
-        """Decide by a hash of the text alone, so that copies of a document are never in both splits."""
-        digest = hashlib.blake2b(text, digest_size=8).digest()
-        return int.from_bytes(digest, "little") < self._threshold
+
+def is_held_out(text: bytes, fraction: float) -> bool:
+    """Decide by a hash of the text alone, so that copies of a document are never in both splits."""
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    return int.from_bytes(digest, "little") < int(fraction * 2**64)
 
 
 def encode_function(tokenizer: Path, engine: EngineName) -> Callable[[Sequence[str]], Ragged]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from argosy.config.data import PrepareConfig
 from argosy.config.extend import ExtendConfig
+from argosy.data.chat_encoder import TRUNCATED, ChatDocuments, ChatEncoder
 from argosy.data.documents import Document, DocumentReader, Drops, InputPiece, Tally
 from argosy.data.filters import Filters, as_arrays, bounds, key_maker, repeated, within
 from argosy.data.manifest import TOKENIZER
@@ -105,7 +106,8 @@ class Stages:
         self.folder = folder
         self._job, self._files, self._pieces, self._count = job, files, pieces, count
         self._filters: Filters | None = None
-        self._encoder: Encoder | None = None
+        self._encoder: Encoder | ChatEncoder | None = None
+        self._documents: ChatDocuments | None = None
         self._keys_of: Callable[[str], list[int]] | None = None
 
     def make(self, task: PrepareTask, tasks: int, start: int) -> Iterator[Chunk]:
@@ -119,6 +121,8 @@ class Stages:
 
     def _reader(self, drops: Drops | None, max_text_bytes: int | None = None) -> DocumentReader:
         config = self._job.config
+        if config.has_conversations and self._documents is None:
+            self._documents = ChatDocuments(Path(config.out), config)
         return DocumentReader(
             self._files,
             config.on_bad_input,
@@ -126,6 +130,7 @@ class Stages:
             config.max_document_bytes,
             config.filters.url_field if config.filters.blocked_urls else "",
             drops,
+            self._documents,
         )
 
     def _token_reader(self, piece: int, max_text_bytes: int | None = None) -> DocumentReader:
@@ -159,7 +164,12 @@ class Stages:
         again up to there, and of its tokens those of the last document are made again, which may be cut.
         """
         batch = _joined([EncodedBatch(**chunk.arrays)] if chunk.arrays else [], self._job.dtype)
-        tally = Tally(int(batch.text_bytes.sum()), Counter(chunk.facts["skipped"]), Counter(chunk.facts["dropped"]))
+        tally = Tally(
+            int(batch.text_bytes.sum()),
+            Counter(chunk.facts["skipped"]),
+            Counter(chunk.facts["dropped"]),
+            chunk.facts.get("truncated", 0),
+        )
         if tally.text_bytes < most_bytes:
             return batch, tally, self._pieces[number].end
         reader = self._token_reader(number, most_bytes)
@@ -179,8 +189,11 @@ class Stages:
     def _encode_batch(self, texts: Sequence[str]) -> EncodedBatch:
         job = self._job
         if self._encoder is None:
-            tokenizer = Path(job.config.out) / TOKENIZER
-            self._encoder = Encoder(tokenizer, job.engine, np.dtype(job.dtype), job.config.validation_fraction)
+            tokenizer, held_out = Path(job.config.out) / TOKENIZER, job.config.validation_fraction
+            if job.config.has_conversations:
+                self._encoder = ChatEncoder(tokenizer, job.config.seq_len, held_out)
+            else:
+                self._encoder = Encoder(tokenizer, job.engine, np.dtype(job.dtype), held_out)
         return self._encoder.encode(texts)
 
     def _keys(self, number: int, start: int) -> Iterator[Chunk]:
@@ -230,14 +243,18 @@ class Stages:
             size += len(document.text.encode())
         yield held, reader.number, True
 
-    @staticmethod
-    def _facts(reader: DocumentReader) -> dict[str, Any]:
+    def _facts(self, reader: DocumentReader) -> dict[str, Any]:
         """Return what was counted since the last call."""
         tally, reader.tally = reader.tally, Tally()
+        if isinstance(self._encoder, ChatEncoder):
+            counts, self._encoder.counts = self._encoder.counts, Counter()
+            tally.truncated = counts.pop(TRUNCATED, 0)
+            tally.dropped += counts
         bad = reader.first_bad
         return {
             "skipped": dict(tally.skipped),
             "dropped": dict(tally.dropped),
+            "truncated": tally.truncated,
             "first_bad": bad and [bad.kind, bad.where],
         }
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from argosy.accelerator import numbered
 from argosy.checkpoint import store
 from argosy.checkpoint.load import load_into, problem_of
 from argosy.checkpoint.shards import wholes
@@ -76,8 +77,8 @@ def open_checkpoint(path: Path, trust_code: bool = False) -> TrainedModel:
 
 
 def default_device() -> torch.device:
-    """Return the first GPU, or the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the first accelerator, or the CPU."""
+    return numbered()
 
 
 def generate(

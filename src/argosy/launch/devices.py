@@ -8,9 +8,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
-from argosy.config.launch import LaunchConfig
+from argosy.config.launch import DeviceType, LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.observe.terminal import print_message
@@ -35,25 +34,36 @@ SEARCH_S = 120.0
 def find_devices(launch: LaunchConfig, processes: int | None = None, planned: int = 0) -> Devices:
     """Return the devices for a plan: `processes` if they run already, else as many as `launch` says or the plan needs.
 
-    Raises: UserError if `launch` asks for a GPU and there is none, or for more processes than GPUs.
+    Raises: UserError if `launch` asks for a device and there is none, or for more processes than GPUs.
     """
-    import torch  # not at the top: `ask` needs none
+    # Not at the top: `ask` needs no torch.
+    from argosy.accelerator import (
+        count_here,
+        device_name,
+        has_bf16,
+        has_fast_fp16,
+        memory_bytes,
+        numbered,
+        told_of,
+        type_here,
+    )
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if launch.device == "cuda" and not gpus:
-        raise UserError('launch.device = "cuda", and torch sees no GPU here. Try launch.device = "cpu".')
+    here, gpus = type_here(), count_here()
+    if launch.device not in ("auto", "cpu", here):
+        others = f'"{here}" or "cpu"' if gpus else '"cpu"'
+        raise UserError(f'launch.device = "{launch.device}", and torch sees no such device here. Try {others}.')
     if gpus and launch.device != "cpu":
         count = processes or launch.processes or planned or gpus
         if not processes and count > gpus:
             raise UserError(
                 f"{_wanted(launch, planned)} on this machine, and there are {gpus} GPUs. Try launch.processes = {gpus}."
             )
-        memory_bytes = float(torch.cuda.get_device_properties(0).total_memory)
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        fp16 = not bf16 and torch.cuda.get_device_capability(0) >= (7, 0)  # tensor cores, from Volta on
-        name = torch.cuda.get_device_name(0)
+        first = numbered()
+        told_of(first)
+        bf16 = has_bf16(first)
+        fp16 = not bf16 and has_fast_fp16(first)
         on_host = host_memory_bytes() / min(count, gpus)
-        return Devices(count, "cuda", bf16, fp16, name, memory_bytes, on_host, per_node=gpus)
+        return Devices(count, here, bf16, fp16, device_name(first), memory_bytes(first), on_host, per_node=gpus)
     count = processes or launch.processes or planned or 1
     cores = len(os.sched_getaffinity(0))
     if not processes and count > cores:
@@ -62,8 +72,8 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
             ArgosyWarning,
             stacklevel=2,
         )
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", count)) if processes else count
-    return Devices(count, "cpu", _bf16_is_fast(), memory_bytes=host_memory_bytes() / here, per_node=here)
+    near = int(os.environ.get("LOCAL_WORLD_SIZE", count)) if processes else count
+    return Devices(count, "cpu", _bf16_is_fast(), memory_bytes=host_memory_bytes() / near, per_node=near)
 
 
 def _wanted(launch: LaunchConfig, planned: int) -> str:
@@ -74,7 +84,7 @@ def _wanted(launch: LaunchConfig, planned: int) -> str:
     return f"the plan's {planned} processes{nodes}"
 
 
-def check_compiler(plan: Plan, kind: Literal["cpu", "cuda"]) -> None:
+def check_compiler(plan: Plan, kind: DeviceType) -> None:
     """Raise UserError if `plan` compiles, and there is no compiler here that torch would take for such devices.
 
     Inductor makes C++ for CPUs (`torch._inductor.config.cpp.cxx`); Triton has a C compiler build what starts kernels.

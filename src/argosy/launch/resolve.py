@@ -5,6 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from argosy.config.data import PrepareConfig
 from argosy.config.optimizer import check_patterns
 from argosy.config.schema import RunConfig
 from argosy.data.crew import PrepareProgress
@@ -16,7 +19,7 @@ from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.store import is_url, upload
 from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_file
-from argosy.errors import UserError
+from argosy.errors import UserError, first_error
 from argosy.files import file_sha256
 from argosy.observe.screen import Progress
 from argosy.plan.cost.estimate import GIB
@@ -36,9 +39,11 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     if is_path(run.launch.cluster):
         path = Path(run.launch.cluster).expanduser().absolute()
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
+    run = _with_objective(run)
     _check_tokenizer_to_prepare(run)
     run = _with_data(run, progress)
     data = open_data(run.data, run.seed, run.train.batches)
+    _check_objective(run, data)
     first = data.sources[0]
     _check_tokenizer(run, first.manifest.tokenizer_sha256, f"{first.name} was prepared with another tokenizer")
     if not run.model.vocab_size:
@@ -81,6 +86,42 @@ def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
         progress.note(str(state), last=state.stage == "done")
 
     return prepare(run.data.prepare, show, run.extend)
+
+
+def _with_objective(run: RunConfig) -> RunConfig:
+    """Return the run with what its objective says of the data to prepare. Raises: UserError."""
+    prepare, objective = run.data.prepare, run.train.objective
+    if not prepare.input or objective == "pretrain":
+        return run
+    try:
+        prepare = PrepareConfig(
+            **{
+                **prepare.model_dump(),
+                "objective": objective,
+                "seq_len": run.data.seq_len,
+                "tokenizer": prepare.tokenizer or run.model.weights,
+            }
+        )
+    except ValidationError as error:
+        raise UserError(f"data.prepare with train.objective = {objective}: {first_error(error)}") from None
+    return run.model_copy(update={"data": run.data.model_copy(update={"prepare": prepare})})
+
+
+def _check_objective(run: RunConfig, data: OpenData) -> None:
+    """Refuse data that the objective cannot learn from. Raises: UserError."""
+    rows = {source.name: source.manifest.rows for source in data.sources}
+    objective = run.train.objective
+    packed = next((name for name, found in rows.items() if found is not None), None)
+    if objective == "pretrain" and packed is not None:
+        raise UserError(
+            f'train.objective = "pretrain": {packed} holds conversations, of which the answers alone are learned. Set '
+            'train.objective = "sft".'
+        )
+    if objective != "pretrain" and packed is None:
+        raise UserError(
+            f'train.objective = "{objective}": {next(iter(rows))} holds text, and no conversations. Prepare some: '
+            f"argosy prepare chats.jsonl --objective {objective} --tokenizer MODEL --out NEW-FOLDER"
+        )
 
 
 def _check_tokenizer_to_prepare(run: RunConfig) -> None:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from argosy.accelerator import is_accelerator
 from argosy.config.model import ModelConfig
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Norm, embedding, linear, local, norm
-from argosy.models.loss import ChunkLoss, chunk_loss_and_gradient, soft_capped, summed_cross_entropy
+from argosy.models.loss import IGNORED, ChunkLoss, chunk_loss_and_gradient, soft_capped, summed_cross_entropy
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.rope import rotary_table
 from argosy.plan.layer_spec import RopeSpec, layer_spec
@@ -34,6 +35,8 @@ class Microbatch:
     """Each token's place in its document."""
     documents: Tensor
     """The places where documents start (`attention.packed_attention`)."""
+    counted: int
+    """Targets that count, known without waiting for the device."""
 
 
 def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
@@ -47,11 +50,16 @@ def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) ->
         host[:, :-1].clone(),
         host[:, 1:].clone(),
     )  # not contiguous(), which returns a view if there is one row
-    positions = document_positions(tokens, end_of_document)
-    parts = (tokens, targets, positions, document_starts(positions))
-    if device.type == "cuda":
+    return microbatch_of(tokens, targets, document_positions(tokens, end_of_document), device)
+
+
+def microbatch_of(tokens_BT: Tensor, targets_BT: Tensor, positions_BT: Tensor, device: torch.device) -> Microbatch:
+    """Return the microbatch of these rows, int64 in host memory, on `device`."""
+    counted = int((targets_BT != IGNORED).sum())
+    parts = (tokens_BT, targets_BT, positions_BT, document_starts(positions_BT))
+    if is_accelerator(device):
         parts = tuple(part.pin_memory().to(device, non_blocking=True) for part in parts)  # type: ignore[assignment]
-    return Microbatch(*parts)
+    return Microbatch(*parts, counted)
 
 
 def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:

@@ -4,15 +4,14 @@ measured against.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
 
+from argosy.accelerator import Mark, kind_of, mark, peak_memory_bytes, seconds_between, seconds_of, synchronize
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import UNREAD, Heartbeat
 
@@ -35,7 +34,6 @@ a profile; `user` is code of the user's (docs/extending.md); `other` is the rest
 OWN_WORK: tuple[Category, ...] = ("data", "forward", "backward", "pipeline", "optimizer", "user")
 """A process's own work, apart from what it waits for other ranks meanwhile."""
 
-Mark = float | torch.cuda.Event
 NO_WAITS = 0.0, 0
 
 
@@ -52,7 +50,7 @@ class StepClock:
 
         communication: a second view of the same time, whichever categories it is in; its laps are the clock's.
         """
-        self._device, self._on_gpu = device, device.type == "cuda"
+        self._device = device
         self._heartbeat, self._meter = heartbeat, communication
         self.communication: dict[str, dict[str, list[float]]] = {}
         """The last lap's: axis -> tier -> seconds waited, bytes sent; empty if nothing measures them."""
@@ -71,23 +69,22 @@ class StepClock:
     def time(self, category: Category) -> Iterator[None]:
         """Count the time of this block as `category`. Blocks do not nest."""
         self._heartbeat.enter(category)
-        start, waits = self._mark(), self._meter.marks() if self._meter else NO_WAITS
+        start, waits = mark(self._device), self._meter.marks() if self._meter else NO_WAITS
         try:
             with self.mark(category):
                 yield
         finally:
-            self._spans.append((category, start, self._mark()))
+            self._spans.append((category, start, mark(self._device)))
             if self._meter and category in OWN_WORK:
                 self._waits.append((category, waits, self._meter.marks()))
             self._heartbeat.enter("other")
 
     def lap(self) -> dict[str, float]:
         """Return the seconds of each category since the last lap, "other", and "step": the wall time, their sum."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        synchronize(self._device)
         seconds: dict[str, float] = {}
         for category, start, end in self._spans:
-            seconds[category] = seconds.get(category, 0.0) + _between(start, end)
+            seconds[category] = seconds.get(category, 0.0) + seconds_between(start, end)
         self._spans.clear()
         self.own_s = self._own_s(seconds)
         self.communication = self._meter.lap() if self._meter else {}
@@ -106,23 +103,8 @@ class StepClock:
         self._waits.clear()
         return {category: max(0.0, took_s) for category, took_s in own_s.items()}
 
-    def _mark(self) -> Mark:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
-
-def _between(start: Mark, end: Mark) -> float:
-    if isinstance(start, float) or isinstance(end, float):
-        assert isinstance(start, float) and isinstance(end, float)
-        return end - start
-    return start.elapsed_time(end) / 1e3
-
-
-CLEAR_REFS = Path("/proc/self/clear_refs")
-SIZE = {"cpu": 1024, "cuda": 8192}
+SIZE = {"cpu": 1024, "accelerator": 8192}
 REPEATS, MOST_S = 12, 1.0
 """Matmuls that are timed; no more is begun after MOST_S, since CPUs without fp16 take seconds for each."""
 
@@ -132,51 +114,9 @@ def matmul_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
     The best of several, since a busy machine can only make one slower.
     """
-    size = SIZE[device.type]
+    size = SIZE[kind_of(device)]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     seconds: list[float] = []
     while len(seconds) < REPEATS and sum(seconds) < MOST_S:
-        seconds.append(_seconds(a, b))
+        seconds.append(seconds_of(lambda: a @ b, device))
     return 2.0 * size**3 / min(seconds)
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    if a.is_cuda:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        a @ b
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    began = time.perf_counter()
-    a @ b
-    return time.perf_counter() - began
-
-
-def device_name(device: torch.device) -> str:
-    """Return "cpu", or the driver's name of the GPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def software(device: torch.device) -> str:
-    """Return the versions that speed depends on, e.g. "torch 2.13.0, CUDA 13.0, NCCL 2.28.9"."""
-    parts = [f"torch {torch.__version__}"]
-    if device.type == "cuda":
-        parts += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
-    return ", ".join(parts)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process since `forget_peak_memory`, or ever: on the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def forget_peak_memory(device: torch.device) -> None:
-    """Restart `peak_memory_bytes` from what is held now, where the system can do that."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with suppress(OSError):  # not every kernel has it
-            CLEAR_REFS.write_text("5")  # proc(5): "reset the peak resident set size"

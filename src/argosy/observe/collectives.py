@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.profiler import record_function
 
+from argosy.accelerator import Mark, current_stream, is_accelerator, mark
 from argosy.observe.counters import NETWORK, NODE, OTHER
 from argosy.observe.trace_summary import COLLECTIVE_MARK
 from argosy.observe.wire import COLLECTIVES, Sent
@@ -147,10 +148,10 @@ class CommunicationMeter:
         self._channels: dict[int, _Channel] = {}
         self._works: dict[int, _Channel] = {}
         self._tensors: dict[int, _Channel] = {}
-        self._spans: list[tuple[_Channel, torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[tuple[_Channel, torch.Event, torch.Event]] = []
         self._is_inside = False
         self._thread, self._apart_s = threading.get_ident(), 0.0
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._stream = current_stream(device) if is_accelerator(device) else None
 
     def __enter__(self) -> Self:
         self.open()
@@ -257,21 +258,17 @@ class CommunicationMeter:
         channel = self._channels[id(group)] = _Channel(self._axes.get(group.group_name, unnamed), tier, is_on_stream)
         return channel
 
-    def _mark(self, channel: _Channel) -> float | torch.cuda.Event | None:
+    def _mark(self, channel: _Channel) -> Mark | None:
         """Return the present; on a GPU None in another stream than that of the arithmetic, which does not wait here."""
         if not channel.is_on_stream:
             return time.perf_counter()
-        if torch.cuda.current_stream(self._device) != self._stream:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return mark(self._device) if current_stream(self._device) == self._stream else None
 
-    def _took(self, channel: _Channel, start: float | torch.cuda.Event | None) -> None:
+    def _took(self, channel: _Channel, start: Mark | None) -> None:
         channel.is_used = True
         if isinstance(start, float):
             self._add(channel, time.perf_counter() - start)
-        elif start is not None and isinstance(end := self._mark(channel), torch.cuda.Event):
+        elif start is not None and isinstance(end := self._mark(channel), torch.Event):
             self._spans.append((channel, start, end))
 
     def _add(self, channel: _Channel, seconds: float) -> None:

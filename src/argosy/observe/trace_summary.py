@@ -23,6 +23,8 @@ STEP_MARK, PART_MARK, COLLECTIVE_MARK = "argosy:step/", "argosy:part/", "argosy:
 """Beginnings of the names of marks: a step, a part of it by the clock's category, a collective."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of what a GPU does."""
+CCL = "ccl"
+"""In the names of kernels that communicate: NCCL's and RCCL's, oneCCL's, HCCL's."""
 MOST_OPERATIONS, MOST_GAPS = 20, 10
 LEAST_GAP_US = 50.0
 NAME_LENGTH = 120
@@ -103,8 +105,8 @@ def _waits(events: Iterable[Event]) -> dict[str, tuple[float, float]]:
 
 
 def _of_gpu(kernels: list[Event], inside: list[Event], window: Span) -> dict[str, Any]:
-    communicating = [event for event in kernels if "nccl" in event["name"].lower()]
-    others = [event for event in kernels if "nccl" not in event["name"].lower()]
+    communicating = [event for event in kernels if CCL in event["name"].lower()]
+    others = [event for event in kernels if CCL not in event["name"].lower()]
     operations: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for event in others:

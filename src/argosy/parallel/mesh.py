@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from argosy.accelerator import NCCL
 from argosy.plan.cost.traffic import ENDS, STAGE, TIERS, WORLD, spanning_axis
 from argosy.plan.plan import AXES, Plan
 
@@ -264,5 +265,5 @@ def _limit_waits(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> Non
     Groups of other backends, such as a simulator's, do not wait.
     """
     for group in groups:
-        if dist.get_backend(group) in ("gloo", "nccl"):
+        if dist.get_backend(group) in ("gloo", NCCL):
             _set_pg_timeout(timeout, group)

@@ -101,23 +101,27 @@ class ParallelModel:
         self.dp_rank = meshes.rank("dp_replicate") * plan.dp_shard + meshes.rank("dp_shard")
         # Every rank of a tp group computes the same loss, so one of them reports it.
         self._reports = meshes.rank("tp") == 0
+        #: True on one of the ranks that read the same rows; its counts of them, summed over ranks, count each row once.
+        self.counts_rows = not any(meshes.rank(axis) for axis in ("pp", "cp", "tp"))
         self.microbatches_at_once = self._schedule.microbatches_at_once
 
     def forward_backward(
         self,
         batch: Sequence[Microbatch],
-        scale: float,
+        scale: float | Tensor,
         clock: StepClock,
         moment: Moment = Moment(),  # noqa: B008  (frozen)
+        balance_scale: float | None = None,
     ) -> Tensor:
         """Leave in the parameters this rank's gradients of `scale` times the batch's summed loss.
 
-        `moment`: the step, and the loss scale that is in `scale`. Returns this rank's share of the summed loss: over
-        all ranks the shares add up to it. The sums of gradients over ranks are under way until `finish_gradients`.
+        `moment`: the step, and the loss scale that is in `scale`. `balance_scale`: the factor of the losses that keep
+        experts in balance, which are sums over all tokens; None: `scale`. Returns this rank's share of the summed loss:
+        over all ranks the shares add up to it. The sums of gradients over ranks are under way until `finish_gradients`.
         """
         batch = [self._mine(micro) for micro in batch]
         for moe in self.moes.values():
-            moe.loss_weight = scale
+            moe.loss_weight = float(scale) if balance_scale is None else balance_scale
         for rule in self._rules:
             rule.arm(len(batch), moment)
         return self._share(self._schedule.forward_backward(batch, scale, clock))
@@ -151,7 +155,7 @@ class ParallelModel:
         """Return the bits of this rank's gradients of the step, before they were summed over ranks, in one number."""
         return int(sum(rule.bits() for rule in self._sums))
 
-    def recompute(self, batch: Sequence[Microbatch], loss_scale: float, tokens: int) -> tuple[float, int]:
+    def recompute(self, batch: Sequence[Microbatch], loss_scale: float, tokens: int | Tensor) -> tuple[float, int]:
         """Compute the loss over `tokens` and the gradient's bits of another rank's batch, and drop the gradient.
 
         The step's own results are left alone, and no other rank hears of it. Only where ranks are replicas of each
@@ -240,7 +244,7 @@ class ParallelModel:
     def _mine(self, micro: Microbatch) -> Microbatch:
         """Return the tokens that this rank of a cp group computes, with the positions and documents of whole rows."""
         tokens, targets = self._take_mine(micro.tokens_BT), self._take_mine(micro.targets_BT)
-        return Microbatch(tokens, targets, micro.positions_BT, micro.documents)
+        return replace(micro, tokens_BT=tokens, targets_BT=targets)
 
 
 def _need(sums: Sequence[Callable[[], GradientSum | None]], module: nn.Module) -> None:

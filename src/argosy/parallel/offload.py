@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from argosy.accelerator import current_stream, is_accelerator, new_stream, on_stream
 from argosy.models.layers import local
 from argosy.observe.wire import tensors_in
 
@@ -26,7 +27,7 @@ class ActivationOffload:
     def __init__(self, smallest_bytes: int) -> None:
         self.smallest_bytes = smallest_bytes
         self._waiting: WeakSet[_OnHost] = WeakSet()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -34,16 +35,16 @@ class ActivationOffload:
         return sum(copy.host.nbytes for copy in self._waiting)
 
     def to_host(self, tensor: Tensor) -> _OnHost:
-        """Copy `tensor` to the host; on a CUDA device beside the computation, from now on in its order."""
-        if not tensor.is_cuda:
+        """Copy `tensor` to the host; on an accelerator beside the computation, from now on in its order."""
+        if not is_accelerator(tensor.device):
             copy = _OnHost(tensor.clone(), tensor.device)
         else:
             if tensor.device not in self._streams:
-                self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+                self._streams[tensor.device] = new_stream(tensor.device)
             stream = self._streams[tensor.device]
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            with torch.cuda.stream(stream):
+            stream.wait_stream(current_stream(tensor.device))
+            with on_stream(stream):
                 host.copy_(tensor, non_blocking=True)
             tensor.record_stream(stream)  # or the allocator would give its memory away before it is read
             copy = _OnHost(host, tensor.device, stream.record_event())
@@ -57,19 +58,19 @@ class _OnHost:
 
     host: Tensor
     device: torch.device
-    copied: torch.cuda.Event | None = None
+    copied: torch.Event | None = None
 
     def to_device(self) -> Tensor:
-        """Return a copy on the device; on a CUDA device in the computation's order, so that what needs it waits."""
+        """Return a copy on the device; on an accelerator in the computation's order, so that what needs it waits."""
         if self.copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
+            current_stream(self.device).wait_event(self.copied)
         return self.host.to(self.device, non_blocking=True)
 
 
 def offload_activations(
     blocks: Iterable[tuple[int, nn.Module]], smallest_bytes: int = SMALLEST_OFFLOADED_BYTES
 ) -> ActivationOffload:
-    """Keep what each block saves for backward in host memory, pinned where the device is CUDA, in place.
+    """Keep what each block saves for backward in host memory, pinned where the device is an accelerator, in place.
 
     Weights (cast and transposed too), inputs without gradient, which the blocks share, and tensors below
     `smallest_bytes` stay on the device. What a block saves twice is copied once. Combines with `apply_recompute` and
@@ -187,14 +188,14 @@ class HostCopies:
             twin.grad = None
             if parameter.grad is not None:
                 twin.grad = self._grad(i).copy_(parameter.grad, non_blocking=True)
-        for device in {parameter.device for parameter in self._parameters if parameter.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {parameter.device for parameter in self._parameters if is_accelerator(parameter.device)}:
+            current_stream(device).synchronize()
 
     @torch.no_grad()
     def values_to_device(self) -> None:
         """Copy the twins' values into the parameters.
 
-        On a CUDA device in the order of its current stream, without waiting: the twins may be read, but not changed,
+        On an accelerator in the order of its current stream, without waiting: the twins may be read, but not changed,
         before the next `grads_to_host` of the same stream.
         """
         for parameter, twin in zip(self._parameters, self.twins, strict=True):
@@ -210,4 +211,4 @@ class HostCopies:
 
 def _empty_on_host(like: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return host memory in the shape of `like`, pinned if that is on a CUDA device, so that copies need not wait."""
-    return torch.empty(like.shape, dtype=dtype or like.dtype, device="cpu", pin_memory=like.is_cuda)
+    return torch.empty(like.shape, dtype=dtype or like.dtype, device="cpu", pin_memory=is_accelerator(like.device))

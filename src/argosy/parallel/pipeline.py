@@ -25,7 +25,7 @@ class Schedule(Protocol):
     microbatches_at_once: int
     """How many microbatches `loss` takes."""
 
-    def forward_backward(self, batch: Sequence[Microbatch], scale: float, clock: StepClock) -> Tensor:
+    def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
         """Add to the parameters' gradients those of `scale` times the summed loss; return that loss, or 0 if it is
         computed elsewhere."""
         ...
@@ -43,7 +43,7 @@ class Sequential:
         self._model, self._before_backward = model, before_backward
         self.microbatches_at_once = 1
 
-    def forward_backward(self, batch: Sequence[Microbatch], scale: float, clock: StepClock) -> Tensor:
+    def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
         """See `Schedule`."""
         total = torch.zeros((), device=self._model.device)
         for micro in batch:
@@ -84,7 +84,7 @@ class Pipeline:
         self.microbatches_at_once = microbatches
         self._parts, self._rule, self._group, self._hidden = parts, rule, group, hidden_BtD
         self._has_last = any(part.stage.last for part in parts.values())
-        self._scale = 1.0
+        self._scale: float | Tensor = 1.0
         some = next(iter(parts.values()))
         hidden = torch.empty(hidden_BtD, dtype=some.compute_dtype, device="meta", requires_grad=True)
         tokens = torch.empty(hidden_BtD[:2], dtype=torch.int64, device="meta")
@@ -105,7 +105,7 @@ class Pipeline:
         for part in parts.values():
             part.register_forward_hook(_await_backward)
 
-    def forward_backward(self, batch: Sequence[Microbatch], scale: float, clock: StepClock) -> Tensor:
+    def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
         """See `Schedule`."""
         self._scale = scale
         with clock.time("pipeline"):

@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.accelerator import CPU, NCCL, backend_of, is_accelerator, nccl_part, type_here, use
 from argosy.config.launch import LaunchConfig
 from argosy.faults import fault
 from argosy.parallel.encoding import FRAME, MOST_BYTES, ErrorRecord, WrongMessage, decode, encode
 
-ABORTED = frozenset({"nccl"})
+ABORTED = frozenset({NCCL})
 """Backends whose process groups are aborted. Not gloo's: that wakes nobody (see `break_off`), and shutting does."""
 
 
@@ -102,7 +103,7 @@ def _process_groups(backends: Collection[str]) -> list[dist.ProcessGroup]:
 
 def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
     """Abort `groups` as one: NCCL's aborts of several communicators may wait for each other (pytorch issue 119797)."""
-    together = next((some for some in map(_nccl, groups) if some is not None), None)
+    together = next((some for some in map(nccl_part, groups) if some is not None), None)
     if together is not None:
         together._group_start()
     for group in groups:
@@ -110,15 +111,6 @@ def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
             group.abort()
     if together is not None:
         together._group_end()
-
-
-def _nccl(group: dist.ProcessGroup) -> Any:
-    """Return NCCL's part of `group`, which can abort several as one; None if it has none."""
-    if not dist.is_nccl_available() or dist.get_backend(group) != "nccl":
-        return None
-    with suppress(RuntimeError):
-        return group._get_backend(torch.device("cuda"))
-    return None
 
 
 def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
@@ -133,7 +125,6 @@ def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
 
 
 T = TypeVar("T")
-CPU = torch.device("cpu")
 HOST_TIMEOUT_S = 600.0
 """How long a rank in a world of GPUs waits for another's message in host memory."""
 STORE_FILE = "ARGOSY_STORE_FILE"
@@ -283,14 +274,14 @@ def join_world(launch: LaunchConfig) -> World:
     torch.set_num_threads(threads_per_process(launch, processes_here(size)))
     file = os.environ.get(STORE_FILE, "")
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend_of(device),
         store=_file_store(file) if file else None,
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=launch.timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if is_accelerator(device) else None,
     )
-    is_host_group_needed = device.type == "cuda" and size > 1
+    is_host_group_needed = is_accelerator(device) and size > 1
     return World(rank, size, device, group_in_host_memory(device, HOST_TIMEOUT_S) if is_host_group_needed else None)
 
 
@@ -418,8 +409,9 @@ def threads_per_process(launch: LaunchConfig, local_processes: int) -> int:
 
 
 def _device(launch: LaunchConfig) -> torch.device:
-    if launch.device == "cpu" or (launch.device == "auto" and not torch.cuda.is_available()):
+    kind = type_here() if launch.device == "auto" else launch.device
+    if kind == "cpu":
         return CPU
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    use(device)
     return device

@@ -7,10 +7,9 @@ import importlib.util
 import torch
 from torch import nn
 
+from argosy.accelerator import capability, device_name, has_fp8
 from argosy.errors import UserError, missing_extra
 
-LEAST_CAPABILITY = (8, 9)
-"""CUDA compute capability of the first devices with fp8 tensor cores (Ada; Hopper is 9.0)."""
 MULTIPLE = 16
 """Both sizes of a weight in an fp8 matmul must be multiples of this."""
 SKIPPED = ("embedding", "head", "router")
@@ -19,13 +18,10 @@ SKIPPED = ("embedding", "head", "router")
 
 def check_fp8(device: torch.device) -> None:
     """Raise UserError if `device` cannot multiply in fp8, or torchao is not installed."""
-    where = str(device)
-    able = False
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        where = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
-        able = capability >= LEAST_CAPABILITY
-    if not able:
+    able = capability(device)
+    name = device_name(device)
+    where = f"{name} (compute capability {able[0]}.{able[1]})" if any(able) else name
+    if not has_fp8(device):
         raise UserError(
             f"plan: precision = fp8 needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, Blackwell); "
             f"this one is {where}. Try precision=bf16."

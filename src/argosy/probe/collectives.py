@@ -11,12 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from argosy.accelerator import synchronize
 from argosy.parallel.world import World
 from argosy.plan.hardware.measurements import CollectiveRate, Operation, four_digits
-from argosy.probe.compute import LONGEST_SLICE_S, lower_quartile, synchronize
+from argosy.probe.compute import LONGEST_SLICE_S, lower_quartile
 from argosy.sync.compressor import all_gather_single, reduce_scatter_single
 
-MESSAGES = {"cpu": [2**p for p in range(10, 27, 2)], "cuda": [2**p for p in range(10, 31, 2)]}
+MESSAGES = {"cpu": [2**p for p in range(10, 27, 2)], "accelerator": [2**p for p in range(10, 31, 2)]}
 """Bytes of the messages, 1 KiB to 64 MiB or 1 GiB; larger ones are as fast."""
 SAMPLES, MOST_CALLS = 5, 50
 MOST_PIECES, FEWEST_POINTS, NEGLIGIBLE, WORTH = 3, 3, 0.1, 0.7

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import argosy
+from argosy.accelerator import kind_of, synchronize
 from argosy.config.data import PrepareConfig
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
@@ -60,12 +61,6 @@ def seconds(call: Callable[[], object], device: torch.device, slice_s: float) ->
     return lower_quartile(samples)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work; a CPU always has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _sample(call: Callable[[], object], device: torch.device, calls: int) -> float:
     """Return the seconds of one of `calls` calls."""
     synchronize(device)
@@ -95,9 +90,9 @@ NumberFormat = Literal["fp32", "bf16", "fp16"]
 Kind = Literal["square", "forward", "input_gradient", "weight_gradient"]
 
 DTYPES: dict[NumberFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS: dict[str, tuple[NumberFormat, ...]] = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}
-SQUARES = {"cpu": (512, 1024), "cuda": (2048, 4096, 8192, 16384)}
-COPY_BYTES = {"cpu": 2**27, "cuda": 2**31}
+FORMATS: dict[str, tuple[NumberFormat, ...]] = {"cpu": ("fp32", "bf16"), "accelerator": ("fp32", "bf16", "fp16")}
+SQUARES = {"cpu": (512, 1024), "accelerator": (2048, 4096, 8192, 16384)}
+COPY_BYTES = {"cpu": 2**27, "accelerator": 2**31}
 """Bytes: more than caches hold."""
 SMALL = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 2, "head_width": 16, "ffn_width": 32, "vocab_size": 32}
 """A layer whose arithmetic takes no time."""
@@ -180,7 +175,7 @@ def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: f
     mla = model.mla
     width = (mla.key_width + mla.value_width) // 2 if mla.kv_rank else model.head_width
     rates = []
-    for fmt in FORMATS[world.device.type]:
+    for fmt in FORMATS[kind_of(world.device)]:
         shapes = [(1, seq_len, heads, width) for heads in (model.heads, model.kv_heads, model.kv_heads)]
         q, k, v = (torch.randn(s, device=world.device).to(DTYPES[fmt]).requires_grad_() for s in shapes)
         gradient = torch.ones_like(q)
@@ -210,7 +205,7 @@ def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: f
 
 def measure_copy(world: World, slice_s: float) -> float:
     """Measure the bytes that a large copy reads and writes per second."""
-    source = torch.ones(COPY_BYTES[world.device.type], dtype=torch.uint8, device=world.device)
+    source = torch.ones(COPY_BYTES[kind_of(world.device)], dtype=torch.uint8, device=world.device)
     target = torch.zeros_like(source)
     world.barrier()
     return mean(world, 2 * len(source) / seconds(lambda: target.copy_(source), world.device, slice_s))

@@ -21,13 +21,11 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
-import torch
-
+from argosy.accelerator import device_name, kind_of, memory_bytes, numbered, software
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import Interrupted, RunFailed, UserError
 from argosy.launch.devices import find_devices
-from argosy.observe.clock import software
 from argosy.observe.screen import Progress
 from argosy.parallel.encoding import decode, encode
 from argosy.parallel.world import World, WorldSeat, join_world, leave_world
@@ -60,12 +58,12 @@ from argosy.processes.patience import Patience
 def catalogue_device(kind: str, name: str | None) -> Device:
     """Return the catalogue's entry of the device at hand: it has what no probe can measure (price, power, failures).
 
-    kind: cpu or cuda. name: its name in the catalogue, or a device's file; None asks the driver.
+    kind: cpu or accelerator. name: its name in the catalogue, or a device's file; None asks the driver.
     Raises: UserError if the catalogue does not know what the driver says.
     """
     if name is not None or kind == "cpu":
         return find_device(name or "cpu")
-    said = torch.cuda.get_device_name()
+    said = device_name(numbered())
     try:
         return find_device(device_named(said))
     except UserError as error:
@@ -79,7 +77,7 @@ class Machine:
     """The devices of a world, one for each process."""
 
     kind: str
-    """cpu or cuda."""
+    """cpu or accelerator."""
     hosts: tuple[str, ...]
     """The host of each process."""
     memory_bytes: float
@@ -101,12 +99,12 @@ class Machine:
 def machine_of(world: World) -> Machine:
     """Return the machine that `world` runs on; all its processes call it."""
     hosts = world.gather(socket.gethostname(), str)
-    kind = world.device.type
-    if kind == "cuda":
-        memory_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
+    kind = kind_of(world.device)
+    if kind == "accelerator":
+        memory = memory_bytes(world.device)
     else:
-        memory_bytes = host_memory_bytes() / hosts.count(hosts[world.rank])
-    return Machine(kind, tuple(hosts), memory_bytes, software(world.device))
+        memory = host_memory_bytes() / hosts.count(hosts[world.rank])
+    return Machine(kind, tuple(hosts), memory, software(world.device))
 
 
 LEAST_LATENCY_S = 1e-6
@@ -170,7 +168,7 @@ def _link(measured: Measurements, kind: str) -> dict[str, Any]:
         "link_latency_s": max(LEAST_LATENCY_S, sends[0].latency_s),
     }
     # A GPU's link has a specification; that of CPU processes is what gloo makes of the memory.
-    return found if kind == "cuda" else found | {"link_bytes_per_s": sends[-1].bytes_per_s}
+    return found if kind == "accelerator" else found | {"link_bytes_per_s": sends[-1].bytes_per_s}
 
 
 def _network(measured: Measurements, devices: int) -> tuple[NetworkTier]:
@@ -187,7 +185,7 @@ def _rows(measured: Measurements, operation: Operation, tier: str) -> list[Colle
     return [row for row in rows if (row.ranks, row.groups) == (ranks, groups)]
 
 
-MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}
+MICROBATCH_TOKENS = {"cpu": 4096, "accelerator": 16_384}
 """Tokens of the microbatches whose matmuls are measured: enough to keep a device at full speed."""
 COMPUTE_SHARE, COLLECTIVES_SHARE, LOADER_SHARE = 0.4, 0.4, 0.02
 """Share of the probe's time; the rest is for starting, the disk, and what takes longer than it should."""
@@ -218,7 +216,7 @@ def measure(asked: ProbeRequest, world: World) -> Cluster:
         progress.say(f"{time.monotonic() - began:5.0f} s  {stage}")
 
     run, machine = asked.run, machine_of(world)
-    tokens = max(1, MICROBATCH_TOKENS[world.device.type] // run.data.seq_len) * run.data.seq_len
+    tokens = max(1, MICROBATCH_TOKENS[kind_of(world.device)] // run.data.seq_len) * run.data.seq_len
     cases = matmuls_to_measure(run.model, tokens, machine.kind)
     slice_s = min(LONGEST_SLICE_S, COMPUTE_SHARE * asked.seconds / (len(cases) + 8))
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "host": machine.hosts[0]}
@@ -258,7 +256,7 @@ def find_probed(launch: LaunchConfig) -> Devices:
     if "WORLD_SIZE" in os.environ:
         return find_devices(launch, processes=int(os.environ["WORLD_SIZE"]))
     found = find_devices(launch)
-    if found.kind == "cuda" or launch.processes:
+    if found.kind != "cpu" or launch.processes:
         return found
     return replace(found, count=min(len(os.sched_getaffinity(0)), MOST_CPU_PROCESSES))
 

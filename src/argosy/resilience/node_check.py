@@ -26,6 +26,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from argosy.accelerator import count_here, free_bytes, kind_of, numbered, synchronize
 from argosy.faults import fault
 from argosy.plan.hardware.host_memory import read_memory
 from argosy.processes.child import channel_to_parent
@@ -33,17 +34,17 @@ from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """fp8 products need matrices in a special layout; those of bf16 go through the same parts of a GPU."""
-SIDE = {"cpu": 512, "cuda": 8192}
+SIDE = {"cpu": 512, "accelerator": 8192}
 INNER = 256
 """Products are of matrices [side, INNER] and [INNER, side]: the longest sums that are exact in bf16."""
 ROWS = 512
 """Rows of a product that are checked at a time: 64-bit numbers take memory."""
-MEMORY_BYTES = {"cpu": 2**26, "cuda": 2**30}
+MEMORY_BYTES = {"cpu": 2**26, "accelerator": 2**30}
 """Memory that is written and copied to, for each core or GPU; at most `MOST_MEMORY` of what is free."""
 MOST_CORES_BYTES = 2**30
 """For all cores together: more than any cache."""
 MOST_MEMORY = 1 / 8
-CHUNK = {"cpu": 2**14, "cuda": 2**22}
+CHUNK = {"cpu": 2**14, "accelerator": 2**22}
 """Words of a pattern that are written at a time: few enough for a core's cache, many enough to keep a GPU busy."""
 ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio: neighbours' values differ in about half of their bits
 BROKEN = ("uncorrectable", "hardware stack error", "illegal instruction", "unspecified launch failure")
@@ -70,7 +71,7 @@ class Unit:
 
     @property
     def kind(self) -> str:
-        return "core" if self.device.type == "cpu" else "cuda"
+        return "core" if self.device.type == "cpu" else self.device.type
 
     def __str__(self) -> str:
         return f"core {self.number}" if self.device.type == "cpu" else str(self.device)
@@ -105,12 +106,12 @@ def main() -> None:
 def units(gpus: int) -> list[Unit]:
     """Return the cores that this process may use, and up to `gpus` GPUs, if torch has any."""
     cores = sorted(os.sched_getaffinity(0))
-    free_bytes = read_memory().available_bytes
-    of_core = int(min(MEMORY_BYTES["cpu"], MOST_CORES_BYTES / len(cores), MOST_MEMORY * free_bytes / len(cores)))
+    available = read_memory().available_bytes
+    of_core = int(min(MEMORY_BYTES["cpu"], MOST_CORES_BYTES / len(cores), MOST_MEMORY * available / len(cores)))
     found = [Unit(torch.device("cpu"), core, of_core) for core in cores]
-    for number in range(min(gpus, torch.cuda.device_count())):
-        device = torch.device("cuda", number)
-        of_gpu = int(min(MEMORY_BYTES["cuda"], MOST_MEMORY * torch.cuda.mem_get_info(device)[0]))
+    for number in range(min(gpus, count_here())):
+        device = numbered(number)
+        of_gpu = int(min(MEMORY_BYTES["accelerator"], MOST_MEMORY * free_bytes(device)))
         found.append(Unit(device, number, of_gpu))
     return found
 
@@ -144,7 +145,7 @@ def multiply(unit: Unit, number_format: str, seconds: float) -> UnitResult:
     """Multiply the same two matrices repeatedly: the bits of every product are known."""
     test, dtype = f"{number_format} product", DTYPES[number_format]
     seed = int.from_bytes(os.urandom(4), "little")  # some faults need special data: others each time
-    a, b = factors(SIDE[unit.device.type], dtype, unit.device, seed)
+    a, b = factors(SIDE[kind_of(unit.device)], dtype, unit.device, seed)
     exact = a @ b  # warms up, too
     if (problem := wrong_number(a, b, exact)) is not None:
         return UnitResult(test, 0.0, Wrong(str(unit), test, problem))
@@ -212,7 +213,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def remember(unit: Unit, seconds: float) -> UnitResult:
     """Write a pattern, copy it, and compare the copy, pattern after pattern."""
-    chunk = torch.arange(CHUNK[unit.device.type], device=unit.device)
+    chunk = torch.arange(CHUNK[kind_of(unit.device)], device=unit.device)
     chunks = max(1, unit.memory_bytes // (2 * 8 * len(chunk)))
     source, target = torch.zeros(2, chunks, len(chunk), dtype=torch.int64, device=unit.device)
     best_s, done, wrong, problem = math.inf, 0, 0, ""
@@ -256,15 +257,10 @@ def _until(seconds: float) -> Iterator[None]:
 def _seconds(unit: Unit, call: Callable[[], object], test: str, result: Tensor) -> float:
     """Return how long it takes; for a core its CPU time, as other processes use the core too."""
     clock = time.thread_time if unit.device.type == "cpu" else time.perf_counter
-    _synchronize(unit)
+    synchronize(unit.device)
     began_s = clock()
     call()
-    _synchronize(unit)
+    synchronize(unit.device)
     took_s = clock() - began_s
     fault("node_check", tensors=lambda: {f"{unit} {test}": result})
     return took_s
-
-
-def _synchronize(unit: Unit) -> None:
-    if unit.device.type == "cuda":
-        torch.cuda.synchronize(unit.device)

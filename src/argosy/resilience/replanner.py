@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from argosy.config.launch import USUAL_ACCELERATOR, DeviceType
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.events import Events, each_line
@@ -61,7 +62,7 @@ def machine_of(run_dir: Path, run: RunConfig, plan: Plan, processes: int) -> Clu
     machine = machine_at_hand(run, found) if found is not None else None
     if machine is not None:
         return machine
-    kind: Literal["cpu", "cuda"] = "cpu" if found is None or found.device == "cpu" else "cuda"
+    kind: DeviceType = "cpu" if found is None or found.device == "cpu" else USUAL_ACCELERATOR
     return machine_for(run, Devices(processes, kind, plan.precision == "bf16"))
 
 

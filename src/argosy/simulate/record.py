@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from argosy.accelerator import CPU
 from argosy.models.decoder import Block, Decoder
 from argosy.observe.clock import Category as Part
 from argosy.observe.clock import StepClock
 from argosy.observe.wire import Message, message_of, nbytes, tensors_in
-from argosy.parallel.world import CPU
 from argosy.simulate.fake import LiveBytes, flops_of
 
 Category = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "host", "other"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from argosy.config.launch import USUAL_ACCELERATOR
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.errors import RunFailed, UserError
@@ -124,7 +125,7 @@ def settle(run: RunConfig, world_size: int | None, cluster: Cluster | None = Non
             f'--world-size {size}: the plan "{run.plan}" is for {written} ranks. Try --world-size {written}.'
         )
     run = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": size})})
-    return run, choose_plan(run, Devices(size, "cuda", fast_bf16=True), cluster or nodes_for(size))
+    return run, choose_plan(run, Devices(size, USUAL_ACCELERATOR, fast_bf16=True), cluster or nodes_for(size))
 
 
 def nodes_for(ranks: int) -> Cluster:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.accelerator import current_stream, is_accelerator, new_stream, on_stream
 from argosy.sync.compressor import Sending
 
 EVERY_PHASE = 2**62
@@ -67,7 +67,7 @@ class Lane:
 
     def __init__(self, device: torch.device):
         self._queue: deque[Sum] = deque()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = new_stream(device) if is_accelerator(device) else None
 
     def submit(self, sending: Sending, phases: Sequence[int]) -> Sum:
         """Start a sum, each phase of it once those before have sent all of theirs. All ranks submit in the same order.
@@ -79,8 +79,8 @@ class Lane:
             self._queue.append(one)
             self.poll()
         else:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with self._on_stream():
+            self._stream.wait_stream(current_stream(self._stream.device))
+            with on_stream(self._stream):
                 while one.result is None:
                     one.take_a_step()  # the stream waits, not the host
         return one
@@ -99,7 +99,7 @@ class Lane:
     def finish(self, one: Sum) -> Tensor:
         """Wait for a sum; returns it. Later ones go on meanwhile."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            current_stream(self._stream.device).wait_stream(self._stream)
         else:
             self.poll()
             while not one.has_sent_all:
@@ -113,6 +113,3 @@ class Lane:
     def clear(self) -> None:
         """Forget the sums that are on their way."""
         self._queue.clear()
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

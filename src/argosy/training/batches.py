@@ -12,11 +12,12 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.data.order import Range, kept, skipped_by
 from argosy.data.shards import BadShard, Place
-from argosy.models.decoder import Microbatch, microbatches
+from argosy.models.decoder import Microbatch
 from argosy.observe.events import Events
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.sync.deal import SiteOrder
+from argosy.training.rows import microbatches_of
 from argosy.training.state import TrainState
 
 
@@ -149,7 +150,7 @@ class Batches:
         return self._plan.rows_of(rank, self._run.train.global_batch)
 
     def _microbatches(self, rows: np.ndarray) -> list[Microbatch]:
-        return microbatches(rows, self._plan.microbatch, self._data.eod_id, self._world.device)
+        return microbatches_of(rows, self._plan.microbatch, self._data.eod_id, self._world.device)
 
     def _numbers(self, step: int) -> Range:
         """Return the range of the step's samples, counted without those that are skipped."""

@@ -7,19 +7,21 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from argosy.config.schema import RunConfig
+from argosy.data.packing import ID_MASK, TRAINED, is_packed, unpack
 from argosy.data.shards import BadShard, TokenSource, spread_windows
-from argosy.models.decoder import microbatches
 from argosy.models.loss import IGNORED
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.training.rows import microbatches_of
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens of each source that the unigram baseline counts."""
@@ -37,10 +39,17 @@ class HeldOut:
     """UTF-8 bytes of the predicted tokens (the sources' average bytes per token times their number)."""
     end_of_document: int
 
-    @property
+    @cached_property
     def tokens(self) -> int:
-        """Predicted tokens."""
-        return self.windows.shape[0] * (self.windows.shape[1] - 1)
+        """Predicted tokens; of conversations, those of answers."""
+        return len(self.targets)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """The predicted tokens, one after the other."""
+        of_chats = np.array([is_packed(self.windows[i : i + 1]) for i in range(len(self.windows))], bool)
+        of_rows = unpack(self.windows[of_chats]).targets
+        return np.concatenate([self.windows[~of_chats, 1:].ravel(), of_rows[of_rows != IGNORED]])
 
     @classmethod
     def read(cls, splits: Sequence[TokenSource], seq_len: int, max_tokens: int) -> HeldOut:
@@ -149,7 +158,7 @@ def evaluate(
         before_batch()
         rows = windows[start : start + batch]
         filled = np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)])
-        micros = microbatches(filled, microbatch, held_out.end_of_document, world.device)
+        micros = microbatches_of(filled, microbatch, held_out.end_of_document, world.device)
         for first, micro in zip(range(0, batch, microbatch), micros, strict=True):
             micro.targets_BT[max(0, len(rows) - first) :] = IGNORED
         total += model.loss(micros)
@@ -163,6 +172,8 @@ def unigram_score(sources: Sequence[TokenSource], held_out: HeldOut, vocab_size:
         for start in range(0, min(len(source), BASELINE_TOKENS), BASELINE_CHUNK):
             with suppress(BadShard):  # a baseline that lacks a part of the text is still one
                 tokens = source.tokens(start, min(start + BASELINE_CHUNK, BASELINE_TOKENS))
+                if source.manifest.rows is not None:
+                    tokens = tokens[tokens & TRAINED != 0] & ID_MASK
                 counts += np.bincount(tokens, minlength=vocab_size)
     nats = -np.log(counts / counts.sum())
-    return Score.of(float(nats[held_out.windows[:, 1:]].sum()), held_out)
+    return Score.of(float(nats[held_out.targets].sum()), held_out)

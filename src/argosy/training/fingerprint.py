@@ -102,7 +102,7 @@ class Fingerprints:
         int64, no dims; the host waits for nothing. None if no other rank has what this one has.
         """
         self._model.settle()
-        replicas = list(self._replicas())
+        replicas = list(self.replicas())
         if not replicas:
             return None
         names = tuple(replica.name for replica in replicas)
@@ -117,7 +117,7 @@ class Fingerprints:
 
     def find(self) -> list[Corruption]:
         """Return the tensors whose replicas differ, the same on all ranks, which call it together."""
-        replicas = list(self._replicas())
+        replicas = list(self.replicas())
         names = (replica.name for replica in replicas)
         sums = dict(zip(names, self._sums(replicas).tolist(), strict=True)) if replicas else {}
         by_holders: dict[Key, dict[str, int]] = defaultdict(dict)
@@ -140,7 +140,7 @@ class Fingerprints:
 
         Raises: RunFailed if a tensor still differs from the majority when it has arrived.
         """
-        mine = {replica.name: replica.tensor for replica in self._replicas()}
+        mine = {replica.name: replica.tensor for replica in self.replicas()}
         me, device = self._world.rank, self._world.device
         for corrupt in corruptions:
             assert corrupt.healthy is not None
@@ -159,7 +159,7 @@ class Fingerprints:
         with torch.no_grad():
             self._model.after_update()
 
-    def _replicas(self) -> Iterator[Replica]:
+    def replicas(self) -> Iterator[Replica]:
         """Yield what this rank holds that others hold too, in an order that all holders share."""
         for piece, master, whole, part in self._held:
             if len(whole.ranks) > 1:

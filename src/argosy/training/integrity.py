@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.accelerator import is_accelerator
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.parallel.world import World
@@ -54,7 +55,7 @@ def check_can_replay(run: RunConfig, plan: Plan, device: torch.device) -> None:
             f'{asked} with plan = "{plan}": only whole replicas of a model without experts can compute each other\'s '
             "gradients. Try dp_replicate alone, or replay_check_every_steps = 0."
         )
-    if device.type == "cuda" and not run.train.deterministic:
+    if is_accelerator(device) and not run.train.deterministic:
         raise UserError(f"{asked}: bits are only equal with train.deterministic = true. Set it, or 0 here.")
 
 
@@ -86,10 +87,11 @@ class Integrity(Checks):
         self._state, self._batches, self._world = parts.state, parts.batches, parts.world
         self._records, self._clock, self._heartbeat = parts.records, parts.clock, parts.heartbeat
         self._replay_check_every = parts.run.resilience.replay_check_every_steps
-        self._tokens_at = parts.run.tokens_at
+        self._tokens: int | Tensor = 1
 
-    def watch(self) -> None:
+    def watch(self, tokens: int | Tensor) -> None:
         """Compute the step at hand such that it can be checked."""
+        self._tokens = tokens
         self._state.model.watch(self._is_replayed)
 
     def is_wrong(self, step: int, loss: Tensor) -> bool:
@@ -147,7 +149,7 @@ class Integrity(Checks):
     def _recompute(self, step: int, rank: int) -> Result:
         """Return loss and gradient of the samples of another replica, `rank`."""
         batch = self._batches.of_rank(rank, step)
-        return self._state.model.recompute(batch, self._state.scaler.scale, self._tokens_at(step))
+        return self._state.model.recompute(batch, self._state.scaler.scale, self._tokens)
 
     @property
     def _is_replayed(self) -> bool:

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from argosy.accelerator import device_name, peak_memory_bytes, software
 from argosy.checkpoint import fence
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.data.order import Range
 from argosy.errors import RunFailed
-from argosy.observe.clock import device_name, matmul_peak_flops, peak_memory_bytes, software
+from argosy.observe.clock import matmul_peak_flops
 from argosy.observe.counters import Communication
 from argosy.observe.events import Events, Metrics
 from argosy.observe.heartbeat import BESIDE, NOTHING

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from argosy.accelerator import forget_peak_memory
 from argosy.checkpoint.exchange import travels
 from argosy.checkpoint.memory import MemoryCheckpointer, memory_folder
 from argosy.checkpoint.shards import box_bytes
 from argosy.errors import Retryable, RunFailed, StorageError
-from argosy.observe.clock import forget_peak_memory
 from argosy.parallel.world import give_back_freed_memory
 from argosy.plan.cost.economy import HOST_COPY_BYTES_PER_S, memory_checkpoint_interval_s
 from argosy.training.bad_steps import MOST_REWINDS, REMEDY, BadStepCounts, BadStepPolicy

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from argosy.accelerator import peak_memory_bytes, random_state, set_random_state
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.directory import deal
 from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
-from argosy.observe.clock import peak_memory_bytes
 from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor
@@ -255,8 +255,8 @@ def generators(world: World) -> dict[Box, Tensor]:
     They belong to a rank, not to the state: if more ranks read a checkpoint than wrote it, some keep their own.
     """
     states = {"cpu": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        states["device"] = torch.cuda.get_rng_state(world.device)
+    if (of_device := random_state(world.device)) is not None:
+        states["device"] = of_device
     return wholes(states, f"rng.rank{world.rank}.")
 
 
@@ -264,7 +264,7 @@ def set_generators(boxes: Mapping[Box, Tensor], world: World) -> None:
     """Set the generators to the values that the tensors of `generators` were filled with."""
     for box, state in boxes.items():
         if box.name.endswith(".device"):
-            torch.cuda.set_rng_state(state, world.device)
+            set_random_state(state, world.device)
         else:
             torch.set_rng_state(state)
 

@@ -88,8 +88,8 @@ class Checks:
         outer = None if state.outer is None else state.outer.state_of
         self._fingerprints = Fingerprints(state.model, state.optimizer, world, outer)
 
-    def watch(self) -> None:
-        """Compute the step at hand such that it can be checked."""
+    def watch(self, tokens: int | Tensor) -> None:
+        """Compute the step at hand such that it can be checked. tokens: what the sum of losses is divided by."""
 
     def fingerprint(self, step: int) -> Tensor | None:
         """Return this rank's share of the fingerprint of all replicas; None in a step that does not compare them."""
@@ -126,22 +126,36 @@ class Step:
     def forward_backward(self, batch: Sequence[Microbatch]) -> Tensor:
         """Leave in every piece's `grad` the gradient of the mean loss over the global batch's tokens, times the scale.
 
-        Returns this rank's share of that mean, nats, no dims. Every target counts, so that the sum over ranks of local
-        sums over the global number of tokens is the mean over tokens, not a mean of means, whatever share of the batch
-        each data-parallel rank has.
+        Returns this rank's share of that mean, nats, no dims. All targets that count count alike: the sum over ranks of
+        local sums over the global number of them is the mean over tokens, not a mean of means, whatever share of the
+        batch each data-parallel rank has.
         """
         state, step, rank = self.state, self.state.step, self._world.rank
         self._clock.microbatches = max(1, len(batch))
-        self.checks.watch()
-        tokens = self._run.tokens_at(step)
-        moment = Moment(step, state.scaler.scale)
-        summed = state.model.forward_backward(batch, state.scaler.scale / tokens, self._clock, moment)
+        tokens = self._counted(batch)
+        self.checks.watch(tokens)
+        scale = state.scaler.scale
+        moment, balance_scale = Moment(step, scale), scale / self._run.tokens_at(step)
+        summed = state.model.forward_backward(batch, scale / tokens, self._clock, moment, balance_scale)
         with self._clock.time("communication"):
             state.model.finish_gradients()
         loss = summed / tokens
         fault("gradient", step=step, rank=rank, tensors=self._gradients)
         fault("loss", step=step, rank=rank, tensors=lambda: {"loss": loss})
         return loss
+
+    def _counted(self, batch: Sequence[Microbatch]) -> int | Tensor:
+        """Return how many targets of the global batch count, no dims.
+
+        Of text all do. How many conversations have is in their rows, which ranks read apart: they tell each other
+        before backward, and on a GPU the host does not wait for it.
+        """
+        if self._run.train.objective == "pretrain":
+            return self._run.tokens_at(self.state.step)
+        mine = sum(micro.counted for micro in batch) if self.state.model.counts_rows else 0
+        counted = torch.tensor(float(mine), dtype=torch.float64, device=self._world.device)
+        with self._clock.time("communication"):
+            return self._world.sum(counted).clamp(min=1.0)
 
     def exchange(
         self,

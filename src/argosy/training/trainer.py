@@ -43,7 +43,7 @@ class Trainer:
         heartbeat: Heartbeat,
     ):
         self._began_s = time.monotonic()
-        self._parts = parts = Parts.make(run, plan, world, run_dir, stop, survivor, heartbeat)
+        self.parts = parts = Parts.make(run, plan, world, run_dir, stop, survivor, heartbeat)
         self.state, self._evaluator = parts.state, parts.evaluator
         self._pace = Pace(run, parts.evaluator.held_out.tokens, plan.compile)
         self.agreement = AGREEMENTS.get(plan.sync, Agreement)(parts, self._pace)
@@ -54,27 +54,27 @@ class Trainer:
         parts.records.measure_peak()
 
     def __enter__(self) -> Self:
-        self._parts.meter.open()
+        self.parts.meter.open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for service in self._services:
             service.abandon()
-        self._parts.meter.close()
+        self.parts.meter.close()
         self.agreement.close()
         if kind is not None:
             self.agreement.saving.abandon()
 
     def restore_or_initialize(self) -> None:
         """Go on from the newest state there is: of survivors, in memory, on disk; or from the initial weights."""
-        self._parts.show("setting up the model and its state")
+        self.parts.show("setting up the model and its state")
         if not self.agreement.begin():
             self.is_stopped_early = True
             return
-        self._parts.show("compiling" if self._parts.plan.compile else "the first step")
-        self._parts.clock.lap()
+        self.parts.show("compiling" if self.parts.plan.compile else "the first step")
+        self.parts.clock.lap()
         done = self.state.step
-        if done and not self._parts.records.has_evaluated(done - 1):
+        if done and not self.parts.records.has_evaluated(done - 1):
             self.evaluate_if_due()  # it was interrupted
         self.agreement.saving.repeat_save()
         for service in self._services:
@@ -82,7 +82,7 @@ class Trainer:
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to do, 0-based; a run given in minutes learns their number on the way."""
-        parts, pace = self._parts, self._pace
+        parts, pace = self.parts, self._pace
         parts.stop.between_steps()
         if self.is_stopped_early or (self.state.step and parts.has_signal()):
             return  # this world was formed for what survivors have to be saved
@@ -97,9 +97,9 @@ class Trainer:
 
     def batch(self, step: int) -> list[Microbatch]:
         """Return this process's share of the step's samples."""
-        fault("batch", step=step, rank=self._parts.world.rank)
-        with self._parts.clock.time("data"):
-            return self._parts.batches.read(self.agreement.sample_step(step), self._parts.advance)
+        fault("batch", step=step, rank=self.parts.world.rank)
+        with self.parts.clock.time("data"):
+            return self.parts.batches.read(self.agreement.sample_step(step), self.parts.advance)
 
     def forward_backward(self, batch: list[Microbatch]) -> Tensor:
         """Leave the global batch's gradient in the pieces; returns this rank's share of the loss."""
@@ -128,16 +128,16 @@ class Trainer:
 
         Returns False if the gradient was dropped instead: the step is done again, unless a signal came meanwhile.
         """
-        agreement, clock = self.agreement, self._parts.clock
+        agreement, clock = self.agreement, self.parts.clock
         with clock.time("communication"):
             agreed = agreement.sum_gradients(outcome)
             if agreed is None:
                 self.state.drop_gradient()
-                self.is_stopped_early = self._parts.has_signal() or not agreement.after_drop()
+                self.is_stopped_early = self.parts.has_signal() or not agreement.after_drop()
                 return False
         step = self.state.step
-        fault("commit", step=step, rank=self._parts.world.rank)
-        rate = learning_rate(self._parts.run, step, self._pace.steps)
+        fault("commit", step=step, rank=self.parts.world.rank)
+        rate = learning_rate(self.parts.run, step, self._pace.steps)
         observers = (service.observer(step) for service in self._services)
         agreement.apply(agreed, rate, next(filter(None, observers), None))
         for service in self._services:
@@ -148,10 +148,10 @@ class Trainer:
 
     def evaluate_if_due(self) -> None:
         """Score the model on held-out text every evaluate.every_steps, and after the last step."""
-        done, records = self.state.step, self._parts.records
+        done, records = self.state.step, self.parts.records
         if not self.agreement.is_score_due(done):
             return
-        with self._parts.clock.time("evaluate"), records.progress.during("evaluating"):
+        with self.parts.clock.time("evaluate"), records.progress.during("evaluating"):
             self.agreement.restorer.make_replicas_agree()
             if self.state.step != done:
                 return  # it went back
@@ -164,7 +164,7 @@ class Trainer:
 
     def observe(self) -> None:
         """Write the lines of metrics that the step leads to, and show the last."""
-        parts, step = self._parts, self.state.step - 1
+        parts, step = self.parts, self.state.step - 1
         seconds = parts.clock.lap()
         more: dict[str, Any] = {key: value for service in self._services for key, value in service.line(step).items()}
         if "profiled" not in more:
@@ -188,7 +188,7 @@ class Trainer:
 
         Returns True if nothing is left to do. Raises: StorageError if the state cannot be saved.
         """
-        parts, records, agreement, pace = self._parts, self._parts.records, self.agreement, self._pace
+        parts, records, agreement, pace = self.parts, self.parts.records, self.agreement, self._pace
         parts.show("saving the last state")
         agreement.save_last_state()
         done, is_scored = self.state.step, self._evaluator.score is not None
@@ -210,7 +210,7 @@ class Trainer:
 
         def end_on_signal() -> None:
             fault("evaluate", step=self.state.step)
-            if self._parts.has_signal():
+            if self.parts.has_signal():
                 raise StoppedEarly
 
         try:

@@ -34,6 +34,7 @@ from argosy.watch.linefile import leads_away
 from argosy.watch.metrics_table import Preview
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 from argosy.watch.reader import RunReader, RunTail
+from argosy.watch.status import next_action, standing_of, status_of
 from argosy.watch.timeline import shown_events
 
 NEWS_S = 1.0
@@ -129,10 +130,12 @@ def _advice(asked: QueryParameters, run: OpenRun) -> Any:
         "advice": [asdict(advice) for advice in found.advice],
         "forecast": None if found.forecast is None else asdict(found.forecast),
         "alerts": [asdict(alert) for alert in found.alerts],
+        "next": next_action(run.reader, standing_of(found.alerts), found.advice).model_dump(),
     }
 
 
 VIEWS: dict[str, View] = {
+    "status": lambda asked, run: status_of(run.reader, asked.text("since", "")).model_dump(),
     "series": _series,
     "evaluations": _evaluations,
     "time": _time,

@@ -55,12 +55,12 @@ def test_batches_that_grow_are_fetched_ahead_as_well(data: Data, prepared: Path)
     sizes = BatchSizes(8, ((3, 2), (9, 4)))
     local, stored = (open_data(data(place), 0, sizes) for place in (str(prepared), f"file://{prepared}"))
     loaders = local.loader(slice(4, 8)), stored.loader(slice(4, 8))
-    places, steps = loaders[1]._samples_of_steps(1, 12)
+    places, steps = loaders[1].samples_of_steps(1, 12)
     for step in range(40):
         here, there = (loader.batch(step) for loader in loaders)
         assert np.array_equal(here, there), step
         if 1 <= step < 12:
-            assert np.array_equal(places.windows[steps == step], loaders[1]._samples(step).windows)
+            assert np.array_equal(places.windows[steps == step], loaders[1].samples(step).windows)
     for loader in loaders:
         loader.close()
 

@@ -126,6 +126,20 @@ def test_a_file_of_the_same_keys_adds_a_device(tmp_path):
         ("mtbf_h = 50_677", "mtbf_h = 0", r"mtbf_h = 0: must be a finite number above 0"),
         ("fp8 = 1.979e15", "fp7 = 1.979e15", r"peak_flops_per_s.fp7 = 1979000000000000.0: unknown key; did you mean"),
         ("price_usd_per_h = 2.95", "price_usd_per_h = 9.0", r"price_usd_per_h needs all three"),
+        ("bf16 = 989e12", "bf16 = 989", r"peak_flops_per_s\.bf16 = 989 lies outside of .* Give FLOP/s"),
+        (
+            "memory_bytes_per_s = 3.35e12",
+            "memory_bytes_per_s = 3.35e15",
+            r"memory_bytes_per_s = 3\.35e\+15 lies",
+        ),
+        ("memory_bytes_per_s = 3.35e12", "memory_bytes_per_s = 3.35", r"memory_bytes_per_s = 3\.35 lies outside"),
+        ("link_bytes_per_s = 450e9", "link_bytes_per_s = 3600e9", r"link_bytes_per_s = 3\.6e\+12 is 107 % of memory"),
+        (
+            "ring_busbw_bytes_per_s = 366e9",
+            "ring_busbw_bytes_per_s = 660e9",
+            r"ring_busbw_bytes_per_s = .* is 147 %",
+        ),
+        ("power_w = 700", "power_w = 0.7", r"peak_flops_per_s\.\w+ = .* at power_w = 0\.7 .* Give FLOP/s and watts"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_line(tmp_path, old, new, message):
@@ -199,3 +213,10 @@ def test_a_card_of_the_catalogue_comes_out_of_its_sheet():
     assert ours.matmul_flops_per_s("bf16") == card.matmul_flops_per_s("bf16")
     assert ours.usable_bytes == pytest.approx(card.usable_bytes, rel=1e-3)
     assert ours.link_bytes_per_s == card.link_bytes_per_s
+
+
+@pytest.mark.parametrize("name", ["gaudi3", "trainium3", "ascend-910c", "tpu-v5p"])
+def test_a_device_that_nobody_has_run_says_so(name):
+    device = find_device(name)
+    assert device.never_run and f"Nobody has compared a run on {device.name}" in device.caveats[0]
+    assert not find_device("h100").never_run

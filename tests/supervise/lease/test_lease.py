@@ -27,7 +27,7 @@ from argosy.supervise.lease.held import open_lease
 from argosy.supervise.lease.lease import Holder, Lease, LeaseLost, LeaseUnreachable
 from etcd import WHERE_FROM, Etcd, etcd, is_installed
 from kubernetes_api import Api, kubernetes_api
-from waiting import wait_until
+from waiting import PATIENT_S, wait_until
 
 ETCD_TTL_S, TTL_S = 2.0, 0.8
 """The least that etcd takes; of the others."""
@@ -254,7 +254,7 @@ def _require_a_password(port: int, certificate: Path) -> None:
             ("user/grant", {"user": "root", "role": "root"}),
             ("enable", {}),
         ):
-            session.post(f"https://127.0.0.1:{port}/v3/auth/{path}", json=facts, timeout=10).raise_for_status()
+            session.post(f"https://127.0.0.1:{port}/v3/auth/{path}", json=facts, timeout=PATIENT_S).raise_for_status()
 
 
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------

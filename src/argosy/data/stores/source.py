@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.data.manifest import BLOCK_BYTES, Shard, SplitName
-from argosy.data.shards import I32, TokenSource
+from argosy.data.shards import I32, TokenSource, range_of_ids
 from argosy.data.stores.cache import Cache, block_key
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.store import is_url
@@ -37,6 +37,7 @@ class StoreShard:
     def __init__(self, folder: StoreFolder, shard: Shard, held: threading.local):
         self._folder, self.shard, self._held = folder, shard, held
         self._dtype, self._vocab_size = np.dtype(folder.manifest.dtype), folder.manifest.vocab_size
+        self._has_marks = folder.manifest.rows is not None
         self._checked: dict[int, int] = {}  # block -> inode of the file that was compared
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
@@ -111,7 +112,7 @@ class StoreShard:
 
     def _check_ids(self, block: int, data: bytes) -> None:
         tokens = np.frombuffer(data, self._dtype)
-        low, high = int(tokens.min()), int(tokens.max())
+        low, high = range_of_ids(tokens, self._has_marks)
         if low < 0 or high >= self._vocab_size:
             raise DataError(
                 f"{self._folder.url}/{self.shard.name}.bin: the block at byte {block * BLOCK_BYTES} holds token "

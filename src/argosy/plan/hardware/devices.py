@@ -36,6 +36,16 @@ LINK_EFFICIENCY = 0.8
 NODE_POWER_RATIO = 1.8
 """A node's nameplate power over its devices' where none is given: DGX H100 1.82, DGX B200 1.79, DGX A100 2.03."""
 
+FLOPS = (1e11, 1e18)
+"""FLOP/s that a device may have: below are figures in TFLOP/s, above those of a cluster."""
+MEMORY_BYTES = (1e9, 1e14)
+BYTES_PER_S = (1e10, 1.1e15)
+"""Bandwidths: at most 16 stacks of the fastest memory on any roadmap (HBM8, 64 TB/s each: KAIST TERALAB 2025)."""
+FLOPS_PER_JOULE = 1e14
+"""More than ten times what B200 has in fp4: above are kilowatts that were taken for watts."""
+MOST_OF_A_LINK = {"ring_busbw_bytes_per_s": 1.0, "nvls_busbw_bytes_per_s": 2.0}
+"""Bus bandwidth over that of the link: a ring sends all of it; where the switch sums, half is sent by it."""
+
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: tuple(names) if isinstance(names, list) else names)]
 
 
@@ -135,6 +145,8 @@ class Device(Section):
     """Date of those prices."""
     mtbf_h: PositiveFloat
     """Hours of one device between failures that stop a job, from any cause (its share of node and network included)."""
+    never_run: bool = False
+    """True if no run on it, ours or published, has ever been compared with predictions for it."""
     assumed: Names = ()
     """Keys whose values nobody published for this device."""
     source: str
@@ -158,10 +170,49 @@ class Device(Section):
             raise ValueError("matmul_efficiency is empty; give at least one, e.g. bf16 = 0.8")
         return self
 
+    @model_validator(mode="after")
+    def _is_physical(self) -> Self:
+        """Refuse what no device can be: mostly figures in another unit."""
+        if self.kind == "cpu":
+            return self
+        rates = {f"peak_flops_per_s.{fmt}": getattr(self.peak_flops_per_s, fmt) for fmt in self.formats}
+        for key, value in rates.items():
+            _in_range(key, value, FLOPS, "FLOP/s (989 TFLOP/s are 989e12)")
+            if self.power_w and value / self.power_w > FLOPS_PER_JOULE:
+                raise ValueError(
+                    f"{key} = {value:g} at power_w = {self.power_w:g} are {value / self.power_w:g} FLOPs for a joule, "
+                    f"and no device has {FLOPS_PER_JOULE:g}. Give FLOP/s and watts."
+                )
+        _in_range("memory_bytes", self.memory_bytes, MEMORY_BYTES, "bytes (80 GiB are 85_899_345_920)")
+        _in_range("memory_bytes_per_s", self.memory_bytes_per_s, BYTES_PER_S, "bytes/s (3.35 TB/s are 3.35e12)")
+        for key, value in (("link_bytes_per_s", self.link_bytes_per_s), ("nic_bytes_per_s", self.nic_bytes_per_s)):
+            if value > self.memory_bytes_per_s:
+                raise ValueError(
+                    f"{key} = {value:g} is {100 * value / self.memory_bytes_per_s:.0f} % of memory_bytes_per_s = "
+                    f"{self.memory_bytes_per_s:g}, which all that it sends comes from. Give bytes/s, not bits/s, one "
+                    "way."
+                )
+        for key in ("ring_busbw_bytes_per_s", "nvls_busbw_bytes_per_s"):
+            measured = getattr(self, key)
+            if measured and measured > MOST_OF_A_LINK[key] * self.link_bytes_per_s:
+                raise ValueError(
+                    f"{key} = {measured:g} is {100 * measured / self.link_bytes_per_s:.0f} % of link_bytes_per_s = "
+                    f"{self.link_bytes_per_s:g}, and can be at most {100 * MOST_OF_A_LINK[key]:.0f} %. Give both in "
+                    "bytes/s, one way."
+                )
+        return self
+
     @property
     def formats(self) -> tuple[Format, ...]:
         """Number formats that the device has matmuls for."""
         return tuple(number_format for number_format in FORMATS if getattr(self.peak_flops_per_s, number_format))
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What a prediction for the device rests on, in words."""
+        unproven = f"Nobody has compared a run on {self.name} with predictions for it: they rest on its data sheet."
+        missing = f"These figures of {self.name} are assumed, as nobody has published them: {', '.join(self.assumed)}."
+        return (*([unproven] if self.never_run else []), *([missing] if self.assumed else []))
 
     @property
     def usable_bytes(self) -> float:
@@ -215,6 +266,11 @@ class Device(Section):
     def of_table(cls, table: Mapping[str, Any], source: Source) -> Self:
         """Make a device from a table; `source` names its origin in errors. Raises: UserError."""
         return build(cls, table_layer(table, cls, source))
+
+
+def _in_range(key: str, value: float, limits: tuple[float, float], unit: str) -> None:
+    if not limits[0] <= value <= limits[1]:
+        raise ValueError(f"{key} = {value:g} lies outside of {limits[0]:g} to {limits[1]:g}. Give {unit}.")
 
 
 _ALIKE: dict[Format, tuple[Format, ...]] = {

@@ -304,12 +304,7 @@ def _notes(request: PlanRequest, economy: WholeRunModel, plan: Plan, inside_s: f
         notes.append(in_words(request.run, economy.cluster, inside_s))
     elif site_count(request.cluster) > 1:
         notes.append(_of_rounds(economy, inside_s) if costs.run.sites else ONE_WORLD)
-    if request.cluster.device.assumed:
-        device = request.cluster.device
-        notes.append(
-            f"These figures of {device.name} are assumed, as nobody has published them: {', '.join(device.assumed)}."
-        )
-    return notes
+    return [*notes, *request.cluster.device.caveats]
 
 
 def _of_rounds(economy: WholeRunModel, inside_s: float) -> str:

@@ -60,7 +60,7 @@ def serving_report(request: PlanRequest, question: ServingQuestion) -> ServingRe
         prompt=question.prompt,
         output=question.output,
         engine=search.engine.label or "the mean of all engines",
-        assumed=request.assumed,
+        assumed=(*request.assumed, *cluster.device.caveats),
         choices=tuple(_thinned(front, request.top)),
         curve=tuple(found),
         rate=question.rate,

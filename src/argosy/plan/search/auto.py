@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
+from argosy.config.launch import USUAL_ACCELERATOR, DeviceType
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.plan.check import check_plan
@@ -38,7 +38,7 @@ class Devices:
 
     count: int
     """Number of processes, one device each."""
-    kind: Literal["cpu", "cuda"]
+    kind: DeviceType
     fast_bf16: bool
     """True if bf16 matmuls are at least 1.5 times as fast as fp32 ones, by what the device is."""
     fast_fp16: bool = False
@@ -70,7 +70,7 @@ def check_written(run: RunConfig) -> None:
     Raises: UserError.
     """
     if size := processes_of(run.plan):
-        choose_plan(run, Devices(size, "cuda", fast_bf16=False))  # only cuda has all number formats
+        choose_plan(run, Devices(size, USUAL_ACCELERATOR, fast_bf16=False))  # it has all number formats
 
 
 def choose_plan(run: RunConfig, devices: Devices, machine: Cluster | None = None) -> Plan:
@@ -91,7 +91,7 @@ def choose_with_reasons(run: RunConfig, devices: Devices, machine: Cluster | Non
     """
     words, auto, sync_is_open = said_in(run.plan)
     written = Plan.from_words(words)
-    if written.precision == "fp8" and devices.kind != "cuda":
+    if written.precision == "fp8" and devices.kind != USUAL_ACCELERATOR:
         raise UserError(
             f"plan.precision = fp8 needs GPUs with fp8, and this run is for {devices.kind}. Try precision=bf16."
         )
@@ -120,7 +120,7 @@ def _chosen(
         plan = found.plans.plan(plainest(found))
         says = {"shares", "layers"} & words.keys()
         return _dealt_by_speed(costs, found, plan) if auto and not says else plan
-    if auto and devices.kind == "cuda":
+    if auto and devices.kind != "cpu":
         raise UserError(
             f'plan = "{run.plan}": {why_nothing_fits(costs, found)} `argosy plan` suggests what would fit; '
             "a plan that names its axes is tried with --launch.allow-memory."

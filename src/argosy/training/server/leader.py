@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from argosy.accelerator import peak_memory_bytes
 from argosy.checkpoint import store
 from argosy.checkpoint.load import problem_of
 from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed
-from argosy.observe.clock import peak_memory_bytes
 from argosy.observe.events import Events, Metrics
 from argosy.observe.screen import Progress
 from argosy.processes.messages import WireRecord

@@ -63,6 +63,8 @@ def check_can_estimate(run: RunConfig, plan: Plan) -> None:
             raise UserError(f"{asked}: {why} would be compressed as well. Try sync=exact, or 0 here.")
         if plan.microbatches(run.train.global_batch) == 1:
             raise UserError(f"{asked}: {why} is that of the whole batch. Try a smaller microbatch, or 0 here.")
+    if run.train.objective != "pretrain":
+        raise UserError(f"{asked}: it compares parts that have as many tokens, and answers differ. Set 0 here.")
     if plan.pp > 1 and plan.schedule in SPLITTING:
         raise UserError(f"{asked}: {plan.schedule} splits backward. Try schedule=1f1b, or 0 here.")
     if plan.dp == 1 and plan.microbatches(run.train.global_batch) == 1:

@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
+from argosy.accelerator import allocations, profiler_activities
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning
 from argosy.files import atomic_write
@@ -124,9 +124,7 @@ class Profiling(Service):
         return self._settings.ranks == "all" or os.environ.get("LOCAL_RANK", "0") == "0"
 
     def _start(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if self._world.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        activities = profiler_activities(self._world.device)
         # Kineto announces each start and end on the terminal, at its level 5.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         made = profile(activities=activities, profile_memory=self._settings.memory, with_stack=self._settings.stacks)
@@ -158,8 +156,8 @@ class Profiling(Service):
                 assert done is not None
                 self._folder.mkdir(parents=True, exist_ok=True)
                 found = summary(self._trace(done, self._folder / f"rank-{rank}.json.gz"))
-                if self._settings.memory and self._world.device.type == "cuda":
-                    self._write_memory(self._folder / f"rank-{rank}.memory.pickle")
+                if self._settings.memory and (segments := allocations(self._world.device)) is not None:
+                    self._write_memory(self._folder / f"rank-{rank}.memory.pickle", segments)
         except (OSError, RuntimeError, ValueError, KeyError) as problem:
             self._warn(f"could not be written: {problem}")
             return json.dumps({"problem": str(problem)})
@@ -189,14 +187,10 @@ class Profiling(Service):
         return events
 
     @staticmethod
-    def _write_memory(path: Path) -> None:
-        """Write what the allocator holds, as https://pytorch.org/memory_viz reads it.
-
-        `torch.cuda.memory_snapshot` is public and says what is there now. The history of allocations is not public
-        (`torch.cuda.memory._record_memory_history`); the trace has each allocation with its time.
-        """
+    def _write_memory(path: Path, segments: list[Any]) -> None:
+        """Write what the allocator holds (`accelerator.allocations`)."""
         with atomic_write(path) as file:
-            pickle.dump({"segments": torch.cuda.memory_snapshot(), "device_traces": []}, file)
+            pickle.dump({"segments": segments, "device_traces": []}, file)
 
     def _sum_up(self, ranks: dict[int, dict[str, Any]]) -> None:
         """Write summary.json beside the traces, an event, and what a person reads. Only rank 0 calls it."""

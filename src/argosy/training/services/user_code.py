@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from argosy.accelerator import random_state, set_random_state
 from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed
 from argosy.extend import Point
@@ -271,7 +272,7 @@ class SideEffectGuard:
         if not all(map(torch.equal, generators, self._generators())):
             torch.set_rng_state(generators[0])
             if len(generators) > 1:
-                torch.cuda.set_rng_state(generators[1], self._device)
+                set_random_state(generators[1], self._device)
             changed.append("torch's random numbers")
         if settings != self._settings():
             dtype, is_deterministic, has_grad, threads = settings
@@ -288,8 +289,8 @@ class SideEffectGuard:
         return [name for name, version in now.items() if before.get(name) != version]
 
     def _generators(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
+        of_device = random_state(self._device)
+        return [torch.get_rng_state()] if of_device is None else [torch.get_rng_state(), of_device]
 
     def _settings(self) -> tuple[torch.dtype, bool, bool, int]:
         return (

@@ -89,6 +89,7 @@ export function drawVitals(root, run, advice, events) {
       cost(run, advice?.forecast),
       speed(run),
     ),
+    next(advice?.next),
     run.problems?.length
       ? h(
           "div",
@@ -97,6 +98,11 @@ export function drawVitals(root, run, advice, events) {
         )
       : null,
   );
+}
+
+function next(action) {
+  if (!action || action.rule === "none") return null;
+  return h("p", { class: "next" }, `Next: ${action.do} `, h("code", {}, action.command));
 }
 
 function alive(run) {

@@ -1,0 +1,121 @@
+"""Conversations in `prepare`: from records to documents that are told apart and counted, and from those to words."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from argosy.config.data import PrepareConfig
+from argosy.data.chat_template import ChatTemplate, Rendered
+from argosy.data.conversations import BadRecord, Record, conversations_of
+from argosy.data.manifest import TOKENIZER
+from argosy.data.packing import REJECTED, START, TRAINED, Words
+from argosy.data.tokenizer import EncodedBatch, is_held_out
+
+SPECIAL_TOKEN = "special token in a message"
+TRUNCATED = "truncated"
+"""Conversations whose last turns were left out, as the rest fills a row."""
+TOO_LONG = "longer than seq_len"
+"""Conversations, or pairs, of which no row holds even the first answer."""
+
+
+class ChatDocuments:
+    """Makes the document of a record: its conversations as text, with the places of the answers, as JSON."""
+
+    def __init__(self, folder: Path, config: PrepareConfig):
+        """folder: prepared data, with tokenizer.json and the files beside it. Raises: UserError without a template."""
+        self._template = ChatTemplate.load(folder, config.chat_template)
+        self._objective = config.objective or ""
+        self._seq_len = config.seq_len
+        engine = HuggingFaceTokenizer.from_file(str(folder / TOKENIZER))
+        self._special = [t.content for t in engine.get_added_tokens_decoder().values() if t.special]
+
+    def __call__(self, record: Record) -> str:
+        """Return the document. Raises: BadRecord."""
+        return json.dumps([self._part(each) for each in conversations_of(record, self._objective)])
+
+    def _part(self, conversation: Any) -> dict[str, Any]:
+        for number, message in enumerate(conversation.messages):
+            for token in self._special:
+                if token in message["content"]:
+                    raise BadRecord(SPECIAL_TOKEN, f"message {number} spells {token}, which would end or begin a turn")
+        found: Rendered = self._template.conversation(conversation, self._may_be_long)
+        marks = REJECTED if conversation.is_rejected else 0
+        return {"text": found.text, "answers": found.answers, "cuts": found.cuts, "marks": marks}
+
+    def _may_be_long(self, text: str) -> bool:
+        return len(text.encode()) > self._seq_len  # a token has one byte at least
+
+
+class ChatEncoder:
+    """Encodes batches of such documents as words (`data.packing`); a document's are a unit, which stays in one row.
+
+    The whole text is encoded at once, special tokens as what they are: messages spell none. A token that an answer has
+    a part of is learned, as transformers' masks have it.
+    """
+
+    def __init__(self, tokenizer: Path, seq_len: int, validation_fraction: float):
+        self._engine = HuggingFaceTokenizer.from_file(str(tokenizer))
+        self._engine.no_truncation()
+        self._engine.no_padding()
+        self._seq_len, self._validation_fraction = seq_len, validation_fraction
+        self.counts = Counter[str]()
+        """What was left out since a caller emptied it."""
+
+    def encode(self, texts: Sequence[str]) -> EncodedBatch:
+        documents = [json.loads(text) for text in texts]
+        encoded = iter(
+            self._engine.encode_batch(
+                [part["text"] for document in documents for part in document], add_special_tokens=False
+            )
+        )
+        units, sizes, held_out = [np.empty(0, np.int32)], [], []
+        for text, document in zip(texts, documents, strict=True):
+            unit, size = self._unit([(part, next(encoded)) for part in document])
+            if unit is not None:
+                units.append(unit)
+                sizes.append(size)
+                held_out.append(is_held_out(text.encode(), self._validation_fraction))
+        return EncodedBatch(
+            tokens=np.concatenate(units),
+            lengths=np.array([len(unit) for unit in units[1:]], np.int64),
+            text_bytes=np.array(sizes, np.int64),
+            held_out=np.array(held_out, np.bool_),
+        )
+
+    def _unit(self, parts: Sequence[tuple[dict[str, Any], Any]]) -> tuple[Words | None, int]:
+        """Return the words of one document, and the bytes of its answers; None if it is left out, which is counted."""
+        sides = [self._words(part, encoding) for part, encoding in parts]
+        if len(sides) == 1 and len(sides[0]) > self._seq_len:
+            sides = [self._truncated(*parts[0], sides[0])]
+        if sum(map(len, sides)) > self._seq_len or not all((side[1:] & TRAINED).any() for side in sides):
+            self.counts[TOO_LONG] += 1
+            return None, 0
+        size = sum(len(part["text"][begin:end].encode()) for part, _ in parts for begin, end in part["answers"])
+        return np.concatenate(sides), size
+
+    def _words(self, part: dict[str, Any], encoding: Any) -> Words:
+        ids, offsets = np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        is_answer = np.zeros(len(part["text"]) + 1, np.int64)
+        for begin, end in part["answers"]:
+            is_answer[begin + 1 : end + 1] = 1
+        before = np.cumsum(is_answer)
+        is_learned = before[offsets[:, 1]] > before[offsets[:, 0]]
+        words: Words = ids | np.where(is_learned, TRAINED, 0).astype(np.int32)
+        if len(words):
+            words[0] = ids[0] | START | part["marks"]  # nothing predicts it
+        return words
+
+    def _truncated(self, part: dict[str, Any], encoding: Any, words: Words) -> Words:
+        """Return the words up to the last answer that a row has room for; none if there is no such."""
+        ends = np.array([end for _, end in encoding.offsets], np.int64)
+        counts = [int(np.searchsorted(ends, cut, side="right")) for cut in part["cuts"]]
+        kept = max((count for count in counts if count <= self._seq_len), default=0)
+        self.counts[TRUNCATED] += kept > 0
+        return words[:kept]

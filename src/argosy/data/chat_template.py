@@ -1,0 +1,252 @@
+"""A model's chat template: renders conversations as text, as transformers does, and finds the answers in it.
+
+The answers are what the template marks by `{% generation %}`. Most templates mark nothing; then an answer is what a
+conversation has more than its prompt: the text up to and with message i, less the text up to message i with the
+opening of an answer after it. That is checked: each must be the beginning of the next, and the difference must hold
+what the message says. A conversation in which either way does not find all answers is refused.
+
+A template comes with a model from somewhere, so it runs in jinja2's sandbox, sees plain JSON and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from argosy.data.conversations import BadRecord, Conversation, Message
+from argosy.data.manifest import TOKENIZER
+from argosy.data.tokenizer import MOST_BYTES, tokenizer_file
+from argosy.errors import UserError
+from argosy.files import read_at_most
+
+TEMPLATE, SETTINGS, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+"""Files beside a tokenizer.json: its chat template, or its settings that have one, and its special tokens."""
+NOT_FOUND = "answers that the template does not show"
+REFUSED = "conversation that the template refuses"
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""What marks an answer in rendered text: two of Unicode's noncharacters, which no text has."""
+TODAY = date(2024, 7, 26)
+"""The date that templates see, so that the same data come out on any day: the one that Llama 3.1's falls back to."""
+
+CHATML = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' -%}
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+{%- else -%}
+{{ message['content'] + '<|im_end|>\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
+"""
+BUILT_IN = {"chatml": CHATML}
+"""Templates for tokenizers that have none, by name."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text."""
+
+    text: str
+    answers: list[tuple[int, int]]
+    """Where the answers that are learned begin and end, in characters."""
+    cuts: list[int]
+    """Where the text may end: after each answer, as far as the template tells."""
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        text: jinja2.
+        special: names of special tokens, such as bos_token -> their text.
+        where: the file, for messages.
+    """
+
+    def __init__(self, text: str, special: dict[str, str], where: str):
+        import jinja2
+
+        self._special, self._where = special, where
+        self.text = text
+        try:
+            self._template = _environment().from_string(text)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{where}: not a chat template ({error}). Restore it, or give chat_template.") from None
+        self.marks_answers = "generation" in text and BEGIN in self._try_marks()
+
+    def _try_marks(self) -> str:
+        try:
+            return self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
+        except BadRecord:
+            return ""
+
+    def render(self, messages: list[Message], tools: list[Any] | None = None, opens_answer: bool = False) -> str:
+        """Return the text of messages; opens_answer: with the opening of an answer after it. Raises: BadRecord."""
+        return self._text(messages, tools, opens_answer).replace(BEGIN, "").replace(END, "")
+
+    def conversation(self, conversation: Conversation, needs_cuts: Callable[[str], bool]) -> Rendered:
+        """Return the text of a conversation and its answers. Raises: BadRecord if they are not found.
+
+        needs_cuts(text): True if the text may have to be cut.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (BEGIN, END)):
+            raise BadRecord(NOT_FOUND, "a message holds the characters U+FDD0 or U+FDD1")
+        marked = self._text(messages, tools)
+        text = marked.replace(BEGIN, "").replace(END, "")
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        found = _marked(marked) if self.marks_answers else self._by_prefixes(text, messages, tools, numbers)
+        if len(found) != len(numbers):
+            raise BadRecord(NOT_FOUND, f"{self._where} marks {len(found)} answers, and there are {len(numbers)}")
+        for number, (begin, end) in zip(numbers, found, strict=True):
+            said = messages[number]["content"].strip()
+            if end <= begin or said not in text[begin:end]:
+                raise BadRecord(NOT_FOUND, f"{self._where} does not show where the answer in message {number} is")
+        learned = [
+            place
+            for number, place in zip(numbers, found, strict=True)
+            if number >= conversation.prompt and messages[number].get("weight", 1) != 0
+        ]
+        if not learned:
+            raise BadRecord(NOT_FOUND, "no answer is to be learned: each has weight 0")
+        cuts = self._cuts(text, messages, tools, numbers) if needs_cuts(text) else []
+        return Rendered(text, learned, cuts)
+
+    def _by_prefixes(
+        self, text: str, messages: list[Message], tools: list[Any] | None, numbers: list[int]
+    ) -> list[tuple[int, int]]:
+        found = []
+        for number in numbers:
+            prompt = self.render(messages[:number], tools, opens_answer=True)
+            whole = self.render(messages[: number + 1], tools)
+            if not whole.startswith(prompt) or not text.startswith(whole):
+                raise BadRecord(
+                    NOT_FOUND,
+                    f"{self._where} writes message {number} in another way when others follow; mark answers in it by "
+                    "{% generation %} ... {% endgeneration %}",
+                )
+            end = len(whole)
+            said = whole[len(prompt) :]
+            kept = said.rstrip()  # a line's end after the token that ends a turn is the template's
+            if len(kept) > len(messages[number]["content"].strip()) and kept.endswith((">", "]", "|")):
+                end = len(prompt) + len(kept)
+            found.append((len(prompt), end))
+        return found
+
+    def _cuts(self, text: str, messages: list[Message], tools: list[Any] | None, numbers: list[int]) -> list[int]:
+        ends = [self.render(messages[: number + 1], tools) for number in numbers]
+        return [len(end) for end in ends if text.startswith(end)]
+
+    def _text(self, messages: list[Message], tools: list[Any] | None, opens_answer: bool = False) -> str:
+        import jinja2
+
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=opens_answer, **self._special
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+            raise BadRecord(REFUSED, f"{self._where}: {error}") from None
+
+    @classmethod
+    def load(cls, folder: Path, given: str = "") -> ChatTemplate:
+        """Load the template beside the tokenizer.json of `folder`, or the file or built-in one that `given` names.
+
+        Raises: UserError if there is none.
+        """
+        beside = tokenizer_file(folder).parent
+        settings = _json(beside / SETTINGS)
+        names = {**_json(beside / SPECIAL), **settings}
+        special = {name: token for name, value in names.items() if name.endswith("_token") and (token := _token(value))}
+        if given in BUILT_IN:
+            return cls(BUILT_IN[given], special, given)
+        path = Path(given).expanduser() if given else beside / TEMPLATE
+        if given and not path.is_file():
+            raise UserError(
+                f"chat_template = {given}: there is no such file. Name a jinja file, or one of {', '.join(BUILT_IN)}."
+            )
+        if path.is_file():
+            return cls(_read(path), special, str(path))
+        text = settings.get("chat_template")
+        if isinstance(text, list):  # several, by name
+            named = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
+            text = named.get("default")
+        if not isinstance(text, str):
+            raise UserError(
+                f"tokenizer = {folder}: it has no chat template ({TEMPLATE}, or chat_template in {SETTINGS}, beside "
+                f"{TOKENIZER}). Give chat_template: a jinja file, or {' or '.join(BUILT_IN)}."
+            )
+        return cls(text, special, str(beside / SETTINGS))
+
+
+def _marked(text: str) -> list[tuple[int, int]]:
+    """Return the places, in text without marks, of what is marked."""
+    found, at, begin = list[tuple[int, int]](), 0, None
+    for letter in text:
+        if letter == BEGIN:
+            begin = at
+        elif letter == END:
+            if begin is not None:
+                found.append((begin, at))
+            begin = None
+        else:
+            at += 1
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_at_most(path, MOST_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}). Restore the file.") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: no JSON ({error}). Restore the file.") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _token(value: Any) -> str:
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""
+
+
+def _environment() -> Any:
+    """Return jinja2's sandbox as transformers sets it up, but for the date."""
+    import jinja2
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": TODAY.strftime}
+    return environment

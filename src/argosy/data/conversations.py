@@ -1,0 +1,177 @@
+"""Conversations out of records: the forms that data sets have, checked, as lists of messages.
+
+{"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}      also "conversations", from/value
+{"prompt": ..., "completion": ...}                                        text, or lists of messages
+{"prompt": ..., "chosen": ..., "rejected": ...}                           or two whole conversations
+{"prompt": ..., "completion": ..., "label": true}                         an answer that was judged
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+Record = dict[str, Any]
+
+NO_CONVERSATION = "no conversation"
+ROLES = "roles in a wrong order"
+NO_ANSWER = "empty answer"
+EQUAL_SIDES = "pair with equal sides"
+IMAGES = "images"
+
+ROLE_NAMES = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bard", "model", "bot"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
+}
+"""What data sets call a role -> its name in chat templates."""
+
+
+class BadRecord(Exception):
+    """A record that no conversation can be made of."""
+
+    def __init__(self, kind: str, detail: str):
+        super().__init__(detail)
+        self.kind, self.detail = kind, detail
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages that end with an answer."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    prompt: int = 0
+    """How many of the first messages are no part of what is learned, whoever said them."""
+    is_rejected: bool = False
+    """The rejected side of a pair, or an answer that was judged undesirable."""
+
+
+def conversations_of(record: Record, objective: str) -> list[Conversation]:
+    """Return the conversation of a record; of a preference pair both, the chosen one first. Raises: BadRecord."""
+    tools = record.get("tools") or None
+    if isinstance(tools, str):
+        tools = _parsed(tools, "tools")
+    if tools is not None and not isinstance(tools, list):
+        raise BadRecord(NO_CONVERSATION, f"tools holds a {type(tools).__name__}; a list of tools is what it must be")
+    if objective == "sft":
+        return [_one(record, tools)]
+    if objective == "kto":
+        return [_judged(record, tools)]
+    return _pair(record, tools)
+
+
+def _one(record: Record, tools: list[Any] | None) -> Conversation:
+    for name in ("messages", "conversations", "conversation"):
+        if name in record:
+            return _whole(_messages(record[name], name), tools, 0, name)
+    if "prompt" in record and "completion" in record:
+        prompt = _side(record["prompt"], "prompt", "user")
+        whole = prompt + _side(record["completion"], "completion", "assistant")
+        return _whole(whole, tools, len(prompt), "completion")
+    raise BadRecord(NO_CONVERSATION, f"no messages, conversations, or prompt and completion; it has {_listed(record)}")
+
+
+def _judged(record: Record, tools: list[Any] | None) -> Conversation:
+    label = record.get("label")
+    if not isinstance(label, bool):
+        raise BadRecord(NO_CONVERSATION, f"label must be true or false, and the record has {_listed(record)}")
+    one = _one(record, tools)
+    prompt = one.prompt or len(one.messages) - 1  # of whole messages, the last answer was judged
+    return Conversation(one.messages, tools, prompt, not label)
+
+
+def _pair(record: Record, tools: list[Any] | None) -> list[Conversation]:
+    if "chosen" not in record or "rejected" not in record:
+        raise BadRecord(NO_CONVERSATION, f"no chosen and rejected; it has {_listed(record)}")
+    prompt = _side(record["prompt"], "prompt", "user") if record.get("prompt") else []
+    sides = [_side(record[name], name, "assistant" if prompt else "") for name in ("chosen", "rejected")]
+    if prompt and all(side[: len(prompt)] == prompt for side in sides):
+        sides = [side[len(prompt) :] for side in sides]  # whole conversations, beside their prompt
+    shared = list(prompt)
+    if not prompt:
+        while min(map(len, sides)) > 1 and sides[0][0] == sides[1][0]:
+            shared.append(sides[0][0])
+            sides = [side[1:] for side in sides]
+    if sides[0] == sides[1]:
+        raise BadRecord(EQUAL_SIDES, "chosen and rejected are the same")
+    named = zip(sides, ("chosen", "rejected"), strict=True)
+    chosen, rejected = (_whole(shared + side, tools, len(shared), name) for side, name in named)
+    return [chosen, Conversation(rejected.messages, tools, rejected.prompt, True)]
+
+
+def _side(value: Any, name: str, role: str) -> list[Message]:
+    if isinstance(value, str):
+        if not role:
+            raise BadRecord(NO_CONVERSATION, f"{name} is text without a prompt; give prompt, or lists of messages")
+        return _messages([{"role": role, "content": value}], name)
+    return _messages([value] if isinstance(value, dict) else value, name)
+
+
+def _messages(value: Any, name: str) -> list[Message]:
+    if isinstance(value, str):
+        value = _parsed(value, name)
+    if not isinstance(value, list) or not value:
+        raise BadRecord(NO_CONVERSATION, f"{name} holds no list of messages")
+    return [_message(message, f"{name}[{number}]") for number, message in enumerate(value)]
+
+
+def _message(given: Any, where: str) -> Message:
+    if not isinstance(given, dict):
+        raise BadRecord(NO_CONVERSATION, f"{where} is a {type(given).__name__}, not a message")
+    said = given.get("role", given.get("from"))
+    role = ROLE_NAMES.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise BadRecord(ROLES, f"{where} has the role {str(said)[:40]!r}; it must be user, assistant, system or tool")
+    message = {key: value for key, value in given.items() if key not in ("from", "value") and value is not None}
+    content = _text(given.get("content", given.get("value")), where)
+    if role == "assistant" and not content.strip() and not given.get("tool_calls"):
+        raise BadRecord(NO_ANSWER, f"{where} says nothing")
+    return {**message, "role": role, "content": content}
+
+
+def _text(content: Any, where: str) -> str:
+    """Return what a message says; of parts of text, all of them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else []
+    kinds = {str(part.get("type")) for part in parts if isinstance(part, dict)}
+    if kinds - {"text"}:
+        kind = sorted(kinds - {"text"})[0][:40]
+        raise BadRecord(IMAGES, f"{where} has a part of type {kind!r}; models here read text alone")
+    if not parts or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise BadRecord(NO_CONVERSATION, f"{where} says a {type(content).__name__}, not text")
+    return "".join(part["text"] for part in parts)
+
+
+def _whole(messages: list[Message], tools: list[Any] | None, prompt: int, name: str) -> Conversation:
+    """Return the conversation up to its last answer, if each message may follow the one before. Raises: BadRecord."""
+    may_follow = {"": ("system", "user"), "system": ("user",), "user": ("assistant",)}
+    may_follow |= {"assistant": ("user", "tool"), "tool": ("tool", "assistant")}
+    before = ""
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role not in may_follow[before]:
+            raise BadRecord(ROLES, f"{name}: message {number} is of the {role}, after {before or 'nothing'}")
+        before = role
+    while messages and messages[-1]["role"] != "assistant":
+        messages = messages[:-1]  # nothing follows it that could be learned
+    if not any(message["role"] == "assistant" for message in messages[prompt:]):
+        raise BadRecord(NO_ANSWER, f"{name} has no answer")
+    return Conversation(messages, tools, prompt)
+
+
+def _parsed(text: str, name: str) -> Any:
+    import json
+
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadRecord(NO_CONVERSATION, f"{name} is text, and no JSON") from None
+
+
+def _listed(record: Record) -> str:
+    names = ", ".join(repr(name[:40]) for name in list(record)[:10]) or "nothing"
+    return f"{names}, ..." if len(record) > 10 else names

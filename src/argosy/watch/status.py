@@ -1,0 +1,358 @@
+"""A run in under 2 kB: its state, loss and health, what was expected beside what is measured, what changed, and what to
+do next. `argosy status` prints it, and the report and the page's head say the same.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel
+
+from argosy.engines.record import LaunchedJob
+from argosy.errors import UserError
+from argosy.observe.panel import duration
+from argosy.plan.cost.estimate import count, seconds
+from argosy.watch.alerts import Alert
+from argosy.watch.conclusions import Conclusions, conclusions_of
+from argosy.watch.facts import Floats
+from argosy.watch.linefile import Event, tells_of_the_run
+from argosy.watch.overview import line
+from argosy.watch.reader import RunReader
+from argosy.watch.rules.planner import Advice
+from argosy.watch.steps import memory
+from argosy.watch.timeline import in_words, words
+
+TREND_STEPS = 50
+"""The mean loss of so many last steps is compared with that of as many before them, or of halves of a shorter run."""
+LEAST_TREND = 6
+TREND_Z = 3.0
+"""A loss falls or rises if both means differ by so many standard errors of their difference."""
+MOST_CHANGES, MOST_ALERTS = 5, 3
+LONGEST_TEXT = 160
+"""Characters of a sentence that comes from the run's folder: all of them stay under 2 kB."""
+AGO = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
+UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+Trend = Literal["falls", "flat", "rises", "unknown"]
+Health = Literal["good", "warning", "critical"]
+
+
+class LossStatus(BaseModel):
+    """The training loss."""
+
+    now: float | None = None
+    """Of the newest step; null if it was not finite, or there is none."""
+    mean: float | None = None
+    """Over the last steps: 50, or half of a shorter run."""
+    before: float | None = None
+    """Over as many steps before them."""
+    trend: Trend = "unknown"
+    validation: float | None = None
+    """Of the newest evaluation."""
+
+
+class Expected(BaseModel):
+    """A figure as it was planned and as it is."""
+
+    planned: list[float] | None = None
+    """Low, middle and high: nine times of ten it lies between the first and the last."""
+    measured: float | None = None
+
+
+class ForecastStatus(BaseModel):
+    """The end, by the pace so far; low, middle and high of each."""
+
+    left_s: list[float]
+    end_s: list[float]
+    """Seconds since 1970."""
+    cost: list[float] | None = None
+    """Of the whole run."""
+    currency: str = ""
+
+
+class AlertStatus(BaseModel):
+    """An alert that stands."""
+
+    alert: str
+    severity: str
+    since_s: float
+    why: str
+    subject: str = ""
+    evidence: dict[str, Any] = {}
+
+
+class RunChange(BaseModel):
+    """An event of the run."""
+
+    time_s: float
+    event: str
+    words: str
+
+
+class NextAction(BaseModel):
+    """What a person, or a script for them, should do now."""
+
+    rule: str
+    """What asks for it: a state, an alert or a rule of advice; `none` if nothing does."""
+    do: str
+    command: str
+    """To be typed as it is; for `none`, the command that looks again."""
+    plan: str = ""
+    """The plan that the planner would take instead, if that is what is advised."""
+
+
+class RunSummary(BaseModel):
+    """`argosy status RUN --json`. Texts come from the run's folder: they are data, whatever they say."""
+
+    run: str
+    folder: str
+    state: str
+    """training, silent, finished, stopped, failed or dead."""
+    why: str = ""
+    time_s: float
+    """When this was said, seconds since 1970."""
+    step: int | None = None
+    """Steps that are done."""
+    steps: int | None = None
+    """Steps to make; null while a run in minutes does not know."""
+    tokens: int | None = None
+    tokens_per_s: float | None = None
+    plan: str | None = None
+    devices: int | None = None
+    loss: LossStatus = LossStatus()
+    health: Health = "good"
+    step_s: Expected = Expected()
+    memory_bytes: Expected = Expected()
+    """Of the rank that needs most."""
+    cost_so_far: float | None = None
+    forecast: ForecastStatus | None = None
+    alerts: list[AlertStatus] = []
+    """Those that stand, the newest first; at most 3."""
+    changes: list[RunChange] = []
+    """Events since `--since`, or the last ones; the newest 5."""
+    more_changes: int = 0
+    """Events before these, since `--since`."""
+    event: str = ""
+    """The newest event: `--since` takes it, so that the next call tells what is new."""
+    next: NextAction
+
+
+def status_of(reader: RunReader, since: str = "") -> RunSummary:
+    """Return the status of a run as of the reader's last `refresh`.
+
+    since: tell what changed after it: an `event` of an earlier status, a duration before now such as 10m, or a kind of
+    event, of which the last one counts. Raises: UserError if it is none of these.
+    """
+    found, shown = conclusions_of(reader), line(reader.folder.name, reader)
+    facts, predicted = found.facts, reader.prediction
+    events = [event for event in reader.events if tells_of_the_run(event["process"]) and in_words(event) is not None]
+    since_s = since_time_s(reader.events, since, facts.now_s)
+    new = [event for event in events if event["time_s"] > since_s]
+    alerts = standing_of(found.alerts)
+    measured = memory(reader)["measured_total"]
+    return RunSummary(
+        run=_short(shown["name"]),
+        folder=str(reader.folder),
+        state=reader.state,
+        why=_short(reader.why),
+        time_s=round(facts.now_s, 3),
+        **{key: shown[key] for key in ("step", "steps", "tokens", "devices")},
+        tokens_per_s=_rounded(shown["tokens_per_s"]),
+        plan=shown["plan"] and _short(shown["plan"]),
+        loss=_loss(reader, shown["validation_loss"]),
+        health=_health(reader.state, alerts, found.advice),
+        step_s=Expected(
+            planned=_ends(predicted.step_s) if predicted else None,
+            measured=_rounded(facts.step_s if facts.step_s > 0 else reader.recent_step_s),
+        ),
+        memory_bytes=Expected(
+            planned=_ends(predicted.memory_bytes) if predicted else None, measured=_rounded(measured)
+        ),
+        cost_so_far=_rounded(shown["cost"]),
+        forecast=_forecast(found),
+        alerts=[_alert(each) for each in alerts[:MOST_ALERTS]],
+        changes=[_change(event) for event in new[-MOST_CHANGES:]],
+        more_changes=max(0, len(new) - MOST_CHANGES) if since else 0,
+        event=f"{reader.events[-1]['time_s']:.3f}" if reader.events else "",
+        next=next_action(reader, alerts, found.advice),
+    )
+
+
+def since_time_s(events: Iterable[Event], since: str, now_s: float) -> float:
+    """Return the time that `since` names, seconds since 1970; before all events if it is empty.
+
+    Raises: UserError if it names none.
+    """
+    if not since:
+        return -math.inf
+    if ago := AGO.fullmatch(since):
+        return now_s - float(ago[1]) * UNITS_S[ago[2]]
+    try:
+        time_s = float(since)
+    except ValueError:
+        times = [event["time_s"] for event in events if event["event"] == since]
+        if not times:
+            raise UserError(
+                f"--since {since}: the run has no such event. Give the `event` of an earlier status, a kind of event "
+                "(docs/events.md), or a duration such as 10m."
+            ) from None
+        return float(max(times))
+    if not math.isfinite(time_s):
+        raise UserError(f"--since {since}: a time is needed, such as the `event` of an earlier status, or 10m.")
+    return time_s
+
+
+def _loss(reader: RunReader, validation: float | None) -> LossStatus:
+    losses = reader.steps["loss"]
+    recent = losses[np.isfinite(losses)][-2 * TREND_STEPS :]
+    now = float(losses[-1]) if len(losses) else math.nan
+    half = len(recent) // 2
+    before, last = recent[:half], recent[half:]
+    means = (_rounded(last.mean()), _rounded(before.mean())) if half else (None, None)
+    return LossStatus(
+        now=_rounded(now), mean=means[0], before=means[1], trend=_trend(before, last), validation=_rounded(validation)
+    )
+
+
+def _trend(before: Floats, last: Floats) -> Trend:
+    if len(before) < LEAST_TREND:
+        return "unknown"
+    error = math.sqrt(before.var(ddof=1) / len(before) + last.var(ddof=1) / len(last))
+    change = float(last.mean() - before.mean())
+    if abs(change) <= TREND_Z * error:
+        return "flat"
+    return "falls" if change < 0 else "rises"
+
+
+def standing_of(alerts: Iterable[Alert]) -> list[Alert]:
+    """Return the newest message of each alert, of those that have not ended."""
+    newest: dict[tuple[str, str], Alert] = {}
+    for alert in alerts:  # the newest first
+        newest.setdefault((alert.alert, alert.subject), alert)
+    return [alert for alert in newest.values() if alert.state != "ends"]
+
+
+def _health(state: str, alerts: list[Alert], advice: Iterable[Advice]) -> Health:
+    if state in ("failed", "dead") or any(alert.severity == "critical" for alert in alerts):
+        return "critical"
+    if state == "silent" or alerts or any(each.severity == "warning" for each in advice):
+        return "warning"
+    return "good"
+
+
+def next_action(reader: RunReader, alerts: list[Alert], advice: Iterable[Advice]) -> NextAction:
+    """Return what is to be done now: by the run's state, else its gravest alert, else the advice that counts most."""
+    folder = shlex.quote(str(reader.folder))
+    again = _resume(reader)
+    states = {
+        "finished": ("It is done: try it.", f"argosy generate {folder}"),
+        "stopped": ("The same command goes on from what is saved.", again),
+        "dead": ("Its processes are gone. The same command goes on from what is saved.", again),
+        "failed": ("Mend what the reason says; then the same command goes on.", again),
+        "silent": ("See what each rank waits for.", f"argosy stacks {folder}"),
+    }
+    if reader.state in states:
+        do, command = states[reader.state]
+        return NextAction(rule=reader.state, do=do, command=command)
+    for alert in sorted(alerts, key=lambda each: each.severity != "critical"):
+        look = "stacks" if alert.alert == "stall" else "logs"
+        return NextAction(rule=alert.alert, do=_short(alert.do), command=f"argosy {look} {folder}")
+    for each in advice:
+        if each.severity == "warning" or each.plan:
+            command = f"{again} --plan {shlex.quote(each.plan)}" if each.plan else f"argosy watch {folder} --terminal"
+            return NextAction(rule=each.rule, do=_short(each.do), command=command, plan=each.plan)
+    return NextAction(rule="none", do="Nothing: it goes well.", command=f"argosy status {folder}")
+
+
+def _resume(reader: RunReader) -> str:
+    """Return the command by which the run goes on."""
+    run_file, folder = shlex.quote(str(reader.folder / "run.toml")), shlex.quote(str(reader.folder))
+    job = LaunchedJob.load(reader.folder)
+    command = "argosy train" if job is None else f"argosy launch --on {shlex.quote(job.engine)}"
+    return f"{command} {run_file} --run-dir {folder}"
+
+
+def _forecast(found: Conclusions) -> ForecastStatus | None:
+    if (told := found.forecast) is None:
+        return None
+    cost = None if told.cost is None else _ends(told.cost)
+    return ForecastStatus(left_s=_ends(told.left_s), end_s=_ends(told.end_s, 1), cost=cost, currency=told.currency)
+
+
+def _alert(alert: Alert) -> AlertStatus:
+    evidence = {_short(key, 40): value for key, value in alert.evidence.items() if isinstance(value, int | float)}
+    return AlertStatus(
+        alert=alert.alert,
+        severity=alert.severity,
+        since_s=alert.since_s,
+        why=_short(alert.why),
+        subject=_short(alert.subject),
+        evidence=dict(list(evidence.items())[:4]),
+    )
+
+
+def _change(event: Event) -> RunChange:
+    told = in_words(event)
+    return RunChange(time_s=event["time_s"], event=event["event"], words=_short(told[0] if told else words(event)))
+
+
+def _short(text: str, longest: int = LONGEST_TEXT) -> str:
+    text = " ".join(str(text).split())
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    """Return a number with so many significant digits; None for what is not finite: JSON has no such number."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+
+
+def _ends(estimate: Any, decimals: int | None = None) -> list[float]:
+    ends = (float(estimate.low), float(estimate.mid), float(estimate.high))
+    return [float(f"{each:.4g}") if decimals is None else round(each, decimals) for each in ends]
+
+
+def in_text(status: RunSummary) -> Iterator[str]:
+    """Yield the lines that say a status to a person."""
+    of = "" if status.steps is None else f" of {status.steps}"
+    where = "no step yet" if status.step is None else f"step {status.step}{of}"
+    health = "" if status.health == "good" else f"   {status.health}"
+    yield f"{status.run}: {status.state}, {where}{health}" + (f"   ({status.why})" if status.why else "")
+    yield from (f"  {name:9}{text}" for name, text in _facts(status) if text)
+    for alert in status.alerts:
+        subject = f" {alert.subject}:" if alert.subject else ""
+        yield f"  alert    {alert.alert} for {duration(status.time_s - alert.since_s)}:{subject} {alert.why}"
+    for change in status.changes:
+        yield f"  event    {duration(max(0.0, status.time_s - change.time_s))} ago: {change.words}"
+    yield f"next: {status.next.do}"
+    yield f"  {status.next.command}"
+
+
+def _facts(status: RunSummary) -> Iterator[tuple[str, str]]:
+    loss = status.loss
+    if loss.now is not None or loss.mean is not None:
+        last = "not finite" if loss.now is None else f"{loss.now:.4g}"
+        trend = "" if loss.trend == "unknown" else f", {loss.trend} ({loss.before:.4g} to {loss.mean:.4g})"
+        validation = "" if loss.validation is None else f", validation {loss.validation:.4g}"
+        yield "loss", f"{last}{trend}{validation}"
+    yield "step", _beside(status.step_s, seconds)
+    yield "memory", _beside(status.memory_bytes, lambda value: f"{float(value) / 1e6:,.0f} MB")
+    if status.tokens is not None:
+        rate = f", {count(status.tokens_per_s)} a second" if status.tokens_per_s else ""
+        yield "tokens", f"{count(status.tokens)}{rate}"
+    if (told := status.forecast) is not None:
+        low, mid, high = told.left_s
+        cost = "" if told.cost is None else f"; {told.cost[1]:,.2f} {told.currency} in all"
+        yield "left", f"{seconds(mid)} ({seconds(low)} to {seconds(high)}){cost}"
+    if status.plan:
+        yield "plan", status.plan
+
+
+def _beside(figure: Expected, write: Any) -> str:
+    planned = f"planned {write(figure.planned[1])}" if figure.planned else ""
+    measured = write(figure.measured) if figure.measured is not None else ""
+    return ", ".join(part for part in (measured, planned) if part)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Engine
+
+from argosy.data.chat_encoder import ChatEncoder
+from argosy.data.chat_template import CHATML, NOT_FOUND, REFUSED, ChatTemplate
+from argosy.data.conversations import BadRecord, Conversation, conversations_of
+from argosy.data.manifest import TOKENIZER
+from argosy.data.packing import ID_MASK, START, TRAINED
+from argosy.errors import UserError
+
+MARK, UNMARK = "{% generation %}", "{% endgeneration %}"
+PLAIN_CHATML = CHATML.replace(MARK, "").replace(UNMARK, "")
+LLAMA_3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}{{- '[INST] ' + message['content'] + ' [/INST]' }}
+    {%- elif message['role'] == 'assistant' %}{{- ' ' + message['content'] + eos_token }}
+    {%- else %}{{- raise_exception('only user and assistant roles are supported') }}{%- endif %}
+{%- endfor %}
+"""
+GEMMA = """\
+{{ bos_token }}{% for message in messages %}
+{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
+{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}
+"""
+FORGETFUL = """\
+{%- for message in messages %}
+    {{- message['role'] + ': ' + ('<think></think>' if loop.last and message['role'] == 'assistant' else '') }}
+    {{- message['content'] + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}
+"""
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+TALK = [
+    {"role": "system", "content": "Add. "},
+    {"role": "user", "content": "What is 1+1?"},
+    {"role": "assistant", "content": "It is 2."},
+    {"role": "user", "content": "And 2+2, naïve one?"},
+    {"role": "assistant", "content": "It is 4 — fünf minus 1."},
+]
+
+
+def answers(text: str, messages: list[dict[str, Any]]) -> tuple[str, list[str]]:
+    template = ChatTemplate(text, SPECIAL, "chat_template.jinja")
+    found = template.conversation(Conversation(messages), lambda _: True)
+    return found.text, [found.text[begin:end] for begin, end in found.answers]
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "messages"),
+    [
+        (CHATML, "<|im_end|>", TALK),
+        (PLAIN_CHATML, "<|im_end|>", TALK),
+        (LLAMA_3, "<|eot_id|>", TALK),
+        (MISTRAL, "</s>", TALK[1:]),
+        (GEMMA, "<end_of_turn>", TALK),
+    ],
+    ids=["marked", "chatml", "llama 3", "mistral", "gemma"],
+)
+def test_answers_are_found_with_the_end_of_their_turn(template: str, end: str, messages: list[dict[str, Any]]) -> None:
+    text, found = answers(template, messages)
+    assert [answer.strip() for answer in found] == ["It is 2." + end, "It is 4 — fünf minus 1." + end]
+    assert text.count("What is 1+1?") == 1
+
+
+def test_text_and_masks_are_those_of_transformers(tokenizer_json: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    engine = Engine.from_file(str(tokenizer_json))
+    engine.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
+    engine.save(str(tmp_path / TOKENIZER))
+    marked = CHATML.replace("'assistant' -%}\n", "'assistant' -%}\n{{- '' -}}")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / TOKENIZER))
+    expected = theirs.apply_chat_template(
+        TALK, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+    )
+    found = ChatTemplate(marked, {}, "template").conversation(Conversation(TALK), lambda _: False)
+    assert found.text == theirs.apply_chat_template(TALK, chat_template=marked, tokenize=False)
+    part = {"text": found.text, "answers": found.answers, "cuts": [], "marks": 0}
+    words = ChatEncoder(tmp_path / TOKENIZER, 1000, 0.0).encode([json.dumps([part])]).tokens
+    assert (words & ID_MASK).tolist() == expected["input_ids"]
+    assert (words & TRAINED != 0).astype(int).tolist() == expected["assistant_masks"]
+    assert (words & START != 0).nonzero()[0].tolist() == [0]
+
+
+@pytest.mark.parametrize("text", [LLAMA_3, GEMMA, PLAIN_CHATML], ids=["llama 3", "gemma", "chatml"])
+def test_templates_are_rendered_as_by_transformers(text: str) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    template = ChatTemplate(text, SPECIAL, "template")
+    for some in (TALK, TALK[:2]):
+        (theirs,), _ = utils.render_jinja_template([some], chat_template=text, add_generation_prompt=True, **SPECIAL)
+        assert template.render(some, opens_answer=True) == theirs
+
+
+def test_tools_reach_the_template() -> None:
+    text = "{{ tools | tojson }}" + CHATML.replace(
+        "message['content']", "(message['content'] or message['tool_calls'] | tojson)"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    record = {"messages": [TALK[1], call, {"role": "tool", "content": "2"}, TALK[2]], "tools": tools}
+    (conversation,) = conversations_of(record, "sft")
+    found = ChatTemplate(text, {}, "template").conversation(conversation, lambda _: False)
+    first, second = (found.text[begin:end] for begin, end in found.answers)
+    assert json.loads(first.removesuffix("<|im_end|>")) == call["tool_calls"]
+    assert second == "It is 2.<|im_end|>"
+    assert found.text.startswith(json.dumps(tools))
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "kind"),
+    [
+        (FORGETFUL, TALK, NOT_FOUND),
+        ("{% for m in messages %}{{ m['content'][:3] }}{% endfor %}", TALK, NOT_FOUND),
+        (CHATML.replace(MARK, MARK + UNMARK + MARK), TALK, NOT_FOUND),
+        (MISTRAL, TALK, REFUSED),
+        ("{{ messages[0].nothing.more }}", TALK, REFUSED),
+        ("{{ ''.__class__.__mro__ }}", TALK, REFUSED),
+        ("{{ messages.append(1) }}", TALK, REFUSED),
+    ],
+)
+def test_what_is_not_found_is_refused(text: str, messages: list[dict[str, Any]], kind: str) -> None:
+    with pytest.raises(BadRecord) as bad:
+        answers(text, messages)
+    assert bad.value.kind == kind
+
+
+def test_answers_with_weight_0_are_read_and_not_learned() -> None:
+    _, found = answers(CHATML, [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[3:]])
+    assert found == ["It is 4 — fünf minus 1.<|im_end|>"]
+
+
+def test_a_template_is_found_beside_the_tokenizer(tokenizer_json: Path, tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER).write_bytes(tokenizer_json.read_bytes())
+    with pytest.raises(UserError, match=r"has no chat template.*Give chat_template: a jinja file, or chatml"):
+        ChatTemplate.load(tmp_path)
+    settings = {"chat_template": LLAMA_3, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert ChatTemplate.load(tmp_path).render(TALK).startswith("<s><|start_header_id|>system")
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
+    assert ChatTemplate.load(tmp_path / TOKENIZER).render(TALK) == "</s>"
+    assert ChatTemplate.load(tmp_path, "chatml").text == CHATML
+    with pytest.raises(UserError, match="no such file"):
+        ChatTemplate.load(tmp_path, "missing.jinja")
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(UserError, match="not a chat template"):
+        ChatTemplate.load(tmp_path)
