@@ -122,7 +122,8 @@ def _to_store(name: str, weight: Tensor, config: ModelConfig, shape: tuple[int, 
     """Return one of our weights on the CPU, as it is to be stored."""
     _check_shape(name, weight.shape, shape, "the weights to export")
     if (factor := folded_factor(name, config)) != 1.0:
-        weight = weight * factor
+        shift = float(config.norms.zero_centered and "norm" in name)
+        weight = (weight + shift) * factor - shift
     return weight.detach().to("cpu", torch.float32 if name.endswith(KEPT_IN_FP32) else dtype)
 
 

@@ -69,10 +69,8 @@ def heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
 
 @rule(lambda p, run: run.model.delta_net.key_heads % (p.tp * p.cp) != 0)
 def delta_heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
-    said = f"model.delta_net.key_heads = {(heads := run.model.delta_net.key_heads)}"
-    return (
-        f"plan.tp x cp = {plan.tp * plan.cp} does not divide {said}. Try {around(plan.tp * plan.cp, divisors(heads))}."
-    )
+    heads = run.model.delta_net.key_heads
+    return f"plan.tp x cp = {plan.tp * plan.cp} must divide model.delta_net.key_heads = {heads}. Try {divisors(heads)}."
 
 
 @rule(lambda p, run: run.model.ffn_width % p.tp != 0)
@@ -195,9 +193,9 @@ def recomputed_experts_are_gathered_alike(plan: Plan, run: RunConfig) -> str:
     )
 )
 def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
-    if plan.precision == "fp8" and plan.tp > 1:
-        return f"plan.precision = fp8 with plan.tp = {plan.tp}: fp8 layers take whole matrices only. Try bf16, or tp=1."
     if plan.precision == "fp8":
+        if plan.tp > 1:
+            return f"plan.precision = fp8 with plan.tp = {plan.tp}: fp8 layers take whole matrices. Try bf16, or tp=1."
         return "plan.precision = fp8 with experts: their grouped matmuls are not done in fp8. Try precision=bf16."
     return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
 
