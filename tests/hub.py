@@ -1,4 +1,4 @@
-"""A small server of Hugging Face data sets: what HfFileSystem asks for to list and read files, over real HTTP."""
+"""A small server of Hugging Face's hub: what HfFileSystem asks for to list and read files, over real HTTP."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "1" * 40
 
 
 @contextmanager
-def hub(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
-    """Serve the data set `name` (OWNER/NAME), and yield the address for HF_ENDPOINT."""
+def hub(name: str, files: Mapping[str, bytes], kind: Literal["datasets", "models"] = "datasets") -> Iterator[str]:
+    """Serve the data set or model `name` (OWNER/NAME), and yield the address for HF_ENDPOINT."""
 
     class Handler(_Handler):
-        dataset, content = name, files
+        repository, content, api = name, files, kind
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever, daemon=True)
@@ -32,8 +33,9 @@ def hub(name: str, files: Mapping[str, bytes]) -> Iterator[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    dataset: str
+    repository: str
     content: Mapping[str, bytes]
+    api: str
 
     def log_message(self, *_: object) -> None:
         pass
@@ -43,7 +45,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        api, files = f"/api/datasets/{self.dataset}", f"/datasets/{self.dataset}/resolve/"
+        api = f"/api/{self.api}/{self.repository}"
+        files = f"{'/datasets' if self.api == 'datasets' else ''}/{self.repository}/resolve/"
         if path.startswith(files):
             self._file(path.removeprefix(files).partition("/")[2])
         elif path.startswith(f"{api}/tree/"):
@@ -51,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
             recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() == "true"
             self._json(self._tree(folder, recursive))
         elif path in (api, f"{api}/revision/main"):
-            self._json({"_id": "1", "id": self.dataset, "sha": COMMIT, "private": False, "siblings": []})
+            self._json({"_id": "1", "id": self.repository, "sha": COMMIT, "private": False, "siblings": []})
         else:
             self._json({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
 

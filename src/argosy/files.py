@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import pwd
 import shutil
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, Self, TextIO
 
 from argosy.errors import UserError
 
@@ -28,6 +29,9 @@ LOCK_TRIES, LOCK_TRY_S = 5, 0.02
 
 OTHERS_WRITE = 0o022
 """The permission bits that let others than the owner write."""
+
+COPY_BYTES = 64 * 2**20
+"""Bytes of a large file that are copied at once."""
 
 LONGEST_NAME_BYTES = 240
 """Length of a file's name that is given from outside: file systems take 255 bytes, suffixes included."""
@@ -273,3 +277,37 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hexadecimal. Raises: OSError, also if it is not a regular file."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class RegularFile:
+    """A file whose ranges are read: mapped into memory, of which nothing stays when a range was copied out.
+
+    It keeps no descriptor, so any number may be open. A context manager.
+    """
+
+    def __init__(self, path: Path):
+        """Raises: OSError, also if it is not a regular file."""
+        with open_regular(path) as file:
+            self.size = os.fstat(file.fileno()).st_size
+            self._pages = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ) if self.size else None
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `start` on, which must be there."""
+        for done in range(0, len(buffer), COPY_BYTES):
+            first, some = start + done, buffer[done : done + COPY_BYTES]
+            assert self._pages is not None and first + len(some) <= self.size
+            some[:] = memoryview(self._pages)[first : first + len(some)]
+            page = first // mmap.PAGESIZE * mmap.PAGESIZE
+            self._pages.madvise(mmap.MADV_DONTNEED, page, first + len(some) - page)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.close()

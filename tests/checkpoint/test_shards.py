@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from argosy.checkpoint.boxes import PLACES, Box
-from argosy.checkpoint.shards import CODES, ShardFile, box_bytes, part_box, wholes, write_shard
+from argosy.checkpoint.shards import ShardFile, box_bytes, part_box, wholes, write_shard
+from argosy.models.tensor_file import CODES
 
-DTYPES = [getattr(torch, name) for name in CODES]
+DTYPES = list(CODES)
 
 
 def in_memory(parts: dict[Box, Tensor], **about: str) -> tuple[int, Path]:

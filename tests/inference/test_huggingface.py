@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from argosy.checkpoint import store
 from argosy.config.load import load
@@ -126,3 +127,90 @@ def test_how_the_tokenizer_is_used_goes_through_a_run_that_starts_from_the_weigh
     for source in ("imported", "tuned"):
         export_checkpoint(tmp_path / source, tmp_path / f"{source}-out")
         assert {name: (tmp_path / f"{source}-out" / name).read_bytes().decode() for name in usage} == usage
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of several files as its authors publish it: other dtypes, keys and files than we would write."""
+    folder = tmp_path_factory.mktemp("published") / "model"
+    theirs = random_theirs("mixtral").bfloat16()
+    theirs.save_pretrained(folder, max_shard_size="60KB")
+    config = json.loads((folder / "config.json").read_text()) | {"name_or_path": "team/model", "eos_token_id": [3, 5]}
+    (folder / "config.json").write_text(json.dumps(config, separators=(", ", ":")))
+    for name in ("generation_config.json", "chat_template.jinja", "tokenizer.model", "special_tokens_map.json"):
+        (folder / name).write_text(f"what its authors say in {name}")
+    symbols = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())[:100]]
+    Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=[])).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("url", ["", "file://"])
+def test_a_model_comes_out_as_it_went_in_file_by_file(sharded, tmp_path, url):
+    import_checkpoint(f"{url}{sharded}" if url else sharded, tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    names = {path.name for path in sharded.iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert len([name for name in names if name.endswith(".safetensors")]) > 3
+    for name in names:
+        before, after = sharded / name, tmp_path / "out" / name
+        if name.endswith(".safetensors"):
+            tensors, again = load_file(before), load_file(after)
+            assert tensors.keys() == again.keys()
+            assert all(again[n].dtype == t.dtype and torch.equal(again[n], t) for n, t in tensors.items())
+        else:
+            assert after.read_bytes() == before.read_bytes(), name
+
+
+def test_another_dtype_is_said_in_the_config_whose_other_keys_stay(sharded, tmp_path):
+    import_checkpoint(sharded, tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", "fp32")
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (sharded, tmp_path / "out"))
+    assert after == before | {"dtype": "float32"} and before["dtype"] == "bfloat16"
+    assert {t.dtype for path in (tmp_path / "out").glob("*.safetensors") for t in load_file(path).values()} == {
+        torch.float32
+    }
+
+
+def cut_off(folder: Path) -> None:
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def remove_a_file(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def move_a_name(folder: Path) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = sorted(folder.glob("*.safetensors"))[-1].name
+    index["weight_map"]["model.norm.weight"] = sorted(folder.glob("*.safetensors"))[0].name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def add_tokens(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {"one": 101, "more": 102}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def narrow_the_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 72}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (cut_off, r"model-00002-of-\d+\.safetensors is not safetensors: it is cut off: model\.\S+ ends at byte"),
+        (remove_a_file, r"index\.json says that \S+ and \d+ more is in (\S+), and .*/\1 is not there"),
+        (move_a_name, r"index\.json says that \S+ is in \S+, which does not hold it"),
+        (add_tokens, r"tokenizer\.json has 103 tokens, and vocab_size = 101 in \S+/config\.json"),
+        (narrow_the_config, r"safetensors: model\.layers\.0\.\S+ has shape \[.*and the config asks for"),
+    ],
+)
+def test_a_folder_that_is_damaged_is_refused_by_file_and_key_and_nothing_is_written(sharded, tmp_path, harm, message):
+    folder = shutil.copytree(sharded, tmp_path / "harmed")
+    harm(folder)
+    with pytest.raises(UserError, match=message):
+        import_checkpoint(folder, tmp_path / "run")
+    assert {path.name for path in tmp_path.iterdir()} == {"harmed"}

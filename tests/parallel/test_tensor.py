@@ -28,6 +28,7 @@ from argosy.parallel.tensor import (
     split_over_ranks,
 )
 from argosy.parallel.world import World
+from argosy.plan.parameters import parameter_table
 from tiny import MODEL, decoder, eager, gradients, laid_out, model_config
 
 B, T, D = 3, 8, 5  # T tokens of all ranks
@@ -127,7 +128,11 @@ def test_loss_and_gradients_are_those_of_one_process(workers, variant, size):
 
 def shapes(world: World, variant: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     model = Decoder(model_config(**variant))
-    split_over_ranks(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)))
+    split_over_ranks(
+        model,
+        init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)),
+        parameter_table(model.config, tp=world.size),
+    )
     assert all(isinstance(p, DTensor) and p.is_meta for p in model.parameters())
     materialize(model, model.config, torch.device("cpu"), 0)
     return {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
@@ -150,7 +155,11 @@ def test_each_rank_has_a_part_of_each_matrix(workers):
 def add_a_module(world: World) -> None:
     model = Decoder(model_config())
     model.adapter = nn.Linear(2, 2)
-    split_over_ranks(model, init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)))
+    split_over_ranks(
+        model,
+        init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",)),
+        parameter_table(model.config, tp=world.size),
+    )
 
 
 def test_a_parameter_that_the_table_does_not_have_is_named(workers):

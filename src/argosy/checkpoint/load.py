@@ -57,16 +57,22 @@ def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint, may_lack: boo
     Raises: UserError if a tensor is of another shape there, or must be there and is not, before anything is read.
     """
     with opened(checkpoint) as held:
-        found = {box: cover(box, held.get(box.name, [])) for box in parts if box.name in held or not may_lack}
-        problems = [str(way) for way in found.values() if isinstance(way, Misfit)]
-        if problems:
-            raise UserError(
-                f"{checkpoint.folder} does not fit: {first_of(problems)}. Name another checkpoint, or use the model "
-                "section that this one was saved with."
-            )
-        for box, way in found.items():
+        found = [box for box in parts if box.name in held or not may_lack]
+        check_all_there(found, checkpoint, held)
+        for box in found:
+            way = cover(box, held[box.name])
             for file, source, part in way if not isinstance(way, Misfit) else ():
                 parts[box][part.within(box)].copy_(file.read(source, part))
+
+
+def check_all_there(boxes: Iterable[Box], checkpoint: Checkpoint, held: Held) -> None:
+    """Raise UserError unless `held`, of the checkpoint's files, has all of the boxes, of tensors of the same shapes."""
+    ways = (cover(box, held.get(box.name, [])) for box in boxes)
+    if problems := [str(way) for way in ways if isinstance(way, Misfit)]:
+        raise UserError(
+            f"{checkpoint.folder} does not fit: {first_of(problems)}. Name another checkpoint, or use the model "
+            "section that this one was saved with."
+        )
 
 
 def incomplete(checkpoint: Checkpoint) -> str | None:

@@ -43,6 +43,8 @@ class CheckpointManifest:
     """Identity of the prepared data (`Manifest.identity`); empty for imported weights."""
     config_sha256: str = ""
     """SHA-256 of the run file, without keys that may change when a run goes on (`config.identity`)."""
+    base_sha256: str = ""
+    """Of an adapter's checkpoint: the manifest's SHA-256 of that of the weights beside it, which it leaves out."""
     has_optimizer: bool
     """False for imported weights: good for generate, evaluate and model.weights, not to resume from."""
     generation: int = 0
@@ -51,7 +53,10 @@ class CheckpointManifest:
 
     def to_record(self) -> dict[str, Any]:
         """Return all of it, as JSON has it."""
-        return asdict(self)
+        record = asdict(self)
+        if not self.base_sha256:  # manifests of whole models are as they were before there were adapters
+            del record["base_sha256"]
+        return record
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> CheckpointManifest:
@@ -132,10 +137,11 @@ READ: dict[str, records.Reader] = {
     "plan": records.text,
     "data_identity": records.text,
     "config_sha256": records.text,
+    "base_sha256": records.sha256,
     "has_optimizer": records.flag,
     "generation": records.whole,
     "files": _files,
 }
 """Key of a record -> what checks and reads its value."""
-REQUIRED = set(READ) - {"format", "config_sha256", "generation", "rounds"}
+REQUIRED = set(READ) - {"format", "base_sha256", "config_sha256", "generation", "rounds"}
 assert set(READ) == {f.name for f in fields(CheckpointManifest)}

@@ -16,28 +16,14 @@ from typing import Any, Self
 
 import torch
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from argosy.checkpoint.boxes import PLACES, Box
 from argosy.errors import first_error
+from argosy.files import RegularFile
+from argosy.models.tensor_file import CODES, DTYPES, read_header
 
-CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""torch's dtypes -> their names in safetensors."""
-DTYPES = {code: name for name, code in CODES.items()}
 Place = tuple[str, tuple[NonNegativeInt, ...], tuple[NonNegativeInt, ...]]
 """A box's place: the name of its tensor, the shape of that, and where in it the box begins."""
 _PLACES = TypeAdapter(dict[str, Place])
@@ -45,7 +31,7 @@ _PLACES = TypeAdapter(dict[str, Place])
 
 def part_box(name: str, part: Tensor, whole: Iterable[int], offset: Iterable[int]) -> Box:
     """Return the box of `part`, which lies at `offset` of a tensor `name` of shape `whole`."""
-    return Box(name, str(part.dtype).removeprefix("torch."), tuple(whole), tuple(offset), tuple(part.shape))
+    return Box(name, _word(part.dtype), tuple(whole), tuple(offset), tuple(part.shape))
 
 
 def wholes(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[Box, Tensor]:
@@ -82,20 +68,27 @@ def write_shard(memory: int, parts: Mapping[Box, Tensor], about: Mapping[str, st
 
 
 class ShardFile:
-    """A shard file, mapped into memory: only what is asked for is read. A context manager."""
+    """A shard file, mapped into memory: only what is asked for is read, and copied. A context manager."""
 
     def __init__(self, path: Path):
         """Raises: OSError, SafetensorError if it is not a whole shard file."""
         self.path = path
-        self._file: Any = safe_open(path, framework="pt")
-        metadata: dict[str, str] = dict(self._file.metadata() or {})
+        self._file = RegularFile(path)
+        try:
+            self._tensors, metadata = read_header(str(path), self._file.size, self._file.read_into)
+            self._read_places(metadata)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read_places(self, metadata: dict[str, str]) -> None:
         try:
             places = _PLACES.validate_json(metadata.pop(PLACES, "{}"), strict=True)
         except ValidationError as problem:
             raise SafetensorError(f"its metadata {PLACES} cannot be used: {first_error(problem)}") from None
         self.about = metadata
         """The metadata that `write_shard` was given."""
-        self._keys = {self._box(key, places.get(key)): key for key in self._file.keys()}  # noqa: SIM118
+        self._keys = {self._box(key, places.get(key)): key for key in self._tensors}
 
     @property
     def boxes(self) -> list[Box]:
@@ -104,22 +97,21 @@ class ShardFile:
 
     def read(self, box: Box, part: Box) -> Tensor:
         """Return `part`, which lies in `box`, one of `boxes`, as a tensor on the CPU. Only its pages are read."""
-        key = self._keys[box]
+        tensor = self._tensors[self._keys[box]]
         if part.shape == box.shape:
-            whole: Tensor = self._file.get_tensor(key)
-            return whole
-        some: Tensor = self._file.get_slice(key)[part.within(box)]
-        return some
+            return tensor.read()
+        rows, *rest = part.within(box)
+        some = tensor.read(rows.start, rows.stop - rows.start)
+        return some[(slice(None), *rest)]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.__exit__(kind, error, at)
+        self._file.close()
 
     def _box(self, key: str, place: Place | None) -> Box:
-        held = self._file.get_slice(key)
-        shape, code = tuple(held.get_shape()), held.get_dtype()
+        shape, code = self._tensors[key].shape, self._tensors[key].code
         if code not in DTYPES:
             raise SafetensorError(f"{key} has the dtype {code}, which is not one of {', '.join(DTYPES)}")
         name, whole, offset = place or (key, shape, (0,) * len(shape))
@@ -128,7 +120,7 @@ class ShardFile:
             raise SafetensorError(
                 f"its metadata {PLACES} put {key} of shape {list(shape)} at {list(offset)} of {name} of {list(whole)}"
             )
-        return Box(name, DTYPES[code], whole, offset, shape)
+        return Box(name, _word(DTYPES[code]), whole, offset, shape)
 
 
 def _header(order: list[Box], about: Mapping[str, str]) -> bytes:
@@ -139,7 +131,7 @@ def _header(order: list[Box], about: Mapping[str, str]) -> bytes:
     for box in order:
         key = _key(box)
         end = start + box_bytes(box)
-        entries[key] = {"dtype": CODES[box.dtype], "shape": box.shape, "data_offsets": (start, end)}
+        entries[key] = {"dtype": CODES[_dtype(box)], "shape": box.shape, "data_offsets": (start, end)}
         if key != box.name:
             places[key] = (box.name, box.whole, box.offset)
         start = end
@@ -159,6 +151,10 @@ def _key(box: Box) -> str:
 def _dtype(box: Box) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, box.dtype)
     return dtype
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _itemsize(box: Box) -> int:

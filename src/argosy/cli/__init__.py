@@ -21,6 +21,8 @@ COMMANDS = {
     "launch": "train in the background: on this machine, on hosts or on a cluster",
     "runs": "list runs, with their states and last steps",
     "status": "say in a few lines how a run is, and what to do next",
+    "compare": "compare two runs: settings, and losses at equal cost",
+    "metrics": "print a run's metrics by step, as CSV, JSON or Parquet",
     "logs": "what a launched run prints",
     "stop": "have a launched run save its state and end",
     "sweep": "train many runs that differ in some keys, and find the best",

@@ -6,6 +6,7 @@ Examples:
   argosy checkpoint prune runs/demo --keep-last 1       delete all but the newest
   argosy checkpoint export runs/demo --out demo-hf      weights and tokenizer for transformers, vLLM, ...
   argosy checkpoint import Qwen3-0.6B --out runs/qwen   a run folder to generate with, or to train from
+  argosy checkpoint import hf://Qwen/Qwen3-0.6B --out runs/qwen   the same, from the hub
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from argosy.cli.options import ALL, SHORT, fitted, must_be_folder, parse
+from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.screen import Progress
 from argosy.observe.terminal import printable
@@ -62,10 +64,10 @@ class Exporting:
 
     path: Annotated[Path, tyro.conf.Positional]
     """A run's folder (its newest checkpoint) or one checkpoint."""
-    out: Path
-    """The Hugging Face folder to write; it must not exist yet."""
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Number format of the weights; training keeps them in fp32."""
+    out: str
+    """The Hugging Face folder to write, or its URL in a store (s3://...); it must not exist yet."""
+    dtype: Literal["stored", "fp32", "bf16", "fp16"] = "stored"
+    """Number format of the weights. Training keeps them in fp32, an import as they came."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
 
@@ -74,8 +76,8 @@ class Exporting:
 class Importing:
     """Options of import."""
 
-    folder: Annotated[Path, tyro.conf.Positional]
-    """A Hugging Face folder: config.json, *.safetensors, tokenizer.json."""
+    folder: Annotated[str, tyro.conf.Positional]
+    """A Hugging Face folder (config.json, *.safetensors, tokenizer.json), hf://OWNER/NAME, or its URL in a store."""
     out: Path
     """The run folder to write; it must not exist yet."""
 
@@ -217,7 +219,8 @@ def _import(argv: list[str]) -> int:
       argosy checkpoint import Qwen3-0.6B --out runs/qwen
     """
     options = parse(argv, "argosy checkpoint import", Importing, inspect.getdoc(_import))
-    must_be_folder(options.folder)
+    if not is_url(options.folder):
+        must_be_folder(Path(options.folder))
     with Progress(enabled=True).during(f"importing {options.folder}"):
         from argosy.inference.huggingface import import_checkpoint
 

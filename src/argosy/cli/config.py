@@ -48,15 +48,16 @@ class Options:
 class SchemaOptions(Options):
     """Options of `argosy config schema`."""
 
-    of: Literal["run", "status"] = "run"
-    """run: run files; status: what `argosy status --json` prints."""
+    of: Literal["run", "status", "compare"] = "run"
+    """run: run files; the others: what the command of that name prints with --json."""
 
 
 def schemas() -> dict[str, type[BaseModel]]:
     """Return the documents that have a schema: name -> their model."""
+    from argosy.compare.side_by_side import Comparison
     from argosy.watch.status import RunSummary
 
-    return {"run": RunConfig, "status": RunSummary}
+    return {"run": RunConfig, "status": RunSummary, "compare": Comparison}
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def _device(argv: list[str]) -> None:
             file.write(dump(device).encode())
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
-    told = {key for key in device.assumed if not key.endswith(("latency_s", "mtbf_h"))}
+    told = {key for key in device.assumed if not key.endswith("latency_s")}
     print(f"wrote {path}; use it as --cluster 8x{path}" + (f"; assumed: {', '.join(sorted(told))}" if told else ""))
 
 

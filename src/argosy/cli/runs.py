@@ -3,21 +3,27 @@
 Examples:
   argosy runs                     those in ./runs
   argosy runs /shared/team        those in and under another folder
+  argosy runs --where "loss < 3 and tokens > 1e9" --sort val     which did well, the best first
+  argosy runs --where 'state == "failed" or "llama" in model'    of any key that --json shows
   argosy runs --json              for a program
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from argosy.cli.options import must_be_folder, parse
+
+if TYPE_CHECKING:
+    from argosy.launch.launched import Launched
 
 NARROWEST = 80
 """Columns of a line where nobody looks at it in a terminal are not counted; a narrower terminal breaks lines."""
@@ -29,8 +35,12 @@ class Options:
 
     folder: Annotated[Path, tyro.conf.Positional] = Path("runs")
     """The folder to search, or a run's own."""
+    where: str = ""
+    """Only runs for which this holds; no comparison with a number that a run lacks does."""
+    sort: str = ""
+    """Order by a key, the least first; -KEY: the greatest first."""
     json: bool = False
-    """Print JSON."""
+    """Print JSON, with all that is known of each run."""
 
 
 def main(argv: list[str]) -> None:
@@ -40,17 +50,52 @@ def main(argv: list[str]) -> None:
     from argosy.observe.terminal import printable
 
     found = launched_in(options.folder)
-    if options.json:
-        print(json.dumps([{**vars(run), "folder": str(run.folder)} for run in found], indent=1))
-        return
+    if options.json or options.where or options.sort:
+        rows = _asked([_row(run) for run in found], options)
+        if options.json:
+            print(json.dumps(rows, indent=1))
+            return
+        by_id = {run.id: run for run in found}
+        found = [by_id[row["id"]] for row in rows]
     if not found:
-        print(f"no runs in {options.folder}")
+        print(f"no runs in {options.folder}" + (f" for which {options.where}" if options.where else ""))
         return
     width = max(len(run.id) for run in found)
     for run in found:
         where = f"{run.engine} {run.job}" if run.engine else ""
         step = "" if run.step is None else f"step {run.step}"
         print(fitting(printable(f"{run.id:{width}}  {run.state:9} {step:>12}  {where:16}  {run.why}")))
+
+
+def _row(run: Launched) -> dict[str, Any]:
+    """Return all that is known of a run, by key."""
+    from argosy.sync.layout import kept_in
+    from argosy.watch import overview
+    from argosy.watch.reader import RunTail
+
+    known: dict[str, Any] = dict.fromkeys(overview.KEYS)
+    try:
+        tail = RunTail(kept_in(run.folder))
+        tail.refresh()
+        known = overview.line(run.id, tail)
+        known.pop("spark")
+    except Exception as problem:  # whatever its files hold: the others are listed
+        known["problem"] = f"{type(problem).__name__}: {problem}"[:200]
+    known |= {**vars(run), "folder": str(run.folder)}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in known.items()
+    }
+
+
+def _asked(rows: list[dict[str, Any]], options: Options) -> list[dict[str, Any]]:
+    """Return the rows that were asked for, in the order that was asked for."""
+    from argosy.watch import overview, query
+
+    keys = (*overview.KEYS, "folder", "engine", "job")
+    if options.where:
+        holds = query.condition_of(options.where, keys)
+        rows = [row for row in rows if holds(row)]
+    return query.ordered(rows, options.sort, keys) if options.sort else rows
 
 
 def fitting(line: str) -> str:

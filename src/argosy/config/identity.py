@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any
 
+from argosy.config.lora import LoraConfig
 from argosy.config.model import MuPConfig
 from argosy.config.observe import AlertsConfig
 from argosy.config.schema import RunConfig
@@ -28,6 +29,7 @@ ADDED = {
     "train.frozen": [],
     "train.batch_ramp": [],
     "sync.local_steps": 1,
+    **{f"lora.{name}": value for name, value in LoraConfig().model_dump(mode="json").items()},
     **{f"model.mup.{name}": 0 for name in MuPConfig.model_fields},
 }
 """Keys that older versions did not have, with the value that says what these did: it is left out, as they left it."""

@@ -27,6 +27,8 @@ from argosy.config.layers import (
     preset_path,
     run_layer,
 )
+from argosy.config.lora import PRACTICE
+from argosy.config.lora import RANK as LORA_RANK
 from argosy.config.model import ModelConfig
 from argosy.config.problems import ELSEWHERE, KeyPlace, Problem, problem_of, shown, suggestion
 from argosy.config.schema import RunConfig
@@ -71,6 +73,8 @@ def load(
     given = override_layer(overrides or {}, overrides_mark)
     if preset and WEIGHTS in given:  # its model is nobody's choice
         file = _without_model(file)
+    if preset and LORA_RANK in given:  # nor is its optimizer, which trains all weights
+        file = {key: entry for key, entry in file.items() if key not in PRACTICE}
     return load_layers(file, given, folder)
 
 
@@ -82,6 +86,8 @@ def load_layers(file: Layer, given: Layer, folder: Path) -> RunConfig:
     out: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out}
     below = over_model_preset(file, given)
     asked = below | given
+    if LORA_RANK in asked and asked[LORA_RANK].value:
+        out |= PRACTICE
     return build(RunConfig, run_layer(out, Source(""), folder) | of_weights(asked) | asked, below)
 
 

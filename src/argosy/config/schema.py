@@ -23,6 +23,7 @@ from pydantic import (
 from argosy.config.data import DataConfig
 from argosy.config.extend import ExtendConfig
 from argosy.config.launch import LaunchConfig
+from argosy.config.lora import LoraConfig
 from argosy.config.model import FAMILIES, UNGATED, ModelConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
@@ -138,6 +139,7 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig(steps=1000)
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

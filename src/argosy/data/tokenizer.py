@@ -21,6 +21,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from argosy.data.manifest import TOKENIZER
+from argosy.data.stores.model_folder import read_beside
+from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyWarning, UserError, missing_extra
 from argosy.files import atomic_write, read_at_most
 
@@ -37,8 +39,13 @@ END_NAMES = (
 """Names of the token that ends a document, the likeliest first: GPT-2 and Qwen, Llama 3, DeepSeek, Llama 2 and
 Mistral, Gemma, others; a chat model's end of turn only if there is nothing else."""
 
-USAGE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
-"""Files beside a Hugging Face folder's tokenizer.json: its special tokens, chat template, how text is generated."""
+USAGE = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("config.json", "model.safetensors.index.json"),
+)
+"""Files of a Hugging Face folder that go with its model from run to run and come out again: the tokenizer's others,
+chat template, how text is generated; the model's description, and which file has which tensor."""
 MOST_BYTES = 512 * 2**20
 """No tokenizer.json is larger: that of 262,000 tokens has 33 MB."""
 SMALLEST_VOCABULARY = 256 + 1
@@ -59,14 +66,29 @@ def tokenizer_file(path: Path) -> Path:
     return next((place for place in places if place.is_file()), places[0])
 
 
-def usage_of(path: Path) -> dict[str, bytes]:
-    """Return the files of `USAGE` that lie beside the tokenizer of `path`, as they are. Raises: UserError, OSError."""
-    beside = tokenizer_file(path).parent
-    return {name: read_at_most(beside / name, MOST_BYTES) for name in USAGE if (beside / name).is_file()}
+def usage_of(place: str | Path) -> dict[str, bytes]:
+    """Return the files of `USAGE` that lie beside the tokenizer of `place`, a path or URL, as they are.
+
+    Raises: UserError, OSError.
+    """
+    return read_beside(place if is_url(place) else tokenizer_file(Path(place)).parent, USAGE, MOST_BYTES)
+
+
+def tokenizer_of(place: str | Path) -> bytes | None:
+    """Return the tokenizer.json that `place`, a path or URL, names; None if there is none.
+
+    Raises: UserError, OSError.
+    """
+    if is_url(place):
+        return read_beside(place, [TOKENIZER], MOST_BYTES).get(TOKENIZER)
+    file = tokenizer_file(Path(place))
+    return read_at_most(file, MOST_BYTES) if file.is_file() else None
 
 
 def how_to_prepare(tokenizer: Path | str) -> str:
-    """Return the command that prepares text with the tokenizer of a file or folder."""
+    """Return the command that prepares text with the tokenizer of a file or folder, or of a model's URL."""
+    if is_url(tokenizer):
+        return f"argosy checkpoint import {tokenizer} --out runs/base; {how_to_prepare('runs/base')}"
     return f"argosy prepare TEXT --tokenizer {shlex.quote(str(tokenizer))} --out NEW-FOLDER"
 
 

@@ -1,55 +1,60 @@
-"""Export a run's model to a Hugging Face folder, and import one as a run."""
+"""Export a run's model to a Hugging Face folder, and import one as a run: tensor by tensor, whatever its size."""
 
 from __future__ import annotations
 
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from argosy.checkpoint.load import opened
 from argosy.checkpoint.manifest import CheckpointManifest
-from argosy.checkpoint.save import Saver
-from argosy.checkpoint.shards import wholes
+from argosy.checkpoint.weights import CheckpointWeights, write_weights
 from argosy.config.data import DataConfig
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.tokenizer import usage_of
+from argosy.data.tokenizer import Tokenizer, tokenizer_of, usage_of
 from argosy.errors import StorageError, UserError
 from argosy.files import commit_folder, make_folder
 from argosy.inference.trained_model import open_checkpoint
 from argosy.models import hf
-from argosy.parallel.world import World
+from argosy.models.own_family import load_family
+from argosy.plan.parameters import state_table
 
-ExportDtype = Literal["fp32", "bf16", "fp16"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ExportDtype = Literal["stored", "fp32", "bf16", "fp16"]
+DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export_checkpoint(path: Path, out: Path, dtype: ExportDtype = "fp32", trust_code: bool = False) -> None:
-    """Write the model of a run or checkpoint at `path` as the Hugging Face folder `out`.
+def export_checkpoint(path: Path, out: str | Path, dtype: ExportDtype = "stored", trust_code: bool = False) -> None:
+    """Write the model of a run or checkpoint at `path` as the Hugging Face folder `out`, or to its URL in a store.
 
-    trust_code: approve and run code that the run brings along.
+    dtype: "stored" keeps that of each weight: fp32 after training, those of its folder after an import, which comes out
+    as it went in. trust_code: approve and run code that the run brings along.
     Raises: UserError if there is no checkpoint, `out` exists, or the family's class cannot express the model;
     StorageError if it cannot be written.
     """
-    opened = open_checkpoint(path, trust_code)
-    tokenizer = opened.run_dir / TOKENIZER
-    known = tokenizer.is_file()
-    hf.export_folder(
-        opened.run.model,
-        opened.model(torch.device("cpu")).state_dict(),  # with the biases of routers, which are no parameters
-        out,
-        dtype=DTYPES[dtype],
-        tokenizer=tokenizer if known else None,
-        eod_id=opened.tokenizer.eod_id if known else None,
-        usage=usage_of(opened.run_dir),
-    )
+    found = open_checkpoint(path, trust_code)
+    load_family(found.run)
+    tokenizer = found.run_dir / TOKENIZER
+    shapes = {name: parameter.shape for name, parameter in state_table(found.run.model).items()}
+    with opened(found.checkpoint) as held:
+        hf.export_folder(
+            found.run.model,
+            CheckpointWeights(found.checkpoint, held, shapes),
+            out,
+            dtype=DTYPES[dtype],
+            tokenizer=tokenizer if tokenizer.is_file() else None,
+            eod_id=found.tokenizer.eod_id if tokenizer.is_file() else None,
+            usage=usage_of(found.run_dir),
+        )
 
 
-def import_checkpoint(folder: Path, run_dir: Path) -> None:
-    """Turn a Hugging Face folder into the run folder `run_dir` with one checkpoint, of step 0, weights only.
+def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
+    """Turn a Hugging Face folder, here or at a URL, into the run folder `run_dir` with one checkpoint, of step 0,
+    weights only.
 
     The result works with `generate`, `evaluate`, `checkpoint export`, and as the model.weights of a run.
     Raises: UserError if `run_dir` exists, or if our decoder would compute the folder's model differently; StorageError
@@ -58,25 +63,23 @@ def import_checkpoint(folder: Path, run_dir: Path) -> None:
     if run_dir.exists():
         raise UserError(f"{run_dir} exists already. Choose another folder, or remove it first.")
     model, weights = hf.import_folder(folder)
+    tokenizer = tokenizer_of(folder)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, model.vocab_size, folder)
     partial = run_dir.absolute().with_name(f".{run_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         make_folder(partial)
         data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
         save_run(RunConfig(model=model, data=data), partial / "run.toml")
-        if (folder / TOKENIZER).is_file():
-            shutil.copyfile(folder / TOKENIZER, partial / TOKENIZER)
+        if tokenizer is not None:
+            (partial / TOKENIZER).write_bytes(tokenizer)
         for name, text in usage_of(folder).items():
             (partial / name).write_bytes(text)
         manifest = CheckpointManifest(
             step=0, tokens=0, saved_at_s=time.time(), plan="", data_identity="", has_optimizer=False, files={}
         )
-        saver = Saver(partial, World(), _must_succeed)
-        try:
-            saver.save(wholes({name: tensor.float() for name, tensor in weights.items()}, "model."), manifest)
-            saver.wait()
-        finally:
-            saver.close()
+        write_weights(partial, manifest, weights)
         commit_folder(partial, run_dir)
     except OSError as problem:
         raise StorageError(
@@ -87,6 +90,11 @@ def import_checkpoint(folder: Path, run_dir: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _must_succeed(news: str, /, **facts: Any) -> None:
-    if news == "save_failed":
-        raise StorageError(f"the weights could not be written: {facts['error']}")
+def check_vocabulary(tokenizer: bytes, vocab_size: int, folder: str | Path) -> None:
+    """Raise UserError if a folder's tokenizer.json has tokens that its model has no embedding for."""
+    found = Tokenizer(tokenizer.decode(errors="replace"), f"{folder}/{TOKENIZER}").vocab_size
+    if found > vocab_size:
+        raise UserError(
+            f"{folder}/{TOKENIZER} has {found} tokens, and vocab_size = {vocab_size} in {folder}/{hf.CONFIG}: it is "
+            "another model's. Get the whole folder again."
+        )

@@ -11,8 +11,8 @@ import torch
 
 from argosy.accelerator import numbered
 from argosy.checkpoint import store
-from argosy.checkpoint.load import load_into, problem_of
-from argosy.checkpoint.shards import wholes
+from argosy.checkpoint.adapter import load_model
+from argosy.checkpoint.load import problem_of
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -25,7 +25,6 @@ from argosy.errors import UserError
 from argosy.extend.trust import approve
 from argosy.models.decoder import Decoder
 from argosy.models.generate import sample_tokens
-from argosy.models.own_family import load_family
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
@@ -53,13 +52,9 @@ class TrainedModel:
     def model(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
         """Return the model with the checkpoint's fp32 weights, computing in `dtype` on `device` (default: a GPU).
 
-        Raises: UserError if the checkpoint lacks one of them, or the model needs code that is not approved.
+        Raises: UserError, as `load_model` does.
         """
-        load_family(self.run)
-        model = Decoder(self.run.model, dtype)
-        model.to_empty(device=device or default_device())
-        load_into(wholes(model.state_dict(), "model."), self.checkpoint, may_lack=False)
-        return model.eval()
+        return load_model(self.run, self.checkpoint, device or default_device(), dtype).eval()
 
 
 def open_checkpoint(path: Path, trust_code: bool = False) -> TrainedModel:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from argosy.checkpoint import store
 from argosy.config.data import PrepareConfig
+from argosy.config.lora import check_targets
 from argosy.config.optimizer import check_patterns
 from argosy.config.schema import RunConfig
 from argosy.data.crew import PrepareProgress
@@ -26,7 +28,7 @@ from argosy.plan.cost.estimate import GIB
 from argosy.plan.hardware.devices import is_path
 from argosy.plan.hardware.host_memory import host_memory_bytes, process_memory_bytes
 from argosy.plan.hardware.local_machine import cluster_of
-from argosy.plan.parameters import parameter_table
+from argosy.plan.parameters import linear_names, run_table
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, costs_of, machine_for
 from argosy.plan.search.search import least_memory_bytes, nearest_that_fits, search_to_run, with_memory
@@ -53,7 +55,9 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
-    check_patterns(run.optimizer.groups, run.train.frozen, list(parameter_table(run.model)))
+    check_parameters(run)
+    if run.lora.rank:
+        run = _beside_weights(run)
     return run, data
 
 
@@ -63,7 +67,7 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
     If neither is known, it stays 0. Raises: UserError for prepared data or a tokenizer that cannot be read, or a
     pattern of parameters that matches none.
     """
-    check_patterns(run.optimizer.groups, run.train.frozen, list(parameter_table(run.model)))
+    check_parameters(run)
     if run.model.vocab_size:
         return run
     first = next(iter(run.data.sources), str(run.data.prepare.out))
@@ -77,6 +81,27 @@ def with_known_sizes(run: RunConfig) -> RunConfig:
     elif run.data.prepare.input:
         vocab_size = Tokenizer.load(given).vocab_size if given else run.data.prepare.vocab_size
     return run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": vocab_size})})
+
+
+def check_parameters(run: RunConfig) -> None:
+    """Check the patterns that name parameters of the model. Raises: UserError if one matches none."""
+    check_targets(run.lora, linear_names(run.model))
+    check_patterns(run.optimizer.groups, run.train.frozen, list(run_table(run)))
+
+
+def _beside_weights(run: RunConfig) -> RunConfig:
+    """Return a run with an adapter such that model.weights names one checkpoint: the newest of a run may change.
+
+    Raises: UserError if there are no weights, or they are those of an adapter.
+    """
+    if run.model.weights is None:
+        raise UserError(
+            f"lora.rank = {run.lora.rank}: an adapter is trained beside pretrained weights, and model.weights names "
+            "none. Give a run folder, e.g. what `argosy checkpoint import` wrote."
+        )
+    found = store.find(run.model.weights, lambda checkpoint: None)
+    model = run.model.model_copy(update={"weights": found.folder.absolute()})
+    return run.model_copy(update={"model": model})
 
 
 def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:

@@ -128,7 +128,8 @@ class Decoder(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.stage = stage = stage or Stage(range(config.layers))
-        table = parameter_table(config, stage)
+        #: Its parameters, and those of an adapter once it has one (`models.adapters`).
+        self.table = table = parameter_table(config, stage)
         with torch.device("meta"):
             # A tied head is the embedding itself. The weight has no second name: `to_empty` gives each name new memory,
             # which would cut the tie.

@@ -310,6 +310,8 @@ class Experts(nn.Module):
         for name in biases:
             bias = nn.Parameter(torch.empty(table[name].shape)) if name in table else None
             self.register_parameter(name, bias)
+        for name in ("gate", "up", "down"):
+            self.register_module(f"{name}_lora", None)  # `models.adapters` may put one here
         self.exchange: Exchange = at_home
 
     @torch.compiler.disable  # each expert's number of tokens differs from batch to batch
@@ -328,19 +330,32 @@ class Experts(nn.Module):
 
     def compute(self, x_PD: Tensor, counts_e: Tensor) -> Tensor:
         """Return the outputs of this rank's experts. Each takes the next `counts_e` (int64) of `x_PD`; a `Compute`."""
-        gate, up, down = (local(weight).to(x_PD.dtype) for weight in (self.gate, self.up, self.down))
-        # The kernels take rows of whole 16 bytes, and at least one row.
-        if x_PD.is_cuda and x_PD.dtype == torch.bfloat16 and x_PD.numel() and not (gate.shape[1] | gate.shape[2]) % 8:
-            matmul = partial(grouped_matmul, counts_E=counts_e)
-        else:
-            matmul = partial(matmul_by_expert, counts=counts_e.tolist())
+        matmul = self._matmul(x_PD, counts_e)
         hidden_PF = gated(
-            self._biased(matmul(x_PD, gate), "gate_bias", counts_e),
-            self._biased(matmul(x_PD, up), "up_bias", counts_e),
+            self._biased(self._product(x_PD, "gate", matmul, counts_e), "gate_bias", counts_e),
+            self._biased(self._product(x_PD, "up", matmul, counts_e), "up_bias", counts_e),
             self.activation,
             self.limit,
         )
-        return self._biased(matmul(hidden_PF, down), "down_bias", counts_e, self.share_of_bias)
+        y_PD = self._product(hidden_PF, "down", matmul, counts_e)
+        return self._biased(y_PD, "down_bias", counts_e, self.share_of_bias)
+
+    def _matmul(self, x_PD: Tensor, counts_e: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return what multiplies each expert's rows by its matrix."""
+        # The kernels take rows of whole 16 bytes, and at least one row.
+        sizes = [size for parameter in self.parameters() if parameter.ndim == 3 for size in local(parameter).shape[1:]]
+        if x_PD.is_cuda and x_PD.dtype == torch.bfloat16 and x_PD.numel() and not any(size % 8 for size in sizes):
+            return partial(grouped_matmul, counts_E=counts_e)
+        return partial(matmul_by_expert, counts=counts_e.tolist())
+
+    def _product(self, x_PX: Tensor, name: str, matmul: Callable[[Tensor, Tensor], Tensor], counts_e: Tensor) -> Tensor:
+        """Multiply each expert's rows by its matrix `name`, and by that matrix's adapter, if it has one."""
+        weight, adapter = local(self.get_parameter(name)).to(x_PX.dtype), self._modules[f"{name}_lora"]
+        if adapter is None:
+            return matmul(x_PX, weight)
+        each = partial(torch.repeat_interleave, repeats=counts_e, dim=0, output_size=len(x_PX))
+        y: Tensor = adapter(x_PX, weight, matmul, each)
+        return y
 
     def _biased(self, y_PX: Tensor, name: str, counts_e: Tensor, share: float = 1.0) -> Tensor:
         """Add to each row its expert's bias `name`, if the experts have biases."""

@@ -1,39 +1,50 @@
-"""Export to and import from Hugging Face folders: config and weights. The classes are those of `hf_families`."""
+"""Export to and import from Hugging Face folders: config and weights. The classes are those of `hf_families`.
+
+Both go tensor by tensor: of a model of any size, a tensor or two are in memory.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-import shutil
-import stat
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from argosy.config.model import ModelConfig
-from argosy.errors import ArgosyWarning, StorageError, UserError
-from argosy.files import commit_folder, is_plain_name, read_at_most
-from argosy.models.hf_config import config_from_json, config_to_json
+from argosy.data.stores.model_folder import Destination, ModelFolder, model_folder, new_folder
+from argosy.errors import ArgosyWarning, UserError
+from argosy.files import is_plain_name, read_at_most
+from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
 from argosy.models.hf_families import family_of
 from argosy.models.hf_layers import refuse
 from argosy.models.hf_names import Conversion, pieces_of, their_shapes
+from argosy.models.lazy_weights import FolderWeights, HeldWeights, LazyWeights
+from argosy.models.quantised import dequantised
+from argosy.models.tensor_file import StoredTensor, TensorToWrite, read_header, write_tensors
 from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import state_table
 
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 MOST_JSON_BYTES = 256 * 2**20
 """No config or index is larger: that of 671B parameters has 9 MB."""
 SHARD_BYTES = 5 * 10**9
 """About how many bytes of weights go into one safetensors file."""
 KEPT_IN_FP32 = "router.bias"
 """bf16 would round steps of bias_rate away."""
+HEADERS_AT_ONCE = 8
+"""Files whose headers are read at once: a store takes its time for each."""
+QUANTIZATION = "quantization_config"
 
 
 # Out
@@ -42,113 +53,141 @@ KEPT_IN_FP32 = "router.bias"
 def export_folder(
     config: ModelConfig,
     weights: Mapping[str, Tensor],
-    out: Path,
+    out: str | Path,
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = torch.bfloat16,
     tokenizer: Path | None = None,
     eod_id: int | None = None,
     usage: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Write a folder that transformers (4.43 and newer), vLLM and others load; whole or not at all.
 
-    `weights`: by our names; a lazy mapping is read one file's worth at a time.
+    `weights`: by our names; lazy ones (`LazyWeights`) are read tensor by tensor. `out`: a folder, or its URL in a
+    store.
+    `dtype`: None keeps that of each weight.
     `tokenizer`: a tokenizer.json to put beside them.
     `eod_id`: the token that ends a document; generation stops at it.
-    `usage`: files that say how the tokenizer is used, in place of those that are written here.
+    `usage`: files that the weights came with. They say how the tokenizer is used; config.json is written as it is there
+    if it describes this model, and the index says which file a tensor goes to if it names the same tensors.
 
     The multipliers of `model.mup` are folded into the weights, which the classes then compute the same with.
 
     Raises: UserError if `out` exists, or the model is not one that the family's class can express; StorageError if it
     cannot be written.
     """
-    if out.exists():
-        raise UserError(f"{out} exists already. Choose another folder, or remove it first.")
+    source = weights if isinstance(weights, LazyWeights) else HeldWeights(weights)
     shapes = _shapes(config)
-    _check_names(weights.keys(), shapes.keys(), "the weights to export")
-    described = config_to_json(config, dtype=dtype, eod_id=eod_id)
-    partial = out.with_name(f".{out.name}.partial")  # a sibling: the rename stays on one file system
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        _write_json(partial / "config.json", described)
+    _check_names(source.keys(), shapes.keys(), "the weights to export")
+    for name in shapes:
+        _check_shape(name, source.shape(name), shapes[name], "the weights to export")
+    described = config_to_json(config, dtype=dtype or torch.float32, eod_id=eod_id)
+    tensors = dict(_to_write(source, config, shapes, dtype))
+    described = _described(config, described, tensors, usage)
+    files = {name: data for name, data in usage.items() if name not in (CONFIG, INDEX)}
+    if tokenizer is not None:
+        files = _tokenizer_files(tokenizer, eod_id, config) | files
+    if CONFIG not in usage:
         ends = {"bos_token_id": None, "eos_token_id": eod_id, "pad_token_id": eod_id}
-        _write_json(partial / "generation_config.json", ends)
-        if tokenizer is not None:
-            _write_tokenizer(partial, tokenizer, eod_id, config)
-        for name, text in usage.items():
-            (partial / name).write_bytes(text)
-        _write_weights(partial, weights, config, shapes, dtype)
-        commit_folder(partial, out)
-    except (OSError, SafetensorError) as problem:
-        raise StorageError(
-            f"{out} could not be written ({problem}). Free some space or get the right to write there, or choose "
-            "another folder."
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        files = {"generation_config.json": _json(ends)} | files
+    elif TOKENIZER_CONFIG not in usage:  # what its authors did without stays away
+        files.pop(TOKENIZER_CONFIG, None)
+    with new_folder(out) as folder:
+        index = _write_weights(folder, tensors, usage.get(INDEX))
+        files |= {} if index is None else {INDEX: index}
+        for name, data in {**files, CONFIG: _bytes_of(described, usage)}.items():
+            with folder.file(name) as sink:
+                sink.write(data)
 
 
-def _write_weights(
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    config: ModelConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-) -> None:
-    pieces = pieces_of(config)
-    sizes = [sum(math.prod(shapes[name]) for name in piece.ours) * dtype.itemsize for piece in pieces]
-    shards = _shards(pieces, sizes)
-    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        files = ["model.safetensors"]
-    for file, some in zip(files, shards, strict=True):
-        tensors: dict[str, Tensor] = {}
-        for piece in some:
-            ours = [_to_store(name, weights[name], config, shapes[name], dtype) for name in piece.ours]
-            parts = piece.to_theirs(ours)
-            # A file has no use for two tensors in the same memory, and safetensors refuses them.
-            copies = (part.clone() if len(parts) > 1 else part.contiguous() for part in parts)
-            tensors |= dict(zip(piece.theirs, copies, strict=True))
-        _save(tensors, folder / file)
-    if len(shards) > 1:
-        where = {
-            name: file for file, some in zip(files, shards, strict=True) for piece in some for name in piece.theirs
-        }
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": where}
-        _write_json(folder / "model.safetensors.index.json", index)
+def _to_write(
+    source: LazyWeights, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, TensorToWrite]]:
+    """Yield their tensors, in the order of ours."""
+    for piece in pieces_of(config):
+        first = piece.ours[0]
+        theirs = dtype or source.dtype(first)
+        if dtype is not None and first.endswith(KEPT_IN_FP32):
+            theirs = torch.float32
+        for row, (name, shape) in enumerate(zip(piece.theirs, their_shapes(piece, shapes), strict=True)):
+            yield name, TensorToWrite(shape, theirs, partial(_parts, source, config, piece, row, theirs))
 
 
-def _to_store(name: str, weight: Tensor, config: ModelConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return one of our weights on the CPU, as it is to be stored."""
-    _check_shape(name, weight.shape, shape, "the weights to export")
+def _parts(
+    source: LazyWeights, config: ModelConfig, piece: Conversion, row: int, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """Yield the rows of one of their tensors."""
+    if piece.rows == "theirs":
+        yield _factored(piece.ours[0], source.rows(piece.ours[0], row, 1), config, dtype)[0]
+    elif piece.rows == "alone":
+        of_each = (source.in_parts(name) for name in piece.ours)
+        for some in zip(*of_each, strict=True):
+            ours = [_factored(name, part, config, dtype) for name, part in zip(piece.ours, some, strict=True)]
+            yield piece.to_theirs(ours)[0]
+    else:
+        yield piece.to_theirs([_factored(name, source[name], config, dtype) for name in piece.ours])[row]
+
+
+def _factored(name: str, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
     if (factor := folded_factor(name, config)) != 1.0:
-        shift = float(config.norms.zero_centered and "norm" in name)
+        shift = float(config.norms.zero_centered and "norm" in name)  # the factor of such a norm is one plus the weight
         weight = (weight + shift) * factor - shift
-    return weight.detach().to("cpu", torch.float32 if name.endswith(KEPT_IN_FP32) else dtype)
+    return weight.to(dtype)
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a file that has the rights of any new file: safetensors writes one that only its owner may read."""
-    path.touch()
-    rights = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(stat.S_IMODE(rights))
+def _write_weights(folder: Destination, tensors: Mapping[str, TensorToWrite], index: bytes | None) -> bytes | None:
+    """Write the files of weights. Returns the index, if there is more than one."""
+    places = _places(tensors, index)
+    files: dict[str, dict[str, TensorToWrite]] = {}
+    for name, tensor in tensors.items():
+        files.setdefault(places[name], {})[name] = tensor
+    for file, some in sorted(files.items()):
+        with folder.file(file) as sink:
+            write_tensors(sink, some, {"format": "pt"})
+    total = sum(tensor.bytes for tensor in tensors.values())
+    if set(files) == {SINGLE}:
+        return None
+    before = {} if index is None else json.loads(index)
+    if index is not None and before.get("weight_map") == places and _total(before) == total:
+        return index
+    return _json({"metadata": {"total_size": total}, "weight_map": places})
 
 
-def _shards(pieces: Sequence[Conversion], sizes: Sequence[int]) -> list[list[Conversion]]:
-    """Split the pieces, in their order, into shards of at most SHARD_BYTES; a larger one has a shard of its own."""
-    shards: list[list[Conversion]] = [[]]
-    room = SHARD_BYTES
-    for piece, size in zip(pieces, sizes, strict=True):
-        if size > room and shards[-1]:
-            shards.append([])
-            room = SHARD_BYTES
-        shards[-1].append(piece)
-        room -= size
-    return shards
+def _total(index: Mapping[str, Any]) -> object:
+    metadata = index.get("metadata")
+    return metadata.get("total_size") if isinstance(metadata, dict) else None
 
 
-def _write_tokenizer(folder: Path, file: Path, eod_id: int | None, config: ModelConfig) -> None:
+def _places(tensors: Mapping[str, TensorToWrite], index: bytes | None) -> dict[str, str]:
+    """Return the file of each tensor: as in the index, if it names the same ones; else by size."""
+    if index is not None:
+        given = _weight_map(json.loads(index), INDEX)
+        if given.keys() == tensors.keys():
+            return given
+    numbers, file, room = dict[str, int](), 1, SHARD_BYTES
+    for name, tensor in tensors.items():  # a larger one has a file of its own
+        if tensor.bytes > room and room < SHARD_BYTES:
+            file, room = file + 1, SHARD_BYTES
+        numbers[name] = file
+        room -= tensor.bytes
+    return {name: SINGLE if file == 1 else f"model-{n:05}-of-{file:05}.safetensors" for name, n in numbers.items()}
+
+
+def _described(
+    config: ModelConfig, plain: dict[str, Any], tensors: Mapping[str, TensorToWrite], usage: Mapping[str, bytes]
+) -> dict[str, Any]:
+    """Return config.json: that of `usage`, if it describes this model; else `plain`. It says the tensors' dtype."""
+    sizes = Counter[torch.dtype]()
+    for tensor in tensors.values():
+        sizes[tensor.dtype] += tensor.bytes
+    dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+    given = plain
+    if CONFIG in usage:
+        theirs = _object(usage[CONFIG], CONFIG)
+        given = theirs if is_same_model(config_from_json(theirs, CONFIG), config) else plain
+    return {k: dtype if k in ("torch_dtype", "dtype") else v for k, v in given.items() if k != QUANTIZATION}
+
+
+def _tokenizer_files(file: Path, eod_id: int | None, config: ModelConfig) -> dict[str, bytes]:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises a bare Exception, for a missing file too
@@ -161,14 +200,12 @@ def _write_tokenizer(folder: Path, file: Path, eod_id: int | None, config: Model
     eod = None if eod_id is None else tokenizer.id_to_token(eod_id)
     if eod_id is not None and eod is None:
         raise UserError(f"{file} has no token {eod_id} to end documents with. Give the model's own tokenizer.")
-    shutil.copyfile(file, folder / "tokenizer.json")
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_seq_len,
         "clean_up_tokenization_spaces": False,
         **({} if eod is None else {"eos_token": eod, "pad_token": eod}),
     }
-    _write_json(folder / "tokenizer_config.json", described)
     if (split := family_of(config.family).own_split) and not _splits_by(tokenizer, split):
         warnings.warn(
             f"{file}: AutoTokenizer of transformers splits text in its own way for {config.family} models, and would "
@@ -176,6 +213,7 @@ def _write_tokenizer(folder: Path, file: Path, eod_id: int | None, config: Model
             ArgosyWarning,
             stacklevel=1,
         )
+    return {"tokenizer.json": read_at_most(file, MOST_JSON_BYTES), TOKENIZER_CONFIG: _json(described)}
 
 
 def _splits_by(tokenizer: Tokenizer, split: str) -> bool:
@@ -184,72 +222,50 @@ def _splits_by(tokenizer: Tokenizer, split: str) -> bool:
     return (record["normalizer"] or {}).get("type") == "NFC" and json.dumps(split) in json.dumps(record)
 
 
-def _write_json(file: Path, value: object) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _bytes_of(described: Mapping[str, Any], usage: Mapping[str, bytes]) -> bytes:
+    """Return config.json as `usage` has it, byte for byte, if that says the same."""
+    same = CONFIG in usage and json.loads(usage[CONFIG]) == described
+    return usage[CONFIG] if same else _json(described)
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 # In
 
 
-class StoredTensor(NamedTuple):
-    """The place of a weight in a file, read from the file's header alone."""
+def import_config(place: str | Path, named: str = "") -> ModelConfig:
+    """Return the model that a Hugging Face folder, its URL or its config.json describes.
 
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class FolderWeights(Mapping[str, Tensor]):
-    """Weights by our names. Each is read from its file when it is asked for; what was fused with it is kept until
-    something else is."""
-
-    def __init__(self, pieces: Sequence[Conversion], stored: Mapping[str, StoredTensor]):
-        self._pieces = {name: piece for piece in pieces for name in piece.ours}
-        self._stored = stored
-        self._last: tuple[Conversion, dict[str, Tensor]] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        piece = self._pieces[name]
-        if self._last is None or self._last[0] is not piece:
-            self._last = None  # before the next is read: only one is in memory
-            ours = piece.to_ours([_read(self._stored[theirs]) for theirs in piece.theirs])
-            self._last = piece, dict(zip(piece.ours, ours, strict=True))
-        tensor = self._last[1].pop(name, None)
-        if not self._last[1]:
-            self._last = None
-        return self[name] if tensor is None else tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
-
-    def __len__(self) -> int:
-        return len(self._pieces)
+    named: what stands before a URL in messages. Raises: UserError.
+    """
+    if isinstance(place, Path) and place.suffix == ".json":
+        folder, name = model_folder(place.parent), place.name
+    else:
+        folder, name = model_folder(place, named), CONFIG
+    return config_from_json(_config_of(folder, name), folder.where(name))
 
 
-def _read(at: StoredTensor) -> Tensor:
-    with safe_open(at.file, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(at.name)
-        return tensor
+def _config_of(folder: ModelFolder, name: str = CONFIG) -> dict[str, Any]:
+    if folder.size(name) is None:
+        raise UserError(f"{folder.where(name)} is not there. Give a Hugging Face folder: {CONFIG} and *.safetensors.")
+    return _object(folder.content(name, MOST_JSON_BYTES), folder.where(name))
 
 
-def import_config(path: Path) -> ModelConfig:
-    """Return the model that a Hugging Face folder, or its config.json, describes. Raises: UserError."""
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"{file} is not there. Give a Hugging Face folder: config.json and *.safetensors.")
-    return config_from_json(_read_json(file), file)
-
-
-def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
-    """Open the model in a Hugging Face folder; its weights stay in the stored dtype.
+def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, FolderWeights]:
+    """Open the model in a Hugging Face folder, or at its URL; its weights stay in the stored dtype, quantised ones
+    become bf16.
 
     Every name and shape is checked from the files' headers before this returns; weights are read on demand.
+    named: what stands before a URL in messages.
 
     Raises: UserError, naming file, key and value, for a model that our decoder would compute differently.
     """
-    config = import_config(folder)
-    stored = {weight.name: weight for path in _weight_files(folder) for weight in _stored_in(path)}
+    folder = model_folder(place, named)
+    values = _config_of(folder)
+    config = config_from_json(values, folder.where(CONFIG))
+    stored = dequantised(_stored_in(folder), values.get(QUANTIZATION) or {})
     shapes = _shapes(config)
     # Old Llama folders store frequencies, which config.json gives too; some folders store a tied head twice.
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
@@ -258,53 +274,73 @@ def import_folder(folder: Path) -> tuple[ModelConfig, FolderWeights]:
     if skipped := family_of(config.family).skipped:
         known = {n: w for n, w in known.items() if not n.startswith(skipped.format(layers=config.layers))}
     pieces = pieces_of(config)
-    _check_names(known.keys(), {name for piece in pieces for name in piece.theirs}, str(folder))
+    _check_names(known.keys(), {name for piece in pieces for name in piece.theirs}, folder.name)
     for piece in pieces:
         for name, shape in zip(piece.theirs, their_shapes(piece, shapes), strict=True):
             part = known[name]
-            _check_shape(part.name, part.shape, shape, str(part.file))
-            if part.dtype not in ("F64", "F32", "F16", "BF16"):
-                refuse(part.file, part.name, part.dtype, "quantized weights cannot be trained on")
-    return config, FolderWeights(pieces, known)
+            _check_shape(part.name, part.shape, shape, part.file)
+            if part.code not in ("F64", "F32", "F16", "BF16"):
+                refuse(part.file, part.name, part.code, f"quantized, and {CONFIG} has no {QUANTIZATION} for it")
+    if method := (values.get(QUANTIZATION) or {}).get("quant_method"):
+        warnings.warn(
+            f"{folder.name}: the weights are in {method}, and are dequantised to bf16: {QUANTIZATION} is left out.",
+            ArgosyWarning,
+            stacklevel=2,
+        )
+    return config, FolderWeights(pieces, known, shapes)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    files = [folder / name for name in _names_in(index)] if index.is_file() else [single]
+def _stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:
+    """Return what the files of a folder hold, from their headers. Raises: UserError."""
+    places, files = dict[str, str](), [SINGLE]
+    if folder.size(INDEX) is not None:
+        places = _weight_map(_object(folder.content(INDEX, MOST_JSON_BYTES), folder.where(INDEX)), folder.where(INDEX))
+        files = sorted(set(places.values()))
     for file in files:
-        if not file.is_file():
-            bins = any(folder.glob("*.bin"))
+        if folder.size(file) is None:
+            keys = sorted(name for name, place in places.items() if place == file)
+            named = f"{folder.where(INDEX)} says that {_some(keys)} is in {file}, and " if keys else ""
+            bins = any(name.endswith(".bin") for name in folder.names())
             remedy = "Save the *.bin weights as safetensors first" if bins else "Get the whole folder"
-            raise UserError(f"{file} is not there. {remedy}.")
-    return files
+            raise UserError(f"{named}{folder.where(file)} is not there. {remedy}.")
+    with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
+        found = dict(zip(files, pool.map(partial(_header_of, folder), files), strict=True))
+    for name, file in places.items():
+        if name not in found[file]:
+            raise UserError(
+                f"{folder.where(INDEX)} says that {name[:200]} is in {file}, which does not hold it. Get the whole "
+                "folder again."
+            )
+    return {name: tensor for some in found.values() for name, tensor in some.items()}
 
 
-def _names_in(index: Path) -> list[str]:
-    """Return the files that an index names. Raises: UserError if one is not the name of a file beside it."""
-    places = _read_json(index).get("weight_map", {})
-    names = set(map(str, places.values())) if isinstance(places, dict) else {str(places)}
-    for name in names:
-        if not is_plain_name(name):
-            raise UserError(f"{index}: {name[:60]!r} in weight_map is not the name of a file in {index.parent}.")
-    return sorted(names)
-
-
-def _stored_in(path: Path) -> list[StoredTensor]:
+def _header_of(folder: ModelFolder, file: str) -> dict[str, StoredTensor]:
+    size = folder.size(file)
+    assert size is not None
     try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
-            return [StoredTensor(path, n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()]
+        return read_header(folder.where(file), size, partial(folder.read_into, file))[0]
     except SafetensorError as error:
-        raise UserError(f"{path} is not safetensors: {error}. Download or export it again.") from None
+        raise UserError(f"{folder.where(file)} is not safetensors: {error}. Download or export it again.") from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _weight_map(index: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Return the file of each tensor. Raises: UserError if one is not the name of a file beside the index."""
+    places = index.get("weight_map", {})
+    if not isinstance(places, dict):
+        raise UserError(f"{where}: weight_map is no table of names and files. Download it again.")
+    for name in places.values():
+        if not is_plain_name(str(name)):
+            raise UserError(f"{where}: {str(name)[:60]!r} in weight_map is not the name of a file beside it.")
+    return {str(name): str(file) for name, file in places.items()}
+
+
+def _object(data: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(read_at_most(file, MOST_JSON_BYTES).decode())
+        value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON: {error}. Download or export it again.") from None
+        raise UserError(f"{where} is not JSON: {error}. Download or export it again.") from None
     if not isinstance(value, dict):
-        raise UserError(f"{file} is not a JSON object. Download or export it again.")
+        raise UserError(f"{where} is not a JSON object. Download or export it again.")
     return value
 
 

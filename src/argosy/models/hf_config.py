@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from argosy.models.hf_families import FAMILIES, family_of
 from argosy.models.hf_family import DEFAULTS, KEYS, Family, value_of
 from argosy.models.hf_layers import GROUPED, in_json, layers_from_json, layers_to_json, refuse
 from argosy.models.hf_rope import ROPE_KEYS, RopeJson, RopesJson, rope_from_json, rope_to_json
+from argosy.models.quantised import check_quantization
 
 ONLY_IN_TRAINING = frozenset(
     ("moe.balance", "moe.bias_rate", "moe.z_coefficient", "moe.capacity_factor", "moe.aux_coefficient")
@@ -191,13 +192,29 @@ def _refuse_what_the_class_cannot_say(config: ModelConfig, values: Mapping[str, 
         again = config_from_json(json.loads(json.dumps(values)), Path("config.json"))
     except UserError as refused:
         raise UserError(f"model.family = {config.family}: {family.architecture} cannot say it: {refused}") from None
+    for field, _, found in _differences(config, again):
+        if key_of(field)[0] not in NOT_STRUCTURE:
+            _refuse_field(config, field, found)
+
+
+def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:
+    """Return True if two models compute the same with the same weights, and have the same vocabulary and context."""
+    nothing = frozenset(("preset", "weights", "init_std"))
+    return one.family == other.family and all(
+        key_of(field)[0] in nothing or {found, ours} == {"none", "aux"}
+        for field, found, ours in _differences(one, other)
+    )
+
+
+def _differences(config: ModelConfig, other: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields, and their values, in which two models differ: not those of training, or of parts they lack."""
     for key in key_fields(ModelConfig):
         field = dotted(key)
-        if field in ONLY_IN_TRAINING or key[0] in NOT_STRUCTURE or _unused(config, field):
+        if field in ONLY_IN_TRAINING or _unused(config, field):
             continue
-        found, ours = value_of(again, field), value_of(config, field)
-        if found != ours and not (isinstance(ours, float) and math.isclose(found, ours, rel_tol=1e-9)):
-            _refuse_field(config, field, found)
+        ours, theirs = value_of(config, field), value_of(other, field)
+        if ours != theirs and not (isinstance(ours, float) and math.isclose(theirs, ours, rel_tol=1e-9)):
+            yield field, ours, theirs
 
 
 def _unused(config: ModelConfig, field: str) -> bool:
@@ -218,7 +235,7 @@ def _refuse_field(config: ModelConfig, field: str, wanted: object) -> None:
     )
 
 
-def config_from_json(values: Mapping[str, Any], file: Path) -> ModelConfig:
+def config_from_json(values: Mapping[str, Any], file: Path | str) -> ModelConfig:
     """Return the `ModelConfig` for the values of a config.json, which were read from `file`. Raises: UserError."""
     _check_kinds(values, ConfigJson, file)
     name = _family(values, file)
@@ -252,7 +269,7 @@ def config_from_json(values: Mapping[str, Any], file: Path) -> ModelConfig:
         raise _refusal(error, theirs | ROPE_KEYS["llama3"] | ROPE_KEYS["yarn"], file) from None
 
 
-def _require(theirs: Mapping[str, str], given: Mapping[str, Any], file: Path) -> None:
+def _require(theirs: Mapping[str, str], given: Mapping[str, Any], file: Path | str) -> None:
     if missing := sorted({key for key in theirs.values() if key not in given}):
         raise UserError(f"{file}: {missing[0]} is missing. Add it, as the model's authors give it.")
 
@@ -301,7 +318,7 @@ def _sizes_of(ours: Mapping[str, str]) -> type[BaseModel]:
     return create_model("SizesJson", __config__=ConfigDict(strict=True, allow_inf_nan=False), **kinds)
 
 
-def _check_kinds(values: Mapping[str, Any], kinds: type[BaseModel], file: Path) -> None:
+def _check_kinds(values: Mapping[str, Any], kinds: type[BaseModel], file: Path | str) -> None:
     """Raise UserError for values that are no numbers, texts or lists where `kinds` has these, or out of bounds."""
     try:
         kinds.model_validate(values)
@@ -309,7 +326,7 @@ def _check_kinds(values: Mapping[str, Any], kinds: type[BaseModel], file: Path) 
         raise _refusal(error, {}, file) from None
 
 
-def _refusal(error: ValidationError, theirs: Mapping[str, str], file: Path) -> UserError:
+def _refusal(error: ValidationError, theirs: Mapping[str, str], file: Path | str) -> UserError:
     """Return the error that names what is wrong by the keys of config.json; theirs: our field -> their key."""
     found = error.errors(include_url=False)
     lines = [
@@ -320,7 +337,7 @@ def _refusal(error: ValidationError, theirs: Mapping[str, str], file: Path) -> U
     return UserError("\n".join([*lines, *(["..."] if found[MOST_PROBLEMS:] else [])]))
 
 
-def _family(values: Mapping[str, Any], file: Path) -> str:
+def _family(values: Mapping[str, Any], file: Path | str) -> str:
     family, classes = values.get("model_type"), values.get("architectures") or []
     known = ", ".join(f"{name} ({its.architecture})" for name, its in FAMILIES.items())
     if family not in FAMILIES:
@@ -346,11 +363,10 @@ def is_unknown(key: str, value: object, family: Family | None) -> bool:
     )
 
 
-def _refuse_what_differs(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, file: Path) -> None:
+def _refuse_what_differs(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, file: Path | str) -> None:
     """Raise UserError for keys that make the model compute what our decoder cannot."""
     if "quantization_config" in given:
-        method = given["quantization_config"].get("quant_method", "of an unnamed kind")
-        refuse(file, "quantization_config", method, "quantized weights cannot be trained on")
+        check_quantization(given["quantization_config"], file)
     act = given.get(family.act_key, family.hidden_act)
     if act != family.hidden_act and not (family.hidden_act == "gelu_pytorch_tanh" and act == "gelu"):
         refuse(file, family.act_key, act, f"only {family.hidden_act} is known for this class")

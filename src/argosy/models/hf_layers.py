@@ -16,7 +16,9 @@ GROUPED = "group_limited_greedy"
 T = TypeVar("T")
 
 
-def layers_from_json(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, file: Path) -> dict[str, Any]:
+def layers_from_json(
+    values: Mapping[str, Any], given: Mapping[str, Any], family: Family, file: Path | str
+) -> dict[str, Any]:
     """Return the fields that say which layers are what. Raises: UserError."""
     layers = given["num_hidden_layers"]
     window = values["sliding_window"] if "sliding_window" in values else given.get("sliding_window")
@@ -47,7 +49,7 @@ def layers_from_json(values: Mapping[str, Any], given: Mapping[str, Any], family
     return found
 
 
-def _kinds(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, file: Path) -> Sequence[str]:
+def _kinds(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, file: Path | str) -> Sequence[str]:
     """Return the kind of each layer, in their words."""
     layers, listed = given["num_hidden_layers"], values.get("layer_types")
     for kind in listed or ():
@@ -64,7 +66,7 @@ def _kinds(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, 
     return kinds
 
 
-def _check_length(key: str, found: Sequence[object], layers: int, file: Path) -> None:
+def _check_length(key: str, found: Sequence[object], layers: int, file: Path | str) -> None:
     if len(found) != layers:
         refuse(file, key, list(found), f"it must have {layers} entries, as num_hidden_layers says")
 
@@ -112,6 +114,6 @@ def in_json(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def refuse(file: Path, key: str, value: object, why: str) -> NoReturn:
+def refuse(file: Path | str, key: str, value: object, why: str) -> NoReturn:
     """Raise the UserError for something in a folder that we cannot use."""
     raise UserError(f"{file}: {key[:100]} = {in_json(value)}: {why}. Choose another model.")

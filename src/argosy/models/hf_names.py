@@ -1,13 +1,15 @@
 """The weights of Hugging Face folders in our terms: what becomes what, tensor by tensor, in both directions.
 
 A `Conversion` is the smallest group that converts by itself: two tensors, a stack of experts and its slices, or
-queries, keys and values and their fused matrix. Import and export take one at a time: no more is in memory.
+queries, keys and values and their fused matrix. Import and export take one at a time, or some of its rows: no more is
+in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +32,9 @@ class Conversion:
     to_theirs: Convert
     """They share memory with ours where they can."""
     to_ours: Convert
+    rows: Literal["together", "alone", "theirs"] = "together"
+    """alone: any rows of theirs, of the first dim, convert to the same rows of ours; theirs: each row of ours is a
+    tensor of theirs; together: neither."""
 
 
 def pieces_of(config: ModelConfig) -> list[Conversion]:
@@ -80,14 +85,15 @@ def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Convers
         theirs = names[pattern].replace("*", block)
         slices = tuple(theirs.replace("#", str(expert)) for expert in range(config.moe.experts))
         return Conversion(
-            (name,), slices, lambda ours: list(ours[0].unbind()), lambda parts: [torch.stack(list(parts))]
+            (name,), slices, lambda ours: list(ours[0].unbind()), lambda parts: [torch.stack(list(parts))], "theirs"
         )
     if pattern in names:
         theirs = names[pattern].replace("*", block)
     else:
         module, _, kind = pattern.rpartition(".")
         theirs = f"{names[module].replace('*', block)}.{kind}"
-    return Conversion((name,), (theirs,), lambda ours: [theirs_of(ours[0])], lambda parts: [ours_of(parts[0])])
+    rows: Literal["together", "alone"] = "alone" if order is None else "together"
+    return Conversion((name,), (theirs,), lambda ours: [theirs_of(ours[0])], lambda parts: [ours_of(parts[0])], rows)
 
 
 def _fused(
@@ -125,7 +131,7 @@ def _fused(
             weights = list(whole.unflatten(1, (-1, len(shapes))).unbind(2)) if len(shapes) > 1 else [whole]
         return [w.contiguous() if order is None else w[order] for w, order in zip(weights, orders, strict=True)]
 
-    return Conversion(ours, (theirs,), join, cut)
+    return Conversion(ours, (theirs,), join, cut, "together" if rule.kind == "rows" else "alone")
 
 
 def _rotary_order(name: str, config: ModelConfig) -> Tensor | None:

@@ -92,7 +92,9 @@ def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     return values
 
 
-def rope_from_json(given: Mapping[str, Any], found: Mapping[str, Any], family: Family, file: Path) -> dict[str, Any]:
+def rope_from_json(
+    given: Mapping[str, Any], found: Mapping[str, Any], family: Family, file: Path | str
+) -> dict[str, Any]:
     """Return the fields of the rotary embeddings, from the keys of either version."""
     section = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
     if given.get("rope_scaling") and not (family.nests_rope and given.get("rope_parameters")):
@@ -131,7 +133,7 @@ def rope_from_json(given: Mapping[str, Any], found: Mapping[str, Any], family: F
 
 
 def _one_rope(
-    rope: dict[str, Any], given: Mapping[str, Any], is_latent: bool, section: str, file: Path
+    rope: dict[str, Any], given: Mapping[str, Any], is_latent: bool, section: str, file: Path | str
 ) -> tuple[float, dict[str, Any], float | None]:
     """Return the base, the fields of `RopeScaling` and the rotated share of one rotary embedding."""
     rope = dict(rope)

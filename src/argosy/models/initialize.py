@@ -16,12 +16,12 @@ from argosy.config.model import ModelConfig
 from argosy.models.decoder import Decoder
 from argosy.models.layers import local
 from argosy.plan.mup import initial_factor
-from argosy.plan.parameters import Parameter, parameter_table
+from argosy.plan.parameters import Parameter
 
+Draw = Callable[[Tensor, int], Tensor]
+"""Indices (int64) and a parameter's key -> a random number (fp32) for each."""
 AT_ONCE = 2**20
 """Elements computed at once: few enough that the temporary integers stay in a CPU's caches."""
-Distribution = Callable[[Tensor, int], Tensor]
-"""Returns a number (fp32) for each index (int64), given the parameter's key."""
 
 
 def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed: int) -> None:
@@ -30,10 +30,9 @@ def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed:
     Parameters may be DTensors; each rank computes its own part.
     """
     model.to_empty(device=device)
-    table = parameter_table(config, model.stage)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fill_initial(local(parameter), name, table[name], offset_of(parameter), config, seed)
+            fill_initial(local(parameter), name, model.table[name], offset_of(parameter), config, seed)
         for buffer in model.buffers():
             buffer.zero_()
 
@@ -69,41 +68,38 @@ def fill_initial(
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         strides = [math.prod(whole.shape[dim + 1 :]) for dim in range(len(whole.shape))]
         first = sum(place * stride for place, stride in zip(offset, strides, strict=True))
-        _fill(part, strides, first, _distribution(name, whole, config), int.from_bytes(digest, "little"))
+        draw, size = _distribution(name, whole, config)
+        _fill(part, strides, first, int.from_bytes(digest, "little"), draw, size)
 
 
-def _distribution(name: str, whole: Parameter, config: ModelConfig) -> Distribution:
-    """Return what gives the initial values of a parameter that is not constant."""
-    if whole.initial == "kernel":
-        return lambda index, key: (2 * _uniform(index, key) - 1) * whole.shape[-1] ** -0.5
+def _distribution(name: str, whole: Parameter, config: ModelConfig) -> tuple[Draw, float]:
+    """Return how a parameter's values are drawn, and the factor on them."""
+    if whole.initial == "uniform":
+        return _uniform, whole.shape[-1] ** -0.5
     if whole.initial == "log_rates":
-        return lambda index, key: (0.01 + (16 - 0.01) * _uniform(index, key)).log()
+        return _log_rate, 1.0
+    if whole.initial == "gaussian":
+        return _normal, 1 / whole.shape[-2]
     std = config.init_std / (2 * config.layers) ** 0.5 if whole.initial == "into_residual" else config.init_std
-    std *= initial_factor(name, config)
-    return lambda index, key: _normal(index, key) * std
+    return _normal, std * initial_factor(name, config)
 
 
-def _fill(part: Tensor, strides: Sequence[int], first: int, values: Distribution, key: int) -> None:
+def _fill(part: Tensor, strides: Sequence[int], first: int, key: int, draw: Draw, size: float) -> None:
     """Fill `part`, a box of a whole with `strides`; its first element is number `first` of the whole."""
     if part.numel() == 0:
         return
     rows = AT_ONCE // part[0].numel()
     if rows == 0:  # a stack of matrices (experts) that are each larger than AT_ONCE
         for i, matrix in enumerate(part):
-            _fill(matrix, strides[1:], first + i * strides[0], values, key)
+            _fill(matrix, strides[1:], first + i * strides[0], key, draw, size)
         return
     for start in range(0, part.shape[0], rows):
         some = part[start : start + rows]
         index = torch.full((), first + start * strides[0], device=part.device)
-        for dim, (size, stride) in enumerate(zip(some.shape, strides, strict=True)):
-            along = torch.arange(size, device=part.device) * stride
+        for dim, (length, stride) in enumerate(zip(some.shape, strides, strict=True)):
+            along = torch.arange(length, device=part.device) * stride
             index = index + along.view(-1, *[1] * (part.ndim - dim - 1))
-        some.copy_(values(index, key))
-
-
-def _uniform(index: Tensor, key: int) -> Tensor:
-    """Return a number (fp32) from 0 to 1 for each index (int64), from its hash."""
-    return (_hash(index, key) & 0xFFFFFFFF).float() * 2.0**-32
+        some.copy_(draw(index, key) * size)
 
 
 def _normal(index: Tensor, key: int) -> Tensor:
@@ -112,6 +108,16 @@ def _normal(index: Tensor, key: int) -> Tensor:
     uniform_1 = ((bits >> 32 & 0xFFFFFFFF).float() + 0.5) * 2.0**-32  # never 0; 1 is harmless, since log(1) = 0
     uniform_2 = (bits & 0xFFFFFFFF).float() * 2.0**-32
     return (uniform_1.log() * -2).sqrt() * (uniform_2 * (2 * math.pi)).cos()
+
+
+def _uniform(index: Tensor, key: int) -> Tensor:
+    """Return a number between -1 and 1 (fp32) for each index (int64), from the high half of its hash."""
+    return (_hash(index, key) >> 32 & 0xFFFFFFFF).float() * 2.0**-31 - 1
+
+
+def _log_rate(index: Tensor, key: int) -> Tensor:
+    """Return the logarithm (fp32) of a number between 0.01 and 16 for each index (int64)."""
+    return (0.01 + (16 - 0.01) / 2 * (_uniform(index, key) + 1)).log()
 
 
 def _hash(index: Tensor, key: int) -> Tensor:

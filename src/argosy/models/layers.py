@@ -31,12 +31,21 @@ class Linear(nn.Linear):
     reduce: Callable[[Tensor], Tensor] | None = None
     """Sums the output over ranks, before the bias. Tensor parallelism sets it where each rank has some inputs."""
 
+    lora: nn.Module | None
+    """The weight's adapter, if it has one (`models.adapters`)."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True):
+        super().__init__(inputs, outputs, bias)
+        self.register_module("lora", None)
+
     def forward(self, x: Tensor) -> Tensor:
         weight = local(self.weight).to(x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
-        if self.reduce is None:
+        if self.reduce is None and self.lora is None:
             return F.linear(x, weight, bias)
-        y = self.reduce(F.linear(x, weight))
+        y: Tensor = F.linear(x, weight) if self.lora is None else self.lora(x, weight)
+        if self.reduce is not None:
+            y = self.reduce(y)
         return y if bias is None else y + bias
 
 

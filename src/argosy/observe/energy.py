@@ -305,7 +305,7 @@ def _predicted(machine: Cluster | None, so_far: RunSoFar, step_s: Estimate | Non
     whole = whole_run(
         machine,
         step_s,
-        Goodput(nothing, nothing, 0.0, 0.0, overhead=nothing, effective=Estimate.exactly(1.0)),
+        Goodput(nothing, nothing, nothing, 0.0, overhead=nothing, effective=Estimate.exactly(1.0)),
         tokens=so_far.tokens,
         tokens_per_step=so_far.tokens / so_far.steps,
         devices=so_far.devices,

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.config.train import LOSSES
+from argosy.models.adapters import add_adapters
 from argosy.models.decoder import Block, Decoder
 from argosy.models.delta_net import GatedDeltaNet
-from argosy.models.experts import moe_layers
+from argosy.models.experts import Experts, moe_layers
 from argosy.models.initialize import materialize
 from argosy.models.own_family import load_family
 from argosy.models.own_loss import own_loss
@@ -32,8 +33,8 @@ from argosy.parallel.offload import offload_activations
 from argosy.parallel.recompute import apply_recompute
 from argosy.parallel.tensor import GatheredLoss, VocabularyLoss, split_over_ranks
 from argosy.parallel.world import World
-from argosy.plan.cost.exact_state import stages_on
-from argosy.plan.parameters import Stage, run_table
+from argosy.plan.cost.exact_state import stages_on, weight_format
+from argosy.plan.parameters import Stage, inside, run_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.precision.fp8 import use_fp8
@@ -84,13 +85,14 @@ def apply(
         for number, stage in stages_on(plan, run, world.rank).items()
     }
     for model in parts.values():
-        if plan.weights == "bf16":
-            for parameter in model.parameters():
-                parameter.data = parameter.data.bfloat16()
+        model.table = run_table(run, model.stage)
+        add_adapters(model, model.table, run.lora)
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(DTYPES[weight_format(name, model.table[name], plan, run)])
         if plan.precision == "fp8":
             use_fp8(model, world.device)
-        split_model(model, plan, meshes)
-        freeze(model, run)
+        split_model(model, plan, run, meshes)
+        freeze(model)
         blocks = [(int(layer), block) for layer, block in model.blocks.items()]
         apply_recompute(blocks, plan.recompute, plan.recompute_every, plan.compile)
         if plan.offload in ("activations", "all"):
@@ -107,21 +109,21 @@ def apply(
     return ParallelModel(plan, run, meshes, parts)
 
 
-def freeze(model: Decoder, run: RunConfig) -> None:
+def freeze(model: Decoder) -> None:
     """Let autograd compute no gradients of what the run does not train."""
-    table = run_table(run, model.stage)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(table[name].is_trained)
+        parameter.requires_grad_(model.table[name].is_trained)
 
 
-def split_model(model: Decoder, plan: Plan, meshes: Meshes) -> None:
+def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes) -> None:
     """Split experts, matrices and sequences as the plan says."""
-    axes = [axis for axis in ("ep", "tp") if getattr(plan, axis) > 1]
+    axes, table = [axis for axis in ("ep", "tp") if getattr(plan, axis) > 1], run_table(run, model.stage, plan.tp)
     if axes:
-        for moe in moe_layers(model):
-            split_experts(moe, model.config, meshes.device_mesh(*axes))
+        for name, module in model.named_modules():
+            if isinstance(module, Experts):
+                split_experts(module, meshes.device_mesh(*axes), inside(table, name))
     if plan.tp > 1:
-        split_over_ranks(model, meshes.device_mesh("tp"))
+        split_over_ranks(model, meshes.device_mesh("tp"), table)
     rows = None
     if (group := meshes.group("cp")) is not None:
         rank = meshes.rank("cp")

@@ -8,6 +8,7 @@ padded, and a token's result is that of a single process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.config.model import ModelConfig
-from argosy.models.experts import Compute, Load, MoE, Rows, inverse, take_rows
-from argosy.parallel.tensor import gather_sequence, reduce_scatter_sequence, split
-from argosy.plan.parameters import inside, moe_table
+from argosy.models.adapters import LowRank
+from argosy.models.experts import Compute, Experts, Load, MoE, Rows, inverse, take_rows
+from argosy.parallel.tensor import gather_sequence, reduce_scatter_sequence, split, sum_over_ranks
+from argosy.plan.parameters import Table
 
 # n ranks, E experts, e of them on each rank, P pairs of token and expert that this rank has, Q that it computes
 # D model width, B rows, T tokens of a row, t of them on this rank, K experts of a token
@@ -46,23 +48,27 @@ class ExpertParallel:
         return exchange_rows(take_rows(y_QD, places_Q, order_Q[:, None]), receive, send, self._group)
 
 
-def split_experts(moe: MoE, config: ModelConfig, mesh: DeviceMesh) -> None:
-    """Deal the experts of `moe` (on the meta device) out over the ep dim of `mesh`, and each over its tp dim, in place.
+def split_experts(experts: Experts, mesh: DeviceMesh, table: Table) -> None:
+    """Deal `experts` (on the meta device) out over the ep dim of `mesh`, and each over its tp dim, in place; `table`:
+    their parameters.
 
     Each tp rank has some of an expert's hidden columns. It computes all their tokens with these, and the ranks add the
     results up: the inputs are gathered, and the sums are left split by tokens, as around a dense feed-forward.
     """
     names = mesh.mesh_dim_names or ()
     if "ep" in names:
-        moe.experts.exchange = ExpertParallel(mesh["ep"].get_group())
+        experts.exchange = ExpertParallel(mesh["ep"].get_group())
     if "tp" in names:
         group = mesh["tp"].get_group()
-        moe.experts.share_of_bias = 1 / group.size()
-        moe.experts.register_forward_pre_hook(lambda _, inputs: tuple(gather_sequence(x, group) for x in inputs))
-        moe.experts.register_forward_hook(lambda _, inputs, y: reduce_scatter_sequence(y, group))
-    for name, parameter in inside(moe_table(config), "experts").items():
+        experts.share_of_bias = 1 / group.size()
+        experts.register_forward_pre_hook(lambda _, inputs: tuple(gather_sequence(x, group) for x in inputs))
+        experts.register_forward_hook(lambda _, inputs, y: reduce_scatter_sequence(y, group))
+        if isinstance(experts.down_lora, LowRank):  # each rank has some of its inputs
+            experts.down_lora.sum_squares = partial(sum_over_ranks, group=group)
+    for name, parameter in table.items():
         dims = {"ep": 0, "tp": parameter.tp_dim}
-        split(moe.experts, name, mesh, *(dims[axis] for axis in names))
+        owner, _, own = name.rpartition(".")
+        split(experts.get_submodule(owner), own, mesh, *(dims[axis] for axis in names))
 
 
 def exchange_rows(x_PD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:

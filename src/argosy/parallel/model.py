@@ -63,6 +63,8 @@ class ParallelModel:
         self.pieces: list[PlacedPiece] = []
         #: What it holds besides: the run does not train it.
         self.frozen: list[PlacedPiece] = []
+        #: True if it trains an adapter: checkpoints leave out what is frozen.
+        self.has_adapter = run.lora.rank > 0
         self._rules: list[GradientRule] = []
         how = _agreement(plan, run, next(iter(parts.values())).device)
         #: What takes the squares of this rank's own gradients; None if nobody asks for them.

@@ -19,13 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
+from argosy.models.adapters import LowRank
 from argosy.models.attention import Attention
 from argosy.models.decoder import Decoder
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
 from argosy.models.loss import IGNORED, ChunkLoss
 from argosy.models.mla import LatentAttention
-from argosy.plan.parameters import INPUTS, parameter_table
+from argosy.plan.parameters import INPUTS, Table
 from argosy.sync.compressor import all_gather_single, reduce_scatter_single
 
 # B batch, t tokens of this rank, T tokens of all ranks of the group, D width
@@ -115,6 +116,8 @@ def sums(linear: Linear, mesh: DeviceMesh) -> None:
     assert isinstance(linear.weight, DTensor)
     if linear.weight.placements == (Shard(INPUTS),):
         linear.reduce = partial(reduce_scatter_sequence, group=mesh.get_group())
+        if isinstance(linear.lora, LowRank):
+            linear.lora.sum_squares = partial(sum_over_ranks, group=mesh.get_group())
 
 
 def gathers(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -164,13 +167,13 @@ STYLES: dict[type[nn.Module], Style] = {
 tokens, and `parallel.expert.split_experts` makes its experts gather theirs."""
 
 
-def split_over_ranks(model: Decoder, mesh: DeviceMesh) -> None:
-    """Cut the parameters of `model` (on the meta device) by the table and apply `STYLES`, in place.
+def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table) -> None:
+    """Cut the parameters of `model` (on the meta device) by `table`, that for so many ranks, and apply `STYLES`, in
+    place.
 
     Experts are cut already (`parallel.expert.split_experts`). Where a rank has a parameter whole, it sees a part of the
     tokens or heads, and its gradient is a part of a sum over ranks.
     """
-    table = parameter_table(model.config, model.stage, mesh.size())
     for name, module in list(model.named_modules()):
         for own, parameter in list(module.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):

@@ -15,15 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from argosy.config.lora import LoraConfig
 from argosy.config.model import ModelConfig
 from argosy.config.optimizer import is_frozen
 from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import layer_spec
 
-Initial = Literal["normal", "into_residual", "ones", "zeros", "kernel", "log_rates"]
+Initial = Literal["normal", "into_residual", "ones", "zeros", "uniform", "gaussian", "log_rates"]
 """Initial values: N(0, init_std); the same over sqrt(2 * layers), for projections into the residual stream, so that
-its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3); a constant; of a short convolution,
-U(-1, 1) over the root of its width (torch's); or the logarithms of U(0.01, 16) (Gated DeltaNet, Mamba 2)."""
+its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3); a constant; those of an adapter's
+inner matrix (`config.lora`), of which "uniform" is also that of a short convolution; or the logarithms of U(0.01, 16)
+(Gated DeltaNet, Mamba 2)."""
 
 OUTPUTS, INPUTS = 0, 1
 """The dims of a linear layer's weight. Each rank computes some of the outputs ("column parallel" in Shoeybi et al.
@@ -51,6 +53,10 @@ class Parameter:
     initial: Initial = "normal"
     is_trained: bool = True
     """False if the run freezes it: gradients pass through it, and there is none of it, nor optimizer state."""
+    is_linear: bool = False
+    """The weight of a linear layer of a block, or a stack of experts' such weights: it can have an adapter."""
+    is_adapter: bool = False
+    """A part of an adapter: checkpoints hold these in place of the weights."""
 
 
 Table = dict[str, Parameter]
@@ -85,9 +91,55 @@ def parameter_table(model: ModelConfig, stage: Stage | None = None, tp: int = 1)
 
 
 def run_table(run: RunConfig, stage: Stage | None = None, tp: int = 1) -> Table:
-    """The same with what the run freezes (`train.frozen`) marked."""
+    """The same with the run's adapter (`lora`) beside the weights, and with what it freezes marked: `train.frozen`, and
+    under an adapter all that is not part of it."""
     table, frozen = parameter_table(run.model, stage, tp), run.train.frozen
-    return {name: replace(p, is_trained=not is_frozen(name, frozen)) for name, p in table.items()} if frozen else table
+    if run.lora.rank:
+        whole: Table = {}
+        for name, parameter in table.items():
+            whole |= {name: replace(parameter, is_trained=False)} | adapter_table(name, parameter, run.lora)
+        table = whole
+    if not frozen:
+        return table
+    return {name: replace(p, is_trained=p.is_trained and not is_frozen(name, frozen)) for name, p in table.items()}
+
+
+def adapter_table(name: str, weight: Parameter, lora: LoraConfig) -> Table:
+    """The adapter of the weight `name`, if it gets one: an inner matrix [rank, inputs] and an outer one [outputs, rank]
+    (A and B of Hu et al. 2021), of an expert too. DoRA's `magnitude` [outputs] is what the length of each output's
+    weights has grown by since the start, so that it begins with zeros.
+
+    Where tensor parallelism cuts the outputs, it cuts the outer matrix alike; where it cuts the inputs, the inner one.
+    """
+    module = linear_name(name)
+    if not weight.is_linear or not lora.has_target(module):
+        return {}
+    *stack, outputs, inputs = weight.shape
+    ndim, is_expert, cut = len(weight.shape), weight.is_expert, weight.tp_dim
+    of_inputs, of_outputs = cut if cut == ndim - 1 else None, cut if cut == ndim - 2 else None
+    prefix = adapter_of(name)
+    table = {
+        f"{prefix}.a": Parameter((*stack, lora.rank, inputs), of_inputs, is_expert, lora.init, is_adapter=True),
+        f"{prefix}.b": Parameter((*stack, outputs, lora.rank), of_outputs, is_expert, "zeros", is_adapter=True),
+    }
+    if lora.kind == "dora":
+        table[f"{prefix}.magnitude"] = Parameter((*stack, outputs), of_outputs, is_expert, "zeros", is_adapter=True)
+    return table
+
+
+def linear_name(weight: str) -> str:
+    """Return the name of the linear layer, or stack of them, that a weight is of."""
+    return weight.removesuffix(".weight")
+
+
+def adapter_of(weight: str) -> str:
+    """Return the name of the module that holds the adapter of a weight: blocks.0.attention.q.lora of .q.weight."""
+    return f"{weight.removesuffix('.weight')}.lora" if weight.endswith(".weight") else f"{weight}_lora"
+
+
+def linear_names(model: ModelConfig) -> list[str]:
+    """Return the names of all linear layers that can have an adapter."""
+    return [linear_name(name) for name, parameter in parameter_table(model).items() if parameter.is_linear]
 
 
 def trained_shapes(run: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -106,7 +158,7 @@ def first_reached(run: RunConfig, stage: Stage) -> int | None:
 
     Stages after the first compute the gradient of what they receive in any case.
     """
-    if not run.train.frozen or not stage.first:
+    if not (run.train.frozen or run.lora.rank) or not stage.first:
         return -1
     for name, parameter in run_table(run, stage).items():
         if parameter.is_trained and name.startswith("blocks."):
@@ -197,7 +249,7 @@ def delta_net_table(model: ModelConfig) -> Table:
     net, width = model.delta_net, model.width
     keys, values = net.key_heads * net.key_width, net.value_heads * net.value_width
     kernels = {
-        f"{name}_conv": Parameter((channels, 1, net.conv_width), OUTPUTS, initial="kernel")
+        f"{name}_conv": Parameter((channels, 1, net.conv_width), OUTPUTS, initial="uniform")
         for name, channels in (("q", keys), ("k", keys), ("v", values))
     }
     return (
@@ -231,9 +283,9 @@ def moe_table(model: ModelConfig) -> Table:
     if moe.router_bias:
         table["router.logit_bias"] = Parameter((moe.experts,), initial="zeros")
     table |= {
-        "experts.gate": Parameter((moe.experts, hidden, width), 1, is_expert=True),
-        "experts.up": Parameter((moe.experts, hidden, width), 1, is_expert=True),
-        "experts.down": Parameter((moe.experts, width, hidden), 2, is_expert=True, initial="into_residual"),
+        "experts.gate": Parameter((moe.experts, hidden, width), 1, is_expert=True, is_linear=True),
+        "experts.up": Parameter((moe.experts, hidden, width), 1, is_expert=True, is_linear=True),
+        "experts.down": Parameter((moe.experts, width, hidden), 2, True, "into_residual", is_linear=True),
     }
     if moe.expert_bias:  # that of `down` is added once, whatever the number of ranks that add up their results
         table |= {
@@ -267,7 +319,7 @@ def _linear(
     name: str, outputs: int, inputs: int, tp_dim: int | None, bias: bool = False, initial: Initial = "normal"
 ) -> Table:
     """A linear layer; its bias goes with the outputs, so it is cut only where these are."""
-    table = {f"{name}.weight": Parameter((outputs, inputs), tp_dim, initial=initial)}
+    table = {f"{name}.weight": Parameter((outputs, inputs), tp_dim, initial=initial, is_linear=True)}
     if bias:
         table[f"{name}.bias"] = Parameter((outputs,), OUTPUTS if tp_dim == OUTPUTS else None, initial="zeros")
     return table

@@ -373,9 +373,15 @@ def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str
     )
 
 
-@rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen))
+@rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen or run.lora.rank))
 def servers_train_all_weights(plan: Plan, run: RunConfig) -> str:
-    return "train.frozen is not supported with plan.sync = async. Remove it, or use sites (sync=local, sync=diloco)."
+    key = "train.frozen" if run.train.frozen else "lora.rank"
+    return f"{key} is not supported with plan.sync = async. Remove it, or use sites (sync=local, sync=diloco)."
+
+
+@rule(lambda p, run: p.is_("precision", "fp8") & (run.lora.rank > 0))
+def adapters_are_not_in_fp8(plan: Plan, run: RunConfig) -> str:
+    return f"lora.rank = {run.lora.rank} with plan.precision = fp8: its layers know no adapters. Try precision=bf16."
 
 
 @rule(lambda p, run: p.is_("sync", *OF_SITES) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))

@@ -48,7 +48,7 @@ class RepeatedLayers:
 def layers_alike(plan: Plan, run: RunConfig, rank: int) -> RepeatedLayers | None:
     """Return those of rank `rank`; None if it has several stages, or may not do the same with each layer."""
     stages = stages_on(plan, run, rank)
-    if len(stages) > 1 or run.optimizer.kind == "muon" or run.optimizer.groups or run.train.frozen:
+    if len(stages) > 1 or run.optimizer.kind == "muon" or run.optimizer.groups or run.train.frozen or run.lora.rank:
         return None  # Muon deals matrices out over ranks, and patterns may name single layers
     (stage,) = stages.values()
     if not _buckets_repeat(plan, run, rank, stage):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import fence, store
+from argosy.checkpoint.adapter import find_weights
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.load import boxes_in, first_of, load_into, missing_from, problem_of, unusable
@@ -55,6 +56,8 @@ class Checkpointer:
         self._remote = Remote(settings.remote, run_dir) if settings.remote else None
         upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
         self._saver = Saver(run_dir, world, self._hear, upkeep, check)
+        self._base_sha256 = ""
+        """What an adapter's checkpoints say of the weights beside it."""
         self.last_save_s = self._save_before_s = time.monotonic()
         """When the last save that was not interrupted began."""
 
@@ -100,6 +103,7 @@ class Checkpointer:
             plan=str(self._plan),
             data_identity=self._data_identity,
             config_sha256=self._config_sha256,
+            base_sha256=self._base_sha256,
             has_optimizer=True,
             files={},
         )
@@ -192,17 +196,21 @@ class Checkpointer:
         manifest = checkpoint.manifest
         state.step, state.tokens, state.rounds = manifest.step, manifest.tokens, manifest.rounds
         state.skipped, state.history = manifest.skipped, manifest.history
+        self._base_sha256 = manifest.base_sha256
         changed = {"config_changed": True} if self._config_sha256 not in ("", manifest.config_sha256) else {}
         self._events.write("resume", step=state.step, checkpoint=str(checkpoint.folder), **changed)
         return checkpoint
 
     def read_weights(self, state: TrainState, folder: Path) -> Checkpoint:
-        """Read only the weights, from a checkpoint or run at `folder`. Raises: UserError."""
-        checkpoint = self._world.share_first(lambda: store.find(folder, problem_of), Checkpoint)
-        weights = state.weights()
+        """Read only the weights, from a checkpoint or run at `folder`: of a run with an adapter, those beside it, which
+        must be those that the adapter has been trained with. Raises: UserError."""
+        checkpoint = self._world.share_first(lambda: find_weights(folder, self._base_sha256), Checkpoint)
+        weights = state.base() if state.model.has_adapter else state.weights()
         _check_fits(weights, checkpoint, SIZES_OF_WEIGHTS)
         load_into(weights, checkpoint)
         state.model.after_update()
+        if state.model.has_adapter:
+            self._base_sha256 = checkpoint.manifest.sha256
         return checkpoint
 
     def _newest_step(self) -> int | None:

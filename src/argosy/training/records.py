@@ -30,7 +30,7 @@ from argosy.plan.cost.economy import mtbf_s
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.cost.traffic import traffic
-from argosy.plan.hardware.devices import find_device
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
@@ -345,7 +345,7 @@ class Records:
         """Return the mean seconds between failures of any of the devices. Any process may call it."""
         machine = machine_at_hand(self._run, self._hardware())
         if machine is None:
-            return 3600 * find_device(UNKNOWN_GPU).mtbf_h / self._world.size
+            machine = Cluster.parse(f"1x{UNKNOWN_GPU}")
         return float(mtbf_s(machine, self._world.size).mid)
 
     def _predict(self) -> Prediction | None:

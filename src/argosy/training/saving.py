@@ -146,8 +146,7 @@ class Restorer:
         state, world = self._state, self._world
         found = recover(state, self._survivor.state, self._checkpointer, memory_folder(), world)
         self.is_new, self.is_survivors = found.tier == "none", found.tier == "live"
-        if self.is_new and self._run.model.weights is not None:
-            self._checkpointer.read_weights(state, self._run.model.weights)
+        self._read_weights()
         self._batches.follow()
         self._memory.begin()
         self._records.introduce()
@@ -222,6 +221,7 @@ class Restorer:
             return False
         state.skipped, state.last_update = skipped, None
         state.history = history.turned_back(state.step)
+        self._read_weights()
         self._memory.begin()
         self._batches.follow()
         if self._world.is_first:
@@ -229,6 +229,12 @@ class Restorer:
         self._records.tell("rewind", step=left, to_step=state.step)
         self._records.progress.say(f" back from step {left} to {state.step}: {checkpoint.folder}")
         return True
+
+    def _read_weights(self) -> None:
+        """Read the weights that a new run starts from; those beside an adapter in any case, as no state holds them."""
+        weights = self._run.model.weights
+        if weights is not None and (self.is_new or self._state.model.has_adapter):
+            self._checkpointer.read_weights(self._state, weights)
 
     def _replace_survivor(self) -> None:
         """Make this state the one that survives the world, and count on the time since the last save of any rank."""

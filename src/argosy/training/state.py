@@ -164,10 +164,14 @@ class TrainState:
         self.model.zero_gradients()
 
     def weights(self) -> dict[Box, Tensor]:
-        """Return this rank's part of the weights: live tensors, to copy, or to fill (then `model.after_update`)."""
-        pieces = (*self.model.masters, *self.model.frozen)
-        parts = {_part(f"model.{p.name}", p, p.value): p.value.detach() for p in pieces}
-        return parts | wholes(self.model.buffers(), "model.")
+        """Return this rank's part of the weights that are the run's own: live tensors, to copy, or to fill (then
+        `model.after_update`). What is beside an adapter is not (`base`)."""
+        mine = _weights(self.model.masters)
+        return mine if self.model.has_adapter else mine | self.base()
+
+    def base(self) -> dict[Box, Tensor]:
+        """Return this rank's part of what the run does not train, and of the model's buffers, as `weights` does."""
+        return _weights(self.model.frozen) | wholes(self.model.buffers(), "model.")
 
     def boxes(self, past: Past | None = None) -> dict[Box, Tensor]:
         """Return all tensors of this rank's part: plain, most of them live, to copy, or to fill (then `restored`).
@@ -267,6 +271,10 @@ def set_generators(boxes: Mapping[Box, Tensor], world: World) -> None:
             set_random_state(state, world.device)
         else:
             torch.set_rng_state(state)
+
+
+def _weights(pieces: Iterable[PlacedPiece]) -> dict[Box, Tensor]:
+    return {_part(f"model.{p.name}", p, p.value): p.value.detach() for p in pieces}
 
 
 def _part(name: str, piece: PlacedPiece, tensor: Tensor) -> Box:

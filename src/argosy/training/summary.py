@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from argosy.checkpoint import store
-from argosy.checkpoint.load import load_into, problem_of
-from argosy.checkpoint.shards import wholes
+from argosy.checkpoint.adapter import load_model
+from argosy.checkpoint.load import problem_of
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
-from argosy.models.decoder import Decoder
 from argosy.models.generate import sample_tokens
-from argosy.models.own_family import load_family
 from argosy.observe.energy import RunSoFar, energy_of_run
 from argosy.observe.events import Metrics, each_line, plan_since
 from argosy.observe.report import Report, totals, typical, typical_bytes, typical_round_wait_s, typical_update_s
@@ -187,9 +187,7 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
     """Return text that the model of the checkpoint just saved writes, whole on this process under any layout."""
     choice = store.newest_whole(run_dir, check=problem_of)
     assert choice is not None
-    load_family(run)
-    model = Decoder(run.model).to_empty(device="cpu")
-    load_into(wholes(model.state_dict(), "model."), choice.checkpoint, may_lack=False)
+    model = load_model(run, choice.checkpoint, torch.device("cpu"), torch.float32)
     prompt = run.evaluate.sample_prompt or ""
     ids = [data.eod_id, *data.tokenizer.encode(prompt)]
     room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))

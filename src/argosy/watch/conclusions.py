@@ -21,6 +21,7 @@ from argosy.watch.facts import RECENT, DeviceSeen, DiskSeen, Floats, RankTable, 
 from argosy.watch.forecast import Forecast, forecast
 from argosy.watch.reader import RunReader
 from argosy.watch.rules import learning, ranks, reliability, times
+from argosy.watch.rules.components import StopsSoFar, stops_so_far
 from argosy.watch.rules.planner import Advice, Planner, Rule
 from argosy.watch.rules.ranks import slow_ranks
 
@@ -280,6 +281,11 @@ class Conclusions:
     def forecast(self) -> Forecast | None:
         """The forecast of the run's end and cost; None if it has ended, or it is too early to tell."""
         return forecast(self.facts, self._planner)
+
+    @cached_property
+    def stops(self) -> StopsSoFar | None:
+        """The stops so far by component, beside those to be expected; None for a run that has not trained yet."""
+        return stops_so_far(self.facts, self._planner)
 
     @cached_property
     def alerts(self) -> list[Alert]:

@@ -6,8 +6,8 @@ The time left is the sum of steps, evaluations and failures that are still to co
   looked up in the run itself: at earlier points of what it has done, its later part is forecast from its earlier one.
   The errors, with a prior for short runs, give the spread of a t-distribution, since they are few;
 - *evaluations*: as many as the run file asks for, each as long as those so far;
-- *failures*: a Poisson process with the rate of `rules.reliability`: the run's own if it had more failures than the
-  catalogue's rate explains, else the catalogue's. Each costs as much as those so far, or as is usual
+- *failures*: a Poisson process with the rate of `rules.components`: the catalogue's, corrected by the failures that the
+  run had, or had not. Each costs as much as those so far, or as is usual
   (`plan.cost.economy.RESTART_S`).
 
 All are drawn together 4000 times, with a fixed seed: the same folder gives the same forecast. The final loss is not
@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from argosy.plan.cost.economy import RESTART_S, mtbf_s, power_per_device_w, price_per_device_h
+from argosy.plan.cost.economy import RESTART_S, power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
 from argosy.watch.facts import Floats, RunFacts
+from argosy.watch.rules.components import rates_of
+from argosy.watch.rules.outages import failures
 from argosy.watch.rules.planner import Planner
-from argosy.watch.rules.reliability import failure_rate, failures
 
 DRAWS = 4000
 FORECAST_STEPS = 10
@@ -162,10 +163,10 @@ def _evaluations(facts: RunFacts, left: int, random: np.random.Generator) -> Flo
 def _failures(facts: RunFacts, planner: Planner, left_s: Floats, random: np.random.Generator) -> tuple[float, Floats]:
     """Return the failures to expect, and draw the seconds that they take."""
     found = failures(facts)
-    machine, size = planner.machine, facts.plan.world_size if facts.plan is not None else 1
-    usual = None if machine is None else float(mtbf_s(machine, size).mid)
-    rate = failure_rate(len(found), facts.wall_s, usual)
-    rates = random.gamma(rate.shape, 1 / rate.exposure_s, DRAWS) if rate is not None else np.zeros(DRAWS)
+    known = rates_of(facts, planner, found)
+    if known is None or facts.plan is None:
+        return 0.0, np.zeros(DRAWS)
+    rates = known.drawn_rates(random, DRAWS) * facts.plan.world_size / 3600
     counts = random.poisson(np.minimum(rates * left_s, 1e6))
     costs = np.array([outage.cost_s(facts.step_s) for outage in found])
     each = random.choice(costs, DRAWS) if len(costs) else _of(RESTART_S, random)

@@ -26,6 +26,13 @@ from argosy.watch.reader import RunFiles, RunReader, RunTail
 from argosy.watch.steps import Buckets
 from argosy.watch.timeline import RunTimeline, timeline
 
+KEYS = (
+    *("id", "name", "state", "why", "step", "steps", "tokens", "loss", "validation_loss", "bits_per_byte"),
+    *("tokens_per_s", "mfu", "eta_s", "cost", "currency", "updated_s", "started_s", "plan", "model", "devices"),
+    "goodput",
+)
+"""The keys of a run in a list of runs."""
+
 
 def line(run_id: str, run: RunFiles) -> dict[str, Any]:
     """Return what a list of runs shows of one; a value that is not known is None."""

@@ -25,6 +25,7 @@ from argosy.plan.cost.estimate import Estimate, count, propagate, seconds, withi
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import NUMERICS, Plan
 from argosy.plan.report.report import PlanRequest
+from argosy.plan.report.stops import Reliability, reliability, spares_in_words, stops_in_words, stops_table
 from argosy.plan.report.terminal import PIPE_WIDTH
 from argosy.plan.report.within import best_by_size
 from argosy.plan.search.candidates import grown
@@ -32,6 +33,8 @@ from argosy.watch.conclusions import facts_of
 from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import forecast
 from argosy.watch.reader import RunReader
+from argosy.watch.rules.components import StopsSoFar, rates_of, stops_so_far
+from argosy.watch.rules.outages import failures
 from argosy.watch.rules.planner import REPLAN_S, Planner
 
 Direction = Literal["stay", "up", "down", "sideways"]
@@ -73,6 +76,10 @@ class Resizing:
     direction: Direction
     recommended: Option
     words: str
+    stops: StopsSoFar | None = None
+    """What stopped it so far, beside what was to be expected."""
+    ahead: Reliability | None = None
+    """What is to be expected of the rest of the run as it is, by that."""
 
 
 def resizing(
@@ -113,7 +120,11 @@ def resizing(
     best = _best(found, limit_s)
     direction = _direction(best, now)
     options = (now, *sorted(_shown(found[1:], now, best), key=lambda each: (each.where, each.devices)))
-    return Resizing(left, limit_s, options, direction, best, _words(direction, best, now, limit_s))
+    stops, ahead = stops_so_far(facts, planner), None
+    rates = rates_of(facts, planner, failures(facts))
+    if rates is not None and machine is not None:
+        ahead = reliability(machine, plan.world_size, float(now.device_hours.mid), rates)
+    return Resizing(left, limit_s, options, direction, best, _words(direction, best, now, limit_s), stops, ahead)
 
 
 def rest_of(run: RunConfig, left: int) -> RunConfig:
@@ -244,6 +255,12 @@ def show(found: Resizing, folder: Path, console: Console | None = None) -> None:
     console.print(table, highlight=False, crop=False)
     line("")
     line(found.words, "bold")
+    if found.stops is not None:
+        line("")
+        line(f"What stopped it: {found.stops.words}")
+        console.print(stops_table(found.stops.components), highlight=False)
+    if found.ahead is not None:
+        line(f"Ahead: {stops_in_words(found.ahead)}; {spares_in_words(found.ahead)}.")
 
 
 def _row(option: Option, is_best: bool) -> tuple[str, ...]:

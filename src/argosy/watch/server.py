@@ -27,6 +27,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from argosy.errors import UserError
+from argosy.plan.report.stops import shown_stops
 from argosy.watch import overview, rank_view, steps
 from argosy.watch.conclusions import conclusions_of
 from argosy.watch.library import Library, OpenRun, Unreadable, run_folder
@@ -34,6 +35,7 @@ from argosy.watch.linefile import leads_away
 from argosy.watch.metrics_table import Preview
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 from argosy.watch.reader import RunReader, RunTail
+from argosy.watch.rules.components import StopsSoFar
 from argosy.watch.status import next_action, standing_of, status_of
 from argosy.watch.timeline import shown_events
 
@@ -129,9 +131,15 @@ def _advice(asked: QueryParameters, run: OpenRun) -> Any:
     return {
         "advice": [asdict(advice) for advice in found.advice],
         "forecast": None if found.forecast is None else asdict(found.forecast),
+        "stops": None if found.stops is None else _stops(found.stops),
         "alerts": [asdict(alert) for alert in found.alerts],
         "next": next_action(run.reader, standing_of(found.alerts), found.advice).model_dump(),
     }
+
+
+def _stops(found: StopsSoFar) -> Any:
+    of_each = [asdict(each) | {"called": each.called} for each in shown_stops(found.components)]
+    return asdict(found) | {"components": of_each}
 
 
 VIEWS: dict[str, View] = {

@@ -52,7 +52,7 @@ def test_units_and_prices_of_a_device_that_everybody_knows():
     assert h100.matmul_flops_per_s("bf16") == pytest.approx(794.5e12, rel=1e-3)
     assert (h100.link_bytes_per_s, h100.nic_bytes_per_s) == (450e9, 400e9 / 8)
     assert (h100.price_low_usd_per_h, h100.price_usd_per_h, h100.price_high_usd_per_h) == (1.99, 2.95, 5.00)
-    assert h100.mtbf_h == pytest.approx(16_384 * 54 * 24 / 419, rel=1e-4)
+    assert h100.mtbf_h is None, "how often it fails, the catalogue of failures says"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_file_of_the_same_keys_adds_a_device(tmp_path):
     ("old", "new", "message"),
     [
         ("power_w = 700", "powr_w = 700", r"powr_w = 700: unknown key; did you mean power_w"),
-        ("mtbf_h = 50_677", "mtbf_h = 0", r"mtbf_h = 0: must be a finite number above 0"),
+        ("power_w = 700", "mtbf_h = 0", r"mtbf_h = 0: must be a finite number above 0"),
         ("fp8 = 1.979e15", "fp7 = 1.979e15", r"peak_flops_per_s.fp7 = 1979000000000000.0: unknown key; did you mean"),
         ("price_usd_per_h = 2.95", "price_usd_per_h = 9.0", r"price_usd_per_h needs all three"),
         ("bf16 = 989e12", "bf16 = 989", r"peak_flops_per_s\.bf16 = 989 lies outside of .* Give FLOP/s"),

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ CONNECT_S, ANSWER_S = 5, 30
 """Time that one request waits for a connection, and for its answer. The caller tries again."""
 
 CHUNK_BYTES = 2**20
+PART_BYTES = 16 * 2**20
+"""Bytes of an object that are sent at once while it is written part by part: a store takes 10,000 parts."""
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/(?=[^/])")
@@ -138,6 +141,26 @@ class Store:
             self._raise_unless_absent(problem)
             raise StoreUnreachable(words(problem)) from None
 
+    @contextmanager
+    def writer(self, name: str) -> Iterator[Any]:
+        """Write an object part by part, whatever its length; after an error in the block there is none."""
+        from obstore import open_writer
+
+        try:
+            writer = open_writer(self._store, name, buffer_size=PART_BYTES)
+            yield _Parts(writer)
+            writer.close()
+        except Exception as problem:
+            self._raise_unless_absent(problem)
+            raise StoreUnreachable(words(problem)) from None
+
+    def delete(self, names: list[str]) -> None:
+        """Delete these objects; those that are missing count as deleted."""
+        try:
+            self._store.delete(names)
+        except Exception as problem:
+            self._raise_unless_absent(problem)
+
     def sizes(self) -> dict[str, int] | None:
         """Return the objects of the folder and their lengths; None if the store keeps no list (http)."""
         from obstore.exceptions import NotSupportedError
@@ -179,6 +202,17 @@ class Store:
         if isinstance(problem, exceptions.NotFoundError | FileNotFoundError):
             return
         raise StoreUnreachable(words(problem)) from None
+
+
+class _Parts:
+    """Passes what is written on in parts that the library can hold."""
+
+    def __init__(self, writer: Any):
+        self._writer = writer
+
+    def write(self, data: memoryview | bytes) -> None:
+        for start in range(0, len(data), PART_BYTES):
+            self._writer.write(bytes(data[start : start + PART_BYTES]))
 
 
 def _beginning(found: Any, most_bytes: int) -> bytes:

@@ -1,9 +1,9 @@
 """The costs of a whole run: the failures in it, time, device-hours, money, energy and CO2, each with its interval.
 
-Failures of n devices with a mean time between failures of M_device each come at random, one every M = M_device / n. The
-run saves every tau seconds of work and stands still for delta; a save is safe w seconds after it began. After a failure
-it takes R until steps run again, and the work since the newest safe save is repeated. The productive share of the time
-(the effective training time ratio, ETTR) is then
+Failures of n devices with a mean time between failures of M_device each (`plan.cost.reliability`) come at random, one
+every M = M_device / n. The run saves every tau seconds of work and stands still for delta; a save is safe w seconds
+after it began. After a failure it takes R until steps run again, and the work since the newest safe save is repeated.
+The productive share of the time (the effective training time ratio, ETTR) is then
 
     tau / (M e^((R+w-delta)/M) (e^((tau+delta)/M) - 1))
 
@@ -17,18 +17,14 @@ All functions take numbers or NumPy arrays, one number for each plan."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lgamma, log
 
 import numpy as np
 
 from argosy.plan.cost.estimate import Estimate, propagate
+from argosy.plan.cost.reliability import device_hours_per_stop
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.workload import Numbers
 
-MTBF_SPREAD = 1.67
-"""Kokolis et al. 2024: 29.5 and 82.1 thousand GPU-hours in two clusters of A100 in one company."""
-MTBF_SPREAD_ASSUMED = 3.0
-"""Spread for devices whose rate nobody has published."""
 RESTART_S = Estimate(300.0, 600.0, 1200.0)
 """Time to detect the failure, replace the node, start processes and load: minutes (Kokolis et al. 2024 take 5)."""
 HOST_COPY_BYTES_PER_S = 10e9
@@ -57,8 +53,8 @@ class Goodput:
     mtbf_s: Estimate
     """Time between unexpected stops."""
     stops_per_day: Estimate
-    interval_s: Numbers
-    """Best working time between checkpoints, for the middle of mtbf_s."""
+    interval_s: Estimate
+    """Best working time between checkpoints; its middle, for that of mtbf_s, is what `effective` counts with."""
     copy_interval_s: Numbers
     """Working time between in-memory checkpoints."""
     overhead: Estimate
@@ -73,23 +69,28 @@ def goodput(
     devices: Numbers | None = None,
     restart_s: Estimate = RESTART_S,
     step_s: Numbers = 0.0,
+    mtbf: Estimate | None = None,
 ) -> Goodput:
     """Return the effect of failures on a job that saves as often as is best.
 
     devices: those of the cluster that the job uses; default: all. step_s: seconds of a step; checkpoints are at least
-    that far apart.
+    that far apart. mtbf: seconds between stops, if more is known of them than the catalogue says.
     """
-    mtbf = mtbf_s(cluster, devices)
-    interval_s = np.maximum(best_interval_s(saving.stall_s, mtbf.mid), np.maximum(saving.write_s, step_s))
+    mtbf = mtbf_s(cluster, devices) if mtbf is None else mtbf
+
+    def interval_s(mtbf_s: Numbers) -> Numbers:
+        return np.maximum(best_interval_s(saving.stall_s, mtbf_s), np.maximum(saving.write_s, step_s))
+
+    chosen_s = interval_s(mtbf.mid)
 
     def overhead(mtbf_s: Numbers, restart_s: Numbers) -> Numbers:
-        return 1 / effective_share(interval_s, saving, restart_s, mtbf_s) - 1
+        return 1 / effective_share(chosen_s, saving, restart_s, mtbf_s) - 1
 
     lost = propagate(overhead, mtbf, restart_s)
     return Goodput(
         mtbf_s=mtbf,
         stops_per_day=propagate(lambda m: 86_400 / m, mtbf),
-        interval_s=interval_s,
+        interval_s=Estimate(interval_s(mtbf.low), chosen_s, interval_s(mtbf.high)),
         copy_interval_s=np.maximum(memory_checkpoint_interval_s(saving.copy_s, mtbf.mid), step_s),
         overhead=lost,
         effective=propagate(lambda o: 1 / (1 + o), lost),
@@ -97,11 +98,10 @@ def goodput(
 
 
 def mtbf_s(cluster: Cluster, devices: Numbers | None = None) -> Estimate:
-    """Return the seconds between failures of a job on `devices` of the cluster, evenly of all kinds; default: all."""
-    stops_per_h = sum(group.devices / group.device.mtbf_h for group in cluster.groups)
-    spreads = [MTBF_SPREAD_ASSUMED if "mtbf_h" in g.device.assumed else MTBF_SPREAD for g in cluster.groups]
-    per_device_h = cluster.devices / stops_per_h
-    return Estimate.within(3600 * per_device_h / (cluster.devices if devices is None else devices), max(spreads))
+    """Return the seconds between stops of a job on `devices` of the cluster, evenly of all kinds; default: all."""
+    used = cluster.devices if devices is None else devices
+    hours = device_hours_per_stop(cluster, used)
+    return Estimate(*(3600 * each / used for each in (hours.low, hours.mid, hours.high)))
 
 
 def checkpoint_cost(
@@ -139,27 +139,6 @@ def effective_share(interval_s: Numbers, saving: CheckpointCost, restart_s: Numb
     # x / (e^x - 1), which is 1 at 0.
     undisturbed = np.divide(failures, np.expm1(failures), out=np.ones_like(failures), where=failures > 0)
     return (interval_s / cycle_s * undisturbed * np.exp(-rate * (restart_s + saving.write_s - saving.stall_s)))[()]
-
-
-def spare_nodes(cluster: Cluster, repair_h: float, confidence: float = 0.95) -> int:
-    """Return the spare nodes to hold beside those of the job, so that with this probability no node is missing.
-
-    Nodes in repair are Poisson-distributed with mean nodes x repair time / MTBF of a node, whatever the distribution of
-    repair times (Palm 1943, M/G/infinity). Every failure is assumed to break a node, so that the number is on the safe
-    side.
-
-    Raises: ValueError unless repair_h >= 0 and 0 < confidence < 1.
-    """
-    if repair_h < 0 or not 0 < confidence < 1:
-        raise ValueError(f"repair_h = {repair_h}, confidence = {confidence}: must be >= 0, and between 0 and 1")
-    mean = repair_h * sum(group.devices / group.device.mtbf_h for group in cluster.groups)
-    if mean == 0:
-        return 0
-    spares, at_most = 0, -mean  # log of the probability of no more than `spares`
-    while at_most < log(confidence):
-        spares += 1
-        at_most = np.logaddexp(at_most, spares * log(mean) - mean - lgamma(spares + 1))
-    return spares
 
 
 DRAW = Estimate(0.65, 0.76, 0.90)

@@ -84,13 +84,13 @@ class LocalShard:
 
 def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
     """Return the bytes of the state on global rank `rank` when gradients have been summed; exact, padding included."""
-    w = DTYPE_BYTES[plan.weights]
     parameters = gradients = optimizer = 0
     moments = moments_of(run)
     seen: set[str] = set()  # the first rank of a V-shaped pipeline has a tied embedding twice, and updates it once
     for stage in stages_on(plan, run, rank).values():
         for name, parameter in run_table(run, stage, plan.tp).items():
             cut = local_shard_of(parameter, plan, rank)
+            w = DTYPE_BYTES[weight_format(name, parameter, plan, run)]
             parameters += w * (cut.chunk if plan.zero == 3 else cut.numel)
             if not parameter.is_trained:
                 continue
@@ -98,6 +98,13 @@ def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
             optimizer += 0 if name in seen else moment_bytes(name, parameter.shape, cut.mine, run.optimizer, moments)
             seen.add(name)
     return StateBytes(parameters, gradients, optimizer)
+
+
+def weight_format(name: str, parameter: Parameter, plan: Plan, run: RunConfig) -> str:
+    """Return how a parameter is stored: as `plan.weights` says; the matrices beside an adapter in 16 bits, if they are
+    multiplied so: casting them once or each time gives the same numbers. A router is multiplied in fp32."""
+    is_base = run.lora.rank and not parameter.is_adapter and len(parameter.shape) > 1 and ".router." not in name
+    return "bf16" if is_base and plan.precision in ("bf16", "fp8") else plan.weights
 
 
 def _gradient_elements(cut: LocalShard, plan: Plan) -> int:

@@ -143,8 +143,9 @@ class Device(Section):
     """Upper end of the range."""
     price_date: str = ""
     """Date of those prices."""
-    mtbf_h: PositiveFloat
-    """Hours of one device between failures that stop a job, from any cause (its share of node and network included)."""
+    mtbf_h: PositiveFloat | None = None
+    """Hours of one device between failures that stop a job, from any cause (its share of node and network included), as
+    you know it; none: the catalogue of failures (`plan.cost.reliability`)."""
     never_run: bool = False
     """True if no run on it, ours or published, has ever been compared with predictions for it."""
     assumed: Names = ()
@@ -333,8 +334,6 @@ MATMUL_EFFICIENCY = 0.75
 to 0.95, and a median of 0.79."""
 LINK_GB_S, NIC_GB_S = 32.0, 3.125
 """PCIe 4.0 x16, and a share of an eighth in an adapter of 200 Gb/s, where nobody says."""
-MTBF_H = 29_538.0
-"""Hours of one A100 between failures of a job in RSC-1 (Kokolis et al. 2024)."""
 
 
 @dataclass(frozen=True)
@@ -390,8 +389,7 @@ class DataSheet:
             nic_bytes_per_s=(self.nic_gb_s or min(NIC_GB_S, link_gb_s)) * 1e9,
             nic_latency_s=8e-6,
             power_w=self.power_w,
-            mtbf_h=MTBF_H,
-            assumed=(*known, "link_latency_s", "nic_latency_s", "mtbf_h"),
+            assumed=(*known, "link_latency_s", "nic_latency_s"),
             source=f"its data sheet, as given to `argosy config device` on {date.today()}",
         )
 

@@ -8,7 +8,14 @@ from html import escape
 from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
 from argosy.plan.cost.heterogeneous import UnevenSplit
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
-from argosy.plan.report.report import REPAIR_H, PlanReport
+from argosy.plan.report.report import PlanReport
+from argosy.plan.report.stops import (
+    burn_in_in_words,
+    count_of_stops,
+    shown_stops,
+    spares_in_words,
+    stops_in_words,
+)
 from argosy.plan.report.terminal import HOLDERS, LEAST_SHOWN, headline, prices, search_line
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
@@ -51,7 +58,7 @@ def page(report: PlanReport) -> str:
     if report.pareto:
         sections += ["<h2>Step time against memory: no other plan is better in both</h2>" + _scatter(report)]
         sections += [_choices(report, report.pareto)]
-    sections += _outlooks(report)
+    sections += ["<h2>What stops the whole run</h2>" + _stops(report), *_outlooks(report)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(headline(report))}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -68,10 +75,14 @@ def _facts(report: PlanReport) -> str:
         ("whole run", f"{within(run.time_s, seconds)}; {within(run.device_hours, count)} device-hours"),
         (
             "failures",
-            f"one in {within(about.failures.mtbf_s, seconds)}; save every {seconds(about.failures.interval_s)}, "
-            f"in-memory checkpoint every {seconds(about.failures.copy_interval_s)}; "
-            f"{percent(about.failures.effective.mid)} of the time is productive; "
-            f"spare nodes to hold, if a repair takes {REPAIR_H:.0f} h: {about.spare_nodes}",
+            f"one in {within(about.failures.mtbf_s, seconds)}; {within(about.failures.effective, percent)} of the time "
+            f"is productive; {stops_in_words(about.reliability)}",
+        ),
+        (
+            "against them",
+            f"save every {within(about.failures.interval_s, seconds)}, in-memory checkpoint every "
+            f"{seconds(about.failures.copy_interval_s)}; {spares_in_words(about.reliability)}; "
+            f"{burn_in_in_words(about.reliability.burn_in)}",
         ),
     ]
     if run.money:
@@ -214,6 +225,15 @@ def _choices(report: PlanReport, choices: Sequence[Candidate]) -> str:
         row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         body.append(f'<tr><td class="text"><code>{_breakable(choice.plan)}</code></td>{row}</tr>')
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(body)}</table></div>'
+
+
+def _stops(report: PlanReport) -> str:
+    rows = "".join(
+        f'<tr><th class="text">{escape(each.called)}</th><td>{count_of_stops(each.expected)}</td>'
+        f"<td>{each.low:.0f} to {each.high:.0f}</td></tr>"
+        for each in shown_stops(report.explanation.reliability.components)
+    )
+    return f'<table><tr><th class="text">component</th><th>expected</th><th>nine times of ten</th></tr>{rows}</table>'
 
 
 def _outlooks(report: PlanReport) -> list[str]:

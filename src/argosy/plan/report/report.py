@@ -13,7 +13,7 @@ from argosy.config.optimizer import OPTIMIZERS
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.economy import Goodput, price_per_device_h, spare_nodes
+from argosy.plan.cost.economy import Goodput, price_per_device_h
 from argosy.plan.cost.estimate import GIB, Estimate, count, gib, percent, seconds, table_in_html
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
 from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, site_count, within_site
@@ -22,6 +22,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Objective, Plan, has_workers
 from argosy.plan.report.explain import Sensitivity, binding, sensitivities, sums_in_words, ways_to_agree
+from argosy.plan.report.stops import Reliability, reliability
 from argosy.plan.search.candidates import Candidate, WholeRunModel, rounder, row_of
 from argosy.plan.search.search import (
     OFFLOADS,
@@ -39,8 +40,6 @@ TOKENS_PER_PARAMETER = 20
 """Training tokens for each active parameter, by default (Hoffmann et al. 2022)."""
 FEWEST_HALVINGS = 10
 """Cost and energy may be least on fewer devices than there are: a half, a quarter, ...; so many halvings are tried."""
-REPAIR_H = 24.0
-"""Hours until a failed node is back; assumed."""
 IN_HOST_MEMORY = "With state in host memory"
 IN_8_BITS = 'With 8-bit optimizer state (optimizer.state = "int8" in the run file)'
 MOST_DOUBLINGS = 12
@@ -90,8 +89,8 @@ class Explanation:
     failures: Goodput
     sums: tuple[str, str] | None
     """How data-parallel ranks sum gradients, and what each sends, in words; None: there is one."""
-    spare_nodes: int
-    """Spare nodes to hold, so that none is missing in 95 of 100 cases if a repair takes `REPAIR_H`."""
+    reliability: Reliability
+    """What stops the run, and what to hold against it."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,7 @@ def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: b
         sensitivities=tuple(changes),
         failures=row_of(failures, 0),
         sums=sums_in_words(plan, costs.run),
-        spare_nodes=spare_nodes(economy.cluster, REPAIR_H),
+        reliability=reliability(economy.cluster, choice.devices, float(choice.run.device_hours.mid)),
     )
 
 

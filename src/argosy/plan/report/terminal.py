@@ -13,7 +13,8 @@ from rich.text import Text
 from argosy.errors import UserError
 from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
-from argosy.plan.report.report import REPAIR_H, PlanReport, PlanRequest, describe, plan_report
+from argosy.plan.report.report import PlanReport, PlanRequest, describe, plan_report
+from argosy.plan.report.stops import burn_in_in_words, spares_in_words, stops_in_words, stops_table
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 
@@ -130,9 +131,12 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
     facts.add_row(
         "failures",
         f"one in {within(failures.mtbf_s, seconds)}",
-        f"save every {seconds(failures.interval_s)}, in-memory checkpoint every {seconds(failures.copy_interval_s)}; "
-        f"{percent(failures.effective.mid)} of the time is productive; "
-        f"hold {about.spare_nodes} spare node{'s' * (about.spare_nodes != 1)}, if a repair takes {REPAIR_H:.0f} h",
+        f"{within(failures.effective, percent)} of the time is productive",
+    )
+    facts.add_row(
+        "against them",
+        f"save every {within(failures.interval_s, seconds)}, in memory every {seconds(failures.copy_interval_s)}",
+        spares_in_words(about.reliability),
     )
     yield facts
     yield Text("\nWhere a step's time goes, from the ideal on:")
@@ -147,6 +151,9 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
     yield table
     if idle := [change.what for change in about.sensitivities if abs(change.change) < LEAST_CHANGE]:
         yield Text(f"no change: {', '.join(idle)}", style="dim")
+    yield Text(f"\nWhat stops the whole run: {stops_in_words(about.reliability)}:")
+    yield stops_table(about.reliability.components)
+    yield Text(f"By the catalogue {burn_in_in_words(about.reliability.burn_in)}.", style="dim")
 
 
 def prices(report: PlanReport) -> str:

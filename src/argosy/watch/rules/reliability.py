@@ -1,125 +1,20 @@
-"""Failures: each stop of a run with its cost; rules about failures, checkpoints and goodput."""
+"""Rules about failures, checkpoints and goodput."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from argosy.plan.cost.economy import RESTART_S, CheckpointCost, best_interval_s, effective_share, mtbf_s
+from argosy.plan.cost.economy import RESTART_S, CheckpointCost, best_interval_s, effective_share
 from argosy.plan.cost.estimate import percent, seconds
+from argosy.plan.cost.reliability import node_rate_factor
 from argosy.watch.facts import Event, RunFacts
+from argosy.watch.rules.components import rates_of
+from argosy.watch.rules.outages import Outage, failures
 from argosy.watch.rules.planner import Advice, Planner, is_enough
 from argosy.watch.rules.ranks import node_of
-
-STOPS = ("worker_died", "killed", "break", "coordinator_lost", "signal")
-"""Events that a stop begins with."""
-SURPRISE = 0.01
-"""With so small a chance of as many failures at the catalogue's rate, the run's own rate is believed."""
-USUAL_SHAPE = 4.0
-"""The catalogue's rate is within a factor of two: published ones of one kind of device differ so much."""
-LEAST_FAILURES = 2
-"""One failure says too little about a rate: within 20 times, nine times of ten."""
-
-
-@dataclass(frozen=True)
-class Outage:
-    """A time in which the run did not train, or trained steps that were lost."""
-
-    began_s: float
-    """Seconds since 1970."""
-    stood_s: float
-    """Seconds until training went on, without those in which nobody ran it."""
-    steps_lost: int
-    """Steps that were made again."""
-    source: str
-    """Source of the state: live, memory, disk; empty if the run does not say."""
-    deaths: tuple[Event, ...]
-    """worker_died, oom_kill and killed, by time."""
-    migrated: bool = False
-    """True if the run left a node or a plan on purpose."""
-    stopped: bool = False
-    """True if somebody asked it to stop, or it ended in order and was continued."""
-
-    def cost_s(self, step_s: float) -> float:
-        """Return the seconds that it cost, if a step takes so long; NaN: nobody knows yet, after a new start."""
-        return self.stood_s + (self.steps_lost * step_s if step_s > 0 else 0.0)
-
-
-def outages(facts: RunFacts) -> list[Outage]:
-    """Return the stops between one start of training and the next, by time.
-
-    Of a stop without an event (all processes were killed at once) the time that it stood is not known: 0.
-    """
-    starts = facts.starts
-    return [
-        outage
-        for before, after in pairwise(starts)
-        if (outage := _between(facts, float(before["time_s"]), float(after["time_s"]))) is not None
-    ]
-
-
-def failures(facts: RunFacts) -> list[Outage]:
-    """Return the outages that nobody wanted."""
-    return [outage for outage in outages(facts) if not outage.migrated and not outage.stopped]
-
-
-@dataclass(frozen=True)
-class Rate:
-    """The rate of failures: a gamma distribution of this shape, over so many seconds."""
-
-    shape: float
-    exposure_s: float
-    is_measured: bool
-    """True if it is the run's own, and not the catalogue's."""
-
-    @property
-    def mtbf_s(self) -> float:
-        return self.exposure_s / self.shape
-
-
-def failure_rate(failed: int, wall_s: float, usual_s: float | None) -> Rate | None:
-    """Return the rate of failures of a run that had `failed` ones in `wall_s`; None if nobody knows.
-
-    usual_s: seconds between failures by the catalogue, if it knows the devices. That holds unless so many failures
-    would be a surprise (Poisson); hardware is not the only cause of failures.
-    """
-    is_surprise = usual_s is None or chance_of(failed, wall_s / usual_s) < SURPRISE
-    if failed >= LEAST_FAILURES and is_surprise:
-        return Rate(float(failed), wall_s, True)
-    return None if usual_s is None else Rate(USUAL_SHAPE, USUAL_SHAPE * usual_s, False)
-
-
-def chance_of(least: int, mean: float) -> float:
-    """Return the chance of at least so many events of a Poisson distribution."""
-    below = sum(math.exp(-mean + n * math.log(mean) - math.lgamma(n + 1)) for n in range(least)) if mean > 0 else 1.0
-    return max(0.0, 1 - below)
-
-
-def _between(facts: RunFacts, first_s: float, last_s: float) -> Outage | None:
-    stops = _within(facts.of(*STOPS), first_s, last_s)
-    deaths = tuple(_within(facts.of("worker_died", "oom_kill", "killed"), first_s, last_s))
-    deaths = tuple(death for death in deaths if death.get("exit_code", -1) != 0)
-    recovered = [*_within(facts.of("recovered"), first_s, last_s)][-1:]
-    began_s = float(stops[0]["time_s"]) if stops else last_s
-    return Outage(
-        began_s=began_s,
-        stood_s=facts.running_s(began_s, last_s),
-        steps_lost=int(recovered[0].get("steps_lost") or 0) if recovered else 0,
-        source=str(recovered[0].get("source", "")) if recovered else "",
-        deaths=deaths,
-        migrated=bool(_within(facts.of("migrated", "rewind"), first_s, last_s)),
-        stopped=any(stop["event"] == "signal" for stop in stops) or bool(_within(facts.of("end"), first_s, last_s)),
-    )
-
-
-def _within(events: Sequence[Event], first_s: float, last_s: float) -> list[Event]:
-    return [event for event in events if first_s < float(event["time_s"]) <= last_s]
-
 
 AGAIN = 2
 """A node on which so many processes died is in doubt."""
@@ -151,7 +46,7 @@ def lost_ranks(facts: RunFacts, planner: Planner) -> Advice | None:
         "warning" if again or (share or 0) > WORTH_SHARE or len(struck) > 1 else "info",
         f"Rank{'s' if len(ranks) > 1 else ''} {named or '?'} died",
         f"{'; '.join(_told(facts, death) for death in deaths[-3:])}. {_cost(struck, cost_s, lost)}",
-        _after_deaths(deaths, again),
+        _after_deaths(deaths, again, len(struck), planner),
         f"{seconds(cost_s)} so far" if share is not None and share > WORTH_SHARE else "",
         share if again else None,
         facts={"ranks": ranks, "nodes": dict(nodes), "cost_s": cost_s, "steps_lost": lost, "stops": len(struck)},
@@ -301,21 +196,16 @@ def _interval(facts: RunFacts, planner: Planner) -> _Interval | None:
     now_s = float(np.median(np.diff(times)))
     stall_s = max(facts.mean_s("checkpoint", slice(0, len(facts))) * len(facts) / len(saves), 1e-3)
     found = [outage for outage in failures(facts) if outage.source not in ("live", "memory")]
-    rate = _rate(facts, planner, len(found))
-    if rate is None or now_s <= 0:
+    rates = rates_of(facts, planner, found)
+    if rates is None or facts.plan is None or now_s <= 0:
         return None
+    mtbf_s = float(rates.mtbf_s(facts.plan.world_size).mid)
     write_s = float(np.median([float(save.get("seconds") or 0.0) for save in saves]))
-    best_s = max(float(best_interval_s(stall_s, rate.mtbf_s)), write_s, facts.step_s)
+    best_s = max(float(best_interval_s(stall_s, mtbf_s)), write_s, facts.step_s)
     restart_s = float(np.median([outage.stood_s for outage in found])) if found else float(RESTART_S.mid)
     cost = CheckpointCost(stall_s, max(write_s, stall_s))
-    best, now = (float(effective_share(each, cost, restart_s, rate.mtbf_s)) for each in (best_s, now_s))
-    return _Interval(now_s, best_s, stall_s, rate.mtbf_s, rate.is_measured, len(found), best - now)
-
-
-def _rate(facts: RunFacts, planner: Planner, failed: int) -> Rate | None:
-    machine, plan = planner.machine, facts.plan
-    usual_s = None if machine is None or plan is None else float(mtbf_s(machine, plan.world_size).mid)
-    return failure_rate(failed, facts.wall_s, usual_s)
+    best, now = (float(effective_share(each, cost, restart_s, mtbf_s)) for each in (best_s, now_s))
+    return _Interval(now_s, best_s, stall_s, mtbf_s, rates.is_own, len(found), best - now)
 
 
 def _saves(facts: RunFacts) -> list[Event]:
@@ -354,11 +244,14 @@ def _cost(struck: list[Outage], cost_s: float, lost: int) -> str:
     return f"{stops} cost {seconds(cost_s)}{again}."
 
 
-def _after_deaths(deaths: list[Event], again: list[tuple[str, int]]) -> str:
+def _after_deaths(deaths: list[Event], again: list[tuple[str, int]], stops: int, planner: Planner) -> str:
     if again:
         node, times = again[0]
+        many = max(2, planner.machine.nodes) if planner.machine is not None else 2
+        factor = node_rate_factor(times, stops / many)
         return (
-            f"{node} lost {times} processes: check it (`argosy probe` there); start the run without it if it goes on."
+            f"{node} lost {times} processes: check it (`argosy probe` there); start the run without it if it goes on. "
+            f"By published fleets such a node stops {factor:.2g} times as often as the mean one."
         )
     if any(death.get("event") == "oom_kill" for death in deaths):
         return "The kernel killed a process for want of memory: use fewer processes on that machine, or one with more."

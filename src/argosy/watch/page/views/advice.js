@@ -28,6 +28,7 @@ function create(root, page) {
               "No advice: nothing that Argosy knows of would make this run clearly better.",
               "Rules look at stragglers, waits, data, memory, checkpoints, number formats and the planner’s other plans.",
             ),
+        stopsCard(answer.stops),
       ),
     );
   }
@@ -95,6 +96,34 @@ function alertRow(each) {
     h("span", { class: "muted" }, each.step === undefined || each.step === null ? "" : `step ${grouped(each.step)}`),
   );
 }
+
+/** What stopped the run, by component, beside what the catalogue of failures expects. */
+function stopsCard(stops) {
+  if (!stops) return null;
+  const row = (each) =>
+    h(
+      "tr",
+      {},
+      h("td", {}, each.called),
+      h("td", { class: "number" }, stopCount(each.expected)),
+      h("td", { class: "number" }, `${each.low} to ${each.high}`),
+      h("td", { class: `number ${each.seen > each.high ? "bad" : ""}` }, grouped(each.seen ?? 0)),
+    );
+  return card(
+    "What stopped it",
+    stops.components.length
+      ? h(
+          "table",
+          { class: "stops" },
+          h("thead", {}, h("tr", {}, ["component", "expected", "nine times of ten", "seen"].map((name) => h("th", {}, name)))),
+          h("tbody", {}, stops.components.map(row)),
+        )
+      : null,
+    h("p", { class: "muted" }, stops.words),
+  );
+}
+
+const stopCount = (value) => (value >= 10 ? grouped(Math.round(value)) : Number(value).toPrecision(2));
 
 function forecastCard(forecast, run) {
   const [low, middle, high] = interval(forecast?.end_s);

@@ -1,0 +1,109 @@
+"""A model's weights in and out of checkpoints tensor by tensor, so that no more of a model is in memory than of one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from argosy.checkpoint import fence, store
+from argosy.checkpoint.boxes import Box, Misfit, cover
+from argosy.checkpoint.checksums import FileSum, shard_name
+from argosy.checkpoint.load import Held, check_all_there
+from argosy.checkpoint.manifest import CheckpointManifest
+from argosy.checkpoint.store import Checkpoint
+from argosy.files import make_folder, sync
+from argosy.models.lazy_weights import LazyWeights
+from argosy.models.tensor_file import TensorToWrite, write_tensors
+
+MODEL = "model."
+"""How the names of weights begin in checkpoints."""
+FILE_BYTES = 4 * 10**9
+"""About how many bytes go into one file of a checkpoint that is written here."""
+
+
+class CheckpointWeights(LazyWeights):
+    """The weights in the open files of a checkpoint, by their names in the model."""
+
+    def __init__(self, checkpoint: Checkpoint, held: Held, shapes: Mapping[str, tuple[int, ...]]):
+        """Raises: UserError if one is missing, or has another shape."""
+        super().__init__(shapes)
+        self._held = held
+        wholes = [self._wanted(name, (0,) * len(shape), shape) for name, shape in shapes.items()]
+        check_all_there(wholes, checkpoint, held)
+
+    def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """See `LazyWeights`."""
+        box = self._wanted(name, offset, shape)
+        way = cover(box, self._held[box.name])
+        assert not isinstance(way, Misfit)
+        if len(way) == 1:
+            file, source, part = way[0]
+            return file.read(source, part)
+        out = torch.empty(tuple(shape), dtype=self.dtype(name))
+        for file, source, part in way:
+            out[part.within(box)] = file.read(source, part)
+        return out
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `LazyWeights`."""
+        dtype: torch.dtype = getattr(torch, self._held[MODEL + name][0][1].dtype)
+        return dtype
+
+    def _wanted(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Box:
+        return Box(MODEL + name, "", self.shape(name), tuple(offset), tuple(shape))
+
+
+def write_weights(run_dir: Path, manifest: CheckpointManifest, weights: LazyWeights) -> Checkpoint:
+    """Write a checkpoint of weights alone, in the dtypes that they are stored in, and commit it. Raises: OSError."""
+    partial_folder = fence.partial_folder(run_dir, manifest.step, manifest.generation)
+    make_folder(partial_folder.parent)
+    partial_folder.mkdir()
+    files: dict[str, FileSum] = {}
+    try:
+        for names in _by_file(weights):
+            tensors = {MODEL + name: _to_write(weights, name) for name in names}
+            file = shard_name(len(files))
+            with (partial_folder / file).open("xb") as opened:
+                sink = _Summed(opened)
+                write_tensors(sink, tensors, {"step": str(manifest.step)})
+                sync(opened)
+            files[file] = FileSum(sink.bytes, sink.digest.hexdigest())
+        return store.commit(partial_folder, replace(manifest, files=files))
+    finally:
+        store.discard(partial_folder)
+
+
+def _to_write(weights: LazyWeights, name: str) -> TensorToWrite:
+    return TensorToWrite(weights.shape(name), weights.dtype(name), partial(weights.in_parts, name))
+
+
+def _by_file(weights: LazyWeights) -> list[list[str]]:
+    files: list[list[str]] = [[]]
+    room = FILE_BYTES
+    for name in weights:
+        size = _to_write(weights, name).bytes
+        if size > room and files[-1]:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(name)
+        room -= size
+    return files
+
+
+class _Summed:
+    """Passes what is written on to a file, and sums it up."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.bytes, self.digest = file, 0, hashlib.sha256()
+
+    def write(self, data: memoryview | bytes) -> None:
+        self.digest.update(data)
+        self._file.write(data)
+        self.bytes += len(data)

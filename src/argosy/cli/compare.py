@@ -1,0 +1,57 @@
+"""Compare two runs: the settings that differ, and the losses at equal tokens, time and cost.
+
+For a page with the curves of any number of runs side by side: argosy watch FOLDER.
+
+Examples:
+  argosy compare runs/a runs/b             a table
+  argosy compare runs/a runs/b --plot      and charts, in the terminal
+  argosy compare runs/a runs/b --json      for a program
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from argosy.cli.options import parse
+from argosy.errors import ArgosyWarning
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy compare`."""
+
+    a: Annotated[Path, tyro.conf.Positional]
+    """A run's folder."""
+    b: Annotated[Path, tyro.conf.Positional]
+    """Another one's."""
+    plot: bool = False
+    """Draw the losses too."""
+    json: bool = False
+    """Print JSON; `argosy config schema --of compare` has its schema."""
+
+
+def main(argv: list[str]) -> None:
+    options = parse(argv, "argosy compare", Options)
+    from rich.console import Console
+
+    from argosy.compare.side_by_side import charts, compare, in_text
+    from argosy.observe.terminal import printable
+    from argosy.watch.reader import RunReader
+
+    warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
+    a, b = RunReader(options.a), RunReader(options.b)
+    for reader in (a, b):
+        reader.refresh()
+    found = compare(a, b)
+    if options.json:
+        print(found.model_dump_json())
+        return
+    for line in in_text(found):
+        print(printable(line))
+    for row in charts(a, b, found) if options.plot else ():
+        Console(highlight=False).print(row)

@@ -1,0 +1,276 @@
+"""A model's folder, on this machine, in an object store or on Hugging Face's hub: its files, read range by range."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from argosy.credentials import REMEDY, has_credentials
+from argosy.data.stores.store import ATTEMPTS, PAUSE_S, Store, StoreUnreachable, is_url
+from argosy.errors import RunFailed, StorageError, UserError
+from argosy.files import COPY_BYTES, RegularFile, commit_folder, read_at_most, sync
+
+HUB = "hf://"
+_NAME = re.compile(r"[^/]+/[^/]+")
+
+Answer = TypeVar("Answer")
+
+
+class ModelFolder:
+    """A folder of this machine; the base of those elsewhere."""
+
+    def __init__(self, path: Path):
+        self.name = str(path)
+        """The folder as messages name it."""
+        self._path = path
+        self._files: dict[str, RegularFile] = {}
+
+    def where(self, name: str) -> str:
+        """Return a file's whole name."""
+        return f"{self.name}/{name}"
+
+    def names(self) -> list[str]:
+        """Return the files of the folder. Raises: UserError."""
+        try:
+            return sorted(path.name for path in self._path.iterdir() if path.is_file())
+        except OSError:
+            return []
+
+    def size(self, name: str) -> int | None:
+        """Return a file's length in bytes; None if there is no such file. Raises: UserError."""
+        path = self._path / name
+        return path.stat().st_size if path.is_file() else None
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with a file's bytes from `start` on, which must be there. Raises: StorageError."""
+        try:
+            if name not in self._files:
+                self._files[name] = RegularFile(self._path / name)
+            self._files[name].read_into(start, buffer)
+        except OSError as problem:
+            raise StorageError(f"{self.where(name)} cannot be read ({problem}). Get it again.") from None
+
+    def content(self, name: str, most_bytes: int) -> bytes:
+        """Return a small file whole. Raises: UserError if it is missing or longer than `most_bytes`."""
+        size = self.size(name)
+        if size is None:
+            raise UserError(f"{self.where(name)} is not there. Get the whole folder.")
+        if size > most_bytes:
+            raise UserError(f"{self.where(name)} has more than {most_bytes >> 20} MiB: it is not what its name says.")
+        data = bytearray(size)
+        self.read_into(name, 0, memoryview(data))
+        return bytes(data)
+
+
+class ModelInStore(ModelFolder):
+    """A folder of an object store."""
+
+    def __init__(self, url: str, named: str):
+        """named: what stands before the URL in messages. Raises: UserError."""
+        self._store, self.name = Store(url, named), f"{named}{url}".rstrip("/")
+        self._sizes: Mapping[str, int] | None = None
+
+    def names(self) -> list[str]:
+        """See `ModelFolder`."""
+        return sorted(name for name in self._known() if "/" not in name)
+
+    def size(self, name: str) -> int | None:
+        """See `ModelFolder`."""
+        return self._known().get(name)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """See `ModelFolder`."""
+        for done in range(0, len(buffer), COPY_BYTES):
+            some = buffer[done : done + COPY_BYTES]
+            first = start + done
+            try:
+                some[:] = _patiently(self.where(name), self._store.get_range, name, first, first + len(some))
+            except FileNotFoundError as problem:
+                raise StorageError(f"{problem}. Copy the model there again.") from None
+
+    def _known(self) -> Mapping[str, int]:
+        if self._sizes is None:
+            sizes = _patiently(self.name, self._store.sizes)
+            if sizes is None:
+                raise UserError(f"{self.name}: the server keeps no list of its files. Give s3://, gs:// or az://.")
+            self._sizes = sizes
+        return self._sizes
+
+
+class ModelOnHub(ModelFolder):
+    """A model of Hugging Face's hub: hf://OWNER/NAME, with @REVISION if not the newest."""
+
+    def __init__(self, url: str, named: str):
+        """named: what stands before the URL in messages. Raises: UserError."""
+        self.name, self._named = f"{named}{url}".rstrip("/"), named
+        self._repository = url.removeprefix(HUB).strip("/")
+        if not _NAME.fullmatch(self._repository):
+            raise UserError(f"{self.name}: no model. Give hf://OWNER/NAME, or hf://OWNER/NAME@REVISION.")
+        try:
+            from huggingface_hub import HfFileSystem
+        except ImportError:
+            raise UserError(
+                f"{self.name}: needs the package huggingface_hub. pip install 'argosy[hub]', or copy the folder here."
+            ) from None
+        self._hub: Any = HfFileSystem()
+        self._sizes: dict[str, int] | None = None
+
+    def names(self) -> list[str]:
+        """See `ModelFolder`."""
+        return sorted(self._known())
+
+    def size(self, name: str) -> int | None:
+        """See `ModelFolder`."""
+        return self._known().get(name)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """See `ModelFolder`."""
+        for done in range(0, len(buffer), COPY_BYTES):
+            some = buffer[done : done + COPY_BYTES]
+            some[:] = _patiently(self.where(name), self._ask, name, start + done, len(some))
+
+    def _ask(self, name: str, first: int, count: int) -> bytes:
+        try:
+            data = self._hub.cat_file(f"{self._repository}/{name}", start=first, end=first + count)
+        except Exception as problem:  # the library's, httpx's, and the system's
+            raise StoreUnreachable(str(problem).partition("\n")[0]) from None
+        if len(data) != count:
+            raise StoreUnreachable(f"gave {len(data)} of {count} bytes")
+        return bytes(data)
+
+    def _known(self) -> dict[str, int]:
+        if self._sizes is None:
+            try:
+                found = self._hub.ls(self._repository, detail=True)
+            except Exception as problem:  # no such model, no right to it, no network
+                why = str(problem).partition("\n")[0] or "there is no such model"
+                raise UserError(
+                    f"{self.name}: cannot be read ({why}). Check the name, your rights there (hf auth login) and the "
+                    "network."
+                ) from None
+            files = (entry for entry in found if entry["type"] == "file")
+            self._sizes = {str(entry["name"]).rpartition("/")[2]: int(entry["size"]) for entry in files}
+        return self._sizes
+
+
+def model_folder(place: str | Path, named: str = "") -> ModelFolder:
+    """Return the model's folder at a path or URL. named: what stands before a URL in messages. Raises: UserError."""
+    text = str(place)
+    if has_credentials(text):
+        raise UserError(f"{named}{text}: {REMEDY}.")
+    if text.startswith(HUB):
+        return ModelOnHub(text, named)
+    return ModelInStore(text, named) if is_url(text) else ModelFolder(Path(place))
+
+
+def _patiently(where: str, ask: Callable[..., Answer], *arguments: Any) -> Answer:
+    """Return the answer of a store, which is asked again if it cannot give it now. Raises: RunFailed, as `ask`."""
+    for attempt in range(ATTEMPTS):
+        try:
+            return ask(*arguments)
+        except StoreUnreachable as away:
+            problem = str(away)
+            time.sleep(PAUSE_S if attempt + 1 < ATTEMPTS else 0)
+    raise RunFailed(f"{where}: cannot be reached ({problem}). The same command may succeed later.")
+
+
+class ByteSink(Protocol):
+    """Takes the bytes of a file, in order."""
+
+    def write(self, data: memoryview | bytes, /) -> object: ...
+
+
+class Destination(Protocol):
+    """A folder that is being written: it is there once the last file is, or nothing is."""
+
+    def file(self, name: str) -> AbstractContextManager[ByteSink]:
+        """Open a new file."""
+        ...
+
+
+@contextmanager
+def new_folder(place: str | Path, last: Sequence[str] = ()) -> Iterator[Destination]:
+    """Make a folder, here or in a store, out of the files that the block writes; after an error nothing is left.
+
+    last: of files in a store, those without which nobody takes the folder for one. They are to be written last.
+
+    Raises: UserError if it exists already, or cannot be a folder; StorageError if it cannot be written.
+    """
+    if str(place).startswith(HUB):
+        raise UserError(
+            f"{place}: nothing is written to the hub. Give a folder here, then: hf upload OWNER/NAME FOLDER"
+        )
+    make = _new_in_store(str(place)) if is_url(place) else _new_here(Path(place))
+    with make as destination:
+        yield destination
+
+
+class _Here:
+    def __init__(self, partial: Path):
+        self._partial = partial
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[ByteSink]:
+        with (self._partial / name).open("xb") as file:
+            yield file
+            sync(file)
+
+
+@contextmanager
+def _new_here(folder: Path) -> Iterator[_Here]:
+    if folder.exists():
+        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
+    partial = folder.absolute().with_name(f".{folder.name}.partial")  # a sibling: the rename stays on one file system
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield _Here(partial)
+        commit_folder(partial, folder)
+    except OSError as problem:
+        raise StorageError(
+            f"{folder} could not be written ({problem}). Free some space or get the right to write there, or choose "
+            "another folder."
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class _InStore:
+    def __init__(self, store: Store):
+        self._store, self.written = store, list[str]()
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[ByteSink]:
+        self.written.append(name)
+        with self._store.writer(name) as sink:
+            yield sink
+
+
+@contextmanager
+def _new_in_store(url: str) -> Iterator[_InStore]:
+    store = Store(url, "")
+    if there := _patiently(url, store.sizes):
+        raise UserError(f"{url} exists already, with {min(there)}. Choose another folder, or remove it first.")
+    destination = _InStore(store)
+    try:
+        yield destination
+    except BaseException as problem:
+        with suppress(Exception):
+            store.delete(destination.written)
+        if isinstance(problem, StoreUnreachable):
+            raise StorageError(f"{url} could not be written ({problem}). Run the same command again.") from None
+        raise
+
+
+def read_beside(place: str | Path, names: Sequence[str], most_bytes: int, named: str = "") -> dict[str, bytes]:
+    """Return those of `names` that are files of the folder at `place`, as they are. Raises: UserError, OSError."""
+    if not is_url(place):
+        folder = Path(place)
+        return {name: read_at_most(folder / name, most_bytes) for name in names if (folder / name).is_file()}
+    there = model_folder(place, named)
+    return {name: there.content(name, most_bytes) for name in names if there.size(name) is not None}

@@ -1,0 +1,98 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021; DoRA, Liu et al. 2024): beside the frozen weights of linear layers and of
+experts, by the table of parameters (`plan.parameters.adapter_table`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from argosy.config.lora import LoraConfig
+from argosy.models.layers import local
+from argosy.plan.parameters import Table, adapter_of, inside
+
+# M inputs, N outputs, r rank; experts have one more dim in front
+
+PARTS = ("a", "b", "magnitude")
+"""The parts of an adapter, by their names in the table: inner and outer matrix, and what only DoRA has."""
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Inputs and a weight -> outputs: `F.linear`, or of each expert its own rows."""
+Spread = Callable[[Tensor], Tensor]
+"""Numbers of each output [N], or of each expert's [e, N] -> what the rows are multiplied by."""
+
+
+def itself(x: Tensor) -> Tensor:
+    return x
+
+
+class LowRank(nn.Module):
+    """The adapter of one weight: W x + scale B A x, with DoRA times the lengths that it has trained.
+
+    DoRA's output is W' x (m / |W'|) with W' = W + scale B A, by output; |W'| counts as a constant in backward (Liu et
+    al. 2024, section 4.3). The table's `magnitude` is m - |W|.
+    """
+
+    sum_squares: Callable[[Tensor], Tensor] | None = None
+    """Sums over ranks. Tensor parallelism sets it where each rank has some of the inputs."""
+
+    def __init__(self, table: Table, scale: float):
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(table["a"].shape))
+        self.b = nn.Parameter(torch.empty(table["b"].shape))
+        self.magnitude = nn.Parameter(torch.empty(table["magnitude"].shape)) if "magnitude" in table else None
+        self.scale = scale
+
+    def forward(self, x: Tensor, weight: Tensor, product: Product = F.linear, each: Spread = itself) -> Tensor:
+        """Return what the layer computes, without a bias; `weight` is this rank's part. Of experts, `each` gives every
+        row what its expert has."""
+        a, b = local(self.a), local(self.b)
+        y = product(x, weight) + product(product(x, a.to(x.dtype)), b.to(x.dtype)) * self.scale
+        if self.magnitude is None:
+            return y
+        with torch.no_grad():
+            length, begun = lengths(weight, a, b, self.scale, self.sum_squares)
+        growth = (begun + local(self.magnitude).float()) / length
+        return y * each(growth.to(x.dtype))
+
+
+def lengths(
+    weight: Tensor, a: Tensor, b: Tensor, scale: float, sum_squares: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the lengths of the rows of W + scale B A, and of W; fp32 [N], without making the sum.
+
+    |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b: two narrow products in place of a matrix as large as W.
+    """
+    w, a, b = weight.float(), a.float(), b.float()
+    squares = w.square().sum(-1)
+    crossed = ((w @ a.mT) * b).sum(-1)
+    added = ((b @ (a @ a.mT)) * b).sum(-1)
+    both = torch.stack((squares + 2 * scale * crossed + scale**2 * added, squares))
+    if sum_squares is not None:
+        both = sum_squares(both)
+    grown, begun = both.sqrt().unbind()
+    return grown, begun
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
+    """Return the weight that computes the same without the adapter, in the weight's dtype: W + scale B A, and with
+    DoRA's `magnitude` (m - |W|) each row as long as m."""
+    wide = weight.float()
+    whole = wide + scale * (b.float() @ a.float())
+    if magnitude is not None:
+        grown = (wide.norm(dim=-1) + magnitude.float()) / whole.norm(dim=-1)
+        whole = whole * grown.unsqueeze(-1)
+    return whole.to(weight.dtype)
+
+
+def add_adapters(model: nn.Module, table: Table, lora: LoraConfig) -> None:
+    """Give the weights of `model` (on the meta device) the adapters that `table` has of them, in place."""
+    for name in table:
+        adapter = adapter_of(name)
+        if f"{adapter}.a" not in table:
+            continue
+        owner, _, last = adapter.rpartition(".")
+        with torch.device("meta"):
+            model.get_submodule(owner).add_module(last, LowRank(inside(table, adapter), lora.scale))

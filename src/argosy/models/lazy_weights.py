@@ -1,0 +1,132 @@
+"""A model's weights by our names, of which no more is in memory than is asked for: those of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from argosy.models.hf_names import Conversion
+from argosy.models.quantised import Stored
+from argosy.models.tensor_file import DTYPES
+
+PART_BYTES = 256 * 2**20
+"""About how much of a large tensor is read at once, where its rows can be read by themselves."""
+
+
+class LazyWeights(Mapping[str, Tensor]):
+    """Weights by our names, which are read when they are asked for, whole or in part."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
+        self._shapes = shapes
+
+    def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the box of a weight that begins at `offset`, on the CPU, in its stored dtype."""
+        raise NotImplementedError
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a weight is stored in."""
+        raise NotImplementedError
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a weight's shape."""
+        return self._shapes[name]
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """Return rows of a weight, of its first dim."""
+        shape = self.shape(name)
+        return self.part(name, (first, *(0 for _ in shape[1:])), (count, *shape[1:]))
+
+    def in_parts(self, name: str) -> Iterator[Tensor]:
+        """Yield a weight's rows in order, some at a time."""
+        shape = self.shape(name)
+        row_bytes = torch.empty(shape[1:], device="meta").numel() * self.dtype(name).itemsize
+        at_once = max(1, PART_BYTES // max(1, row_bytes)) if shape and self.has_rows(name) else shape[0] if shape else 1
+        if not shape or at_once >= shape[0]:
+            yield self[name]
+            return
+        for first in range(0, shape[0], at_once):
+            yield self.rows(name, first, min(at_once, shape[0] - first))
+
+    def has_rows(self, name: str) -> bool:
+        """Return True if reading some rows of a weight costs no more than these."""
+        return True
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self.shape(name)
+        return self.part(name, (0,) * len(shape), shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+
+class HeldWeights(LazyWeights):
+    """Weights that are in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        super().__init__({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        self._tensors = tensors
+
+    def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """See `LazyWeights`."""
+        return _box(self._tensors[name].detach(), offset, shape).cpu()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `LazyWeights`."""
+        return self._tensors[name].dtype
+
+
+class FolderWeights(LazyWeights):
+    """Those of a Hugging Face folder. What was fused with a weight is kept until something else is asked for."""
+
+    def __init__(
+        self, pieces: Sequence[Conversion], stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
+    ):
+        super().__init__(shapes)
+        self._pieces = {name: piece for piece in pieces for name in piece.ours}
+        self._stored = stored
+        self._last: tuple[Conversion, dict[str, Tensor]] | None = None
+
+    def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """See `LazyWeights`."""
+        piece = self._pieces[name]
+        if not offset:
+            return self._together(piece, name)
+        first, count = offset[0], shape[0]
+        if piece.rows == "together":
+            return _box(self._together(piece, name), offset, shape)
+        if piece.rows == "alone":
+            ours = piece.to_ours([self._stored[piece.theirs[0]].read(first, count)])
+            return _box(ours[piece.ours.index(name)], (0, *offset[1:]), shape)
+        out = torch.empty(tuple(shape), dtype=self.dtype(name))
+        for row, theirs in zip(out, piece.theirs[first : first + count], strict=True):
+            row.copy_(_box(self._stored[theirs].read(offset[1], shape[1]), (0, *offset[2:]), shape[1:]))
+        return out
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `LazyWeights`."""
+        return DTYPES[self._stored[self._pieces[name].theirs[0]].code]
+
+    def has_rows(self, name: str) -> bool:
+        """See `LazyWeights`."""
+        return self._pieces[name].rows != "together"
+
+    def _together(self, piece: Conversion, name: str) -> Tensor:
+        if self._last is None or self._last[0] is not piece:
+            self._last = None  # before the next is read: only one is in memory
+            ours = piece.to_ours([self._stored[theirs].read() for theirs in piece.theirs])
+            self._last = piece, dict(zip(piece.ours, ours, strict=True))
+        tensor = self._last[1].pop(name, None)
+        if not self._last[1]:
+            self._last = None
+        return self._together(piece, name) if tensor is None else tensor
+
+
+def _box(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole

@@ -1,0 +1,308 @@
+"""Adapters in the format of PEFT, as transformers and vLLM load them: adapter_config.json, adapter_model.safetensors.
+
+Modules have the names of the family's class in transformers; experts that it keeps in a list, or kept in one before
+transformers 5, have a matrix each. What that class fuses (queries, keys and values, say) gets one adapter whose outer
+matrix is block-diagonal: its rank is the sum of ours, and `rank_pattern` says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from argosy.config.lora import ALL_LINEAR, LoraConfig
+from argosy.config.model import ModelConfig
+from argosy.errors import StorageError, UserError
+from argosy.files import commit_folder, read_at_most
+from argosy.models.hf_names import Conversion, pieces_of
+from argosy.plan.parameters import adapter_of, linear_name, parameter_table
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+MOST_JSON_BYTES = 2**24
+PREFIX = "base_model.model."
+INNER, OUTER, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+UNKNOWN_IF_SET = (
+    "modules_to_save", "layers_to_transform", "fan_in_fan_out", "lora_bias", "target_parameters", "use_qalora",
+    "trainable_token_indices", "exclude_modules", "megatron_config", "layer_replication", "alora_invocation_tokens",
+)  # fmt: skip
+"""Settings of PEFT with which an adapter is something else than ours."""
+
+# r rank, M inputs, N outputs
+
+
+@dataclass(frozen=True)
+class PeftModule:
+    """One module of theirs that can have an adapter, and the weights of ours that it is made of."""
+
+    name: str
+    """Without a prefix: model.layers.0.self_attn.q_proj."""
+    ours: tuple[str, ...]
+    """The names of our weights: several if theirs is fused."""
+    expert: int | None
+    """Which of our stack of experts."""
+    piece: Conversion
+
+
+def peft_modules(config: ModelConfig) -> Iterator[PeftModule]:
+    """Yield the modules of the family's class that have adapters where all our linear layers have.
+
+    Raises: UserError if the class has a matrix of several layers that no adapter of its can stand for.
+    """
+    table = parameter_table(config)
+    for piece in pieces_of(config):
+        if not any(name in table and table[name].is_linear for name in piece.ours):
+            continue
+        is_stack = table[piece.ours[0]].is_expert
+        if is_stack and len(piece.theirs) == 1:
+            raise UserError(
+                f"{linear_name(piece.ours[0])}: {config.family} models of transformers keep all experts in one tensor, "
+                "and PEFT has no names for adapters of single ones. Merge the adapter: argosy checkpoint merge."
+            )
+        for number, theirs in enumerate(piece.theirs):
+            yield PeftModule(linear_name(theirs), piece.ours, number if is_stack else None, piece)
+
+
+# Out
+
+
+def export_adapter(
+    config: ModelConfig,
+    lora: LoraConfig,
+    adapter: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    out: Path,
+    base_name: str = "",
+) -> None:
+    """Write the adapter as PEFT's folder `out`; whole or not at all.
+
+    `adapter`: its tensors by our names. `weights`: those beside it, which only DoRA reads, one at a time. `base_name`:
+    where others find these.
+
+    Raises: UserError if `out` exists, or PEFT cannot express the adapter; StorageError if it cannot be written.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already. Choose another folder, or remove it first.")
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    left_out = []
+    for module in peft_modules(config):
+        parts = _parts_of(module, lora, adapter, weights)
+        if not parts:
+            left_out.append(module.name)
+            continue
+        tensors |= {f"{PREFIX}{module.name}.{part}": t.detach().float().contiguous() for part, t in parts.items()}
+        ranks[module.name] = len(parts[INNER])
+    factors = {name: rank // lora.rank for name, rank in ranks.items() if rank != lora.rank}
+    root = 0.5 if lora.kind == "rslora" else 1.0
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(_short(list(ranks), left_out)),
+        "rank_pattern": {name: factor * lora.rank for name, factor in factors.items()},
+        "alpha_pattern": {name: factor**root * lora.alpha for name, factor in factors.items()},
+        "use_rslora": lora.kind == "rslora",
+        "use_dora": lora.kind == "dora",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        (partial / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+        (partial / TENSORS).write_bytes(save(tensors, metadata={"format": "pt"}))
+        commit_folder(partial, out)
+    except (OSError, SafetensorError) as problem:
+        raise StorageError(
+            f"{out} could not be written ({problem}). Free some space or get the right to write there, or choose "
+            "another folder."
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _parts_of(
+    module: PeftModule, lora: LoraConfig, adapter: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the adapter of one of their modules by PEFT's names of its parts; nothing if none of ours has one."""
+
+    def of(name: str, part: str) -> Tensor:
+        tensor = adapter[f"{adapter_of(name)}.{part}"]
+        return tensor if module.expert is None else tensor[module.expert]
+
+    given = [name for name in module.ours if f"{adapter_of(name)}.a" in adapter]
+    if not given:
+        return {}
+    outers, first = [], 0
+    for name in module.ours:
+        rows = of(name, "b") if name in given else weights[name].new_zeros(len(weights[name]), lora.rank)
+        outer = rows.new_zeros(len(rows), lora.rank * len(given))
+        if name in given:
+            outer[:, first : first + lora.rank] = rows
+            first += lora.rank
+        outers.append(outer)
+    parts = {INNER: torch.cat([of(name, "a") for name in given]), OUTER: _to_theirs(module, outers)}
+    if lora.kind == "dora":
+        parts[MAGNITUDE] = _to_theirs(
+            module,
+            [
+                _length(weights[name], module.expert) + (of(name, "magnitude") if name in given else 0.0)
+                for name in module.ours
+            ],
+        )
+    return parts
+
+
+def _length(weight: Tensor, expert: int | None) -> Tensor:
+    return (weight if expert is None else weight[expert]).float().norm(dim=-1)
+
+
+def _to_theirs(module: PeftModule, rows: Sequence[Tensor]) -> Tensor:
+    """Put what belongs to the outputs of our weights in the order of theirs."""
+    if module.expert is not None:
+        return rows[0]
+    (theirs,) = module.piece.to_theirs(rows)
+    return theirs
+
+
+def _short(names: Sequence[str], others: Sequence[str]) -> set[str]:
+    """Return the last parts of the names, where they mean no other module; else the whole names."""
+    taken = {name.rpartition(".")[2] for name in others}
+    return {name if (last := name.rpartition(".")[2]) in taken else last for name in names}
+
+
+# In
+
+
+def import_adapter(
+    folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]
+) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """Read PEFT's folder: its settings, and its tensors (fp32) by our names.
+
+    `weights`: those of the model of `config`, which only DoRA reads, one at a time.
+
+    Raises: UserError, naming file, key and value, for an adapter that ours could not be, or of another model.
+    """
+    if not all((folder / name).is_file() for name in (CONFIG, TENSORS)):
+        raise UserError(f"{folder}: no adapter in PEFT's format there. Give a folder with {CONFIG} and {TENSORS}.")
+    lora = _settings(_read(folder / CONFIG), folder / CONFIG)
+    try:
+        stored = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}
+    except SafetensorError as error:
+        raise UserError(f"{folder / TENSORS} is not safetensors: {error}. Download or export it again.") from None
+    adapter: dict[str, list[Tensor]] = {}
+    for module in peft_modules(config):
+        names = {part: f"{module.name}.{part}" for part in (INNER, OUTER, MAGNITUDE)}
+        parts = {part: stored.pop(name) for part, name in names.items() if name in stored}
+        if parts:
+            _take(adapter, module, parts, lora, weights, folder / TENSORS)
+    if stored or not adapter:
+        what = f"{min(stored)} has" if stored else "the tensors have"
+        raise UserError(f"{folder / TENSORS}: {what} no place in this model ({config.family}). Name its own weights.")
+    tensors = {name: torch.stack(some) if _is_stack(name) else some[0] for name, some in adapter.items()}
+    targets = _targets(config, tensors)
+    return lora.model_copy(update={"targets": targets}), tensors
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(read_at_most(file, MOST_JSON_BYTES).decode())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not JSON: {error}. Download or export it again.") from None
+    if not isinstance(said, dict):
+        raise UserError(f"{file} is not a JSON object. Download or export it again.")
+    return said
+
+
+def _settings(said: Mapping[str, Any], file: Path) -> LoraConfig:
+    for key in UNKNOWN_IF_SET:
+        if said.get(key):
+            raise UserError(
+                f"{file}: {key} = {said[key]!r}: adapters here have no such part. Merge it with PEFT first."
+            )
+    if said.get("peft_type") != "LORA" or said.get("bias", "none") != "none":
+        raise UserError(
+            f"{file}: peft_type = {said.get('peft_type')!r}, bias = {said.get('bias')!r}: only LORA without "
+            "biases is known. Merge it with PEFT first."
+        )
+    rank: Any = said.get("r")
+    alpha: Any = said.get("lora_alpha")
+    are_numbers = isinstance(rank, int) and isinstance(alpha, int | float) and not isinstance(rank, bool)
+    if not are_numbers or not rank > 0 or not 0 < alpha < math.inf:
+        raise UserError(f"{file}: r = {rank!r}, lora_alpha = {alpha!r}: both must be positive numbers.")
+    if said.get("use_dora") and said.get("use_rslora"):
+        raise UserError(f"{file}: use_dora and use_rslora go one at a time. Merge it with PEFT first.")
+    kind = "dora" if said.get("use_dora") else "rslora" if said.get("use_rslora") else "lora"
+    return LoraConfig(rank=rank, alpha=float(alpha), kind=kind)
+
+
+def _take(
+    adapter: dict[str, list[Tensor]],
+    module: PeftModule,
+    parts: Mapping[str, Tensor],
+    lora: LoraConfig,
+    weights: Mapping[str, Tensor],
+    file: Path,
+) -> None:
+    """Add one of their modules to `adapter`, by our names; of a stack of experts, each adds a tensor."""
+    table = [weights[name] if module.expert is None else weights[name][module.expert] for name in module.ours]
+    inputs, outputs = table[0].shape[-1], sum(len(weight) for weight in table)
+    wanted = {INNER, OUTER, *((MAGNITUDE,) if lora.kind == "dora" else ())}
+    inner, outer = parts.get(INNER), parts.get(OUTER)
+    if set(parts) != wanted or inner is None or outer is None:
+        raise UserError(f"{file}: {module.name} has {', '.join(sorted(parts))}, and needs {', '.join(sorted(wanted))}.")
+    rank = len(inner)
+    if inner.shape != (rank, inputs) or outer.shape != (outputs, rank) or rank % lora.rank:
+        raise UserError(
+            f"{file}: {module.name} has matrices of shape {list(inner.shape)} and {list(outer.shape)}, and rank "
+            f"{lora.rank} beside this model's weights asks for {[lora.rank, inputs]} and {[outputs, lora.rank]}. Name "
+            "the weights that the adapter was trained with."
+        )
+    blocks = _to_ours(module, outer)
+    lengths = _to_ours(module, parts[MAGNITUDE]) if MAGNITUDE in parts else []
+    first = 0
+    for place, (name, block) in enumerate(zip(module.ours, blocks, strict=True)):
+        here = slice(0, rank) if rank == lora.rank else slice(first, first + lora.rank)
+        rest = block.clone()
+        rest[:, here] = 0
+        if rest.any():
+            raise UserError(f"{file}: {module.name} has rank {rank}, not r = {lora.rank}, and is not block-diagonal.")
+        first += lora.rank
+        prefix = adapter_of(name)
+        adapter.setdefault(f"{prefix}.a", []).append(inner[here].float())
+        adapter.setdefault(f"{prefix}.b", []).append(block[:, here].float().contiguous())
+        if lengths:
+            begun = _length(weights[name], module.expert)
+            adapter.setdefault(f"{prefix}.magnitude", []).append(lengths[place].float() - begun)
+
+
+def _to_ours(module: PeftModule, rows: Tensor) -> list[Tensor]:
+    return [rows] if module.expert is not None else module.piece.to_ours([rows])
+
+
+def _is_stack(name: str) -> bool:
+    return "_lora." in name
+
+
+def _targets(config: ModelConfig, adapter: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the shortest names of the layers that have an adapter."""
+    linear = [name for name, parameter in parameter_table(config).items() if parameter.is_linear]
+    having = [linear_name(name) for name in linear if f"{adapter_of(name)}.a" in adapter]
+    others = [linear_name(name) for name in linear if f"{adapter_of(name)}.a" not in adapter]
+    return tuple(sorted(_short(having, others))) if others else (ALL_LINEAR,)

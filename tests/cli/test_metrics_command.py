@@ -1,0 +1,59 @@
+"""`argosy metrics`, `runs --where` and `compare` print what a script can read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from argosy.cli import main
+from run_folder import RunFolder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for number, name in enumerate(("good", "bad")):
+        run = RunFolder(tmp_path / "runs" / name)
+        for step in range(5):
+            run.step(step, loss=3.0 + number)
+    return tmp_path / "runs"
+
+
+def test_metrics_are_csv_json_lines_or_parquet(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["metrics", str(runs / "good"), "--columns", "step,loss", "--every", "2"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "step,loss\n0,3.0\n2,3.0\n4,3.0\n"
+    assert main([*words, "--format", "json"]) == 0
+    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [0, 2, 4]
+    path = runs / "out.parquet"
+    assert main([*words, "--format", "parquet", "--out", str(path)]) == 0
+    import pyarrow.parquet
+
+    assert pyarrow.parquet.read_table(path).to_pydict() == {"step": [0, 2, 4], "loss": [3.0, 3.0, 3.0]}
+    assert main(["metrics", str(runs / "good"), "--json"]) == 0
+    assert "loss" in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "words", [["--columns", "lss"], ["--columns", "loss", "--every", "0"], ["--columns", "loss", "--format", "parquet"]]
+)
+def test_what_cannot_be_is_refused(runs: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(["metrics", str(runs / "good"), *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("argosy: --")
+
+
+def test_runs_are_chosen_and_ordered(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(runs), "--where", "loss < 3.5"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["good"]
+    assert main(["runs", str(runs), "--sort=-loss", "--json"]) == 0
+    assert [row["id"] for row in json.loads(capsys.readouterr().out)] == ["bad", "good"]
+    assert main(["runs", str(runs), "--where", "exit()"]) == 2
+
+
+def test_two_runs_are_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(runs / "good"), str(runs / "bad"), "--json"]) == 0
+    curve = json.loads(capsys.readouterr().out)["curves"][0]
+    assert (curve["of"], curve["a"][0], curve["b"][0]) == ("tokens", 3.0, 4.0)
+    assert main(["compare", str(runs / "good"), str(runs / "nowhere")]) == 2

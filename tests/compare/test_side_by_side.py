@@ -1,0 +1,53 @@
+"""Two runs are compared where both have something to compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from argosy.compare.side_by_side import Comparison, charts, compare, in_text
+from argosy.watch.reader import RunReader
+from run_folder import RunFolder
+
+
+def made(folder: Path, losses: list[float]) -> RunReader:
+    run = RunFolder(folder)
+    run.event("start", step=0, world_size=1)
+    for step, loss in enumerate(losses):
+        run.step(step, loss=loss)
+    reader = RunReader(folder)
+    reader.refresh()
+    return reader
+
+
+def test_losses_stand_at_equal_tokens_and_time(tmp_path: Path) -> None:
+    a = made(tmp_path / "a", [5.0 - 0.1 * step for step in range(40)])
+    b = made(tmp_path / "b", [5.0 - 0.05 * step for step in range(20)])
+    found = compare(a, b)
+    by_tokens = next(curve for curve in found.curves if curve.of == "tokens")
+    assert by_tokens.at[0] == 256 and by_tokens.at[-1] == 20 * 256
+    assert by_tokens.b[-1] - by_tokens.a[-1] == pytest.approx(0.05 * 19)
+    assert {curve.of for curve in found.curves} >= {"tokens", "time"}
+    assert Comparison.model_validate_json(found.model_dump_json()) == found
+    text = "\n".join(in_text(found))
+    assert "loss at equal tokens" in text and "B - A" in text
+    assert len(list(charts(a, b, found))) > 20
+
+
+def test_only_settings_that_differ_are_told(tmp_path: Path) -> None:
+    a, b = made(tmp_path / "a", [3.0]), made(tmp_path / "b", [3.0])
+    assert compare(a, b).settings == []
+    text = (tmp_path / "b/run.toml").read_text()
+    (tmp_path / "b/run.toml").write_text(
+        text.replace("seed = 0", "seed = 5").replace('name = "tiny"', 'name = "other"')
+    )
+    b.refresh()
+    assert [(each.key, each.a, each.b) for each in compare(a, b).settings] == [("seed", 0, 5)]
+
+
+def test_runs_that_have_nothing_in_common_are_said_to_have_nothing(tmp_path: Path) -> None:
+    found = compare(made(tmp_path / "a", [3.0, float("nan")]), made(tmp_path / "b", []))
+    assert not found.curves and "no loss can be compared" in "\n".join(in_text(found))
+    assert json.loads(found.model_dump_json())["a"]["loss"] is None

@@ -1,0 +1,167 @@
+"""An adapter trains as in PEFT, however the model is laid out; what is beside it stays, and no checkpoint holds it."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+
+from argosy.config.dump import save_run
+from argosy.errors import UserError
+from argosy.inference.trained_model import evaluate
+from argosy.launch.resolve import check_parameters
+from argosy.models import hf
+from argosy.models.decoder import microbatches
+from argosy.models.peft_adapter import export_adapter, import_adapter
+from argosy.parallel.apply import apply
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
+from transformers_models import load_theirs
+from workers import WorkerPool
+
+STEPS, LR, EPS = 10, 2e-3, 1e-5
+TEMPORARY = TemporaryDirectory()
+ROWS = np.random.default_rng(0).integers(1, 400, (8, 33)).astype(np.int32)
+EXPERTS = {"family": "mixtral", "ffn_width": 16, "moe": {"experts": 4, "expert_ffn_width": 16, "aux_coefficient": 0.0}}
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"rank": 4},
+    "rslora": {"rank": 4, "kind": "rslora", "alpha": 8.0, "targets": ("attention.*", "blocks.1.mlp.down")},
+    "dora": {"rank": 4, "kind": "dora"},
+    # PEFT has one inner matrix for the gates and the other inputs of experts, which it keeps in one tensor.
+    "experts": {"rank": 4, "targets": ("q", "o", "experts.down")},
+}
+
+
+def sections(case: str) -> dict[str, dict[str, Any]]:
+    model = EXPERTS if case == "experts" else {"layers": 2}
+    return {"model": model, "lora": CASES[case], "optimizer": {"lr": LR, "weight_decay": 0.0, "eps": EPS}}
+
+
+def trained(world: World, plan: str, case: str) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Loss and norm of each step on ROWS, and this rank's whole parameters after them."""
+    layout, said = eager(plan), []
+    step = train_step(world, layout, **sections(case))
+    model = step.state.model
+    rows = ROWS[layout.rows_of(model.dp_rank, len(ROWS))]
+    for _ in range(STEPS):
+        outcome = step.exchange(step.forward_backward(microbatches(rows, layout.microbatch, 0, world.device)))
+        step.apply(step.update(outcome, LR))
+        said += [outcome.loss, outcome.gradient_norm]
+    model.settle()
+    pieces = (*model.pieces, *model.frozen)
+    return said, {piece.name: piece.gather(piece.value.detach()).clone().numpy() for piece in pieces}
+
+
+@cache
+def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same by PEFT, from the same start, which it reads from a folder of ours; its end we read from one of its."""
+    run = run_config(Path("no data"), **sections(case))
+    start = apply(Plan(compile=False, microbatch=8), run, World())
+    adapter = {piece.name: piece.value for piece in start.pieces}
+    base = decoder(**sections(case)["model"])
+    folder = Path(TEMPORARY.name) / case
+    hf.export_folder(run.model, base.state_dict(), folder / "base", dtype=torch.float32)
+    export_adapter(run.model, run.lora, adapter, base.state_dict(), folder / "adapter")
+    theirs = PeftModel.from_pretrained(load_theirs(folder / "base"), folder / "adapter", is_trainable=True)
+    left = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+    assert sum(parameter.numel() for parameter in left) == sum(tensor.numel() for tensor in adapter.values())
+    adam = torch.optim.AdamW(left, lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
+    tokens, said = torch.from_numpy(ROWS.astype(np.int64)), []
+    for _ in range(STEPS):
+        logits = theirs(tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(left, 1.0)
+        adam.step()
+        adam.zero_grad()
+        said += [loss.item(), norm.item()]
+    if case == "experts":  # PEFT saves those that transformers 5 has fused under other names
+        return said, {}
+    theirs.save_pretrained(folder / "trained")
+    lora, tensors = import_adapter(folder / "trained", run.model, base.state_dict())
+    assert run_config(Path("no data"), lora=lora.model_dump()).lora.scale == run.lora.scale
+    return said, tensors
+
+
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    [
+        ("lora", "microbatch=8"),
+        ("lora", "tp=2"),
+        ("lora", "pp=2"),
+        ("lora", "cp=2"),
+        ("lora", "dp_shard=2,zero=3"),
+        ("rslora", "tp=2"),
+        ("dora", "tp=2,microbatch=4"),
+        ("dora", "dp_shard=2,zero=3"),
+        ("experts", "ep=2,dp_shard=2"),
+    ],
+    ids=str,
+)
+def test_an_adapter_trains_as_in_peft(workers: WorkerPool, case: str, plan: str) -> None:
+    first = decoder(**sections(case)["model"]).state_dict()
+    for said, parts in workers.run(eager(plan).world_size, trained, plan, case):
+        theirs, trained_there = of_peft(case)
+        assert said == pytest.approx(theirs, rel=1e-5)
+        for name in trained_there.keys() & parts.keys():
+            torch.testing.assert_close(torch.from_numpy(parts[name]), trained_there[name], rtol=1e-3, atol=1e-5)
+        assert not trained_there or first.keys() | trained_there.keys() >= parts.keys()
+        assert all(torch.equal(torch.from_numpy(parts[name]), first[name]) for name in first.keys() & parts.keys())
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, corpus: Path, tmp_path: Path) -> None:
+    base = run_config(corpus, train={"steps": 2}, evaluate={"every_steps": 0}, checkpoint={"every_steps": 1})
+    train_in(World(), base, eager("microbatch=8"), tmp_path / "base")
+    beside = {"weights": tmp_path / "base" / "checkpoints" / "step-00000001"}
+    run = run_config(corpus, model={**MODEL, **beside}, lora={"rank": 4, "kind": "dora"}, checkpoint={"every_steps": 4})
+    whole, *_ = workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "whole")
+    workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "stopped", 3)
+    again, *_ = workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "stopped")
+    assert losses(again) == losses(whole)
+    files = [
+        {path.name: path.read_bytes() for path in (tmp_path / kind).glob("checkpoints/step-*8/rank-*.safetensors")}
+        for kind in ("whole", "stopped")
+    ]
+    assert files[0] == files[1]
+    assert not any(b"attention.q.weight" in file for file in files[0].values())
+
+    other, *_ = workers.run(2, train_in, run, eager("tp=2"), tmp_path / "stopped")  # nothing is left to do
+    assert losses(other) == losses(whole)
+    save_run(run, tmp_path / "whole" / "run.toml")
+    shutil.copyfile(corpus / "tokenizer.json", tmp_path / "whole" / "tokenizer.json")
+    validated = [record["validation_loss"] for record in whole if "validation_loss" in record]
+    assert evaluate(tmp_path / "whole", max_tokens=1000).loss == pytest.approx(validated[-1], rel=1e-5)
+
+
+def test_other_weights_are_refused(corpus: Path, tmp_path: Path) -> None:
+    base = run_config(corpus, train={"steps": 2}, evaluate={"every_steps": 0})
+    for seed in range(2):
+        train_in(World(), base.model_copy(update={"seed": seed}), eager("microbatch=8"), tmp_path / str(seed))
+    run = run_config(corpus, model={**MODEL, "weights": tmp_path / "0"}, lora={"rank": 2}, train={"steps": 2})
+    train_in(World(), run, eager("microbatch=8"), tmp_path / "run")
+    model = run.model.model_copy(update={"weights": tmp_path / "1"})
+    with pytest.raises(UserError, match="trained beside other weights"):
+        train_in(World(), run.model_copy(update={"model": model}), eager("microbatch=8"), tmp_path / "run")
+    beside_adapter = run.model.model_copy(update={"weights": tmp_path / "run"})
+    with pytest.raises(UserError, match="holds an adapter alone"):
+        train_in(World(), run.model_copy(update={"model": beside_adapter}), eager("microbatch=8"), tmp_path / "second")
+
+
+def test_an_adapter_of_another_shape_or_target_is_refused(corpus: Path, tmp_path: Path) -> None:
+    run = run_config(corpus, lora={"rank": 2}, train={"steps": 2}, evaluate={"every_steps": 0})
+    train_in(World(), run, eager("microbatch=8"), tmp_path)
+    for lora in ({"rank": 4}, {"rank": 2, "kind": "dora"}):
+        other = run.model_copy(update={"lora": run.lora.model_copy(update=lora)})
+        with pytest.raises(UserError, match=r"is of another model: .*lora"):
+            train_in(World(), other, eager("microbatch=8"), tmp_path)
+    wrong = run.model_copy(update={"lora": run.lora.model_copy(update={"targets": ("q", "atention.k")})})
+    with pytest.raises(UserError, match=r'lora.targets: "atention.k" matches no linear layer.*attention.k'):
+        check_parameters(wrong)
