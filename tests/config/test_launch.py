@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from argosy.cli.launch import Options
-from argosy.config.launch import EngineOptions, LaunchOptions, LeaseUrl, interface_of
+from argosy.config.launch import EngineOptions, LaunchOptions, LeaseUrl, interface_of, read_rank_map
 from argosy.config.load import load
 from argosy.config.section import meanings
 from argosy.config.sync import SiteLaunch, server_name, server_number
@@ -126,3 +126,28 @@ def test_a_sites_table_is_checked_as_the_run_file_is(tmp_path: Path, written: st
     with pytest.raises(UserError) as refused:
         load(str(path))
     assert message in str(refused.value) and "me:secret" not in str(refused.value)
+
+
+def test_a_rank_map_says_in_which_order_nodes_get_ranks(tmp_path):
+    path = tmp_path / "ranks.txt"
+    path.write_text("node3\n\n node1 \nnode2.example.org\n")
+    assert read_rank_map(str(path)) == {"node3": 0, "node1": 1, "node2.example.org": 2}
+    assert read_rank_map("") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\nb\na\n", "a stands there twice, and a node has one place. Remove line 3"),
+        ("a b\n", "is no name of a node"),
+        ("\n", "names no node"),
+        (None, "cannot be read: No such file or directory"),
+        (b"\xff\xfe", "it is no text"),
+    ],
+)
+def test_a_bad_rank_map_is_refused(tmp_path, text, message):
+    path = tmp_path / "ranks.txt"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=f"launch.rank_map = .*{message}"):
+        read_rank_map(str(path))

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from argosy.plan.cost.rates import Rates
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.topology import Topology
 from argosy.simulate.record import Change, Event, MemoryBlock, Operation, Sent, Trace, Wait, Where
 from argosy.simulate.timeline import COMPUTE, Durations, StepTimeline, draw, write_chrome_trace
 
@@ -71,6 +73,21 @@ def test_messages_of_one_axis_queue_and_those_of_two_do_not():
     message = Durations(CLUSTER).of_message(all_gather())
     assert alone(all_gather(), all_gather()).step_s == pytest.approx(2 * message)
     assert alone(all_gather(), all_gather(axis="tp")).step_s == pytest.approx(message)
+
+
+def test_messages_of_two_axes_queue_where_they_pass_one_wire():
+    cluster = CLUSTER.changed(topology=Topology(kind="rail-only"))
+    fabric = Rates.of(cluster).fabric
+    leaving, inside = all_gather(stride=2), all_gather(axis="tp")
+    durations = Durations(cluster, fabric)
+    assert durations.wires_of(leaving) == durations.wires_of(leaving._replace(axis="cp")) != durations.wires_of(inside)
+
+    def step_s(*events: Event) -> float:
+        return draw({0: Trace(Counter(), list(events))}, cluster, fabric)[0].step_s
+
+    message = durations.of_message(leaving)
+    assert step_s(leaving, leaving._replace(axis="cp")) == pytest.approx(2 * message)
+    assert step_s(leaving, inside) == pytest.approx(message)
 
 
 def test_a_rank_waits_for_what_another_has_not_sent_yet():

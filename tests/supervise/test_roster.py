@@ -153,3 +153,11 @@ def test_an_event_counts_one_node_again_and_not_all(monkeypatch):
     monkeypatch.setattr(Roster, "_count", lambda self, node: counted_nodes.append(node) or NodeCounts())
     roster.changed("node7")
     assert counted_nodes == [roster.nodes["node7"]]
+
+
+def test_nodes_get_ranks_in_the_order_of_the_rank_map_and_others_follow():
+    roster = Roster(0, {"c": 0, "a": 1})
+    for name in "abcd":
+        roster.put(name, Node(name, 1, {0: RankProcess(RankState.READY)}))
+    assert roster.ready() == [("c", 0), ("a", 0), ("b", 0), ("d", 0)]
+    assert roster.assign(roster.ready(), 3) == {("c", 0): 0, ("a", 0): 1, ("b", 0): 2}

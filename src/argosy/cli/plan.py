@@ -19,6 +19,8 @@ Examples:
       serving: latency against throughput, and the devices that answer 20 requests a second in time
   argosy plan --model llama3-8b --tokens 1T --within 30d --cluster h100 --cluster a100
       how many of each train this in 30 days, and for what
+  argosy plan --model llama3-70b --cluster ours.toml --rank-map ranks.txt --slurm-topology topology.conf
+      which machine has which ranks, on a network whose topology the file says (docs/networks.md)
   argosy plan runs/mine --within 2d --cluster 16xh200         a run under way: stay, up, down or sideways
   argosy plan --learn runs/a runs/b                  correct ./cluster.toml, or --cluster FILE, by finished runs
 """
@@ -114,6 +116,11 @@ class Options:
     """Print everything as one JSON object."""
     html: Path | None = None
     """Write a page with charts to this file."""
+    rank_map: Path | None = None
+    """Write the names of the machines to this file, one a line, in the order of the plan's ranks, for launch.rank_map
+    and SLURM_HOSTFILE; the cluster's file has a table topology with hosts."""
+    slurm_topology: Path | None = None
+    """Write SLURM's topology.conf of the cluster to this file."""
 
 
 def main(argv: list[str]) -> None:
@@ -146,10 +153,48 @@ def _answer(options: Options) -> None:
     if options.serve:
         from argosy.plan.report.serving_report import in_words, serving_report
 
-        found = serving_report(request, _serving_question(options))
-        print(_json(found) if options.json else in_words(found))
+        answer = serving_report(request, _serving_question(options))
+        print(_json(answer) if options.json else in_words(answer))
         return
-    _print(plan_report(request), options)
+    slurm = _slurm_topology(request, options)
+    found = plan_report(request)
+    if options.rank_map is not None:
+        _write(options.rank_map, _rank_map(request, found), "--rank-map")
+    if options.slurm_topology is not None:
+        _write(options.slurm_topology, slurm, "--slurm-topology")
+    _print(found, options)
+
+
+def _slurm_topology(request: PlanRequest, options: Options) -> str:
+    """Return SLURM's topology.conf, if it is asked for. Raises: UserError if the machines of its network, or of that of
+    a rank map, have no names."""
+    from argosy.plan.report.network import slurm_topology, with_names
+
+    if options.rank_map is not None:
+        with_names(request.cluster, "--rank-map")
+    return slurm_topology(request.cluster) if options.slurm_topology is not None else ""
+
+
+def _rank_map(request: PlanRequest, found: PlanReport) -> str:
+    from argosy.plan.cost.cost_model import CostModel
+    from argosy.plan.plan import Plan
+    from argosy.plan.report.network import rank_map
+
+    plan = Plan.parse(found.explanation.choice.plan)
+    names = rank_map(CostModel.of(request.run, request.cluster), request.cluster, plan)
+    return "".join(f"{name}\n" for name in names)
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    from argosy.files import atomic_write
+
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise UserError(
+            f"{option} {path}: cannot be written: {error.strerror}. Name a file in a folder that exists."
+        ) from None
 
 
 def _request(options: Options, cluster: str | None, price: float | None = None) -> PlanRequest:
@@ -314,16 +359,9 @@ def _learn(options: Options) -> None:
 
 def _print(found: PlanReport, options: Options) -> None:
     if options.html is not None:
-        from argosy.files import atomic_write
         from argosy.plan.report.html import page
 
-        try:
-            with atomic_write(options.html) as file:
-                file.write(page(found).encode())
-        except OSError as error:
-            raise UserError(
-                f"--html {options.html}: cannot be written: {error.strerror}. Name a file in a folder that exists."
-            ) from None
+        _write(options.html, page(found), "--html")
     if options.json:
         print(_json(found))
         return
@@ -361,11 +399,22 @@ def _check(options: Options) -> None:
                 f"--within finds the fewest devices that are in time. Leave out --objective {options.objective}."
             )
     _check_serving(options)
+    _check_network(options)
     if options.html is not None and options.serve:
         raise UserError("--html is for training plans. Leave out --serve, or take --json.")
     if len(options.cluster) > 1 and (options.html or options.serve or options.learn):
         other = "--html" if options.html else "--serve" if options.serve else "--learn"
         raise UserError(f"{other} takes one --cluster. Several are compared side by side, for training.")
+
+
+def _check_network(options: Options) -> None:
+    if options.rank_map or options.slurm_topology:
+        option = "--rank-map" if options.rank_map else "--slurm-topology"
+        whole = {"--within": options.within, "--serve": options.serve, "--learn": options.learn}
+        if other := next((name for name, value in whole.items() if value), None):
+            raise UserError(f"{option} is about the ranks of a training plan. Leave out {other}.")
+        if len(options.cluster) != 1:
+            raise UserError(f"{option} takes one --cluster, whose file has a table topology (docs/networks.md).")
 
 
 def _check_serving(options: Options) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tyro
@@ -22,6 +23,7 @@ from pydantic import (
 )
 
 from argosy.config.section import Section
+from argosy.errors import UserError
 
 PATTERN = r"[^\s:]+:\d{1,5}"
 MOST_PORT = 65535
@@ -56,6 +58,37 @@ OptionalAddress = Annotated[
     str, AfterValidator(_checked_if_given), Field(json_schema_extra={"pattern": f"^$|^{PATTERN}$"})
 ]
 """An address, or an empty text."""
+
+
+def read_rank_map(path: str) -> dict[str, int]:
+    """Return node -> its place in the order of ranks, of the file that launch.rank_map names; empty without one.
+
+    Raises: UserError for a file that cannot be read, or names no node or one twice.
+    """
+    if not path:
+        return {}
+    try:
+        names = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as problem:
+        why = getattr(problem, "strerror", None) or "it is no text"
+        raise UserError(
+            f"launch.rank_map = {path}: cannot be read: {why}. `argosy plan --rank-map FILE` writes one; all nodes "
+            "must see it."
+        ) from None
+    found: dict[str, int] = {}
+    for number, name in enumerate(names, 1):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,255}", name):
+            raise UserError(
+                f'launch.rank_map = {path}: "{name[:80]}" is no name of a node. Write one name in each line.'
+            )
+        if name in found:
+            raise UserError(
+                f"launch.rank_map = {path}: {name} stands there twice, and a node has one place. Remove line {number}."
+            )
+        found[name] = len(found)
+    if not found:
+        raise UserError(f"launch.rank_map = {path}: names no node. Write one name in each line, or leave the key out.")
+    return found
 
 
 ETCD_PORT = 2379
@@ -214,6 +247,9 @@ class LaunchConfig(Section):
     which it reaches etcd or Kubernetes, or that of its host name."""
     node: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*$", max_length=255)] = ""
     """Name of this machine among the nodes; empty: its host name."""
+    rank_map: str = ""
+    """File with the names of the nodes, one a line, in the order in which they get ranks, as `argosy plan --rank-map`
+    writes it; empty: in alphabetical order."""
     tls: bool = False
     """Encrypt what agents and coordinator say to each other. Without it, others on the network can read it, but without
     the run's secret they can neither take part nor change anything."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from argosy.config.launch import EngineOptions
+from argosy.config.launch import EngineOptions, read_rank_map
 from argosy.config.schema import RunConfig
 from argosy.engines.record import FOLDER, JobState, LaunchedJob
 from argosy.errors import UserError
@@ -164,8 +164,9 @@ class Engine(ABC):
             )
 
     def check(self, job: RunJob) -> None:
-        """Raises: UserError for options that have no meaning there, or that do not fit the run."""
+        """Raises: UserError for options that have no meaning there, or that do not fit the run; for a bad rank map."""
         self.check_options(job)
+        read_rank_map(job.run.launch.rank_map)
 
     def check_is_there(self, options: EngineOptions) -> None:  # noqa: B027  (some are always there)
         """Raises: UserError if the engine can be told to be away, before anything is made for it."""

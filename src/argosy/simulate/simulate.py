@@ -17,8 +17,11 @@ from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.errors import RunFailed, UserError
 from argosy.observe.wire import Counts
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.exact_state import place_of
+from argosy.plan.cost.fabric import Fabric
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.simulate.rank import simulate_rank
@@ -100,8 +103,16 @@ def simulate(plan: Plan, run: RunConfig, ranks: Sequence[int], cluster: Cluster,
         found = [timed(rank) for rank in ranks]
     traces = {rank: trace for rank, (trace, _) in zip(ranks, found, strict=True)}
     seconds = {rank: took for rank, (_, took) in zip(ranks, found, strict=True)}
-    timelines = draw(traces, cluster)
+    timelines = draw(traces, cluster, _placed(plan, run, cluster))
     return [_summary(plan, rank, traces[rank], timelines[rank], seconds[rank]) for rank in ranks]
+
+
+def _placed(plan: Plan, run: RunConfig, cluster: Cluster) -> Fabric | None:
+    """Return the network of a cluster whose topology is known, with the plan placed on it as `argosy plan` would."""
+    if cluster.topology is None:
+        return None
+    costs = CostModel.of(run, cluster).on(run, plan.world_size)
+    return costs.step_model(Layouts.of([plan])).rates.fabric
 
 
 def _timed(plan: Plan, run: RunConfig, rank: int) -> tuple[Trace, float]:

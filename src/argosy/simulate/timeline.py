@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from argosy.files import atomic_write
+from argosy.plan.cost.collectives import Group, all_reduce_s, all_to_all_s, gather_s, send_s
 from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.network import all_reduce_s, all_to_all_s, gather_s, group_of, send_s
+from argosy.plan.cost.cost_model import first_of
+from argosy.plan.cost.fabric import Fabric
+from argosy.plan.cost.network import group_of
 from argosy.plan.cost.rates import Rates
 from argosy.plan.hardware.clusters import Cluster
 from argosy.simulate.record import Category, Change, Event, Operation, Sent, Trace, Wait, Where
@@ -27,11 +31,12 @@ class Durations:
 
     An operation takes as long as its arithmetic or its memory traffic, whichever is longer (the roofline: Williams et
     al. 2009): matmuls at the rate that large ones reach, everything at the specified bandwidth, and nothing to start.
-    Messages take what `plan.cost.network` says. It is a best case, good for seeing what waits for what.
+    Messages take what `plan.cost.collectives` says. It is a best case, good for seeing what waits for what.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._rates, self._constants = Rates.of(cluster), Constants()
+    def __init__(self, cluster: Cluster, fabric: Fabric | None = None) -> None:
+        """`fabric`: the cluster's network with the plan placed on it, if its topology is known."""
+        self._rates, self._constants = replace(Rates.of(cluster), fabric=fabric), Constants()
 
     def of_work(self, work: Operation) -> float:
         """Seconds of an operation."""
@@ -42,13 +47,21 @@ class Durations:
 
     def of_message(self, sent: Sent) -> float:
         """Seconds of a collective once all of its ranks have begun."""
-        group = group_of(sent.ranks, sent.stride, self._rates, self._constants)
-        size = sent.message_bytes
+        group, size = self._group(sent), sent.message_bytes
         if sent.kind in ("send", "recv"):
-            return float(send_s(size, group))
+            return first_of(send_s(size, group))
         if sent.kind == "all_reduce":
-            return float(all_reduce_s(size, group))
-        return float(all_to_all_s(size, group) if sent.kind == "all_to_all" else gather_s(size, group))
+            return first_of(all_reduce_s(size, group))
+        return first_of(all_to_all_s(size, group) if sent.kind == "all_to_all" else gather_s(size, group))
+
+    def wires_of(self, sent: Sent) -> tuple[str, ...]:
+        """Return what a message passes: one of two that pass the same wire waits; axes have wires of their own where
+        the topology is not known, or nothing leaves the node."""
+        passed = [f"wire {wire}" for wire, passes in self._group(sent).wires if np.any(np.asarray(passes) > 0)]
+        return tuple(passed) or (sent.axis,)
+
+    def _group(self, sent: Sent) -> Group:
+        return group_of(sent.ranks, sent.stride, self._rates, self._constants)
 
 
 @dataclass(frozen=True)
@@ -77,13 +90,13 @@ class StepTimeline:
     """Time at which everything has ended."""
 
 
-def draw(traces: Mapping[int, Trace], cluster: Cluster) -> dict[int, StepTimeline]:
-    """Return the timelines of ranks, by rank, on `cluster`.
+def draw(traces: Mapping[int, Trace], cluster: Cluster, fabric: Fabric | None = None) -> dict[int, StepTimeline]:
+    """Return the timelines of ranks, by rank, on `cluster`, with `fabric` for its network if its topology is known.
 
     A message between two of these ranks arrives when the other has sent it; any other peer is taken to be as far as
     this rank. So a pipeline's bubble shows if all its stages are here.
     """
-    players = {rank: _Player(rank, trace, Durations(cluster), set(traces)) for rank, trace in traces.items()}
+    players = {rank: _Player(rank, trace, Durations(cluster, fabric), set(traces)) for rank, trace in traces.items()}
     posts: Posts = {}
     waiting = dict.fromkeys(players, True)
     while any(waiting.values()):
@@ -154,12 +167,14 @@ class _Player:
             self._ends.append((sent.axis, (line, self._expected[line])))
             self._expected[line] += 1
             return
-        begin = max(self._now, self._free.get(sent.axis, 0.0)) if sent.kind != "recv" else self._now
+        wires = self._durations.wires_of(sent)
+        free = max(self._free.get(wire, 0.0) for wire in (sent.axis, *wires))
+        begin = max(self._now, free) if sent.kind != "recv" else self._now
         if sent.after is not None:
             begin = max(begin, self._arrival(sent.after)[1])
         duration = self._durations.of_message(sent)
         if sent.kind != "recv":
-            self._free[sent.axis] = begin + duration
+            self._free |= dict.fromkeys((sent.axis, *wires), begin + duration)
             self._span(f"{sent.kind} {sent.axis}", sent.axis, begin, duration, sent.where)
         if sent.kind == "send" and sent.peer in self._ranks:
             posts.setdefault((self._rank, sent.peer, sent.axis), []).append(begin + duration)

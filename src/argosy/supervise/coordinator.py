@@ -19,6 +19,7 @@ from pathlib import Path
 
 from argosy.checkpoint.fence import Fenced, begin_generation, newest_generation
 from argosy.checkpoint.owner import name_of
+from argosy.config.launch import read_rank_map
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import STOP_SIGNALS, UnfitNode, UserError
@@ -93,6 +94,7 @@ class Coordinator:
             run.resilience.wait_for_nodes_s,
             run.resilience.coordinator_timeout_s,
             checks_nodes=run.resilience.node_check_s > 0,
+            rank_map=read_rank_map(run.launch.rank_map),
         )
         handover = Handover.load(run_dir, newest_generation(run_dir))
         self._membership = Membership(settings, handover, Replanner(run_dir, run, plan))

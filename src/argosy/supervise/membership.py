@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from argosy.errors import FINAL, Retryable
 from argosy.supervise.nodes import (
@@ -53,6 +53,8 @@ class Settings:
     """Time that the run waits for all its nodes before its first step."""
     checks_nodes: bool = True
     """True if node health checks are on."""
+    rank_map: Mapping[str, int] = field(default_factory=dict)
+    """Node -> its place in the order of ranks; the others follow in alphabetical order."""
 
 
 class Membership:
@@ -64,7 +66,7 @@ class Membership:
         self._settings, self._replan = settings, replan
         self.generation = handover.generation
         """The newest that was formed, by this coordinator or an earlier one."""
-        self._roster = Roster(self.generation)
+        self._roster = Roster(self.generation, settings.rank_map)
         self._inherited = handover if handover.members else None
         of: Settings | Handover = self._inherited or settings
         self.size, self.plan = of.size, of.plan

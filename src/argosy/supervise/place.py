@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from argosy.config.launch import LaunchConfig, LeaseUrl, host_and_port
+from argosy.config.launch import LaunchConfig, LeaseUrl, host_and_port, read_rank_map
 from argosy.errors import RunFailed, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
@@ -153,6 +153,7 @@ class CoordinatorPlace(Protocol):
 def check_place(launch: LaunchConfig) -> None:
     """Check what can be checked before anything is written. Raises: UserError if this machine cannot take part so."""
     check_coordinator(launch)
+    read_rank_map(launch.rank_map)
     if launch.lease:
         check_lease(launch.lease)
         own_address(launch)

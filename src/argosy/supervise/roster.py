@@ -7,6 +7,7 @@ costs as much as the node that it is about has slots, however many nodes there a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from argosy.supervise.nodes import Node, RankProcess, RankState
@@ -36,9 +37,12 @@ class NodeCounts(NamedTuple):
 class Roster:
     """All nodes that are there."""
 
-    def __init__(self, generation: int):
-        """`generation`: the newest; its members are workers of it that run or have reached the end."""
-        self._generation = generation
+    def __init__(self, generation: int, rank_map: Mapping[str, int] | None = None):
+        """`generation`: the newest; its members are workers of it that run or have reached the end.
+
+        rank_map: node -> its place in the order of ranks.
+        """
+        self._generation, self._rank_map = generation, rank_map or {}
         self.nodes: dict[str, Node] = {}
         self.counts = NodeCounts()
         self._of: dict[str, NodeCounts] = {}
@@ -113,10 +117,14 @@ class Roster:
 
     def ready(self) -> list[Place]:
         """Return the places of the workers that can join a world, in the order of preference."""
-        names = sorted(self._of, key=lambda name: (self.nodes[name].is_avoided, self.nodes[name].is_last, name))
+        names = sorted(self._of, key=self._preference)
         return [
             (name, slot) for name in names if self._of[name].ready for slot in sorted(_ready_slots(self.nodes[name]))
         ]
+
+    def _preference(self, name: str) -> tuple[bool, bool, int, str]:
+        node = self.nodes[name]
+        return node.is_avoided, node.is_last, self._rank_map.get(name, len(self._rank_map)), name
 
     def survivors(self) -> list[Place]:
         """Return the places of the workers that can join a world and have been in one, in the order of preference."""

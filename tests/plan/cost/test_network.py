@@ -8,9 +8,10 @@ import pytest
 
 from argosy.config.load import load
 from argosy.config.sync import SyncConfig
+from argosy.plan.cost.collectives import all_reduce_s, all_to_all_s, gather_s, send_s
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.memory_model import MemoryModel
-from argosy.plan.cost.network import Compression, all_reduce_s, all_to_all_s, gather_s, group_of, send_s
+from argosy.plan.cost.network import Compression, group_of
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.cost.traffic import traffic

@@ -23,8 +23,10 @@ from argosy.config.schema import RunConfig
 from argosy.plan.cost.breakdown import Factors
 from argosy.plan.cost.constants import COMPILER_BYTES, Constants, constants_of, memory_std, time_std
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
+from argosy.plan.cost.fabric import Fabric
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
 from argosy.plan.cost.network import Compression
+from argosy.plan.cost.placement import Placements, Placer, placed_in_order
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.dealing import pipeline_s
@@ -62,6 +64,7 @@ def kinds_of(cluster: Cluster) -> tuple[DeviceKind, ...]:
                 link_bytes_per_s=shared.link_bytes_per_s,
                 nic_bytes_per_s=shared.nic_bytes_per_s,
                 node=shared.node,
+                fabric=shared.fabric,
             ),
         )
         for group in cluster.groups
@@ -192,6 +195,10 @@ class CostModel:
     """Measured over predicted, as finished runs on this cluster found it."""
     kinds: tuple[DeviceKind, ...] = ()
     """The devices, where they are of several kinds."""
+    is_in_order: bool = False
+    """True if ranks stay in their order on a network of known topology, false if they are placed."""
+    placed_meshes: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False)
+    """Meshes that have their place (`Placer`): they keep it if rates change."""
 
     @classmethod
     def of(cls, run: RunConfig, cluster: Cluster) -> CostModel:
@@ -220,9 +227,13 @@ class CostModel:
             kinds=kinds_of(cluster),
         )
 
+    def as_started(self) -> CostModel:
+        """Return the cost model with ranks where a run that is started has them: placed only by its launch.rank_map."""
+        return self if self.run.launch.rank_map else replace(self, is_in_order=True)
+
     def on(self, run: RunConfig, devices: int) -> CostModel:
         """Return the cost model of another run, or for another number of the same devices."""
-        return replace(self, run=run, devices=devices)
+        return replace(self, run=run, devices=devices, placed_meshes={})
 
     @cached_property
     def workload(self) -> Workload:
@@ -292,23 +303,44 @@ class CostModel:
     def with_buckets(self, plans: Layouts) -> Layouts:
         """Return the plans with the size of buckets that each waits least for (`plan.cost.step_time`)."""
         sizes = [
-            StepModel(
-                _alone_as_zero(some), self.workload, self.rates, self.system, self.constants, self.compression
-            ).best_bucket_mb()
+            self.step_model(some).best_bucket_mb()
             for some in (plans[start : start + CHUNK] for start in range(0, len(plans), CHUNK))
         ]
         return replace(plans, bucket_mb=np.concatenate(sizes)) if sizes else plans
 
     def predict_time(self, plans: Layouts) -> StepTime:
-        raw = _in_chunks(
-            plans,
-            lambda some: StepModel(
-                some, self.workload, self.rates, self.system, self.constants, self.compression
-            ).predict(),
-            StepTime,
-        )
+        raw = _in_chunks(plans, lambda some: self.step_model(some).predict(), StepTime)
         time = raw.calibrated(self.factors)
         return self._by_speed(plans, time) if self.kinds else time
+
+    def placements(self, plans: Layouts) -> Placements | None:
+        """Return how each plan's ranks are placed on the network; None if its topology is not known."""
+        fabric = self.rates.fabric
+        if fabric is None:
+            return None
+        if self.is_in_order:
+            return placed_in_order(fabric, plans)
+        return self._placer.best(plans)
+
+    @cached_property
+    def _placer(self) -> Placer:
+        assert self.rates.fabric is not None
+        return Placer(self.rates.fabric, self._step_s_on, self.placed_meshes)
+
+    def step_model(self, plans: Layouts) -> StepModel:
+        """Return the step model of plans, each placed."""
+        plans, fabric = _alone_as_zero(plans), self.rates.fabric
+        placed = self.placements(plans)
+        if fabric is None or placed is None:
+            return self._model_on(plans, None)
+        return self._model_on(plans, fabric.placed(plans, placed.ways, placed.rows))
+
+    def _step_s_on(self, plans: Layouts, fabric: Fabric) -> Floats:
+        return np.asarray(self._model_on(_alone_as_zero(plans), fabric).predict().total)
+
+    def _model_on(self, plans: Layouts, fabric: Fabric | None) -> StepModel:
+        rates = self.rates if fabric is None else replace(self.rates, fabric=fabric)
+        return StepModel(plans, self.workload, rates, self.system, self.constants, self.compression)
 
     @cached_property
     def uneven(self) -> UnevenTimes:

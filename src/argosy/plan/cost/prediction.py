@@ -84,7 +84,7 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster, joined: Cluster | None
 
     joined: of a run that is a site, the cluster of all sites, whose links rounds and updates go over.
     """
-    costs, row = CostModel.of(run, cluster), Layouts.of([plan])
+    costs, row = CostModel.of(run, cluster).as_started(), Layouts.of([plan])
     by_category = costs.predict_time(row).by_category(0)
     memory = costs.predict_memory(row).by_category(0)
     memory |= _state(plan, costs, cluster, last=plan.pp > 1 and memory["logits"] > 0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from argosy.plan.cost.fabric import Fabric
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Device, Format
 from argosy.plan.workload import Numbers
@@ -54,6 +55,8 @@ class Rates:
     """Share of a device in that link, if all devices of a site send at once."""
     far_latency_s: Numbers = 0.0
     """Latency of that link, one way."""
+    fabric: Fabric | None = None
+    """How nodes are joined, if the cluster's file says so; then the first tier outside the node is not used."""
 
     @classmethod
     def of_device(cls, device: Device, narrow: Format = "fp8", nic_bytes_per_s: float | None = None) -> Rates:
@@ -91,7 +94,7 @@ class Rates:
 
         Three levels of the network are kept: the node, the first tier outside, and the thinnest link between sites. A
         ring enters and leaves a unit of a farther tier once, so that its thin links carry few of all rings. Groups that
-        exchange all with all (experts) beyond the first tier are predicted too fast.
+        exchange all with all (experts) beyond the first tier are predicted too fast. With a topology all levels count.
         """
         network = cluster.tiers[1] if len(cluster.tiers) > 1 else None
         kinds = [cls.of_device(group.device, narrow) for group in cluster.groups]
@@ -99,17 +102,21 @@ class Rates:
             kind.link_bytes_per_s * group.link_bytes_per_s / group.device.link_bytes_per_s
             for kind, group in zip(kinds, cluster.groups, strict=True)
         ]
+        first = network.bytes_per_s if network else min(g.nic_bytes_per_s for g in cluster.groups)
+        if cluster.topology is not None:
+            first = min(group.nic_bytes_per_s for group in cluster.groups)
         return replace(
             cls.of_device(cluster.device, narrow),
             memory_bytes=min(kind.memory_bytes for kind in kinds),
             memory_bytes_per_s=min(kind.memory_bytes_per_s for kind in kinds),
             link_bytes_per_s=min(links),
-            nic_bytes_per_s=network.bytes_per_s if network else min(g.nic_bytes_per_s for g in cluster.groups),
+            nic_bytes_per_s=first,
             node=cluster.devices_per_node,
             reduction_gain=min(kind.reduction_gain for kind in kinds),
             host_link_bytes_per_s=min(kind.host_link_bytes_per_s for kind in kinds),
             host_memory_bytes_per_s=min(kind.host_memory_bytes_per_s for kind in kinds),
             host_memory_bytes=min(kind.host_memory_bytes for kind in kinds),
+            fabric=Fabric.of(cluster, min(links)),
             **_between_sites(cluster),
         )
 

@@ -27,15 +27,15 @@ from functools import cached_property
 import numpy as np
 
 from argosy.plan.cost.breakdown import OF_TIME, Breakdown
-from argosy.plan.cost.constants import BACKWARD_ATTENTION, Constants
-from argosy.plan.cost.layer_time import BACKWARD_POINTWISE, LayerModel, LayerTime
-from argosy.plan.cost.memory_model import MemoryModel
-from argosy.plan.cost.network import HIDDEN, Compression, all_reduce_s, all_to_all_s, gather_s, group_of, send_s
-from argosy.plan.cost.rates import Rates, System
-from argosy.plan.layouts import SCHEDULE_NAMES, Ints, Layouts
+from argosy.plan.cost.collectives import Group, all_reduce_s, gather_s
+from argosy.plan.cost.constants import BACKWARD_ATTENTION
+from argosy.plan.cost.layer_time import BACKWARD_POINTWISE
+from argosy.plan.cost.layer_waits import WaitModel
+from argosy.plan.cost.network import HIDDEN, group_of
+from argosy.plan.layouts import SCHEDULE_NAMES, Ints
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
-from argosy.plan.workload import Numbers, Workload
+from argosy.plan.workload import Numbers
 
 SIZES_MB = tuple(2**n for n in range(2, 9))
 """Sizes that are compared: 4 to 256 MiB. Smaller ones gain next to nothing."""
@@ -56,8 +56,6 @@ def wait_s(gradients: Numbers, bucket: Numbers, of_message: Numbers, of_byte: Nu
     return np.maximum(each, backward_s / many + all_of_them - backward_s)
 
 
-HOST_LINK = 0.8
-"""Share of the link to the host that large copies from pinned memory reach (PCIe 4.0: 25 of 32 GB/s)."""
 BUBBLE_LEFT = {
     "gpipe": 1.0,
     "1f1b": 1.0,
@@ -108,42 +106,8 @@ class StepTime(Breakdown):
     """Costs of every step, and stragglers."""
 
 
-@dataclass(frozen=True)
-class LayerWaits:
-    """Seconds that a layer waits in forward and backward of a microbatch, for each reason."""
-
-    tensor: Numbers
-    context: Numbers
-    experts: Numbers
-    gathered: Numbers
-    offload: Numbers
-    host: Numbers
-
-
-class StepModel(LayerModel):
+class StepModel(WaitModel):
     """Seconds of a step, for plans of one workload on one kind of cluster, or of as many as there are plans."""
-
-    def __init__(
-        self,
-        plans: Layouts,
-        work: Workload,
-        rates: Rates,
-        system: System,
-        constants: Constants,
-        compression: Compression = Compression(),  # noqa: B008  (frozen)
-    ):
-        super().__init__(plans, work, rates, system, constants)
-        self.compression = compression
-        self.tensor_group = group_of(plans.tp, 1, rates, constants)
-        self.context_group = group_of(plans.cp, plans.tp, rates, constants)
-        self.data_group = group_of(plans.dp * plans.cp, plans.tp, rates, constants)
-        self.shard_group = group_of(plans.dp_shard * plans.cp, plans.tp, rates, constants)
-        stride = self.expert_tp
-        self.expert_group = group_of(plans.ep, stride, rates, constants)
-        replicas = plans.cp * plans.tp / (plans.ep * stride)  # of an expert among the ranks of one model replica
-        self.expert_data_group = group_of(np.maximum(1, plans.dp * replicas), plans.ep * stride, rates, constants)
-        shards = np.maximum(1, plans.dp_shard * replicas)
-        self.expert_shard_group = group_of(shards, plans.ep * stride, rates, constants)
 
     def predict(self) -> StepTime:
         """Return the seconds of a step by category."""
@@ -188,15 +152,6 @@ class StepModel(LayerModel):
         return StepTime(**{**vars(times), "other": other})
 
     @cached_property
-    def waits(self) -> LayerWaits:
-        layer = self.mean_layer
-        compute = layer.forward + self.layer_backward_s + self.recomputed_s
-        tensor, context, experts = self._tensor(), self._context(layer), self._experts()
-        gathered = self._gathered(compute)
-        host = self.host_s(compute + tensor + context + experts + gathered)
-        return LayerWaits(tensor, context, experts, gathered, self._offload(layer), host)
-
-    @cached_property
     def layer_s(self) -> Numbers:
         """Seconds of a layer's forward and backward on a microbatch, with what it waits for."""
         layer, waits = self.mean_layer, self.waits
@@ -207,86 +162,13 @@ class StepModel(LayerModel):
         """Seconds of a microbatch on a rank of mean work."""
         return (self.work.layers * self.layer_s + self.of_head_s) / self.plans.pp
 
-    # What a layer waits for
-
-    @cached_property
-    def _forwards(self) -> Numbers:
-        """Times that a layer's forward communication happens; backward's counts as one more."""
-        again = np.where(self.plans.is_("recompute", "full"), 1 / self.plans.recompute_every, 0.0)
-        return 1 + self.work.reached * (1 + again)
-
-    def _tensor(self) -> Numbers:
-        """Return the wait for two sums a layer and direction over tensor-parallel ranks.
-
-        A reduce-scatter and an all-gather are one sum.
-        """
-        message = self.tokens * self.work.width * self.activation_bytes
-        exposed = self.constants.exposed_tensor * np.where(self.system.overlaps_tensor > 0, 0.5, 1.0)
-        in_switch = self.system.sequence_parallel == 0
-        return 2 * self._forwards * exposed * all_reduce_s(message, self.tensor_group, in_switch)
-
-    def _context(self, layer: LayerTime) -> Numbers:
-        """Return the wait for a ring of keys and values under attention, or for the exchange of heads for tokens."""
-        plans, work = self.plans, self.work
-        kv_elements = np.maximum(1, work.kv_heads / plans.tp) * (work.key_width + work.value_width)
-        kv = self.tokens * kv_elements * self.activation_bytes
-        around = (plans.cp - 1) * send_s(kv, self.context_group)
-        behind = np.maximum(0.0, around - layer.attention * self._forwards / 2)
-        ring = np.where(plans.cp > 1, self._forwards * (self.constants.exposed_context * around + behind), 0.0)
-        heads = self.tokens * (2 * work.heads + 2 * work.kv_heads) / plans.tp * work.value_width * self.activation_bytes
-        ulysses = self._forwards * all_to_all_s(heads, self.context_group)
-        of_states = self.tokens * (work.delta_streams / plans.tp) * self.activation_bytes  # and back what heads read
-        exchange = self._forwards * all_to_all_s(of_states, self.context_group)
-        attention = np.where(plans.is_("context", "ulysses"), ulysses, ring)
-        return (1 - work.delta_share) * attention + work.delta_share * exchange
-
-    def _experts(self) -> Numbers:
-        """Return the wait for tokens to reach their experts and come back, and for the busiest expert."""
-        plans, work, constants = self.plans, self.work, self.constants
-        copies = self._copies(plans.ep) * np.where(work.experts > 0, 1.0, 0.0)
-        message = self.tokens / self.sequence_ranks * copies * work.width * self.activation_bytes
-        exposed = constants.exposed_experts * np.where(self.system.overlaps_experts > 0, 0.25, 1.0)
-        exchange = 2 * self._forwards * exposed * all_to_all_s(message, self.expert_group, self._crossing())
-        mixture_s = self.mixture.forward + self.mixture.backward(self.work.reached, self.trained_matmuls)
-        busiest = (constants.imbalance - 1) * np.where(self.system.even_experts > 0, 0.0, mixture_s)
-        return work.moe_layers / work.layers * (exchange + np.where(plans.ep > 1, busiest, 0.0))
-
-    def _copies(self, places: Numbers) -> Numbers:
-        """Return the copies of a token that are sent: one for each expert, or for each of the `places` it goes to."""
-        k = np.maximum(1, self.work.experts_per_token)
-        return np.where(self.system.sends_once > 0, np.minimum(k, places * (1 - (1 - 1 / places) ** k)), k)
-
-    def _crossing(self) -> Numbers:
-        """Return the share of a token's copies that crosses the network."""
-        nodes = np.maximum(1, self.plans.ep * self.expert_tp / self.rates.node)
-        return np.minimum(1, self._copies(nodes) / self._copies(self.plans.ep))
-
-    def _gathered(self, compute: Numbers) -> Numbers:
-        """Return what ZeRO 3 adds to a layer's compute: gathering its parameters and scattering its gradients."""
-        plans, system = self.plans, self.system
-        dense, experts = self.parameters(1.0)
-        in_backward = np.where(plans.pp > 1, 1 / self.microbatches, 1.0)  # a pipeline keeps parameters after a backward
-        gathers = 1 + self.work.reached * in_backward
-        gathers = gathers + (self._forwards - 1 - self.work.reached) * system.gathers_recomputed
-        times = np.where(system.sums_once > 0, 1 / self.microbatches, 1.0)
-        moved = (system.gathers - 1) * (gathers + times) * gather_s(0.0, self.shard_group)
-        trained = self.work.trained_dense, self.work.trained_experts
-        groups = self.shard_group, self.expert_shard_group
-        for parameters, share, group in zip((dense, experts), trained, groups, strict=True):
-            gather = gather_s(parameters * self.activation_bytes, group) * gathers
-            both = gather + times * gather_s(parameters * share * system.reduced_bytes, group)
-            moved = moved + np.where(parameters > 0, both, 0.0)
-        under = np.maximum(compute, moved) - compute + self.constants.exposed_gradients * np.minimum(moved, compute)
-        added = np.where(system.overlaps_gradients > 0, under, moved)
-        return np.where(plans.shards_parameters, added, 0.0)
-
     # What comes once a step
 
     def _gradients(self, compute: Numbers, window: Numbers) -> Numbers:
         """Return the wait of ZeRO 0 to 2 for one sum of all gradients a step, of which the last backward hides a part,
         and for the updated values, which may travel under the next forward."""
         plans, system, constants = self.plans, self.system, self.constants
-        dense, experts = self._summed_parameters
+        dense, experts = self.summed_parameters
         updated = np.where(plans.is_("precision", "fp32"), 4, system.updated_bytes)
         updated = np.where(plans.zero == 0, system.reduced_bytes, updated)
         is_tier = (plans.zero > 0) & (plans.dp_replicate > 1)  # ranks that share the state
@@ -301,7 +183,8 @@ class StepModel(LayerModel):
             both = np.where(in_tiers, self._sum_s(parameters * system.reduced_bytes) + back, both)
             moved = moved + np.where(parameters > 0, both, 0.0)
             ahead = ahead + np.where(parameters > 0, back * system.gathers_ahead, 0.0)
-        hides, under = 1 - constants.exposed_gradients, window * system.overlaps_gradients
+        taken = self.work.layers / plans.pp * self.taken_s(self.data_group)
+        hides, under = 1 - constants.exposed_gradients, np.maximum(0.0, window - taken) * system.overlaps_gradients
         hidden = np.minimum(hides * (moved - ahead), BACKWARD_SHARE * under)
         hidden = hidden + np.minimum(hides * ahead, (1 - BACKWARD_SHARE) * under)
         once = np.where(plans.zero == 3, 0.0, moved - hidden)
@@ -311,7 +194,7 @@ class StepModel(LayerModel):
         return waits + self._compressing(dense + experts, waits)
 
     @cached_property
-    def _summed_parameters(self) -> tuple[Numbers, Numbers]:
+    def summed_parameters(self) -> tuple[Numbers, Numbers]:
         """Parameters that are trained on a rank, before ranks share them: dense, and of experts."""
         work = self.work
         dense, experts = self.parameters(work.layers / self.plans.pp)
@@ -326,14 +209,30 @@ class StepModel(LayerModel):
 
     def _over_replicas_s(self, message: Numbers) -> Numbers:
         """Return the seconds to sum a message over replicas, tier by tier and back."""
-        plans, seconds = self.plans, np.zeros(1)
-        stride, left = plans.tp * plans.shares_state, plans.replicas
-        for tier in plans.sum_inside, plans.sum_between:
-            group = group_of(tier, stride, self.rates, self.constants)
+        seconds = np.zeros(1)
+        for tier, group in self._inner_tiers:
             seconds = seconds + np.where(tier > 1, 2 * gather_s(message, group), 0.0)
-            message, stride, left = np.asarray(message) / tier, stride * tier, left // tier
-        across = all_reduce_s(message * self._share_sent(left), group_of(left, stride, self.rates, self.constants))
+            message = np.asarray(message) / tier
+        left, last = self._last_tier
+        across = all_reduce_s(message * self._share_sent(left), last)
         return seconds + np.where(left > 1, across, 0.0)
+
+    @cached_property
+    def _inner_tiers(self) -> list[tuple[Numbers, Group]]:
+        """The tiers in which replicas sum before the last, with their sizes."""
+        plans = self.plans
+        stride, found = plans.tp * plans.shares_state, list[tuple[Numbers, Group]]()
+        for tier in plans.sum_inside, plans.sum_between:
+            found.append((tier, group_of(tier, stride, self.rates, self.constants)))
+            stride = stride * tier
+        return found
+
+    @cached_property
+    def _last_tier(self) -> tuple[Numbers, Group]:
+        plans = self.plans
+        inside = plans.sum_inside * plans.sum_between
+        left = plans.replicas // plans.sum_inside // plans.sum_between
+        return left, group_of(left, plans.tp * plans.shares_state * inside, self.rates, self.constants)
 
     # Buckets
 
@@ -361,7 +260,7 @@ class StepModel(LayerModel):
         """Return the seconds that buckets of this size leave to wait for; 0 where FSDP2 has messages of its own."""
         start = self._sum_s(0.0)
         of_byte = self._sum_s(1e6) - start
-        gradients = sum(self._summed_parameters) * self.system.reduced_bytes
+        gradients = sum(self.summed_parameters) * self.system.reduced_bytes
         bucket = np.asarray(bucket_mb) * 2.0**20
         wait = wait_s(gradients, bucket, start, of_byte / 1e6, BACKWARD_SHARE * self.mean_microbatch_s)
         return np.where((self.plans.zero == 3) | (self.plans.dp * self.plans.cp == 1), 0.0, wait)
@@ -381,7 +280,7 @@ class StepModel(LayerModel):
     def _optimizer(self) -> Numbers:
         """Return the seconds to read gradient and state, and to write state and weight."""
         plans, system = self.plans, self.system
-        dense, experts = self._summed_parameters
+        dense, experts = self.summed_parameters
         mine = dense / plans.shares_state
         mine = mine + experts / np.maximum(1, plans.shares_state / plans.ep)
         of_weight = system.gradient_bytes * 2 + 2 * system.moment_bytes + system.weight_bytes
@@ -390,18 +289,6 @@ class StepModel(LayerModel):
         copied = mine * (system.gradient_bytes + system.weight_bytes) / self._host_link_bytes_per_s
         on_host = copied + moved / self.rates.host_memory_bytes_per_s
         return np.where(plans.is_("offload", "optimizer", "all"), on_host, moved / self.rates.memory_bytes_per_s)
-
-    def _offload(self, layer: LayerTime) -> Numbers:
-        """Return what copying a layer's activations adds, beside forward and before backward."""
-        if not np.any(self.plans.is_("offload", "activations", "all")):
-            return np.zeros(1)
-        memory = MemoryModel(self.plans, self.work, self.system, self.constants, self.compression)
-        moved = memory.moved / self._host_link_bytes_per_s
-        return moved + np.where(self.rates.host_waits > 0, moved, np.maximum(0.0, moved - layer.forward))
-
-    @property
-    def _host_link_bytes_per_s(self) -> Numbers:
-        return HOST_LINK * self.rates.host_link_bytes_per_s
 
     # The pipeline
 
@@ -425,14 +312,3 @@ class StepModel(LayerModel):
         # One microbatch passes all ranks and comes back; if backward is split, the gradients of weights can wait.
         way = np.where(plans.is_("schedule", *SPLITTING), 2 / 3, 1.0) * plans.pp
         return np.maximum(filled, (way - self.microbatches) * of_microbatch)
-
-    def _sends(self, of_microbatch: Numbers) -> Numbers:
-        """Return the wait for hidden states to the next stage and gradients back, of one microbatch on one rank.
-
-        A link that carries them slower than ranks compute is waited for, whatever is hidden.
-        """
-        plans = self.plans
-        group = group_of(plans.pp, plans.tp * plans.cp * plans.dp, self.rates, self.constants)
-        one_way = plans.stages_here * send_s(self.hidden_bytes, group)
-        sends = np.maximum(self.constants.exposed_pipeline * 2 * one_way, one_way - of_microbatch)
-        return np.where(plans.pp > 1, sends, 0.0)

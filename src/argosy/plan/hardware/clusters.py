@@ -19,6 +19,8 @@ It is written as NxDEVICE, as the name of a preset, or as a file:
     devices = 256
     bandwidth_bytes_per_s = 50e9  # of one device
     latency_s = 8e-6
+
+In place of `network`, a table `topology` says how the nodes are joined (`plan.hardware.topology`).
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.hardware.devices import Device, device_names, find_device, is_path
 from argosy.plan.hardware.measurements import Measurements
+from argosy.plan.hardware.topology import Topology, hosts_of
 
 STORAGE_BYTES_PER_S_PER_DEVICE = 2e12 / 16_384
 """Llama 3 had a file system of 2 TB/s sustained for 16,384 GPUs (Dubey et al. 2024, section 3.3.1)."""
@@ -143,6 +146,8 @@ class Cluster(Section):
     """Groups of nodes; ranks are laid over them in this order."""
     network: tuple[NetworkTier, ...] = ()
     """Network tiers outside the node, inner first; none: one tier, as fast as the NICs."""
+    topology: Topology | None = None
+    """How the nodes of a site are joined; none: as `network` says."""
     links: tuple[SiteLink, ...] = ()
     """Links between sites."""
     storage_bytes_per_s: PositiveFloat = Field(
@@ -194,11 +199,26 @@ class Cluster(Section):
                 f"network ends in a tier of {sizes[-1]} devices, and a site has {self.site_devices}; "
                 "add a tier that holds them all"
             )
+        if self.topology is not None:
+            self._check_topology(self.topology)
         if self.currency != "USD" and self.price_per_device_h is None:
             raise ValueError(
                 f"currency is {self.currency}, and the catalogue's prices are in USD; add price_per_device_h"
             )
         return self
+
+    def _check_topology(self, topology: Topology) -> None:
+        if self.network:
+            raise ValueError("topology and network are both given, and each says how nodes are joined; remove network")
+        alike = len({group.devices_per_node for group in self.groups}) == 1 == len(set(self.sites.values()))
+        topology.check(self.site_devices, self.devices_per_node, alike)
+        names = tuple(hosts_of(topology.hosts))
+        machines = self.machines
+        if names and len(names) != machines:
+            raise ValueError(f"topology.hosts has {len(names)} names, and groups have {machines} machines; name each")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f'topology.hosts has "{twice}" twice; name each machine once')
 
     @cached_property
     def slowest(self) -> NodeGroup:
@@ -238,6 +258,15 @@ class Cluster(Section):
         return sum(group.nodes for group in self.groups)
 
     @property
+    def devices_per_machine(self) -> int:
+        """Devices that one host has; a node can be several, as of NVL72 racks and pods of TPUs."""
+        return min(self.devices_per_node, self.device.devices_per_host)
+
+    @property
+    def machines(self) -> int:
+        return self.devices // self.devices_per_machine
+
+    @property
     def devices_per_node(self) -> int:
         """Devices of a node; of the smallest node if they differ."""
         return min(group.devices_per_node for group in self.groups)
@@ -255,8 +284,20 @@ class Cluster(Section):
         groups = tuple(group for group in self.groups if group.site == name)
         node, devices = min(group.devices_per_node for group in groups), sum(group.devices for group in groups)
         network = tuple(tier for tier in self.network if node < tier.devices) if devices > node else ()
+        topology = self.topology
+        if topology is not None:
+            topology = topology.model_copy(update={"hosts": ",".join(self.hosts_at(name))})
         measured = self.measured_at.get(name, self.measured)
-        return self.changed(groups=groups, links=(), network=network, measured=measured, measured_at={})
+        return self.changed(
+            groups=groups, links=(), network=network, topology=topology, measured=measured, measured_at={}
+        )
+
+    def hosts_at(self, name: str) -> tuple[str, ...]:
+        """Return the names of the machines at a site, in the order of the network; none if they are not known."""
+        names = tuple(hosts_of(self.topology.hosts)) if self.topology is not None else ()
+        before = list(self.sites).index(name)
+        each = self.site_devices // self.devices_per_machine
+        return names[before * each : (before + 1) * each]
 
     def changed(self, **keys: object) -> Self:
         """Return a copy in which some keys are others, checked as a whole. Raises: ValidationError."""
@@ -280,7 +321,9 @@ class Cluster(Section):
             bandwidth_bytes_per_s=min(group.link_bytes_per_s for group in self.groups),
             latency_s=max(group.device.link_latency_s for group in self.groups),
         )
-        network = self.network or ((self._flat,) if self.site_devices > self.devices_per_node else ())
+        network = self.network or self._of_topology
+        if not network and self.site_devices > self.devices_per_node:
+            network = (self._flat,)
         if not self.links:
             return (node, *network)
         site = NetworkTier(
@@ -290,6 +333,19 @@ class Cluster(Section):
             latency_s=max(link.latency_s for link in self.links),
         )
         return (node, *network, site)
+
+    @property
+    def _of_topology(self) -> tuple[NetworkTier, ...]:
+        """The tiers that the levels of the topology come to."""
+        if self.topology is None:
+            return ()
+        found, share, flat = [], 1.0, self._flat
+        for level in self.topology.levels(self.site_devices, self.devices_per_node):
+            update = {"name": level.name, "devices": level.devices, "oversubscription": max(1.0, 1 / share)}
+            found.append(flat.model_copy(update=update))
+            share = level.ring
+        is_whole = self.site_devices > self.devices_per_node
+        return (*found, flat.model_copy(update={"oversubscription": max(1.0, 1 / share)})) if is_whole else ()
 
     @property
     def _flat(self) -> NetworkTier:

@@ -22,6 +22,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Objective, Plan, has_workers
 from argosy.plan.report.explain import Sensitivity, binding, sensitivities, sums_in_words, ways_to_agree
+from argosy.plan.report.network import NetworkReport, network_report
 from argosy.plan.report.stops import Reliability, reliability
 from argosy.plan.search.candidates import Candidate, WholeRunModel, rounder, row_of
 from argosy.plan.search.search import (
@@ -127,6 +128,8 @@ class PlanReport:
     exchanges: tuple[ExchangeCost, ...]
     """Several sites: sums in every step, and rounds every H steps."""
     notes: tuple[str, ...]
+    network: NetworkReport | None = None
+    """Where the ranks of the explained plan are; None if the cluster's file does not say how nodes are joined."""
 
     def _repr_html_(self) -> str:
         """Return the best plans as a table: how a notebook shows the report."""
@@ -181,6 +184,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         uneven=() if economy.sites > 1 else _uneven(costs, found, [*best, *front]),
         exchanges=() if economy.is_asynchronous else ways_to_agree(run, cluster, request.pins or {}),
         notes=tuple(_notes(request, economy, explained, inside_s)),
+        network=network_report(costs, explained),
     )
 
 

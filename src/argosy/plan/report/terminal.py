@@ -13,6 +13,7 @@ from rich.text import Text
 from argosy.errors import UserError
 from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
+from argosy.plan.report.network import NetworkReport
 from argosy.plan.report.report import PlanReport, PlanRequest, describe, plan_report
 from argosy.plan.report.stops import burn_in_in_words, spares_in_words, stops_in_words, stops_table
 from argosy.plan.search.candidates import Candidate
@@ -141,6 +142,8 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
     yield facts
     yield Text("\nWhere a step's time goes, from the ideal on:")
     yield _bars(about.waterfall, MEANING, seconds)
+    if report.network is not None and report.network.axes:
+        yield from _network(report.network)
     yield Text("\nMemory of the rank that needs most, GiB:")
     yield _bars(about.memory, MEMORY_MEANING, gib)
     yield Text(f"\nThe step time depends most on {about.binding}:")
@@ -169,6 +172,43 @@ def prices(report: PlanReport) -> str:
 
 def _money(value: Numbers) -> str:
     return f"{float(value):.3g}"
+
+
+def _network(found: NetworkReport) -> Iterator[RenderableType]:
+    """Yield where ranks are on the network, and what a message of each axis takes there."""
+    facts = [f"dimensions {' x '.join(map(str, found.dims))}"] if found.dims else []
+    facts += [f"circuits of a node: {', '.join(f'{many} for {name}' for name, many in found.circuits)}"] * bool(
+        found.circuits
+    )
+    order = ", then ".join(found.order)
+    if found.is_moved:
+        facts.append(
+            f"next to each other {order}: {seconds(found.step_s)}, with ranks in the order of nodes "
+            f"{seconds(found.in_order_step_s)} (--rank-map FILE writes which machine has which ranks)"
+        )
+    elif len(found.order) > 1:
+        facts.append(f"next to each other {order}, as ranks are counted: no other placement saves 1 %")
+    yield Text(f"\nNetwork, {found.kind}: {'; '.join(facts) or 'ranks as they are counted'}")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("axis")
+    table.add_column("ranks", justify="right")
+    for name in ("where", "collective", "algorithm"):
+        table.add_column(name)
+    for name in ("MB", "takes"):
+        table.add_column(name, justify="right")
+    table.add_column("at once on the same wires")
+    for axis in found.axes:
+        table.add_row(
+            axis.axis,
+            str(axis.ranks),
+            " x ".join(f"{many} ({name})" for name, many in axis.spans),
+            axis.collective.replace("_", "-"),
+            axis.algorithm,
+            f"{axis.message_bytes / 1e6:,.1f}",
+            seconds(axis.seconds),
+            ", ".join(axis.shares_with) or "-",
+        )
+    yield table
 
 
 def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Numbers], str]) -> Table:

@@ -203,7 +203,7 @@ def _plain(run: RunConfig, written: Plan, words: dict[str, str], count: int) -> 
 
 def costs_of(run: RunConfig, cluster: Cluster, devices: int) -> CostModel:
     """Return the cost model of the run on so many devices of the cluster, with any memory where nobody knows it."""
-    costs = CostModel.of(run, cluster).on(run, devices)
+    costs = CostModel.of(run, cluster).on(run, devices).as_started()
     if "memory_bytes" in cluster.device.assumed:  # nobody knows it, so it must not decide
         return replace(costs, rates=replace(costs.rates, memory_bytes=math.inf))
     return costs
