@@ -131,7 +131,8 @@ def _fused(
             weights = list(whole.unflatten(1, (-1, len(shapes))).unbind(2)) if len(shapes) > 1 else [whole]
         return [w.contiguous() if order is None else w[order] for w, order in zip(weights, orders, strict=True)]
 
-    return Conversion(ours, (theirs,), join, cut, "together" if rule.kind == "rows" else "alone")
+    rows: Literal["together", "alone"] = "together" if rule.kind in ("rows", "head_rows") else "alone"
+    return Conversion(ours, (theirs,), join, cut, rows)
 
 
 def _rotary_order(name: str, config: ModelConfig) -> Tensor | None:

@@ -170,7 +170,7 @@ class Workload:
     @property
     def delta_share(self) -> Numbers:
         """Share of the layers that have a gated delta-net."""
-        return self.delta_layers / self.layers
+        return self.delta_layers / (self.layers + (self.layers == 0))  # a stage may have none
 
     @property
     def delta_streams(self) -> Numbers:
