@@ -61,7 +61,7 @@ test-docs: .venv/.dev
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_site.py -m ""
 
 cards: .venv/.dev
-	$(BIN)/python tests/family_cards.py 8
+	$(BIN)/python tests/family_cards.py 8 2
 
 bench: .venv/.bench
 	$(BIN)/python benchmarks/train_step.py

@@ -72,6 +72,7 @@ def _deepseek_experts(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
         "first_k_dense_replace": draw([0, 1]),
         "norm_topk_prob": draw([True, False]),
         "routed_scaling_factor": draw([1.0, 2.5]),
+        "num_nextn_predict_layers": 0,  # which transformers does not compute
     } | draw([{"n_group": 1, "topk_group": 1}, {"n_group": 4, "topk_group": 2}])
 
 
@@ -160,12 +161,12 @@ def _cohere(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sparse(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
-    layers = sizes["num_hidden_layers"]
+    layers, step = sizes["num_hidden_layers"], draw([1, 2])
     return _experts(draw) | {
         "moe_intermediate_size": 20,
         "norm_topk_prob": draw([False, True]),
-        "mlp_only_layers": draw([[], [0], [1]]) if layers > 3 else [],
-        "decoder_sparse_step": draw([1, 2]),
+        "mlp_only_layers": draw([[], [0], [1]]) if layers > 1 + step else [],  # some layer has experts
+        "decoder_sparse_step": step,
     }
 
 

@@ -1,57 +1,149 @@
 """A card for each family: how far a drawn model here is from the same one in transformers, and what comes through.
 
-python tests/family_cards.py 8      draw 8 configurations of each family; write docs/families.json and the table
+python tests/family_cards.py 8 2    draw 8 configurations of each family, 2 of them also under plans of two processes;
+                                    write docs/families.json and the tables
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import sys
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from argosy.config.model import ModelConfig
 from argosy.models import hf
 from argosy.models.decoder import Decoder, document_positions
 from argosy.models.experts import moe_layers
-from argosy.plan.workload import parameters
+from argosy.parallel.world import World
+from argosy.plan.layer_spec import layer_spec
+from argosy.plan.workload import Workload, parameters
 from drawn_families import DRAWN, Draw, draw_config, family_entry, random_model
+from families_in_worlds import END_OF_DOCUMENT, by_transformers, errors, plans_of, under_plan, under_plans
+from tiny import eager
+from workers import WorkerPool
 
 SEQ_LEN = 40
-END_OF_DOCUMENT = 2
 DOCS = Path(__file__).parents[1] / "docs"
 Card = dict[str, float]
 """logits, gradients, packed, cache: the largest error, relative to the largest number; config, weights: 1 if all came
-through bit for bit; parameters: those counted over those that the planner says."""
+through bit for bit; index: 1 if it says what the files hold; parameters, flops: those counted over those that the
+planner says."""
 
 
 def card_of(family: str, draw: Draw) -> Card:
     """Return the card of one drawn configuration."""
     config = draw_config(family, draw)
     theirs = random_model(config)
-    with TemporaryDirectory() as name:
-        folder = Path(name, "theirs")
-        save_theirs(family, theirs, folder)
-        ours = load_ours(folder)
-        back = Path(name, "back")
-        hf.export_folder(ours.config, ours.state_dict(), back, dtype=torch.float32)
-        stored, returned = tensors(folder), tensors(back)
+    with TemporaryDirectory() as made:
+        scratch = Path(made)
+        save_theirs(family, theirs, scratch / "theirs")
+        ours = load_ours(scratch / "theirs")
+        hf.export_folder(ours.config, ours.state_dict(), scratch / "back", dtype=torch.float32)
+        stored, returned = tensors(scratch / "theirs"), tensors(scratch / "back")
         same = stored.keys() == returned.keys() and all(torch.equal(stored[n], returned[n]) for n in stored)
-        card = {
-            "config": float(hf.import_config(back) == ours.config),
-            "weights": float(same),
-            "parameters": sum(p.numel() for p in ours.parameters()) / parameters(ours.config),
-        }
         tokens = torch.randint(3, config.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
-        card |= _packed_and_cached(ours, tokens)
-        card |= _against(ours, theirs, tokens, Path(name))
-    return card
+        return {
+            "config": float(hf.import_config(scratch / "back") == ours.config),
+            "weights": float(same),
+            "index": float(index_is_right(ours, stored, scratch / "shards")),
+            "parameters": sum(p.numel() for p in ours.parameters()) / parameters(ours.config),
+            "flops": counted_flops(ours, tokens) / expected_flops(ours.config, tokens),
+            **_packed_and_cached(ours, tokens),
+            **_against(ours, theirs, tokens, scratch),
+        }
+
+
+def index_is_right(ours: Decoder, stored: Mapping[str, Tensor], folder: Path) -> bool:
+    """Export in many files. Return True if the index names each tensor's file, and what they hold is `stored`."""
+    largest = max(parameter.nbytes for parameter in ours.parameters())
+    with mock.patch.object(hf, "SHARD_BYTES", largest):
+        hf.export_folder(ours.config, ours.state_dict(), folder, dtype=torch.float32)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    held = {name: file for file, some in files.items() for name in some}
+    size = sum(tensor.nbytes for some in files.values() for tensor in some.values())
+    whole = all(torch.equal(files[file][name], stored[name]) for name, file in held.items())
+    return len(files) > 1 and index == {"metadata": {"total_size": size}, "weight_map": held} and whole
+
+
+def counted_flops(ours: Decoder, tokens: Tensor) -> int:
+    """Return the FLOPs of a forward and backward, as torch counts them."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        ours(tokens, tokens).backward()
+    ours.zero_grad()
+    return counter.get_total_flops()
+
+
+def expected_flops(config: ModelConfig, tokens: Tensor) -> float:
+    """Return what `counted_flops` is by the planner's formula, and what that leaves out: in attention the masked half,
+    the padding of narrow values and scores that are computed again; and adding up what several experts found."""
+    work = Workload.of_model(config, SEQ_LEN, len(tokens))
+    attention = 0.0
+    for layer in range(config.layers):
+        spec, settings = layer_spec(config, layer), config.attention
+        width = config.mla.key_width if config.mla.kv_rank else spec.head_width
+        in_blocks = spec.window or settings.softcap or settings.sinks
+        attention += (3.5 if in_blocks else 3) * 4 * spec.heads * width * spec.seen(SEQ_LEN)
+    several = work.experts_per_token > 1
+    added_up = 6 * work.moe_layers * work.experts_per_token * work.width * several
+    return tokens.numel() * (sum(work.matmul_flops_per_token) + attention + added_up)
+
+
+def card_under_plans(family: str, draw: Draw, workers: WorkerPool) -> dict[str, Card]:
+    """Return the errors of one drawn configuration in one process, and under each plan of two that it can have."""
+    config = draw_config(family, draw)
+    theirs = random_model(config)
+    with TemporaryDirectory() as made:
+        scratch = Path(made)
+        folder = scratch / "theirs"
+        save_theirs(family, theirs, folder)
+        plans = plans_of(hf.import_config(folder))
+        found = workers.run(2, under_plans, folder, plans)
+        alone = under_plan(World(), folder, eager("microbatch=4"))
+        expected = by_transformers(theirs, lambda model: _gradients_as_ours(model, scratch / "gradients"))
+    cards = {name: errors([rank[name] for rank in found], expected) for name in plans}
+    return {"one process": errors([alone], expected), **cards}
+
+
+def plannable(family: str, seed: int) -> Draw:
+    """Return draws of a configuration that can have a plan of tensor parallelism: it has more than one head."""
+    for again in count():
+        key = f"{family}/{seed}/{again}"
+        if draw_config(family, random.Random(key).choice).num_attention_heads > 1:
+            return random.Random(key).choice
+    raise AssertionError
+
+
+def _gradients_as_ours(model: Any, folder: Path) -> dict[str, Tensor]:
+    """Return the gradients of a model of transformers by our names."""
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    _put_gradients(model)
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(value)
+    return dict(hf.import_folder(folder)[1])
+
+
+@torch.no_grad()
+def _put_gradients(model: Any) -> None:
+    """Put a model's gradients in the place of its weights."""
+    for parameter in model.parameters():
+        parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
 
 def _packed_and_cached(ours: Decoder, tokens: Tensor) -> Card:
@@ -75,9 +167,8 @@ def _against(ours: Decoder, theirs: Any, tokens: Tensor, folder: Path) -> Card:
         layer.loss_weight = 0.0  # the losses that balance experts are not part of theirs
     ours(tokens, targets).backward()
     torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-    with torch.no_grad():
-        for parameter in [*ours.parameters(), *theirs.parameters()]:
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    _put_gradients(ours)
+    _put_gradients(theirs)
     hf.export_folder(ours.config, ours.state_dict(), folder / "ours-gradients", dtype=torch.float32)
     theirs.save_pretrained(folder / "their-gradients")
     found, expected = tensors(folder / "ours-gradients"), tensors(folder / "their-gradients")
@@ -118,38 +209,70 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 def worst(cards: list[Card]) -> Card:
     """Return the worst of each figure."""
-    lowest = ("config", "weights")
-    return {name: (min if name in lowest else max)(card[name] for card in cards) for name in cards[0]}
+    ratios, flags = ("parameters", "flops"), ("config", "weights", "index")
+
+    def of(name: str) -> float:
+        values = [card[name] for card in cards if name in card]
+        return max(values, key=lambda v: abs(v - 1)) if name in ratios else (min if name in flags else max)(values)
+
+    return {name: of(name) for name in {name: None for card in cards for name in card}}
+
+
+ERRORS, FLAGS, RATIOS = (
+    ("logits", "gradients", "packed", "cache"),
+    ("config", "weights", "index"),
+    ("parameters", "flops"),
+)
+PLANNED = ("one process", "tp", "pp", "ep", "cp", "ulysses", "zero 3")
 
 
 def table(cards: dict[str, Card]) -> str:
     """Return the cards as a table."""
-    rows = [
-        "| model_type | class | logits | gradients | packed | cache | config | weights | parameters |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ("model_type", "class", *ERRORS, *FLAGS, *RATIOS)
+    rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for family, card in cards.items():
-        errors = " | ".join(f"{card[name]:.0e}" for name in ("logits", "gradients", "packed", "cache"))
-        whole = " | ".join("same" if card[name] else "**other**" for name in ("config", "weights"))
-        counted = "same" if card["parameters"] == 1 else f"{card['parameters']:.6f}"
-        rows.append(f"| `{family}` | {family_entry(family).architecture} | {errors} | {whole} | {counted} |")
+        errors = [f"{card[name]:.0e}" for name in ERRORS]
+        whole = ["same" if card[name] else "**other**" for name in FLAGS]
+        counted = ["same" if abs(card[name] - 1) < 1e-9 else f"{card[name]:.6f}" for name in RATIOS]
+        rows.append(
+            "| " + " | ".join([f"`{family}`", family_entry(family).architecture, *errors, *whole, *counted]) + " |"
+        )
     return "\n".join(rows)
 
 
-def main(draws: int) -> None:
+def table_of_plans(cards: dict[str, dict[str, Card]]) -> str:
+    """Return the errors under plans as a table: of logits, of gradients, of ten losses."""
+    rows = ["| model_type | " + " | ".join(PLANNED) + " |", "|---" * (len(PLANNED) + 1) + "|"]
+    for family, under in cards.items():
+        cells = [
+            " ".join(f"{under[n][k]:.0e}" for k in ("logits", "gradients", "losses")) if n in under else ""
+            for n in PLANNED
+        ]
+        rows.append(f"| `{family}` | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def main(draws: int, planned: int) -> None:
     """Write the cards of all families."""
     torch.set_num_threads(1)
-    cards = {}
+    cards, under, workers = dict[str, Card](), dict[str, dict[str, Card]](), WorkerPool()
     for family in DRAWN:
-        drawn = [card_of(family, random.Random(f"{family}/{i}").choice) for i in range(draws)]
-        cards[family] = worst(drawn)
-        print(family, cards[family], flush=True)
-    (DOCS / "families.json").write_text(json.dumps({"draws": draws, "cards": cards}, indent=1) + "\n")
+        cards[family] = worst([card_of(family, random.Random(f"{family}/{i}").choice) for i in range(draws)])
+        each = [card_under_plans(family, plannable(family, i), workers) for i in range(planned)]
+        under[family] = {name: worst([card[name] for card in each if name in card]) for card in each for name in card}
+        print(family, cards[family], under[family], flush=True)
+    workers.close()
+    record = {"draws": draws, "cards": cards, "draws_under_plans": planned, "under_plans": under}
+    (DOCS / "families.json").write_text(json.dumps(record, indent=1) + "\n")
     page = DOCS / "families.md"
-    marks = "<!-- cards -->"
-    text = re.sub(f"{marks}.*{marks}", f"{marks}\n{table(cards)}\n{marks}", page.read_text(), flags=re.S)
+    text = page.read_text()
+    for mark, rows in (("cards", table(cards)), ("plans", table_of_plans(under))):
+        text = re.sub(
+            f"<!-- {mark} -->.*<!-- {mark} -->", f"<!-- {mark} -->\n{rows}\n<!-- {mark} -->", text, flags=re.S
+        )
     page.write_text(text)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if sys.argv[1:] else 8)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main(*(int(n) for n in sys.argv[1:]))

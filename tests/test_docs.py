@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from argosy.config.load import load
+from argosy.plan.design.space import DesignSpace
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -70,9 +71,17 @@ def test_links_to_files_lead_somewhere(document: Path) -> None:
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
-def test_examples_are_valid_run_files(example: Path) -> None:
-    assert load(example).name == example.stem
+@pytest.mark.parametrize(
+    "example",
+    [path for path in sorted((ROOT / "examples").glob("*.toml")) if path.name != "jobs.toml"],  # of several runs
+    ids=lambda p: p.name,
+)
+def test_examples_are_valid_files(example: Path) -> None:
+    """Run files, and spaces of devices, whose names begin with "design"."""
+    if example.stem.startswith("design"):
+        assert DesignSpace.load(example).device.axes or DesignSpace.load(example).speedup
+    else:
+        assert load(example).name == example.stem
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples" / "extend").glob("*.py")), ids=lambda p: p.name)

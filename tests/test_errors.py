@@ -6,7 +6,16 @@ import pytest
 
 from argosy import errors
 from argosy.cli import main
-from argosy.errors import EXIT_CODES, STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, error_of
+from argosy.errors import (
+    EXIT_CODES,
+    STOP_SIGNALS,
+    ArgosyError,
+    Interrupted,
+    RunFailed,
+    UserError,
+    error_of,
+    record_of_error,
+)
 
 
 def classes() -> list[type[ArgosyError]]:
@@ -30,3 +39,23 @@ def test_an_error_of_another_process_is_raised_as_what_it_was(kind):
 
 def test_an_error_that_is_not_ours_is_a_failed_run():
     assert type(error_of(17, "text")) is RunFailed
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (
+            "run.toml:14: plan.tp = 3 does not divide model.heads = 16. Try tp = 2 or 4.",
+            {"file": "run.toml", "line": 14, "key": "plan.tp", "value": "3", "remedy": "Try tp = 2 or 4."},
+        ),
+        (
+            'plan = "tp=3" (--plan) is for 3 processes. Try plan = "auto".',
+            {"key": "plan", "value": '"tp=3"', "file": None},
+        ),
+        ("--lr: unknown option.", {"file": None, "line": None, "key": None, "remedy": None}),
+    ],
+)
+def test_a_program_reads_what_an_error_names(text, named):
+    record = record_of_error(UserError(text))
+    assert record["error"] == text and record["exit_code"] == 2
+    assert named.items() <= record.items()

@@ -64,6 +64,7 @@ THEIRS: dict[str, Any] = {
     ),
     "deepseek": DeepseekV3Config(
         **SIZES | {"num_hidden_layers": 3, "num_key_value_heads": 4},
+        num_nextn_predict_layers=0,  # transformers computes none
         moe_intermediate_size=20,
         n_routed_experts=8,
         num_experts_per_tok=3,

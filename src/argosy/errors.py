@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -75,6 +76,29 @@ class ArgosyWarning(UserWarning):
 
     def __init__(self, message: str):
         super().__init__(redact(message))
+
+
+PLACE = re.compile(r"(?P<file>(?!-)[^\s:]*[/.][^\s:]*)(:(?P<line>\d+))?: ")
+SETTING = re.compile(r"(?P<key>(--)?[A-Za-z][\w.-]*) = (?P<value>\"[^\"]*\"|'[^']*'|[^\s,;:]*[^\s,;:.])")
+SENTENCE_END = re.compile(r"[.:!?] (?=[A-Z`])")
+
+
+def record_of_error(error: ArgosyError) -> dict[str, str | int | None]:
+    """Return an error as a program reads it: its text, and what of file, line, key, value and remedy the text names.
+
+    The remedy is what follows the first sentence.
+    """
+    text = str(error)
+    place, setting, end = PLACE.match(text), SETTING.search(text), SENTENCE_END.search(text)
+    return {
+        "error": text,
+        "exit_code": error.exit_code,
+        "file": place["file"] if place else None,
+        "line": int(place["line"]) if place and place["line"] else None,
+        "key": setting["key"] if setting else None,
+        "value": setting["value"] if setting else None,
+        "remedy": text[end.end() :] if end else None,
+    }
 
 
 FINAL = 64

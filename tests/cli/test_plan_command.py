@@ -298,7 +298,7 @@ def test_serving(ask: Any) -> None:
         ([*SMALL, "--within", "30d", "--objective", "cost"], "Leave out --objective cost"),
         (["--model", "llama3-70b", "--cluster", "1xt4", "--within", "30d"], "nothing fits"),
         ([*SMALL, "--finetune", "1M", "--tokens", "1M"], "give one of them"),
-        (["--model", "no/such", "--cluster", "8xh100"], "no/such is not there. Give a Hugging Face folder"),
+        (["--model", "no/such", "--cluster", "8xh100"], "no/such/config.json is not there. Give a Hugging Face folder"),
         (["--model", "llama3-70b", "--cluster", "8xh100", "--cluster", "2xa100"], "2xa100: nothing fits"),
         ([*SMALL, "--html", "/dev/null/plan.html"], "--html /dev/null/plan.html: cannot be written"),
         ([*SMALL, "--html", "/tmp"], "--html /tmp: cannot be written"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,34 @@ def test_weights_given_as_an_option_replace_the_model_of_the_demo_and_not_that_o
 
 def test_weights_of_which_nothing_is_known_are_refused_unless_the_sizes_are_given(tmp_path):
     with pytest.raises(
-        UserError, match=r"mine\.toml:2: model\.weights = .*nowhere: no run\.toml there.*checkpoint import"
+        UserError, match=r"mine\.toml:2: model\.weights = .*nowhere: no run\.toml and no config\.json there.*hf://"
     ):
         load(run_file(tmp_path, 'weights = "nowhere"'))
     assert load(run_file(tmp_path, 'weights = "nowhere"\nlayers = 2')).model.layers == 2
+
+
+CONFIG_JSON = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 48, "intermediate_size": 80,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101,
+    "max_position_embeddings": 2048, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_weights_of_a_hugging_face_folder_give_the_sizes(tmp_path, monkeypatch):
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text(json.dumps(CONFIG_JSON))
+    for named, kept in (("hub", tmp_path / "hub"), (f"file://{tmp_path}/hub", Path(f"file:{tmp_path}/hub"))):
+        run = load(run_file(tmp_path, f'weights = "{named}"\nmax_seq_len = 4096'))
+        found = run.model
+        assert (found.layers, found.width, found.vocab_size, found.max_seq_len) == (3, 48, 101, 4096)
+        assert found.weights == kept
+        save_run(run, tmp_path / "again.toml")
+        monkeypatch.setattr("argosy.config.layers.MODEL_FOLDERS", "nothing.is.read.again")
+        assert load(tmp_path / "again.toml").model == found
+        monkeypatch.undo()
+
+
+def test_a_hugging_face_folder_of_an_unknown_model_is_refused_by_file_and_key(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG_JSON | {"model_type": "gpt2"}))
+    with pytest.raises(UserError, match=r'config\.json: model_type = "gpt2"'):
+        load(run_file(tmp_path, 'weights = "."'))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
+from argosy.models import hf
 from argosy.models.decoder import Decoder
 from argosy.models.delta_net import chunked_delta_rule, delta_scan, delta_step, places_in, short_convolution
 from argosy.models.hf_config import config_to_json
@@ -112,11 +115,24 @@ def test_compiled_blocks_compute_the_same(recomputes: bool) -> None:
         ({"attention": {}}, "delta_net.key_heads = 2 and attention.layers"),
         ({"delta_net": NET | {"value_heads": 3}}, "value_heads = 3 is no multiple of key_heads = 2; try 2"),
         ({"delta_net": {"value_heads": 4}}, "value_heads = 4 with key_heads = 0"),
+        ({"mtp": {"modules": 1}}, "mtp.modules = 1 with delta_net.key_heads = 2"),
     ],
 )
-def test_heads_that_do_not_fit_are_refused(keys: dict[str, Any], said: str) -> None:
+def test_sizes_and_parts_that_do_not_fit_are_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said.replace(".", r"\.")):
         ModelConfig.model_validate(SMALL | keys)
+
+
+def test_modules_that_predict_further_tokens_are_left_out_on_import(tmp_path: Path) -> None:
+    qwen = {"family": "qwen3_5_text", "qk_norm": True, "norms": {"zero_centered": True}, "norm_eps": 1e-6}
+    config = ModelConfig.model_validate(SMALL | qwen | {"attention": SMALL["attention"] | {"gate": True}})
+    weights = {name: torch.randn(p.shape) for name, p in Decoder(config).state_dict().items()}
+    hf.export_folder(config, weights, tmp_path / "out", dtype=torch.float32)
+    file = tmp_path / "out/model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(2, 2)}, file)
+    imported, found = hf.import_folder(tmp_path / "out")
+    assert imported.mtp.modules == 0
+    assert {name: weight.shape for name, weight in found.items()} == {n: w.shape for n, w in weights.items()}
 
 
 def test_a_class_without_linear_layers_cannot_say_them() -> None:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from argosy.config.load import load
 from argosy.models.hf_config import config_from_json, config_to_json
 from drawn_families import DRAWN
-from family_cards import card_of
+from families_in_worlds import PLANS
+from family_cards import card_of, card_under_plans, plannable
+from workers import WorkerPool
 
 TOLERANCE = 1e-5
 SHORT = ("mistral", "gemma3_text", "olmo3", "cohere2", "phi3", "gpt_oss", "granitemoe", "deepseek_v2", "qwen3_next")
@@ -24,11 +26,25 @@ SHORT = ("mistral", "gemma3_text", "olmo3", "cohere2", "phi3", "gpt_oss", "grani
 )
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_drawn_model_is_the_same_function_and_comes_through_bit_for_bit(family: str, data: st.DataObject) -> None:
+def test_a_drawn_model_is_the_same_function_and_comes_through_bit_for_bit(
+    family: str, data: st.DataObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     card = card_of(family, lambda options: data.draw(st.sampled_from(options)))
-    assert {name for name in ("config", "weights", "parameters") if card[name] != 1} == set()
+    assert {name for name in ("config", "weights", "index", "parameters", "flops") if card[name] != 1} == set()
+    assert not any(tmp_path.iterdir())  # it keeps nothing, and nothing where it was called
     errors = {name: card[name] for name in ("logits", "gradients", "packed", "cache")}
     assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in ("phi3", "deepseek_v3") else pytest.mark.slow) for name in DRAWN],
+)
+def test_under_every_plan_it_learns_as_in_a_plain_loop_of_transformers(family: str, workers: WorkerPool) -> None:
+    cards = card_under_plans(family, plannable(family, 0), workers)
+    assert cards.keys() >= {"one process", *PLANS} - {"ep"}
+    assert max(max(card.values()) for card in cards.values()) <= TOLERANCE, cards
 
 
 PRESETS = (

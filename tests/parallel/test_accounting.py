@@ -40,6 +40,11 @@ MODELS: dict[str, dict[str, Any]] = {
         **UNEVEN,
         "moe": {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "first_dense_layers": 1},
     },
+    "experts, predicting further": {
+        **UNEVEN,
+        "moe": {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "first_dense_layers": 1},
+        "mtp": {"modules": 2},
+    },
 }
 FROZEN = {
     "dense, the bottom frozen": ("embedding", "blocks.0", "blocks.1"),
@@ -66,6 +71,17 @@ PLANS = [
     ("tied, frozen here and there", "pp=2,dp_shard=2,zero=1"),
     ("experts, frozen", "dp_shard=4,ep=2,zero=3"),
     ("experts, frozen", "dp_shard=2,ep=2,tp=2,zero=1"),
+    *(
+        ("experts, predicting further", plan)
+        for plan in (
+            "dp_shard=4,ep=2,zero=3",
+            "dp_shard=2,ep=2,tp=2,zero=1",
+            "pp=2,tp=2",
+            "cp=2,zero=0,microbatch=4",
+            "pp=2,dp_shard=2,zero=3",
+            "tp=2,recompute=full",
+        )
+    ),
     *(("dense", f"dp_shard=4,zero={stage}") for stage in range(4)),
     *(("dense", f"dp_shard=2,dp_replicate=2,zero={stage},microbatch=2") for stage in (1, 3)),
     *(("dense", f"dp_replicate=2,dp_shard=2,zero={2 + (word == 'int8')},sync={word}") for word in COMPRESSED),
@@ -116,6 +132,7 @@ QUICK = {
     ("dense", "cp=2,zero=0,microbatch=4", "adamw"),
     ("tied, biased, one key/value head", "tp=2,dp_shard=2,zero=2", "adamw"),
     ("experts", "dp_shard=2,ep=2,tp=2,zero=1", "adamw"),
+    ("experts, predicting further", "pp=2,tp=2", "adamw"),
     ("dense", "dp_shard=2,tp=2", "muon"),
     ("dense, the bottom frozen", "dp_shard=4,zero=1", "adamw"),
     ("dense, the bottom frozen", "dp_shard=4,zero=3", "adamw"),

@@ -50,6 +50,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "top_groups": 2, "routed_scale": 2.5, "balance": "bias", "bias_rate": 1e-2,
         },
     },
+    "mtp": {
+        "family": "deepseek_v3", "kv_heads": 4, "mtp": {"modules": 2},
+        "mla": {"kv_rank": 16, "q_rank": 24, "rope_width": 8, "nope_width": 16, "value_width": 16},
+        "moe": EXPERTS | {"first_dense_layers": 1, "router": "sigmoid", "balance": "bias", "bias_rate": 1e-2},
+    },
+    "mtp_tied": {"mtp": {"modules": 1}, "tie_embeddings": True, "attention": {"layers": ["sliding"], "window": 9}},
     "gemma2": {
         "family": "gemma2", "layers": 4, "tie_embeddings": True, "activation": "gelu_tanh", "embedding_scale": 32**0.5,
         "logit_softcap": 3.0, "norms": {"place": "around", "zero_centered": True},
@@ -110,6 +116,8 @@ QUICK = [
     ("olmo3", "tp=4,microbatch=4"),
     ("gpt_oss", "cp=2,ep=2,microbatch=4"),
     ("qwen3_next", "cp=2,tp=2,microbatch=4"),
+    ("mtp", "pp=2,tp=2,microbatch=2"),
+    ("mtp", "cp=2,ep=2,zero=3,microbatch=4"),
 ]
 """Family and plan, in every run of the tests."""
 
@@ -172,6 +180,17 @@ SLOW = [
     ("mixtral", "dp_shard=4,ep=2,zero=0,sum_inside=2"),
     ("mixtral", "dp_shard=8,ep=2,zero=0,sum_inside=2,sum_between=2"),
     ("mixtral", "dp_replicate=4,dp_shard=2,ep=2,zero=2,sum_inside=2"),
+    # Multi-token prediction.
+    ("mtp", "tp=4,microbatch=4"),
+    ("mtp", "pp=2,dp_shard=2,zero=1,schedule=interleaved_1f1b,microbatch=2"),
+    ("mtp", "dp_shard=2,ep=2,recompute=full,microbatch=2"),
+    ("mtp", "dp_shard=2,tp=2,ep=2,zero=2,microbatch=4"),
+    ("mtp", "pp=2,dp_shard=2,zero=3,microbatch=2"),
+    ("mtp", "cp=2,context=ulysses,microbatch=4"),
+    ("mtp_tied", "pp=2,microbatch=2"),
+    ("mtp_tied", "pp=2,dp_shard=2,microbatch=2"),
+    ("mtp_tied", "cp=2,tp=2,microbatch=4"),
+    ("mtp_tied", "dp_shard=2,zero=3,offload=all,microbatch=4"),
     # Two.
     ("llama", "dp_replicate=2,dp_shard=2,zero=1"),
     ("llama", "dp_replicate=2,dp_shard=4,zero=2"),

@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from argosy.config.attention import MLAConfig
 from argosy.config.layers import preset_names
 from argosy.config.load import load
-from argosy.config.model import ModelConfig, MoEConfig
+from argosy.config.model import ModelConfig, MoEConfig, MTPConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
+from argosy.models.mtp import further_tokens
 from argosy.plan.workload import matmul_parameters, parameters, train_flops_per_token
 
 LLAMA3_8B = ModelConfig(layers=32, width=4096, heads=32, kv_heads=8, head_width=128, ffn_width=14336, vocab_size=128256)
@@ -53,6 +54,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"moe": MoEConfig(experts=4, experts_per_token=3, expert_ffn_width=40, shared_experts=2, first_dense_layers=1)},
     {"kv_heads": 4, "mla": LATENT, "attention_bias": True},
     {"kv_heads": 4, "mla": LATENT.model_copy(update={"q_rank": 0}), "moe": MoEConfig(experts=4, balance="bias")},
+    {"mtp": MTPConfig(modules=2)},
+    {"mtp": MTPConfig(modules=1), "tie_embeddings": True, "moe": MoEConfig(experts=4, first_dense_layers=1)},
 ]
 PRESETS = preset_names("models")
 
@@ -94,7 +97,8 @@ def test_flops_are_those_that_a_step_executes(variant, seq_len):
     materialize(model, config, torch.device("cpu"), 0)
     tokens_BT = torch.zeros(2, seq_len, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens_BT, tokens_BT).backward()
+        further = further_tokens(tokens_BT, tokens_BT, tokens_BT, config.mtp.modules) if config.mtp.modules else None
+        model(tokens_BT, tokens_BT, further_BTn2=further).backward()
     causal_half = train_flops_per_token(config, seq_len) - 6 * matmul_parameters(config)
     counted = counter.get_total_flops() / tokens_BT.numel()
     assert counted == pytest.approx(train_flops_per_token(config, seq_len) + causal_half, rel=0.02)

@@ -113,6 +113,12 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
     (rules.split_backward_is_eager, "pp=2,schedule=zbv", {}, "which compiled blocks cannot. Add compile=false."),
     (
         rules.split_backward_is_eager,
+        "pp=2,schedule=zbv,compile=false",
+        {"model": {"mtp": {"modules": 1}}},
+        "which torch cannot with model.mtp.modules = 1. Use schedule=interleaved_1f1b.",
+    ),
+    (
+        rules.split_backward_is_eager,
         "pp=2,schedule=zbv,compile=false,recompute=selective",
         {},
         "plan.schedule = zbv splits backward, and recompute=selective keeps",

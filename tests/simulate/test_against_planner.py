@@ -28,6 +28,19 @@ QUICK = [
     ("llama3-8b", "dp_shard=8,recompute=full"),
     ("mixtral-8x7b", "dp_shard=4,ep=4"),
 ]
+FURTHER = [
+    ("llama3-8b", "dp_shard=8,recompute=full"),
+    *(
+        pytest.param(preset, plan, marks=pytest.mark.slow)
+        for preset, plan in (
+            ("llama3-8b", "microbatch=2"),
+            ("llama3-8b", "dp_shard=8,zero=1"),
+            ("mixtral-8x7b", "dp_shard=4,ep=4"),
+            ("llama3-8b", "tp=4,microbatch=2"),
+            ("llama3-8b", "pp=4"),
+        )
+    ),
+]
 SLOW = [
     ("llama3-8b", "microbatch=2"),
     ("llama3-8b", "tp=4,dp_shard=2,recompute=selective"),
@@ -68,16 +81,25 @@ ROWS = [
 ]
 
 
-def run_of(preset: str, frozen: Sequence[str]) -> RunConfig:
+def run_of(preset: str, frozen: Sequence[str], modules: int = 0) -> RunConfig:
     """A few layers of the published sizes."""
-    keys = {"model.layers": 8 if preset == "llama3-8b" else 4, "model.vocab_size": 32000}
+    keys = {"model.layers": 8 if preset == "llama3-8b" else 4, "model.vocab_size": 32000, "model.mtp.modules": modules}
     sections = {"data.seq_len": 4096, "train.global_batch": 16, "train.frozen": list(frozen)}
     return load("demo", {"model.preset": preset, **keys, **sections})
 
 
 @pytest.mark.parametrize(("preset", "written", "frozen"), ROWS)
 def test_the_closed_form_has_the_simulated_peak(preset, written, frozen):
-    run, plan = run_of(preset, frozen), Plan.parse(f"{written},precision=bf16,compile=false")
+    assert_peaks_agree(run_of(preset, frozen), written)
+
+
+@pytest.mark.parametrize(("preset", "written"), FURTHER)
+def test_it_has_modules_of_multi_token_prediction(preset, written):
+    assert_peaks_agree(run_of(preset, (), modules=1), written)
+
+
+def assert_peaks_agree(run: RunConfig, written: str) -> None:
+    plan = Plan.parse(f"{written},precision=bf16,compile=false")
     simulated = simulate(plan, run, [0], Cluster.parse("8xh100"))[0].peak_bytes
     constants = Constants()
     model = MemoryModel(Layouts.of([plan]), Workload.of(run), System(), constants)

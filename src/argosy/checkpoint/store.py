@@ -227,8 +227,9 @@ def prune(
     keep_verified: int = VERIFIED_KEPT,
     spare: Iterable[int] = (),
     keep_unread: bool = False,
+    dry_run: bool = False,
 ) -> list[Checkpoint]:
-    """Delete old checkpoints, and return them.
+    """Delete old checkpoints, and return them; with `dry_run`, return those that would be deleted.
 
     Kept are the newest `keep_last`, the newest `keep_verified` of the verified ones, those at multiples of `keep_every`
     (0: none of these), those of the steps `spare`, and, with `keep_unread`, those that were not read back yet. So a
@@ -239,7 +240,7 @@ def prune(
     unread = [c for c in there if keep_unread and not c.is_verified]
     kept = {c.step for c in (*there[-keep_last:], *verified[-keep_verified:], *unread)} | {*spare}
     dropped = [c for c in there if c.step not in kept and not (keep_every and c.step % keep_every == 0)]
-    for checkpoint in dropped:
+    for checkpoint in () if dry_run else dropped:
         remove(checkpoint.folder)
     return dropped
 

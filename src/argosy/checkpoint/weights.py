@@ -18,7 +18,10 @@ from argosy.checkpoint.checksums import FileSum, shard_name
 from argosy.checkpoint.load import Held, check_all_there
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import Checkpoint
+from argosy.data.stores.store import spelled
+from argosy.errors import UserError
 from argosy.files import make_folder, sync
+from argosy.models.hf import import_folder
 from argosy.models.lazy_weights import LazyWeights
 from argosy.models.tensor_file import TensorToWrite, write_tensors
 
@@ -58,6 +61,29 @@ class CheckpointWeights(LazyWeights):
 
     def _wanted(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Box:
         return Box(MODEL + name, "", self.shape(name), tuple(offset), tuple(shape))
+
+
+@torch.no_grad()
+def fill_from_folder(parts: Mapping[Box, Tensor], place: str | Path) -> None:
+    """Fill this rank's parts of the weights from a Hugging Face folder or its URL, of which no more is read.
+
+    Raises: UserError, before any is filled, if one is not there or has another shape.
+    """
+    named = "model.weights = "
+    _, weights = import_folder(place, named)
+    for box in parts:
+        name = box.name.removeprefix(MODEL)
+        if name not in weights or weights.shape(name) != box.whole:
+            found = (
+                f"is {list(weights.shape(name))} there and {list(box.whole)} here" if name in weights else "is missing"
+            )
+            raise UserError(
+                f"{named}{spelled(place)} is of another model: {name} {found}.\n  Leave out the sizes in the model "
+                "section: those of model.weights are taken then."
+            )
+    for box, part in parts.items():
+        if part.numel():
+            part.copy_(weights.part(box.name.removeprefix(MODEL), box.offset, box.shape))
 
 
 def write_weights(run_dir: Path, manifest: CheckpointManifest, weights: LazyWeights) -> Checkpoint:

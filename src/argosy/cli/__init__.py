@@ -37,8 +37,10 @@ COMMANDS = {
     "chaos": "train twice, undisturbed and disturbed, and compare",
     "probe": "measure this machine, and write it as a cluster to plan for",
     "plan": "rank layouts for a model on a cluster: time, memory, cost, and why",
+    "design": "sweep devices that do not exist yet, for training and serving",
     "scaling": "fit a scaling law to small runs, and predict larger ones",
     "simulate": "run the train step of any rank without devices",
+    "docs": "print the manual of this version, or the skill for coding agents",
     "config": "show the resolved run file, its JSON schema, the presets",
 }
 """Command -> its purpose, in a line; its module is argosy.cli.COMMAND, with `main(argv) -> int | None`."""
@@ -132,7 +134,7 @@ def _version() -> str:
 
 def _run(name: str, argv: list[str]) -> int:
     from argosy.credentials import redact
-    from argosy.errors import ArgosyError, ArgosyWarning
+    from argosy.errors import ArgosyError, ArgosyWarning, record_of_error
     from argosy.observe.terminal import print_message
 
     warnings.simplefilter("default", ArgosyWarning)  # each text once
@@ -142,6 +144,10 @@ def _run(name: str, argv: list[str]) -> int:
         sys.stdout.flush()
         return int(code or 0)
     except ArgosyError as error:
+        if "--json" in argv:
+            import json
+
+            print(json.dumps(record_of_error(error)), flush=True)
         if os.environ.get("ARGOSY_DEBUG") == "1":
             print(redact(traceback.format_exc()), end="", file=sys.stderr)
         print_message(f"argosy: {error}")

@@ -56,6 +56,8 @@ class Pruning:
     """Number of newest checkpoints to keep; at least one verified one always stays."""
     keep_every: int = 0
     """Checkpoints at multiples of this many steps are kept too; 0: none."""
+    dry_run: bool = False
+    """Say what would be deleted, and delete nothing."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,10 @@ def _prune(argv: list[str]) -> int:
         raise UserError("--keep-last must be at least 1 and --keep-every at least 0: the newest is always kept.")
     with locked(options.run_dir):
         keep_verified = min(options.keep_last, VERIFIED_KEPT)
-        dropped = prune(options.run_dir, options.keep_last, options.keep_every, keep_verified)
-    print("\n".join(f"deleted {c.folder.name}" for c in dropped) or "nothing to delete")
+        keep = options.keep_last, options.keep_every, keep_verified
+        dropped = prune(options.run_dir, *keep, dry_run=options.dry_run)
+    what = "would delete" if options.dry_run else "deleted"
+    print("\n".join(f"{what} {c.folder.name}" for c in dropped) or "nothing to delete")
     return 0
 
 

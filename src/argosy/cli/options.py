@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import MISSING, field, fields, make_dataclass
 from functools import reduce
 from io import StringIO
@@ -84,7 +84,7 @@ class _Terminal(StringIO):
 def described(options: type, prog: str, about: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the parsed `options` and the words that they do not take. Raises: SystemExit after --help."""
     if not any(word in SHORT for word in argv):
-        return _parsed(options, prog, argv)
+        return _parsed(options, prog, argv) if "--json" not in argv else _parsed_for_program(options, prog, argv)
     written = _Terminal()
     try:
         with redirect_stdout(written):
@@ -112,6 +112,18 @@ def no_hint(default: object) -> str | None:
 
 def _parsed(options: type, prog: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
     return tyro.cli(options, prog=prog, description=TEXT, args=argv, return_unknown_args=True, config=LOOKS)
+
+
+def _parsed_for_program(options: type, prog: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
+    """Do as `_parsed`, and raise what tyro would print in a box. Raises: UserError."""
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            return _parsed(options, prog, argv)
+    except SystemExit:
+        text = " ".join(re.sub(r"[^\x20-\x7e]|-{3,}", " ", said.getvalue()).split())
+        text = text.partition(" For full helptext")[0].rstrip(".")
+        raise UserError(f"{text or 'the options are wrong'}. All options: {prog} --help") from None
 
 
 ESSENTIAL: tuple[Key, ...] = tuple(

@@ -22,6 +22,7 @@ Examples:
   argosy plan --model llama3-70b --cluster ours.toml --rank-map ranks.txt --slurm-topology topology.conf
       which machine has which ranks, on a network whose topology the file says (docs/networks.md)
   argosy plan runs/mine --within 2d --cluster 16xh200         a run under way: stay, up, down or sideways
+  argosy plan --jobs jobs.toml                       several runs on the clusters that you have: who, where, when
   argosy plan --learn runs/a runs/b                  correct ./cluster.toml, or --cluster FILE, by finished runs
 """
 
@@ -30,11 +31,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from argosy.cli.options import parse
+from argosy.cli.plan_jobs import as_json, refuse_other_options, schedule_jobs, write_text
 from argosy.config.counts import Count, WholeCount
 from argosy.config.load import load
 from argosy.errors import UserError
@@ -112,6 +114,9 @@ class Options:
     learn: tuple[Path, ...] = ()
     """Folders of all finished runs to learn from: factors from them are written into the cluster's file. Or a .csv file
     with measurements of serving, of --engine."""
+    jobs: Path | None = None
+    """A file of runs with deadlines and priorities, and of the clusters that you have: who runs where and when, and the
+    commands for the clusters' schedulers."""
     json: bool = False
     """Print everything as one JSON object."""
     html: Path | None = None
@@ -125,6 +130,11 @@ class Options:
 
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy plan", Options)
+    if options.jobs is not None:
+        refuse_other_options(options, Options())
+        with told_if_long("argosy plan: scheduling jobs"):
+            schedule_jobs(options.jobs, _request_about, options.html, options.json)
+        return
     _check(options)
     if options.learn:
         with told_if_long("argosy plan: learning from runs"):
@@ -154,14 +164,14 @@ def _answer(options: Options) -> None:
         from argosy.plan.report.serving_report import in_words, serving_report
 
         answer = serving_report(request, _serving_question(options))
-        print(_json(answer) if options.json else in_words(answer))
+        print(as_json(answer) if options.json else in_words(answer))
         return
     slurm = _slurm_topology(request, options)
     found = plan_report(request)
     if options.rank_map is not None:
-        _write(options.rank_map, _rank_map(request, found), "--rank-map")
+        write_text(options.rank_map, _rank_map(request, found), "--rank-map")
     if options.slurm_topology is not None:
-        _write(options.slurm_topology, slurm, "--slurm-topology")
+        write_text(options.slurm_topology, slurm, "--slurm-topology")
     _print(found, options)
 
 
@@ -185,16 +195,8 @@ def _rank_map(request: PlanRequest, found: PlanReport) -> str:
     return "".join(f"{name}\n" for name in names)
 
 
-def _write(path: Path, text: str, option: str) -> None:
-    from argosy.files import atomic_write
-
-    try:
-        with atomic_write(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UserError(
-            f"{option} {path}: cannot be written: {error.strerror}. Name a file in a folder that exists."
-        ) from None
+def _request_about(about: dict[str, Any], cluster: str) -> PlanRequest:
+    return _request(Options(**about), cluster)
 
 
 def _request(options: Options, cluster: str | None, price: float | None = None) -> PlanRequest:
@@ -295,7 +297,7 @@ def _resize(options: Options, folder: Path) -> None:
     reader.refresh()
     found = resizing_of(reader, others, limit_s)
     if options.json:
-        print(_json(found))
+        print(as_json(found))
     else:
         show(found, folder)
 
@@ -310,7 +312,7 @@ def _within(options: Options, limit_s: float) -> None:
         asked.append((named or "this machine", _request(options, cluster, price), is_open))
     found = of_each(asked, limit_s)
     if options.json:
-        print(_json(found))
+        print(as_json(found))
         return
     requests = [request for _, request, _ in asked]
     run = requests[0].run
@@ -333,7 +335,7 @@ def _side_by_side(options: Options) -> None:
 
     found = compare([(cluster, _request(options, cluster, price)) for cluster, price in _priced(options)])
     if options.json:
-        print(_json(found))
+        print(as_json(found))
     else:
         show_side_by_side(found)
 
@@ -350,20 +352,20 @@ def _learn(options: Options) -> None:
             raise UserError("--learn takes one .csv file of serving, or folders of runs. Put the rows into one file.")
         learnt, rows = serving_calibration.learn_from_file(options.learn[0], before, options.engine)
         learnt.save(path)
-        print(_json(learnt.serving) if options.json else f"{path}: {serving_calibration.in_words(learnt, rows)}")
+        print(as_json(learnt.serving) if options.json else f"{path}: {serving_calibration.in_words(learnt, rows)}")
         return
     after = learn(options.learn, before)
     after.save(path)
-    print(_json(after.factors) if options.json else f"{path}: {in_words(before, after, len(options.learn))}")
+    print(as_json(after.factors) if options.json else f"{path}: {in_words(before, after, len(options.learn))}")
 
 
 def _print(found: PlanReport, options: Options) -> None:
     if options.html is not None:
         from argosy.plan.report.html import page
 
-        _write(options.html, page(found), "--html")
+        write_text(options.html, page(found), "--html")
     if options.json:
-        print(_json(found))
+        print(as_json(found))
         return
     from argosy.plan.report.terminal import show
 
@@ -435,9 +437,3 @@ def _by_option(text: str, options: Options) -> str:
         if options.model is not None or sizes.get(key) is not None:
             text = re.sub(rf"(overrides: |--)?\b{re.escape(key)}\b", option, text)
     return re.sub(r"\bplan\.(?=\w+ = )", "--fix ", text) if options.fix else text
-
-
-def _json(found: object) -> str:
-    from pydantic_core import to_json
-
-    return to_json(found, indent=2, inf_nan_mode="null").decode()

@@ -2,6 +2,7 @@
 
 Examples:
   argosy stop runs/demo
+  argosy stop runs/demo --dry-run                say which job that is, and leave it alone
   argosy stop runs/two/sites/oslo                one site of a run; runs/two: all of them
 """
 
@@ -30,6 +31,8 @@ class Options:
 
     run: Annotated[Path, tyro.conf.Positional]
     """The run's folder."""
+    dry_run: bool = False
+    """Say what would be told to end, and leave it alone."""
 
 
 def main(argv: list[str]) -> None:
@@ -44,6 +47,9 @@ def main(argv: list[str]) -> None:
         state, words = state_of(job)
         if state == "ended":
             print(printable(f"{whose} has ended already"))
+            continue
+        if options.dry_run:
+            print(printable(f"{whose} is {state}: it would be told to save and end"))
             continue
         try:
             engine_of(job).stop(job)

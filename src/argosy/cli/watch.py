@@ -11,6 +11,9 @@ Examples:
   argosy watch runs/demo --open                 one run, in the browser at once
   argosy watch runs/demo --terminal             in the terminal
   argosy watch /shared/runs --host 0.0.0.0      for others on the network, with a token
+  argosy watch runs --mcp                       for an agent that starts it: MCP over stdin and stdout, read only
+  argosy watch runs --mcp-http                  the page, and MCP at its address /mcp
+  argosy watch runs --mcp --allow start,stop    an agent may start and stop runs, each after a dry run
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ import webbrowser
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from argosy.cli.options import parse
 from argosy.errors import ArgosyWarning, UserError, missing_extra
+
+if TYPE_CHECKING:
+    from argosy.watch.mcp_server import Allowed
 
 TOKEN = "ARGOSY_WATCH_TOKEN"
 """Variable of the environment with a token of the user's own; then 127.0.0.1 asks for it as well."""
@@ -46,6 +52,12 @@ class Options:
     """Show it in the terminal."""
     open: bool = False
     """Open the page in a browser."""
+    mcp: bool = False
+    """Speak the Model Context Protocol on stdin and stdout, and show no page: an agent starts it so."""
+    mcp_http: bool = False
+    """Speak it at the page's address too, under /mcp, with the page's token."""
+    allow: str = ""
+    """What agents may do beside reading: start, stop, replan, separated by commas."""
 
 
 def main(argv: list[str]) -> int:
@@ -54,6 +66,13 @@ def main(argv: list[str]) -> int:
     warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
     if options.terminal:
         return int(import_module("argosy.watch.terminal").main(root))
+    allowed = _allowed(options)
+    if options.mcp:
+        _need_mcp()
+        from argosy.watch.mcp_server import server_of_runs
+
+        server_of_runs(root, allowed).run("stdio")
+        return 0
     try:
         import msgspec  # noqa: F401
         import starlette  # noqa: F401
@@ -62,6 +81,12 @@ def main(argv: list[str]) -> int:
         raise missing_extra(error.name or "starlette", "watch", "argosy watch") from None
     from argosy.watch.serve import is_loopback, listening, new_token, server_of, url
 
+    mcp = None
+    if options.mcp_http:
+        _need_mcp()
+        from argosy.watch.mcp_server import server_of_runs
+
+        mcp = server_of_runs(root, allowed)
     token = _own_token() or ("" if is_loopback(options.host) else new_token())
     with listening(options.host, options.port) as listener:
         address = url(listener, options.host, token)
@@ -69,10 +94,28 @@ def main(argv: list[str]) -> int:
         if options.open:
             webbrowser.open(address)
         try:
-            server_of(root, listener, token, options.host).run(sockets=[listener])
+            server_of(root, listener, token, options.host, mcp).run(sockets=[listener])
         except KeyboardInterrupt:
             print()
     return 0
+
+
+def _allowed(options: Options) -> list[Allowed]:
+    """Return what agents may do. Raises: UserError if there is no such thing, or no agent."""
+    words = [word.strip() for word in options.allow.split(",") if word.strip()]
+    known: dict[str, Allowed] = {"start": "start", "stop": "stop", "replan": "replan"}
+    if unknown := [word for word in words if word not in known]:
+        raise UserError(f"--allow {unknown[0]}: there is no such thing. Allow some of: {', '.join(known)}.")
+    if words and not (options.mcp or options.mcp_http):
+        raise UserError("--allow: it says what agents may do; give --mcp or --mcp-http as well.")
+    return [known[word] for word in dict.fromkeys(words)]
+
+
+def _need_mcp() -> None:
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise missing_extra(error.name or "mcp", "mcp", "argosy watch --mcp") from None
 
 
 def _folder(path: Path) -> Path:

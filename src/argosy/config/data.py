@@ -85,8 +85,17 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-Objective = Literal["pretrain", "sft"]
+Objective = Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto"]
 """What a model is trained for. All but pretrain learn from conversations."""
+
+RowKind = Literal["conversations", "pairs", "judged"]
+KIND_OF: dict[str, RowKind] = {"sft": "conversations", "kto": "judged"}
+"""Objective -> what its rows hold, if not preference pairs."""
+
+
+def row_kind(objective: str) -> RowKind:
+    """Return what the rows of an objective hold that learns from conversations."""
+    return KIND_OF.get(objective, "pairs")
 
 
 class PrepareConfig(Section):
@@ -132,8 +141,8 @@ class PrepareConfig(Section):
     engine: Literal["auto", "huggingface", "fastokens"] = "auto"
     """Tokenizer engine; auto takes fastokens if installed and identical to Hugging Face on a sample."""
     objective: Objective | None = None
-    """What the data are for: pretrain reads text, sft conversations (docs/fine-tuning.md). In a run, it is
-    train.objective."""
+    """What the data are for: pretrain reads text, sft conversations, kto answers that were judged, the others pairs of
+    answers (docs/fine-tuning.md). In a run, it is train.objective."""
     seq_len: NonNegativeInt = 0
     """Conversations: tokens of the rows that they are packed into; 0: 512. In a run, it is data.seq_len."""
     chat_template: str = ""

@@ -5,10 +5,12 @@ A layer is values with the place where they were written."""
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,9 +168,19 @@ def _settled_stage(stage: object, folder: Path) -> object:
     return stage
 
 
+_URL = re.compile(r"(hf|s3a?|gs|az|adl|azure|abfss?|file):/")
+"""A URL that was taken for a path on its way has one slash."""
+
+
 def _absolute(path: object, folder: Path) -> object:
     """`path` from `folder` on; URLs, builtin:NAME, source:NAME and what is no path at all stay as they are."""
-    if not isinstance(path, str | Path) or "://" in str(path) or str(path).startswith(("builtin:", "source:")):
+    text = str(path)
+    if (
+        not isinstance(path, str | Path)
+        or "://" in text
+        or text.startswith(("builtin:", "source:"))
+        or _URL.match(text)
+    ):
         return path
     return os.path.normpath(folder / Path(path).expanduser())
 
@@ -189,9 +201,10 @@ OF_ANY_MODEL: tuple[Key, ...] = (WEIGHTS, ("model", "init_std"))
 
 
 def of_weights(asked: Layer) -> Layer:
-    """Return the model's sizes in the run of `model.weights`, if `asked` names weights and no preset.
+    """Return the model's sizes in the run of `model.weights`, or in its Hugging Face folder, if `asked` names weights
+    and no preset.
 
-    Raises: UserError if there is no such run, and `asked` says nothing of the sizes either.
+    Raises: UserError if there is neither, and `asked` says nothing of the sizes.
     """
     entry = asked.get(WEIGHTS)
     if entry is None or not isinstance(entry.value, str | Path) or PRESET in asked:
@@ -201,9 +214,27 @@ def of_weights(asked: Layer) -> Layer:
     if runs:
         file = file_layer(runs[0], str(runs[0]), runs[0].parent)
         return {key: found for key, found in file.items() if key[0] == "model" and key not in (PRESET, *OF_ANY_MODEL)}
+    says_all = all(("model", key) in asked for key in SAYS_ALL)
+    if not says_all and (_URL.match(str(entry.value)) or (folder / "config.json").is_file()):
+        return _of_model_folder(entry.value, f"{entry.source.place(WEIGHTS).text}model.weights = ")
     if any(key[0] == "model" and key not in OF_ANY_MODEL for key in asked):
         return {}
     raise UserError(
-        f"{entry.source.place(WEIGHTS).text}model.weights = {folder}: no run.toml there says the model's sizes. "
-        "Give a run folder or one of its checkpoints, e.g. what `argosy checkpoint import` wrote."
+        f"{entry.source.place(WEIGHTS).text}model.weights = {folder}: no run.toml and no config.json there says the "
+        "model's sizes. Give a run folder, one of its checkpoints, a Hugging Face folder or hf://OWNER/NAME."
     )
+
+
+SAYS_ALL = ("family", "layers", "width", "heads", "vocab_size")
+"""Sizes that are all there in the file of a run that was settled: nothing is asked of a store again."""
+MODEL_FOLDERS = "argosy.models.hf"
+"""The module that reads config.json of Hugging Face folders. It needs torch, and stands above this room: it is imported
+by name, and only for weights that lie in such a folder."""
+
+
+def _of_model_folder(place: str | Path, named: str) -> Layer:
+    """Return the sizes in the config.json of a Hugging Face folder, or of its URL. Raises: UserError."""
+    model = import_module(MODEL_FOLDERS).import_config(place, named)
+    values = flatten({"model": model.model_dump(mode="json", exclude_unset=True)}, RunConfig)
+    source = Source(f"{named}{place}: ")
+    return {key: Setting(value, source) for key, value in values.items() if key not in (PRESET, *OF_ANY_MODEL)}

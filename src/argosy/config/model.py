@@ -129,6 +129,16 @@ class MoEConfig(Section):
         return self
 
 
+class MTPConfig(Section):
+    """Multi-token prediction (DeepSeek-V3, 2024, section 2.2): modules after the last layer, each of which predicts one
+    token further than the one before."""
+
+    modules: Annotated[NonNegativeInt, Field(le=16)] = 0
+    """Modules, each with one more layer; 0: none. Trained, imported and exported; generation leaves them out."""
+    loss_weight: NonNegativeFloat = 0.3
+    """Weight of the mean of their losses beside the loss of the next token (DeepSeek-V3: 0.3, at the end 0.1)."""
+
+
 class ModelConfig(Section):
     """The decoder. Families (docs/families.md) are settings of it; a preset gives the sizes of a published model."""
 
@@ -136,8 +146,8 @@ class ModelConfig(Section):
     """Model size: a preset, e.g. llama-5m or llama3-8b (`argosy config presets` lists them); keys beside it override
     it. A preset given as an option replaces the whole model of the file."""
     weights: Path | None = None
-    """Fine-tuning: start from these pretrained weights, a run folder or checkpoint, e.g. what `argosy checkpoint
-    import` wrote. Without a preset, sizes that are not given are those of the weights."""
+    """Fine-tuning: start from these pretrained weights: a run folder, a checkpoint, a Hugging Face folder or its URL
+    (hf://OWNER/NAME, s3://...). Without a preset, sizes that are not given are those of the weights."""
     family: Annotated[str, one_of_or_own(*FAMILIES)] = "llama"
     """The Hugging Face classes and weight names that the model maps to on export and import; or a family of your own,
     by its name (docs/extending.md)."""
@@ -167,6 +177,7 @@ class ModelConfig(Section):
     norms: NormConfig = NormConfig()
     mla: MLAConfig = MLAConfig()
     delta_net: DeltaNetConfig = DeltaNetConfig()
+    mtp: MTPConfig = MTPConfig()
     mup: MuPConfig = MuPConfig()
     vocab_size: NonNegativeInt = 0
     """Tokens in the vocabulary; 0 takes the size of the prepared data's tokenizer."""
@@ -252,6 +263,11 @@ class ModelConfig(Section):
                 f"{list(self.attention.layers)}: layers are linear if and only if delta_net says their heads; "
                 'give both, e.g. layers = ["linear", "linear", "linear", "full"], or neither'
             )
+        if self.delta_net.key_heads and self.mtp.modules:
+            raise ValueError(
+                f"mtp.modules = {self.mtp.modules} with delta_net.key_heads = {self.delta_net.key_heads}: modules that "
+                "predict further tokens are not supported beside linear layers; set mtp.modules = 0"
+            )
         if (self.activation == "clamped_swiglu") != bool(self.ffn_limit):
             raise ValueError(
                 f"ffn_limit = {self.ffn_limit:g} and activation = {self.activation}: clamped_swiglu needs a limit, "
@@ -281,6 +297,20 @@ class ModelConfig(Section):
             if getattr(mup, key) and not size:
                 raise ValueError(f"mup.{key} = {getattr(mup, key)} has no effect with {part} = 0; leave it out")
         return self
+
+    def without_further(self) -> ModelConfig:
+        """Return the model as it generates: without modules that predict further tokens."""
+        return self.model_copy(update={"mtp": MTPConfig()}) if self.mtp.modules else self
+
+    @property
+    def all_layers(self) -> int:
+        """Number of layers, those of modules that predict further tokens included: they are the last."""
+        return self.layers + self.mtp.modules
+
+    @property
+    def embeds_at_both_ends(self) -> bool:
+        """True if the last pipeline stage needs the embedding too: as the head, or for tokens of further prediction."""
+        return self.tie_embeddings or self.mtp.modules > 0
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return True if block `layer` (from 0) has experts in place of a feed-forward."""

@@ -27,6 +27,7 @@ from argosy.config.lora import LoraConfig
 from argosy.config.model import FAMILIES, UNGATED, ModelConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
+from argosy.config.preference import PreferenceConfig
 from argosy.config.section import Section
 from argosy.config.sync import SiteConfig, SyncConfig, check_fragments, check_sites
 from argosy.config.train import LOSSES, TrainConfig
@@ -139,6 +140,7 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig(steps=1000)
+    preference: PreferenceConfig = PreferenceConfig()
     lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -158,6 +160,26 @@ class RunConfig(Section):
     def _sites_are_told_apart(self) -> Self:
         check_sites(self.sites, self.site, self.sync.quorum)
         check_fragments(self.sync, self.model.layers)
+        return self
+
+    @model_validator(mode="after")
+    def _objective_can_be_checked(self) -> Self:
+        every, objective = self.resilience.replay_check_every_steps, self.train.objective
+        if self.train.has_preferences and every:
+            raise ValueError(
+                f"resilience.replay_check_every_steps = {every}: a replay does not know what "
+                f'train.objective = "{objective}" takes from the whole batch; set it to 0'
+            )
+        if self.train.has_preferences and self.model.mtp.modules:
+            raise ValueError(
+                f"model.mtp.modules = {self.model.mtp.modules}: they predict tokens one by one, and train.objective = "
+                f'"{objective}" compares whole answers; set 0'
+            )
+        if self.train.has_preferences and self.sites:
+            raise ValueError(
+                f'train.objective = "{objective}" with [[sites]]: each site would compare with a start of its own; '
+                'leave the sites out, or set objective = "sft"'
+            )
         return self
 
     @model_validator(mode="after")

@@ -103,8 +103,8 @@ class TrainConfig(Section):
     """The length and the batch of the run."""
 
     objective: Objective = "pretrain"
-    """pretrain learns each token of text; sft the answers of conversations, and text that is mixed in
-    (docs/fine-tuning.md)."""
+    """pretrain learns each token of text; sft the answers of conversations, and text that is mixed in; dpo, ipo, simpo,
+    orpo and kto which answers are preferred (docs/fine-tuning.md)."""
     steps: NonNegativeInt = 0
     """Length of the run in optimizer steps (epochs times the tokens of the data, over batch size times sequence
     length); 0: as many as fit in `minutes`, decided once from the speed of the first steps."""
@@ -129,6 +129,20 @@ class TrainConfig(Section):
         if not self.steps and not self.minutes:
             raise ValueError("steps = 0 and minutes = 0: say how long, e.g. steps = 1000 or minutes = 10")
         check_ramp(self.batch_ramp, self.global_batch, self.steps)
+        return self
+
+    @property
+    def has_preferences(self) -> bool:
+        """True if whole answers are compared, not tokens learned one by one."""
+        return self.objective not in ("pretrain", "sft")
+
+    @model_validator(mode="after")
+    def _loss_is_of_tokens(self) -> Self:
+        if self.has_preferences and self.loss not in LOSSES:
+            raise ValueError(
+                f'loss = "{self.loss}" is of tokens, and objective = "{self.objective}" compares whole answers; set '
+                'loss = "cross_entropy"'
+            )
         return self
 
     @property

@@ -15,7 +15,7 @@ from argosy.config.data import PrepareConfig
 from argosy.data.chat_template import ChatTemplate, Rendered
 from argosy.data.conversations import BadRecord, Record, conversations_of
 from argosy.data.manifest import TOKENIZER
-from argosy.data.packing import REJECTED, START, TRAINED, Words
+from argosy.data.packing import MISMATCHED, REJECTED, START, TRAINED, Words
 from argosy.data.tokenizer import EncodedBatch, is_held_out
 
 SPECIAL_TOKEN = "special token in a message"
@@ -60,7 +60,9 @@ class ChatEncoder:
     a part of is learned, as transformers' masks have it.
     """
 
-    def __init__(self, tokenizer: Path, seq_len: int, validation_fraction: float):
+    def __init__(self, tokenizer: Path, seq_len: int, validation_fraction: float, has_mismatched: bool = False):
+        """has_mismatched: each unit has the answer of the next document as well, which KTO needs."""
+        self._has_mismatched = has_mismatched
         self._engine = HuggingFaceTokenizer.from_file(str(tokenizer))
         self._engine.no_truncation()
         self._engine.no_padding()
@@ -76,8 +78,10 @@ class ChatEncoder:
             )
         )
         units, sizes, held_out = [np.empty(0, np.int32)], [], []
-        for text, document in zip(texts, documents, strict=True):
-            unit, size = self._unit([(part, next(encoded)) for part in document])
+        sides = [[(part, next(encoded)) for part in document] for document in documents]
+        for number, (text, parts) in enumerate(zip(texts, sides, strict=True)):
+            others = sides[(number + 1) % len(sides)] if self._has_mismatched else []
+            unit, size = self._unit(parts, others)
             if unit is not None:
                 units.append(unit)
                 sizes.append(size)
@@ -89,10 +93,17 @@ class ChatEncoder:
             held_out=np.array(held_out, np.bool_),
         )
 
-    def _unit(self, parts: Sequence[tuple[dict[str, Any], Any]]) -> tuple[Words | None, int]:
-        """Return the words of one document, and the bytes of its answers; None if it is left out, which is counted."""
+    def _unit(
+        self, parts: Sequence[tuple[dict[str, Any], Any]], others: Sequence[tuple[dict[str, Any], Any]]
+    ) -> tuple[Words | None, int]:
+        """Return the words of one document, and the bytes of its answers; None if it is left out, which is counted.
+
+        others: the document after it, whose answer is put after its prompt too.
+        """
         sides = [self._words(part, encoding) for part, encoding in parts]
-        if len(sides) == 1 and len(sides[0]) > self._seq_len:
+        if others:
+            sides.append(_mismatched(sides[0], self._words(*others[0])))
+        elif len(sides) == 1 and len(sides[0]) > self._seq_len:
             sides = [self._truncated(*parts[0], sides[0])]
         if sum(map(len, sides)) > self._seq_len or not all((side[1:] & TRAINED).any() for side in sides):
             self.counts[TOO_LONG] += 1
@@ -119,3 +130,11 @@ class ChatEncoder:
         kept = max((count for count in counts if count <= self._seq_len), default=0)
         self.counts[TRUNCATED] += kept > 0
         return words[:kept]
+
+
+def _mismatched(words: Words, other: Words) -> Words:
+    """Return the prompt of one conversation with the answer of another, which KTO's KL term is estimated from."""
+    is_prompt, is_answer = (np.cumsum(some & TRAINED) == 0 for some in (words, other))
+    joined = np.concatenate([words[is_prompt], other[~is_answer]])
+    joined[0] = (joined[0] & ~REJECTED) | MISMATCHED
+    return joined

@@ -113,6 +113,10 @@ class Loader:
         numbers, samples = self._numbers(step), self.samples(step)
         return numbers[self._is_bad(samples.sources, samples.windows)].tolist() if self._bad else []
 
+    def places(self, step: int) -> Samples:
+        """Return the places of this rank's samples of a step, as they are read."""
+        return self._sound(step, self.samples(step))
+
     def stand_in(self, step: int, token: int) -> I32:
         """Return rows filled with `token`, in place of rows of a step that cannot be read."""
         first, stop = self._share(step)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from argosy.config.data import PrepareConfig
+from argosy.config.data import PrepareConfig, RowKind
 from argosy.data.packing import ID_BITS
 from argosy.errors import DataError, UserError, first_error
 from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
@@ -88,12 +88,16 @@ class Shard(_Record):
     idx_sha256: Sha256
 
 
+UNITS: dict[RowKind, str] = {"conversations": "conversation", "pairs": "pair", "judged": "judged answer"}
+"""What a row holds several of -> what one is called."""
+
+
 class RowFormat(_Record):
     """Rows of conversations (`data.packing`), in place of text that is laid end to end."""
 
     seq_len: Annotated[int, Field(ge=2, le=2**31)]
     """Tokens of a row."""
-    kind: Literal["conversations"]
+    kind: RowKind
 
 
 class Manifest(_Record):
@@ -161,7 +165,7 @@ class Manifest(_Record):
         if self.files is None:
             return ""
         documents = sum(self.documents(split) for split in self.splits)
-        what = "document" if self.rows is None else "conversation"
+        what = "document" if self.rows is None else UNITS[self.rows.kind]
         parts = [f"{_plural(documents, what)} from {_plural(self.files, 'file')}"]
         if self.rows is not None:
             words = sum(self.tokens(split) for split in self.splits)

@@ -46,6 +46,46 @@ class PackedRows(NamedTuple):
     """Each token's place in its sequence."""
 
 
+class RowSequences(NamedTuple):
+    """The sequences in rows [n, T]. But for `starts`, each array says something where a sequence begins, and is 0
+    elsewhere."""
+
+    starts: npt.NDArray[np.int64]
+    """Where the sequence of each token begins."""
+    kinds: npt.NDArray[np.int64]
+    """1: a chosen or desirable answer; 2: a rejected or undesirable one; 3: one to another prompt; 0: filler."""
+    partners: npt.NDArray[np.int64]
+    """Where the sequence after it begins: of the chosen side of a pair, the rejected one."""
+    lengths: npt.NDArray[np.float32]
+    """Tokens of the answer."""
+
+
+def sequences_in(rows: Words) -> RowSequences:
+    """Return the sequences of rows of pairs or judged answers [n, T+1]."""
+    _, targets, positions = unpack(rows)
+    words = rows[:, :-1]
+    starts = np.arange(words.shape[1]) - positions
+    lengths = np.zeros(words.shape, np.float32)
+    row_of = np.broadcast_to(np.arange(len(rows))[:, None], words.shape)
+    np.add.at(lengths, (row_of, starts), targets != IGNORED)
+    is_other, is_mismatched = words & REJECTED != 0, words & MISMATCHED != 0
+    kinds = np.where(lengths > 0, np.where(is_mismatched, 3, np.where(is_other, 2, 1)), 0)
+    partners = np.zeros(words.shape, np.int64)
+    for row, found in enumerate(words & START != 0):
+        begins = np.flatnonzero(found)
+        partners[row, begins[:-1]] = begins[1:]
+    return RowSequences(starts, kinds, partners, lengths)
+
+
+def without_rejected(rows: Words) -> Words:
+    """Return rows in which only chosen or desirable answers are learned."""
+    found = sequences_in(rows)
+    is_chosen = np.take_along_axis(found.kinds, found.starts, 1) == 1
+    kept = rows.copy()
+    kept[:, :-1] = np.where(is_chosen, kept[:, :-1], kept[:, :-1] & ~TRAINED)
+    return kept
+
+
 def is_packed(rows: npt.NDArray[Any]) -> bool:
     """Return True if `rows` [n, T+1] are rows of conversations: these begin with a START, and text has no marks."""
     return bool(len(rows)) and bool(int(rows[0, 0]) & START)

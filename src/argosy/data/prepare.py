@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from argosy.config.data import DataConfig, FiltersConfig, PrepareConfig
+from argosy.config.data import DataConfig, FiltersConfig, PrepareConfig, row_kind
 from argosy.config.extend import ExtendConfig
 from argosy.config.launch import LaunchOptions
 from argosy.data import cutting as journals
@@ -133,7 +133,7 @@ def prepare(
             left_out_names=tuple(file.name for file in found.left_out[:NAMES_KEPT]),
             other_splits=len(found.other_splits),
             truncated=end.before.truncated,
-            rows=RowFormat(seq_len=config.seq_len, kind="conversations") if config.has_conversations else None,
+            rows=_row_format(config),
             splits=splits,
         ).save(config.out)
         journal.remove()
@@ -297,7 +297,14 @@ def _row_options(config: PrepareConfig) -> dict[str, Any]:
         return {}
     template = ChatTemplate.load(config.tokenizer, config.chat_template)
     sha256 = hashlib.sha256(template.text.encode()).hexdigest()
-    return {"objective": config.objective, "seq_len": config.seq_len, "chat_template": sha256}
+    return {"rows": row_kind(config.objective or ""), "seq_len": config.seq_len, "chat_template": sha256}
+
+
+def _row_format(config: PrepareConfig) -> RowFormat | None:
+    """Return how rows of conversations are laid out; None for text."""
+    if not config.has_conversations:
+        return None
+    return RowFormat(seq_len=config.seq_len, kind=row_kind(config.objective or ""))
 
 
 def _filter_options(config: FiltersConfig) -> dict[str, Any] | None:

@@ -191,7 +191,8 @@ class Stages:
         if self._encoder is None:
             tokenizer, held_out = Path(job.config.out) / TOKENIZER, job.config.validation_fraction
             if job.config.has_conversations:
-                self._encoder = ChatEncoder(tokenizer, job.config.seq_len, held_out)
+                has_mismatched = job.config.objective == "kto"
+                self._encoder = ChatEncoder(tokenizer, job.config.seq_len, held_out, has_mismatched)
             else:
                 self._encoder = Encoder(tokenizer, job.engine, np.dtype(job.dtype), held_out)
         return self._encoder.encode(texts)

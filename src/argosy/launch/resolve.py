@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from argosy.checkpoint import store
-from argosy.config.data import PrepareConfig
+from argosy.config.data import PrepareConfig, row_kind
 from argosy.config.lora import check_targets
 from argosy.config.optimizer import check_patterns
 from argosy.config.schema import RunConfig
@@ -19,10 +20,10 @@ from argosy.data.manifest import Manifest
 from argosy.data.prepare import prepare
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
-from argosy.data.stores.store import is_url, upload
-from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_file
+from argosy.data.stores.model_folder import is_model_folder
+from argosy.data.stores.store import is_url, spelled, upload
+from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_of
 from argosy.errors import UserError, first_error
-from argosy.files import file_sha256
 from argosy.observe.screen import Progress
 from argosy.plan.cost.estimate import GIB
 from argosy.plan.hardware.devices import is_path
@@ -99,6 +100,11 @@ def _beside_weights(run: RunConfig) -> RunConfig:
             f"lora.rank = {run.lora.rank}: an adapter is trained beside pretrained weights, and model.weights names "
             "none. Give a run folder, e.g. what `argosy checkpoint import` wrote."
         )
+    if is_model_folder(run.model.weights):
+        raise UserError(
+            f"lora.rank = {run.lora.rank} with model.weights = {spelled(run.model.weights)}: an adapter names the "
+            f"checkpoint beside it. Make one: argosy checkpoint import {spelled(run.model.weights)} --out runs/base."
+        )
     found = store.find(run.model.weights, lambda checkpoint: None)
     model = run.model.model_copy(update={"weights": found.folder.absolute()})
     return run.model_copy(update={"model": model})
@@ -124,7 +130,7 @@ def _with_objective(run: RunConfig) -> RunConfig:
                 **prepare.model_dump(),
                 "objective": objective,
                 "seq_len": run.data.seq_len,
-                "tokenizer": prepare.tokenizer or run.model.weights,
+                "tokenizer": prepare.tokenizer or (None if is_url(run.model.weights) else run.model.weights),
             }
         )
     except ValidationError as error:
@@ -136,6 +142,14 @@ def _check_objective(run: RunConfig, data: OpenData) -> None:
     """Refuse data that the objective cannot learn from. Raises: UserError."""
     rows = {source.name: source.manifest.rows for source in data.sources}
     objective = run.train.objective
+    kinds = {name: None if found is None else found.kind for name, found in rows.items()}
+    wrong = {name: kind for name, kind in kinds.items() if kind not in (None, row_kind(objective))}
+    if objective != "pretrain" and (wrong or (run.train.has_preferences and None in kinds.values())):
+        name, kind = next(iter((wrong or kinds).items()))
+        raise UserError(
+            f'train.objective = "{objective}": {name} holds {kind or "text"}, and {row_kind(objective)} are what it '
+            f"learns from. Prepare some: argosy prepare ... --objective {objective} --out NEW-FOLDER"
+        )
     packed = next((name for name, found in rows.items() if found is not None), None)
     if objective == "pretrain" and packed is not None:
         raise UserError(
@@ -160,11 +174,12 @@ def _check_tokenizer_to_prepare(run: RunConfig) -> None:
 def _check_tokenizer(run: RunConfig, sha256: str, what: str) -> None:
     """Refuse weights that know other tokens than the data. Raises: UserError."""
     weights = run.model.weights
-    if weights is None or not (path := tokenizer_file(weights)).is_file() or file_sha256(path) == sha256:
+    theirs = None if weights is None else tokenizer_of(weights)
+    if weights is None or theirs is None or hashlib.sha256(theirs).hexdigest() == sha256:
         return
     raise UserError(
-        f"model.weights = {weights}: {what}, whose tokens mean something else to these weights. Prepare the text with "
-        f"theirs ({how_to_prepare(weights)}), and name the new folder in data.sources."
+        f"model.weights = {spelled(weights)}: {what}, whose tokens mean something else to these weights. Prepare the "
+        f"text with theirs ({how_to_prepare(spelled(weights))}), and name the new folder in data.sources."
     )
 
 

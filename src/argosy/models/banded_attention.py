@@ -177,3 +177,10 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, q_starts: Tens
     length = k.shape[0] // (q_starts.shape[0] - 1)
     window = rest[1]
     return 4 * q.numel() * (min(window, length) if window else length)
+
+
+@register_flop_formula(torch.ops.argosy.banded_attention_backward, get_raw=True)
+def _backward_flops(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any, **_: Any) -> int:
+    """FLOPs of backward: five matmuls for forward's two, since scores are computed again, as torch counts attention."""
+    q_starts, window = rest[0], rest[-2]
+    return _flops(q, k, v, sinks, q_starts, None, window) * 5 // 2

@@ -16,12 +16,21 @@ from argosy.accelerator import is_accelerator
 from argosy.config.model import ModelConfig
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Norm, embedding, linear, local, norm
-from argosy.models.loss import IGNORED, ChunkLoss, chunk_loss_and_gradient, soft_capped, summed_cross_entropy
+from argosy.models.loss import (
+    IGNORED,
+    ChunkLoss,
+    chunk_loss_and_gradient,
+    rows_at_once,
+    soft_capped,
+    summed_cross_entropy,
+)
 from argosy.models.mla import Cache, attention_of, cache_of
+from argosy.models.mtp import PredictionModule, with_gradient_of
+from argosy.models.preference import Preference, Sequences, answer_log_probabilities, preference_loss
 from argosy.models.rope import rotary_table
 from argosy.plan.layer_spec import RopeSpec, layer_spec
 from argosy.plan.mup import logit_factor
-from argosy.plan.parameters import Stage, Table, block_table, parameter_table
+from argosy.plan.parameters import Stage, Table, block_table, layers_on, parameter_table
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,13 @@ class Microbatch:
     documents: Tensor
     """The places where documents start (`attention.packed_attention`)."""
     counted: int
-    """Targets that count, known without waiting for the device."""
+    """Targets that count, known without waiting for the device; of preferences, those of chosen answers."""
+    sequences: Sequences | None = None
+    """The sequences that preferences compare."""
+    answers: int = 0
+    """Pairs, or answers that were judged."""
+    further_BTn2: Tensor | None = None
+    """What modules of multi-token prediction read and predict (`mtp.further_tokens`), where they are trained."""
 
 
 def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
@@ -53,13 +68,20 @@ def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) ->
     return microbatch_of(tokens, targets, document_positions(tokens, end_of_document), device)
 
 
-def microbatch_of(tokens_BT: Tensor, targets_BT: Tensor, positions_BT: Tensor, device: torch.device) -> Microbatch:
+def microbatch_of(
+    tokens_BT: Tensor,
+    targets_BT: Tensor,
+    positions_BT: Tensor,
+    device: torch.device,
+    sequences: Sequences | None = None,
+) -> Microbatch:
     """Return the microbatch of these rows, int64 in host memory, on `device`."""
     counted = int((targets_BT != IGNORED).sum())
     parts = (tokens_BT, targets_BT, positions_BT, document_starts(positions_BT))
     if is_accelerator(device):
         parts = tuple(part.pin_memory().to(device, non_blocking=True) for part in parts)  # type: ignore[assignment]
-    return Microbatch(*parts, counted)
+        sequences = sequences and Sequences(*(part.pin_memory().to(device, non_blocking=True) for part in sequences))
+    return Microbatch(*parts, counted, sequences)
 
 
 def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
@@ -135,16 +157,25 @@ class Decoder(nn.Module):
             # which would cut the tie.
             has_embedding, has_head = "embedding.weight" in table, "head.weight" in table
             self.embedding = embedding(table, "embedding", compute_dtype) if has_embedding else None
-            self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in stage.layers})
+            self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in layers_on(config, stage)})
             self.norm = norm(table, "norm", config) if stage.last else None
             self.head = linear(table, "head") if has_head else None
+            #: Modules that predict further tokens, whose blocks are the last of `blocks`.
+            further = layers_on(config, stage)[len(stage.layers) :]
+            self.mtp = nn.ModuleDict({str(layer): PredictionModule(config) for layer in further})
+            #: Their summed losses in the last forward that trained, [n]; for a stage without them, None.
+            self.further_losses_n: Tensor | None = None
         self.loss_of_chunk: ChunkLoss = chunk_loss_and_gradient
         #: A loss of the user's, in training; held-out text is scored by `loss_of_chunk` all the same.
         self.own_loss: ChunkLoss | None = None
+        #: An objective over whole answers, in place of a loss of tokens.
+        self.preference: Preference | None = None
         #: The largest part of the vocabulary that a rank has, in tokens.
         self.longest_part = config.vocab_size
         self.logit_factor = logit_factor(config) * config.logit_scale
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
+        #: Gathers what the head reads: all tokens, where tensor-parallel ranks have a stretch of them each.
+        self.for_head: Callable[[Tensor], Tensor] = _all_of_them
         #: Called before a part of the model computes: its values may still be on their way from other ranks.
         self.before_use: Callable[[nn.Module], None] = _nothing
         self._rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
@@ -156,14 +187,20 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         documents: Tensor | None = None,
         cache: list[Cache] | None = None,
+        sequences: Sequences | None = None,
+        further_BTn2: Tensor | None = None,
     ) -> Tensor:
         """Return logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
+
+        With `sequences` that is the loss of `preference`, summed over pairs or judged answers; without gradients, it is
+        the log-probability of each answer (fp32 [B, S], S tokens of whole rows), where its sequence begins.
 
         `x` is tokens [B, T], or for a stage that is not the first the hidden states [B, T, D] of the stage before;
         a stage that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
         tokens' places in their documents. `documents` is as in `attention.packed_attention`; without it, it is
         computed from `positions_BT`, and the host waits for the device. Without both, every row is one document.
-        With `cache`, the tokens continue those that the cache has read.
+        With `cache`, the tokens continue those that the cache has read. With `further_BTn2` (`mtp.further_tokens`) the
+        loss's gradient, not its value, includes that of further tokens, by `mtp.loss_weight`.
         """
         start = cache[0].length if cache else 0
         if positions_BT is None:
@@ -176,30 +213,68 @@ class Decoder(nn.Module):
         tables = self.rotary_to(start + positions_BT.shape[1], x.device)
         rotary = {rope: (cos[mine_BT], sin[mine_BT]) for rope, (cos, sin) in tables.items()}
         if self.stage.first:
-            assert self.embedding is not None
-            self.before_use(self.embedding)
-            x = self.embedding(x)
-            if self.config.embedding_scale != 1.0:
-                x = x * self.config.embedding_scale
-        for i, block in enumerate(self.blocks.values()):
-            self.before_use(block)
-            assert isinstance(block, Block)
-            turn = None if block.rope is None else rotary[block.rope]
-            x = block(x, turn, documents, cache[i] if cache else None)
+            self.before_use(self.embedding)  # type: ignore[arg-type]
+            x = self._embedded(x)
+        for i, layer in enumerate(self.stage.layers):
+            self.before_use(self.blocks[str(layer)])
+            x = self._block(layer, x, rotary, documents, cache[i] if cache else None)
         if self.norm is None:
             return x
         self.before_use(self)
         x = self.norm(x)
-        if self.logit_factor != 1.0:
-            x = x * self.logit_factor
-        weight_VD = self.head_weight
         if targets_BT is None:
-            return soft_capped(F.linear(x, local(weight_VD).to(x.dtype)), self.config.logit_softcap)
-        targets_N = targets_BT.flatten()
+            weight_VD = local(self.head_weight).to(x.dtype)
+            return soft_capped(F.linear(self._scaled(x), weight_VD), self.config.logit_softcap)
+        loss = self._loss(x, targets_BT, sequences)
+        if further_BTn2 is None or not self.mtp:
+            return loss
+        losses = []
+        for i, (name, module) in enumerate(self.mtp.items()):
+            assert isinstance(module, PredictionModule)
+            tokens_BT, further_BT = further_BTn2[:, :, i].unbind(-1)
+            x = self._block(int(name), module.joined(self._embedded(tokens_BT), x), rotary, documents)
+            x = module.norm(x)
+            losses.append(self._loss(x, further_BT))
+        self.further_losses_n = torch.stack(losses).detach()
+        return with_gradient_of(loss, self.config.mtp.loss_weight * torch.stack(losses).mean())
+
+    def _embedded(self, tokens_BT: Tensor) -> Tensor:
+        assert self.embedding is not None
+        x: Tensor = self.embedding(tokens_BT)
+        return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+
+    def _block(
+        self,
+        layer: int,
+        x: Tensor,
+        rotary: dict[RopeSpec, tuple[Tensor, Tensor]],
+        documents: Tensor | None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        block = self.blocks[str(layer)]
+        assert isinstance(block, Block)
+        y: Tensor = block(x, None if block.rope is None else rotary[block.rope], documents, cache)
+        return y
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """Return what the head reads."""
+        x = self.for_head(x)
+        return x if self.logit_factor == 1.0 else x * self.logit_factor
+
+    def _loss(self, x: Tensor, targets_BT: Tensor, sequences: Sequences | None = None) -> Tensor:
+        """Return the summed loss from the hidden states after the last norm; of sequences, as `forward`."""
+        x, weight_VD, targets_N = self._scaled(x), self.head_weight, targets_BT.flatten()
         of_chunk, longest = self.loss_of_chunk, self.longest_part
         if self.own_loss is not None and torch.is_grad_enabled():
             of_chunk, longest = self.own_loss, self.config.vocab_size
         softcap = self.config.logit_softcap
+        if sequences is not None:
+            assert self.preference is not None
+            starts_N = self.my_tokens(sequences.starts).flatten()
+            rows = rows_at_once(local(weight_VD), longest)
+            judge = preference_loss if torch.is_grad_enabled() else answer_log_probabilities
+            about = (targets_N, starts_N, sequences, self.preference, of_chunk, rows, softcap)
+            return judge(x.flatten(0, 1), local(weight_VD), *about)
         return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest, softcap)
 
     @property
@@ -217,7 +292,7 @@ class Decoder(nn.Module):
     def new_cache(self, batch: int, max_seq_len: int) -> list[Cache]:
         """An empty key/value cache for each block."""
         like = torch.empty(0, dtype=self.compute_dtype, device=self.device)
-        return [cache_of(self.config, int(layer), batch, max_seq_len, like) for layer in self.blocks]
+        return [cache_of(self.config, layer, batch, max_seq_len, like) for layer in self.stage.layers]
 
     def rotary_to(self, seq_len: int, device: torch.device) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
         """Return the cosines and sines of at least `seq_len` places for each rotary embedding of the blocks; they are

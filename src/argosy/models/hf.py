@@ -26,10 +26,11 @@ from argosy.errors import ArgosyWarning, UserError
 from argosy.files import is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
 from argosy.models.hf_families import family_of
+from argosy.models.hf_family import NAMES
 from argosy.models.hf_layers import refuse
-from argosy.models.hf_names import Conversion, pieces_of, their_shapes
+from argosy.models.hf_names import Conversion, copies_of, pieces_of, their_shapes
 from argosy.models.lazy_weights import FolderWeights, HeldWeights, LazyWeights
-from argosy.models.quantised import dequantised
+from argosy.models.quantised import Stored, dequantised
 from argosy.models.tensor_file import StoredTensor, TensorToWrite, read_header, write_tensors
 from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import state_table
@@ -183,7 +184,9 @@ def _described(
     given = plain
     if CONFIG in usage:
         theirs = _object(usage[CONFIG], CONFIG)
-        given = theirs if is_same_model(config_from_json(theirs, CONFIG), config) else plain
+        said = config_from_json(theirs, CONFIG)
+        said = said if config.mtp.modules else said.without_further()  # `_further_of` may have left its modules out
+        given = theirs if is_same_model(said, config) else plain
     return {k: dtype if k in ("torch_dtype", "dtype") else v for k, v in given.items() if k != QUANTIZATION}
 
 
@@ -266,14 +269,14 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     values = _config_of(folder)
     config = config_from_json(values, folder.where(CONFIG))
     stored = dequantised(_stored_in(folder), values.get(QUANTIZATION) or {})
-    shapes = _shapes(config)
     # Old Llama folders store frequencies, which config.json gives too; some folders store a tied head twice.
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         known.pop("lm_head.weight", None)
     if skipped := family_of(config.family).skipped:
-        known = {n: w for n, w in known.items() if not n.startswith(skipped.format(layers=config.layers))}
-    pieces = pieces_of(config)
+        known = {n: w for n, w in known.items() if not n.startswith(skipped)}
+    config, known = _further_of(config, known, folder)
+    pieces, shapes = pieces_of(config), _shapes(config)
     _check_names(known.keys(), {name for piece in pieces for name in piece.theirs}, folder.name)
     for piece in pieces:
         for name, shape in zip(piece.theirs, their_shapes(piece, shapes), strict=True):
@@ -288,6 +291,38 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
             stacklevel=2,
         )
     return config, FolderWeights(pieces, known, shapes)
+
+
+def _further_of(
+    config: ModelConfig, known: dict[str, Stored], folder: ModelFolder
+) -> tuple[ModelConfig, dict[str, Stored]]:
+    """Return the config and the weights without modules of multi-token prediction that only one of them has.
+
+    transformers leaves their weights out of what it saves. Copies of embedding and head that are not stored are those.
+    """
+    family, first = family_of(config.family), f"model.layers.{config.layers}."
+    if not family.copies:
+        return config, known
+    if not config.mtp.modules:
+        return config, {n: w for n, w in known.items() if not n.startswith(first)}
+    if not any(name.startswith(first) for name in known):
+        warnings.warn(
+            f"{folder.name}: config.json says num_nextn_predict_layers = {config.mtp.modules}, and there are no "
+            "weights of such modules: the model is taken without them.",
+            ArgosyWarning,
+            stacklevel=1,
+        )
+        return config.without_further(), known
+    names = NAMES | family.names
+    for ours in family.copies:
+        module, _, kind = ours.rpartition(".")
+        original = known.get(f"{names[module]}.{kind}")
+        copies = copies_of(ours, config)
+        if ours == "head.weight" and config.tie_embeddings:
+            known = {n: w for n, w in known.items() if n not in copies}
+        elif original is not None:
+            known |= {name: original for name in copies if name not in known}
+    return config, known
 
 
 def _stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:

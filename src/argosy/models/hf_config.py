@@ -31,7 +31,14 @@ from argosy.models.hf_rope import ROPE_KEYS, RopeJson, RopesJson, rope_from_json
 from argosy.models.quantised import check_quantization
 
 ONLY_IN_TRAINING = frozenset(
-    ("moe.balance", "moe.bias_rate", "moe.z_coefficient", "moe.capacity_factor", "moe.aux_coefficient")
+    (
+        "moe.balance",
+        "moe.bias_rate",
+        "moe.z_coefficient",
+        "moe.capacity_factor",
+        "moe.aux_coefficient",
+        "mtp.loss_weight",
+    )
 )
 NOT_STRUCTURE = frozenset(("preset", "weights", "family", "init_std", "mup", "vocab_size", "max_seq_len"))
 """Fields that a class need not be able to say."""
@@ -184,7 +191,8 @@ def _refuse_sizes_of_other_classes(config: ModelConfig) -> None:
 def _refuse_what_the_class_cannot_say(config: ModelConfig, values: Mapping[str, Any]) -> None:
     """Raise UserError unless reading what is written gives the model again."""
     family = FAMILIES[config.family]
-    for field, wanted in ({"moe.experts": 0, "mla.kv_rank": 0, "delta_net.key_heads": 0} | family.fixed).items():
+    none = {"moe.experts": 0, "mla.kv_rank": 0, "delta_net.key_heads": 0, "mtp.modules": 0}
+    for field, wanted in (none | family.fixed).items():
         known = field in _keys(family) or field in family.converted
         if not known and value_of(config, field) != wanted and field not in ONLY_IN_TRAINING - {"moe.balance"}:
             _refuse_field(config, field, wanted)
@@ -299,6 +307,7 @@ class ConfigJson(BaseModel):
     attn_logit_softcapping: PositiveFloat | None = None
     final_logit_softcapping: PositiveFloat | None = None
     logits_scaling: PositiveFloat | None = None
+    num_nextn_predict_layers: NonNegativeInt | None = None
     n_group: PositiveInt | None = None
     topk_group: PositiveInt | None = None
     topk_method: str | None = None

@@ -80,6 +80,19 @@ DEEPSEEK_NAMES = {
     "blocks.*.attention.kv_up": "model.layers.*.self_attn.kv_b_proj",
 }
 
+FURTHER_NAMES = {
+    "mtp.*.embedding_norm": "model.layers.*.enorm",
+    "mtp.*.hidden_norm": "model.layers.*.hnorm",
+    "mtp.*.projection": "model.layers.*.eh_proj",
+    "mtp.*.norm": "model.layers.*.shared_head.norm",
+}
+"""Modules of multi-token prediction as DeepSeek stores them: each is one more layer after the last."""
+FURTHER_COPIES = {
+    "embedding.weight": "model.layers.*.embed_tokens.weight",
+    "head.weight": "model.layers.*.shared_head.head.weight",
+}
+"""Weights of the model that are stored again with each of these modules."""
+
 
 @dataclass(frozen=True)
 class Fused:
@@ -150,7 +163,9 @@ class Family:
     needs: tuple[str, ...] = ()
     """Fields that may not be 0."""
     skipped: str = ""
-    """Weights that are ignored, by how their names begin."""
+    """Weights that are ignored on import, by how their names begin."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """Our weight -> their name of the copy that each module of multi-token prediction (*) has of it."""
     hidden_act: str = "silu"
     act_key: str = "hidden_act"
     own_split: str = ""
@@ -181,6 +196,10 @@ class Family:
         elif self.windows is not None:
             between[SLIDING] = "sliding"
         return {FULL: "full", **between}
+
+
+FURTHER = Converted("num_nextn_predict_layers", lambda value: value or 0, lambda value: value)
+"""The number of modules of multi-token prediction."""
 
 
 def value_of(config: ModelConfig, field: str) -> Any:

@@ -8,6 +8,9 @@ from argosy.models.hf_dense import GRANITE, GRANITE_DEFAULTS, GRANITE_FAMILY
 from argosy.models.hf_family import (
     DEEPSEEK_NAMES,
     EXPERT_NAMES,
+    FURTHER,
+    FURTHER_COPIES,
+    FURTHER_NAMES,
     MIXTRAL_NAMES,
     Converted,
     Family,
@@ -55,7 +58,10 @@ DEEPSEEK_V3 = Family(
         "mla.nope_width": "qk_nope_head_dim",
         "mla.value_width": "v_head_dim",
     },
-    converted={"mla.q_rank": Converted("q_lora_rank", lambda value: value or 0, lambda value: value or None)},
+    converted={
+        "mla.q_rank": Converted("q_lora_rank", lambda value: value or 0, lambda value: value or None),
+        "mtp.modules": FURTHER,
+    },
     # The class uses this epsilon for the norms of latents, whatever config.json says.
     fixed={"moe.router": "sigmoid", "moe.balance": "bias", "norm_eps": 1e-6},
     constants={
@@ -83,11 +89,10 @@ DEEPSEEK_V3 = Family(
         "qk_nope_head_dim": 128,
         "v_head_dim": 128,
     },
-    names=EXPERT_NAMES | DEEPSEEK_NAMES,
+    names=EXPERT_NAMES | DEEPSEEK_NAMES | FURTHER_NAMES,
     aliases={"num_local_experts": "n_routed_experts"},
     needs=("moe.experts", "mla.kv_rank", "moe.shared_experts"),
-    # A module that predicts a second token, stored as one more layer; like transformers, we ignore it.
-    skipped="model.layers.{layers}.",
+    copies=FURTHER_COPIES,
     rotary="pairs",
 )
 MIXTURES = {
@@ -263,6 +268,7 @@ MIXTURES = {
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         keys=MOE_KEYS | {"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
+        converted={"mtp.modules": FURTHER},
         fixed={"moe.router": "sigmoid", "moe.balance": "bias", "attention_bias": False},
         defaults={
             "max_position_embeddings": 131_072,
@@ -279,10 +285,10 @@ MIXTURES = {
             "use_qk_norm": False,
             "rms_norm_eps": 1e-5,
         },
-        names=EXPERT_NAMES | {n: t for n, t in DEEPSEEK_NAMES.items() if ".mlp." in n},
+        names=EXPERT_NAMES | {n: t for n, t in DEEPSEEK_NAMES.items() if ".mlp." in n} | FURTHER_NAMES,
         aliases={"num_local_experts": "n_routed_experts"},
         needs=("moe.experts", "moe.shared_experts"),
-        skipped="model.layers.{layers}.",
+        copies=FURTHER_COPIES,
         partial=0.5,
     ),
     "dots1": Family(
@@ -315,8 +321,8 @@ MIXTURES = {
             for k, v in DEEPSEEK_V3.keys.items()
             if k not in ("moe.normalize_weights", "moe.groups", "moe.top_groups")
         },
-        converted=DEEPSEEK_V3.converted
-        | {
+        converted={
+            "mla.q_rank": DEEPSEEK_V3.converted["mla.q_rank"],
             "moe.groups": Converted("n_group", lambda value: value or 1, lambda value: value),
             "moe.top_groups": Converted("topk_group", lambda value: value or 1, lambda value: value),
         },
@@ -340,7 +346,7 @@ MIXTURES = {
             "topk_group": None,
             "topk_method": "greedy",
         },
-        skipped="",
+        copies={},
     ),
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from argosy.config.model import ModelConfig
+from argosy.errors import UserError
 from argosy.models.hf_families import family_of
 from argosy.models.hf_family import NAMES, Fused, value_of
 from argosy.plan.layer_spec import layer_spec
@@ -44,7 +45,7 @@ def pieces_of(config: ModelConfig) -> list[Conversion]:
     shapes = {name: parameter.shape for name, parameter in state_table(config).items()}
     pieces, done = [], set[str]()
     for name in shapes:
-        block = name.split(".")[1] if name.startswith("blocks.") else ""
+        block = name.split(".")[1] if name.startswith(("blocks.", "mtp.")) else ""
         pattern = name.replace(f".{block}.", ".*.", 1) if block else name
         module, _, kind = pattern.rpartition(".")
         if name in done:
@@ -61,7 +62,7 @@ def pieces_of(config: ModelConfig) -> list[Conversion]:
             pieces.append(_fused(ours, their_name, rule, sizes, orders, heads))
             done.update(ours)
         else:
-            pieces.append(_single(name, pattern, block, config))
+            pieces.append(_with_copies(_single(name, pattern, block, config), config))
     return pieces
 
 
@@ -94,6 +95,32 @@ def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Convers
         theirs = f"{names[module].replace('*', block)}.{kind}"
     rows: Literal["together", "alone"] = "alone" if order is None else "together"
     return Conversion((name,), (theirs,), lambda ours: [theirs_of(ours[0])], lambda parts: [ours_of(parts[0])], rows)
+
+
+def copies_of(name: str, config: ModelConfig) -> tuple[str, ...]:
+    """Return their names of the copies that modules of multi-token prediction have of one of our weights."""
+    pattern = family_of(config.family).copies.get(name, "")
+    return tuple(pattern.replace("*", str(layer)) for layer in range(config.layers, config.all_layers) if pattern)
+
+
+def _with_copies(piece: Conversion, config: ModelConfig) -> Conversion:
+    (ours,), (theirs,) = piece.ours, piece.theirs[:1]
+    if not (copies := copies_of(ours, config)):
+        return piece
+
+    def join(weights: Sequence[Tensor]) -> list[Tensor]:
+        return piece.to_theirs(weights) * (1 + len(copies))
+
+    def cut(parts: Sequence[Tensor]) -> list[Tensor]:
+        for name, copy in zip(copies, parts[1:], strict=True):
+            if not torch.equal(copy, parts[0]):
+                raise UserError(
+                    f"{name} is not {theirs}: modules that predict further tokens share it with the model here. Set "
+                    "num_nextn_predict_layers = 0 in config.json and leave their weights out."
+                )
+        return piece.to_ours(parts[:1])
+
+    return Conversion(piece.ours, (theirs, *copies), join, cut)
 
 
 def _fused(

@@ -57,6 +57,9 @@ class LazyWeights(Mapping[str, Tensor]):
         shape = self.shape(name)
         return self.part(name, (0,) * len(shape), shape)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes  # Mapping's own would read the weight
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 

@@ -20,15 +20,15 @@ ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def chunk_loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chunk's summed loss and its gradient to the logits, [C, V] in the logits' dtype."""
+    """Return each token's loss, fp32 [C], and the gradient of their sum to the logits, [C, V] in the logits' dtype."""
     logits = logits_CV.float()
     counts_C1 = (targets_C != IGNORED)[:, None]
     targets_C1 = targets_C.clamp(min=0)[:, None]
     logsumexp_C1 = torch.logsumexp(logits, dim=-1, keepdim=True)
-    loss = ((logsumexp_C1 - logits.gather(1, targets_C1)) * counts_C1).sum()
+    losses_C = ((logsumexp_C1 - logits.gather(1, targets_C1)) * counts_C1).squeeze(1)
     is_target_CV = torch.arange(logits.shape[1], device=logits.device) == targets_C1
     gradient_CV = ((logits - logsumexp_C1).exp() - is_target_CV.float()) * counts_C1
-    return loss, gradient_CV.to(logits_CV.dtype)
+    return losses_C, gradient_CV.to(logits_CV.dtype)
 
 
 def summed_cross_entropy(
@@ -49,13 +49,28 @@ def summed_cross_entropy(
     Forward computes the gradients too, chunk by chunk, while the chunk's logits exist (the idea of Liger's fused
     linear cross-entropy, Hsu et al. 2024). That takes three matmuls for each chunk; none is computed twice.
     """
-    rows = max(1, CHUNK_LOGITS // (longest_part or weight_VD.shape[0]))
+    rows = rows_at_once(weight_VD, longest_part)
     if torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad):
         loss: Tensor = _LossWithGradients.apply(x_ND, weight_VD, targets_N, of_chunk, rows, softcap)
         return loss
     weight = weight_VD.to(x_ND.dtype)
     chunks = _chunks(rows, x_ND, targets_N)
-    return torch.stack([of_chunk(soft_capped(x @ weight.T, softcap), targets)[0] for x, targets in chunks]).sum()
+    return torch.stack([of_chunk(soft_capped(x @ weight.T, softcap), targets)[0].sum() for x, targets in chunks]).sum()
+
+
+def rows_at_once(weight_VD: Tensor, longest_part: int) -> int:
+    """Return the tokens of a chunk, the same on all ranks that have a part of the vocabulary."""
+    return max(1, CHUNK_LOGITS // (longest_part or weight_VD.shape[0]))
+
+
+@torch.no_grad()
+def token_losses(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss, rows: int, softcap: float
+) -> Tensor:
+    """Return -log softmax(x @ weight.T)[target] of each token, fp32 [N]; 0 where the target is -100."""
+    weight = weight_VD.to(x_ND.dtype)
+    chunks = _chunks(rows, x_ND, targets_N)
+    return torch.cat([of_chunk(soft_capped(x @ weight.T, softcap), targets)[0] for x, targets in chunks])
 
 
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
@@ -66,6 +81,39 @@ def soft_capped(logits: Tensor, cap: float) -> Tensor:
 def _chunks(rows: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors in chunks of at most `rows`, cut alike along their first dim."""
     return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def weighted_gradients(
+    needs: tuple[bool, bool],
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    weights_N: Tensor | None,
+    of_chunk: ChunkLoss,
+    rows: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the summed loss, and the gradients to `x` and `weight` of the sum of losses, each times its weight.
+
+    weights_N: fp32; None: all are 1. needs: which of the two gradients are wanted.
+    """
+    weight = weight_VD.to(x_ND.dtype)
+    grad_x = torch.empty_like(x_ND) if needs[0] else None
+    grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs[1] else None
+    losses = []
+    for start, (x, targets) in zip(range(0, len(x_ND), rows), _chunks(rows, x_ND, targets_N), strict=True):
+        logits_CV = soft_capped(x @ weight.T, softcap)
+        losses_C, gradient_CV = of_chunk(logits_CV, targets)
+        losses.append(losses_C.sum())
+        if weights_N is not None:
+            gradient_CV = gradient_CV * weights_N[start : start + rows, None].to(gradient_CV.dtype)
+        if softcap:
+            gradient_CV = gradient_CV * (1 - (logits_CV / softcap).square())
+        if grad_x is not None:
+            torch.mm(gradient_CV, weight, out=grad_x[start : start + rows])
+        if grad_weight is not None:
+            grad_weight += gradient_CV.T @ x
+    return torch.stack(losses).sum(), grad_x, None if grad_weight is None else grad_weight.to(weight_VD.dtype)
 
 
 class _LossWithGradients(torch.autograd.Function):
@@ -79,26 +127,18 @@ class _LossWithGradients(torch.autograd.Function):
         rows: int,
         softcap: float,
     ) -> Tensor:
-        weight = weight_VD.to(x_ND.dtype)
-        of_x, of_weight, *_ = ctx.needs_input_grad  # not of the weight if it is frozen
-        grad_x = torch.empty_like(x_ND) if of_x else None
-        grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if of_weight else None
-        losses = []
-        for start, (x, targets) in zip(range(0, len(x_ND), rows), _chunks(rows, x_ND, targets_N), strict=True):
-            logits_CV = soft_capped(x @ weight.T, softcap)
-            loss, gradient_CV = of_chunk(logits_CV, targets)
-            losses.append(loss)
-            if softcap:
-                gradient_CV = gradient_CV * (1 - (logits_CV / softcap).square())
-            if grad_x is not None:
-                torch.mm(gradient_CV, weight, out=grad_x[start : start + rows])
-            if grad_weight is not None:
-                grad_weight += gradient_CV.T @ x
-        ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight.to(weight_VD.dtype))
-        return torch.stack(losses).sum()
+        needs = ctx.needs_input_grad[:2]  # not of the weight if it is frozen
+        loss, *gradients = weighted_gradients(needs, x_ND, weight_VD, targets_N, None, of_chunk, rows, softcap)
+        ctx.save_for_backward(*gradients)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        grad_x, grad_weight = ctx.saved_tensors
-        grad_x = None if grad_x is None else grad_x * grad_loss.to(grad_x.dtype)
-        return grad_x, None if grad_weight is None else grad_weight * grad_loss, None, None, None, None
+        return *gradients_times(ctx.saved_tensors, grad_loss), None, None, None, None
+
+
+def gradients_times(saved: tuple[Tensor | None, ...], grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients that forward has computed, times that of the loss."""
+    grad_x, grad_weight = saved
+    grad_x = None if grad_x is None else grad_x * grad_loss.to(grad_x.dtype)
+    return grad_x, None if grad_weight is None else grad_weight * grad_loss

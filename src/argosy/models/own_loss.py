@@ -23,13 +23,13 @@ class OwnLoss:
         self._function = extension.function
 
     def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the chunk's summed loss and its gradient to the logits. Raises: RunFailed that names the function."""
+        """Return each token's loss and the gradient of their sum. Raises: RunFailed that names the function."""
         with torch.enable_grad():
             logits = logits_CV.detach().float().requires_grad_()
             losses_C = self._losses(logits, targets_C.clamp(min=0))
-            loss = torch.where(targets_C == IGNORED, 0.0, losses_C.float()).sum()
-        (gradient_CV,) = torch.autograd.grad(loss, logits)
-        return loss.detach(), gradient_CV.to(logits_CV.dtype)
+            losses_C = torch.where(targets_C == IGNORED, 0.0, losses_C.float())
+        (gradient_CV,) = torch.autograd.grad(losses_C.sum(), logits)
+        return losses_C.detach(), gradient_CV.to(logits_CV.dtype)
 
     def _losses(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
         try:
@@ -66,7 +66,7 @@ def check_loss(code: Sequence[CodeFile], name: str) -> None:
         single = [loss(logits_CV[i : i + 1], targets_C[i : i + 1]) for i in range(6)]
     except RunFailed as failed:
         raise UserError(str(failed)) from failed
-    if not whole[0].isfinite() or not whole[1].isfinite().all():
+    if not whole[0].isfinite().all() or not whole[1].isfinite().all():
         raise UserError(f"{declared.place}: the {declared}, or its gradient, is not finite for plain logits.")
     if not declared.facts["deterministic"]:
         return

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.config.model import ModelConfig
@@ -24,6 +26,7 @@ from argosy.models.experts import Experts, moe_layers
 from argosy.models.initialize import materialize
 from argosy.models.own_family import load_family
 from argosy.models.own_loss import own_loss
+from argosy.models.preference import Preference
 from argosy.parallel.context import DeltaExchange, RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
 from argosy.parallel.data import shard_fully
 from argosy.parallel.expert import SplitRows, split_experts
@@ -78,7 +81,7 @@ def apply(
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
     load_family(run)
-    tied = run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
+    tied = run.model.embeds_at_both_ends and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
     meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
     parts = {
         number: Decoder(run.model, DTYPES[plan.precision], stage)
@@ -145,11 +148,21 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes) -> N
 
 
 def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
-    """Train with the loss that the run names, if it is the user's. Raises: UserError."""
+    """Train with the objective that the run names, or with its loss, if it is the user's. Raises: UserError."""
+    if run.train.has_preferences:
+        model.preference = Preference(run.train.objective, run.preference)
+        if (tokens := meshes.group("cp")) is not None:
+            model.preference.sum_over_tokens = partial(_summed_over, tokens)
+            model.preference.reports = meshes.rank("cp") == 0
     if run.train.loss in LOSSES:
         return
     loss, group = own_loss(run.extend.code, run.train.loss), meshes.group("tp")
     model.own_loss = loss if group is None else GatheredLoss(loss, group, run.model.vocab_size)
+
+
+def _summed_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 def _fsdp_mesh(meshes: Meshes, replicate: str, shard: str, one_replica: bool) -> DeviceMesh:

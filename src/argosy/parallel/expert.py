@@ -140,7 +140,7 @@ def loads_of(mine: Mapping[int, MoE], config: ModelConfig, device: torch.device)
     """
     if not config.moe.experts:
         return None
-    loads = torch.zeros(config.layers, 2 * config.moe.experts + 1, dtype=torch.float64, device=device)
+    loads = torch.zeros(config.all_layers, 2 * config.moe.experts + 1, dtype=torch.float64, device=device)
     for layer, moe in mine.items():
         loads[layer] = moe.take_load()
     return loads
@@ -156,4 +156,4 @@ def update_biases(mine: Mapping[int, MoE], loads: Tensor) -> None:
 def loads_by_layer(loads: Tensor, config: ModelConfig) -> dict[int, Load]:
     """Return how each MoE layer's experts were used, from the loads of all ranks; the host waits for the device."""
     host = loads.cpu()
-    return {layer: Load.of(host[layer]) for layer in range(config.layers) if config.is_moe_layer(layer)}
+    return {layer: Load.of(host[layer]) for layer in range(config.all_layers) if config.is_moe_layer(layer)}

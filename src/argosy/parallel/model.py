@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from argosy.config.schema import RunConfig
 from argosy.models.decoder import Decoder, Microbatch
 from argosy.models.experts import MoE
+from argosy.models.mtp import further_tokens
+from argosy.models.preference import Preference
 from argosy.observe.clock import StepClock
 from argosy.parallel.buckets import Bucket, GradientSync, SumRanks
 from argosy.parallel.context import shard_sequence
@@ -56,6 +58,7 @@ class ParallelModel:
         self.layout += f"tiers{plan.sum_inside}x{plan.sum_between}" * plan.sums_in_tiers
         self.layout += plan.layers and f"layers{plan.layers}"
         self._parts = list(parts.values())
+        self._further = run.model.mtp.modules
         self._take_mine = partial(shard_sequence, rank=meshes.rank("cp"), size=plan.cp)
         #: This rank's layers of experts, by number.
         self.moes = {int(i): b.mlp for m in parts.values() for i, b in m.blocks.items() if isinstance(b.mlp, MoE)}
@@ -77,7 +80,7 @@ class ParallelModel:
             self.pieces += mine
             self.frozen += [piece for piece in held if not piece.parameter.requires_grad]
             if run.observe.noise_scale_every_steps and has_own_gradients(plan):
-                on_both_ends = plan.pp > 1 and run.model.tie_embeddings
+                on_both_ends = plan.pp > 1 and run.model.embeds_at_both_ends
                 own = [p for p in mine if not p.is_part_of_sum and not (on_both_ends and p.name == "embedding.weight")]
                 self.own_pieces += own
                 self.own_squares = self.own_squares or LocalSquares()
@@ -121,7 +124,7 @@ class ParallelModel:
         experts in balance, which are sums over all tokens; None: `scale`. Returns this rank's share of the summed loss:
         over all ranks the shares add up to it. The sums of gradients over ranks are under way until `finish_gradients`.
         """
-        batch = [self._mine(micro) for micro in batch]
+        batch = [self._mine(micro, self._further) for micro in batch]
         for moe in self.moes.values():
             moe.loss_weight = float(scale) if balance_scale is None else balance_scale
         for rule in self._rules:
@@ -166,6 +169,7 @@ class ParallelModel:
         for rule in self._sums:
             rule.hold()
         unread = StepClock(self.device)
+        batch = [self._mine(micro, self._further) for micro in batch]
         total = self._schedule.forward_backward(batch, loss_scale / tokens, unread)
         return (total / tokens).item(), int(sum(rule.let_go() for rule in self._sums))
 
@@ -240,13 +244,36 @@ class ParallelModel:
         """Return this rank's share of the batch's summed loss; `batch` has `microbatches_at_once` microbatches."""
         return self._share(self._schedule.loss([self._mine(micro) for micro in batch]))
 
+    @torch.no_grad()
+    def answer_log_probabilities(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
+        """Return the log-probabilities of the answers in the batch's `sequences`, fp32 [B, T] of each microbatch.
+
+        All ranks call it together, with `microbatches_at_once` microbatches. None but on one of the ranks that have the
+        same rows.
+        """
+        found = self._schedule.outputs([self._mine(micro) for micro in batch])
+        is_mine = bool(found) and self._reports and self.meshes.rank("cp") == 0
+        return found if is_mine else None
+
+    @property
+    def preferences(self) -> list[Preference]:
+        """The objectives over whole answers of this rank's parts; those without the head have no use for theirs."""
+        return [part.preference for part in self._parts if part.preference is not None]
+
     def _share(self, loss: Tensor) -> Tensor:
         return loss if self._reports else torch.zeros_like(loss)
 
-    def _mine(self, micro: Microbatch) -> Microbatch:
-        """Return the tokens that this rank of a cp group computes, with the positions and documents of whole rows."""
+    def _mine(self, micro: Microbatch, further: int = 0) -> Microbatch:
+        """Return the tokens that this rank of a cp group computes, with the positions and documents of whole rows.
+
+        further: so many modules of multi-token prediction are trained.
+        """
         tokens, targets = self._take_mine(micro.tokens_BT), self._take_mine(micro.targets_BT)
-        return replace(micro, tokens_BT=tokens, targets_BT=targets)
+        ahead = None
+        if further:
+            whole = further_tokens(micro.tokens_BT, micro.targets_BT, micro.positions_BT, further)
+            ahead = self._take_mine(whole).contiguous()
+        return replace(micro, tokens_BT=tokens, targets_BT=targets, further_BTn2=ahead)
 
 
 def _need(sums: Sequence[Callable[[], GradientSum | None]], module: nn.Module) -> None:
@@ -277,7 +304,7 @@ def _agreement(plan: Plan, run: RunConfig, device: torch.device) -> GradientSync
 
     def goes_exact(piece: PlacedPiece) -> bool:
         whole_on_tp = plan.tp > 1 and piece.is_part_of_sum
-        at_both_ends = plan.pp > 1 and run.model.tie_embeddings
+        at_both_ends = plan.pp > 1 and run.model.embeds_at_both_ends
         return is_summed_exactly(piece.name, piece.shape, whole_on_tp, at_both_ends, plan.sync, run.sync)
 
     return GradientSync(

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from argosy.faults import fault
 from argosy.models.decoder import Decoder, Microbatch
+from argosy.models.preference import Sequences
 from argosy.observe.clock import StepClock
 from argosy.plan.pipeline import ScheduleRule
 
@@ -32,6 +33,10 @@ class Schedule(Protocol):
 
     def loss(self, batch: Sequence[Microbatch]) -> Tensor:
         """Return the summed loss, or 0 if it is computed elsewhere, without gradients."""
+        ...
+
+    def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
+        """Return what the last stage gives for each microbatch, or nothing if it is elsewhere, without gradients."""
         ...
 
 
@@ -60,10 +65,17 @@ class Sequential:
     @torch.no_grad()
     def loss(self, batch: Sequence[Microbatch]) -> Tensor:
         """See `Schedule`."""
-        return torch.stack([self._loss(micro) for micro in batch]).sum()
+        return torch.stack(self.outputs(batch)).sum()
+
+    @torch.no_grad()
+    def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
+        """See `Schedule`."""
+        return [self._loss(micro) for micro in batch]
 
     def _loss(self, micro: Microbatch) -> Tensor:
-        loss: Tensor = self._model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
+        more: dict[str, Any] = {} if micro.sequences is None else {"sequences": micro.sequences}
+        more |= {} if micro.further_BTn2 is None else {"further_BTn2": micro.further_BTn2}
+        loss: Tensor = self._model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents, **more)
         return loss
 
 
@@ -114,24 +126,30 @@ class Pipeline:
 
     @torch.no_grad()
     def loss(self, batch: Sequence[Microbatch]) -> Tensor:
+        """See `Schedule`."""
+        found = self.outputs(batch)
+        return torch.stack(found).sum() if found else torch.zeros((), device=batch[0].tokens_BT.device)
+
+    @torch.no_grad()
+    def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
         """See `Schedule`. The loop is our own, stage by stage: torch's `eval` fails where one rank holds neighbouring
         stages (V schedules)."""
         pp, turns = self._group.size(), len(self._parts)
         # Where stages go round the ranks, fewer microbatches than ranks are under way: a send may wait for its
         # receiver, and with one more all ranks could wait for each other.
         together = len(batch) if turns == 1 or self._rule.v_shaped else pp - 1
-        losses = [self._loss_of_some(batch[i : i + together]) for i in range(0, len(batch), together)]
-        return torch.stack(losses).sum()
+        return [y for i in range(0, len(batch), together) for y in self._outputs_of_some(batch[i : i + together])]
 
-    def _loss_of_some(self, batch: Sequence[Microbatch]) -> Tensor:
-        total = torch.zeros((), device=batch[0].tokens_BT.device)
+    def _outputs_of_some(self, batch: Sequence[Microbatch]) -> list[Tensor]:
+        found = list[Tensor]()
         local: dict[int, list[Tensor]] = {}
         sending: list[tuple[dist.Work | None, Tensor]] = []  # a tensor must live until it has left
         for stage, part in sorted(self._parts.items()):
             for i, micro in enumerate(batch):
-                y = part(self._input(stage, i, micro, local), micro.targets_BT, micro.positions_BT)
+                x = self._input(stage, i, micro, local)
+                y = part(x, micro.targets_BT, micro.positions_BT, sequences=micro.sequences)
                 if part.stage.last:
-                    total += y
+                    found.append(y)
                 elif stage + 1 in self._parts:
                     local.setdefault(stage + 1, []).append(y)
                 else:
@@ -139,7 +157,7 @@ class Pipeline:
         for work, _ in sending:
             if work is not None:
                 work.wait()
-        return total
+        return found
 
     def _input(self, stage: int, i: int, micro: Microbatch, local: dict[int, list[Tensor]]) -> Tensor:
         if stage == 0:
@@ -161,6 +179,11 @@ class Pipeline:
         losses: list[Tensor] = []
         # The last stage computes the loss itself, in chunks, so it needs the targets in its forward.
         keywords: dict[str, Any] = {"targets_BT": targets, "positions_BT": positions}
+        if (some := batch[0].sequences) is not None:
+            parts = [micro.sequences or some for micro in batch]
+            keywords["sequences"] = Sequences(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        if (further := [micro.further_BTn2 for micro in batch if micro.further_BTn2 is not None]) and self._has_last:
+            keywords["further_BTn2"] = torch.cat(further)
         target = targets if self._has_last else None
         self._schedule(len(batch)).step(*tokens, **keywords, target=target, losses=losses, return_outputs=False)
         if not losses:

@@ -181,8 +181,7 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table) -> None:
         for kind, style in STYLES.items():
             if isinstance(module, kind):
                 style(module, mesh)
-    if model.norm is not None:  # its output is split by tokens, and the head needs them all
-        model.norm.register_forward_hook(lambda _, inputs, output: gather_sequence(output, mesh.get_group()))
+    model.for_head = partial(gather_sequence, group=mesh.get_group())
     vocabulary = model.config.vocab_size
     model.loss_of_chunk = VocabularyLoss(mesh.get_group(), _first_row(vocabulary, mesh))
     model.longest_part = -(-vocabulary // mesh.size())
@@ -235,7 +234,7 @@ class VocabularyLoss:
         self._gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _gradient
 
     def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the summed loss (the same on all ranks) and its gradient to this rank's logits."""
+        """Return each token's loss (the same on all ranks), and the gradient of their sum to this rank's logits."""
         mine_C = targets_C - self._first
         statistics_C2 = self._statistics(logits_CV, mine_C)
         everyone = statistics_C2.new_empty(self._group.size() * len(targets_C), 2)
@@ -243,8 +242,8 @@ class VocabularyLoss:
         everyone = everyone.unflatten(0, (self._group.size(), -1))
         logsumexp_C, target_logit_C = everyone[..., 0].logsumexp(0), everyone[..., 1].sum(0)
         counts_C = targets_C != IGNORED
-        loss = ((logsumexp_C - target_logit_C) * counts_C).sum()
-        return loss, self._gradient(logits_CV, mine_C, logsumexp_C, counts_C)
+        losses_C = (logsumexp_C - target_logit_C) * counts_C
+        return losses_C, self._gradient(logits_CV, mine_C, logsumexp_C, counts_C)
 
     def compile(self) -> None:
         """Compile what is computed between the exchanges."""
@@ -262,15 +261,15 @@ class GatheredLoss:
         self._loss, self._group, self._vocabulary = loss, group, vocabulary
 
     def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the summed loss (the same on all ranks) and its gradient to this rank's logits."""
+        """Return each token's loss (the same on all ranks), and the gradient of their sum to this rank's logits."""
         size, mine = -(-self._vocabulary // self._group.size()), logits_CV.shape[1]
         padded = F.pad(logits_CV, (0, size - mine)).contiguous()
         everyone = padded.new_empty(self._group.size() * len(padded), size)
         all_gather_single(everyone, padded, group=self._group)
         whole = everyone.unflatten(0, (self._group.size(), -1)).movedim(0, 1).flatten(1)[:, : self._vocabulary]
-        loss, gradient = self._loss(whole, targets_C)
+        losses_C, gradient = self._loss(whole, targets_C)
         first = min(self._group.rank() * size, self._vocabulary)
-        return loss, gradient[:, first : first + mine].contiguous()
+        return losses_C, gradient[:, first : first + mine].contiguous()
 
 
 def _statistics(logits_CV: Tensor, targets_C: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def parameter_table(model: ModelConfig, stage: Stage | None = None, tp: int = 1)
     stage = stage or Stage(range(model.layers))
     vocabulary = Parameter((model.vocab_size, model.width), tp_dim=OUTPUTS)
     table: Table = {}
-    if stage.first or (stage.last and model.tie_embeddings):  # a tied head is the embedding, which both ends then hold
+    if stage.first or (stage.last and model.embeds_at_both_ends):  # a tied head is the embedding itself
         table["embedding.weight"] = vocabulary
     for layer in stage.layers:
         table |= _prefixed(f"blocks.{layer}", block_table(model, layer, tp))
@@ -87,6 +87,9 @@ def parameter_table(model: ModelConfig, stage: Stage | None = None, tp: int = 1)
         table |= _norm("norm", model.width, model)
         if not model.tie_embeddings:
             table["head.weight"] = vocabulary
+        for layer in range(model.layers, model.all_layers):
+            table |= _prefixed(f"blocks.{layer}", block_table(model, layer, tp))
+            table |= _prefixed(f"mtp.{layer}", prediction_table(model))
     return table
 
 
@@ -147,10 +150,15 @@ def trained_shapes(run: RunConfig) -> dict[str, tuple[int, ...]]:
     return {name: parameter.shape for name, parameter in run_table(run).items() if parameter.is_trained}
 
 
+def layers_on(model: ModelConfig, stage: Stage) -> tuple[int, ...]:
+    """Return the layers that a stage computes in training: the last one also those of multi-token prediction."""
+    return (*stage.layers, *(range(model.layers, model.all_layers) if stage.last else ()))
+
+
 def reached_layers(run: RunConfig, stage: Stage) -> list[int]:
     """Return the stage's layers whose backward is computed: none comes before the first that the run trains."""
     first = first_reached(run, stage)
-    return [layer for layer in stage.layers if first is not None and layer >= first]
+    return [layer for layer in layers_on(run.model, stage) if first is not None and layer >= first]
 
 
 def first_reached(run: RunConfig, stage: Stage) -> int | None:
@@ -304,6 +312,16 @@ def shared_width(model: ModelConfig) -> int:
     """Return the width of the feed-forward that all tokens of a layer with experts go to."""
     moe = model.moe
     return (moe.shared_ffn_width or moe.shared_experts * moe.expert_ffn_width) if moe.shared_experts else 0
+
+
+def prediction_table(model: ModelConfig) -> Table:
+    """The parameters of `models.mtp.PredictionModule`, which work on each tp rank's own tokens."""
+    return (
+        _norm("embedding_norm", model.width, model)
+        | _norm("hidden_norm", model.width, model)
+        | _linear("projection", model.width, 2 * model.width, None)
+        | _norm("norm", model.width, model)
+    )
 
 
 def inside(table: Mapping[str, Parameter], module: str) -> Table:

@@ -12,23 +12,12 @@ from operator import or_
 from typing import Any
 
 from argosy.config.schema import RunConfig
-from argosy.plan.agreement_rules import (
-    Plans,
-    Rule,
-    asynchronous_gradients_have_no_loss_scale,
-    compressed_sums_are_not_checked,
-    compressed_sums_have_replicas,
-    rule,
-    servers_train_all_weights,
-    sites_agree_now_and_then,
-    sites_have_no_state_but_weights,
-    tiers_divide_the_replicas,
-    tiers_hold_whole_sets_of_experts,
-)
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
-from argosy.plan.plan import Plan
+from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
 from argosy.plan.quantities import around, divisors, lowest, numbers_of
+from argosy.plan.rule import Plans, Rule, rule
+from argosy.plan.sync import COMPRESSED, OF_SITES, WITH_SERVERS
 
 
 @rule(lambda p, run: run.train.global_batch % (p.portions * p.microbatch) != 0)
@@ -136,10 +125,17 @@ def schedule_admits_the_microbatches(plan: Plan, run: RunConfig) -> str:
 
 @rule(
     lambda p, run: (
-        (p.pp > 1) & p.is_("schedule", *SPLITTING) & (p.is_("compile", True) | p.is_("recompute", "selective"))
+        (p.pp > 1)
+        & p.is_("schedule", *SPLITTING)
+        & (p.is_("compile", True) | p.is_("recompute", "selective") | (run.model.mtp.modules > 0))
     )
 )
 def split_backward_is_eager(plan: Plan, run: RunConfig) -> str:
+    if modules := run.model.mtp.modules:  # the tokens that they look up are on no way from the stage's input
+        return (
+            f"plan.schedule = {plan.schedule} splits backward, which torch cannot with model.mtp.modules = {modules}. "
+            "Use schedule=interleaved_1f1b."
+        )
     if plan.compile:
         return f"plan.schedule = {plan.schedule} splits backward, which compiled blocks cannot. Add compile=false."
     return (
@@ -185,9 +181,9 @@ def recomputed_experts_are_gathered_alike(plan: Plan, run: RunConfig) -> str:
     )
 )
 def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
+    if plan.precision == "fp8" and plan.tp > 1:
+        return f"plan.precision = fp8 with plan.tp = {plan.tp}: fp8 layers take whole matrices only. Try bf16, or tp=1."
     if plan.precision == "fp8":
-        if plan.tp > 1:
-            return f"plan.precision = fp8 with plan.tp = {plan.tp}: fp8 layers take whole matrices. Try bf16, or tp=1."
         return "plan.precision = fp8 with experts: their grouped matmuls are not done in fp8. Try precision=bf16."
     return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
 
@@ -288,9 +284,100 @@ def schedule_admits_every_share(plan: Plan, run: RunConfig) -> str:
     )
 
 
+# ---- how replicas and sites agree: compressed sums, sums in tiers, sites ----
+
+
+def _has_no_replicas(p: Plans) -> Any:
+    return (p.dp_replicate == 1) & ((p.zero != 0) | (p.dp_shard * p.cp == 1))
+
+
+@rule(lambda p, run: _has_no_replicas(p) & p.is_("sync", *COMPRESSED))
+def compressed_sums_have_replicas(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"plan.sync = {plan.sync} with plan.dp_replicate = 1: it says how replicas of the state sum their gradients, "
+        "and there is one only. Leave sync out, or give dp_replicate some of the ranks."
+    )
+
+
+@rule(lambda p, run: p.is_("sync", *COMPRESSED) & run.resilience.check_collectives)
+def compressed_sums_are_not_checked(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"resilience.check_collectives = true with plan.sync = {plan.sync}: checksums fit exact sums only. "
+        "Set it to false, or leave sync out."
+    )
+
+
+def _tiers_do_not_divide(p: Plans) -> Any:
+    unit, replicas = p.sum_inside * p.sum_between, p.dp_replicate * (1 + (p.zero == 0) * (p.dp_shard * p.cp - 1))
+    cut = (unit > 1) & ((replicas % unit != 0) | (unit >= replicas))
+    return cut | ((p.sum_between > 1) & (p.sum_inside == 1))
+
+
+@rule(lambda p, run: _tiers_do_not_divide(p))
+def tiers_divide_the_replicas(plan: Plan, run: RunConfig) -> str:
+    if plan.sum_inside == 1:
+        return f"plan.sum_between = {plan.sum_between} with sum_inside = 1: the first tier is sum_inside. Name it so."
+    unit, many = plan.sum_inside * plan.sum_between, plan.replicas
+    said = f"plan.sum_inside = {plan.sum_inside}" + f" x sum_between = {plan.sum_between}" * (plan.sum_between > 1)
+    good, plural = [n for n in divisors(many) if 1 < n < many], "s" * (many != 1)
+    remedy = f"Try {around(unit, good) or good[-1]}." if good else "Leave it out."
+    return (
+        f"{said} has to divide the plan's {many} replica{plural} of the state into two groups or more (replicas are "
+        f"dp_replicate, and with zero = 0 the other data and context ranks too). {remedy}"
+    )
+
+
+def _tiers_cut_experts(p: Plans) -> Any:
+    sizes = p.sum_inside, p.sum_inside * p.sum_between
+    return (p.zero == 0) & reduce(or_, [(size % p.ep != 0) & (p.ep % size != 0) for size in sizes])
+
+
+@rule(lambda p, run: _tiers_cut_experts(p))
+def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"plan.sum_inside = {plan.sum_inside} and sum_between = {plan.sum_between} with ep = {plan.ep} and zero = 0: "
+        "neighbours have other experts, so ep has to divide the replicas of a tier, or they it. "
+        f"Try sum_inside = {plan.ep}."
+    )
+
+
+@rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))
+def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
+    if not run.sites and plan.has_servers:
+        return NO_WORKERS
+    if not run.sites:
+        return (
+            f"plan.sync = {plan.sync}, and the run has no [[sites]]: it says how sites agree. Name two sites or more "
+            "(docs/sites.md), or leave sync out."
+        )
+    return NOT_OF_SITES.format(plan.sync)
+
+
+@rule(lambda p, run: p.is_("sync", *WITH_SERVERS) & p.is_("precision", "fp16"))
+def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str:
+    return (
+        "plan.sync = async with precision = fp16: workers come and go, and a loss scale would be found anew each time. "
+        "Try precision=bf16 or fp32."
+    )
+
+
+@rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen or run.lora.rank))
+def servers_train_all_weights(plan: Plan, run: RunConfig) -> str:
+    key = "train.frozen" if run.train.frozen else "lora.rank"
+    return f"{key} is not supported with plan.sync = async. Remove it, or use sites (sync=local, sync=diloco)."
+
+
 @rule(lambda p, run: p.is_("precision", "fp8") & (run.lora.rank > 0))
 def adapters_are_not_in_fp8(plan: Plan, run: RunConfig) -> str:
     return f"lora.rank = {run.lora.rank} with plan.precision = fp8: its layers know no adapters. Try precision=bf16."
+
+
+@rule(lambda p, run: p.is_("sync", *OF_SITES) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))
+def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
+    return (
+        f'plan.sync = {plan.sync} with model.moe.balance = "bias": each site would have biases of its own, which '
+        'are no weights that sites agree on. Use balance = "aux".'
+    )
 
 
 RULES: tuple[Rule, ...] = (

@@ -42,8 +42,9 @@ def stack(jobs: list[StackT]) -> StackT:
 
 def _mean(model: ModelConfig, figure: Callable[[LayerSpec], float]) -> float:
     """Return the mean of a figure over the layers; of a model without layers, that of one layer."""
-    kinds = {spec: len(layers) for spec, layers in layer_kinds(model).items()} or {layer_spec(model, 0): 1}
-    return sum(times * figure(spec) for spec, times in kinds.items()) / sum(kinds.values())
+    specs = [spec for spec, layers in layer_kinds(model).items() for _ in layers]
+    specs += [layer_spec(model, layer) for layer in range(model.layers, max(model.all_layers, 1))]
+    return sum(map(figure, specs)) / len(specs)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Workload:
     """The sizes of a model, and the batch."""
 
     layers: Numbers
+    """All of them, those of modules of multi-token prediction included."""
     width: Numbers
     heads: Numbers
     kv_heads: Numbers
@@ -73,6 +75,8 @@ class Workload:
     """Share of a sequence whose keys and values a cache holds, on average over the layers: less with windows."""
     gates: Numbers = 0
     """1 if the results of attention have gates, which take as many parameters as the queries."""
+    further: Numbers = 0
+    """Modules of multi-token prediction: each has a projection and computes the head once more."""
     moe_layers: Numbers = 0
     experts: Numbers = 0
     experts_per_token: Numbers = 0
@@ -121,16 +125,16 @@ class Workload:
             trained_experts=_trained_share(p for p in blocks if p.is_expert),
             trained_embedding=embedding,
             trained_head=embedding if run.model.tie_embeddings else table["head.weight"].is_trained,
-            reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.layers,
+            reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.all_layers,
         )
 
     @classmethod
     def of_model(cls, model: ModelConfig, seq_len: int, global_batch: int) -> Workload:
         """Return the workload of a step of `global_batch` sequences of `seq_len` tokens."""
         latent, moe = bool(model.mla.kv_rank), model.moe
-        moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
+        moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.all_layers))
         return cls(
-            layers=model.layers,
+            layers=model.all_layers,
             width=model.width,
             heads=model.heads,
             kv_heads=model.kv_heads,
@@ -145,6 +149,7 @@ class Workload:
             attention_span=_mean(model, lambda spec: spec.mean_seen(seq_len)),
             cached_share=_mean(model, lambda spec: spec.seen(seq_len) / seq_len),
             gates=float(model.attention.gate),
+            further=model.mtp.modules,
             moe_layers=moe_layers,
             experts=moe.experts,
             experts_per_token=moe.experts_per_token if moe.experts else 0,
@@ -238,12 +243,18 @@ class Workload:
         return self.width * self.vocab_size
 
     @property
+    def further_parameters(self) -> Numbers:
+        """Parameters of the projections of multi-token prediction."""
+        return 2 * self.further * self.width**2
+
+    @property
     def matrix_parameters(self) -> Numbers:
         """Parameters of all matrices; `parameters` counts norms and biases too (below 0.1 %)."""
         return (
             self.layers * self.attention_parameters
             + self.dense_layers * self.ffn_parameters
             + self.moe_layers * (self.expert_parameters + self.router_and_shared_parameters)
+            + self.further_parameters
             + (2 - self.tied) * self.vocabulary_parameters
         )
 
@@ -264,21 +275,27 @@ class Workload:
             self.layers * self.attention_parameters
             + self.dense_layers * self.ffn_parameters
             + self.moe_layers * (active + self.router_and_shared_parameters)
-            + self.vocabulary_parameters
+            + self.further_parameters
+            + self.head_parameters
         )
+
+    @property
+    def head_parameters(self) -> Numbers:
+        """Parameters of the head, as often as each token meets them."""
+        return (1 + self.further) * self.vocabulary_parameters
 
     @property
     def trained_matmul_parameters(self) -> Numbers:
         """Those of the layers that are trained."""
         active = self.moe_layers * self.ffn_matrices * self.width * self.expert_ffn_width * self.experts_per_token
-        dense = self.matmul_parameters - self.vocabulary_parameters - active
+        dense = self.matmul_parameters - self.head_parameters - active
         return self.trained_dense * dense + self.trained_experts * active
 
     @property
     def matmul_flops_per_token(self) -> tuple[Numbers, Numbers]:
         """FLOPs of matmuls in layers, and of the head: 2 N forward, 2 N for the inputs' gradients as far as backward
         goes, 2 N for those of weights that are trained."""
-        in_layers, in_head = self.matmul_parameters - self.vocabulary_parameters, self.vocabulary_parameters
+        in_layers, in_head = self.matmul_parameters - self.head_parameters, self.head_parameters
         layers = 2 * ((1 + self.reached) * in_layers + self.trained_matmul_parameters)
         return layers, 2 * (2 + self.trained_head) * in_head
 

@@ -51,6 +51,8 @@ def layers_alike(plan: Plan, run: RunConfig, rank: int) -> RepeatedLayers | None
     if len(stages) > 1 or run.optimizer.kind == "muon" or run.optimizer.groups or run.train.frozen or run.lora.rank:
         return None  # Muon deals matrices out over ranks, and patterns may name single layers
     (stage,) = stages.values()
+    if stage.last and run.model.mtp.modules:
+        return None  # its last layers are others
     if not _buckets_repeat(plan, run, rank, stage):
         return None
     last = stage.layers[-1]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from argosy.config.schema import RunConfig
-from argosy.data.loader import OpenData
+from argosy.data.loader import Loader, OpenData
 from argosy.data.order import Range, kept, skipped_by
 from argosy.data.shards import BadShard, Place
 from argosy.models.decoder import Microbatch
@@ -17,7 +17,8 @@ from argosy.observe.events import Events
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.sync.deal import SiteOrder
-from argosy.training.rows import microbatches_of
+from argosy.training.references import References
+from argosy.training.rows import compared_microbatches, microbatches_of
 from argosy.training.state import TrainState
 
 
@@ -31,6 +32,8 @@ class Batches:
         self._global_batch = sum(site.batch for site in run.sites) or run.train.global_batch
         self._loader = data.loader(self._rows_of(state.model.dp_rank))
         self._found_bad: list[Place] = []
+        self.references: References | None = None
+        """What answers are compared with, if the objective does that."""
         self._counted = data.cache_counts()
 
     def read(self, step: int, while_waiting: Callable[[], None] = lambda: None) -> list[Microbatch]:
@@ -45,14 +48,14 @@ class Batches:
 
         rows = self._read(step, waiting)
         self._tell(step)
-        return self._microbatches(rows)
+        return self._microbatches(rows, self._loader, step)
 
     def of_rank(self, rank: int, step: int) -> list[Microbatch]:
         """Return the share of data-parallel rank `rank`."""
         loader = self._loader.of(self._rows_of(rank))
         rows = loader.read(step)
         loader.close()
-        return self._microbatches(rows)
+        return self._microbatches(rows, loader, step)
 
     def samples(self, step: int) -> list[Range]:
         """Return the ranges of the step's samples, those of all ranks, among all samples."""
@@ -149,7 +152,11 @@ class Batches:
     def _rows_of(self, rank: int) -> slice:
         return self._plan.rows_of(rank, self._run.train.global_batch)
 
-    def _microbatches(self, rows: np.ndarray) -> list[Microbatch]:
+    def _microbatches(self, rows: np.ndarray, loader: Loader, step: int) -> list[Microbatch]:
+        train, device = self._run.train, self._world.device
+        if train.has_preferences:
+            known = None if self.references is None else self.references.of(loader.places(step))
+            return compared_microbatches(rows, self._plan.microbatch, device, train.objective == "kto", known)
         return microbatches_of(rows, self._plan.microbatch, self._data.eod_id, self._world.device)
 
     def _numbers(self, step: int) -> Range:

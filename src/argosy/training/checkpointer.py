@@ -16,8 +16,10 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.store import Checkpoint, Choice
+from argosy.checkpoint.weights import fill_from_folder
 from argosy.checkpoint.writer import Upkeep
 from argosy.config.schema import CheckpointConfig
+from argosy.data.stores.model_folder import is_model_folder
 from argosy.errors import StorageError, UserError
 from argosy.faults import fault
 from argosy.observe.events import Events
@@ -201,9 +203,13 @@ class Checkpointer:
         self._events.write("resume", step=state.step, checkpoint=str(checkpoint.folder), **changed)
         return checkpoint
 
-    def read_weights(self, state: TrainState, folder: Path) -> Checkpoint:
-        """Read only the weights, from a checkpoint or run at `folder`: of a run with an adapter, those beside it, which
-        must be those that the adapter has been trained with. Raises: UserError."""
+    def read_weights(self, state: TrainState, folder: Path) -> None:
+        """Read only the weights, from a checkpoint, run or Hugging Face folder at `folder`: of a run with an adapter,
+        those beside it, which must be those that the adapter has been trained with. Raises: UserError."""
+        if is_model_folder(folder):
+            fill_from_folder(state.weights(), folder)
+            state.model.after_update()
+            return
         checkpoint = self._world.share_first(lambda: find_weights(folder, self._base_sha256), Checkpoint)
         weights = state.base() if state.model.has_adapter else state.weights()
         _check_fits(weights, checkpoint, SIZES_OF_WEIGHTS)
@@ -211,7 +217,6 @@ class Checkpointer:
         state.model.after_update()
         if state.model.has_adapter:
             self._base_sha256 = checkpoint.manifest.sha256
-        return checkpoint
 
     def _newest_step(self) -> int | None:
         steps = [c.step for c in store.committed(self._run_dir)]

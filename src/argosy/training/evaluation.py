@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from argosy.config.schema import RunConfig
-from argosy.data.packing import ID_MASK, TRAINED, is_packed, unpack
+from argosy.data.packing import ID_MASK, TRAINED, is_packed, unpack, without_rejected
 from argosy.data.shards import BadShard, TokenSource, spread_windows
 from argosy.models.loss import IGNORED
 from argosy.observe.heartbeat import Heartbeat
@@ -62,6 +62,10 @@ class HeldOut:
         parts = [spread_windows(split, seq_len, max_tokens // len(splits)) for split in splits]
         if not parts:
             return cls(np.empty((0, seq_len + 1), np.int32), 0.0, 0)
+        # Of pairs and judged answers, the better ones are scored: one number, whatever the objective makes of them.
+        for number, split in enumerate(splits):
+            if split.manifest.rows is not None and split.manifest.rows.kind != "conversations":
+                parts[number] = without_rejected(parts[number])
         text_bytes = sum(
             part.shape[0] * seq_len * split.text_bytes_per_token for part, split in zip(parts, splits, strict=True)
         )

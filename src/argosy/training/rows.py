@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
+from torch import Tensor
 
-from argosy.data.packing import is_packed, unpack
+from argosy.data.packing import is_packed, sequences_in, unpack
 from argosy.models.decoder import Microbatch, microbatch_of, microbatches
+from argosy.models.preference import CHOSEN, REJECTED, Sequences
 
 
 def microbatches_of(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
@@ -26,4 +30,35 @@ def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) ->
     if text := [i for i in range(len(rows)) if i not in of_chats]:
         micro = microbatches(rows[text], len(text), end_of_document, torch.device("cpu"))[0]
         tokens[text], targets[text], positions[text] = micro.tokens_BT, micro.targets_BT, micro.positions_BT
-    return microbatch_of(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(positions), device)
+    return microbatch_of(_tensor(tokens), _tensor(targets), _tensor(positions), device)
+
+
+def compared_microbatches(
+    rows: np.ndarray, size: int, device: torch.device, is_judged: bool, reference: np.ndarray | None = None
+) -> list[Microbatch]:
+    """Cut rows of pairs or judged answers (int32 [n, T+1]) into microbatches of `size` rows.
+
+    is_judged: each answer counts, not each pair. reference: log-probabilities of the rows' answers before training, in
+    their order, fp32 [n, most answers of a row].
+    """
+    values = np.zeros((len(rows), 0), np.float32) if reference is None else reference
+    parts = (slice(i, i + size) for i in range(0, len(rows), size))
+    return [_compared(rows[part], values[part], device, is_judged) for part in parts]
+
+
+def _compared(rows: np.ndarray, values: np.ndarray, device: torch.device, is_judged: bool) -> Microbatch:
+    found = sequences_in(rows)
+    reference = np.zeros(found.kinds.shape, np.float32)
+    for row, (kinds, known) in enumerate(zip(found.kinds, values, strict=True)):
+        begins = np.flatnonzero(kinds)[: len(known)]
+        reference[row, begins] = known[: len(begins)]
+    tokens, targets, positions = (_tensor(part) for part in unpack(rows))
+    sequences = Sequences(*(_tensor(part) for part in (*found, reference)))
+    micro = microbatch_of(tokens, targets, positions, device, sequences)
+    is_chosen = found.kinds == CHOSEN
+    answers = is_chosen | (found.kinds == REJECTED) if is_judged else is_chosen
+    return replace(micro, answers=int(answers.sum()), counted=int(found.lengths[is_chosen].sum()))
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))

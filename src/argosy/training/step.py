@@ -20,6 +20,7 @@ from torch import Tensor
 from argosy.config.schema import RunConfig
 from argosy.faults import fault
 from argosy.models.decoder import Microbatch
+from argosy.models.preference import MISMATCHED
 from argosy.observe.clock import StepClock
 from argosy.optim.piece import Piece
 from argosy.parallel.expert import loads_of
@@ -145,17 +146,41 @@ class Step:
         return loss
 
     def _counted(self, batch: Sequence[Microbatch]) -> int | Tensor:
-        """Return how many targets of the global batch count, no dims.
+        """Return how many targets of the global batch count, or how many pairs or judged answers it has; no dims.
 
         Of text all do. How many conversations have is in their rows, which ranks read apart: they tell each other
         before backward, and on a GPU the host does not wait for it.
         """
         if self._run.train.objective == "pretrain":
             return self._run.tokens_at(self.state.step)
-        mine = sum(micro.counted for micro in batch) if self.state.model.counts_rows else 0
-        counted = torch.tensor(float(mine), dtype=torch.float64, device=self._world.device)
+        model, counts = self.state.model, [0, 0]
+        if model.counts_rows:
+            counts = [sum(micro.counted for micro in batch), sum(micro.answers for micro in batch)]
+        counted = torch.tensor(counts, dtype=torch.float64, device=self._world.device)
         with self._clock.time("communication"):
-            return self._world.sum(counted).clamp(min=1.0)
+            tokens, answers = self._world.sum(counted).clamp(min=1.0)
+        if not self._run.train.has_preferences:
+            return tokens
+        for preference in model.preferences:
+            preference.per_token = (answers / tokens).float()
+        if self._run.train.objective == "kto":
+            self._estimate_kl(batch)
+        return answers
+
+    def _estimate_kl(self, batch: Sequence[Microbatch]) -> None:
+        """Estimate KTO's KL term: the mean log-ratio of answers to other prompts, over the global batch, 0 at least."""
+        model, total = self.state.model, torch.zeros(2, dtype=torch.float64, device=self._world.device)
+        with self._clock.time("forward"):
+            for start in range(0, len(batch), model.microbatches_at_once):
+                some = batch[start : start + model.microbatches_at_once]
+                for micro, sums_BT in zip(some, model.answer_log_probabilities(some) or (), strict=False):
+                    assert micro.sequences is not None
+                    is_other_BT = micro.sequences.kinds == MISMATCHED
+                    total += torch.stack(((sums_BT - micro.sequences.reference)[is_other_BT].sum(), is_other_BT.sum()))
+        with self._clock.time("communication"):
+            ratio, count = self._world.sum(total)
+        for preference in model.preferences:
+            preference.kl = (ratio / count.clamp(min=1.0)).clamp(min=0.0).float()
 
     def exchange(
         self,

@@ -25,17 +25,18 @@ from argosy.plan.cost.estimate import Estimate, count, propagate, seconds, withi
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import NUMERICS, Plan
 from argosy.plan.report.report import PlanRequest
-from argosy.plan.report.stops import Reliability, reliability, spares_in_words, stops_in_words, stops_table
+from argosy.plan.report.stops import Reliability, reliability, shown_stops, spares_in_words, stops_in_words, stops_table
 from argosy.plan.report.terminal import PIPE_WIDTH
 from argosy.plan.report.within import best_by_size
 from argosy.plan.search.candidates import grown
+from argosy.plan.search.replan import REPLAN_S
 from argosy.watch.conclusions import facts_of
 from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import forecast
 from argosy.watch.reader import RunReader
 from argosy.watch.rules.components import StopsSoFar, rates_of, stops_so_far
 from argosy.watch.rules.outages import failures
-from argosy.watch.rules.planner import REPLAN_S, Planner
+from argosy.watch.rules.planner import Planner
 
 Direction = Literal["stay", "up", "down", "sideways"]
 
@@ -258,7 +259,8 @@ def show(found: Resizing, folder: Path, console: Console | None = None) -> None:
     if found.stops is not None:
         line("")
         line(f"What stopped it: {found.stops.words}")
-        console.print(stops_table(found.stops.components), highlight=False)
+        if shown_stops(found.stops.components):
+            console.print(stops_table(found.stops.components), highlight=False)
     if found.ahead is not None:
         line(f"Ahead: {stops_in_words(found.ahead)}; {spares_in_words(found.ahead)}.")
 

@@ -8,11 +8,12 @@ import hmac
 import ipaddress
 import secrets
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlencode
 
 import uvicorn
@@ -32,6 +33,9 @@ from argosy.errors import UserError
 from argosy.watch.library import Library
 from argosy.watch.server import Api, failed_answer
 
+if TYPE_CHECKING:
+    from mcp.server import MCPServer
+
 TOKEN_BYTES = 32
 SHORTEST_TOKEN = 16
 QUERY = "token"
@@ -48,7 +52,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
-FOR_PROGRAMS = ("/api/", "/metrics")
+FOR_PROGRAMS = ("/api/", "/metrics", "/mcp")
 OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -292,36 +296,50 @@ async def _page(request: Request) -> Response:
 
 
 def make_app(
-    root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_NAMES
+    root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_NAMES, mcp: MCPServer | None = None
 ) -> tuple[AuthMiddleware, Callable[[], None]]:
     """Return the application that shows the runs under `root`, and what lets go of those who wait for its news.
 
-    `token` and `names` as in `AuthMiddleware`.
+    `token` and `names` as in `AuthMiddleware`. mcp: answers at /mcp.
     """
     api = Api(Library(root))
+    # The middleware has looked at Host and token already, for all paths.
+    agents = None if mcp is None else mcp.streamable_http_app(json_response=True, transport_security=None, host="")
     routes = [
         *api.routes(),
+        *(agents.routes if agents is not None else ()),
         Route("/", _page),
         Mount("/static", StaticFiles(directory=PAGE, check_dir=False)),
     ]
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(api.lifespan(app))
+            if mcp is not None:
+                await stack.enter_async_context(mcp.session_manager.run())
+            yield
+
     app = Starlette(
         routes=routes,
-        lifespan=api.lifespan,
+        lifespan=lifespan,
         middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=4)],
         exception_handlers={HTTPException: failed_answer, Exception: failed_answer},
     )
     return AuthMiddleware(app, token, port, names), api.news.end
 
 
-def server_of(root: Path, listener: socket.socket, token: str = "", host: str = "127.0.0.1") -> PageServer:
+def server_of(
+    root: Path, listener: socket.socket, token: str = "", host: str = "127.0.0.1", mcp: MCPServer | None = None
+) -> PageServer:
     """Return the server of the runs under `root`. `listener` was made for `host`.
 
-    token: needed to read; empty: none is needed.
+    token: needed to read; empty: none is needed. mcp: answers at /mcp.
     `run(sockets=[listener])` serves until SIGINT or SIGTERM.
     """
     port = listener.getsockname()[1]
     names = (*OWN_NAMES, host.lower()) if is_loopback(host) else OWN_NAMES
-    app, let_go = make_app(root, token, port, names)
+    app, let_go = make_app(root, token, port, names, mcp)
     options: dict[str, Any] = {
         "http": PatientProtocol,
         "ws": "none",

@@ -130,6 +130,13 @@ def test_spares_of_a_very_large_cluster_and_of_none_needed():
         spare_nodes(1.0, 1.0, 1.0)
 
 
+def test_stops_that_nobody_explains_take_no_node_out():
+    rates = FailureRates.of(FLEET)
+    seen, lost = rates.after({"gpu": 10}, 0, 1e5), rates.after({}, 10, 1e5)
+    assert lost.rate.mid == pytest.approx(seen.rate.mid)
+    assert node_stops_per_h(FLEET, lost).mid < 0.5 * node_stops_per_h(FLEET, seen).mid
+
+
 def test_a_burn_in_leaves_out_the_lemons_as_drawn_nodes_do():
     hours, shape = 1000.0, catalogue().node_shape
     found = burn_in(FLEET, hours)

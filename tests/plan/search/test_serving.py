@@ -87,6 +87,17 @@ def test_devices_grow_with_the_rate_and_with_the_limits() -> None:
     assert fewest[0] < fewest[1] < fewest[2]
 
 
+def test_what_holds_a_rate_keeps_both_latencies_and_says_what_a_token_costs() -> None:
+    found = search_for("llama3-70b", "64xh100", rate=20, ttft_s=1.0, tpot_s=0.05).sized()
+    assert {bool(way.prefill_devices) for way in found} == {True, False}
+    for way in found:
+        assert 0 < way.ttft_p95_s <= 1.0 and 0 < way.tpot_p95_s <= 0.05
+        assert way.money_per_million is not None and way.kwh_per_million is not None
+        hours = 1e6 / (20 * 512) / 3600 * way.devices
+        assert way.money_per_million == pytest.approx(2.95 * hours, rel=0.01)
+        assert 0.3 < way.kwh_per_million / hours < 2.0, "kW of a device, with its share of the node and the building"
+
+
 def test_a_target_that_nothing_reaches_says_what_is_nearest_and_why() -> None:
     with pytest.raises(
         UserError, match=r"Nearest is tp = 8, pp = 1, bf16 weights: .* Further tokens take most time for weights"

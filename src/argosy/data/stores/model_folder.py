@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from argosy.credentials import REMEDY, has_credentials
-from argosy.data.stores.store import ATTEMPTS, PAUSE_S, Store, StoreUnreachable, is_url
+from argosy.data.stores.store import ATTEMPTS, PAUSE_S, Store, StoreUnreachable, is_url, spelled
 from argosy.errors import RunFailed, StorageError, UserError
 from argosy.files import COPY_BYTES, RegularFile, commit_folder, read_at_most, sync
 
@@ -158,9 +158,14 @@ class ModelOnHub(ModelFolder):
         return self._sizes
 
 
+def is_model_folder(place: str | Path) -> bool:
+    """Return True for a Hugging Face folder, or a URL; False for a run, which may have come from one."""
+    return is_url(place) or ((Path(place) / "config.json").is_file() and not (Path(place) / "run.toml").is_file())
+
+
 def model_folder(place: str | Path, named: str = "") -> ModelFolder:
     """Return the model's folder at a path or URL. named: what stands before a URL in messages. Raises: UserError."""
-    text = str(place)
+    text = spelled(place)
     if has_credentials(text):
         raise UserError(f"{named}{text}: {REMEDY}.")
     if text.startswith(HUB):

@@ -31,7 +31,7 @@ PART_BYTES = 16 * 2**20
 """Bytes of an object that are sent at once while it is written part by part: a store takes 10,000 parts."""
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
-_ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/(?=[^/])")
+_ONE_SLASH = re.compile(rf"^({'|'.join((*SCHEMES, 'hf'))}):/(?=[^/])")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _TOO_SHORT = re.compile(
     r"Generic \w+ error: (Requested range was invalid"
@@ -51,6 +51,11 @@ def is_url(place: object) -> bool:
     return _URL.match(str(place)) is not None or _ONE_SLASH.match(str(place)) is not None
 
 
+def spelled(place: object) -> str:
+    """Return a path as it is, and a URL as it was before it was taken for a path."""
+    return _ONE_SLASH.sub(lambda found: f"{found[1]}://" + "/" * (found[1] == "file"), str(place))
+
+
 class Store:
     """The folder at `url`. Threads may share one; forked processes may not.
 
@@ -61,7 +66,7 @@ class Store:
         """named: what stands before the URL in messages. Raises: UserError."""
         if has_credentials(url):
             raise UserError(f"{named}{url}: {REMEDY}.")
-        url = _ONE_SLASH.sub(r"\1://", url)  # it was taken for a path on its way
+        url = spelled(url)
         scheme = url.partition("://")[0].lower()
         if scheme not in SCHEMES:
             raise UserError(f"{named}{url}: data cannot be read from {scheme}://. Use one of {', '.join(SCHEMES)}.")

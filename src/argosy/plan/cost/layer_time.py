@@ -186,13 +186,16 @@ class LayerModel(RankSizes):
 
     @cached_property
     def head(self) -> LayerTime:
-        """Logits and loss of one microbatch, on the last stage; in half precision even if layers are narrower."""
+        """Logits and loss of one microbatch, on the last stage; in half precision even if layers are narrower. Modules
+        of multi-token prediction have one each, after a projection."""
         work, plans, rates = self.work, self.plans, self.rates
         half = rates.half * rates.achieved_half
         rate = in_precision(plans.precision, rates.fp32 * rates.achieved_fp32, half, half)
         logits = self.tokens * work.vocab_size / plans.tp
         flops = 2 * logits * work.width
-        return LayerTime(flops / (rate * self.constants.matmul), 0.0, 10 * logits / rates.memory_bytes_per_s)
+        once = LayerTime(flops / (rate * self.constants.matmul), 0.0, 10 * logits / rates.memory_bytes_per_s)
+        projection = 2 * self.tokens * work.further_parameters / self.sequence_ranks
+        return once * (1 + work.further) + LayerTime(projection / (rate * self.constants.matmul), 0.0, 0.0)
 
     def ideal_s(self) -> tuple[Numbers, Numbers]:
         """Return the seconds of matmuls and of attention at the data sheet's rates, evenly shared out."""
@@ -217,7 +220,7 @@ class LayerModel(RankSizes):
     def trained_matmuls(self) -> Numbers:
         """Share of the layers' matmuls whose weights are trained."""
         work = self.work
-        return work.trained_matmul_parameters / (work.matmul_parameters - work.vocabulary_parameters)
+        return work.trained_matmul_parameters / (work.matmul_parameters - work.head_parameters)
 
     @property
     def layer_backward_s(self) -> Numbers:

@@ -96,11 +96,16 @@ class MemoryModel(RankSizes):
     def _rank(self, first: bool, last: bool | None = None) -> Footprint:
         last = not first if last is None else last
         plans, work, system, constants = self.plans, self.work, self.system, self.constants
-        dense, experts = self.parameters(self._layers)
+        layers = self._layers + last * work.further
+        dense, experts = self.parameters(layers)
         vocabulary = work.vocabulary_parameters / plans.tp
         has_head = float(last) if not first else last * np.where(work.tied > 0, 0.0, 1.0)
-        ends = vocabulary * (first + has_head)
-        trained_ends = vocabulary * (first * work.trained_embedding + has_head * work.trained_head)
+        # Multi-token prediction looks tokens up on the last stage as well.
+        looks_up = np.where((work.further > 0) & (work.tied == 0), float(last and not first), 0.0)
+        projections = last * work.further_parameters
+        ends = vocabulary * (first + has_head + looks_up) + projections
+        trained_ends = vocabulary * ((first + looks_up) * work.trained_embedding + has_head * work.trained_head)
+        trained_ends = trained_ends + projections * work.trained_dense
         whole, share = dense + ends + experts, self._shared(dense + ends, experts)
         held = np.where(plans.zero == 3, share, whole)
         dense, experts = dense * work.trained_dense, experts * work.trained_experts
@@ -108,12 +113,12 @@ class MemoryModel(RankSizes):
         mine = self._shared(dense + trained_ends, experts)
         summed = np.where((plans.zero <= 1) | self._adds_up, trained, mine)
         weight_bytes = np.where(plans.is_("weights", "bf16"), 2.0, system.weight_bytes)
-        in_flight = self._in_flight(first)
+        in_flight = self._in_flight(first, layers)
         kept = work.reached * in_flight * self._kept
         left = work.reached * in_flight * (self._kept - self.moved)
         activations = np.where(self.offloads_activations, left + self.working + 2 * self._of_layer, kept + self.working)
         logits = self._logits() if last else np.zeros(1)
-        gathered = self._gathered(trained_ends)
+        gathered = self._gathered(trained_ends, layers)
         comes_and_goes = activations + logits + gathered
         # The optimizer's step begins when activations are gone.
         update = np.maximum(0.0, mine * system.update_bytes - comes_and_goes)
@@ -137,10 +142,11 @@ class MemoryModel(RankSizes):
 
     @property
     def _layers(self) -> Numbers:
-        """Layers of the fullest rank: what the plan says, or the mean, if they are dealt out by cost."""
-        plans = self.plans
-        full = np.ceil(self.work.layers / plans.stages) * plans.stages_here
-        usual = np.where(self.system.balanced_stages > 0, self.work.layers / plans.pp, full)
+        """Layers of the fullest rank: what the plan says, or the mean, if they are dealt out by cost; without those of
+        multi-token prediction, which the last stage has."""
+        plans, dealt = self.plans, self.work.layers - self.work.further
+        full = np.ceil(dealt / plans.stages) * plans.stages_here
+        usual = np.where(self.system.balanced_stages > 0, dealt / plans.pp, full)
         said = plans.most_layers
         return np.where(said > 0, said, usual)
 
@@ -264,14 +270,14 @@ class MemoryModel(RankSizes):
         kept = np.where(plans.is_("recompute", "full"), self.hidden_bytes, kept)
         return kept / plans.recompute_every + whole * (1 - 1 / plans.recompute_every)
 
-    def _in_flight(self, first: bool) -> Numbers:
+    def _in_flight(self, first: bool, layers: Numbers) -> Numbers:
         """Return the layers whose activations are alive at once: microbatches in flight times layers of the rank."""
         plans, stages = self.plans, self.plans.stages_here
         chunks = 2 * (plans.pp - 1) + (stages - 1) * plans.pp + 1 if first else (stages - 1) * plans.pp + 1
         at_most = np.where(plans.is_("schedule", "gpipe"), self.microbatches, plans.pp if first else 1)
         at_most = np.where(plans.is_("schedule", *INTERLEAVED), chunks / stages, at_most)
         at_most = np.where(plans.is_("schedule", "zbv", "dualpipev"), (2 * plans.pp + 1) / 2, at_most)
-        return np.where(plans.pp == 1, 1, np.minimum(self.microbatches, at_most)) * self._layers
+        return np.where(plans.pp == 1, 1, np.minimum(self.microbatches, at_most)) * layers
 
     @cached_property
     def working(self) -> Numbers:
@@ -312,17 +318,18 @@ class MemoryModel(RankSizes):
         chunk = np.minimum(whole, LOSS_CHUNK_LOGITS) * of_logit
         saved = (4 * work.trained_head + self.activation_bytes) * work.vocabulary_parameters / plans.tp
         saved = saved + self.tokens * work.width * self.activation_bytes
+        saved = saved * (1 + work.further)  # each module's loss leaves its gradients behind until backward
         in_chunks = saved + np.maximum(0, chunk - self.working)
         return np.where(system.whole_logits > 0, whole * system.whole_logits, in_chunks)
 
-    def _gathered(self, trained_ends: Numbers) -> Numbers:
+    def _gathered(self, trained_ends: Numbers, layers: Numbers) -> Numbers:
         """Return the bytes of stage 3: parameters are whole while they are used, gradients until they are summed.
 
         They are those of two layers, or of all layers of a pipeline rank, because its stages give up none after a
         backward.
         """
         plans = self.plans
-        (dense, experts), layers = self.parameters(1.0), self._layers
+        dense, experts = self.parameters(1.0)
         parameters = np.where(plans.pp > 1, layers, np.minimum(2, layers)) * (dense + experts)
         trained = dense * self.work.trained_dense + experts * self.work.trained_experts + trained_ends
         gradients = np.where(self._adds_up, 0, trained * self.system.gradient_bytes)

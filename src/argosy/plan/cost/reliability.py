@@ -266,9 +266,11 @@ def _normal(at: Floats, std: float) -> Floats:
 
 
 def node_stops_per_h(cluster: Cluster, rates: FailureRates | None = None) -> Estimate:
-    """Return the stops an hour that take a node of the cluster out, by what is known of failures."""
+    """Return the stops an hour that take a node of the cluster out, by what is known of failures. Stops that nobody
+    explains are taken to leave it whole."""
     rates = rates or FailureRates.of(cluster)
-    share = 1 - sum(rates.share(name) for name in NO_NODE_LOST)
+    known = rates.concentration + sum(rates.seen.values())
+    share = (1 - sum(rates.share(name) for name in NO_NODE_LOST)) * known / (known + rates.unexplained)
     return Estimate(*(each * cluster.devices * share for each in (rates.rate.low, rates.rate.mid, rates.rate.high)))
 
 

@@ -207,6 +207,12 @@ class StepModel(WaitModel):
         inside = np.where(n > 1, gather_s(message, self.shard_group), 0.0)
         return inside + self._over_replicas_s(np.asarray(message) / n)
 
+    @cached_property
+    def _of_sum(self) -> tuple[Numbers, Numbers]:
+        """Seconds to start a message's sum, and those of each byte."""
+        start = self._sum_s(0.0)
+        return start, (self._sum_s(1e6) - start) / 1e6
+
     def _over_replicas_s(self, message: Numbers) -> Numbers:
         """Return the seconds to sum a message over replicas, tier by tier and back."""
         seconds = np.zeros(1)
@@ -258,11 +264,10 @@ class StepModel(WaitModel):
 
     def _bucket_waits(self, bucket_mb: Numbers) -> Numbers:
         """Return the seconds that buckets of this size leave to wait for; 0 where FSDP2 has messages of its own."""
-        start = self._sum_s(0.0)
-        of_byte = self._sum_s(1e6) - start
+        start, of_byte = self._of_sum
         gradients = sum(self.summed_parameters) * self.system.reduced_bytes
         bucket = np.asarray(bucket_mb) * 2.0**20
-        wait = wait_s(gradients, bucket, start, of_byte / 1e6, BACKWARD_SHARE * self.mean_microbatch_s)
+        wait = wait_s(gradients, bucket, start, of_byte, BACKWARD_SHARE * self.mean_microbatch_s)
         return np.where((self.plans.zero == 3) | (self.plans.dp * self.plans.cp == 1), 0.0, wait)
 
     def _share_sent(self, replicas: Numbers) -> Numbers:

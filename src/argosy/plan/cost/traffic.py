@@ -60,7 +60,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.sync import SyncConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, dp_rank_of, local_shard_of, place_of, stages_on
 from argosy.plan.layer_spec import halo_tokens, layer_spec
-from argosy.plan.parameters import Parameter, Stage, reached_layers, run_table
+from argosy.plan.parameters import Parameter, Stage, layers_on, reached_layers, run_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.plan.sync import COMPRESSORS, Sent, Summand, is_summed_exactly
@@ -70,7 +70,7 @@ from argosy.plan.workload import Workload
 def summed(name: str, parameter: Parameter, cut: LocalShard, plan: Plan, run: RunConfig) -> Summand:
     """Return what replicas sum of a parameter."""
     whole_on_tp = plan.tp > 1 and parameter.tp_dim is None
-    at_both_ends = plan.pp > 1 and run.model.tie_embeddings
+    at_both_ends = plan.pp > 1 and run.model.embeds_at_both_ends
     is_exact = is_summed_exactly(name, parameter.shape, whole_on_tp, at_both_ends, plan.sync, run.sync)
     weight = DTYPE_BYTES[plan.weights]
     if plan.zero == 3 and cut.ranks > 1:
@@ -278,9 +278,9 @@ def _times_gathered(plan: Plan, run: RunConfig, rank: int, name: str) -> int:
 
 def _is_gathered_again(run: RunConfig, stages: Mapping[int, Stage], layer: int) -> bool:
     """True if backward gathers a block: it reaches it or, as FSDP2 gathers one block ahead, the one after it."""
-    stage = next(stage for stage in stages.values() if layer in stage.layers)
+    stage = next(stage for stage in stages.values() if layer in layers_on(run.model, stage))
     reached = reached_layers(run, stage)
-    return layer + 1 >= reached[0] if reached else stage.last and layer == stage.layers[-1]
+    return layer + 1 >= reached[0] if reached else stage.last and layer == layers_on(run.model, stage)[-1]
 
 
 def _replicated(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
@@ -290,8 +290,8 @@ def _replicated(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
 
 
 def _tied_ends(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
-    """Yield the gradient of a tied embedding, which the first and the last stage hold."""
-    if run.model.tie_embeddings and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped:
+    """Yield the gradient of an embedding that the first and the last stage hold."""
+    if run.model.embeds_at_both_ends and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped:
         elements = sum(math.prod(cut.mine) for name, _, cut in _trained(plan, run, rank) if name == "embedding.weight")
         yield Collective(ENDS, "all_reduce", DTYPE_BYTES[plan.weights] * elements, 2)
 
@@ -302,17 +302,21 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     hidden = e * tokens * run.model.width
     for stage in stages_on(plan, run, rank).values():
         again, reached, table = _recomputed(plan, run, stage), reached_layers(run, stage), run_table(run, stage)
-        layers = (*stage.layers, *reached, *again)  # forward, backward, recompute
+        layers = (*layers_on(run.model, stage), *reached, *again)  # forward, backward, recompute
         both_ways = sum(_gatherings(run.model, layer) for layer in layers)
         last_sums = sum(not run.model.is_moe_layer(layer) for layer in again)  # a mixture needs its sum, to weight it
         # Around the blocks: the embedding's sum, the last norm's gathering, and their backwards.
         into_embedding = stage.first and table["embedding.weight"].is_trained
         out_of_norm = stage.last and (bool(reached) or table["norm.weight"].is_trained)
-        yield Collective("tp", "all_gather", hidden * (both_ways + stage.last + into_embedding), plan.tp)
-        sums = both_ways - last_sums + stage.first + out_of_norm
+        # The same around each block of multi-token prediction.
+        further = run.model.mtp.modules * stage.last
+        embeds = further and further * table["embedding.weight"].is_trained
+        gathers = both_ways + stage.last + into_embedding + further + embeds
+        yield Collective("tp", "all_gather", hidden * gathers, plan.tp)
+        sums = both_ways - last_sums + stage.first + out_of_norm + 2 * further
         yield Collective("tp", "reduce_scatter", hidden * sums, plan.tp)
         if stage.last:
-            yield Collective("tp", "all_gather", 8 * plan.tp * tokens, plan.tp)
+            yield Collective("tp", "all_gather", 8 * plan.tp * tokens * (1 + further), plan.tp)
 
 
 def _gatherings(model: ModelConfig, layer: int) -> int:
@@ -328,19 +332,18 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     heads, kv_heads = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
     streams = Workload.of_model(model, 1, 1).delta_streams
     for stage in stages_on(plan, run, rank).values():
-        specs = {layer: layer_spec(model, layer) for layer in stage.layers}
+        computed = layers_on(model, stage)
+        specs = {layer: layer_spec(model, layer) for layer in computed}
         repeated, reached = set(_recomputed(plan, run, stage)), set(reached_layers(run, stage))
-        exchanging = [layer for layer in stage.layers if plan.context == "ulysses" or specs[layer].delta_net]
+        exchanging = [layer for layer in computed if plan.context == "ulysses" or specs[layer].delta_net]
         times = {layer: 1 + (layer in reached) + (layer in repeated) for layer in exchanging}
-        of_states = sum(times[layer] for layer in exchanging if specs[layer].delta_net)
-        if of_states:
-            sent = of_states * _tokens(plan, run, rank) * int(streams) // plan.tp * e
-            yield Collective("cp", "all_to_all", sent, n)
+        if of_states := sum(times[layer] for layer in exchanging if specs[layer].delta_net):
+            yield Collective("cp", "all_to_all", of_states * _tokens(plan, run, rank) * int(streams) // plan.tp * e, n)
         if plan.context == "ulysses":
             exchanged = (sum(times.values()) - of_states) * (2 * heads + 2 * max(kv_heads, n))
             yield Collective("cp", "all_to_all", exchanged * _tokens(plan, run, rank) * width * e, n)
         else:
-            ring = [layer for layer in stage.layers if not specs[layer].window and not specs[layer].delta_net]
+            ring = [layer for layer in computed if not specs[layer].window and not specs[layer].delta_net]
             layers, back = len(ring), len(reached.intersection(ring))
             again = len(repeated.intersection(ring)) if plan.recompute == "full" else 0
             kv = 2 * kv_heads * width * _tokens(plan, run, rank)
@@ -373,7 +376,7 @@ def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     for stage in stages_on(plan, run, rank).values():
         layers, again, back = (
             sum(model.is_moe_layer(layer) for layer in some)
-            for some in (stage.layers, _recomputed(plan, run, stage), reached_layers(run, stage))
+            for some in (layers_on(model, stage), _recomputed(plan, run, stage), reached_layers(run, stage))
         )
         yield Collective("ep", "all_to_all", 2 * (layers + back + again) * pairs * model.width * e, plan.ep)
         counts = rows // plan.microbatch * moe.experts
@@ -426,7 +429,8 @@ def _everyone(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield the joint decision of all ranks, and the experts' loads."""
     yield Collective(WORLD, "all_reduce", LOSS_BYTES, plan.world_size)
     if run.model.moe.experts:
-        yield Collective(WORLD, "all_reduce", 8 * run.model.layers * (2 * run.model.moe.experts + 1), plan.world_size)
+        loads = run.model.all_layers * (2 * run.model.moe.experts + 1)
+        yield Collective(WORLD, "all_reduce", 8 * loads, plan.world_size)
 
 
 def _tokens(plan: Plan, run: RunConfig, rank: int) -> int:

@@ -26,6 +26,7 @@ from argosy.config.load import build
 from argosy.config.optimizer import Fraction
 from argosy.config.section import Section
 from argosy.errors import UserError
+from argosy.plan.hardware.technology import Silicon
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """Number format of a matmul's inputs."""
@@ -143,6 +144,8 @@ class Device(Section):
     """Upper end of the range."""
     price_date: str = ""
     """Date of those prices."""
+    silicon: Silicon | None = None
+    """What the device is made of, for designs that start from it; none: its maker published too little."""
     mtbf_h: PositiveFloat | None = None
     """Hours of one device between failures that stop a job, from any cause (its share of node and network included), as
     you know it; none: the catalogue of failures (`plan.cost.reliability`)."""

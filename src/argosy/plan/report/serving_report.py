@@ -144,13 +144,15 @@ def _sized_in_words(report: ServingReport) -> list[str]:
     best = report.sized[0]
     lines = [
         f"For {report.rate:g} requests a second, 95 of 100 in time (a scheduler simulated with requests at random):",
-        f"{'devices':>9}{'tp':>4}{'pp':>4}{'weights':>9}{'cache':>7}{'replicas':>10}{'prefill':>9}{'a replica':>12}",
+        f"{'devices':>9}{'tp':>4}{'pp':>4}{'weights':>9}{'cache':>7}{'replicas':>10}{'prefill':>9}{'a replica':>12}"
+        f"{'first, p95':>12}{'token, p95':>12}{report.currency + '/M':>9}{'kWh/M':>8}",
     ]
     for way in report.sized:
         apart = str(way.prefill_devices) if way.prefill_devices else "-"
         lines.append(
             f"{way.devices:>9}{way.tp:>4}{way.pp:>4}{way.weights:>9}{way.cache:>7}{way.replicas:>10}{apart:>9}"
-            f"{way.rate_per_replica:>10.3g}/s"
+            f"{way.rate_per_replica:>10.3g}/s{seconds(way.ttft_p95_s):>12}{seconds(way.tpot_p95_s):>12}"
+            f"{_number(way.money_per_million):>9}{_number(way.kwh_per_million):>8}"
         )
     together = min((way.devices for way in report.sized if not way.prefill_devices), default=None)
     apart_devices = min((way.devices for way in report.sized if way.prefill_devices), default=None)
@@ -168,3 +170,7 @@ def _sized_in_words(report: ServingReport) -> list[str]:
 
 def _plain(estimate: Estimate | None) -> str:
     return "-" if estimate is None else count(estimate.mid)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else count(value)

@@ -46,9 +46,8 @@ def reliability(cluster: Cluster, devices: int, device_hours: float, rates: Fail
     """
     rates = rates or FailureRates.of(cluster, devices)
     of_nodes = node_stops_per_h(cluster, rates)
-    low, mid, high = (
-        spare_nodes(float(each), float(REPAIR_H.mid)) for each in (of_nodes.low, of_nodes.mid, of_nodes.high)
-    )
+    repair_h = min(float(REPAIR_H.mid), device_hours / devices)  # a node that fails in a short run is not back in it
+    low, mid, high = (spare_nodes(float(each), repair_h) for each in (of_nodes.low, of_nodes.mid, of_nodes.high))
     components = rates.expected(device_hours)
     return Reliability(
         stops=rates.expected_in_all(device_hours),
@@ -84,6 +83,8 @@ def burn_in_in_words(found: BurnIn) -> str:
 
 def count_of_stops(count: float) -> str:
     """Return a number of stops that need not be whole."""
+    if count < 0.001:
+        return "under 0.001" if count > 0 else "0"
     return f"{count:.0f}" if count >= 10 else f"{count:.2g}" if count >= 0.01 else f"{count:.3f}"
 
 

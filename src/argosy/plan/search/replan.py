@@ -40,6 +40,8 @@ COUNTS_TRIED = 16
 """Numbers of processes below the given one that are tried one by one, and then numbers of whole nodes."""
 LEAST_WAITING = 0.001
 """Share of a predicted step below which its waits for links count as nothing."""
+REPLAN_S = 300.0
+"""Assumed cost of going on with another plan: saving, starting, compiling."""
 LEAST_GAIN = 0.1
 """Share of the step that another plan must save: predictions for two plans of one machine are not more certain."""
 MIGRATIONS_WORTH = 2.0

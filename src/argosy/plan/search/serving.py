@@ -34,6 +34,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.quantities import divisors
 from argosy.plan.search.space import Pins
 from argosy.plan.serving_calibration import SHIFTED, shifted
+from argosy.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 
@@ -118,6 +119,12 @@ class Sized:
     devices: int
     rate_per_replica: float
     """Requests a second that one replica answers within the latencies."""
+    ttft_p95_s: float
+    """Seconds to the first token that 95 of 100 requests keep at the rate asked for."""
+    tpot_p95_s: float
+    money_per_million: float | None
+    """Cost of a million output tokens at that rate, idle time included, in the cluster's currency."""
+    kwh_per_million: float | None
 
 
 @dataclass(frozen=True)
@@ -169,9 +176,9 @@ class ServingSearch:
         columns = Formats(
             **{name: np.array([getattr(each, name) for each in formats], float) for name in vars(formats[0])}
         )
-        return ServingModel(
-            self.costs.workload, self.costs.rates, cut, columns, self.constants, draft=self.question.draft
-        )
+        run = self.costs.run
+        work = Workload.of(run.model_copy(update={"model": run.model.without_further()}))
+        return ServingModel(work, self.costs.rates, cut, columns, self.constants, draft=self.question.draft)
 
     def found(self) -> list[Serving]:
         """Return all ways that fit, at all numbers of requests at a time. Raises: UserError if nothing fits."""
@@ -323,7 +330,7 @@ class ServingSearch:
 
     def _sized(self, way: _Way, model: ServingModel, rate: float, apart: bool) -> Sized | None:
         asked, size = self.question, way.tp * way.pp
-        prefill, limit = 0, asked.ttft_s
+        prefill, limit, first_p95_s = 0, asked.ttft_s, 0.0
         if apart:
             alone = float(model.prefill_s(1.0, asked.prompt))
             sent = float(model.token_cache_bytes) * asked.prompt * way.pp / float(self.costs.rates.nic_bytes_per_s)
@@ -333,13 +340,31 @@ class ServingSearch:
             # Waiting of M/D/1, of which 95 of 100 wait at most three times the mean: the load that this allows.
             load = min(0.9, 2 * wait / (3 + 2 * wait)) if math.isfinite(wait) else 0.9
             prefill = size * math.ceil(rate * alone / load)
+            load = rate * alone * size / prefill
+            first_p95_s = alone * (1 + 3 * load / (2 * (1 - load))) + sent
             limit = math.inf
         replica = SimulatedReplica(model, asked.prompt, asked.output, decodes_only=apart)
         most = replica.most_within(limit, asked.tpot_s)
         if not most:
             return None
         replicas = math.ceil(rate / most)
-        return Sized(way.tp, way.pp, way.weights, way.cache, replicas, prefill, replicas * size + prefill, most)
+        devices, at_rate = replicas * size + prefill, replica.simulate(rate / replicas)
+        hours = 1e6 / (rate * asked.output) / 3600 * devices
+        price, power = price_per_device_h(self.cluster), power_per_device_w(self.cluster)
+        return Sized(
+            tp=way.tp,
+            pp=way.pp,
+            weights=way.weights,
+            cache=way.cache,
+            replicas=replicas,
+            prefill_devices=prefill,
+            devices=devices,
+            rate_per_replica=most,
+            ttft_p95_s=first_p95_s if apart else at_rate.ttft_p95_s,
+            tpot_p95_s=at_rate.tpot_p95_s,
+            money_per_million=None if price is None else hours * float(price.mid),
+            kwh_per_million=None if power is None else hours * float(power.mid) / 1000,
+        )
 
     def _nothing_reaches(self) -> None:
         asked = self.question

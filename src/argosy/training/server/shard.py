@@ -18,8 +18,10 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import Checkpoint, find, step_folder
+from argosy.checkpoint.weights import MODEL, fill_from_folder
 from argosy.checkpoint.writer import Tell, Upkeep
 from argosy.config.identity import config_sha256
+from argosy.data.stores.model_folder import is_model_folder
 from argosy.errors import UserError
 from argosy.faults import fault
 from argosy.models.initialize import fill_initial
@@ -262,7 +264,13 @@ class ServerShard:
             origin = (0,) * piece.value.ndim
             fill_initial(piece.value, piece.name, table[piece.name], origin, self._run.model, self._run.seed)
         if self._run.model.weights is not None:
-            self._load(find(Path(self._run.model.weights), problem_of), only_weights=True)
+            if is_model_folder(self._run.model.weights):
+                fill_from_folder(
+                    {box: part for box, part in self._parts().items() if box.name.startswith(MODEL)},
+                    self._run.model.weights,
+                )
+            else:
+                self._load(find(Path(self._run.model.weights), problem_of), only_weights=True)
 
     def _load(self, checkpoint: Checkpoint, only_weights: bool = False) -> None:
         parts = self._parts()

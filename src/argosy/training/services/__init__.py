@@ -2,10 +2,11 @@
 
 from argosy.training.services.noise_scale import NoiseScale
 from argosy.training.services.norms import LayerNorms
+from argosy.training.services.preferences import Preferences
 from argosy.training.services.profiling import Profiling
 from argosy.training.services.rebalance import Rebalance
 from argosy.training.services.service import Service
 from argosy.training.services.user_code import UserCode
 
-SERVICES: tuple[type[Service], ...] = (Profiling, Rebalance, NoiseScale, LayerNorms, UserCode)
+SERVICES: tuple[type[Service], ...] = (Profiling, Rebalance, NoiseScale, LayerNorms, Preferences, UserCode)
 """In the order in which they are called."""

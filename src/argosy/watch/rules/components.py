@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from argosy.plan.cost.estimate import Estimate, percent, seconds, within
+from argosy.plan.cost.estimate import Estimate, count, percent, seconds, within
 from argosy.plan.cost.reliability import ExpectedStops, FailureRates
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.stops import count_of_stops, unlike
@@ -144,8 +144,8 @@ def _words(
     odd = [f"{each.called}: {unlike(each)}" for each in expected if each.seen and unlike(each)]
     share = f", {percent(rates.unexplained / rates.stops)} of them unexplained" if rates.unexplained else ""
     return (
-        f"{rates.stops} stop{'s' * (rates.stops != 1)} in {rates.device_hours:,.1f} device-hours{share}; the catalogue "
-        f"expects {count_of_stops(mid)} ({low:.0f} to {high:.0f}). From now on one in {within(mtbf, seconds)}"
+        f"{rates.stops} stop{'s' * (rates.stops != 1)} in {count(rates.device_hours)} device-hours{share}; the "
+        f"catalogue expects {count_of_stops(mid)} ({low:.0f} to {high:.0f}). From now on one in {within(mtbf, seconds)}"
         + (", by the run's own stops" if rates.is_own else "")
         + "."
         + (f" {'; '.join(odd)}." if odd else "")

@@ -28,14 +28,18 @@ from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand, resized
 from argosy.plan.plan import NUMERICS, Plan
-from argosy.plan.search.replan import LEAST_GAIN, replan, step_with_slow_rank_s, with_slow_link, worth_migrating
+from argosy.plan.search.replan import (
+    LEAST_GAIN,
+    REPLAN_S,
+    replan,
+    step_with_slow_rank_s,
+    with_slow_link,
+    worth_migrating,
+)
 from argosy.plan.search.search import plainest, search_to_run
 from argosy.watch.facts import RunFacts
 
 AnswerT = TypeVar("AnswerT")
-
-REPLAN_S = 300.0
-"""Assumed cost of going on with another plan: saving, starting, compiling."""
 
 
 @dataclass(frozen=True)

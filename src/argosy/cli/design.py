@@ -1,0 +1,74 @@
+"""Sweep devices that do not exist yet, for training and serving: fronts of time, money and energy, and what binds.
+
+A space is a file (docs/design.md): a device's figures, each one value or a list. All combinations are predicted with
+the planner's formulas; nothing is run.
+
+Examples:
+  argosy design examples/design.toml                     138,240 devices, in less than a minute
+  argosy design examples/design.toml --json
+  argosy design mine.toml --csv points.csv --plots build/plots
+  argosy design examples/design-a100-to-b200.toml        what of a speed-up comes from where
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from argosy.cli.options import parse
+from argosy.errors import UserError
+from argosy.files import atomic_write
+from argosy.observe.terminal import told_if_long
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `argosy design`."""
+
+    space: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SPACE.toml")]
+    """The file of the space."""
+    top: int = 10
+    """Number of devices of each front to show."""
+    json: bool = False
+    """Print everything but the single points as one JSON object."""
+    csv: Path | None = None
+    """Write every point to this file, a line each, with what binds each matrix multiplication."""
+    plots: Path | None = None
+    """Write charts as SVG files into this folder."""
+
+
+def main(argv: list[str]) -> None:
+    options = parse(argv, "argosy design", Options)
+    if options.top < 1:
+        raise UserError(f"--top {options.top}: must be at least 1.")
+    from argosy.plan.design.report import as_csv, as_json, design_report, in_words, pictures
+    from argosy.plan.design.space import DesignSpace
+
+    space = DesignSpace.load(options.space)
+    try:
+        with told_if_long("argosy design: sweeping devices"):
+            report = design_report(space)
+    except UserError as error:
+        raise UserError(f"{options.space}: {error}") from None
+    if options.csv is not None:
+        _write(options.csv, as_csv(report))
+    if options.plots is not None:
+        try:
+            options.plots.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--plots {options.plots}: {error.strerror}. Name a folder that can be written.") from None
+        for name, text in pictures(report).items():
+            _write(options.plots / name, text)
+    print(json.dumps(as_json(report)) if options.json else in_words(report, options.top))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}. Name a file that can be written.") from None

@@ -1,0 +1,74 @@
+"""`argosy plan --jobs`: several runs on the clusters that one has; and how plans are written, as JSON and as files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from argosy.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from argosy.plan.report.jobs import ClusterSpec, JobSpec
+    from argosy.plan.report.report import PlanRequest
+
+TOGETHER = ("jobs", "json", "html")
+"""Options that --jobs goes with."""
+
+
+def schedule_jobs(
+    path: Path, request_about: Callable[[dict[str, Any], str], PlanRequest], html: Path | None, is_json: bool
+) -> None:
+    """Print the schedule of the jobs in a file, and write its page. Raises: UserError.
+
+    request_about: returns the planner's request about these options on a cluster.
+    """
+    from argosy.plan.report import gantt
+    from argosy.plan.report.job_schedule import scheduled
+    from argosy.plan.report.jobs import JobsFile
+
+    def request_of(job: JobSpec, place: ClusterSpec) -> PlanRequest:
+        sizes = {"tokens": job.tokens, "seq_len": job.seq_len, "global_batch": job.global_batch}
+        return request_about({"run": job.run or None, "model": job.model or None, **sizes}, place.cluster)
+
+    found = scheduled(JobsFile.load(path), request_of, str(path))
+    if html is not None:
+        write_text(html, gantt.page(found), "--html")
+    if is_json:
+        print(as_json(found))
+        return
+    gantt.show(found)
+    if html is not None:
+        print(f"\n{html}")
+
+
+def refuse_other_options(options: DataclassInstance, usual: DataclassInstance) -> None:
+    """Raise UserError if an option is given that is about one run."""
+    for name in (field.name for field in fields(options) if field.name not in TOGETHER):
+        if (given := getattr(options, name)) != getattr(usual, name):
+            said = str(given) if name == "run" else f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{said} is said of one run, and --jobs is a file of several. Leave it out, or write it there."
+            )
+
+
+def as_json(found: object) -> str:
+    from pydantic_core import to_json
+
+    return to_json(found, indent=2, inf_nan_mode="null").decode()
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """Write a file that an option names. Raises: UserError if it cannot be written."""
+    from argosy.files import atomic_write
+
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise UserError(
+            f"{option} {path}: cannot be written: {error.strerror}. Name a file in a folder that exists."
+        ) from None

@@ -1,0 +1,219 @@
+"""Losses of preferences: functions of the log-probability of whole answers, and their gradients by token.
+
+Rows hold sequences: the two sides of a pair, one after the other, or an answer that was judged. The log-probability of
+an answer is the sum over its tokens. A loss is computed from these sums; its derivative by one of them is what the
+tokens of that answer weigh in the gradient. So the head is passed twice, and no logits are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from argosy.config.preference import PreferenceConfig
+from argosy.models.loss import ChunkLoss, gradients_times, token_losses, weighted_gradients
+
+# B rows, T tokens of a row, N tokens that a rank has (of B rows, its part of each), D model width, V vocabulary
+
+CHOSEN, REJECTED, MISMATCHED = 1, 2, 3
+"""Kinds of sequences: the better side or a desirable answer, the other, an answer to another prompt (KTO)."""
+
+
+class Sequences(NamedTuple):
+    """The sequences in whole rows. Each tensor is [B, T]; but for `starts` it says something where one begins."""
+
+    starts: Tensor
+    """Where the sequence of each token begins; int64."""
+    kinds: Tensor
+    """0: nothing that counts begins there; int64."""
+    partners: Tensor
+    """Of a CHOSEN sequence of a pair: where its rejected side begins; int64."""
+    lengths: Tensor
+    """Tokens of the answer; fp32."""
+    reference: Tensor
+    """Log-probability of the answer before training; fp32. 0 if the objective has no use for it."""
+
+
+class Preference:
+    """An objective over answers. One instance serves all parts of the model on a rank."""
+
+    def __init__(self, objective: str, config: PreferenceConfig):
+        self._loss = LOSSES[objective]
+        self.objective, self.config = objective, config
+        self.sum_over_tokens: Callable[[Tensor], Tensor] = _as_it_is
+        """Sums over the ranks that have other tokens of the same rows (`cp`)."""
+        self.reports = True
+        """False on all of those ranks but one: each of them computes the whole loss."""
+        self.per_token: Tensor | float = 0.0
+        """ORPO: answers of the global batch over their tokens, as the loss is divided by the number of answers."""
+        self.kl: Tensor | float = 0.0
+        """KTO: the estimate of the KL divergence from the global batch."""
+        self._statistics: list[Tensor] = []
+
+    @property
+    def compares_pairs(self) -> bool:
+        """False if each answer is judged by itself."""
+        return self.objective != "kto"
+
+    def __call__(self, sums_BT: Tensor, of: Sequences) -> Tensor:
+        """Return the loss, summed over pairs or judged answers, of log-probabilities of answers, fp32 [B, T]."""
+        rewards_BT = self.config.beta_of(self.objective) * (sums_BT - of.reference)
+        losses = self._loss(self, sums_BT, of)
+        self._statistics.append(_statistics(rewards_BT.detach(), of))
+        return losses
+
+    def take_statistics(self) -> tuple[float, ...]:
+        """Return what `STATISTICS` names, summed over what was computed since the last call."""
+        taken, self._statistics = self._statistics, []
+        if not taken or not self.reports:
+            return (0.0,) * len(STATISTICS)
+        return tuple(torch.stack(taken).sum(0).tolist())
+
+
+STATISTICS = ("chosen", "rejected", "right", "chosen_reward", "rejected_reward")
+"""Numbers of chosen and rejected answers, of pairs whose chosen side has the higher reward, and sums of rewards."""
+
+
+def _statistics(rewards_BT: Tensor, of: Sequences) -> Tensor:
+    chosen_BT, rejected_BT = of.kinds == CHOSEN, of.kinds == REJECTED
+    right_BT = chosen_BT & (rewards_BT > rewards_BT.gather(1, of.partners))
+    counts = [chosen_BT.sum(), rejected_BT.sum(), right_BT.sum()]
+    return torch.stack([*counts, (rewards_BT * chosen_BT).sum(), (rewards_BT * rejected_BT).sum()]).double()
+
+
+def _pairs(values_BT: Tensor, of: Sequences) -> tuple[Tensor, Tensor]:
+    """Return the values of both sides of all pairs, [pairs] each."""
+    chosen_BT = of.kinds == CHOSEN
+    return values_BT[chosen_BT], values_BT.gather(1, of.partners)[chosen_BT]
+
+
+def _means(sums_BT: Tensor, of: Sequences) -> Tensor:
+    return sums_BT / of.lengths.clamp(min=1.0)
+
+
+def dpo(preference: Preference, sums_BT: Tensor, of: Sequences) -> Tensor:
+    """-log sigmoid(beta (chosen - rejected)), of log-ratios to the reference (Rafailov et al. 2023, equation 7).
+
+    With label_smoothing e, labels are wrong with that probability (Mitchell 2023, "cDPO").
+    """
+    chosen, rejected = _pairs(sums_BT - of.reference, of)
+    logits, smoothing = preference.config.beta_of("dpo") * (chosen - rejected), preference.config.label_smoothing
+    return (-(1 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)).sum()
+
+
+def ipo(preference: Preference, sums_BT: Tensor, of: Sequences) -> Tensor:
+    """(chosen - rejected - 1 / (2 beta))^2, of log-ratios to the reference (Azar et al. 2023, equation 17).
+
+    The log-ratios are means over tokens, as the authors do and TRL took over.
+    """
+    chosen, rejected = _pairs(_means(sums_BT - of.reference, of), of)
+    return (chosen - rejected - 1 / (2 * preference.config.beta_of("ipo"))).square().sum()
+
+
+def simpo(preference: Preference, sums_BT: Tensor, of: Sequences) -> Tensor:
+    """-log sigmoid(beta (chosen - rejected) - margin), of mean log-probabilities (Meng et al. 2024, equation 6)."""
+    chosen, rejected = _pairs(_means(sums_BT, of), of)
+    return -F.logsigmoid(preference.config.beta_of("simpo") * (chosen - rejected) - preference.config.margin).sum()
+
+
+def orpo(preference: Preference, sums_BT: Tensor, of: Sequences) -> Tensor:
+    """The chosen answer's negative log-likelihood, - beta log sigmoid(log odds ratio) (Hong et al. 2024, equation 6).
+
+    The odds are those of mean log-probabilities. The likelihood is a mean over the tokens of the global batch.
+    """
+    chosen, rejected = _pairs(_means(sums_BT, of), of)
+    log_odds = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
+    likelihood = sums_BT[of.kinds == CHOSEN].sum() * preference.per_token
+    return -likelihood - preference.config.beta_of("orpo") * F.logsigmoid(log_odds).sum()
+
+
+def kto(preference: Preference, sums_BT: Tensor, of: Sequences) -> Tensor:
+    """1 - sigmoid(beta (r - KL)) of desirable, 1 - sigmoid(beta (KL - r)) of other answers, each times its weight.
+
+    r: the log-ratio to the reference (Ethayarajh et al. 2024, equation 8).
+    """
+    ratios_BT, beta, config = sums_BT - of.reference, preference.config.beta_of("kto"), preference.config
+    desirable, undesirable = ratios_BT[of.kinds == CHOSEN], ratios_BT[of.kinds == REJECTED]
+    kl = preference.kl
+    good = (1 - torch.sigmoid(beta * (desirable - kl))).sum() * config.desirable_weight
+    return good + (1 - torch.sigmoid(beta * (kl - undesirable))).sum() * config.undesirable_weight
+
+
+LOSSES: dict[str, Callable[[Preference, Tensor, Sequences], Tensor]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "simpo": simpo,
+    "orpo": orpo,
+    "kto": kto,
+}
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+"""Objectives that compare with the model as it was before training."""
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """Return log(1 - exp(x)) for x < 0."""
+    return torch.log(-torch.expm1(x.clamp(max=-1e-6)))
+
+
+def answer_log_probabilities(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    starts_N: Tensor,
+    of: Sequences,
+    preference: Preference,
+    of_chunk: ChunkLoss,
+    rows: int,
+    softcap: float,
+) -> Tensor:
+    """Return the log-probability of each answer, where its sequence begins; fp32 [B, T], without gradients."""
+    losses_N = token_losses(x_ND, weight_VD, targets_N, of_chunk, rows, softcap)
+    sums_BT = torch.zeros_like(of.reference)
+    sums_BT.scatter_add_(1, starts_N.view(len(sums_BT), -1), -losses_N.view(len(sums_BT), -1))
+    return preference.sum_over_tokens(sums_BT)
+
+
+def preference_loss(x_ND: Tensor, weight_VD: Tensor, *others: Any) -> Tensor:
+    """Return the loss summed over answers, fp32 scalar. Arguments: as `answer_log_probabilities`."""
+    loss: Tensor = _PreferenceLoss.apply(x_ND, weight_VD, *others)
+    return loss
+
+
+class _PreferenceLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        starts_N: Tensor,
+        of: Sequences,
+        preference: Preference,
+        of_chunk: ChunkLoss,
+        rows: int,
+        softcap: float,
+    ) -> Tensor:
+        sums_BT = answer_log_probabilities(
+            x_ND, weight_VD, targets_N, starts_N, of, preference, of_chunk, rows, softcap
+        )
+        with torch.enable_grad():
+            sums_BT.requires_grad_()
+            loss = preference(sums_BT, of)
+            (slopes_BT,) = torch.autograd.grad(loss, sums_BT)
+        weights_N = -slopes_BT.gather(1, starts_N.view(len(sums_BT), -1)).flatten()
+        needs = ctx.needs_input_grad[:2]
+        _, *gradients = weighted_gradients(needs, x_ND, weight_VD, targets_N, weights_N, of_chunk, rows, softcap)
+        ctx.save_for_backward(*gradients)
+        return loss.detach() if preference.reports else torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradients_times(ctx.saved_tensors, grad_loss), *(None,) * 7
+
+
+def _as_it_is(sums_BT: Tensor) -> Tensor:
+    return sums_BT

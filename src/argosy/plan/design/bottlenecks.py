@@ -1,0 +1,165 @@
+"""How the time of training and serving is spent along one figure of a space, and what binds it there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from argosy.plan.cost.inference import ServingLoad
+from argosy.plan.cost.rates import Rates
+from argosy.plan.design.points import Floats, Points
+from argosy.plan.design.sweep import NARROW, Served, ServingSweep, Trained, TrainingSweep
+from argosy.plan.layouts import Layouts
+
+MORE = 1.1
+"""A tenth more of a figure, as in `plan.report.explain`."""
+CHANGES: dict[str, tuple[str, ...]] = {
+    "matmul rate": ("fp32", "half", "narrow"),
+    "memory bandwidth": ("memory_bytes_per_s",),
+    "links": ("link_bytes_per_s",),
+    "network": ("nic_bytes_per_s",),
+}
+"""What binds -> the rates that would be a tenth more."""
+STEP_PARTS = {
+    "matmuls": ("ideal", "matmul", "recompute"),
+    "attention": ("attention",),
+    "memory": ("pointwise", "optimizer", "offload"),
+    "links": ("tensor",),
+    "network": ("gradients", "pipeline", "context", "experts"),
+    "idle": ("bubble", "host", "other"),
+}
+"""Part of a step -> the planner's categories in it."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One value of a figure, all others being those of the reference."""
+
+    value: Any
+    seconds: float
+    """Of a step in training; between two tokens in serving."""
+    parts: dict[str, float]
+    """Share of those seconds by what they are spent on."""
+    elasticity: dict[str, float]
+    """Relative change of the speed for that of a figure: 1 follows it, 0 does not care."""
+    way: str
+    """The plan; or the format of weights, tp and requests."""
+
+    @property
+    def binds(self) -> str:
+        """What the speed depends on most; "overhead" where nothing that is built faster would bring a third."""
+        most = max(self.elasticity, key=lambda name: self.elasticity[name])
+        return most if self.elasticity[most] > 1 / 3 else "overhead"
+
+
+def rows_along(points: Points, axis: str) -> list[int]:
+    """Return a row for each value of a figure, all others at the reference: the base's own, else the middle one."""
+    reference = {key: _reference(points, key) for key in points.axes}
+    row_of = {int(number): row for row, number in enumerate(points.chosen)}
+    shape = [len(values) for values in points.axes.values()]
+    found = []
+    for place in range(len(points.axes[axis])):
+        places = [place if key == axis else reference[key] for key in points.axes]
+        number = int(np.ravel_multi_index(places, shape))
+        if number in row_of:
+            found.append(row_of[number])
+    return found
+
+
+def _reference(points: Points, key: str) -> int:
+    values, base, silicon = points.axes[key], points.base, points.base.silicon
+    own = getattr(base, key, getattr(silicon, key, None) if silicon else None)
+    return values.index(own) if own in values else len(values) // 2
+
+
+def training_along(training: TrainingSweep, trained: Trained, axis: str) -> list[Stop]:
+    """Return the step along a figure, each value with its best plan."""
+    points, stops = training.points, []
+    plans: dict[tuple[str, str], Layouts] = {}
+    for row in rows_along(points, axis):
+        if trained.way[row] < 0:
+            continue
+        number_format, text = trained.plans[trained.way[row]]
+        plan = plans.setdefault((number_format, text), training.plan_of(number_format, text))
+        rates = points.rates(NARROW[number_format], slice(row, row + 1))
+        time = training.step(plan, rates)
+        total, by_name = float(np.asarray(time.total)[0]), time.by_category(0)
+        parts = {part: sum(by_name[name] for name in names) / total for part, names in STEP_PARTS.items()}
+
+        def seconds(changed: Rates, plan: Layouts = plan) -> float:
+            return float(np.asarray(training.step(plan, changed).total)[0])
+
+        stops.append(Stop(_value(points, axis, row), total, parts, _elasticity(seconds, rates, total), text))
+    return stops
+
+
+def serving_along(serving: ServingSweep, served: Served, axis: str) -> list[Stop]:
+    """Return the time of a token in decode along a figure, each value with its best way to serve."""
+    points, asked, stops = serving.points, serving.asked, []
+    for row in rows_along(points, axis):
+        if served.way[row] < 0:
+            continue
+        weights, tp, sequences = served.ways[served.way[row]]
+        model = serving.model(weights, float(tp), slice(row, row + 1))
+        rates, load = model.rates, ServingLoad(float(sequences), asked.prompt, asked.output)
+        total = float(model.latencies(load).tpot_s[0])
+        decode = model.decode_parts(float(sequences), asked.prompt + asked.output / 2)
+        parts = {name: float(np.ravel(part)[0]) / total for name, part in decode.items()}
+        parts["prefill of others"] = max(0.0, 1 - sum(parts.values()))
+
+        def seconds(changed: Rates, model: Any = model, load: ServingLoad = load, own: Rates = rates) -> float:
+            faster = float(changed.half[0] / own.half[0])  # type: ignore[index]
+            model.rates = changed
+            model.formats = replace(model.formats, flops_per_s=model.formats.flops_per_s * faster)
+            found = float(model.latencies(load).tpot_s[0])
+            model.rates = own
+            model.formats = replace(model.formats, flops_per_s=model.formats.flops_per_s / faster)
+            return found
+
+        way = f"{weights}, tp={tp}, {sequences} at a time"
+        stops.append(Stop(_value(points, axis, row), total, parts, _elasticity(seconds, rates, total), way))
+    return stops
+
+
+def _value(points: Points, axis: str, row: int) -> Any:
+    return points.axes[axis][int(points.places[axis][row])]
+
+
+def _elasticity(seconds: Any, rates: Rates, now: float) -> dict[str, float]:
+    found = {}
+    for name, keys in CHANGES.items():
+        changed = replace(rates, **{key: getattr(rates, key) * MORE for key in keys})
+        found[name] = float(np.log(now / seconds(changed)) / np.log(MORE))
+    return found
+
+
+def where_it_stops(stops: list[Stop], what: str = "memory bandwidth", least: float = 0.5) -> Stop | None:
+    """Return the value from which on less than half of what `what` brings arrives; None if more does at the last."""
+    beyond = None
+    for stop in reversed(stops):
+        if stop.elasticity[what] >= least:
+            break
+        beyond = stop
+    return beyond
+
+
+def effects(points: Points, metrics: Mapping[str, Floats]) -> dict[str, dict[str, list[float]]]:
+    """Return metric -> figure -> its median over all points with each value, over that with the first value."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, column in metrics.items():
+        of_axes = {}
+        for key, values in points.axes.items():
+            if len(values) > 1:
+                medians = [_median(column[points.places[key] == place]) for place in range(len(values))]
+                first = next((m for m in medians if np.isfinite(m)), np.nan)
+                of_axes[key] = [float(m / first) for m in medians]
+        found[name] = of_axes
+    return found
+
+
+def _median(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else float("nan")

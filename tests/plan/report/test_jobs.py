@@ -1,0 +1,110 @@
+"""A file of jobs: what is wrong with it is named, and what is right becomes a schedule with commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from argosy.cli import main
+from argosy.errors import UserError
+from argosy.plan.report.jobs import JobsFile
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "jobs.toml"
+SMALL = """
+[[clusters]]
+name = "c"
+cluster = "16xh100"
+on = "{on}"
+
+[[jobs]]
+name = "first"
+model = "llama-20m"
+tokens = "20B"
+global_batch = 512
+deadline = "{deadline}"
+late_per_day = 100
+
+[[jobs]]
+name = "second"
+model = "llama-20m"
+tokens = "1B"
+global_batch = 512
+after = ["first"]
+most_devices = 8
+"""
+
+
+def answer(capsys, *argv: str):
+    assert main(["plan", "--json", "--jobs", *argv]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_example_is_scheduled_and_drawn(capsys, tmp_path):
+    assert main(["plan", "--jobs", str(EXAMPLE), "--html", str(tmp_path / "jobs.html")]) == 0
+    said, page = capsys.readouterr().out, (tmp_path / "jobs.html").read_text()
+    for name in ("base", "long-context", "small", "ablation"):
+        assert name in said and name in page and f"--name {name}" in said
+    assert "█" in said and "<svg" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_jobs_follow_each_other_and_say_what_lateness_costs(capsys, tmp_path):
+    path = tmp_path / "jobs.toml"
+    path.write_text(SMALL.format(on="slurm", deadline="1m"))
+    found = answer(capsys, str(path))
+    first, second = found["jobs"]
+    assert (first["name"], second["name"]) == ("first", "second")
+    assert second["begin_s"] >= first["stints"][-1]["end_s"]
+    assert all(stint["devices"] <= 8 for stint in second["stints"])
+    assert first["in_time"] == 0 and first["late_cost"] == pytest.approx(found["late_cost"])
+    assert first["late_cost"] == pytest.approx(first["late_s"] / 86_400 * 100, rel=0.2)
+    (command,) = second["commands"]
+    assert f"--extra=--begin=now+{second['begin_s']:.0f}" in command["lines"][-1]
+    assert "--extra=--nice=1000" in command["lines"][-1] and "--nodes 1 --gpus-per-node 8" in command["lines"][-1]
+
+
+@pytest.mark.parametrize(
+    ("on", "word"), [("kubernetes", "priorityclass argosy-1 --value=1000"), ("ray", "Ray knows no priorities")]
+)
+def test_each_scheduler_is_told_in_its_own_words(capsys, tmp_path, on, word):
+    path = tmp_path / "jobs.toml"
+    path.write_text(SMALL.format(on=on, deadline="30d"))
+    found = answer(capsys, str(path))
+    assert any(word in line for line in found["once"])
+    assert all(f"--on {on}" in job["commands"][0]["lines"][-1] for job in found["jobs"])
+    assert found["jobs"][0]["in_time"] == 1 and found["late_cost"] == 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('after = ["first"]', 'after = ["frist"]', r'job "second": after names "frist"; there are first, second'),
+        ('deadline = "1d"', 'deadline = "soon"', r"jobs.toml:12: jobs\[0\].deadline: 'soon'.*90m, 12h, 30d"),
+        ('model = "llama-20m"\ntokens = "1B"', 'tokens = "1B"', r'job "second": give either run or model'),
+        ("most_devices = 8", "most_device = 8", r"most_device = 8: unknown key; did you mean most_devices"),
+        ('name = "second"', 'name = "first"', r'jobs: "first" is the name of two'),
+        ('on = "slurm"', 'on = "pbs"', r"on = \"pbs\".*slurm"),
+        ("late_per_day = 100", 'late_per_day = 100\nafter = ["second"]', r"after leads back to it"),
+        ('tokens = "1B"', 'tokens = "many"', r"jobs.toml:18: jobs\[1\].tokens: 'many'.*30k"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_named(tmp_path, old, new, message):
+    path = tmp_path / "jobs.toml"
+    text = SMALL.format(on="slurm", deadline="1d")
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(UserError, match=message):
+        JobsFile.load(path)
+
+
+def test_a_job_that_fits_nowhere_says_why_on_each_cluster(capsys, tmp_path):
+    path = tmp_path / "jobs.toml"
+    path.write_text(SMALL.format(on="slurm", deadline="1d").replace("most_devices = 8", "least_devices = 32"))
+    assert main(["plan", "--jobs", str(path)]) == 2
+    assert 'job "second" runs on no cluster' in (said := capsys.readouterr().err) and "c: no plan for" in said
+
+
+def test_options_of_one_run_do_not_go_with_a_file_of_several(capsys):
+    assert main(["plan", "--jobs", str(EXAMPLE), "--tokens", "1T"]) == 2
+    assert "--tokens is said of one run" in capsys.readouterr().err

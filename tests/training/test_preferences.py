@@ -1,0 +1,212 @@
+"""Preferences are learned as the papers' formulas say, answer by answer, however rows are laid out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from argosy.config.data import PrepareConfig
+from argosy.data.packing import ID_MASK, MISMATCHED, REJECTED, START, TRAINED, Words, sequences_in
+from argosy.data.prepare import prepare
+from argosy.data.tokenizer import train
+from argosy.models.decoder import Decoder
+from argosy.parallel.world import World
+from argosy.training.rows import compared_microbatches
+from chats import SEQ_LEN, rows_of
+from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
+from workers import WorkerPool
+
+STEPS, LR, BATCH = 10, 1e-2, 4
+EXPERTS = {"family": "mixtral", "moe": {"experts": 4, "expert_ffn_width": 16, "aux_coefficient": 0.0}}
+PLANS = ["microbatch=2", "tp=2", "pp=2", "cp=2", "dp_shard=2,zero=3"]
+
+
+def sequence(random: np.random.Generator, prompt: Words, marks: int) -> Words:
+    answer = random.integers(1, 400, int(random.integers(1, 6))).astype(np.int32) | TRAINED
+    words = np.concatenate([prompt, answer]).astype(np.int32)
+    words[0] |= START | marks
+    return words
+
+
+def units(is_judged: bool) -> list[Words]:
+    """Pairs, or judged answers each with one to another prompt."""
+    random, found = np.random.default_rng(0), []
+    for number in range(120):
+        prompt = random.integers(1, 400, int(random.integers(2, 8))).astype(np.int32)
+        second = MISMATCHED if is_judged else REJECTED
+        first = REJECTED if is_judged and number % 3 == 0 else 0
+        found.append(np.concatenate([sequence(random, prompt, first), sequence(random, prompt, second)]))
+    return found
+
+
+ROWS = {kind: rows_of(units(kind))[: STEPS * BATCH] for kind in (False, True)}
+
+
+def sections(objective: str, **model: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "model": model,
+        "train": {"objective": objective, "global_batch": BATCH},
+        "optimizer": {"eps": 1e-6},
+        "data": {"seq_len": SEQ_LEN},
+        "preference": {"undesirable_weight": 1.5},
+    }
+
+
+def trained(world: World, plan: str, objective: str, model: dict[str, Any]) -> list[float]:
+    """Loss and gradient norm of each step."""
+    layout, said, is_judged = eager(plan), [], objective == "kto"
+    step = train_step(world, layout, **sections(objective, **model))
+    parallel = step.state.model
+    of_all = ROWS[is_judged]
+    known = reference_of(decoder(**model), of_all)
+    for number in range(STEPS):
+        part = slice(*layout.rows_of(parallel.dp_rank, BATCH).indices(BATCH)[:2])
+        rows, values = of_all[number * BATCH :][part], known[number * BATCH :][part]
+        batch = compared_microbatches(rows, layout.microbatch, world.device, is_judged, values)
+        outcome = step.exchange(step.forward_backward(batch))
+        step.apply(step.update(outcome, LR))
+        said += [outcome.loss, outcome.gradient_norm]
+    return said
+
+
+def scores(model: Decoder, row: np.ndarray) -> list[tuple[int, Tensor, int]]:
+    """Of each sequence of a row, alone in the model: its kind, its answer's log-probability, and its tokens."""
+    found = []
+    kinds = sequences_in(row[None]).kinds[0]
+    starts = [*np.flatnonzero(row[:-1] & START), len(row) - 1]
+    for begin, end in itertools.pairwise(starts):
+        words = torch.from_numpy(row[begin:end].astype(np.int64))
+        if kinds[begin]:
+            ids, learned = words & ID_MASK, words[1:] & TRAINED != 0
+            logps = model(ids[None])[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+            found.append((int(kinds[begin]), logps[learned].sum(), int(learned.sum())))
+    return found
+
+
+@torch.no_grad()
+def reference_of(model: Decoder, rows: np.ndarray) -> np.ndarray:
+    found = [[float(logp) for _, logp, _ in scores(model, row)] for row in rows]
+    most = max(map(len, found))
+    return np.array([[*some, *[0.0] * (most - len(some))] for some in found], np.float32)
+
+
+def published(objective: str, model: Decoder, rows: np.ndarray, known: np.ndarray) -> Tensor:
+    """The loss of a batch, as the papers write it."""
+    answers = [
+        (kind, logp, count, float(before))
+        for row, values in zip(rows, known, strict=True)
+        for (kind, logp, count), before in zip(scores(model, row), values, strict=False)
+    ]
+    if objective == "kto":
+        others = torch.stack([logp.detach() - before for kind, logp, _, before in answers if kind == 3])
+        kl = others.mean().clamp(min=0)
+        good = [1 - torch.sigmoid(0.1 * (logp - before - kl)) for kind, logp, _, before in answers if kind == 1]
+        bad = [1.5 * (1 - torch.sigmoid(0.1 * (kl - logp + before))) for kind, logp, _, before in answers if kind == 2]
+        return torch.stack(good + bad).mean()
+    pairs = list(zip(answers[::2], answers[1::2], strict=True))
+    terms = [_pair_loss(objective, *chosen[1:], *rejected[1:]) for chosen, rejected in pairs]
+    loss = torch.stack(terms).mean()
+    if objective == "orpo":
+        loss = loss - sum(c[1] for c, _ in pairs) / sum(c[2] for c, _ in pairs)
+    return loss
+
+
+def _pair_loss(objective: str, w: Tensor, nw: int, ref_w: float, l: Tensor, nl: int, ref_l: float) -> Tensor:  # noqa: E741
+    if objective == "dpo":
+        return -F.logsigmoid(0.1 * ((w - ref_w) - (l - ref_l)))
+    if objective == "ipo":
+        return ((w - ref_w) / nw - (l - ref_l) / nl - 1 / (2 * 0.1)) ** 2
+    if objective == "simpo":
+        return -F.logsigmoid(2.0 * (w / nw - l / nl) - 1.0)
+    odds = [p / n - torch.log1p(-torch.exp(p / n)) for p, n in ((w, nw), (l, nl))]
+    return -0.1 * F.logsigmoid(odds[0] - odds[1])
+
+
+def plain(objective: str, model_keys: dict[str, Any]) -> list[float]:
+    model, said, rows = decoder(**model_keys), [], ROWS[objective == "kto"]
+    known = reference_of(model, rows)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-6)
+    for number in range(STEPS):
+        part = slice(number * BATCH, (number + 1) * BATCH)
+        loss = published(objective, model, rows[part], known[part])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad()
+        said += [loss.item(), norm.item()]
+    return said
+
+
+def check(ranks: Sequence[list[float]], said: list[float]) -> None:
+    for theirs in ranks:
+        assert theirs[::2] == pytest.approx(said[::2], rel=1e-5)
+        assert theirs[1::2] == pytest.approx(said[1::2], rel=1e-3)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo", "kto"])
+def test_ten_steps_are_those_of_the_published_loss(workers: WorkerPool, objective: str) -> None:
+    said = plain(objective, {})
+    check([trained(World(), "", objective, {})], said)
+    for plan in PLANS:
+        check(workers.run(eager(plan).world_size, trained, plan, objective, {}), said)
+
+
+def test_experts_are_compared_on_all_ranks_as_on_one(workers: WorkerPool) -> None:
+    check(workers.run(2, trained, "dp_shard=2,ep=2,zero=1", "dpo", EXPERTS), plain("dpo", EXPERTS))
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, tmp_path: Path, objective: str) -> None:
+    folder = prepared(tmp_path, objective)
+    run = run_config(
+        folder,
+        train={"objective": objective},
+        data={"sources": {str(folder): 1.0}, "seq_len": 192},
+        optimizer={"lr": 1e-3},
+    )
+    plan = eager("dp_shard=2,zero=1")
+    whole, *_ = workers.run(2, train_in, run, plan, tmp_path / "whole")
+    workers.run(2, train_in, run, plan, tmp_path / "stopped", 3)
+    again, *_ = workers.run(2, train_in, run, plan, tmp_path / "stopped")
+    assert losses(again) == losses(whole)
+    assert losses(whole)[0] == pytest.approx(np.log(2) if objective == "dpo" else 0.5, rel=1e-4)
+    last = [record for record in whole if "loss" in record][-1]
+    assert last["chosen_reward"] - last["rejected_reward"] > 0
+    assert ("reward_accuracy" in last) == (objective == "dpo")
+    assert len(list((tmp_path / "whole").glob("reference-*.npz"))) == 1
+
+
+def prepared(tmp_path: Path, objective: str) -> Path:
+    lines = []
+    for n in range(200):
+        good, bad = {"prompt": f"{n} + {n}?", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1} or so"}, n % 2 == 0
+        judged = {"prompt": good["prompt"], "completion": good["chosen" if bad else "rejected"], "label": bad}
+        lines.append(json.dumps(good if objective == "dpo" else judged))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    train(lines, MODEL["vocab_size"], tmp_path / "tokenizer.json")
+    prepare(
+        PrepareConfig(
+            input=(str(tmp_path / "chats.jsonl"),),
+            out=tmp_path / "prepared",
+            tokenizer=tmp_path / "tokenizer.json",
+            chat_template="chatml",
+            objective=objective,  # type: ignore[arg-type]
+            seq_len=192,
+            validation_fraction=0.1,
+            processes=1,
+        )
+    )
+    return tmp_path / "prepared"
