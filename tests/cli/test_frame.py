@@ -103,12 +103,12 @@ def test_every_command_takes_help_all(command, capsys):
     assert capsys.readouterr().out.startswith(f"usage: argosy {command} ")
 
 
-@pytest.mark.parametrize("action", ["list", "verify", "prune", "export", "import"])
-def test_an_action_opens_its_help_with_its_own_example(action, capsys):
+@pytest.mark.parametrize("action", ["list", "verify", "prune", "merge", "export", "import"])
+def test_an_action_opens_its_help_with_examples_of_its_own(action, capsys):
     with pytest.raises(SystemExit):
         cli.main(["checkpoint", action, "--help"])
     examples = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  argosy checkpoint")]
-    assert len(examples) == 1 and examples[0].startswith(f"  argosy checkpoint {action} ")
+    assert examples and all(line.startswith(f"  argosy checkpoint {action} ") for line in examples)
 
 
 def test_parity_refuses_a_plan_before_it_imports_torch():

@@ -164,7 +164,7 @@ def test_every_problem_of_a_file_is_told_with_its_line(run_file):
         (
             "launch.zzz = 1",
             "launch has: processes, threads, device, max_restarts, port, nodes, coordinator, lease, address, node, "
-            "tls, tls_certificate, tls_key, timeout_s, cluster, allow_memory.",
+            "rank_map, tls, tls_certificate, tls_key, timeout_s, cluster, allow_memory.",
         ),
     ],
 )

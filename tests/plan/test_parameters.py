@@ -80,9 +80,9 @@ def test_qwen2_has_biases_on_query_key_and_value_alone():
 def test_experts_are_stacks_cut_along_their_hidden_width():
     experts = inside(block(moe=MoEConfig(experts=4, expert_ffn_width=40)), "mlp.experts")
     assert experts == {
-        "gate": Parameter((4, 40, 64), 1, is_expert=True),
-        "up": Parameter((4, 40, 64), 1, is_expert=True),
-        "down": Parameter((4, 64, 40), 2, is_expert=True, initial="into_residual"),
+        "gate": Parameter((4, 40, 64), 1, is_expert=True, is_linear=True),
+        "up": Parameter((4, 40, 64), 1, is_expert=True, is_linear=True),
+        "down": Parameter((4, 64, 40), 2, is_expert=True, is_linear=True, initial="into_residual"),
     }
 
 

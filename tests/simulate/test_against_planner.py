@@ -74,17 +74,29 @@ FROZEN = [
     ),
     pytest.param("llama3-8b", "pp=4", MATRICES, marks=pytest.mark.slow),
 ]
+ADAPTERS = [
+    ("llama3-8b", "microbatch=2", "lora"),
+    *(
+        pytest.param("llama3-8b", plan, "lora", marks=pytest.mark.slow)
+        for plan in ("dp_shard=8", "dp_shard=8,zero=1", "recompute=selective", "tp=4", "pp=4")
+    ),
+    pytest.param("llama3-8b", "dp_shard=8,zero=1", "dora", marks=pytest.mark.slow),
+    pytest.param("llama3-8b", "recompute=full", "dora", marks=pytest.mark.slow),
+]
 ROWS = [
     *((*row, ()) for row in QUICK),
+    *ADAPTERS,
     *FROZEN,
     *(pytest.param(*row, (), marks=pytest.mark.slow) for row in SLOW),
 ]
 
 
 def run_of(preset: str, frozen: Sequence[str], modules: int = 0) -> RunConfig:
-    """A few layers of the published sizes."""
+    """A few layers of the published sizes; `frozen` may be the kind of an adapter."""
     keys = {"model.layers": 8 if preset == "llama3-8b" else 4, "model.vocab_size": 32000, "model.mtp.modules": modules}
     sections = {"data.seq_len": 4096, "train.global_batch": 16, "train.frozen": list(frozen)}
+    if isinstance(frozen, str):
+        sections |= {"train.frozen": [], "lora.rank": 16, "lora.kind": frozen}
     return load("demo", {"model.preset": preset, **keys, **sections})
 
 

@@ -15,11 +15,11 @@ from peft import PeftModel
 
 from argosy.config.dump import save_run
 from argosy.errors import UserError
-from argosy.inference.trained_model import evaluate
+from argosy.inference.adapters import adapters_in, export_adapter, import_adapter, merge_checkpoint
+from argosy.inference.trained_model import evaluate, open_checkpoint
 from argosy.launch.resolve import check_parameters
-from argosy.models import hf
+from argosy.models import hf, peft_adapter
 from argosy.models.decoder import microbatches
-from argosy.models.peft_adapter import export_adapter, import_adapter
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
@@ -69,7 +69,7 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     base = decoder(**sections(case)["model"])
     folder = Path(TEMPORARY.name) / case
     hf.export_folder(run.model, base.state_dict(), folder / "base", dtype=torch.float32)
-    export_adapter(run.model, run.lora, adapter, base.state_dict(), folder / "adapter")
+    peft_adapter.export_adapter(run.model, run.lora, adapter, base.state_dict(), folder / "adapter")
     theirs = PeftModel.from_pretrained(load_theirs(folder / "base"), folder / "adapter", is_trainable=True)
     left = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
     assert sum(parameter.numel() for parameter in left) == sum(tensor.numel() for tensor in adapter.values())
@@ -86,7 +86,7 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     if case == "experts":  # PEFT saves those that transformers 5 has fused under other names
         return said, {}
     theirs.save_pretrained(folder / "trained")
-    lora, tensors = import_adapter(folder / "trained", run.model, base.state_dict())
+    lora, tensors = peft_adapter.import_adapter(folder / "trained", run.model, base.state_dict())
     assert run_config(Path("no data"), lora=lora.model_dump()).lora.scale == run.lora.scale
     return said, tensors
 
@@ -139,6 +139,18 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, corpus: Path, tm
     shutil.copyfile(corpus / "tokenizer.json", tmp_path / "whole" / "tokenizer.json")
     validated = [record["validation_loss"] for record in whole if "validation_loss" in record]
     assert evaluate(tmp_path / "whole", max_tokens=1000).loss == pytest.approx(validated[-1], rel=1e-5)
+
+    merge_checkpoint(tmp_path / "whole", tmp_path / "merged")
+    assert evaluate(tmp_path / "merged", corpus, max_tokens=1000).loss == pytest.approx(validated[-1], rel=1e-5)
+    save_run(base, tmp_path / "base" / "run.toml")
+    export_adapter(tmp_path / "whole", tmp_path / "peft")
+    import_adapter(tmp_path / "peft", beside["weights"], tmp_path / "again")
+    first, second = (open_checkpoint(tmp_path / name).model().state_dict() for name in ("merged", "again"))
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=1e-6)
+    assert [(a.run_dir.name, a.lora.rank, a.step) for a in adapters_in(tmp_path)] == [("again", 4, 0), ("whole", 4, 8)]
+    with pytest.raises(UserError, match="has no adapter"):
+        merge_checkpoint(tmp_path / "merged", tmp_path / "twice")
 
 
 def test_other_weights_are_refused(corpus: Path, tmp_path: Path) -> None:

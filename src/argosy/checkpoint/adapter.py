@@ -4,23 +4,28 @@ that these came from. Both together are a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import step_of
-from argosy.checkpoint.load import load_into, problem_of
+from argosy.checkpoint.load import load_into, opened, problem_of
 from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import Checkpoint
+from argosy.checkpoint.weights import MODEL, CheckpointWeights
+from argosy.config.lora import LoraConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.models.adapters import PARTS, merged
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
+from argosy.models.lazy_weights import HeldWeights, LazyWeights
 from argosy.models.own_family import load_family
-from argosy.plan.parameters import adapter_of, run_table
+from argosy.plan.parameters import Table, adapter_of, run_table, state_table
 
 
 def find_weights(path: Path, sha256: str = "", check: Callable[[Checkpoint], str | None] = problem_of) -> Checkpoint:
@@ -51,6 +56,72 @@ def find_weights(path: Path, sha256: str = "", check: Callable[[Checkpoint], str
     return found
 
 
+class MergedWeights(LazyWeights):
+    """Weights with an adapter merged into them, in their own dtypes, tensor by tensor."""
+
+    def __init__(self, weights: LazyWeights, adapter: LazyWeights, lora: LoraConfig):
+        super().__init__({name: weights.shape(name) for name in weights})
+        self._weights, self._adapter, self._lora = weights, adapter, lora
+
+    def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """See `LazyWeights`."""
+        parts = {part: f"{adapter_of(name)}.{part}" for part in PARTS}
+        if parts["a"] not in self._adapter:
+            return self._weights.part(name, offset, shape)
+        first, count = offset[0], shape[0]
+        is_stack = len(shape) > 2  # of experts: each has an inner matrix
+        a = self._adapter.rows(parts["a"], first, count) if is_stack else self._adapter[parts["a"]]
+        b = self._adapter.rows(parts["b"], first, count)
+        grown = self._adapter.rows(parts["magnitude"], first, count) if parts["magnitude"] in self._adapter else None
+        whole = merged(self._weights.rows(name, first, count), a, b, grown, self._lora.scale)
+        for dim in range(1, len(shape)):
+            whole = whole.narrow(dim, offset[dim], shape[dim])
+        return whole
+
+    def dtype(self, name: str) -> torch.dtype:
+        """See `LazyWeights`."""
+        return self._weights.dtype(name)
+
+    def has_rows(self, name: str) -> bool:
+        """See `LazyWeights`."""
+        return self._weights.has_rows(name)
+
+
+@contextmanager
+def open_weights(run: RunConfig, checkpoint: Checkpoint) -> Iterator[LazyWeights]:
+    """Open the weights of a checkpoint's whole model, to be read one by one. Raises: as `load_model`."""
+    if not run.lora.rank:
+        with opened(checkpoint) as held:
+            yield CheckpointWeights(checkpoint, held, _shapes(state_table(run.model)))
+        return
+    with open_base(run, checkpoint) as weights, opened(checkpoint) as held:
+        yield MergedWeights(weights, CheckpointWeights(checkpoint, held, adapter_shapes(run)), run.lora)
+
+
+@contextmanager
+def open_base(run: RunConfig, checkpoint: Checkpoint) -> Iterator[LazyWeights]:
+    """Open the weights beside the adapter of a checkpoint. Raises: as `load_model`."""
+    shapes = _shapes(state_table(run.model))
+    if run.model.weights is None:  # the adapter stands beside the initial weights
+        load_family(run)
+        model = Decoder(run.model)
+        materialize(model, run.model, torch.device("cpu"), run.seed)
+        yield HeldWeights(model.state_dict())
+        return
+    base = find_weights(run.model.weights, checkpoint.manifest.base_sha256)
+    with opened(base) as held:
+        yield CheckpointWeights(base, held, shapes)
+
+
+def adapter_shapes(run: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the adapter's tensors, by name."""
+    return _shapes({name: parameter for name, parameter in run_table(run).items() if parameter.is_adapter})
+
+
+def _shapes(table: Table) -> dict[str, tuple[int, ...]]:
+    return {name: parameter.shape for name, parameter in table.items()}
+
+
 def load_model(run: RunConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Return the whole model of a checkpoint, with fp32 weights, computing in `dtype`; an adapter is merged into them.
 
@@ -58,30 +129,13 @@ def load_model(run: RunConfig, checkpoint: Checkpoint, device: torch.device, dty
     that is not approved.
     """
     load_family(run)
-    model = Decoder(run.model, dtype)
+    model = Decoder(run.model, dtype).to_empty(device=device)
     if not run.lora.rank:
-        model.to_empty(device=device)
-        load_into(wholes(model.state_dict(), "model."), checkpoint, may_lack=False)
+        load_into(wholes(model.state_dict(), MODEL), checkpoint, may_lack=False)
         return model
-    if run.model.weights is None:  # the adapter stands beside the initial weights
-        materialize(model, run.model, device, run.seed)
-    else:
-        model.to_empty(device=device)
-        base = find_weights(run.model.weights, checkpoint.manifest.base_sha256)
-        load_into(wholes(model.state_dict(), "model."), base, may_lack=False)
-    merge_adapter(model, run, checkpoint)
+    with torch.no_grad(), open_base(run, checkpoint) as base, opened(checkpoint) as held:
+        adapter = CheckpointWeights(checkpoint, held, adapter_shapes(run))
+        for name, tensor in model.state_dict().items():  # in fp32, whatever the base is stored in
+            weight = HeldWeights({name: base[name].float()})
+            tensor.copy_(MergedWeights(weight, adapter, run.lora)[name])
     return model
-
-
-@torch.no_grad()
-def merge_adapter(model: Decoder, run: RunConfig, checkpoint: Checkpoint) -> None:
-    """Merge the adapter of a checkpoint into the weights of `model`, in place. Raises: UserError if it does not fit."""
-    table = run_table(run)
-    for name, weight in model.named_parameters():
-        adapter = adapter_of(name)
-        parts = {part: table[f"{adapter}.{part}"].shape for part in PARTS if f"{adapter}.{part}" in table}
-        if parts:
-            tensors = {part: torch.empty(shape, device=weight.device) for part, shape in parts.items()}
-            named = {f"{adapter}.{part}": tensor for part, tensor in tensors.items()}
-            load_into(wholes(named, "model."), checkpoint, may_lack=False)
-            weight.copy_(merged(weight, tensors["a"], tensors["b"], tensors.get("magnitude"), run.lora.scale))

@@ -6,6 +6,10 @@ Examples:
   argosy checkpoint prune runs/demo --keep-last 1       delete all but the newest
   argosy checkpoint export runs/demo --out demo-hf      weights and tokenizer for transformers, vLLM, ...
   argosy checkpoint import Qwen3-0.6B --out runs/qwen   a run folder to generate with, or to train from
+  argosy checkpoint list runs                           the adapters in a folder of runs
+  argosy checkpoint merge runs/lora --out runs/merged   an adapter, merged into its weights
+  argosy checkpoint export runs/lora --out lora-peft --adapter    an adapter alone, for PEFT and vLLM
+  argosy checkpoint import lora-peft --base runs/qwen --out runs/lora     an adapter in PEFT's format
   argosy checkpoint import hf://Qwen/Qwen3-0.6B --out runs/qwen   the same, from the hub
 """
 
@@ -72,6 +76,20 @@ class Exporting:
     """Number format of the weights. Training keeps them in fp32, an import as they came."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    adapter: bool = False
+    """Write the run's adapter alone, in PEFT's format; otherwise it is merged into the weights."""
+
+
+@dataclass(frozen=True)
+class Merging:
+    """Options of merge."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """The folder of a run that trains an adapter (its newest checkpoint), or one of its checkpoints."""
+    out: Path
+    """The run folder to write; it must not exist yet."""
+    trust_code: bool = False
+    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +97,12 @@ class Importing:
     """Options of import."""
 
     folder: Annotated[str, tyro.conf.Positional]
-    """A Hugging Face folder (config.json, *.safetensors, tokenizer.json), hf://OWNER/NAME, or its URL in a store."""
+    """A Hugging Face folder (config.json, *.safetensors, tokenizer.json), hf://OWNER/NAME, or its URL in a store. With
+    --base, an adapter's in PEFT's format."""
     out: Path
     """The run folder to write; it must not exist yet."""
+    base: Path | None = None
+    """The run, or checkpoint, whose weights the adapter in FOLDER was trained beside."""
 
 
 def main(argv: list[str]) -> int:
@@ -91,6 +112,7 @@ def main(argv: list[str]) -> int:
         "prune": _prune,
         "export": _export,
         "import": _import,
+        "merge": _merge,
     }
     if not argv or argv[0] in (*SHORT, ALL):
         print(f"usage: argosy checkpoint {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")
@@ -104,14 +126,17 @@ def _list(argv: list[str]) -> int:
     """List a run's checkpoints, newest last: step, size, tokens seen, time, and if it is verified (read back after it
     was written, found whole, and not changed since by its files' lengths and times; `verify` reads every byte).
 
-    Example:
+    Of a folder of runs, list those that train adapters.
+
+    Examples:
       argosy checkpoint list runs/demo
+      argosy checkpoint list runs
     """
     options = parse(argv, "argosy checkpoint list", Looking, inspect.getdoc(_list))
     must_be_folder(options.path)
     checkpoints = _checkpoints(options.path)
     if not checkpoints and not (options.path / "run.toml").is_file():
-        raise UserError(f"{options.path}: neither a run nor a checkpoint. Give a run's folder, such as runs/NAME.")
+        return _list_adapters(options)
     rows: list[dict[str, Any]] = []
     for checkpoint in checkpoints:
         try:
@@ -125,6 +150,24 @@ def _list(argv: list[str]) -> int:
         print(json.dumps(rows, indent=2))
     else:
         print(printable("\n".join(map(_line, rows))) or f"{options.path}: no committed checkpoint")
+    return 0
+
+
+def _list_adapters(options: Looking) -> int:
+    from argosy.inference.adapters import AdapterFacts, adapters_in
+
+    def line(adapter: AdapterFacts) -> str:
+        lora, done = adapter.lora, "no checkpoint" if adapter.step is None else f"step {adapter.step}"
+        what = f"{lora.kind} rank {lora.rank} alpha {lora.alpha:g} on {', '.join(lora.targets)}"
+        return f"{adapter.run_dir.name}  {what}  {done}  {adapter.bytes / 1e6:.1f} MB  beside {adapter.weights}"
+
+    if not any(options.path.glob("*/run.toml")):
+        raise UserError(f"{options.path}: neither a run nor a checkpoint. Give a run's folder, such as runs/NAME.")
+    found = adapters_in(options.path)
+    if options.json:
+        print(json.dumps([adapter.to_record() for adapter in found], indent=2))
+    else:
+        print(printable("\n".join(map(line, found))) or f"{options.path}: no run there trains an adapter")
     return 0
 
 
@@ -203,31 +246,63 @@ def _prune(argv: list[str]) -> int:
 def _export(argv: list[str]) -> int:
     """Write a checkpoint's weights and tokenizer as a Hugging Face folder, for transformers, vLLM and others.
 
-    Example:
+    An adapter is merged into the weights, or with --adapter written alone, in PEFT's format.
+
+    Examples:
       argosy checkpoint export runs/demo --out demo-hf
+      argosy checkpoint export runs/lora --out lora-peft --adapter
     """
     options = parse(argv, "argosy checkpoint export", Exporting, inspect.getdoc(_export))
     must_be_folder(options.path)
     with Progress(enabled=True).during(f"exporting {options.path}"):
-        from argosy.inference.huggingface import export_checkpoint
+        if options.adapter:
+            from argosy.inference.adapters import export_adapter
 
-        export_checkpoint(options.path, options.out, options.dtype, options.trust_code)
+            export_adapter(options.path, Path(options.out), options.trust_code)
+        else:
+            from argosy.inference.huggingface import export_checkpoint
+
+            export_checkpoint(options.path, options.out, options.dtype, options.trust_code)
+    print(f"wrote {options.out}", file=sys.stderr)
+    return 0
+
+
+def _merge(argv: list[str]) -> int:
+    """Write the adapter of a run, merged into its weights, as another run folder, to generate with, to train from, to
+    export. Tensors are read and written one by one.
+
+    Example:
+      argosy checkpoint merge runs/lora --out runs/merged
+    """
+    options = parse(argv, "argosy checkpoint merge", Merging, inspect.getdoc(_merge))
+    must_be_folder(options.path)
+    with Progress(enabled=True).during(f"merging {options.path}"):
+        from argosy.inference.adapters import merge_checkpoint
+
+        merge_checkpoint(options.path, options.out, options.trust_code)
     print(f"wrote {options.out}", file=sys.stderr)
     return 0
 
 
 def _import(argv: list[str]) -> int:
-    """Turn a Hugging Face folder into a run folder, to generate with, or to train from (`model.weights`).
+    """Turn a Hugging Face folder into a run folder, to generate with, or to train from (`model.weights`); with --base,
+    an adapter in PEFT's format.
 
-    Example:
+    Examples:
       argosy checkpoint import Qwen3-0.6B --out runs/qwen
+      argosy checkpoint import lora-peft --base runs/qwen --out runs/lora
     """
     options = parse(argv, "argosy checkpoint import", Importing, inspect.getdoc(_import))
     if not is_url(options.folder):
         must_be_folder(Path(options.folder))
     with Progress(enabled=True).during(f"importing {options.folder}"):
-        from argosy.inference.huggingface import import_checkpoint
+        if options.base is not None:
+            from argosy.inference.adapters import import_adapter
 
-        import_checkpoint(options.folder, options.out)
+            import_adapter(Path(options.folder), options.base, options.out)
+        else:
+            from argosy.inference.huggingface import import_checkpoint
+
+            import_checkpoint(options.folder, options.out)
     print(f"wrote {options.out}", file=sys.stderr)
     return 0

@@ -12,6 +12,8 @@ Examples:
       side by side, at your prices
   argosy plan --model Qwen3-8B/ --cluster 8xh100 --finetune 50M
       a Hugging Face folder (its config.json is enough)
+  argosy plan --model llama3-8b --cluster 1xrtx-4090 --finetune 50M --lora 16
+      an adapter on one card
   argosy plan --model llama3-8b --cluster 8xh100 --fix "tp=2|4,compile=true"
   argosy plan --model llama3-8b --cluster 64xh100+64xa100 --html plan.html
   argosy plan --model llama3-70b --cluster 8xh100 --serve --prompt-len 2048 --output-len 512
@@ -78,6 +80,8 @@ class Options:
     finetune: Count | None = None
     """Plan fine-tuning on a data set of so many tokens, e.g. 50M: 2 epochs, and with a model 128 sequences of 4096
     tokens a step."""
+    lora: WholeCount | None = None
+    """Plan an adapter (LoRA) of this rank on all linear layers, beside frozen weights."""
     price: tyro.conf.UseAppendAction[tuple[float, ...]] = ()
     """What you pay for an hour of one device, e.g. 2.49, in USD or the cluster file's currency; default: the range in
     the catalogue. One for all clusters, or one for each."""
@@ -203,7 +207,7 @@ def _request(options: Options, cluster: str | None, price: float | None = None) 
     """Return the request about one cluster, or without one about this machine. Raises: UserError."""
     from argosy.plan.report.request import Question, of_model, of_run
 
-    names = ("global_batch", "seq_len", "tokens", "finetune", "objective", "fix", "top")
+    names = ("global_batch", "seq_len", "tokens", "finetune", "lora", "objective", "fix", "top")
     given = {name: getattr(options, name) for name in names}
     if options.serve and options.model is not None:
         given["seq_len"] = (options.prompt_len or PROMPT_LEN) + (options.output_len or OUTPUT_LEN)
@@ -259,7 +263,7 @@ def _run(source: str, asked: Question) -> RunConfig:
     """Return the run as `argosy train` would have it, as far as that is known before it has prepared its data."""
     from argosy.launch.resolve import with_known_sizes
 
-    sizes = {"train.global_batch": asked.global_batch, "data.seq_len": asked.seq_len}
+    sizes = {"train.global_batch": asked.global_batch, "data.seq_len": asked.seq_len, "lora.rank": asked.lora}
     return with_known_sizes(load(source, {key: size for key, size in sizes.items() if size is not None}))
 
 
@@ -376,7 +380,7 @@ def _print(found: PlanReport, options: Options) -> None:
 
 def _check(options: Options) -> None:
     of_serving = ("prompt_len", "output_len", "rate", "ttft_ms", "tpot_ms")
-    for name in ("global_batch", "seq_len", "tokens", "finetune", "top", *of_serving):
+    for name in ("global_batch", "seq_len", "tokens", "finetune", "lora", "top", *of_serving):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0.")

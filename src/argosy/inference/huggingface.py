@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from argosy.checkpoint.load import opened
+from argosy.checkpoint.adapter import open_weights
 from argosy.checkpoint.manifest import CheckpointManifest
-from argosy.checkpoint.weights import CheckpointWeights, write_weights
+from argosy.checkpoint.weights import write_weights
 from argosy.config.data import DataConfig
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
@@ -21,8 +22,8 @@ from argosy.errors import StorageError, UserError
 from argosy.files import commit_folder, make_folder
 from argosy.inference.trained_model import open_checkpoint
 from argosy.models import hf
+from argosy.models.lazy_weights import LazyWeights
 from argosy.models.own_family import load_family
-from argosy.plan.parameters import state_table
 
 ExportDtype = Literal["stored", "fp32", "bf16", "fp16"]
 DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,11 +40,10 @@ def export_checkpoint(path: Path, out: str | Path, dtype: ExportDtype = "stored"
     found = open_checkpoint(path, trust_code)
     load_family(found.run)
     tokenizer = found.run_dir / TOKENIZER
-    shapes = {name: parameter.shape for name, parameter in state_table(found.run.model).items()}
-    with opened(found.checkpoint) as held:
+    with open_weights(found.run, found.checkpoint) as weights:
         hf.export_folder(
             found.run.model,
-            CheckpointWeights(found.checkpoint, held, shapes),
+            weights,
             out,
             dtype=DTYPES[dtype],
             tokenizer=tokenizer if tokenizer.is_file() else None,
@@ -60,24 +60,51 @@ def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
     Raises: UserError if `run_dir` exists, or if our decoder would compute the folder's model differently; StorageError
     if it cannot be written.
     """
-    if run_dir.exists():
-        raise UserError(f"{run_dir} exists already. Choose another folder, or remove it first.")
+    refuse_existing(run_dir)
     model, weights = hf.import_folder(folder)
     tokenizer = tokenizer_of(folder)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model.vocab_size, folder)
+    data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
+    write_run(RunConfig(model=model, data=data), weights, run_dir, tokenizer, usage_of(folder))
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise UserError if a folder that is to be written exists."""
+    if folder.exists():
+        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
+
+
+def write_run(
+    run: RunConfig,
+    weights: LazyWeights,
+    run_dir: Path,
+    tokenizer: bytes | None,
+    usage: Mapping[str, bytes],
+    base_sha256: str = "",
+) -> None:
+    """Write the run folder `run_dir` with one checkpoint, of step 0 without an optimizer; whole or not at all.
+
+    Raises: StorageError if it cannot be written.
+    """
     partial = run_dir.absolute().with_name(f".{run_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         make_folder(partial)
-        data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
-        save_run(RunConfig(model=model, data=data), partial / "run.toml")
+        save_run(run, partial / "run.toml")
         if tokenizer is not None:
             (partial / TOKENIZER).write_bytes(tokenizer)
-        for name, text in usage_of(folder).items():
+        for name, text in usage.items():
             (partial / name).write_bytes(text)
         manifest = CheckpointManifest(
-            step=0, tokens=0, saved_at_s=time.time(), plan="", data_identity="", has_optimizer=False, files={}
+            step=0,
+            tokens=0,
+            saved_at_s=time.time(),
+            plan="",
+            data_identity="",
+            base_sha256=base_sha256,
+            has_optimizer=False,
+            files={},
         )
         write_weights(partial, manifest, weights)
         commit_folder(partial, run_dir)

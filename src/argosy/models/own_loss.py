@@ -28,7 +28,7 @@ class OwnLoss:
             logits = logits_CV.detach().float().requires_grad_()
             losses_C = self._losses(logits, targets_C.clamp(min=0))
             losses_C = torch.where(targets_C == IGNORED, 0.0, losses_C.float())
-        (gradient_CV,) = torch.autograd.grad(losses_C.sum(), logits)
+            (gradient_CV,) = torch.autograd.grad(losses_C.sum(), logits)
         return losses_C.detach(), gradient_CV.to(logits_CV.dtype)
 
     def _losses(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ All fields are plain numbers, so that many jobs can be stacked into one of array
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -16,6 +16,8 @@ from argosy.plan.layer_spec import DELTA_CHUNK, LayerSpec, layer_kinds, layer_sp
 from argosy.plan.parameters import (
     Parameter,
     Stage,
+    Table,
+    adapter_of,
     block_table,
     parameter_table,
     reached_layers,
@@ -109,20 +111,44 @@ class Workload:
     trained_head: Numbers = 1
     reached: Numbers = 1
     """Share of the layers that backward reaches."""
+    read_dense: Numbers = 1
+    """Share of the layers' matrices whose inputs are kept for gradients, of their own or of their adapter."""
+    read_experts: Numbers = 1
+    adapter_rank: Numbers = 0
+    """Rank of the adapter that is trained beside the weights; 0: there is none. The next are means over the layers."""
+    adapter_whole: Numbers = 0
+    """Parameters of a layer's adapters outside routed experts that tensor parallelism leaves whole on each rank."""
+    adapter_cut: Numbers = 0
+    """Those that it cuts."""
+    adapter_experts_whole: Numbers = 0
+    """The same of all routed experts."""
+    adapter_experts_cut: Numbers = 0
+    adapter_inputs: Numbers = 0
+    """Numbers that a layer's adapters read for a token."""
+    adapter_outputs: Numbers = 0
+    """Numbers that they add to for a token."""
+    adapters: Numbers = 0
+    """Adapters that a token goes through in a layer."""
+    scaled_outputs: Numbers = 0
+    """Those of `adapter_outputs` that are multiplied by lengths (DoRA)."""
 
     @classmethod
     def of(cls, run: RunConfig) -> Workload:
         """Return the workload of a step of `run`."""
         whole = cls.of_model(run.model, run.data.seq_len, run.train.global_batch)
-        if not run.train.frozen:
+        if not (run.train.frozen or run.lora.rank):
             return whole
         table = run_table(run)
-        blocks = [p for name, p in table.items() if name.startswith("blocks.") and len(p.shape) > 1]
+        matrices = {n: p for n, p in table.items() if n.startswith("blocks.") and len(p.shape) > 1 and not p.is_adapter}
+        dense, experts = ({n: p for n, p in matrices.items() if p.is_expert == of} for of in (False, True))
         embedding = table["embedding.weight"].is_trained
         return replace(
             whole,
-            trained_dense=_trained_share(p for p in blocks if not p.is_expert),
-            trained_experts=_trained_share(p for p in blocks if p.is_expert),
+            **_adapters(run, table),
+            trained_dense=_share(dense, lambda name: table[name].is_trained),
+            trained_experts=_share(experts, lambda name: table[name].is_trained),
+            read_dense=_share(dense, lambda name: _is_read(name, table)),
+            read_experts=_share(experts, lambda name: _is_read(name, table)),
             trained_embedding=embedding,
             trained_head=embedding if run.model.tie_embeddings else table["head.weight"].is_trained,
             reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.all_layers,
@@ -265,7 +291,19 @@ class Workload:
         ends = (2 - self.tied) * self.vocabulary_parameters
         trained_ends = (self.trained_embedding + (1 - self.tied) * self.trained_head) * self.vocabulary_parameters
         dense = self.matrix_parameters - experts - ends
-        return self.trained_dense * dense + self.trained_experts * experts + trained_ends
+        return self.trained_dense * dense + self.trained_experts * experts + trained_ends + self.adapter_parameters
+
+    @property
+    def adapter_parameters(self) -> Numbers:
+        """Parameters of the adapter, of all layers."""
+        dense, experts = self.adapter_whole + self.adapter_cut, self.adapter_experts_whole + self.adapter_experts_cut
+        return self.layers * (dense + experts)
+
+    @property
+    def saved_parameters(self) -> Numbers:
+        """Parameters that checkpoints hold: the adapter alone, if there is one."""
+        has_adapter = self.adapter_rank > 0
+        return has_adapter * self.adapter_parameters + (1 - has_adapter) * self.matrix_parameters
 
     @property
     def matmul_parameters(self) -> Numbers:
@@ -296,7 +334,8 @@ class Workload:
         """FLOPs of matmuls in layers, and of the head: 2 N forward, 2 N for the inputs' gradients as far as backward
         goes, 2 N for those of weights that are trained."""
         in_layers, in_head = self.matmul_parameters - self.head_parameters, self.head_parameters
-        layers = 2 * ((1 + self.reached) * in_layers + self.trained_matmul_parameters)
+        of_adapter = self.layers * self.adapter_rank * (self.adapter_inputs + self.adapter_outputs)
+        layers = 2 * ((1 + self.reached) * in_layers + self.trained_matmul_parameters + 3 * of_adapter)
         return layers, 2 * (2 + self.trained_head) * in_head
 
     @property
@@ -309,10 +348,42 @@ class Workload:
         return sum(self.matmul_flops_per_token) + (1 + 2 * self.reached) * per_pass + third
 
 
-def _trained_share(parameters: Iterable[Parameter]) -> float:
-    """Return the share of the elements that is trained; 1 if there are no parameters."""
-    sizes = [(math.prod(p.shape), p.is_trained) for p in parameters]
-    return sum(size for size, is_trained in sizes if is_trained) / sum(size for size, _ in sizes) if sizes else 1.0
+def _share(parameters: Table, counts: Callable[[str], bool]) -> float:
+    """Return the share of the elements that are in parameters whose name counts; 1 if there are no parameters."""
+    sizes = {name: math.prod(parameter.shape) for name, parameter in parameters.items()}
+    return sum(size for name, size in sizes.items() if counts(name)) / sum(sizes.values()) if sizes else 1.0
+
+
+def _is_read(name: str, table: Table) -> bool:
+    inner = table.get(f"{adapter_of(name)}.a")
+    return table[name].is_trained or (inner is not None and inner.is_trained)
+
+
+def _adapters(run: RunConfig, table: Table) -> dict[str, float]:
+    """Return the figures of the run's adapter, by the workload's names."""
+    parts = {name: p for name, p in table.items() if p.is_adapter}
+    layers, moe = run.model.layers, run.model.moe
+
+    def parameters(is_expert: bool, is_cut: bool) -> float:
+        some = (p for p in parts.values() if (p.is_expert, p.tp_dim is not None) == (is_expert, is_cut))
+        return sum(math.prod(p.shape) for p in some) / layers
+
+    def numbers(part: str, dim: int) -> float:
+        """Numbers of a token at this dim of these parts; an expert's count as often as a token goes to one."""
+        of_part = (p for name, p in parts.items() if name.endswith(f".{part}"))
+        return sum((moe.experts_per_token if p.is_expert else 1) * p.shape[dim] for p in of_part) / layers
+
+    return {
+        "adapter_rank": run.lora.rank,
+        "adapter_whole": parameters(is_expert=False, is_cut=False),
+        "adapter_cut": parameters(is_expert=False, is_cut=True),
+        "adapter_experts_whole": parameters(is_expert=True, is_cut=False),
+        "adapter_experts_cut": parameters(is_expert=True, is_cut=True),
+        "adapter_inputs": numbers("a", -1),
+        "adapter_outputs": numbers("b", -2),
+        "adapters": numbers("a", -2) / max(1, run.lora.rank),
+        "scaled_outputs": numbers("magnitude", -1),
+    }
 
 
 def matmul_parameters(model: ModelConfig) -> int:

@@ -122,3 +122,10 @@ class RankSizes:
         dense = work.attention_parameters + (1 - moe) * work.ffn_parameters + moe * work.router_and_shared_parameters
         experts = layers * moe * work.expert_parameters / plans.ep / self.expert_tp
         return layers * ((dense - whole) / plans.tp + whole), experts
+
+    def adapters(self, layers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the same of the adapter, where one is trained beside the weights."""
+        plans, work = self.plans, self.work
+        dense = layers * (work.adapter_whole + work.adapter_cut / plans.tp)
+        experts = work.adapter_experts_whole + work.adapter_experts_cut / self.expert_tp
+        return dense, layers * experts / plans.ep

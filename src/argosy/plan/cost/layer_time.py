@@ -8,7 +8,7 @@ edges, and operands that are read too seldom; c grows with the device's FLOPs fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -83,7 +83,8 @@ class LayerModel(RankSizes):
         """The mean over all layers, some of which may have experts."""
         work = self.work
         moe = work.moe_layers / work.layers
-        return self._attention() + self._feed_forward() * (1 - moe) + self.mixture * moe + self._around()
+        mlp = self._feed_forward() * (1 - moe) + self.mixture * moe
+        return self._attention() + mlp + self._adapters() + self._around()
 
     def _matmul(self, m: Numbers, k: Numbers, n: Numbers, rate: Numbers | None = None) -> LayerTime:
         """Return the forward of a matmul, with the conversions to a narrow format."""
@@ -178,6 +179,16 @@ class LayerModel(RankSizes):
     def _around(self) -> LayerTime:
         widths = self.constants.pointwise + 3 * self.system.dropout
         return self._moving(widths * self.tokens / self.sequence_ranks * self.work.width)
+
+    def _adapters(self) -> LayerTime:
+        """Return the adapters beside a layer's matrices. They are so narrow that reading their inputs, and writing,
+        reading and adding their outputs, takes the time, or else the matmuls of a high rank, which have two in
+        backward for one in forward, as pointwise operations about have."""
+        work, tokens, tp = self.work, self.tokens, self.plans.tp
+        flops = 2 * tokens * work.adapter_rank * (work.adapter_inputs + work.adapter_outputs) / tp
+        moved = tokens * (work.adapter_inputs + 3 * work.adapter_outputs + 2 * work.scaled_outputs) / tp
+        moving = self._moving(moved)
+        return replace(moving, pointwise=np.maximum(moving.pointwise, flops / self.matmul_flops_per_s))
 
     def _moving(self, elements: Numbers) -> LayerTime:
         """Return pointwise operations that read or write so many elements of memory."""

@@ -174,11 +174,12 @@ class WaitModel(LayerModel):
         gathers = gathers + (self._forwards - 1 - self.work.reached) * system.gathers_recomputed
         times = np.where(system.sums_once > 0, 1 / self.microbatches, 1.0)
         moved = (system.gathers - 1) * (gathers + times) * gather_s(0.0, self.shard_group)
-        trained = self.work.trained_dense, self.work.trained_experts
+        beside, beside_experts = self.adapters(1.0)
+        trained = dense * self.work.trained_dense + beside, experts * self.work.trained_experts + beside_experts
         groups = self.shard_group, self.expert_shard_group
-        for parameters, share, group in zip((dense, experts), trained, groups, strict=True):
+        for parameters, summed, group in zip((dense, experts), trained, groups, strict=True):
             gather = gather_s(parameters * self.activation_bytes, group) * gathers
-            both = gather + times * gather_s(parameters * share * system.reduced_bytes, group)
+            both = gather + times * gather_s(summed * system.reduced_bytes, group)
             moved = moved + np.where(parameters > 0, both, 0.0)
         room = np.maximum(0.0, compute - self.taken_s(self.shard_group))
         under = np.maximum(room, moved) - room + self.constants.exposed_gradients * np.minimum(moved, room)

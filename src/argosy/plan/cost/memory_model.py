@@ -35,8 +35,11 @@ LOSS_CHUNK_LOGITS = 8 * 2**20
 """Logits that exist at once if the loss is computed in chunks (`models.loss`)."""
 LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 22
 """Bytes of each: once in the arithmetic's format, twice in fp32, and its gradient; eager, also what lies between."""
-EAGER_WIDTHS, EAGER_FFN = 6, 1
-"""Widths that eager blocks keep more: fp32 inputs and results of norms; the activation of the gate."""
+EAGER_WIDTHS, EAGER_FFN, FROZEN_NORM_WIDTHS = 6, 1, 5
+"""Widths that eager blocks keep more: fp32 inputs and results of norms; the activation of the gate. Beside an adapter
+norms are frozen, and nothing reads their results."""
+KEPT_FLOPS_PER_BYTE = 8
+"""As `parallel.recompute`: selective recompute keeps results that cost more to compute again, an adapter's too."""
 DROPOUT_BYTES = 1
 
 
@@ -108,11 +111,16 @@ class MemoryModel(RankSizes):
         trained_ends = trained_ends + projections * work.trained_dense
         whole, share = dense + ends + experts, self._shared(dense + ends, experts)
         held = np.where(plans.zero == 3, share, whole)
-        dense, experts = dense * work.trained_dense, experts * work.trained_experts
+        beside, beside_experts = self.adapters(layers)
+        dense = dense * work.trained_dense + beside
+        experts = experts * work.trained_experts + beside_experts
         trained = dense + trained_ends + experts
         mine = self._shared(dense + trained_ends, experts)
         summed = np.where((plans.zero <= 1) | self._adds_up, trained, mine)
         weight_bytes = np.where(plans.is_("weights", "bf16"), 2.0, system.weight_bytes)
+        adapter = np.where(plans.zero == 3, self._shared(beside, beside_experts), beside + beside_experts)
+        base_bytes = np.where(self._has_adapter & ~plans.is_("precision", "fp32", "fp16"), 2.0, weight_bytes)
+        saved = np.where(self._has_adapter, self._shared(beside, beside_experts), share)
         in_flight = self._in_flight(first, layers)
         kept = work.reached * in_flight * self._kept
         left = work.reached * in_flight * (self._kept - self.moved)
@@ -124,7 +132,7 @@ class MemoryModel(RankSizes):
         update = np.maximum(0.0, mine * system.update_bytes - comes_and_goes)
         first_held = system.checks_gradients * trained * system.gradient_bytes
         used = Footprint(
-            weights=held * weight_bytes,
+            weights=held * base_bytes + adapter * weight_bytes,
             gradients=first_held
             + self._beside(kept, summed * system.gradient_bytes, trained_ends * system.gradient_bytes),
             optimizer=np.where(self.offloads_optimizer, 0.0, mine * system.moment_bytes + update),
@@ -135,7 +143,7 @@ class MemoryModel(RankSizes):
             workspace=constants.workspace_bytes
             + np.where(self.eager, 0.0, system.compiler_bytes)
             + self._received()
-            + system.saves_here * self._saved(share, mine, weight_bytes),
+            + system.saves_here * self._saved(saved, mine, weight_bytes),
             reserve=np.zeros(1),
         )
         return Footprint(**{**vars(used), "reserve": constants.fragmentation * (comes_and_goes + update)})
@@ -149,6 +157,10 @@ class MemoryModel(RankSizes):
         usual = np.where(self.system.balanced_stages > 0, dealt / plans.pp, full)
         said = plans.most_layers
         return np.where(said > 0, said, usual)
+
+    @property
+    def _has_adapter(self) -> NDArray[np.bool_]:
+        return np.asarray(self.work.adapter_rank) > 0
 
     @property
     def _adds_up(self) -> NDArray[np.bool_]:
@@ -212,7 +224,8 @@ class MemoryModel(RankSizes):
     def _of_layer(self) -> Numbers:
         """Bytes that one layer keeps of one microbatch without recompute; the mean over layers."""
         work, system = self.work, self.system
-        wider = np.where(self.eager, EAGER_WIDTHS - system.kept_widths, 0) * work.width / self.sequence_ranks
+        widths = EAGER_WIDTHS - FROZEN_NORM_WIDTHS * self._has_adapter - system.kept_widths
+        wider = np.where(self.eager, widths, 0) * work.width / self.sequence_ranks
         ffn = self._feed_forward(work.ffn_matrices + EAGER_FFN * self.eager) - self._feed_forward(work.ffn_matrices)
         return self._fused_layer + self.tokens * (wider + ffn) * self.activation_bytes + self._casts
 
@@ -222,7 +235,7 @@ class MemoryModel(RankSizes):
         hidden = (4 + system.kept_widths) * work.width / self.sequence_ranks + self._inputs
         elements = hidden + self._attention + self._feed_forward(work.ffn_matrices)
         masks = system.dropout * 2 * DROPOUT_BYTES * work.width / self.sequence_ranks
-        elements = elements - self._not_read
+        elements = elements - self._not_read + work.adapter_rank * work.adapters + work.scaled_outputs / self.plans.tp
         return self.tokens * (elements * self.activation_bytes + masks + self._scores)
 
     @cached_property
@@ -230,7 +243,7 @@ class MemoryModel(RankSizes):
         """Elements for a token that a layer does not keep: only gradients of frozen weights would read them."""
         plans, work = self.plans, self.work
         reached = np.maximum(work.reached, 1 / work.layers)
-        dense, experts = (np.maximum(0, 1 - n / reached) for n in (work.trained_dense, work.trained_experts))
+        dense, experts = (np.maximum(0, 1 - n / reached) for n in (work.read_dense, work.read_experts))
         moe = work.moe_layers / work.layers
         routed = experts * work.experts_per_token * (work.width + work.expert_ffn_width)
         inner = (1 - moe) * dense * work.ffn_width + moe * (dense * work.shared_ffn_width + routed)
@@ -246,6 +259,7 @@ class MemoryModel(RankSizes):
         """Bytes of a layer's weights cast to the format of the arithmetic: eager autograd keeps them too."""
         plans = self.plans
         is_cast = ~plans.is_("precision", "fp32") & plans.is_("weights", "fp32") & ~plans.shards_parameters
+        is_cast = is_cast & (~self._has_adapter | plans.is_("precision", "fp16"))
         return np.where(self.eager & is_cast, sum(self.parameters(1.0)) * self.activation_bytes, 0.0)
 
     @cached_property
@@ -263,6 +277,8 @@ class MemoryModel(RankSizes):
         whole = self._of_layer
         hidden = 3 * work.width / self.sequence_ranks + self._inputs
         results = hidden + self._attention + self._feed_forward(work.ffn_matrices - 1)
+        is_dear = 2 * work.adapter_rank / self.activation_bytes > KEPT_FLOPS_PER_BYTE
+        results = results + np.where(is_dear, work.adapter_outputs / plans.tp, 0)
         of_matmuls = self.tokens * (results * self.activation_bytes + self._scores + self._delta_results)
         cheap = np.where(system.selective > 0, system.selective * self._fused_layer, of_matmuls)
         cheap = np.where(system.flash > 0, cheap, whole - self.tokens * self._scores)
@@ -332,5 +348,6 @@ class MemoryModel(RankSizes):
         dense, experts = self.parameters(1.0)
         parameters = np.where(plans.pp > 1, layers, np.minimum(2, layers)) * (dense + experts)
         trained = dense * self.work.trained_dense + experts * self.work.trained_experts + trained_ends
+        trained = trained + sum(self.adapters(1.0))
         gradients = np.where(self._adds_up, 0, trained * self.system.gradient_bytes)
         return np.where(plans.shards_parameters, parameters * self.activation_bytes + gradients, 0.0)

@@ -199,7 +199,8 @@ class StepModel(WaitModel):
         work = self.work
         dense, experts = self.parameters(work.layers / self.plans.pp)
         ends = np.maximum(work.trained_embedding, work.trained_head) * work.vocabulary_parameters / self.plans.tp
-        return dense * work.trained_dense + ends, experts * work.trained_experts
+        beside, beside_experts = self.adapters(work.layers / self.plans.pp)
+        return dense * work.trained_dense + ends + beside, experts * work.trained_experts + beside_experts
 
     def _sum_s(self, message: Numbers) -> Numbers:
         """Return the seconds of one message's sum under ZeRO 0 to 2: inside replicas, and over them."""

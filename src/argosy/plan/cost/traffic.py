@@ -314,6 +314,7 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         gathers = both_ways + stage.last + into_embedding + further + embeds
         yield Collective("tp", "all_gather", hidden * gathers, plan.tp)
         sums = both_ways - last_sums + stage.first + out_of_norm + 2 * further
+        sums -= stage.first and bool(reached) and run.lora.rank > 0  # nothing is trained before the first adapter
         yield Collective("tp", "reduce_scatter", hidden * sums, plan.tp)
         if stage.last:
             yield Collective("tp", "all_gather", 8 * plan.tp * tokens * (1 + further), plan.tp)
@@ -335,13 +336,12 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         computed = layers_on(model, stage)
         specs = {layer: layer_spec(model, layer) for layer in computed}
         repeated, reached = set(_recomputed(plan, run, stage)), set(reached_layers(run, stage))
-        exchanging = [layer for layer in computed if plan.context == "ulysses" or specs[layer].delta_net]
-        times = {layer: 1 + (layer in reached) + (layer in repeated) for layer in exchanging}
-        if of_states := sum(times[layer] for layer in exchanging if specs[layer].delta_net):
+        times = {layer: 1 + (layer in reached) + (layer in repeated) for layer in computed}
+        if of_states := sum(times[layer] for layer in computed if specs[layer].delta_net):
             yield Collective("cp", "all_to_all", of_states * _tokens(plan, run, rank) * int(streams) // plan.tp * e, n)
         if plan.context == "ulysses":
-            exchanged = (sum(times.values()) - of_states) * (2 * heads + 2 * max(kv_heads, n))
-            yield Collective("cp", "all_to_all", exchanged * _tokens(plan, run, rank) * width * e, n)
+            exchanged = (sum(times.values()) - of_states) * 2 * (heads + max(kv_heads, n)) * width
+            yield Collective("cp", "all_to_all", exchanged * _tokens(plan, run, rank) * e, n)
         else:
             ring = [layer for layer in computed if not specs[layer].window and not specs[layer].delta_net]
             layers, back = len(ring), len(reached.intersection(ring))
@@ -354,7 +354,7 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
                 if spec.window:  # only the tokens before a rank's chunks travel, and their gradients
                     halo = halo_tokens(place_of(rank, plan)["cp"], n, run.data.seq_len // (2 * n), spec.window)
                     sent = 2 * kv_heads * width * _rows(plan, run, rank) * halo * e
-                    yield Collective("cp", "all_to_all", (1 + (layer in reached) + (layer in repeated)) * sent, n)
+                    yield Collective("cp", "all_to_all", times[layer] * sent, n)
 
 
 def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:

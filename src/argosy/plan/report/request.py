@@ -42,6 +42,8 @@ class Question:
     """Tokens to train on; None: 20 for each active parameter."""
     finetune: float | None = None
     """Tokens of a data set to fine-tune on, in place of `tokens`."""
+    lora: int | None = None
+    """Rank of an adapter that is trained beside the weights."""
     objective: Objective = "time"
     fix: str = ""
     top: int = 10
@@ -156,7 +158,9 @@ def _run_of_model(
         batch = devices if asked.serving else law
         if not asked.serving:
             of_batch.append(f"Assumed: --global-batch {batch} ({why}).")
-    sizes = {"data.seq_len": seq_len, "train.global_batch": batch}
+    sizes: dict[str, object] = {"data.seq_len": seq_len, "train.global_batch": batch}
+    if asked.lora is not None:
+        sizes["lora.rank"] = asked.lora
     whole = load(None, chosen | sizes, overrides_mark="--")
     return whole.model_copy(update={"model": run.model}), assumed + more, of_batch
 

@@ -64,7 +64,7 @@ class WholeRunModel:
     def failures(self, devices: NDArray[np.int64], step_s: Numbers) -> Goodput:
         """Return the effect of failures on jobs on so many devices of a site."""
         work, moment_bytes = self.costs.workload, self.costs.system.moment_bytes
-        state_bytes = float(4 * work.matrix_parameters + moment_bytes * work.trained_parameters)
+        state_bytes = float(4 * work.saved_parameters + moment_bytes * work.trained_parameters)
         used = np.asarray(devices * self.sites, float)
         saving = checkpoint_cost(self.cluster, state_bytes, used, self.run.checkpoint.background)
         return goodput(self.cluster, saving, used, step_s=step_s)
