@@ -201,6 +201,27 @@ def _deepseek_v3(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
     return _deepseek_experts(draw, sizes) | _latent(draw, sizes)
 
 
+def _qwen3_5(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
+    layers, key_heads = sizes["num_hidden_layers"], draw([1, 2])
+    between = (draw(["linear_attention", "full_attention"]) for _ in range(layers - 2))
+    kinds = ["linear_attention", *between, "full_attention"]  # transformers' cache wants one of the latter
+    return {
+        "layer_types": kinds,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw([1, 2, 3]),
+        "linear_key_head_dim": draw([16, 20]),
+        "linear_value_head_dim": draw([8, 12]),
+        "linear_conv_kernel_dim": draw([2, 4]),
+        "head_dim": draw([8, 16]),
+        "attention_bias": draw([False, True]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": draw([0.25, 0.5, 1.0])},
+    }
+
+
+def _gated_experts(draw: Draw) -> dict[str, Any]:
+    return _experts(draw) | {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+
+
 Drawn = Callable[[Draw, dict[str, Any]], dict[str, Any]]
 DRAWN: dict[str, Drawn] = {
     "llama": _llama,
@@ -242,6 +263,9 @@ DRAWN: dict[str, Drawn] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
+    "qwen3_next": lambda d, s: _qwen3_5(d, s) | _sparse(d, s) | _gated_experts(d),
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": lambda d, s: _qwen3_5(d, s) | _gated_experts(d),
 }
 """Family -> what a drawn configuration says beside the sizes."""
 assert set(DRAWN) == set(FAMILIES) == set(CLASSES)
@@ -263,7 +287,13 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" in name or name.endswith("embed_scale"):
                 continue
-            if weight.dim() == 1:
+            if name.endswith("conv1d.weight"):
+                weight.normal_()
+            elif name.endswith(
+                "linear_attn.norm.weight"
+            ):  # it makes results alike that are nearly 0, with their rounding
+                weight.normal_(std=0.1)
+            elif weight.dim() == 1:
                 weight.add_(torch.randn_like(weight) * 0.3)
             elif weight.dim() > 2 or "router" in name or "mlp.gate." in name or "block_sparse_moe" in name:
                 weight.normal_(std=0.2)

@@ -27,9 +27,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from argosy.config.model import ModelConfig
 from argosy.models import hf
 from argosy.models.decoder import Decoder, document_positions
+from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.experts import moe_layers
 from argosy.parallel.world import World
-from argosy.plan.layer_spec import layer_spec
+from argosy.plan.layer_spec import DELTA_CHUNK, layer_spec
 from argosy.plan.workload import Workload, parameters
 from drawn_families import DRAWN, Draw, draw_config, family_entry, random_model
 from families_in_worlds import END_OF_DOCUMENT, by_transformers, errors, plans_of, under_plan, under_plans
@@ -81,16 +82,22 @@ def index_is_right(ours: Decoder, stored: Mapping[str, Tensor], folder: Path) ->
 
 
 def counted_flops(ours: Decoder, tokens: Tensor) -> int:
-    """Return the FLOPs of a forward and backward, as torch counts them."""
+    """Return the FLOPs of a forward and backward, as torch counts them, without those of delta-nets computed again."""
+    delta_nets = [module for module in ours.modules() if isinstance(module, GatedDeltaNet)]
+    for net in delta_nets:
+        net.recomputes = False
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         ours(tokens, tokens).backward()
+    for net in delta_nets:
+        net.recomputes = True
     ours.zero_grad()
     return counter.get_total_flops()
 
 
 def expected_flops(config: ModelConfig, tokens: Tensor) -> float:
     """Return what `counted_flops` is by the planner's formula, and what that leaves out: in attention the masked half,
-    the padding of narrow values and scores that are computed again; and adding up what several experts found."""
+    the padding of narrow values and scores that are computed again; in delta-nets the filling of the last chunk; and
+    adding up what several experts found."""
     work = Workload.of_model(config, SEQ_LEN, len(tokens))
     attention = 0.0
     for layer in range(config.layers):
@@ -100,7 +107,9 @@ def expected_flops(config: ModelConfig, tokens: Tensor) -> float:
         attention += (3.5 if in_blocks else 3) * 4 * spec.heads * width * spec.seen(SEQ_LEN)
     several = work.experts_per_token > 1
     added_up = 6 * work.moe_layers * work.experts_per_token * work.width * several
-    return tokens.numel() * (sum(work.matmul_flops_per_token) + attention + added_up)
+    delta = work.delta_layers * (3 * work.delta_flops_per_token + work.delta_solve_flops_per_token)
+    in_chunks = len(tokens) * -(-SEQ_LEN // DELTA_CHUNK) * DELTA_CHUNK
+    return tokens.numel() * (sum(work.matmul_flops_per_token) + attention + added_up) + in_chunks * delta
 
 
 def card_under_plans(family: str, draw: Draw, workers: WorkerPool) -> dict[str, Card]:
@@ -120,10 +129,11 @@ def card_under_plans(family: str, draw: Draw, workers: WorkerPool) -> dict[str, 
 
 
 def plannable(family: str, seed: int) -> Draw:
-    """Return draws of a configuration that can have a plan of tensor parallelism: it has more than one head."""
+    """Return draws of a configuration that can have a plan of tensor parallelism: two ranks can share its heads."""
     for again in count():
         key = f"{family}/{seed}/{again}"
-        if draw_config(family, random.Random(key).choice).num_attention_heads > 1:
+        config = draw_config(family, random.Random(key).choice)
+        if config.num_attention_heads > 1 and getattr(config, "linear_num_key_heads", 2) % 2 == 0:
             return random.Random(key).choice
     raise AssertionError
 

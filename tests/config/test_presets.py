@@ -57,6 +57,10 @@ OTHERS = {  # likewise, without parts for images and modules for several tokens 
     "phi3-mini": 3.821,
     "phi4": 14.66,
     "qwen2-57b-a14b": 57.41,
+    "qwen3-next-80b-a3b": 79.674,
+    "qwen3.5-4b": 4.206,
+    "qwen3.5-9b": 8.954,
+    "qwen3.5-35b-a3b": 34.661,
     "seed-oss-36b": 36.151,
     "smollm3-3b": 3.075,
 }

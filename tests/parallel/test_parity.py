@@ -87,6 +87,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "family": "qwen2_moe", "qkv_bias": True,
         "moe": EXPERTS | {"shared_experts": 1, "shared_gate": True, "shared_ffn_width": 24, "every": 2},
     },
+    "qwen3_next": {
+        "family": "qwen3_next", "qk_norm": True, "norms": {"zero_centered": True},
+        "attention": {"layers": ["linear", "linear", "linear", "full"], "gate": True, "rotary_width": 2},
+        "delta_net": {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 6},
+        "moe": EXPERTS | {"shared_experts": 1, "shared_gate": True, "shared_ffn_width": 24},
+    },
 }  # fmt: skip
 
 QUICK = [
@@ -109,6 +115,7 @@ QUICK = [
     ("gemma2", "cp=2,tp=2,microbatch=4"),
     ("olmo3", "tp=4,microbatch=4"),
     ("gpt_oss", "cp=2,ep=2,microbatch=4"),
+    ("qwen3_next", "cp=2,tp=2,microbatch=4"),
     ("mtp", "pp=2,tp=2,microbatch=2"),
     ("mtp", "cp=2,ep=2,zero=3,microbatch=4"),
 ]
@@ -116,13 +123,13 @@ QUICK = [
 
 LAYERS_THAT_DIFFER = [
     (family, plan)
-    for family in ("gemma2", "olmo3", "cohere2", "nemotron", "gpt_oss", "qwen2_moe")
+    for family in ("gemma2", "olmo3", "cohere2", "nemotron", "gpt_oss", "qwen2_moe", "qwen3_next")
     for plan in (
         "cp=2,microbatch=4", "cp=2,context=ulysses,microbatch=4", "cp=4,microbatch=4", "tp=2,microbatch=4",
         "tp=4,microbatch=4", "pp=2,microbatch=2", "dp_shard=2,zero=3,microbatch=4",
         "dp_shard=2,tp=2,zero=3,recompute=full,microbatch=4", "cp=2,pp=2,microbatch=2",
     )
-] + [(family, plan) for family in ("gpt_oss", "qwen2_moe") for plan in (
+] + [(family, plan) for family in ("gpt_oss", "qwen2_moe", "qwen3_next") for plan in (
     "dp_shard=2,ep=2,microbatch=4", "dp_shard=2,tp=2,ep=2,recompute=selective,microbatch=4",
 )]  # fmt: skip
 """Families whose layers differ, or have parts that others lack, on every axis."""

@@ -104,6 +104,23 @@ def test_flops_are_those_that_a_step_executes(variant, seq_len):
     assert counted == pytest.approx(train_flops_per_token(config, seq_len) + causal_half, rel=0.02)
 
 
+DELTA = {"key_heads": 2, "value_heads": 4, "key_width": 16, "value_width": 24}
+
+
+def test_flops_of_a_delta_net_are_those_that_a_step_executes():
+    config = ModelConfig.model_validate(
+        SMALL.model_dump() | {"attention": {"layers": ["linear"]}, "delta_net": DELTA, "family": "qwen3_5_text"}
+    )
+    model = Decoder(config)
+    materialize(model, config, torch.device("cpu"), 0)
+    for block in model.blocks.values():
+        block.attention.recomputes = False
+    tokens_BT = torch.zeros(2, 128, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens_BT, tokens_BT).backward()
+    assert counter.get_total_flops() / 256 == pytest.approx(train_flops_per_token(config, 128), rel=1e-6)
+
+
 def test_llama3_8b_at_its_training_length_is_the_known_figure():
     """6 x 7.5 billion matmul parameters, and 6 x 32 layers x 8192 x 4096 of attention."""
     assert train_flops_per_token(LLAMA3_8B, 8192) == pytest.approx(4.503e10 + 6.44e9, rel=1e-3)

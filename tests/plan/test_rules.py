@@ -59,6 +59,12 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         "plan.tp = 4 and model.kv_heads = 6: one must divide the other",
     ),
     (
+        rules.delta_heads_are_dealt_out,
+        "tp=2,cp=2",
+        {"model": {"attention": {"layers": ["linear"]}, "delta_net": {"key_heads": 6, "value_heads": 6}}},
+        "plan.tp x cp = 4 must divide model.delta_net.key_heads = 6. Try [1, 2, 3, 6].",
+    ),
+    (
         rules.feed_forward_is_dealt_out,
         "tp=4",
         {"model": {"ffn_width": 66}},

@@ -19,7 +19,7 @@ def test_flops_and_parameters_are_those_of_the_model(preset):
     model = model.model_copy(update={"vocab_size": model.vocab_size or 4096})
     work = Workload.of_model(model, seq_len=512, global_batch=16)
     table = parameter_table(model)
-    matrices = {name: p for name, p in table.items() if len(p.shape) > 1 and not name.endswith("bias")}
+    matrices = {name: p for name, p in table.items() if len(p.shape) > 1 and not name.endswith(("bias", "_conv"))}
     assert work.matrix_parameters == sum(math.prod(p.shape) for p in matrices.values())
     looked_up = 0 if model.tie_embeddings else model.vocab_size * model.width
     vectors = sum(

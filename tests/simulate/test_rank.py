@@ -38,6 +38,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_width": 4,
         "mla": {"q_rank": 12, "kv_rank": 8, "nope_width": 8, "rope_width": 4, "value_width": 8},
     },
+    "linear": {
+        **UNEVEN,
+        "attention": {"layers": ["linear", "full"]},
+        "delta_net": {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 6},
+    },
 }
 QUICK = [
     ("dense", "dp_shard=2,zero=3,microbatch=2"),
@@ -69,6 +74,9 @@ SLOW = [
     ("experts", "dp_shard=2,ep=2,tp=2,zero=1"),
     ("experts", "tp=2,precision=bf16"),
     ("latent", "tp=2,microbatch=2"),
+    ("linear", "tp=2,microbatch=2"),
+    ("linear", "cp=2,dp_shard=2,recompute=full"),
+    ("linear", "recompute=selective,precision=bf16"),
 ]
 LAST, BOTH_ENDS = (-1,), (0, -1)
 TABLE = [
@@ -131,6 +139,8 @@ def test_a_simulated_rank_allocates_and_sends_what_a_real_one_does(
         ("dense", "tp=2,dp_shard=4,dp_replicate=2,zero=3,precision=bf16", 5),
         pytest.param("experts", "dp_shard=8,ep=4,zero=1", 3, marks=pytest.mark.slow),
         pytest.param("tied", "pp=2,tp=2,dp_shard=2,zero=2,microbatch=2", 6, marks=pytest.mark.slow),
+        ("linear", "tp=2,cp=2,microbatch=2", 3),
+        pytest.param("linear", "cp=4,context=ulysses,recompute=full,microbatch=2", 3, marks=pytest.mark.slow),
     ],
 )
 def test_it_holds_and_sends_what_the_formulas_say(model: str, plan: str, rank: int) -> None:

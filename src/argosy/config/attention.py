@@ -1,5 +1,5 @@
-"""The run file's tables `model.attention`, `model.norms`, `model.mla` and `model.rope_scaling`: the parts of attention,
-the places of norms, latent attention, and the stretching of rotary frequencies.
+"""The run file's tables `model.attention`, `model.norms`, `model.mla`, `model.delta_net` and `model.rope_scaling`: the
+parts of attention, the places of norms, latent and linear attention, and the stretching of rotary frequencies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from argosy.config.section import Section
 
-AttentionKind = Literal["full", "sliding"]
+AttentionKind = Literal["full", "sliding", "linear"]
 
 
 class RopeScaling(Section):
@@ -40,7 +40,8 @@ class AttentionConfig(Section):
     """Attention layer by layer: windows, rotary embedding, norms of queries and keys. Lists are repeated."""
 
     layers: tuple[AttentionKind, ...] = ()
-    """Kinds of the layers' attention, e.g. five times sliding, then full (Gemma 3); empty: all are full."""
+    """Kinds of the layers' attention, e.g. five times sliding, then full (Gemma 3), or three times linear, then full
+    (Qwen3-Next; linear is the gated delta-net of model.delta_net); empty: all are full."""
     window: NonNegativeInt = 0
     """sliding: the last so many tokens that a token sees, itself included."""
     rotary_layers: tuple[bool, ...] = ()
@@ -123,4 +124,31 @@ class MLAConfig(Section):
                 f"value_width = {self.value_width} is more than nope_width + rope_width = {self.key_width}; "
                 f"try {self.key_width} or less"
             )
+        return self
+
+
+class DeltaNetConfig(Section):
+    """Gated delta-net (Yang, Kautz & Hatamizadeh 2024): attention of cost linear in the sequence, whose state is one
+    matrix a head. Layers whose kind in attention.layers is linear have it."""
+
+    key_heads: NonNegativeInt = 0
+    """Query and key heads; 0: no layer is linear."""
+    value_heads: NonNegativeInt = 0
+    """Value heads, a multiple of key_heads; each has a state of key_width x value_width."""
+    key_width: PositiveInt = 128
+    """Width of a query or key head."""
+    value_width: PositiveInt = 128
+    """Width of a value head."""
+    conv_width: PositiveInt = 4
+    """Tokens, itself included, that the short convolution of queries, keys and values mixes into one."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.key_heads and (not self.value_heads or self.value_heads % self.key_heads):
+            raise ValueError(
+                f"value_heads = {self.value_heads} is no multiple of key_heads = {self.key_heads}; "
+                f"try {max(1, self.value_heads // self.key_heads) * self.key_heads}"
+            )
+        if self.value_heads and not self.key_heads:
+            raise ValueError(f"value_heads = {self.value_heads} with key_heads = 0; give key_heads too")
         return self

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from argosy.config.attention import AttentionConfig, MLAConfig, NormConfig, RopeScaling
+from argosy.config.attention import AttentionConfig, DeltaNetConfig, MLAConfig, NormConfig, RopeScaling
 from argosy.config.extend import one_of_or_own
 from argosy.config.section import Section
 
@@ -44,7 +44,7 @@ FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4", "granite",
     "smollm3", "glm", "glm4", "phi3", "cohere", "cohere2", "seed_oss", "nemotron", "ernie4_5",
     "hunyuan_v1_dense", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "glm4_moe", "dots1",
-    "deepseek_v2", "deepseek_v3", "kimi_k2",
+    "deepseek_v2", "deepseek_v3", "kimi_k2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 """The model types that export and import know."""
 UNGATED = ("nemotron",)
@@ -176,6 +176,7 @@ class ModelConfig(Section):
     attention: AttentionConfig = AttentionConfig()
     norms: NormConfig = NormConfig()
     mla: MLAConfig = MLAConfig()
+    delta_net: DeltaNetConfig = DeltaNetConfig()
     mtp: MTPConfig = MTPConfig()
     mup: MuPConfig = MuPConfig()
     vocab_size: NonNegativeInt = 0
@@ -255,6 +256,17 @@ class ModelConfig(Section):
         if width > self.head_width:
             raise ValueError(
                 f"attention.rotary_width = {width} is more than head_width = {self.head_width}; leave it out"
+            )
+        if ("linear" in self.attention.layers) != bool(self.delta_net.key_heads):
+            raise ValueError(
+                f"delta_net.key_heads = {self.delta_net.key_heads} and attention.layers = "
+                f"{list(self.attention.layers)}: layers are linear if and only if delta_net says their heads; "
+                'give both, e.g. layers = ["linear", "linear", "linear", "full"], or neither'
+            )
+        if self.delta_net.key_heads and self.mtp.modules:
+            raise ValueError(
+                f"mtp.modules = {self.mtp.modules} with delta_net.key_heads = {self.delta_net.key_heads}: modules that "
+                "predict further tokens are not supported beside linear layers; set mtp.modules = 0"
             )
         if (self.activation == "clamped_swiglu") != bool(self.ffn_limit):
             raise ValueError(

@@ -75,8 +75,8 @@ class ScheduleConfig(Section):
     """Learning rate at the end over its peak."""
 
 
-NOT_HIDDEN = ("embedding", "head", "router")
-"""Modules whose matrices Muon leaves to AdamW: their rows stand for tokens or experts, one by one (Jordan 2024)."""
+NOT_HIDDEN = ("embedding", "head", "router", "q_conv", "k_conv", "v_conv")
+"""Matrices that Muon leaves to AdamW: their rows stand for tokens, experts or channels, one by one (Jordan 2024)."""
 LEAST_INT8 = 4096
 """Smaller parameters keep fp32 state under `state = "int8"` (Dettmers et al. 2022)."""
 

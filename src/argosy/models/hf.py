@@ -130,7 +130,8 @@ def _parts(
 
 def _factored(name: str, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
     if (factor := folded_factor(name, config)) != 1.0:
-        weight = weight * factor
+        shift = float(config.norms.zero_centered and "norm" in name)  # the factor of such a norm is one plus the weight
+        weight = (weight + shift) * factor - shift
     return weight.to(dtype)
 
 
@@ -272,6 +273,8 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         known.pop("lm_head.weight", None)
+    if skipped := family_of(config.family).skipped:
+        known = {n: w for n, w in known.items() if not n.startswith(skipped)}
     config, known = _further_of(config, known, folder)
     pieces, shapes = pieces_of(config), _shapes(config)
     _check_names(known.keys(), {name for piece in pieces for name in piece.theirs}, folder.name)

@@ -64,6 +64,9 @@ HARMLESS = frozenset(
         "tie_word_embeddings",
         "num_nextn_predict_layers",
         "num_mtp_layers",
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+        "mamba_ssm_dtype",
         "max_window_layers",
         "sliding_window",
         "attention_dropout",
@@ -188,7 +191,8 @@ def _refuse_sizes_of_other_classes(config: ModelConfig) -> None:
 def _refuse_what_the_class_cannot_say(config: ModelConfig, values: Mapping[str, Any]) -> None:
     """Raise UserError unless reading what is written gives the model again."""
     family = FAMILIES[config.family]
-    for field, wanted in ({"moe.experts": 0, "mla.kv_rank": 0, "mtp.modules": 0} | family.fixed).items():
+    none = {"moe.experts": 0, "mla.kv_rank": 0, "delta_net.key_heads": 0, "mtp.modules": 0}
+    for field, wanted in (none | family.fixed).items():
         known = field in _keys(family) or field in family.converted
         if not known and value_of(config, field) != wanted and field not in ONLY_IN_TRAINING - {"moe.balance"}:
             _refuse_field(config, field, wanted)
@@ -224,7 +228,8 @@ def _differences(config: ModelConfig, other: ModelConfig) -> Iterator[tuple[str,
 def _unused(config: ModelConfig, field: str) -> bool:
     """Return True for a setting of a part that the model does not have."""
     table = field.rpartition(".")[0]
-    return (table == "moe" and not config.moe.experts) or (table == "mla" and not config.mla.kv_rank)
+    parts = {"moe": config.moe.experts, "mla": config.mla.kv_rank, "delta_net": config.delta_net.key_heads}
+    return not parts.get(table, 1)
 
 
 def _refuse_field(config: ModelConfig, field: str, wanted: object) -> None:
@@ -250,7 +255,7 @@ def config_from_json(values: Mapping[str, Any], file: Path | str) -> ModelConfig
     if "rope_parameters" in written:
         given["rope_scaling"] = written.get("rope_scaling")
     _refuse_what_differs(values, given, known, file)
-    for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size"):
+    for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", theirs["ffn_width"], "vocab_size"):
         if key not in given:
             raise UserError(f"{file}: {key} is missing. Add it, as the model's authors give it.")
     given.setdefault("num_key_value_heads", given["num_attention_heads"])
@@ -293,6 +298,7 @@ class ConfigJson(BaseModel):
     sliding_window_pattern: Annotated[PositiveInt, Field(le=MOST_LAYERS)] | None = None
     no_rope_layers: Annotated[list[int], Field(max_length=MOST_LAYERS)] | None = None
     no_rope_layer_interval: PositiveInt | None = None
+    full_attention_interval: Annotated[PositiveInt, Field(le=MOST_LAYERS)] | None = None
     partial_rotary_factor: Annotated[PositiveFloat, Field(le=1.0)] | None = None
     rope_local_base_freq: PositiveFloat | None = None
     hidden_act: str | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 from argosy.errors import UserError
 from argosy.models.hf_dense import DENSE_FAMILIES
 from argosy.models.hf_family import Family
+from argosy.models.hf_linear import LINEAR_FAMILIES
 from argosy.models.hf_mixtures import MIXTURES
 from argosy.models.own_family import declared_family
 
-FAMILIES = DENSE_FAMILIES | MIXTURES
+FAMILIES = DENSE_FAMILIES | MIXTURES | LINEAR_FAMILIES
 """`ModelConfig.family`, which is also the `model_type` of config.json -> the class."""
 
 

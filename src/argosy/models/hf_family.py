@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal
 
+from argosy.config.attention import AttentionKind
 from argosy.config.model import ModelConfig
 
 KEYS = {
@@ -99,8 +100,11 @@ class Fused:
 
     ours: tuple[str, ...]
     """Modules, or whole names of weights."""
-    kind: Literal["rows", "expert_rows", "interleaved"] = "rows"
-    """rows: one below the other; expert_rows: so in each expert; interleaved: in each expert in turns, transposed."""
+    kind: Literal["rows", "expert_rows", "head_rows", "interleaved"] = "rows"
+    """rows: one below the other; expert_rows: so in each expert; head_rows: so in each head; interleaved: in each
+    expert in turns, transposed."""
+    heads: str = ""
+    """head_rows: the field of `ModelConfig` that is their number."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,8 @@ class Family:
     """Keys of other versions -> the key in `keys`."""
     needs: tuple[str, ...] = ()
     """Fields that may not be 0."""
+    skipped: str = ""
+    """Weights that are ignored on import, by how their names begin."""
     copies: dict[str, str] = field(default_factory=dict)
     """Our weight -> their name of the copy that each module of multi-token prediction (*) has of it."""
     hidden_act: str = "silu"
@@ -178,6 +184,18 @@ class Family:
     """Base of sliding layers if config.json does not say it, where they have one of their own."""
     nests_rope: bool = False
     """Full and sliding layers have their own rotary embedding."""
+    rope_of_pictures: tuple[str, ...] = ()
+    """Keys of the rotary embedding that change nothing for text."""
+
+    @property
+    def kinds(self) -> dict[str, AttentionKind]:
+        """The kinds of layers that the class knows, in its words -> in ours."""
+        between: dict[str, AttentionKind] = {}
+        if "delta_net.key_heads" in self.keys:
+            between[LINEAR] = "linear"
+        elif self.windows is not None:
+            between[SLIDING] = "sliding"
+        return {FULL: "full", **between}
 
 
 FURTHER = Converted("num_nextn_predict_layers", lambda value: value or 0, lambda value: value)
@@ -189,7 +207,7 @@ def value_of(config: ModelConfig, field: str) -> Any:
     return reduce(getattr, field.split("."), config)
 
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, LINEAR, FULL = "sliding_attention", "linear_attention", "full_attention"
 
 
 def every(number: int) -> Callable[[Mapping[str, Any], int], list[str]]:
@@ -200,6 +218,12 @@ def every(number: int) -> Callable[[Mapping[str, Any], int], list[str]]:
         return [SLIDING if (layer + 1) % n else FULL for layer in range(layers)]
 
     return kinds
+
+
+def linear_between(given: Mapping[str, Any], layers: int) -> list[str]:
+    """Every so many layers are full, and linear between."""
+    n = given["full_attention_interval"]
+    return [LINEAR if (layer + 1) % n else FULL for layer in range(layers)]
 
 
 def all_sliding(given: Mapping[str, Any], layers: int) -> list[str]:

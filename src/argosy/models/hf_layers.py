@@ -12,7 +12,6 @@ from argosy.errors import UserError
 from argosy.models.hf_family import Family
 
 GROUPED = "group_limited_greedy"
-KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 
 T = TypeVar("T")
 
@@ -23,11 +22,16 @@ def layers_from_json(
     """Return the fields that say which layers are what. Raises: UserError."""
     layers = given["num_hidden_layers"]
     window = values["sliding_window"] if "sliding_window" in values else given.get("sliding_window")
-    slides = [KINDS[kind] == "sliding" and bool(window) for kind in _kinds(values, given, family, file)]
+    kinds = [family.kinds[kind] for kind in _kinds(values, given, family, file)]
+    kinds = [kind if kind != "sliding" or window else "full" for kind in kinds]
+    slides = [kind == "sliding" for kind in kinds]
     found: dict[str, Any] = {}
+    if set(kinds) != {"full"}:
+        found["attention.layers"] = cycle_of(kinds)
     if any(slides):
-        found["attention.layers"] = cycle_of(["sliding" if slide else "full" for slide in slides])
         found["attention.window"] = window
+    if "delta_net.key_heads" in family.keys and "linear" not in kinds:
+        found |= {"delta_net.key_heads": 0, "delta_net.value_heads": 0}
     rotates = [True] * layers
     if family.rotates == "listed":
         interval = given["no_rope_layer_interval"]
@@ -49,10 +53,10 @@ def _kinds(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, 
     """Return the kind of each layer, in their words."""
     layers, listed = given["num_hidden_layers"], values.get("layer_types")
     for kind in listed or ():
-        if kind not in KINDS:
-            refuse(file, "layer_types", kind, f"known are {', '.join(KINDS)}")
+        if kind not in family.kinds:
+            refuse(file, "layer_types", kind, f"known for this class are {', '.join(family.kinds)}")
     if family.windows is None:
-        if given.get("use_sliding_window") or "sliding_attention" in (listed or ()):
+        if given.get("use_sliding_window"):
             refuse(file, "use_sliding_window", True, "this class's attention reads the whole document")
         return ["full_attention"] * layers
     if listed is None and "use_sliding_window" not in family.defaults and given.get("use_sliding_window"):
@@ -72,9 +76,15 @@ def layers_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     attention, layers = config.attention, range(config.layers)
     values: dict[str, Any] = {}
     kinds = [attention.layers[i % len(attention.layers)] if attention.layers else "full" for i in layers]
-    theirs = {ours: name for name, ours in KINDS.items()}
+    theirs = {ours: name for name, ours in family.kinds.items()}
+    if unknown := set(kinds) - set(theirs):
+        raise UserError(
+            f"model.attention.layers has {unknown.pop()} ones and model.family = {config.family}: "
+            f"{family.architecture} knows {', '.join(theirs)}. Choose another family."
+        )
     if family.windows is not None:
-        values["sliding_window"] = attention.window or None
+        if "sliding" in theirs:
+            values["sliding_window"] = attention.window or None
         if family.lists_layers:
             values["layer_types"] = [theirs[kind] for kind in kinds]
         if family.defaults.get("use_sliding_window") is not None:

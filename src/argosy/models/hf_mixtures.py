@@ -21,6 +21,12 @@ from argosy.models.hf_family import (
     none_sliding,
 )
 
+SHARED_NAMES = {
+    "blocks.*.mlp.shared.gate": "model.layers.*.mlp.shared_expert.gate_proj",
+    "blocks.*.mlp.shared.up": "model.layers.*.mlp.shared_expert.up_proj",
+    "blocks.*.mlp.shared.down": "model.layers.*.mlp.shared_expert.down_proj",
+    "blocks.*.mlp.shared_gate": "model.layers.*.mlp.shared_expert_gate",
+}
 PLAIN_EXPERTS = {"moe.balance": "aux"}
 MOE_KEYS = {
     "moe.experts": "n_routed_experts",
@@ -132,13 +138,7 @@ MIXTURES = {
             "qkv_bias": True,
             "use_sliding_window": False,
         },
-        names=EXPERT_NAMES
-        | {
-            "blocks.*.mlp.shared.gate": "model.layers.*.mlp.shared_expert.gate_proj",
-            "blocks.*.mlp.shared.up": "model.layers.*.mlp.shared_expert.up_proj",
-            "blocks.*.mlp.shared.down": "model.layers.*.mlp.shared_expert.down_proj",
-            "blocks.*.mlp.shared_gate": "model.layers.*.mlp.shared_expert_gate",
-        },
+        names=EXPERT_NAMES | SHARED_NAMES,
         aliases={"num_local_experts": "num_experts"},
         needs=("moe.experts",),
         windows=none_sliding,

@@ -17,7 +17,7 @@ from torch import Tensor
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
 from argosy.models.hf_families import family_of
-from argosy.models.hf_family import NAMES, Fused
+from argosy.models.hf_family import NAMES, Fused, value_of
 from argosy.plan.layer_spec import layer_spec
 from argosy.plan.parameters import state_table
 
@@ -58,7 +58,8 @@ def pieces_of(config: ModelConfig) -> list[Conversion]:
             sizes = [shapes[n] for n in ours]
             orders = [_rotary_order(n, config) for n in ours]
             their_name = (theirs if is_whole else f"{theirs}.{kind}").replace("*", block)
-            pieces.append(_fused(ours, their_name, rule, sizes, orders))
+            heads = value_of(config, rule.heads) if rule.heads else 1
+            pieces.append(_fused(ours, their_name, rule, sizes, orders, heads))
             done.update(ours)
         else:
             pieces.append(_with_copies(_single(name, pattern, block, config), config))
@@ -128,6 +129,7 @@ def _fused(
     rule: Fused,
     shapes: Sequence[tuple[int, ...]],
     orders: Sequence[Tensor | None],
+    heads: int,
 ) -> Conversion:
     """Return the piece of weights that they store as one tensor."""
 
@@ -137,6 +139,8 @@ def _fused(
             return [torch.cat(list(weights))]
         if rule.kind == "expert_rows":
             return [torch.cat(list(weights), 1)]
+        if rule.kind == "head_rows":
+            return [torch.cat([weight.unflatten(0, (heads, -1)) for weight in weights], 1).flatten(0, 1)]
         joined = torch.stack(list(weights), 2).flatten(1, 2) if len(weights) > 1 else weights[0]
         return [joined.transpose(1, 2).contiguous() if joined.ndim > 2 else joined]
 
@@ -146,12 +150,16 @@ def _fused(
             weights = list(whole.split([shape[0] for shape in shapes]))
         elif rule.kind == "expert_rows":
             weights = list(whole.split([shape[1] for shape in shapes], 1))
+        elif rule.kind == "head_rows":
+            by_head = whole.unflatten(0, (heads, -1)).split([shape[0] // heads for shape in shapes], 1)
+            weights = [weight.flatten(0, 1) for weight in by_head]
         else:
             whole = whole.transpose(1, 2) if whole.ndim > 2 else whole
             weights = list(whole.unflatten(1, (-1, len(shapes))).unbind(2)) if len(shapes) > 1 else [whole]
         return [w.contiguous() if order is None else w[order] for w, order in zip(weights, orders, strict=True)]
 
-    return Conversion(ours, (theirs,), join, cut, "together" if rule.kind == "rows" else "alone")
+    rows: Literal["together", "alone"] = "together" if rule.kind in ("rows", "head_rows") else "alone"
+    return Conversion(ours, (theirs,), join, cut, rows)
 
 
 def _rotary_order(name: str, config: ModelConfig) -> Tensor | None:

@@ -100,6 +100,7 @@ def rope_from_json(
     if given.get("rope_scaling") and not (family.nests_rope and given.get("rope_parameters")):
         section = "rope_scaling"
     rope = {key: value for key, value in (given.get(section) or {}).items() if value is not None}
+    rope = {key: value for key, value in rope.items() if key not in family.rope_of_pictures}
     sliding = None
     if family.nests_rope and "full_attention" in rope:
         sliding = rope.get("sliding_attention") or {}

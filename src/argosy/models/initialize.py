@@ -76,6 +76,8 @@ def _distribution(name: str, whole: Parameter, config: ModelConfig) -> tuple[Dra
     """Return how a parameter's values are drawn, and the factor on them."""
     if whole.initial == "uniform":
         return _uniform, whole.shape[-1] ** -0.5
+    if whole.initial == "log_rates":
+        return _log_rate, 1.0
     if whole.initial == "gaussian":
         return _normal, 1 / whole.shape[-2]
     std = config.init_std / (2 * config.layers) ** 0.5 if whole.initial == "into_residual" else config.init_std
@@ -111,6 +113,11 @@ def _normal(index: Tensor, key: int) -> Tensor:
 def _uniform(index: Tensor, key: int) -> Tensor:
     """Return a number between -1 and 1 (fp32) for each index (int64), from the high half of its hash."""
     return (_hash(index, key) >> 32 & 0xFFFFFFFF).float() * 2.0**-31 - 1
+
+
+def _log_rate(index: Tensor, key: int) -> Tensor:
+    """Return the logarithm (fp32) of a number between 0.01 and 16 for each index (int64)."""
+    return (0.01 + (16 - 0.01) / 2 * (_uniform(index, key) + 1)).log()
 
 
 def _hash(index: Tensor, key: int) -> Tensor:

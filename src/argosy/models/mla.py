@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
 from argosy.models.attention import Attention, AttentionCore, LayerCache, cached_attention, packed_attention
+from argosy.models.delta_net import DeltaCache, GatedDeltaNet
 from argosy.models.layers import linear, rms_norm
 from argosy.models.rope import attention_scale, rotate
 from argosy.plan.layer_spec import layer_spec
@@ -21,16 +22,21 @@ from argosy.plan.parameters import latent_attention_table
 # E width of a query or key head (nope_width + R), V width of a value head
 
 
-def attention_of(config: ModelConfig, layer: int = 0) -> Attention | LatentAttention:
+def attention_of(config: ModelConfig, layer: int = 0) -> Attention | LatentAttention | GatedDeltaNet:
     """Build the attention of block `layer`."""
+    if layer_spec(config, layer).delta_net is not None:
+        return GatedDeltaNet(config)
     return LatentAttention(config) if config.mla.kv_rank else Attention(config, layer)
 
 
 def cache_of(config: ModelConfig, layer: int, batch: int, max_seq_len: int, like: Tensor) -> Cache:
     """Build an empty cache for `attention_of(config, layer)`, with the dtype and device of `like`."""
+    spec = layer_spec(config, layer)
+    if spec.delta_net is not None:
+        return DeltaCache(batch, config, like)
     if config.mla.kv_rank:
         return LatentCache(batch, max_seq_len, config, like)
-    return LayerCache(batch, max_seq_len, layer_spec(config, layer), like)
+    return LayerCache(batch, max_seq_len, spec, like)
 
 
 class LatentCache:
@@ -50,8 +56,8 @@ class LatentCache:
         return self.latents[:, :end], self.rotated[:, :end]
 
 
-Cache = LayerCache | LatentCache
-"""The key/value cache of one layer."""
+Cache = LayerCache | LatentCache | DeltaCache
+"""What one layer keeps of the tokens read so far."""
 
 
 class LatentAttention(nn.Module):

@@ -21,12 +21,13 @@ from argosy.config.schema import RunConfig
 from argosy.config.train import LOSSES
 from argosy.models.adapters import add_adapters
 from argosy.models.decoder import Block, Decoder
+from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.experts import Experts, moe_layers
 from argosy.models.initialize import materialize
 from argosy.models.own_family import load_family
 from argosy.models.own_loss import own_loss
 from argosy.models.preference import Preference
-from argosy.parallel.context import RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
+from argosy.parallel.context import DeltaExchange, RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
 from argosy.parallel.data import shard_fully
 from argosy.parallel.expert import SplitRows, split_experts
 from argosy.parallel.mesh import Meshes, lay_out_meshes
@@ -130,10 +131,14 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes) -> N
     if (group := meshes.group("cp")) is not None:
         rank = meshes.rank("cp")
         core = RingAttention(group) if plan.context == "ring" else UlyssesAttention(group)
+        delta_core = DeltaExchange(group)
         model.my_tokens = partial(shard_sequence, rank=rank, size=plan.cp)
         for block in model.blocks.values():
             assert isinstance(block, Block)
-            block.attention.core = core
+            if isinstance(block.attention, GatedDeltaNet):
+                block.attention.core = delta_core
+            else:
+                block.attention.core = core
         rows = SplitRows(group, unshard_sequence, partial(shard_sequence, rank=rank, size=plan.cp))
     if (group := meshes.group("tp")) is not None:
         rank = meshes.rank("tp")

@@ -8,6 +8,8 @@ Two attention cores take the place of `packed_attention` and give the same numbe
     RingAttention      keys and values travel round the ranks; any number of heads, messages hide behind the arithmetic
     UlyssesAttention   tokens are exchanged for heads, and back; fewer bytes, but at least one query head for each rank
 
+`DeltaExchange` is for linear layers what Ulysses is for attention, beside either of them.
+
 In each step of a ring a rank computes some blocks of its attention matrix (`ring_tiles`), by a kernel for each.
 """
 
@@ -27,6 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from argosy.models.attention import packed_attention
 from argosy.models.attention_kernels import CAUSAL, WHOLE, Kernel, add_sinks, gradient_of_sinks, kernel_for
+from argosy.models.delta_net import DeltaStreams, DeltaWeights, delta_attention
 from argosy.parallel.halo import halo_attention
 
 # B batch, T queries, S keys, H query heads, K key/value heads, G query heads for each of those, E head width
@@ -242,6 +245,31 @@ class UlyssesAttention:
         y = packed_attention(q, k, v, documents, window, softcap, sinks_H)
         y_BTnhE: Tensor = _HeadsToTokens.apply(y, self._group)
         return y_BTnhE.flatten(2, 3)
+
+
+class DeltaExchange:
+    """`delta_attention` in which each rank of `group` computes the states of some heads, for all tokens.
+
+    A state goes from token to token, so ranks with tokens of their own would wait for each other, one after the other.
+    As Ulysses does for attention, one all-to-all gives each rank all tokens of its heads, and another one brings back
+    what the heads read. The number of ranks must divide the key heads.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+
+    @torch.compiler.disable  # exchanges at both ends; the arithmetic between is the same few operators for all layers
+    def __call__(
+        self, streams: DeltaStreams, weights: DeltaWeights, documents: Tensor | None, key_width: int, recomputes: bool
+    ) -> Tensor:
+        """Return this rank's [B, T, H, V]; `documents` are those of the whole rows (see `packed_attention`)."""
+        n, rank = self._group.size(), self._group.rank()
+        parts = [x.unflatten(2, (n, -1)) for x in streams]
+        mine = _TokensToHeads.apply(torch.cat(parts, dim=3), self._group)
+        own = DeltaStreams(*mine.split([part.shape[3] for part in parts], dim=2))
+        y = delta_attention(own, weights.part(rank, n), documents, key_width, recomputes)
+        y_BTnhV: Tensor = _HeadsToTokens.apply(y, self._group)
+        return y_BTnhV.flatten(2, 3)
 
 
 class _Ring:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from argosy.models.delta_net import GatedDeltaNet
 from argosy.observe.wire import tensors_in
 
 RecomputeMode = Literal["none", "selective", "full"]
@@ -55,6 +56,9 @@ def apply_recompute(
         return
     for layer, block in blocks:
         if layer % every == 0:
+            for module in block.modules():
+                if isinstance(module, GatedDeltaNet):
+                    module.recomputes = False
             # Not a wrapping module, which would rename the parameters; a partial follows its module into a deepcopy.
             if mode == "selective":
                 block.forward = partial(_recomputed_selectively, block.forward)

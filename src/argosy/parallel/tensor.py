@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from argosy.models.adapters import LowRank
 from argosy.models.attention import Attention
 from argosy.models.decoder import Decoder
+from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
 from argosy.models.loss import IGNORED, ChunkLoss
 from argosy.models.mla import LatentAttention
@@ -159,6 +160,7 @@ STYLES: dict[type[nn.Module], Style] = {
     Linear: sums,
     Attention: gathers_for_heads,
     LatentAttention: gathers,
+    GatedDeltaNet: gathers,
     FeedForward: gathers,
 }
 """Class of a module -> what it exchanges. A mixture of experts is not among them: its router works on the rank's own

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from argosy.config.attention import RopeScaling
+from argosy.config.attention import DeltaNetConfig, RopeScaling
 from argosy.config.model import ModelConfig
+
+DELTA_CHUNK = 64
+"""Tokens of a chunk in which gated delta-nets compute rows (`models.delta_net`)."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,13 @@ class LayerSpec:
     head_width: int
     """Width of a query or key head; with latent attention, of its rotated part."""
     has_experts: bool
+    delta_net: DeltaNetConfig | None = None
+    """The gated delta-net that it has in place of attention; None: attention."""
 
     def seen(self, tokens: int) -> int:
         """Return how many keys and values a cache holds after `tokens` tokens."""
+        if self.delta_net is not None:  # its state does not grow
+            return 0
         return min(tokens, self.window) if self.window else tokens
 
     def mean_seen(self, seq_len: int) -> float:
@@ -49,15 +56,17 @@ class LayerSpec:
 def layer_spec(model: ModelConfig, layer: int) -> LayerSpec:
     """Return layer `layer` (from 0) of `model`."""
     attention = model.attention
-    is_sliding = bool(attention.layers) and attention.layers[layer % len(attention.layers)] == "sliding"
+    kind = attention.layers[layer % len(attention.layers)] if attention.layers else "full"
+    is_sliding, is_linear = kind == "sliding", kind == "linear"
     rotates = not attention.rotary_layers or attention.rotary_layers[layer % len(attention.rotary_layers)]
     return LayerSpec(
         window=attention.window if is_sliding else 0,
-        rope=_rope(model, is_sliding) if rotates else None,
+        rope=_rope(model, is_sliding) if rotates and not is_linear else None,
         heads=model.heads,
         kv_heads=model.kv_heads,
         head_width=model.head_width,
         has_experts=model.is_moe_layer(layer),
+        delta_net=model.delta_net if is_linear else None,
     )
 
 

@@ -27,6 +27,13 @@ DIMS: Mapping[str, tuple[str, str]] = {
     "v": ("width", "width"),
     "o": ("width", "width"),
     "out_gate": ("width", "width"),
+    "q_in": ("width", "width"),  # of a delta-net: its heads together grow as the width does
+    "k_in": ("width", "width"),
+    "v_in": ("width", "width"),
+    "gate_in": ("width", "width"),
+    "beta_in": ("width", "width"),
+    "decay_in": ("width", "width"),
+    "out": ("width", "width"),
     "q_down": ("q_rank", "width"),
     "q_up": ("width", "q_rank"),
     "kv_down": ("kv_rank", "width"),

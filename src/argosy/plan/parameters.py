@@ -21,10 +21,11 @@ from argosy.config.optimizer import is_frozen
 from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import layer_spec
 
-Initial = Literal["normal", "into_residual", "ones", "zeros", "uniform", "gaussian"]
+Initial = Literal["normal", "into_residual", "ones", "zeros", "uniform", "gaussian", "log_rates"]
 """Initial values: N(0, init_std); the same over sqrt(2 * layers), for projections into the residual stream, so that
-its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3); a constant; or those of an adapter's
-inner matrix (`config.lora`)."""
+its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3); a constant; those of an adapter's
+inner matrix (`config.lora`), of which "uniform" is also that of a short convolution; or the logarithms of U(0.01, 16)
+(Gated DeltaNet, Mamba 2)."""
 
 OUTPUTS, INPUTS = 0, 1
 """The dims of a linear layer's weight. Each rank computes some of the outputs ("column parallel" in Shoeybi et al.
@@ -187,7 +188,12 @@ def state_table(model: ModelConfig) -> Table:
 
 def block_table(model: ModelConfig, layer: int, tp: int = 1) -> Table:
     """The parameters of block `layer`."""
-    attention = latent_attention_table(model) if model.mla.kv_rank else attention_table(model, layer, tp)
+    if layer_spec(model, layer).delta_net is not None:
+        attention = delta_net_table(model)
+    elif model.mla.kv_rank:
+        attention = latent_attention_table(model)
+    else:
+        attention = attention_table(model, layer, tp)
     if model.is_moe_layer(layer):
         feed_forward = moe_table(model)
     else:
@@ -243,6 +249,29 @@ def latent_attention_table(model: ModelConfig) -> Table:
         | _norm("kv_norm", mla.kv_rank)
         | _linear("kv_up", heads * (mla.nope_width + mla.value_width), mla.kv_rank, OUTPUTS)
         | _linear("o", width, heads * mla.value_width, INPUTS, bias, "into_residual")
+    )
+
+
+def delta_net_table(model: ModelConfig) -> Table:
+    """The parameters of `models.delta_net.GatedDeltaNet`; the norm of its results is over each head."""
+    net, width = model.delta_net, model.width
+    keys, values = net.key_heads * net.key_width, net.value_heads * net.value_width
+    kernels = {
+        f"{name}_conv": Parameter((channels, 1, net.conv_width), OUTPUTS, initial="uniform")
+        for name, channels in (("q", keys), ("k", keys), ("v", values))
+    }
+    return (
+        _linear("q_in", keys, width, OUTPUTS)
+        | _linear("k_in", keys, width, OUTPUTS)
+        | _linear("v_in", values, width, OUTPUTS)
+        | _linear("gate_in", values, width, OUTPUTS)
+        | _linear("beta_in", net.value_heads, width, OUTPUTS)
+        | _linear("decay_in", net.value_heads, width, OUTPUTS)
+        | kernels
+        | {"decay_log": Parameter((net.value_heads,), OUTPUTS, initial="log_rates")}
+        | {"decay_bias": Parameter((net.value_heads,), OUTPUTS, initial="ones")}
+        | _norm("out_norm", net.value_width)
+        | _linear("out", width, values, INPUTS, initial="into_residual")
     )
 
 

@@ -48,6 +48,12 @@ def heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     return f"{problem} Try plan.tp = {around(plan.tp, good)}." if good else problem
 
 
+@rule(lambda p, run: run.model.delta_net.key_heads % (p.tp * p.cp) != 0)
+def delta_heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
+    heads = run.model.delta_net.key_heads
+    return f"plan.tp x cp = {plan.tp * plan.cp} must divide model.delta_net.key_heads = {heads}. Try {divisors(heads)}."
+
+
 @rule(lambda p, run: run.model.ffn_width % p.tp != 0)
 def feed_forward_is_dealt_out(plan: Plan, run: RunConfig) -> str:
     return f"plan.tp = {plan.tp} does not divide model.ffn_width = {run.model.ffn_width}."
@@ -380,6 +386,7 @@ RULES: tuple[Rule, ...] = (
     stages_have_the_layers,
     batch_is_dealt_out,
     heads_are_dealt_out,
+    delta_heads_are_dealt_out,
     feed_forward_is_dealt_out,
     tokens_are_dealt_out,
     ulysses_has_heads,

@@ -116,9 +116,11 @@ def _thin_share(settings: SyncConfig, replicas: Numbers, work: Workload) -> Any:
     import numpy as np
 
     width = work.width
-    attention = 2 * (width + work.heads * work.key_width) + 2 * (width + work.kv_heads * work.key_width)
+    attention: Numbers = 2 * (width + work.heads * work.key_width) + 2 * (width + work.kv_heads * work.key_width)
     dense = work.ffn_matrices * (width + work.ffn_width)
     experts = work.experts * work.ffn_matrices * (width + work.expert_ffn_width)
+    delta = 6 * width + work.delta_streams + width + work.delta_heads * work.delta_value_width
+    attention = (1 - work.delta_share) * attention + work.delta_share * delta
     thin = work.layers * attention + work.dense_layers * dense + work.moe_layers * experts
     thin = thin + (2 - work.tied) * (width + work.vocab_size)
     return np.minimum(1.0, settings.rank * thin / work.matrix_parameters)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
-from argosy.plan.layer_spec import LayerSpec, layer_kinds, layer_spec
+from argosy.plan.layer_spec import DELTA_CHUNK, LayerSpec, layer_kinds, layer_spec
 from argosy.plan.parameters import (
     Parameter,
     Stage,
@@ -97,6 +97,13 @@ class Workload:
     """Rank of latent attention's keys and values; 0: ordinary attention."""
     rope_width: Numbers = 0
     """Width of the rotated part of latent attention's keys."""
+    delta_layers: Numbers = 0
+    """Layers with a gated delta-net in place of attention."""
+    delta_heads: Numbers = 0
+    """Value heads of one; each has a state."""
+    delta_key_heads: Numbers = 0
+    delta_key_width: Numbers = 0
+    delta_value_width: Numbers = 0
     trained_dense: Numbers = 1
     """Share of the layers' matrices that is trained, routed experts apart: the rest is frozen."""
     trained_experts: Numbers = 1
@@ -181,6 +188,11 @@ class Workload:
             q_rank=model.mla.q_rank if latent else 0,
             kv_rank=model.mla.kv_rank,
             rope_width=model.mla.rope_width if latent else 0,
+            delta_layers=sum(len(n) for spec, n in layer_kinds(model).items() if spec.delta_net is not None),
+            delta_heads=model.delta_net.value_heads,
+            delta_key_heads=model.delta_net.key_heads,
+            delta_key_width=model.delta_net.key_width if model.delta_net.key_heads else 0,
+            delta_value_width=model.delta_net.value_width if model.delta_net.key_heads else 0,
         )
 
     @property
@@ -189,8 +201,37 @@ class Workload:
         return self.layers - self.moe_layers
 
     @property
+    def delta_share(self) -> Numbers:
+        """Share of the layers that have a gated delta-net."""
+        return self.delta_layers / (self.layers + (self.layers == 0))  # a stage may have none
+
+    @property
+    def delta_streams(self) -> Numbers:
+        """Numbers that a gated delta-net computes from each token: queries, keys, values, gates, and both rates."""
+        keys, values = self.delta_key_heads * self.delta_key_width, self.delta_heads * self.delta_value_width
+        return 2 * (keys + values + self.delta_heads)
+
+    @property
+    def delta_state(self) -> Numbers:
+        """Numbers of the states of one gated delta-net, for a sequence."""
+        return self.delta_heads * self.delta_key_width * self.delta_value_width
+
+    @property
+    def delta_flops_per_token(self) -> Numbers:
+        """FLOPs of one gated delta-net's forward, in chunks, beside its matrices: products of keys and of queries with
+        keys, the triangular system, what chunks read of themselves and of the state, and the state's way over them."""
+        both = self.delta_key_width + self.delta_value_width
+        in_chunk = DELTA_CHUNK * (both + 2 * self.delta_value_width) * self.delta_heads
+        return 4 * DELTA_CHUNK * self.delta_key_heads * self.delta_key_width + in_chunk + 6 * self.delta_state
+
+    @property
+    def delta_solve_flops_per_token(self) -> Numbers:
+        """FLOPs of its triangular system, whose backward takes three times them."""
+        return DELTA_CHUNK * (self.delta_key_width + self.delta_value_width) * self.delta_heads
+
+    @property
     def attention_parameters(self) -> Numbers:
-        """Parameters of one layer's attention, matrices only."""
+        """Parameters of one layer's attention or gated delta-net, matrices only; the mean over layers."""
         queries, values = self.heads * self.key_width, self.heads * self.value_width
         keys_and_values = self.kv_heads * (self.key_width + self.value_width)
         plain = self.width * (queries * (1 + self.gates) + keys_and_values)
@@ -199,7 +240,9 @@ class Workload:
         unrotated = self.key_width - self.rope_width
         kv = self.width * (self.kv_rank + self.rope_width) + self.kv_rank * self.heads * (unrotated + self.value_width)
         is_latent = self.kv_rank > 0
-        return is_latent * (q + kv) + (1 - is_latent) * plain + values * self.width
+        attention = is_latent * (q + kv) + (1 - is_latent) * plain + values * self.width
+        delta = self.width * (self.delta_streams + self.delta_heads * self.delta_value_width)
+        return (1 - self.delta_share) * attention + self.delta_share * delta
 
     @property
     def tp_replicated_parameters(self) -> Numbers:
@@ -302,7 +345,9 @@ class Workload:
         """Model FLOPs of forward and backward: 6 N + 6 L s a d (`train_flops_per_token`), less what is not
         computed of frozen parameters."""
         per_pass = 2 * self.layers * self.attention_span * self.heads * (self.key_width + self.value_width)
-        return sum(self.matmul_flops_per_token) + (1 + 2 * self.reached) * per_pass
+        per_pass = per_pass + self.delta_layers * self.delta_flops_per_token
+        third = self.reached * self.delta_layers * self.delta_solve_flops_per_token
+        return sum(self.matmul_flops_per_token) + (1 + 2 * self.reached) * per_pass + third
 
 
 def _share(parameters: Table, counts: Callable[[str], bool]) -> float:
@@ -372,7 +417,8 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
 
     N: `matmul_parameters`; L layers, s `seq_len`, a heads, d head width (with latent attention the mean of a key's
     and a value's). PaLM (Chowdhery et al. 2022, appendix B) with causal attention counted once, as Megatron-Bridge
-    does. Packed documents shorter than the sequence do less attention than this; the formula counts whole sequences,
+    does. A gated delta-net counts as it is computed, in chunks (`Workload.delta_flops_per_token`).
+    Packed documents shorter than the sequence do less attention than this; the formula counts whole sequences,
     so that runs compare. Balance losses, dropped tokens and padding are not counted either.
     """
     return float(Workload.of_model(model, seq_len, global_batch=1).train_flops_per_token)

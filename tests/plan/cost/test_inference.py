@@ -60,6 +60,14 @@ def test_the_cache_of_a_token_is_what_is_published(
     assert float(model_of(model, cluster, *cut).token_cache_bytes) == pytest.approx(of_token)
 
 
+def test_states_of_delta_nets_take_the_same_memory_for_any_context() -> None:
+    model = model_of("qwen3-next-80b-a3b", "8xh100", tp=2)
+    assert float(model.token_cache_bytes) == 12 * 1 * 256 * 2 * 2  # layers of full attention, one key/value head each
+    assert float(model.state_bytes) == 36 * 16 * 128 * 128 * 4
+    free = float(model.room(1000)) * (1000 * float(model.token_cache_bytes) + float(model.state_bytes))
+    assert float(model.room(100_000)) == pytest.approx(free / (1e5 * 12_288 + float(model.state_bytes)))
+
+
 def test_weights_are_cut_over_all_devices_of_a_replica() -> None:
     whole = float(model_of("llama3-8b", "8xh100").weights_bytes)
     assert whole == pytest.approx(2 * 8.03e9, rel=0.01)

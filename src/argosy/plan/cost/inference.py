@@ -9,7 +9,8 @@ Scaling Transformer Inference"; continuous batching: Yu et al. 2022, "Orca"; chu
 "Sarathi-Serve"). The numbers of it that no formula gives are in `serving_constants`.
 
 The cache of a token holds its keys and values in each layer; with latent attention, the latent and the rotated key
-(DeepSeek-AI 2024), which all tp ranks have whole. A layer with a window keeps those of its window.
+(DeepSeek-AI 2024), which all tp ranks have whole. A layer with a window keeps those of its window. A gated delta-net
+keeps none: its state is of one size for any sequence, and is read and written for each token.
 
 All figures are numbers, or columns of one length.
 """
@@ -154,10 +155,15 @@ class ServingModel:
         split = (experts / self.ep + rest / cut.tp) * self.formats.weight_bytes + vocabulary / cut.tp
         return np.asarray(split / cut.pp, float)
 
+    @property
+    def state_bytes(self) -> Floats:
+        """Bytes of a sequence's states of gated delta-nets on one device of each stage; engines keep them in fp32."""
+        return np.asarray(4 * self.work.delta_layers * self.work.delta_state / self.cut.tp / self.cut.pp, float)
+
     def room(self, tokens: Numbers) -> Floats:
         """Return how many sequences of `tokens` have their cache in memory; below 1 if weights leave too little."""
         free = USABLE * self.rates.memory_bytes - self.weights_bytes - WORKSPACE_BYTES
-        return np.asarray(free / (self.token_cache_bytes * tokens), float)
+        return np.asarray(free / (self.token_cache_bytes * tokens + self.state_bytes), float)
 
     def pass_s(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> Floats:
         """Return the seconds of a pass through all layers.
@@ -171,7 +177,7 @@ class ServingModel:
         """Return the seconds of a pass by what they are spent on."""
         parts = {
             "weights": self._matmul_s(tokens, sequences),
-            "attention": self._attention_s(tokens, span, cached),
+            "attention": self._attention_s(tokens, sequences, span, cached),
             "exchange": self._exchange_s(tokens),
         }
         parts = {name: np.asarray(seconds * self.constants.compute) for name, seconds in parts.items()}
@@ -197,12 +203,14 @@ class ServingModel:
         computed = 2 * routed * of_experts * chosen / self.ep / (rate * constants.experts)
         return np.asarray(seconds + _soft_max(computed, of_experts * hit * formats.weight_bytes / self.ep / reads))
 
-    def _attention_s(self, tokens: Numbers, span: Numbers, cached: Numbers) -> Floats:
+    def _attention_s(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> Floats:
         """Return the seconds of attention, of reading the cache, and of what moves through memory outside matmuls."""
         work, rates, constants, tp = self.work, self.rates, self.constants, self.cut.tp
-        widths = work.heads * (work.key_width + work.value_width) * self.cached_layers
-        scores = 2 * tokens * span * widths / tp / (rates.half * rates.achieved_half * constants.attention)
-        cache = cached * self.token_cache_bytes * self.cut.pp / (rates.memory_bytes_per_s * constants.cache)
+        widths = work.heads * (work.key_width + work.value_width) * (self.cached_layers - work.delta_layers)
+        flops = 2 * tokens * span * widths + tokens * work.delta_layers * work.delta_flops_per_token
+        scores = flops / tp / (rates.half * rates.achieved_half * constants.attention)
+        read = cached * self.token_cache_bytes + 2 * sequences * self.state_bytes
+        cache = read * self.cut.pp / (rates.memory_bytes_per_s * constants.cache)
         moved = tokens * work.width * work.layers * ACTIVATION_BYTES * constants.pointwise / tp
         return np.asarray(scores + cache + moved / rates.memory_bytes_per_s)
 

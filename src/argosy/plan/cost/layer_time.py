@@ -16,6 +16,7 @@ import numpy as np
 from argosy.plan.cost.breakdown import RankSizes
 from argosy.plan.cost.constants import BACKWARD_ATTENTION, INTENSITY, Constants
 from argosy.plan.cost.rates import Rates, System, in_precision
+from argosy.plan.layer_spec import DELTA_CHUNK
 from argosy.plan.layouts import Layouts
 from argosy.plan.workload import Numbers, Workload
 
@@ -26,6 +27,8 @@ FULL_HEAD = 128
 FLOPs (Shah et al. 2024: 0.65 to 0.75 of the FLOP/s)."""
 FUSED_EXCHANGE = 0.6
 """Share of the passes over experts' rows that is left if the exchange sorts them itself (DeepEP, HybridEP)."""
+DELTA_PASSES = 8
+"""Passes of a gated delta-net's forward over its streams and its chunks' matrices, many of them in fp32; assumed."""
 BIAS_PASSES = 4
 """Passes over experts' results to add biases, expert by expert, and to put the results together again."""
 
@@ -110,7 +113,17 @@ class LayerModel(RankSizes):
             + self._matmul(tokens, work.kv_rank, work.heads / plans.tp * (unrotated + work.value_width))
         )
         is_latent = np.where(work.kv_rank > 0, 1.0, 0.0)
-        return latent * is_latent + plain * (1 - is_latent) + self._matmul(tokens, values, work.width) + self._scores
+        attention = latent * is_latent + plain * (1 - is_latent) + self._matmul(tokens, values, work.width)
+        return attention * (1 - work.delta_share) + self._delta_net() * work.delta_share + self._scores
+
+    def _delta_net(self) -> LayerTime:
+        """Return a gated delta-net: its matrices, its rule at attention's rate, and what moves through memory."""
+        work, tp, tokens = self.work, self.plans.tp, self.tokens
+        values = work.delta_heads * work.delta_value_width / tp
+        rule = tokens * work.delta_flops_per_token / tp / self.attention_flops_per_s
+        moved = DELTA_PASSES * tokens * (work.delta_streams + work.delta_heads * DELTA_CHUNK) / tp
+        matrices = self._matmul(tokens, work.width, work.delta_streams / tp) + self._matmul(tokens, values, work.width)
+        return matrices + LayerTime(0.0, rule, 0.0) + self._moving(moved)
 
     @cached_property
     def _scores(self) -> LayerTime:
@@ -119,10 +132,10 @@ class LayerModel(RankSizes):
         flops = self._score_flops()
         narrow = np.sqrt(np.minimum(1.0, work.key_width / FULL_HEAD))
         tiled = flops / (self.attention_flops_per_s * narrow)
-        all_scores = self.tokens * work.seq_len * work.heads / plans.tp
+        all_scores = self.tokens * work.seq_len * work.heads / plans.tp * (1 - work.delta_share)
         passes = self.constants.score_passes + 4 * system.dropout
         moving = passes * self.activation_bytes * all_scores / self.rates.memory_bytes_per_s
-        whole = flops * work.seq_len / work.attention_span / self.matmul_flops_per_s + moving
+        whole = 2 * all_scores * (work.key_width + work.value_width) / self.matmul_flops_per_s + moving
         return LayerTime(0.0, np.where(system.flash > 0, tiled, whole), 0.0)
 
     def _score_flops(self) -> Numbers:

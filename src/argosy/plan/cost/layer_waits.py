@@ -90,12 +90,15 @@ class WaitModel(LayerModel):
 
     def _context(self, layer: LayerTime) -> Numbers:
         """Return the wait for a ring of keys and values under attention, or for the exchange of heads for tokens."""
-        plans = self.plans
+        plans, work = self.plans, self.work
         around = (plans.cp - 1) * send_s(self.keys_and_values, self.context_group)
         behind = np.maximum(0.0, around - layer.attention * self._forwards / 2)
         ring = np.where(plans.cp > 1, self._forwards * (self.constants.exposed_context * around + behind), 0.0)
         ulysses = self._forwards * all_to_all_s(self.heads, self.context_group)
-        return np.where(plans.is_("context", "ulysses"), ulysses, ring)
+        of_states = self.tokens * work.delta_streams / plans.tp * self.activation_bytes  # and back what heads read
+        exchange = self._forwards * all_to_all_s(of_states, self.context_group)
+        attention = np.where(plans.is_("context", "ulysses"), ulysses, ring)
+        return (1 - work.delta_share) * attention + work.delta_share * exchange
 
     def _experts(self) -> Numbers:
         """Return the wait for tokens to reach their experts and come back, and for the busiest expert."""

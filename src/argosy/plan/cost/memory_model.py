@@ -8,6 +8,7 @@ a microbatch on the rank, e bytes of an activation and everything cut by tp, a l
     q, k, v, out    the attention's operands and result
     ffn             each matrix's output, the product of both if gated
     experts         k times as many rows, and their tokens before and after
+    delta-net       its streams and result; all between comes and goes in backward (`_delta_between`)
 
 for as many microbatches as the schedule has in flight. Both the first and the last pipeline rank are computed: the one
 has most microbatches in flight, the other has the logits.
@@ -25,6 +26,7 @@ from argosy.plan.cost.breakdown import OF_MEMORY, Breakdown, RankSizes
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.network import Compression
 from argosy.plan.cost.rates import System
+from argosy.plan.layer_spec import DELTA_CHUNK
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED
 from argosy.plan.workload import Numbers, Workload
@@ -177,13 +179,35 @@ class MemoryModel(RankSizes):
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
         kv = np.maximum(1, work.kv_heads / plans.tp) * (work.key_width + work.value_width)
         latent = np.where(work.kv_rank > 0, 2 * (work.q_rank + work.kv_rank) + work.rope_width, 0)
-        return queries * (1 + work.gates) + kv + values + latent
+        attention = queries * (1 + work.gates) + kv + values + latent
+        of_result = np.where(self.eager, 2 + 16 / self.activation_bytes, 3) * work.delta_heads * work.delta_value_width
+        return (1 - work.delta_share) * attention + work.delta_share * (work.delta_streams + of_result) / plans.tp
+
+    @cached_property
+    def _delta_between(self) -> Numbers:
+        """Bytes for a token between the streams and the result of a gated delta-net, that backward computes again.
+
+        The factors are counted from autograd's saved tensors of `models.delta_net`: fp32 copies by heads, operands of
+        matrix products, chunks' matrices, and a state for each chunk.
+        """
+        work, e = self.work, self.activation_bytes
+        keys, values = work.delta_key_heads * work.delta_key_width, work.delta_heads * work.delta_value_width
+        between = (48 + 7 * e) * keys + (30 + 6.5 * e) * values + 10 * work.delta_heads * work.delta_key_width
+        return (between + 21 * work.delta_heads * DELTA_CHUNK + 4 * work.delta_state / DELTA_CHUNK) / self.plans.tp
+
+    @cached_property
+    def _delta_results(self) -> Numbers:
+        """Bytes for a token of the matrix products, systems and states between, which selective recompute keeps."""
+        work = self.work
+        width = work.delta_key_width + 4 * work.delta_value_width
+        chunks = 8 * work.delta_key_heads * DELTA_CHUNK + 4 * work.delta_state / DELTA_CHUNK
+        return work.delta_share * (4 * work.delta_heads * width + chunks) / self.plans.tp
 
     @cached_property
     def _scores(self) -> Numbers:
         """Bytes for a token: scores and their softmax if attention is not tiled, else its log-sum-exp."""
         plans, work, system = self.plans, self.work, self.system
-        heads = work.heads / plans.tp
+        heads = work.heads / plans.tp * (1 - work.delta_share)
         matrices = (self.activation_bytes + 3 * system.dropout) * heads * work.seq_len
         return np.where(system.flash > 0, 4 * heads, matrices)
 
@@ -255,7 +279,7 @@ class MemoryModel(RankSizes):
         results = hidden + self._attention + self._feed_forward(work.ffn_matrices - 1)
         is_dear = 2 * work.adapter_rank / self.activation_bytes > KEPT_FLOPS_PER_BYTE
         results = results + np.where(is_dear, work.adapter_outputs / plans.tp, 0)
-        of_matmuls = self.tokens * (results * self.activation_bytes + self._scores)
+        of_matmuls = self.tokens * (results * self.activation_bytes + self._scores + self._delta_results)
         cheap = np.where(system.selective > 0, system.selective * self._fused_layer, of_matmuls)
         cheap = np.where(system.flash > 0, cheap, whole - self.tokens * self._scores)
         kept = np.where(plans.is_("recompute", "selective"), cheap, whole)
@@ -280,7 +304,8 @@ class MemoryModel(RankSizes):
         widest = np.maximum(dense, work.experts_per_token * work.expert_ffn_width) / plans.tp
         gradients = self.tokens * self.activation_bytes * (2 * work.width + 2 * widest)
         matrix = work.width * np.maximum(dense / plans.tp, work.heads * work.value_width / plans.tp)
-        return again + gradients + matrix * (self.activation_bytes + 4)
+        between = self.tokens * self._delta_between * (work.delta_layers > 0)
+        return again + gradients + between + matrix * (self.activation_bytes + 4)
 
     def _received(self) -> Numbers:
         """Return the bytes that a rank's stages receive, for each microbatch of the step, and hold in buffers."""

@@ -64,6 +64,7 @@ from argosy.plan.parameters import Parameter, Stage, layers_on, reached_layers, 
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.plan.sync import COMPRESSORS, Sent, Summand, is_summed_exactly
+from argosy.plan.workload import Workload
 
 
 def summed(name: str, parameter: Parameter, cut: LocalShard, plan: Plan, run: RunConfig) -> Summand:
@@ -330,18 +331,19 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     n, e, model = plan.cp, DTYPE_BYTES[plan.precision], run.model
     width = model.mla.key_width if model.mla.kv_rank else model.head_width
     heads, kv_heads = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
+    streams = Workload.of_model(model, 1, 1).delta_streams
     for stage in stages_on(plan, run, rank).values():
         computed = layers_on(model, stage)
-        layers, again, back = len(computed), len(_recomputed(plan, run, stage)), len(reached_layers(run, stage))
+        specs = {layer: layer_spec(model, layer) for layer in computed}
+        repeated, reached = set(_recomputed(plan, run, stage)), set(reached_layers(run, stage))
+        times = {layer: 1 + (layer in reached) + (layer in repeated) for layer in computed}
+        if of_states := sum(times[layer] for layer in computed if specs[layer].delta_net):
+            yield Collective("cp", "all_to_all", of_states * _tokens(plan, run, rank) * int(streams) // plan.tp * e, n)
         if plan.context == "ulysses":
-            exchanged = 2 * heads + 2 * max(kv_heads, n)
-            yield Collective(
-                "cp", "all_to_all", (layers + back + again) * exchanged * _tokens(plan, run, rank) * width * e, n
-            )
+            exchanged = (sum(times.values()) - of_states) * 2 * (heads + max(kv_heads, n)) * width
+            yield Collective("cp", "all_to_all", exchanged * _tokens(plan, run, rank) * e, n)
         else:
-            specs = {layer: layer_spec(model, layer) for layer in computed}
-            ring = [layer for layer in computed if not specs[layer].window]
-            repeated, reached = set(_recomputed(plan, run, stage)), set(reached_layers(run, stage))
+            ring = [layer for layer in computed if not specs[layer].window and not specs[layer].delta_net]
             layers, back = len(ring), len(reached.intersection(ring))
             again = len(repeated.intersection(ring)) if plan.recompute == "full" else 0
             kv = 2 * kv_heads * width * _tokens(plan, run, rank)
@@ -352,7 +354,7 @@ def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
                 if spec.window:  # only the tokens before a rank's chunks travel, and their gradients
                     halo = halo_tokens(place_of(rank, plan)["cp"], n, run.data.seq_len // (2 * n), spec.window)
                     sent = 2 * kv_heads * width * _rows(plan, run, rank) * halo * e
-                    yield Collective("cp", "all_to_all", (1 + (layer in reached) + (layer in repeated)) * sent, n)
+                    yield Collective("cp", "all_to_all", times[layer] * sent, n)
 
 
 def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:

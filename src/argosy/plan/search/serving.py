@@ -424,7 +424,9 @@ def _cuts(costs: CostModel, pins: Pins) -> tuple[Sequence[int], Sequence[int]]:
 
 def _allowed(costs: CostModel, tp: int, pp: int) -> bool:
     model = costs.run.model
-    return costs.devices % (tp * pp) == 0 and model.heads % tp == 0 and model.ffn_width % tp == 0
+    return costs.devices % (tp * pp) == 0 and not any(
+        n % tp for n in (model.heads, model.ffn_width, model.delta_net.key_heads)
+    )
 
 
 def _single(model: ServingModel) -> ServingModel:
