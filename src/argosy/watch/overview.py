@@ -23,7 +23,7 @@ from argosy.watch.columns import STEP
 from argosy.watch.linefile import leads_away, table_of
 from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunFiles, RunReader, RunTail
-from argosy.watch.steps import Buckets
+from argosy.watch.steps import Buckets, ends
 from argosy.watch.timeline import RunTimeline, timeline
 
 KEYS = (
@@ -75,8 +75,8 @@ def details(run_id: str, reader: RunReader) -> dict[str, Any]:
         "step_s": reader.recent_step_s,
         "predicted": predicted
         and {
-            "step_s": _ends(predicted.step_s),
-            "memory_bytes": _ends(predicted.memory_bytes),
+            "step_s": ends(predicted.step_s),
+            "memory_bytes": ends(predicted.memory_bytes),
             "seconds": predicted.seconds,
             "cluster": predicted.cluster,
         },
@@ -167,10 +167,6 @@ def _config(run: RunConfig | None) -> dict[str, dict[str, Any]]:
     shown = ("model", "data", "train", "optimizer", "schedule", "evaluate", "checkpoint", "resilience")
     whole = run.model_dump(mode="json", include=set(shown))
     return {"run": {"name": run.name, "seed": run.seed, "plan": run.plan}} | {name: whole[name] for name in shown}
-
-
-def _ends(estimate: Any) -> list[float]:
-    return [float(estimate.low), float(estimate.mid), float(estimate.high)]
 
 
 NORM_POINTS = 300

@@ -24,7 +24,7 @@ from argosy.watch.linefile import Event, tells_of_the_run
 from argosy.watch.overview import line
 from argosy.watch.reader import RunReader
 from argosy.watch.rules.planner import Advice
-from argosy.watch.steps import memory
+from argosy.watch.steps import ends, memory
 from argosy.watch.timeline import in_words, words
 
 TREND_STEPS = 50
@@ -312,8 +312,7 @@ def _rounded(value: float | None, digits: int = 4) -> float | None:
 
 
 def _ends(estimate: Any, decimals: int | None = None) -> list[float]:
-    ends = (float(estimate.low), float(estimate.mid), float(estimate.high))
-    return [float(f"{each:.4g}") if decimals is None else round(each, decimals) for each in ends]
+    return [float(f"{each:.4g}") if decimals is None else round(each, decimals) for each in ends(estimate)]
 
 
 def in_text(status: RunSummary) -> Iterator[str]:

@@ -263,7 +263,7 @@ def memory(reader: RunReader, points: int = POINTS) -> dict[str, Any]:
     buckets = Buckets.of(steps, None, None, points)
     return {
         "predicted": predicted.memory if predicted else {},
-        "predicted_total": _ends(predicted.memory_bytes) if predicted else None,
+        "predicted_total": ends(predicted.memory_bytes) if predicted else None,
         "measured": newest,
         "measured_total": None if used is None else used - (before or 0.0),
         "before": before,
@@ -297,5 +297,6 @@ def _limit_bytes(record: dict[str, Any]) -> float | None:
     return whole / len(ranks) if isinstance(whole, int | float) and ranks else None
 
 
-def _ends(estimate: Any) -> list[float]:
+def ends(estimate: Any) -> list[float]:
+    """Return low, middle and high of an estimate or interval."""
     return [float(estimate.low), float(estimate.mid), float(estimate.high)]
