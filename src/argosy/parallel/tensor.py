@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from argosy.models.adapters import LowRank
@@ -113,6 +112,8 @@ Style = Callable[[Any, DeviceMesh], None]
 
 def sums(linear: Linear, mesh: DeviceMesh) -> None:
     """Where each rank reads some of the inputs, sum the outputs over ranks, split by tokens; then add the bias."""
+    from torch.distributed.tensor import DTensor, Shard
+
     assert isinstance(linear.weight, DTensor)
     if linear.weight.placements == (Shard(INPUTS),):
         linear.reduce = partial(reduce_scatter_sequence, group=mesh.get_group())
@@ -176,7 +177,7 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table) -> None:
     """
     for name, module in list(model.named_modules()):
         for own, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):
+            if not hasattr(parameter, "to_local"):
                 split(module, own, mesh, table[f"{name}.{own}"].tp_dim)
         for kind, style in STYLES.items():
             if isinstance(module, kind):
@@ -189,6 +190,8 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table) -> None:
 
 def split(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int | None) -> None:
     """Make the module's parameter `name` a DTensor and keep this rank's part; `dims`: what each axis cuts."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     whole = module.get_parameter(name)
     part = whole.detach()
     for axis, dim in enumerate(dims):
