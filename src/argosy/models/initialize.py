@@ -46,8 +46,8 @@ def _give_memory(model: Decoder, device: torch.device) -> None:
         for name, old in module.named_parameters(recurse=False):
             new = torch.empty(old.shape, dtype=old.dtype, device=device)
             module.register_parameter(name, nn.Parameter(new, old.requires_grad))
-        for name, old in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty(old.shape, dtype=old.dtype, device=device))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def offset_of(parameter: Tensor) -> tuple[int, ...]:

@@ -57,9 +57,11 @@ class PlacedPiece(Piece):
     @property
     def is_part_of_sum(self) -> bool:
         """True if the tp ranks hold it whole, and each computes a part of its gradient."""
-        parameter = self.parameter
-        mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
-        return mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and placements[-1].is_replicate()
+        mesh = getattr(self.parameter, "device_mesh", None)
+        if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
+            return False
+        placements: Sequence[Placement] = getattr(self.parameter, "placements", ())
+        return placements[-1].is_replicate()
 
 
 def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[PlacedPiece]:
