@@ -24,6 +24,7 @@ from argosy.config.model import ModelConfig
 from argosy.data.stores.model_folder import Destination, ModelFolder, model_folder, new_folder
 from argosy.errors import ArgosyWarning, UserError
 from argosy.files import is_plain_name, read_at_most
+from argosy.models.compressed import Compression, compressed
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
 from argosy.models.hf_families import family_of
 from argosy.models.hf_family import NAMES
@@ -60,6 +61,7 @@ def export_folder(
     tokenizer: Path | None = None,
     eod_id: int | None = None,
     usage: Mapping[str, bytes] = MappingProxyType({}),
+    compression: Compression | None = None,
 ) -> None:
     """Write a folder that transformers (4.43 and newer), vLLM and others load; whole or not at all.
 
@@ -70,6 +72,7 @@ def export_folder(
     `eod_id`: the token that ends a document; generation stops at it.
     `usage`: files that the weights came with. They say how the tokenizer is used; config.json is written as it is there
     if it describes this model, and the index says which file a tensor goes to if it names the same tensors.
+    `compression`: how the weights of linear layers are stored in fewer bits; the others keep `dtype`.
 
     The multipliers of `model.mup` are folded into the weights, which the classes then compute the same with.
 
@@ -84,6 +87,9 @@ def export_folder(
     described = config_to_json(config, dtype=dtype or torch.float32, eod_id=eod_id)
     tensors = dict(_to_write(source, config, shapes, dtype))
     described = _described(config, described, tensors, usage)
+    if compression is not None:
+        tensors, settings = _compressed(config, tensors, compression)
+        described |= {QUANTIZATION: settings}
     files = {name: data for name, data in usage.items() if name not in (CONFIG, INDEX)}
     if tokenizer is not None:
         files = _tokenizer_files(tokenizer, eod_id, config) | files
@@ -118,21 +124,37 @@ def _parts(
 ) -> Iterator[Tensor]:
     """Yield the rows of one of their tensors."""
     if piece.rows == "theirs":
-        yield _factored(piece.ours[0], source.rows(piece.ours[0], row, 1), config, dtype)[0]
+        yield folded_weight(piece.ours[0], source.rows(piece.ours[0], row, 1), config, dtype)[0]
     elif piece.rows == "alone":
         of_each = (source.in_parts(name) for name in piece.ours)
         for some in zip(*of_each, strict=True):
-            ours = [_factored(name, part, config, dtype) for name, part in zip(piece.ours, some, strict=True)]
+            ours = [folded_weight(name, part, config, dtype) for name, part in zip(piece.ours, some, strict=True)]
             yield piece.to_theirs(ours)[0]
     else:
-        yield piece.to_theirs([_factored(name, source[name], config, dtype) for name in piece.ours])[row]
+        yield piece.to_theirs([folded_weight(name, source[name], config, dtype) for name in piece.ours])[row]
 
 
-def _factored(name: str, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+def folded_weight(name: str, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+    """Return a weight, or rows of it, with the multipliers of `model.mup` folded in."""
     if (factor := folded_factor(name, config)) != 1.0:
         shift = float(config.norms.zero_centered and "norm" in name)  # the factor of such a norm is one plus the weight
         weight = (weight + shift) * factor - shift
     return weight.to(dtype)
+
+
+def _compressed(
+    config: ModelConfig, tensors: Mapping[str, TensorToWrite], compression: Compression
+) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
+    """Return the tensors with compressed linear layers, and what config.json says of it. Raises: UserError."""
+    if config.moe.experts or config.delta_net.key_heads or config.mla.kv_rank:
+        raise UserError(
+            f"model.family = {config.family}: --format fp8, int8 and int4 are for dense models with ordinary attention. "
+            "Export with --format safetensors."
+        )
+    table = state_table(config)
+    linear = {n for piece in pieces_of(config) if table[piece.ours[0]].is_linear for n in piece.theirs}
+    linear = {name for name in linear if len(tensors[name].shape) == 2}
+    return dict(compressed(tensors, linear, compression)), compression.settings(["lm_head"])
 
 
 def _write_weights(folder: Destination, tensors: Mapping[str, TensorToWrite], index: bytes | None) -> bytes | None:
