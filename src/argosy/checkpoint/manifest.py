@@ -23,7 +23,7 @@ LATEST_S = 253_402_300_799
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """What a checkpoint holds. If a folder of that name has a manifest, all of the checkpoint is there."""
+    """Contents of a checkpoint. If a folder of that name has a manifest, all of the checkpoint is there."""
 
     format: int = FORMAT
     step: int

@@ -26,7 +26,7 @@ from argosy.models.lazy_weights import LazyWeights
 from argosy.models.tensor_file import TensorToWrite, write_tensors
 
 MODEL = "model."
-"""How the names of weights begin in checkpoints."""
+"""Prefix of the names of weights in checkpoints."""
 FILE_BYTES = 4 * 10**9
 """About how many bytes go into one file of a checkpoint that is written here."""
 

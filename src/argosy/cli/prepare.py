@@ -50,7 +50,7 @@ class _PrepareOptions:
     extend: tuple[Path, ...] = ()
     """Python files with sources of your own, for input such as source:NAME."""
     on: EngineName = "local"
-    """Where the workers run; all machines must see --out, and the input where it is not a URL."""
+    """Engine that runs the workers; all machines must see --out, and the input where it is not a URL."""
     cpus: int = 1
     """slurm, ray: CPUs of each worker."""
     json: bool = False

@@ -154,7 +154,7 @@ class RunConfig(Section):
     sites: Annotated[tuple[SiteConfig, ...], tyro.conf.Suppress] = ()
     """Places that train this run together, each with processes and a plan of its own (docs/sites.md)."""
     site: str = ""
-    """Which of `sites` this is; empty: all of them, on this machine."""
+    """Name of this site among `sites`; empty: all of them, on this machine."""
 
     @model_validator(mode="after")
     def _sites_are_told_apart(self) -> Self:

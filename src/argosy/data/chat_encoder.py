@@ -68,7 +68,7 @@ class ChatEncoder:
         self._engine.no_padding()
         self._seq_len, self._validation_fraction = seq_len, validation_fraction
         self.counts = Counter[str]()
-        """What was left out since a caller emptied it."""
+        """Counts of what was left out since a caller emptied it."""
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
         documents = [json.loads(text) for text in texts]

@@ -112,7 +112,7 @@ Style = Callable[[Any, DeviceMesh], None]
 
 
 def sums(linear: Linear, mesh: DeviceMesh) -> None:
-    """Where each rank reads some of the inputs, sum the outputs over ranks, split by tokens; then add the bias."""
+    """Row-parallel linear layer: sum the outputs over ranks, split by tokens; then add the bias."""
     assert isinstance(linear.weight, DTensor)
     if linear.weight.placements == (Shard(INPUTS),):
         linear.reduce = partial(reduce_scatter_sequence, group=mesh.get_group())

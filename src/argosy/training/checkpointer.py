@@ -59,9 +59,9 @@ class Checkpointer:
         upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
         self._saver = Saver(run_dir, world, self._hear, upkeep, check)
         self._base_sha256 = ""
-        """What an adapter's checkpoints say of the weights beside it."""
+        """The base weights that an adapter's checkpoints name."""
         self.last_save_s = self._save_before_s = time.monotonic()
-        """When the last save that was not interrupted began."""
+        """Start of the last save that was not interrupted."""
 
     @property
     def committed(self) -> Collection[int]:
