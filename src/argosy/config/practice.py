@@ -18,7 +18,7 @@ rows."""
 
 
 class Practice(NamedTuple):
-    """How a model is usually trained for an objective."""
+    """The usual settings of an objective."""
 
     lr: float
     """With all weights trained."""
@@ -64,8 +64,8 @@ SAYS_NOTHING: Mapping[Key, tuple[str, ...]] = {
         *("train", "optimizer", "schedule", "evaluate", "launch.processes"),
     ),
 }
-"""What a run is given -> the keys and tables of a run preset that are nobody's choice then: they are of its own model,
-of training all weights, or of its text."""
+"""A key that a run is given -> the keys and tables of a run preset that are nobody's choice then: they are of its own
+model, of training all weights, or of its text."""
 
 
 def of_preset(preset: Layer, given: Layer) -> Layer:

@@ -47,7 +47,7 @@ KEPT_IN_FP32 = "router.bias"
 HEADERS_AT_ONCE = 8
 """Files whose headers are read at once: a store takes its time for each."""
 SAMPLES, SAMPLE_BYTES = 16, 64 * 2**10
-"""How much of each file tells a folder's weights from others."""
+"""The parts of each file that tell a folder's weights from others."""
 QUANTIZATION = "quantization_config"
 
 
