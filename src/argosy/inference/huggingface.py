@@ -61,12 +61,21 @@ def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
     if it cannot be written.
     """
     refuse_existing(run_dir)
+    run, weights, tokenizer = run_of_folder(folder)
+    write_run(run, weights, run_dir, tokenizer, usage_of(folder))
+
+
+def run_of_folder(folder: str | Path) -> tuple[RunConfig, LazyWeights, bytes | None]:
+    """Return the run that a Hugging Face folder, here or at a URL, stands for, its weights and its tokenizer.json.
+
+    Raises: UserError, as `import_checkpoint`.
+    """
     model, weights = hf.import_folder(folder)
     tokenizer = tokenizer_of(folder)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model.vocab_size, folder)
     data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
-    write_run(RunConfig(model=model, data=data), weights, run_dir, tokenizer, usage_of(folder))
+    return RunConfig(model=model, data=data), weights, tokenizer
 
 
 def refuse_existing(folder: Path) -> None:
