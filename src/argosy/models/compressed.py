@@ -1,9 +1,9 @@
 """Weights in 8 or 4 bits as the compressed-tensors package stores them, which vLLM and transformers read: computed from
 the weights alone, without data, tensor by tensor.
 
-fp8 (its preset FP8_DYNAMIC) and int8 (W8A8): a scale for each output, and inputs are quantised token by token while the
-model computes. int4 (W4A16): a scale for each group of 128 inputs of an output, eight numbers in 32 bits. Scales are the
-largest magnitude over half the range: round-to-nearest (Dettmers et al. 2022, section 3; Frantar et al. 2022, "RTN").
+fp8 (its preset FP8_DYNAMIC) and int8 (W8A8): a scale for each output, and inputs are quantised token by token while
+the model computes. int4 (W4A16): a scale for each group of 128 inputs of an output, eight numbers in 32 bits. A scale
+is the largest magnitude over half the range (round-to-nearest; Frantar et al. 2022 have it beside GPTQ).
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from argosy.config.model import ModelConfig
 from argosy.errors import UserError
+from argosy.models.hf_names import pieces_of
 from argosy.models.tensor_file import TensorToWrite
+from argosy.plan.parameters import state_table
 
 CompressedFormat = Literal["fp8", "int8", "int4"]
 FP8 = torch.float8_e4m3fn
@@ -28,7 +31,7 @@ IN_32_BITS = 8
 
 
 @dataclass(frozen=True)
-class Compression:
+class WeightCompression:
     """One of the formats."""
 
     preset: str
@@ -48,7 +51,7 @@ class Compression:
 
     def settings(self, ignored: Collection[str]) -> dict[str, Any]:
         """Return config.json's quantization_config. ignored: linear layers, in their names, that stay as they are."""
-        numbers = {"num_bits": self.bits, "type": self.kind, "symmetric": True}
+        numbers: dict[str, Any] = {"num_bits": self.bits, "type": self.kind, "symmetric": True}
         by_group = {"strategy": "group", "group_size": self.group, "dynamic": False}
         by_output = {"strategy": "channel", "group_size": None, "dynamic": False}
         by_token = {"strategy": "token", "group_size": None, "dynamic": True}
@@ -84,10 +87,10 @@ class Compression:
         return whole.to(torch.int8) if self.bits == 8 else _packed(whole.int())
 
 
-COMPRESSIONS: dict[CompressedFormat, Compression] = {
-    "fp8": Compression("FP8_DYNAMIC", "float-quantized", 8, "float"),
-    "int8": Compression("W8A8", "int-quantized", 8, "int"),
-    "int4": Compression("W4A16", "pack-quantized", 4, "int", GROUP),
+COMPRESSIONS: dict[CompressedFormat, WeightCompression] = {
+    "fp8": WeightCompression("FP8_DYNAMIC", "float-quantized", 8, "float"),
+    "int8": WeightCompression("W8A8", "int-quantized", 8, "int"),
+    "int4": WeightCompression("W4A16", "pack-quantized", 4, "int", GROUP),
 }
 
 
@@ -99,7 +102,25 @@ def _packed(whole: Tensor) -> Tensor:
 
 
 def compressed(
-    tensors: Mapping[str, TensorToWrite], linear: Collection[str], compression: Compression
+    config: ModelConfig, tensors: Mapping[str, TensorToWrite], compression: WeightCompression
+) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
+    """Return the tensors of a Hugging Face folder with compressed linear layers, and config.json's quantization_config.
+
+    Raises: UserError if that is not known to be read, or a weight's rows are not whole groups.
+    """
+    if config.moe.experts or config.delta_net.key_heads or config.mla.kv_rank:
+        raise UserError(
+            f"model.family = {config.family}: --format fp8, int8 and int4 are for dense models with ordinary "
+            "attention. Export with --format safetensors."
+        )
+    table = state_table(config)
+    linear = {n for piece in pieces_of(config) if table[piece.ours[0]].is_linear for n in piece.theirs}
+    linear = {name for name in linear if len(tensors[name].shape) == 2}
+    return dict(_compressed(tensors, linear, compression)), compression.settings(["lm_head"])
+
+
+def _compressed(
+    tensors: Mapping[str, TensorToWrite], linear: Collection[str], compression: WeightCompression
 ) -> Iterator[tuple[str, TensorToWrite]]:
     """Yield a folder's tensors, those weights that are in `linear` compressed, by the names of compressed-tensors.
 

@@ -1,7 +1,7 @@
-"""Export to a GGUF file, which llama.cpp and what stands on it read: tensor by tensor, by the writer of the gguf package.
+"""Export to a GGUF file, for llama.cpp and what stands on it: tensor by tensor, by the writer of the gguf package.
 
-llama.cpp computes each architecture in one way, and a file says little beyond sizes. So a family has a row here with all
-that its architecture implies; a model that differs is refused by the name of the setting, not written to compute
+llama.cpp computes each architecture in one way, and a file says little beyond sizes. So a family has a row here with
+all that its architecture implies; a model that differs is refused by the name of the setting, not written to compute
 something else.
 """
 
@@ -251,7 +251,8 @@ def _in_pairs(ours: str, weight: Tensor, config: ModelConfig) -> Tensor:
 def _encoded(part: Tensor, kind: Any) -> memoryview:
     from gguf.quants import quantize
 
-    return memoryview(quantize(part.contiguous().numpy(), kind)).cast("B")
+    numbers: Any = quantize(part.contiguous().numpy(), kind)
+    return memoryview(numbers).cast("B")
 
 
 def _format(ours: str, shape: Sequence[int], kind: GgufType) -> Any:
@@ -284,7 +285,8 @@ def _name_of(ours: str, arch: Architecture) -> str:
     pattern = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[found]] if found is not None else ""
     if pattern not in known:
         raise UserError(
-            f"{ours}: llama.cpp's architecture {arch.name.lower()} has no such tensor. Export with --format safetensors."
+            f"{ours}: llama.cpp's architecture {arch.name.lower()} has no such tensor. Export with --format "
+            "safetensors."
         )
     number = ours.split(".")[1] if ours.startswith("blocks.") else ""
     return f"{pattern.format(bid=number)}.{'bias' if ours.endswith('bias') else 'weight'}"

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import MOST_BYTES, SPLIT
 from argosy.errors import UserError
@@ -30,7 +28,7 @@ NAMES = {
     (GPT2, False): "gpt-2",
     (f"digits {GPT2}", False): "smollm",
 }
-"""How text is split, and whether a piece that is a token stays whole whatever the merges say -> llama.cpp's name."""
+"""The split of text, and True if a piece that is a token stays whole whatever the merges say -> llama.cpp's name."""
 SPACE = "▁"
 
 
@@ -82,8 +80,8 @@ def _tokens(
     by_id |= {number: token["content"] for number, token in added.items()}
     if by_id and max(by_id) >= vocab_size:
         raise UserError(
-            f"{file} has {max(by_id) + 1} tokens and model.vocab_size = {vocab_size}. Give the tokenizer that the model "
-            "was trained with."
+            f"{file} has {max(by_id) + 1} tokens and model.vocab_size = {vocab_size}. Give the tokenizer that the "
+            "model was trained with."
         )
     unknown = record["model"].get("unk_token")
     types = []
@@ -143,8 +141,3 @@ def _name_of_split(record: Mapping[str, Any], file: Path) -> str:
     if name is None:
         raise UserError(f"{file}: llama.cpp has no name for how it splits text ({' '.join(found)[:80]!r}). {REMEDY}")
     return name
-
-
-def ids_of(file: Path, text: str) -> list[int]:
-    """Return the ids that a tokenizer.json gives, special tokens included: what llama.cpp must give too."""
-    return list(Tokenizer.from_file(str(file)).encode(text).ids)

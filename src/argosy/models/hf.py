@@ -25,7 +25,7 @@ from argosy.config.model import ModelConfig
 from argosy.data.stores.model_folder import Destination, ModelFolder, model_folder, new_folder
 from argosy.errors import ArgosyWarning, UserError
 from argosy.files import is_plain_name, read_at_most
-from argosy.models.compressed import Compression, compressed
+from argosy.models.compressed import WeightCompression, compressed
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
 from argosy.models.hf_families import family_of
 from argosy.models.hf_family import NAMES
@@ -64,7 +64,7 @@ def export_folder(
     tokenizer: Path | None = None,
     eod_id: int | None = None,
     usage: Mapping[str, bytes] = MappingProxyType({}),
-    compression: Compression | None = None,
+    compression: WeightCompression | None = None,
 ) -> None:
     """Write a folder that transformers (4.43 and newer), vLLM and others load; whole or not at all.
 
@@ -91,7 +91,7 @@ def export_folder(
     tensors = dict(_to_write(source, config, shapes, dtype))
     described = _described(config, described, tensors, usage)
     if compression is not None:
-        tensors, settings = _compressed(config, tensors, compression)
+        tensors, settings = compressed(config, tensors, compression)
         described |= {QUANTIZATION: settings}
     files = {name: data for name, data in usage.items() if name not in (CONFIG, INDEX)}
     if tokenizer is not None:
@@ -143,21 +143,6 @@ def folded_weight(name: str, weight: Tensor, config: ModelConfig, dtype: torch.d
         shift = float(config.norms.zero_centered and "norm" in name)  # the factor of such a norm is one plus the weight
         weight = (weight + shift) * factor - shift
     return weight.to(dtype)
-
-
-def _compressed(
-    config: ModelConfig, tensors: Mapping[str, TensorToWrite], compression: Compression
-) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
-    """Return the tensors with compressed linear layers, and what config.json says of it. Raises: UserError."""
-    if config.moe.experts or config.delta_net.key_heads or config.mla.kv_rank:
-        raise UserError(
-            f"model.family = {config.family}: --format fp8, int8 and int4 are for dense models with ordinary attention. "
-            "Export with --format safetensors."
-        )
-    table = state_table(config)
-    linear = {n for piece in pieces_of(config) if table[piece.ours[0]].is_linear for n in piece.theirs}
-    linear = {name for name in linear if len(tensors[name].shape) == 2}
-    return dict(compressed(tensors, linear, compression)), compression.settings(["lm_head"])
 
 
 def _write_weights(folder: Destination, tensors: Mapping[str, TensorToWrite], index: bytes | None) -> bytes | None:
