@@ -361,6 +361,14 @@ def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str
     )
 
 
+@rule(lambda p, run: p.is_("sync", *WITH_SERVERS) & bool(run.evaluate.tasks))
+def workers_of_servers_score_no_tasks(plan: Plan, run: RunConfig) -> str:
+    return (
+        f"evaluate.tasks is not supported with plan.sync = {plan.sync}. Remove it, and score the run afterwards with "
+        "argosy evaluate --tasks."
+    )
+
+
 @rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen or run.lora.rank))
 def servers_train_all_weights(plan: Plan, run: RunConfig) -> str:
     key = "train.frozen" if run.train.frozen else "lora.rank"
@@ -405,6 +413,7 @@ RULES: tuple[Rule, ...] = (
     tiers_hold_whole_sets_of_experts,
     asynchronous_gradients_have_no_loss_scale,
     servers_train_all_weights,
+    workers_of_servers_score_no_tasks,
     sites_have_no_state_but_weights,
 )
 
