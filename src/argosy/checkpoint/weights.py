@@ -81,6 +81,12 @@ def fill_from_folder(parts: Mapping[Box, Tensor], place: str | Path) -> None:
                 f"{named}{spelled(place)} is of another model: {name} {found}.\n  Leave out the sizes in the model "
                 "section: those of model.weights are taken then."
             )
+    fill(parts, weights)
+
+
+@torch.no_grad()
+def fill(parts: Mapping[Box, Tensor], weights: LazyWeights) -> None:
+    """Fill this rank's parts of the weights in place, whatever their dtypes, and read no more than these."""
     for box, part in parts.items():
         if part.numel():
             part.copy_(weights.part(box.name.removeprefix(MODEL), box.offset, box.shape))

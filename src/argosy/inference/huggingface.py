@@ -13,14 +13,13 @@ import torch
 from argosy.checkpoint.adapter import open_weights
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.weights import write_weights
-from argosy.config.data import DataConfig
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import Tokenizer, tokenizer_of, usage_of
 from argosy.errors import StorageError, UserError
 from argosy.files import commit_folder, make_folder
-from argosy.inference.trained_model import open_checkpoint
+from argosy.inference.trained_model import open_checkpoint, run_of
 from argosy.models import hf
 from argosy.models.lazy_weights import LazyWeights
 from argosy.models.own_family import load_family
@@ -65,8 +64,7 @@ def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
     tokenizer = tokenizer_of(folder)
     if tokenizer is not None:
         check_vocabulary(tokenizer, model.vocab_size, folder)
-    data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
-    write_run(RunConfig(model=model, data=data), weights, run_dir, tokenizer, usage_of(folder))
+    write_run(run_of(model), weights, run_dir, tokenizer, usage_of(folder))
 
 
 def refuse_existing(folder: Path) -> None:
