@@ -58,7 +58,7 @@ class _PrepareOptions:
     cpus: int = 1
     """slurm, ray: CPUs of each worker."""
     show: int = 0
-    """Print so many of the conversations at last: what is learned is green in a terminal, and else between {+ and +}."""
+    """Print so many of the conversations: what is learned is green in a terminal, and else between {+ and +}."""
     json: bool = False
     """Print the manifest as JSON."""
 
