@@ -16,12 +16,15 @@ from argosy.checkpoint.checksums import step_of
 from argosy.checkpoint.load import opened, problem_of
 from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import Checkpoint
-from argosy.checkpoint.weights import MODEL, CheckpointWeights, fill
+from argosy.checkpoint.weights import MODEL, CheckpointWeights, fill, folder_weights
 from argosy.config.lora import LoraConfig
 from argosy.config.schema import RunConfig
+from argosy.data.stores.model_folder import is_model_folder
+from argosy.data.stores.store import spelled
 from argosy.errors import UserError
 from argosy.models.adapters import PARTS, merged
 from argosy.models.decoder import Decoder
+from argosy.models.hf import weights_sha256
 from argosy.models.initialize import materialize
 from argosy.models.lazy_weights import HeldWeights, LazyWeights
 from argosy.models.own_family import load_family
@@ -39,11 +42,7 @@ def find_weights(path: Path, sha256: str = "", check: Callable[[Checkpoint], str
         run_dir = path.parent.parent if step_of(path.name) is not None else path
         known = [c for c in store.committed(run_dir) if c.manifest.sha256 == sha256]
         if not known:
-            raise UserError(
-                f"model.weights = {path}: the adapter was trained beside other weights (manifest sha256 "
-                f"{sha256[:12]}...), and no checkpoint there is these. Name the run folder that has them in "
-                "model.weights."
-            )
+            raise _others(path, sha256, "no checkpoint there is these. Name the run folder that has them")
         found = known[0]
         if problem := check(found):
             raise UserError(f"{problem}. The adapter needs it: restore it from a copy.")
@@ -54,6 +53,24 @@ def find_weights(path: Path, sha256: str = "", check: Callable[[Checkpoint], str
             f"first: argosy checkpoint merge {path} --out FOLDER."
         )
     return found
+
+
+def check_folder(place: Path, sha256: str = "") -> str:
+    """Return the SHA-256 that stands for the weights in a Hugging Face folder or at its URL (`hf.weights_sha256`).
+
+    Raises: UserError if it is not `sha256`, which an adapter was trained beside; "" is any.
+    """
+    found = weights_sha256(place, "model.weights = ")
+    if sha256 not in ("", found):
+        raise _others(place, sha256, f"there they have {found[:12]}.... Name the folder as it was")
+    return found
+
+
+def _others(place: Path, sha256: str, what: str) -> UserError:
+    return UserError(
+        f"model.weights = {spelled(place)}: the adapter was trained beside other weights (sha256 {sha256[:12]}...), "
+        f"and {what} in model.weights."
+    )
 
 
 class MergedWeights(LazyWeights):
@@ -116,6 +133,10 @@ def open_base(run: RunConfig, checkpoint: Checkpoint) -> Iterator[LazyWeights]:
         model = Decoder(run.model)
         materialize(model, run.model, torch.device("cpu"), run.seed)
         yield HeldWeights(model.state_dict())
+        return
+    if is_model_folder(run.model.weights):
+        check_folder(run.model.weights, checkpoint.manifest.base_sha256)
+        yield folder_weights(run.model.weights, shapes)
         return
     base = find_weights(run.model.weights, checkpoint.manifest.base_sha256)
     with opened(base) as held:

@@ -36,7 +36,7 @@ class Options:
     seq_len: WholeCount | None = None
     """Tokens per window; data.seq_len of the run if not given."""
     plan: str = ""
-    """How the model computes, such as "precision=bf16"; by default in fp32."""
+    """Plan by which the model computes, such as "precision=bf16"; by default in fp32."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False

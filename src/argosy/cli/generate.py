@@ -55,7 +55,7 @@ class Options:
     batch_size: WholeCount = 16
     """Prompts of a file that are continued at once."""
     plan: str = ""
-    """How the model computes, such as "precision=bf16"; by default in fp32."""
+    """Plan by which the model computes, such as "precision=bf16"; by default in fp32."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False

@@ -1,4 +1,4 @@
-"""How well a trained model predicts held-out text, under any plan."""
+"""Held-out text, and the score of a trained model on it under any plan."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ BATCH_SIZE = 16
 
 
 class Backend(Protocol):
-    """Where a model computes."""
+    """The place where a model computes."""
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits of all rows, fp32 [B, T, V], in host memory."""

@@ -1,4 +1,4 @@
-"""How texts are drawn from a model, and what comes out: settings that users give, and completions."""
+"""Settings by which texts are drawn from a model, and what comes out: pieces and whole completions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MOST_SEED = 2**62
 Prompt = str | Sequence[int]
 """A text, which begins a document; or token ids, which are taken as they are."""
 Finish = Literal["", "stop", "length"]
-"""Why a text ended: at a stop word or an end of text, or after as many tokens as were allowed; "": it goes on."""
+"""The reason why a text ended: at a stop word or an end of text, or after as many tokens as were allowed; "": it goes on."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How texts are drawn."""
+    """Settings by which texts are drawn."""
 
     max_tokens: int = 200
     """The most tokens of a text; the model's context may allow fewer."""
@@ -53,15 +53,15 @@ USUAL = Sampling()
 
 @dataclass(frozen=True)
 class TextPiece:
-    """What a step adds to one text."""
+    """One token, and what it adds to its text."""
 
     row: int
-    """Which of the prompts it continues."""
+    """The number of the prompt that it continues."""
     text: str
     """May be empty: the token is in the middle of a character, or may begin a stop word."""
     token: int
     finish: Finish = ""
-    """Why the text ends with this piece."""
+    """The reason why the text ends with this piece."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from argosy.checkpoint.load import problem_of
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.data import DataConfig
 from argosy.config.load import load
-from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import is_model_folder
@@ -27,7 +26,7 @@ from argosy.data.tokenizer import Tokenizer, tokenizer_of, usage_of
 from argosy.errors import UserError
 from argosy.extend.trust import approve
 from argosy.models.decoder import Decoder
-from argosy.models.hf import import_folder
+from argosy.models.hf import CONFIG, import_folder
 from argosy.models.lazy_weights import LazyWeights
 
 GENERATION = "generation_config.json"
@@ -84,18 +83,18 @@ class PublishedModel:
     """Its path or URL."""
 
     @cached_property
-    def _found(self) -> tuple[ModelConfig, LazyWeights]:
-        return import_folder(self.place)
+    def _found(self) -> tuple[RunConfig, LazyWeights, bytes | None]:
+        return run_of_folder(self.place)
 
     @property
     def run(self) -> RunConfig:
         """A run of this model, which names no data."""
-        return run_of(self._found[0])
+        return self._found[0]
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The folder's tokenizer. Raises: UserError if it has none."""
-        text = tokenizer_of(self.place)
+        text = self._found[2]
         if text is None:
             raise UserError(f"{self.home}/{TOKENIZER}: no tokenizer there. Copy the model's tokenizer.json to it.")
         return Tokenizer(text.decode(errors="replace"), f"{self.home}/{TOKENIZER}")
@@ -114,9 +113,27 @@ class PublishedModel:
 SomeModel = TrainedModel | PublishedModel
 
 
-def run_of(model: ModelConfig) -> RunConfig:
-    """Return the run of a model that came from elsewhere."""
-    return RunConfig(model=model, data=DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len)))
+def run_of_folder(folder: str | Path) -> tuple[RunConfig, LazyWeights, bytes | None]:
+    """Return the run that a Hugging Face folder, here or at a URL, stands for, its weights and its tokenizer.json.
+
+    Raises: UserError if our decoder would compute the folder's model differently.
+    """
+    model, weights = import_folder(folder)
+    tokenizer = tokenizer_of(folder)
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, model.vocab_size, folder)
+    data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
+    return RunConfig(model=model, data=data), weights, tokenizer
+
+
+def check_vocabulary(tokenizer: bytes, vocab_size: int, folder: str | Path) -> None:
+    """Raise UserError if a folder's tokenizer.json has tokens that its model has no embedding for."""
+    found = Tokenizer(tokenizer.decode(errors="replace"), f"{folder}/{TOKENIZER}").vocab_size
+    if found > vocab_size:
+        raise UserError(
+            f"{folder}/{TOKENIZER} has {found} tokens, and vocab_size = {vocab_size} in {folder}/{CONFIG}: it is "
+            "another model's. Get the whole folder again."
+        )
 
 
 def open_model(

@@ -51,7 +51,7 @@ class Microbatch:
     answers: int = 0
     """Pairs, or answers that were judged."""
     further_BTn2: Tensor | None = None
-    """What modules of multi-token prediction read and predict (`mtp.further_tokens`), where they are trained."""
+    """Inputs and targets of multi-token prediction (`mtp.further_tokens`), where it is trained."""
 
 
 def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:

@@ -34,7 +34,7 @@ NORM_EPS = 1e-6
 
 
 class DeltaStreams(NamedTuple):
-    """What a layer computes from each token alone."""
+    """The values that a layer computes from each token alone."""
 
     q_BTP: Tensor
     k_BTP: Tensor

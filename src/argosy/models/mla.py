@@ -58,7 +58,7 @@ class LatentCache:
 
 
 Cache = LayerCache | LatentCache | DeltaCache
-"""What one layer keeps of the tokens read so far."""
+"""One layer's cache of the tokens read so far."""
 
 
 class LatentAttention(nn.Module):

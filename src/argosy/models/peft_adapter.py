@@ -49,7 +49,7 @@ class PeftModule:
     ours: tuple[str, ...]
     """The names of our weights: several if theirs is fused."""
     expert: int | None
-    """Which of our stack of experts."""
+    """Index in our stack of experts."""
     piece: Conversion
 
 

@@ -27,7 +27,7 @@ class Sequences(NamedTuple):
     """The sequences in whole rows. Each tensor is [B, T]; but for `starts` it says something where one begins."""
 
     starts: Tensor
-    """Where the sequence of each token begins; int64."""
+    """Start of the sequence of each token; int64."""
     kinds: Tensor
     """0: nothing that counts begins there; int64."""
     partners: Tensor

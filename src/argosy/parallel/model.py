@@ -38,7 +38,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 class GradientRule(Protocol):
-    """How the gradients of one part of the model become sums over data-parallel ranks."""
+    """The way from the gradients of one part of the model to sums over data-parallel ranks."""
 
     def arm(self, backwards: int, moment: Moment) -> None: ...
     def before_backward(self, last: bool) -> None: ...

@@ -136,13 +136,13 @@ class WholeSequence(SequenceParallel):
 
 
 Between = Callable[[dist.ProcessGroup], SequenceParallel]
-"""Which tokens the ranks of a group have between matrices."""
+"""Makes, for a group, the rule by which its ranks share tokens between matrices."""
 Style = Callable[[Any, DeviceMesh, SequenceParallel], None]
 """Makes a module, whose parameters are cut already, exchange what it must with other ranks."""
 
 
 def sums(linear: Linear, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
-    """Where each rank reads some of the inputs, sum the outputs over ranks, split by tokens; then add the bias."""
+    """Row-parallel linear layer: sum the outputs over ranks, split by tokens; then add the bias."""
     assert isinstance(linear.weight, DTensor)
     if linear.weight.placements == (Shard(INPUTS),):
         linear.reduce = tokens.reduce

@@ -74,7 +74,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Score:
-    """How well held-out text is predicted."""
+    """Losses on held-out text."""
 
     loss: float
     """Nats per token."""

@@ -57,7 +57,7 @@ class SyncAccount:
         self._sites = len(run.sites) if plan.sync in OF_SITES else 0
         self._is_kept = plan.is_compressed or bool(self._sites)
         self.exact_bytes = self._exact_bytes(run, plan)
-        """What the first rank, or a site, would send in a step if gradients were summed exactly, in fp32."""
+        """Bytes that the first rank, or a site, would send in a step if gradients were summed exactly, in fp32."""
 
     def _exact_bytes(self, run: RunConfig, plan: Plan) -> float:
         if not self._is_kept:
@@ -95,14 +95,14 @@ FROM = {
     "memory": "from in-memory checkpoints",
     "disk": "from the newest checkpoint",
 }
-"""Where a state was restored from -> in words."""
+"""Source of a restored state -> in words."""
 NO_MORE: Mapping[str, Any] = {}
 WRONG: dict[Reason, str] = {
     "not_finite": "not finite",
     "norm_outlier": "bad, with a gradient norm far above those of the steps before",
     "loss_spike": "bad, with a loss far above those of the steps before",
 }
-"""What is wrong with a bad step -> in words."""
+"""Fault of a bad step -> in words."""
 
 
 class Records:
@@ -121,7 +121,7 @@ class Records:
         self._state = state_bytes(plan, run, world.rank)
         self._sync = SyncAccount(run, plan)
         self.memory_before_bytes = 0
-        """What the process held before it trained in any world: Python, torch and its libraries; 0 on a GPU."""
+        """Memory of the process before it trained in any world: Python, torch and its libraries; 0 on a GPU."""
 
     def measure_peak(self) -> None:
         """Measure `peak_flops` on all processes at once, since they share the machine; all call it together."""

@@ -55,7 +55,7 @@ class Servers(Agreement):
         self._updates: list[StepUpdate] = []
         """Of the task's steps so far."""
         self._laps: list[tuple[Mapping[str, float], Communication]] = []
-        """Where the time of each of them went, as the clock gives it."""
+        """Time by activity of each of them, as the clock gives it."""
         self._delivered: dict[str, Any] | None = None
         """The update that the task's steps have become, of which no line is written yet."""
         self._last_step = self._scored = -1

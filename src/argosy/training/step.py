@@ -33,7 +33,7 @@ from argosy.training.state import StepUpdate, TrainState
 
 @dataclass(frozen=True)
 class Requests:
-    """What a process asks for after this step; granted to all if any of them asks."""
+    """Requests of a process after this step; granted to all if any of them asks."""
 
     stop: bool = False
     save: bool = False

@@ -141,7 +141,7 @@ def write_report(
 
 
 class Measured:
-    """What is needed of the lines of steps beside their totals."""
+    """Values of the lines of steps beside their totals."""
 
     def __init__(self, since: int):
         """`since`: the step from which on the plan is the one that the run ended with."""
