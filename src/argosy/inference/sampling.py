@@ -13,7 +13,7 @@ MOST_SEED = 2**62
 Prompt = str | Sequence[int]
 """A text, which begins a document; or token ids, which are taken as they are."""
 Finish = Literal["", "stop", "length"]
-"""The reason why a text ended: at a stop word or an end of text, or after as many tokens as were allowed; "": it goes on."""
+"""The reason why a text ended: a stop word or an end of text, or no more tokens were allowed; "": it goes on."""
 
 
 @dataclass(frozen=True)
