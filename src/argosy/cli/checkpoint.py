@@ -102,7 +102,7 @@ class Importing:
     out: Path
     """The run folder to write; it must not exist yet."""
     base: Path | None = None
-    """The run, or checkpoint, whose weights the adapter in FOLDER was trained beside."""
+    """The run, checkpoint or Hugging Face folder whose weights the adapter in FOLDER was trained beside."""
 
 
 def main(argv: list[str]) -> int:
