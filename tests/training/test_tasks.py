@@ -13,9 +13,12 @@ from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.parallel.world import World
+from argosy.sinks.sink import evaluation_values
+from argosy.sweep.trials import metric_of
 from argosy.training.answers import TaskScores, answer_scores, packed
 from argosy.training.stop import StoppedEarly
 from argosy.training.tasks import TaskScorer
+from argosy.watch.reader import RunReader
 from tiny import EAGER, decoder, eager, laid_out, losses, run_config, train_in
 
 SEQ_LEN = 64
@@ -158,5 +161,10 @@ def test_a_run_scores_tasks_at_each_evaluation_and_changes_no_number(tmp_path, c
     report = json.loads((tmp_path / "scoring" / "report.json").read_text())
     assert scores.keys() == {2, 5, 7} and report["tasks"] == scores[7]
     assert (scores[7]["choices"]["acc"] * 8).is_integer()
+    reader = RunReader(tmp_path / "scoring")
+    reader.refresh()
+    assert reader.evaluations["tasks.choices.acc"].tolist() == [scores[step]["choices"]["acc"] for step in (2, 5, 7)]
+    assert metric_of(tmp_path / "scoring", "tasks.choices.acc", 0) == scores[7]["choices"]["acc"]
+    assert evaluation_values({"tasks": scores[2]})["tasks/choices/acc"] == scores[2]["choices"]["acc"]
     plain = train_in(World(), run_config(corpus), EAGER, tmp_path / "plain")
     assert losses(records) == losses(plain)

@@ -361,17 +361,9 @@ def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str
     )
 
 
-@rule(lambda p, run: p.is_("sync", *WITH_SERVERS) & bool(run.evaluate.tasks))
-def workers_of_servers_score_no_tasks(plan: Plan, run: RunConfig) -> str:
-    return (
-        f"evaluate.tasks is not supported with plan.sync = {plan.sync}. Remove it, and score the run afterwards with "
-        "argosy evaluate --tasks."
-    )
-
-
-@rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen or run.lora.rank))
-def servers_train_all_weights(plan: Plan, run: RunConfig) -> str:
-    key = "train.frozen" if run.train.frozen else "lora.rank"
+@rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen or run.lora.rank or run.evaluate.tasks))
+def servers_train_all_weights_and_score_no_tasks(plan: Plan, run: RunConfig) -> str:
+    key = "train.frozen" if run.train.frozen else "lora.rank" if run.lora.rank else "evaluate.tasks"
     return f"{key} is not supported with plan.sync = async. Remove it, or use sites (sync=local, sync=diloco)."
 
 
@@ -412,8 +404,7 @@ RULES: tuple[Rule, ...] = (
     tiers_divide_the_replicas,
     tiers_hold_whole_sets_of_experts,
     asynchronous_gradients_have_no_loss_scale,
-    servers_train_all_weights,
-    workers_of_servers_score_no_tasks,
+    servers_train_all_weights_and_score_no_tasks,
     sites_have_no_state_but_weights,
 )
 
