@@ -13,15 +13,14 @@ import torch
 from argosy.checkpoint.adapter import open_weights
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.weights import write_weights
-from argosy.config.data import DataConfig
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.tokenizer import BASE_CARD, Tokenizer, tokenizer_of, usage_of
+from argosy.data.tokenizer import BASE_CARD, usage_of
 from argosy.errors import StorageError, UserError
 from argosy.files import commit_folder, make_folder
 from argosy.inference.model_card import cards_of
-from argosy.inference.trained_model import open_checkpoint
+from argosy.inference.trained_model import open_checkpoint, run_of_folder
 from argosy.models import hf
 from argosy.models.compressed import COMPRESSIONS
 from argosy.models.gguf_file import GgufType, export_gguf
@@ -107,19 +106,6 @@ def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
     write_run(run, weights, run_dir, tokenizer, usage_of(folder))
 
 
-def run_of_folder(folder: str | Path) -> tuple[RunConfig, LazyWeights, bytes | None]:
-    """Return the run that a Hugging Face folder, here or at a URL, stands for, its weights and its tokenizer.json.
-
-    Raises: UserError, as `import_checkpoint`.
-    """
-    model, weights = hf.import_folder(folder)
-    tokenizer = tokenizer_of(folder)
-    if tokenizer is not None:
-        check_vocabulary(tokenizer, model.vocab_size, folder)
-    data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
-    return RunConfig(model=model, data=data), weights, tokenizer
-
-
 def refuse_existing(folder: Path) -> None:
     """Raise UserError if a folder that is to be written exists."""
     if folder.exists():
@@ -166,13 +152,3 @@ def write_run(
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_vocabulary(tokenizer: bytes, vocab_size: int, folder: str | Path) -> None:
-    """Raise UserError if a folder's tokenizer.json has tokens that its model has no embedding for."""
-    found = Tokenizer(tokenizer.decode(errors="replace"), f"{folder}/{TOKENIZER}").vocab_size
-    if found > vocab_size:
-        raise UserError(
-            f"{folder}/{TOKENIZER} has {found} tokens, and vocab_size = {vocab_size} in {folder}/{hf.CONFIG}: it is "
-            "another model's. Get the whole folder again."
-        )
