@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "argosy" / "inductor"
-"""Where compiled graphs and kernels are kept for all runs of a user, and for all processes of this machine."""
+"""Folder of compiled graphs and kernels, for all runs and processes of a user."""
 CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 """torch's environment variable for it."""
 
