@@ -71,12 +71,12 @@ class DeltaCore(Protocol):
 class DeltaCache:
     """The state of one layer after the tokens read so far: [B, H, K, V], and the last W - 1 inputs of convolutions."""
 
-    def __init__(self, batch: int, config: ModelConfig, like: Tensor):
+    def __init__(self, batch: int, max_seq_len: int, config: ModelConfig, like: Tensor):
         net = config.delta_net
         self.state = like.new_zeros(batch, net.value_heads, net.key_width, net.value_width, dtype=torch.float32)
         channels = (net.key_heads * net.key_width,) * 2 + (net.value_heads * net.value_width,)
         self.inputs = [like.new_zeros(batch, net.conv_width - 1, n) for n in channels]
-        self.length = 0
+        self.length, self.max_seq_len = 0, max_seq_len
 
     def append(self, q_BTP: Tensor, k_BTP: Tensor, v_BTP: Tensor) -> list[Tensor]:
         """Return the new inputs of convolutions with the W - 1 before them, and keep the last W - 1."""

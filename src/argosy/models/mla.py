@@ -33,7 +33,7 @@ def cache_of(config: ModelConfig, layer: int, batch: int, max_seq_len: int, like
     """Build an empty cache for `attention_of(config, layer)`, with the dtype and device of `like`."""
     spec = layer_spec(config, layer)
     if spec.delta_net is not None:
-        return DeltaCache(batch, config, like)
+        return DeltaCache(batch, max_seq_len, config, like)
     if config.mla.kv_rank:
         return LatentCache(batch, max_seq_len, config, like)
     return LayerCache(batch, max_seq_len, spec, like)
@@ -45,7 +45,7 @@ class LatentCache:
     def __init__(self, batch: int, max_seq_len: int, config: ModelConfig, like: Tensor):
         self.latents = like.new_zeros(batch, max_seq_len, config.mla.kv_rank)
         self.rotated = like.new_zeros(batch, max_seq_len, config.mla.rope_width)
-        self.length = 0
+        self.length, self.max_seq_len = 0, max_seq_len
 
     def append(self, latent_BTC: Tensor, rotated_BTR: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens and return all latents and rotated keys so far, [B, S, C] and [B, S, R]."""
