@@ -97,7 +97,7 @@ def test_a_cache_gives_the_same_and_keeps_no_more_than_the_window(window: int, s
     windows = AttentionConfig(layers=("sliding",), window=window) if window else AttentionConfig()
     config = ModelConfig(heads=HEADS, kv_heads=KV_HEADS, head_width=WIDTH, attention=windows)
     spec = layer_spec(config, 0)
-    cache, at, parts = LayerCache(ROWS, TOKENS, spec, k.detach()), 0, []
+    cache, at, parts = LayerCache(TOKENS, spec), 0, []
     with torch.no_grad():
         for length in (9, 1, 1, 8, 5):
             some = slice(at, at + length)

@@ -209,7 +209,7 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         'Use balance = "aux".',
     ),
     (
-        rules.servers_train_all_weights,
+        rules.servers_train_all_weights_and_score_no_tasks,
         "sync=async",
         {**SITES, "train": {"frozen": ["embedding"]}},
         "not supported with plan.sync = async. Remove it",

@@ -65,7 +65,7 @@ class AttentionConfig(Section):
     """sliding: the last so many tokens that a token sees, itself included. chunked: documents are cut into chunks of so
     many tokens, and a token sees those of its own (Llama 4)."""
     rotary_layers: tuple[bool, ...] = ()
-    """Whether the layers rotate queries and keys; false is no position at all (NoPE). Empty: all do."""
+    """By layer: true rotates queries and keys; false is no position at all (NoPE). Empty: all rotate."""
     temperature: NonNegativeFloat = 0.0
     """Queries of layers that do not rotate are multiplied by 1 + temperature ln(1 + floor(n / temperature_floor)), n
     counted from 1 in the document (Llama 4); 0: they are not."""

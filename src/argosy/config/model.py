@@ -77,7 +77,7 @@ class MoEConfig(Section):
     dense_layers: tuple[NonNegativeInt, ...] = ()
     """Further layers, counted from 0, that are dense."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """How logits become scores: softmax over all experts, or a sigmoid for each (DeepSeek-V3)."""
+    """The function from logits to scores: softmax over all experts, or a sigmoid for each (DeepSeek-V3)."""
     router_bias: bool = False
     """A learned bias on the router's logits (gpt-oss)."""
     expert_bias: bool = False
@@ -87,7 +87,7 @@ class MoEConfig(Section):
     routed_scale: PositiveFloat = 1.0
     """Factor on those weights."""
     weigh: Literal["results", "inputs"] = "results"
-    """What is multiplied by them: the results of experts, or what they read (Llama 4)."""
+    """They multiply the results of experts, or what experts read (Llama 4)."""
     groups: PositiveInt = 1
     """Number of groups of experts; a token's experts come from the best top_groups of them (DeepSeek-V3)."""
     top_groups: PositiveInt = 1

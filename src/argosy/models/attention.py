@@ -44,25 +44,24 @@ class AttentionCore(Protocol):
 
 class LayerCache:
     """Keys [B, max_seq_len, K, E] and values [B, max_seq_len, K, V] of one layer for the tokens read so far; of a layer
-    with a window, only those that later tokens see."""
+    with a window, only those that later tokens see. The first tokens say how many rows and heads this rank has."""
 
-    def __init__(self, batch: int, max_seq_len: int, spec: LayerSpec, like: Tensor):
-        self._window = spec.window
-        shape = (batch, 0 if spec.window else max_seq_len, spec.kv_heads)
-        self.keys = like.new_zeros(*shape, spec.head_width)
-        self.values = like.new_zeros(*shape, spec.value_width)
+    def __init__(self, max_seq_len: int, spec: LayerSpec):
+        self._window, self._room = spec.window, 0 if spec.window else max_seq_len
         self.length, self.max_seq_len = 0, max_seq_len
 
-    def append(self, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, k_BTKE: Tensor, v_BTKV: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens and return all keys and values that they may see, up to themselves: [B, S, K, E] and
         [B, S, K, V]."""
+        if not self.length:
+            self.keys, self.values = (x.new_zeros(len(x), self._room, *x.shape[2:]) for x in (k_BTKE, v_BTKV))
         begin, self.length = self.length, self.length + k_BTKE.shape[1]
         if self._window:
-            keys, values = torch.cat((self.keys, k_BTKE), 1), torch.cat((self.values, v_BTKE), 1)
+            keys, values = torch.cat((self.keys, k_BTKE), 1), torch.cat((self.values, v_BTKV), 1)
             self.keys, self.values = (x[:, max(0, x.shape[1] - self._window + 1) :] for x in (keys, values))
             return keys, values
         self.keys[:, begin : self.length] = k_BTKE
-        self.values[:, begin : self.length] = v_BTKE
+        self.values[:, begin : self.length] = v_BTKV
         return self.keys[:, : self.length], self.values[:, : self.length]
 
 
@@ -116,8 +115,8 @@ class Attention(nn.Module):
         v_BTKV = self._values(k_BTX if self.v is None else self.v(x_BTD))
         sinks_H = None if self.sinks is None else local(self.sinks)
         if cache is not None:
-            first = max(0, cache.length - cache.keys.shape[1]) if self.is_chunked else None
             k_BSKE, v_BSKE = (self._padded(x) for x in cache.append(k_BTKE, v_BTKV))
+            first = cache.length - k_BSKE.shape[1] if self.is_chunked else None
             q_BTHE = self._padded(q_BTHE)
             y_BTHE = cached_attention(q_BTHE, k_BSKE, v_BSKE, self.window, self.softcap, sinks_H, first)
         else:

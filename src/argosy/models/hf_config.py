@@ -286,7 +286,7 @@ def _require(theirs: Mapping[str, str], given: Mapping[str, Any], file: Path | s
 
 
 class PerLayerJson(BaseModel):
-    """What a layer has of its own in `per_layer_config`."""
+    """The values of one layer in `per_layer_config`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -295,7 +295,7 @@ class PerLayerJson(BaseModel):
 
 
 class ConfigJson(BaseModel):
-    """What is read of any config.json beside the keys that are fields of `ModelConfig`."""
+    """Keys read of any config.json beside the fields of `ModelConfig`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 

@@ -46,14 +46,14 @@ class TemperatureSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer computes."""
+    """The structure of one layer."""
 
     window: int
     """Tokens that a token sees, itself included; 0: all before it."""
     is_chunked: bool
     """The window does not slide: documents are cut into pieces of so many tokens."""
     places: RopeSpec | TemperatureSpec | None
-    """What the places of tokens do to queries and keys; None: nothing."""
+    """The use of tokens' places in queries and keys; None: there is none."""
     has_qk_norm: bool
     heads: int
     kv_heads: int
