@@ -8,13 +8,13 @@ Examples:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
 from argosy.errors import UserError
@@ -42,7 +42,16 @@ class Options:
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
-    """Print {"prompt", "text"} as JSON."""
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A text that a model continued."""
+
+    prompt: str
+    text: str
+    """What the model added."""
 
 
 def main(argv: list[str]) -> None:
@@ -65,7 +74,7 @@ def main(argv: list[str]) -> None:
         first = next(pieces, "")  # what is wrong with the input is said before anything is printed
     if options.json:
         with told_if_long("argosy generate: writing"):
-            print(json.dumps({"prompt": options.prompt, "text": "".join([first, *pieces])}))
+            write("generate", GeneratedText(options.prompt, "".join([first, *pieces])))
         return
     print(printable(options.prompt + first), end="", flush=True)
     for piece in pieces:

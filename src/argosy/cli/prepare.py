@@ -17,7 +17,6 @@ Examples:
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import warnings
@@ -27,6 +26,7 @@ from typing import NoReturn
 
 import tyro
 
+from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import parse_section
 from argosy.config.data import DataConfig, PrepareConfig
 from argosy.config.extend import ExtendConfig
@@ -53,8 +53,10 @@ class _PrepareOptions:
     """Engine that runs the workers; all machines must see --out, and the input where it is not a URL."""
     cpus: int = 1
     """slurm, ray: CPUs of each worker."""
+    dry_run: bool = False
+    """Say what would be read and written, and do nothing."""
     json: bool = False
-    """Print the manifest as JSON."""
+    """Print JSON: the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ def _prepare(options: Options, config: Positional) -> None:
     if config.remote and not options.verify:
         _copy(folder, config.remote, progress)
     if options.json:
-        print(json.dumps(manifest.model_dump(mode="json")))
+        write("prepare", manifest)
         return
     if made_of := manifest.in_words():
         print(f"{folder}: {made_of}")
