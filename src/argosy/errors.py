@@ -85,7 +85,7 @@ SENTENCE_END = re.compile(r"[.:!?] (?=[A-Z`])")
 
 
 @dataclass(frozen=True)
-class ErrorRecord:
+class ErrorDocument:
     """An error as a program reads it: its text, and what of file, line, key and value the text names."""
 
     error: str
@@ -97,14 +97,14 @@ class ErrorRecord:
     """A key of the file, or an option."""
     value: str | None = None
     remedy: str | None = None
-    """What to do: the message from its second sentence on."""
+    """The thing to do: the message from its second sentence on."""
 
 
-def record_of_error(error: ArgosyError) -> ErrorRecord:
+def record_of_error(error: ArgosyError) -> ErrorDocument:
     """Return the record of an error."""
     text = str(error)
     place, setting, end = PLACE.match(text), SETTING.search(text), SENTENCE_END.search(text)
-    return ErrorRecord(
+    return ErrorDocument(
         error=text,
         exit_code=error.exit_code,
         file=place["file"] if place else None,

@@ -136,10 +136,10 @@ def _version() -> str:
 
 def _run(name: str, argv: list[str]) -> int:
     from argosy.credentials import redact
-    from argosy.errors import ArgosyError, ArgosyWarning, ErrorRecord, UserError, record_of_error
+    from argosy.errors import ArgosyError, ArgosyWarning, ErrorDocument, UserError, record_of_error
     from argosy.observe.terminal import print_message
 
-    def tell(record: ErrorRecord) -> int:
+    def tell(record: ErrorDocument) -> int:
         if "--json" in (name, *argv):
             from argosy.cli.documents import write
 
@@ -162,11 +162,11 @@ def _run(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         said = f"argosy {name}: stopped. {WHEN_STOPPED.get(name, 'The same command starts again.')}"
         print_message(said)
-        return tell(ErrorRecord(said, 130))
+        return tell(ErrorDocument(said, 130))
     except BrokenPipeError:
         raise
     except Exception as bug:
-        tell(ErrorRecord(redact(f"{type(bug).__name__}: {bug}"), 1))
+        tell(ErrorDocument(redact(f"{type(bug).__name__}: {bug}"), 1))
         raise
 
 

@@ -87,8 +87,10 @@ def _would(folder: Path, options: Options) -> DryRun:
 
     chaos = check_chaos(folder, options.fault_seed, options.kinds)
     done = (folder / "reference" / "report.json").exists()
-    undisturbed = f"compare with the training in {folder / 'reference'}, which is there" if done else (
-        f"train undisturbed in {folder / 'reference'}"
+    undisturbed = (
+        f"compare with the training in {folder / 'reference'}, which is there"
+        if done
+        else (f"train undisturbed in {folder / 'reference'}")
     )
     kinds = f" ({', '.join(options.kinds)})" if options.kinds else ""
     disturbed = f"train again in {chaos}, with a fault{kinds} every {options.every_s:g} s on average"

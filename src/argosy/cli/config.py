@@ -58,7 +58,7 @@ JsonSchema: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class PresetNames:
-    """What comes with Argosy."""
+    """Names of the presets that come with Argosy."""
 
     models: dict[str, int]
     """With the number of their parameters."""

@@ -1,4 +1,4 @@
-"""What commands print with --json: a document a line on stdout, each a JSON object of a type that has a schema.
+"""Documents: the lines that commands print with --json, each a JSON object of a type that has a schema.
 
 A command writes with `write`, by the name that `DOCUMENTS` gives its type; `argosy config schema --of NAME` prints the
 schema that follows from that type. All else that is printed while a command runs with --json goes to stderr.
@@ -31,13 +31,13 @@ STDOUT = 1
 
 
 @dataclass(frozen=True)
-class Document:
+class DocumentKind:
     """The lines of one kind that a command prints."""
 
     type: str
-    """Where the type is: "module:name"."""
+    """Its type, as "module:name"."""
     about: str
-    """What a line says."""
+    """The subject of a line."""
     is_many: bool = False
     """True if a command prints any number of them, none too."""
 
@@ -48,68 +48,68 @@ class Document:
 
 
 DOCUMENTS = {
-    "error": Document("argosy.errors:ErrorRecord", "why a command failed, in place of its document"),
-    "dry-run": Document("argosy.cli.documents:DryRun", "what any command would do, with `--dry-run`"),
-    "train": Document("argosy.observe.report:Report", "the totals of the run"),
-    "launch": Document("argosy.cli.launch:LaunchedRun", "a job that was launched", is_many=True),
-    "runs": Document("argosy.cli.runs:ListedRun", "a run", is_many=True),
-    "status": Document("argosy.watch.status:RunSummary", "how the run is, and what to do"),
-    "compare": Document("argosy.compare.side_by_side:Comparison", "both runs"),
-    "metrics": Document("argosy.cli.metrics:StepRow", "a step: its number by column", is_many=True),
-    "metrics-keys": Document("argosy.cli.metrics:MetricsKeys", "the columns that there are, without `--columns`"),
-    "logs": Document("argosy.cli.logs:LogLine", "a line that was printed", is_many=True),
-    "stop": Document("argosy.cli.stop:StoppedJob", "a job that was told to end", is_many=True),
-    "sweep": Document("argosy.sweep.result:SweepRecord", "the trials, and the best"),
-    "prepare": Document("argosy.data.manifest:Manifest", "the manifest of the prepared data"),
-    "watch": Document("argosy.cli.watch:WatchAddress", "where the page is shown"),
-    "checkpoint-list": Document("argosy.cli.checkpoint:ListedCheckpoint", "a checkpoint", is_many=True),
-    "checkpoint-list-adapters": Document(
+    "error": DocumentKind("argosy.errors:ErrorDocument", "why a command failed, in place of its document"),
+    "dry-run": DocumentKind("argosy.cli.documents:DryRun", "what any command would do, with `--dry-run`"),
+    "train": DocumentKind("argosy.observe.report:Report", "the totals of the run"),
+    "launch": DocumentKind("argosy.cli.launch:LaunchedRun", "a job that was launched", is_many=True),
+    "runs": DocumentKind("argosy.cli.runs:ListedRun", "a run", is_many=True),
+    "status": DocumentKind("argosy.watch.status:RunSummary", "how the run is, and what to do"),
+    "compare": DocumentKind("argosy.compare.side_by_side:Comparison", "both runs"),
+    "metrics": DocumentKind("argosy.cli.metrics:StepRow", "a step: its number by column", is_many=True),
+    "metrics-keys": DocumentKind("argosy.cli.metrics:MetricsKeys", "the columns that there are, without `--columns`"),
+    "logs": DocumentKind("argosy.cli.logs:LogLine", "a line that was printed", is_many=True),
+    "stop": DocumentKind("argosy.cli.stop:StoppedJob", "a job that was told to end", is_many=True),
+    "sweep": DocumentKind("argosy.sweep.result:SweepRecord", "the trials, and the best"),
+    "prepare": DocumentKind("argosy.data.manifest:Manifest", "the manifest of the prepared data"),
+    "watch": DocumentKind("argosy.cli.watch:WatchAddress", "where the page is shown"),
+    "checkpoint-list": DocumentKind("argosy.cli.checkpoint:ListedCheckpoint", "a checkpoint", is_many=True),
+    "checkpoint-list-adapters": DocumentKind(
         "argosy.inference.adapters:AdapterFacts", "a run with an adapter, of a folder of runs", is_many=True
     ),
-    "checkpoint-verify": Document("argosy.cli.checkpoint:VerifiedCheckpoint", "a checkpoint", is_many=True),
-    "checkpoint-prune": Document("argosy.cli.checkpoint:PrunedCheckpoints", "what was deleted"),
-    "checkpoint-export": Document("argosy.cli.documents:Written", "the folder that was written"),
-    "checkpoint-import": Document("argosy.cli.documents:Written", "the run folder that was written"),
-    "checkpoint-merge": Document("argosy.cli.documents:Written", "the run folder that was written"),
-    "generate": Document("argosy.cli.generate:GeneratedText", "the text"),
-    "evaluate": Document("argosy.training.evaluation:Score", "the losses"),
-    "parity": Document("argosy.compare.parity:Parity", "the largest differences"),
-    "replay": Document("argosy.compare.replay:Replay", "each step, before and now"),
-    "stacks": Document("argosy.supervise.stack_gatherer:NodeStacks", "a node with its processes", is_many=True),
-    "chaos": Document("argosy.chaos.run:ChaosReport", "the two trainings compared"),
-    "probe": Document("argosy.plan.hardware.clusters:Cluster", "the machine, as a cluster"),
-    "plan": Document("argosy.plan.report.report:PlanReport", "the layouts, and why"),
-    "plan-clusters": Document(
+    "checkpoint-verify": DocumentKind("argosy.cli.checkpoint:VerifiedCheckpoint", "a checkpoint", is_many=True),
+    "checkpoint-prune": DocumentKind("argosy.cli.checkpoint:PrunedCheckpoints", "what was deleted"),
+    "checkpoint-export": DocumentKind("argosy.cli.documents:Written", "the folder that was written"),
+    "checkpoint-import": DocumentKind("argosy.cli.documents:Written", "the run folder that was written"),
+    "checkpoint-merge": DocumentKind("argosy.cli.documents:Written", "the run folder that was written"),
+    "generate": DocumentKind("argosy.cli.generate:GeneratedText", "a prompt with its text", is_many=True),
+    "evaluate": DocumentKind("argosy.training.evaluation:Score", "the losses"),
+    "parity": DocumentKind("argosy.compare.parity:Parity", "the largest differences"),
+    "replay": DocumentKind("argosy.compare.replay:Replay", "each step, before and now"),
+    "stacks": DocumentKind("argosy.supervise.stack_gatherer:NodeStacks", "a node with its processes", is_many=True),
+    "chaos": DocumentKind("argosy.chaos.run:ChaosReport", "the two trainings compared"),
+    "probe": DocumentKind("argosy.plan.hardware.clusters:Cluster", "the machine, as a cluster"),
+    "plan": DocumentKind("argosy.plan.report.report:PlanReport", "the layouts, and why"),
+    "plan-clusters": DocumentKind(
         "argosy.plan.report.terminal:OnCluster", "a `--cluster` of several with its plan", is_many=True
     ),
-    "plan-within": Document("argosy.plan.report.within:Within", "a cluster, with `--within`", is_many=True),
-    "plan-serve": Document("argosy.plan.report.serving_report:ServingReport", "ways to serve, with `--serve`"),
-    "plan-run": Document("argosy.watch.resize:Resizing", "ways to go on, of a run's folder"),
-    "plan-jobs": Document("argosy.plan.report.job_schedule:JobSchedule", "the schedule, with `--jobs`"),
-    "plan-learn": Document("argosy.cli.plan:LearntFactors", "the factors, with `--learn`"),
-    "design": Document("argosy.plan.design.report:DesignRecord", "all that was found but the single points"),
-    "scaling": Document("argosy.cli.scaling:ScalingAnswers", "the fit, and what it predicts"),
-    "simulate": Document("argosy.simulate.simulate:SimulatedRecord", "a rank", is_many=True),
-    "docs": Document("argosy.cli.docs:ManualPage", "the page"),
-    "docs-topics": Document("argosy.cli.docs:ManualTopics", "the pages that there are, without TOPIC"),
-    "config-show": Document("argosy.config.schema:RunConfig", "the run, resolved"),
-    "config-schema": Document("argosy.cli.config:JsonSchema", "the schema itself"),
-    "config-presets": Document("argosy.cli.config:PresetNames", "the presets"),
-    "config-device": Document("argosy.cli.documents:Written", "the file that was written"),
+    "plan-within": DocumentKind("argosy.plan.report.within:Within", "a cluster, with `--within`", is_many=True),
+    "plan-serve": DocumentKind("argosy.plan.report.serving_report:ServingReport", "ways to serve, with `--serve`"),
+    "plan-run": DocumentKind("argosy.watch.resize:Resizing", "ways to go on, of a run's folder"),
+    "plan-jobs": DocumentKind("argosy.plan.report.job_schedule:JobSchedule", "the schedule, with `--jobs`"),
+    "plan-learn": DocumentKind("argosy.plan.calibration:LearntFactors", "the factors, with `--learn`"),
+    "design": DocumentKind("argosy.plan.design.report:DesignRecord", "all that was found but the single points"),
+    "scaling": DocumentKind("argosy.cli.scaling:ScalingAnswers", "the fit, and what it predicts"),
+    "simulate": DocumentKind("argosy.simulate.simulate:SimulatedRecord", "a rank", is_many=True),
+    "docs": DocumentKind("argosy.cli.docs:ManualPage", "the page"),
+    "docs-topics": DocumentKind("argosy.cli.docs:ManualTopics", "the pages that there are, without TOPIC"),
+    "config-show": DocumentKind("argosy.config.schema:RunConfig", "the run, resolved"),
+    "config-schema": DocumentKind("argosy.cli.config:JsonSchema", "the schema itself"),
+    "config-presets": DocumentKind("argosy.cli.config:PresetNames", "the presets"),
+    "config-device": DocumentKind("argosy.cli.documents:Written", "the file that was written"),
 }
 """Name -> document. The name is the command's words joined by hyphens, and one more word where options choose."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a command would do; none of it was done."""
+    """Things that a command would do; none of them was done."""
 
     would: tuple[str, ...]
     """Each thing, in words that go on from "would"."""
     folder: Path | None = None
     """The folder that it would write, or delete from."""
     scripts: dict[str, str] = field(default_factory=dict)
-    """What would be submitted to an engine, by job."""
+    """Text that would be submitted to an engine, by job."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Written:
     out: str
     """Its path, or its URL in a store."""
     notes: tuple[str, ...] = ()
-    """What was assumed for it."""
+    """Figures that were assumed for it."""
 
 
 def write(name: str, *values: object) -> None:
@@ -221,5 +221,3 @@ def documents_on_stdout() -> Iterator[None]:
             os.dup2(kept, STDOUT)
             with suppress(OSError):
                 written.close()
-
-

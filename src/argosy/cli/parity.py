@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
         steps=options.steps,
         tolerance=options.tolerance,
         trust_code=options.trust_code,
-        say=None if options.json else _say,
+        say=_say,
     )
     if options.json:
         write("parity", found)

@@ -44,7 +44,7 @@ from argosy.config.counts import Count, WholeCount
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.observe.terminal import told_if_long
-from argosy.plan.hardware.clusters import Cluster, Factor
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Objective
 
 if TYPE_CHECKING:
@@ -131,16 +131,6 @@ class Options:
     and SLURM_HOSTFILE; the cluster's file has a table topology with hosts."""
     slurm_topology: Path | None = None
     """Write SLURM's topology.conf of the cluster to this file."""
-
-
-@dataclass(frozen=True)
-class LearntFactors:
-    """What `--learn` wrote into a cluster's file."""
-
-    cluster: Path
-    """The file."""
-    factors: dict[str, Factor]
-    """By category, or by constant of serving."""
 
 
 def main(argv: list[str]) -> None:
@@ -359,7 +349,7 @@ def _side_by_side(options: Options) -> None:
 
 
 def _learn(options: Options) -> None:
-    from argosy.plan.calibration import cluster_file, in_words, learn
+    from argosy.plan.calibration import LearntFactors, cluster_file, in_words, learn
 
     path = cluster_file(options.cluster[0] if options.cluster else None)
     before = Cluster.load(path)

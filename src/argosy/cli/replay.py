@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv, "argosy replay", Options)
     from argosy.compare.replay import replay
 
-    found = replay(options.run, options.step, trust_code=options.trust_code, say=None if options.json else _say)
+    found = replay(options.run, options.step, trust_code=options.trust_code, say=_say)
     if options.json:
         write("replay", found)
     else:

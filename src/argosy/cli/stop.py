@@ -51,7 +51,7 @@ class StoppedJob:
     told: bool
     """False if it had ended already."""
     words: str
-    """What becomes of it."""
+    """Its future, in words that go on from its name."""
 
 
 def main(argv: list[str]) -> None:

@@ -67,10 +67,7 @@ def main(argv: list[str]) -> None:
     if options.dry_run:
         show_dry_run(DryRun(tuple(would_sweep(sweep, folder, where)), folder), options.json)
         return
-    if options.show:
-        result = show_sweep(sweep, folder)
-    else:
-        result = run_sweep(sweep, folder, where, quiet=options.json)
+    result = show_sweep(sweep, folder) if options.show else run_sweep(sweep, folder, where)
     if options.json:
         write("sweep", result.record())
     else:

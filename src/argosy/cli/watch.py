@@ -65,7 +65,7 @@ class Options:
 
 @dataclass(frozen=True)
 class WatchAddress:
-    """Where runs are shown."""
+    """The address at which runs are shown."""
 
     folder: Path
     url: str

@@ -183,6 +183,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _warmup_has_a_length(self) -> Self:
+        if self.schedule.warmup_fraction and not (self.train.steps or self.train.epochs):
+            raise ValueError(
+                f"schedule.warmup_fraction = {self.schedule.warmup_fraction:g} with train.minutes: how many steps fit "
+                "is known at the end of the warmup; set schedule.warmup_steps, and warmup_fraction = 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _samples_have_a_prompt(self) -> Self:
         if self.observe.sample_every_steps and not self.evaluate.sample_prompt:
             raise ValueError(

@@ -13,14 +13,13 @@ import torch
 from argosy.checkpoint.adapter import open_weights
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.weights import write_weights
-from argosy.config.data import DataConfig
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.tokenizer import Tokenizer, tokenizer_of, usage_of
+from argosy.data.tokenizer import usage_of
 from argosy.errors import StorageError, UserError
 from argosy.files import commit_folder, make_folder
-from argosy.inference.trained_model import open_checkpoint
+from argosy.inference.trained_model import open_checkpoint, run_of_folder
 from argosy.models import hf
 from argosy.models.lazy_weights import LazyWeights
 from argosy.models.own_family import load_family
@@ -61,12 +60,8 @@ def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
     if it cannot be written.
     """
     refuse_existing(run_dir)
-    model, weights = hf.import_folder(folder)
-    tokenizer = tokenizer_of(folder)
-    if tokenizer is not None:
-        check_vocabulary(tokenizer, model.vocab_size, folder)
-    data = DataConfig(seq_len=min(DataConfig().seq_len, model.max_seq_len))
-    write_run(RunConfig(model=model, data=data), weights, run_dir, tokenizer, usage_of(folder))
+    run, weights, tokenizer = run_of_folder(folder)
+    write_run(run, weights, run_dir, tokenizer, usage_of(folder))
 
 
 def refuse_existing(folder: Path) -> None:
@@ -115,13 +110,3 @@ def write_run(
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_vocabulary(tokenizer: bytes, vocab_size: int, folder: str | Path) -> None:
-    """Raise UserError if a folder's tokenizer.json has tokens that its model has no embedding for."""
-    found = Tokenizer(tokenizer.decode(errors="replace"), f"{folder}/{TOKENIZER}").vocab_size
-    if found > vocab_size:
-        raise UserError(
-            f"{folder}/{TOKENIZER} has {found} tokens, and vocab_size = {vocab_size} in {folder}/{hf.CONFIG}: it is "
-            "another model's. Get the whole folder again."
-        )

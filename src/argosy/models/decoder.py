@@ -289,10 +289,9 @@ class Decoder(nn.Module):
         """The device of the weights."""
         return next(self.parameters()).device
 
-    def new_cache(self, batch: int, max_seq_len: int) -> list[Cache]:
+    def new_cache(self, max_seq_len: int) -> list[Cache]:
         """An empty key/value cache for each block."""
-        like = torch.empty(0, dtype=self.compute_dtype, device=self.device)
-        return [cache_of(self.config, layer, batch, max_seq_len, like) for layer in self.stage.layers]
+        return [cache_of(self.config, layer, max_seq_len) for layer in self.stage.layers]
 
     def rotary_to(self, seq_len: int, device: torch.device) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
         """Return the cosines and sines of at least `seq_len` places for each rotary embedding of the blocks; they are

@@ -5,6 +5,7 @@ Both go tensor by tensor: of a model of any size, a tensor or two are in memory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections import Counter
@@ -45,6 +46,8 @@ KEPT_IN_FP32 = "router.bias"
 """bf16 would round steps of bias_rate away."""
 HEADERS_AT_ONCE = 8
 """Files whose headers are read at once: a store takes its time for each."""
+SAMPLES, SAMPLE_BYTES = 16, 64 * 2**10
+"""The parts of each file that tell a folder's weights from others."""
 QUANTIZATION = "quantization_config"
 
 
@@ -293,6 +296,25 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     return config, FolderWeights(pieces, known, shapes)
 
 
+def weights_sha256(place: str | Path, named: str = "") -> str:
+    """Return a SHA-256 that tells the weights in a Hugging Face folder, or at its URL, from others: of the names, sizes
+    and `SAMPLES` parts of their files. All of the bytes would take minutes. Raises: UserError, as `import_folder`."""
+    folder = model_folder(place, named)
+
+    def sampled(file: str) -> bytes:
+        size = folder.size(file)
+        assert size is not None
+        block = bytearray(min(size, SAMPLE_BYTES))
+        digest = hashlib.sha256(f"{file} {size}".encode())
+        for number in range(SAMPLES):
+            folder.read_into(file, number * (size - len(block)) // (SAMPLES - 1), memoryview(block))
+            digest.update(block)
+        return digest.digest()
+
+    with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
+        return hashlib.sha256(b"".join(pool.map(sampled, _files_of(folder)[0]))).hexdigest()
+
+
 def _further_of(
     config: ModelConfig, known: dict[str, Stored], folder: ModelFolder
 ) -> tuple[ModelConfig, dict[str, Stored]]:
@@ -325,8 +347,8 @@ def _further_of(
     return config, known
 
 
-def _stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:
-    """Return what the files of a folder hold, from their headers. Raises: UserError."""
+def _files_of(folder: ModelFolder) -> tuple[list[str], dict[str, str]]:
+    """Return the files with a folder's weights, and which tensor the index says is where. Raises: UserError."""
     places, files = dict[str, str](), [SINGLE]
     if folder.size(INDEX) is not None:
         places = _weight_map(
@@ -340,6 +362,12 @@ def _stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:
             bins = any(name.endswith(".bin") for name in folder.names())
             remedy = "Save the *.bin weights as safetensors first" if bins else "Get the whole folder"
             raise UserError(f"{named}{folder.where(file)} is not there. {remedy}.")
+    return files, places
+
+
+def _stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:
+    """Return what the files of a folder hold, from their headers. Raises: UserError."""
+    files, places = _files_of(folder)
     with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
         found = dict(zip(files, pool.map(partial(_header_of, folder), files), strict=True))
     for name, file in places.items():

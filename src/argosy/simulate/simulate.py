@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from argosy.config.launch import USUAL_ACCELERATOR
 from argosy.config.schema import RunConfig
@@ -70,7 +69,8 @@ class Simulated:
             for (axis, kind), size in sorted(self.sent_bytes.items())
         ]
         time = SimulatedTime(self.timeline.step_s, self.timeline.compute_s, self.timeline.waited_s)
-        flops = {"total": sum(self.flops.values()), **self.flops}
+        flops: dict[str, int] = {"total": sum(self.flops.values())}
+        flops |= {str(phase): count for phase, count in self.flops.items()}
         return SimulatedRecord(self.rank, self.plan, memory, flops, traffic, time, round(self.tracing_s, 3))
 
 
@@ -92,7 +92,7 @@ class SimulatedMemory:
 
 @dataclass(frozen=True)
 class SimulatedTraffic:
-    """What one kind of collective sends over one axis in a simulated step."""
+    """Bytes that one kind of collective sends over one axis in a simulated step."""
 
     axis: str
     collective: str

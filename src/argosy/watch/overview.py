@@ -27,9 +27,10 @@ from argosy.watch.reader import RunFiles, RunReader, RunTail
 from argosy.watch.steps import Buckets, ends
 from argosy.watch.timeline import RunTimeline, timeline
 
+
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """What a list of runs shows of one; None where it is not known."""
+    """One run in a list of runs; None where a figure is not known."""
 
     id: str
     """Its path in the folder of runs."""

@@ -183,7 +183,7 @@ class BoundMatmul(ModelMatmul):
 
 @dataclass(frozen=True, kw_only=True)
 class DesignRecord:
-    """What was found in a space, as a program reads it: all but the single points, which are in `as_csv`."""
+    """Findings in a space, as a program reads them: all but the single points, which are in `as_csv`."""
 
     name: str
     points: int
