@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -297,7 +297,7 @@ def _prune(argv: list[str]) -> int:
     must_be_folder(options.run_dir)
     if options.keep_last < 1 or options.keep_every < 0:
         raise UserError("--keep-last must be at least 1 and --keep-every at least 0: the newest is always kept.")
-    with locked(options.run_dir):
+    with nullcontext() if options.dry_run else locked(options.run_dir):
         keep_verified = min(options.keep_last, VERIFIED_KEPT)
         keep = options.keep_last, options.keep_every, keep_verified
         dropped = prune(options.run_dir, *keep, dry_run=options.dry_run)

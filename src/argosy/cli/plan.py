@@ -322,11 +322,8 @@ def _within(options: Options, limit_s: float) -> None:
     if options.json:
         write("plan-within", *found)
         return
-    requests = [request for _, request, _ in asked]
-    run = requests[0].run
-    show_within(
-        found, model_name(run.model, run.name), list(dict.fromkeys(line for each in found for line in each.assumed))
-    )
+    run, assumed = asked[0][1].run, list(dict.fromkeys(line for each in found for line in each.assumed))
+    show_within(found, model_name(run.model, run.name), assumed)
 
 
 def _nodes_of(named: str | None) -> tuple[str | None, bool]:
@@ -358,19 +355,19 @@ def _learn(options: Options) -> None:
 
         if len(options.learn) > 1:
             raise UserError("--learn takes one .csv file of serving, or folders of runs. Put the rows into one file.")
-        learnt, rows = serving_calibration.learn_from_file(options.learn[0], before, options.engine)
-        learnt.save(path)
-        if options.json:
-            write("plan-learn", LearntFactors(path, learnt.serving))
-        else:
-            print(f"{path}: {serving_calibration.in_words(learnt, rows)}")
-        return
-    after = learn(options.learn, before)
+        after, rows = serving_calibration.learn_from_file(options.learn[0], before, options.engine)
+        factors, said = after.serving, serving_calibration.in_words(after, rows)
+    else:
+        after = learn(options.learn, before)
+        factors, said = (
+            {str(key): each for key, each in after.factors.items()},
+            in_words(before, after, len(options.learn)),
+        )
     after.save(path)
     if options.json:
-        write("plan-learn", LearntFactors(path, {str(category): each for category, each in after.factors.items()}))
+        write("plan-learn", LearntFactors(path, factors))
     else:
-        print(f"{path}: {in_words(before, after, len(options.learn))}")
+        print(f"{path}: {said}")
 
 
 def _print(found: PlanReport, options: Options) -> None:
