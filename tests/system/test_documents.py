@@ -44,9 +44,8 @@ def test_a_run_from_its_probe_to_its_adapter(folder: Folder, ask: Callable[..., 
     assert listed["step"] == 2
     (said,) = ask("dry-run", "checkpoint", "merge", "runs/lora", "--out", "runs/merged", "--dry-run")
     assert "runs/merged" in said["would"][0] and not (folder.path / "runs/merged").exists()
-    assert (
-        ask("checkpoint-merge", "checkpoint", "merge", "runs/lora", "--out", "runs/merged")[0]["out"] == "runs/merged"
-    )
+    (merged,) = ask("checkpoint-merge", "checkpoint", "merge", "runs/lora", "--out", "runs/merged")
+    assert merged["out"] == "runs/merged" and (folder.path / "runs/merged/run.toml").exists()
 
 
 def test_a_launched_run_until_it_is_stopped(folder: Folder, ask: Callable[..., list[Any]]) -> None:
