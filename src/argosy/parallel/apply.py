@@ -150,6 +150,7 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, spli
         core = RingAttention(group) if plan.context == "ring" else UlyssesAttention(group)
         delta_core = DeltaExchange(group)
         model.my_tokens = partial(shard_sequence, rank=rank, size=plan.cp)
+        model.sum_over_tokens = partial(_summed_over, group)
         for block in model.blocks.values():
             assert isinstance(block, Block)
             if isinstance(block.attention, GatedDeltaNet):
@@ -168,9 +169,8 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
     """Train with the objective that the run names, or with its loss, if it is the user's. Raises: UserError."""
     if run.train.has_preferences:
         model.preference = Preference(run.train.objective, run.preference)
-        if (tokens := meshes.group("cp")) is not None:
-            model.preference.sum_over_tokens = partial(_summed_over, tokens)
-            model.preference.reports = meshes.rank("cp") == 0
+        model.preference.sum_over_tokens = model.sum_over_tokens
+        model.preference.reports = meshes.rank("cp") == 0
     if run.train.loss in LOSSES:
         return
     loss, group = own_loss(run.extend.code, run.train.loss), meshes.group("tp")

@@ -213,7 +213,8 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table, between: Be
                 style(module, mesh, tokens)
     model.for_head = tokens.gather
     vocabulary = model.config.vocab_size
-    model.loss_of_chunk = VocabularyLoss(mesh.get_group(), _first_row(vocabulary, mesh))
+    model.loss_of_chunk = loss = VocabularyLoss(mesh.get_group(), _first_row(vocabulary, mesh))
+    model.is_likeliest = loss.is_likeliest
     model.longest_part = -(-vocabulary // mesh.size())
 
 
@@ -275,6 +276,18 @@ class VocabularyLoss:
         counts_C = targets_C != IGNORED
         losses_C = (logsumexp_C - target_logit_C) * counts_C
         return losses_C, self._gradient(logits_CV, mine_C, logsumexp_C, counts_C)
+
+    def is_likeliest(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+        """As `models.loss.is_likeliest`; the same on all ranks."""
+        mine_C, size = targets_C - self._first, logits_CV.shape[1]
+        found_C2 = logits_CV.new_full((len(targets_C), 2), -torch.inf)
+        if size:
+            here_C = (mine_C >= 0) & (mine_C < size)
+            target_logit_C = logits_CV.gather(1, mine_C.where(here_C, 0)[:, None]).squeeze(1)
+            found_C2[:, 0] = target_logit_C.masked_fill(~here_C, -torch.inf)
+            found_C2[:, 1] = logits_CV.max(1).values
+        dist.all_reduce(found_C2, dist.ReduceOp.MAX, group=self._group)
+        return found_C2[:, 0] >= found_C2[:, 1]
 
     def compile(self) -> None:
         """Compile what is computed between the exchanges."""
