@@ -29,8 +29,10 @@ from argosy.plan.parameters import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Numbers: TypeAlias = "float | NDArray[Any]"
-"""One number, or one for each of many jobs."""
+    Numbers: TypeAlias = float | NDArray[Any]
+    """One number, or one for each of many jobs."""
+else:
+    Numbers = float  # in a report there is one job: the schema of `argosy plan --json` is made from this
 
 StackT = TypeVar("StackT")
 
