@@ -16,9 +16,13 @@ from argosy.files import atomic_write
 
 def dump(config: Section) -> str:
     """Return a TOML text that reads back as the same `config` (paths of a run are absolute, as `load` makes them)."""
+    return tomlkit.dumps(_document(config))
+
+
+def _document(config: Section) -> tomlkit.TOMLDocument:
     document = tomlkit.document()
     _fill(document, config)
-    return tomlkit.dumps(document)
+    return document
 
 
 def _fill(table: Table | Container, section: Section, explained: bool = True) -> None:
@@ -82,7 +86,7 @@ def _value(value: Any) -> Item:
 
 def save_run(config: RunConfig, path: Path) -> None:
     """Write the run file `path`, whole or not at all. Code that lies in its folder is named from there on."""
-    document = tomlkit.parse(dump(config))
+    document = _document(config)
     folder = path.absolute().parent
     for place, file in enumerate(config.extend.files):
         if file.is_relative_to(folder):

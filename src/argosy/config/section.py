@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
+import sys
 import threading
 import types
 from collections.abc import Iterable, Mapping
@@ -46,14 +46,32 @@ def explain(schema: dict[str, Any], section: type[BaseModel]) -> None:
 
 def texts_under_names(owner: type) -> dict[str, str]:
     """Return name -> the text under it, of the annotated names in the body of a class."""
-    with _PARSES:  # `getsource` parses too
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    with _PARSES:
+        definition = _definitions(owner.__module__)[owner.__qualname__]
     found = {}
-    for name, text in pairwise(body.body):
+    for name, text in pairwise(definition.body):
         match name, text:
             case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(meaning))):
                 found[key] = inspect.cleandoc(meaning)
+    return found
+
+
+@cache
+def _definitions(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module by qualified name. (`inspect.getsource` reads the module anew for each.)"""
+    found: dict[str, ast.ClassDef] = {}
+
+    def look(node: ast.AST, above: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                found[above + child.name] = child
+                look(child, f"{above}{child.name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                look(child, f"{above}{child.name}.<locals>.")
+            elif isinstance(child, ast.stmt):
+                look(child, above)
+
+    look(ast.parse(inspect.getsource(sys.modules[module])), "")
     return found
 
 

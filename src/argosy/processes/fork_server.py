@@ -140,8 +140,8 @@ class ForkServer:
 def main() -> None:
     """`python -m argosy.processes.fork_server MODULE`: serve until the asker is gone."""
     asker = channel_to_parent()
+    gc.disable()  # an eighth of what imports take is looking for garbage, which they hardly leave
     importlib.import_module(sys.argv[1])
-    gc.collect()
     gc.freeze()  # what is here stays here: a collection in a forked process would copy all of its pages
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a terminal or SLURM sends them to all
@@ -212,7 +212,6 @@ def _serve(asker: Channel) -> ForkEntry | None:
 def _prepare(asked: Mapping[str, Any]) -> None:
     os.environ |= asked["environment"]
     ForkEntry(*asked["entry"]).resolve()()
-    gc.collect()
     gc.freeze()
 
 
@@ -222,6 +221,7 @@ def _descriptors(requests: Sequence[Message]) -> list[int]:
 
 def _become(asked: Mapping[str, Any], descriptor: int) -> ForkEntry:
     """In the forked process: take on what was asked for."""
+    gc.enable()
     del os.environ[PARENT]  # it belongs to the asker, not to the fork server or to that one's parent
     os.environ |= {**asked["environment"], CHANNEL: str(descriptor)}
     return ForkEntry(*asked["entry"])
