@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.accelerator import is_accelerator
+from argosy.accelerator import sent_to
 from argosy.config.model import ModelConfig
+from argosy.models.attention import Documents
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Norm, embedding, linear, local, norm
 from argosy.models.loss import (
@@ -42,8 +43,8 @@ class Microbatch:
     """The token after each token."""
     positions_BT: Tensor
     """Each token's place in its document."""
-    documents: Tensor
-    """The places where documents start (`attention.packed_attention`)."""
+    documents: Documents
+    """Where they start."""
     counted: int
     """Targets that count, known without waiting for the device; of preferences, those of chosen answers."""
     sequences: Sequences | None = None
@@ -77,11 +78,12 @@ def microbatch_of(
 ) -> Microbatch:
     """Return the microbatch of these rows, int64 in host memory, on `device`."""
     counted = int((targets_BT != IGNORED).sum())
-    parts = (tokens_BT, targets_BT, positions_BT, document_starts(positions_BT))
-    if is_accelerator(device):
-        parts = tuple(part.pin_memory().to(device, non_blocking=True) for part in parts)  # type: ignore[assignment]
-        sequences = sequences and Sequences(*(part.pin_memory().to(device, non_blocking=True) for part in sequences))
-    return Microbatch(*parts, counted, sequences)
+    documents = Documents.of(positions_BT)
+    tokens_BT, targets_BT, positions_BT, starts = (
+        sent_to(device, part) for part in (tokens_BT, targets_BT, positions_BT, documents.starts)
+    )
+    sequences = sequences and Sequences(*(sent_to(device, part) for part in sequences))
+    return Microbatch(tokens_BT, targets_BT, positions_BT, Documents(starts, documents.on_host), counted, sequences)
 
 
 def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
@@ -118,7 +120,7 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        documents: Tensor | None,
+        documents: Documents | None,
         cache: Cache | None = None,
     ) -> Tensor:
         h_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
@@ -185,7 +187,7 @@ class Decoder(nn.Module):
         x: Tensor,
         targets_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         cache: list[Cache] | None = None,
         sequences: Sequences | None = None,
         further_BTn2: Tensor | None = None,
@@ -197,8 +199,8 @@ class Decoder(nn.Module):
 
         `x` is tokens [B, T], or for a stage that is not the first the hidden states [B, T, D] of the stage before;
         a stage that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
-        tokens' places in their documents. `documents` is as in `attention.packed_attention`; without it, it is
-        computed from `positions_BT`, and the host waits for the device. Without both, every row is one document.
+        tokens' places in their documents. Without `documents` these are found in `positions_BT`, and the host waits for
+        the device. Without both, every row is one document.
         With `cache`, the tokens continue those that the cache has read. With `further_BTn2` (`mtp.further_tokens`) the
         loss's gradient, not its value, includes that of further tokens, by `mtp.loss_weight`.
         """
@@ -206,8 +208,8 @@ class Decoder(nn.Module):
         if positions_BT is None:
             positions_BT = torch.arange(start, start + x.shape[1], device=x.device).expand(x.shape[:2])
         if cache is None:
-            documents = document_starts(positions_BT) if documents is None else documents
-            if len(documents) == len(x) + 1:  # no document starts inside a row
+            documents = Documents.of(positions_BT) if documents is None else documents
+            if documents.count == len(x):  # no document starts inside a row
                 documents = None
         mine_BT = self.my_tokens(positions_BT)
         tables = self.rotary_to(start + positions_BT.shape[1], x.device)
@@ -248,7 +250,7 @@ class Decoder(nn.Module):
         layer: int,
         x: Tensor,
         rotary: dict[RopeSpec, tuple[Tensor, Tensor]],
-        documents: Tensor | None,
+        documents: Documents | None,
         cache: Cache | None = None,
     ) -> Tensor:
         block = self.blocks[str(layer)]
@@ -305,12 +307,6 @@ class Decoder(nn.Module):
                     # A power of two, so that generation, token by token, seldom computes it again.
                     self._rotary[rope] = rotary_table(rope, 1 << (seq_len - 1).bit_length(), device)
         return self._rotary
-
-
-def document_starts(positions_BT: Tensor) -> Tensor:
-    """Return where documents start in the rows laid end to end, then B*T (int32); for `packed_attention`."""
-    starts = (positions_BT.flatten() == 0).nonzero().flatten()
-    return F.pad(starts, (0, 1), value=positions_BT.numel()).to(torch.int32)
 
 
 def _nothing(module: nn.Module) -> None:

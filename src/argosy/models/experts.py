@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from argosy.accelerator import is_accelerator
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.layers import Activation, FeedForward, gated, linear, local
 from argosy.models.own_family import activation_of
@@ -321,11 +322,16 @@ class Experts(nn.Module):
         sorted_P, pairs_P = experts_BTK.flatten().sort(stable=True)
         places_P = inverse(pairs_P)
         counts_E = _run_edges(sorted_P, self.count).diff()
-        if self.may_drop:
+        if self.may_drop and not is_accelerator(x_BTD.device):
             pairs_P = pairs_P[: int(counts_E.sum())]
+        elif self.may_drop and self.exchange is at_home:
+            # How many are left only the device knows, and the host would wait for it in each layer: those without an
+            # expert go to the last one, and count for nothing.
+            weights_BTK = weights_BTK.masked_fill(experts_BTK == self.count, 0.0)
+            counts_E = torch.cat((counts_E[:-1], len(sorted_P) - counts_E[:-1].sum()[None]))
         x_PD = take_rows(x_BTD.flatten(0, 1), pairs_P // K, places_P.view(-1, K), self.may_drop)
         y_PD = self.exchange(x_PD, counts_E, self.compute)
-        y_PD = take_rows(y_PD, places_P, pairs_P[:, None], self.may_drop)
+        y_PD = take_rows(y_PD, places_P, pairs_P[: len(y_PD), None], self.may_drop)
         return torch.einsum("btk,btkd->btd", weights_BTK.to(x_BTD.dtype), y_PD.view(*experts_BTK.shape, -1))
 
     def compute(self, x_PD: Tensor, counts_e: Tensor) -> Tensor:

@@ -66,12 +66,10 @@ class Preference:
         self._statistics.append(_statistics(rewards_BT.detach(), of))
         return losses
 
-    def take_statistics(self) -> tuple[float, ...]:
-        """Return what `STATISTICS` names, summed over what was computed since the last call."""
+    def take_statistics(self) -> Tensor | None:
+        """Return what `STATISTICS` names, fp64, summed over what was computed since the last call; None of nothing."""
         taken, self._statistics = self._statistics, []
-        if not taken or not self.reports:
-            return (0.0,) * len(STATISTICS)
-        return tuple(torch.stack(taken).sum(0).tolist())
+        return torch.stack(taken).sum(0) if taken and self.reports else None
 
 
 STATISTICS = ("chosen", "rejected", "right", "chosen_reward", "rejected_reward")
