@@ -83,7 +83,7 @@ class Options:
     lora: WholeCount | None = None
     """Plan an adapter (LoRA) of this rank on all linear layers, beside frozen weights."""
     price: tyro.conf.UseAppendAction[tuple[float, ...]] = ()
-    """What you pay for an hour of one device, e.g. 2.49, in USD or the cluster file's currency; default: the range in
+    """Price of an hour of one device, e.g. 2.49, in USD or the cluster file's currency; default: the range in
     the catalogue. One for all clusters, or one for each."""
     within: str | None = None
     """The fewest devices of each --cluster that train this in time: 30d, 12h, 2w. A cluster may then be a DEVICE alone,

@@ -39,7 +39,7 @@ class Options:
     processes: int = 0
     """Processes that measure at once; 0: one per GPU, or without GPUs one per core, at most 8."""
     site: str = ""
-    """Which of the run's sites this is: measure only the links to the others, and add them to the file."""
+    """Name of this site of the run: measure only the links to the others, and add them to the file."""
     device: str | None = None
     """Device by its name in the catalogue, or a device file; if not given, the name that its driver gives."""
     out: Path = Path("cluster.toml")

@@ -35,7 +35,7 @@ class _SweepOptions:
     sweep: Annotated[Path, tyro.conf.Positional]
     """The sweep file."""
     on: EngineName = "local"
-    """Where the trials run."""
+    """Engine that runs the trials."""
     sweep_dir: Path | None = None
     """The sweep's folder; sweeps/NAME if not given."""
     show: bool = False

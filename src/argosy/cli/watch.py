@@ -57,7 +57,7 @@ class Options:
     mcp_http: bool = False
     """Speak it at the page's address too, under /mcp, with the page's token."""
     allow: str = ""
-    """What agents may do beside reading: start, stop, replan, separated by commas."""
+    """Actions that agents may take beside reading: start, stop, replan, separated by commas."""
 
 
 def main(argv: list[str]) -> int:

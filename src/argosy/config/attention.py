@@ -45,7 +45,7 @@ class AttentionConfig(Section):
     window: NonNegativeInt = 0
     """sliding: the last so many tokens that a token sees, itself included."""
     rotary_layers: tuple[bool, ...] = ()
-    """Whether the layers rotate queries and keys; false is no position at all (NoPE). Empty: all do."""
+    """By layer: true rotates queries and keys; false is no position at all (NoPE). Empty: all rotate."""
     rotary_width: NonNegativeInt = 0
     """First so many of a head's numbers are rotated; 0: all."""
     sliding_rope_theta: NonNegativeFloat = 0.0

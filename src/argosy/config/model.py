@@ -73,7 +73,7 @@ class MoEConfig(Section):
     dense_layers: tuple[NonNegativeInt, ...] = ()
     """Further layers, counted from 0, that are dense."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """How logits become scores: softmax over all experts, or a sigmoid for each (DeepSeek-V3)."""
+    """The function from logits to scores: softmax over all experts, or a sigmoid for each (DeepSeek-V3)."""
     router_bias: bool = False
     """A learned bias on the router's logits (gpt-oss)."""
     expert_bias: bool = False

@@ -14,7 +14,7 @@ Hong et al. 2024 (its lambda, section 6.1), Ethayarajh et al. 2024 (section 4.3)
 
 
 class PreferenceConfig(Section):
-    """How strongly preferences are followed (docs/fine-tuning.md)."""
+    """Strength with which preferences are followed (docs/fine-tuning.md)."""
 
     beta: NonNegativeFloat = 0.0
     """dpo, ipo, kto: how much it costs to leave the reference; simpo: scale of the reward; orpo: weight of the odds

@@ -28,7 +28,7 @@ TEMPLATE, SETTINGS, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "s
 NOT_FOUND = "answers that the template does not show"
 REFUSED = "conversation that the template refuses"
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""What marks an answer in rendered text: two of Unicode's noncharacters, which no text has."""
+"""Marks of an answer in rendered text: two of Unicode's noncharacters, which no text has."""
 TODAY = date(2024, 7, 26)
 """The date that templates see, so that the same data come out on any day: the one that Llama 3.1's falls back to."""
 
@@ -53,9 +53,9 @@ class Rendered:
 
     text: str
     answers: list[tuple[int, int]]
-    """Where the answers that are learned begin and end, in characters."""
+    """Start and end of each answer that is learned, in characters."""
     cuts: list[int]
-    """Where the text may end: after each answer, as far as the template tells."""
+    """Places where the text may end: after each answer, as far as the template tells."""
 
 
 class ChatTemplate:

@@ -26,7 +26,7 @@ ROLE_NAMES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
-"""What data sets call a role -> its name in chat templates."""
+"""A data set's name of a role -> its name in chat templates."""
 
 
 class BadRecord(Exception):
@@ -44,7 +44,7 @@ class Conversation:
     messages: list[Message]
     tools: list[Any] | None = None
     prompt: int = 0
-    """How many of the first messages are no part of what is learned, whoever said them."""
+    """Number of first messages that are no part of what is learned, whatever their role."""
     is_rejected: bool = False
     """The rejected side of a pair, or an answer that was judged undesirable."""
 

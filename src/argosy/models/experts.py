@@ -152,7 +152,7 @@ class _Balance(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Load:
-    """How a layer's experts were used, over any number of tokens. Only the counts depend on that number."""
+    """Use of a layer's experts, over any number of tokens. Only the counts depend on that number."""
 
     counts_E: Tensor
     """Tokens sent to each expert, including those that were dropped."""

@@ -283,7 +283,7 @@ def _require(theirs: Mapping[str, str], given: Mapping[str, Any], file: Path | s
 
 
 class ConfigJson(BaseModel):
-    """What is read of any config.json beside the keys that are fields of `ModelConfig`."""
+    """Keys read of any config.json beside the fields of `ModelConfig`."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 

@@ -39,7 +39,7 @@ MLA_YARN = ("mscale", "mscale_all_dim")
 
 
 class RopeJson(BaseModel):
-    """What is read of the rotary embedding; null stands for what is missing."""
+    """Keys read of the rotary embedding; null stands for what is missing."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 

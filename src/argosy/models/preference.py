@@ -27,7 +27,7 @@ class Sequences(NamedTuple):
     """The sequences in whole rows. Each tensor is [B, T]; but for `starts` it says something where one begins."""
 
     starts: Tensor
-    """Where the sequence of each token begins; int64."""
+    """Start of the sequence of each token; int64."""
     kinds: Tensor
     """0: nothing that counts begins there; int64."""
     partners: Tensor
@@ -173,6 +173,25 @@ def answer_log_probabilities(
     sums_BT = torch.zeros_like(of.reference)
     sums_BT.scatter_add_(1, starts_N.view(len(sums_BT), -1), -losses_N.view(len(sums_BT), -1))
     return preference.sum_over_tokens(sums_BT)
+
+
+def answer_scores(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    starts_BT: Tensor,
+    of: Sequences,
+    sum_over_tokens: Callable[[Tensor], Tensor],
+    of_chunk: ChunkLoss,
+    rows: int,
+    softcap: float,
+) -> Tensor:
+    """Return the log-probability of each answer, and how many of its tokens are not the likeliest, where its sequence
+    begins; fp32 [B, T, 2]. starts_BT: of this rank's tokens. of_chunk: as `with_misses` makes it."""
+    scores_BT2 = token_losses(x_ND, weight_VD, targets_N, of_chunk, rows, softcap).view(*starts_BT.shape, 2)
+    sums_BT2 = torch.zeros_like(of.reference)[..., None].repeat(1, 1, 2)
+    sums_BT2.scatter_add_(1, starts_BT[..., None].expand_as(scores_BT2), scores_BT2)
+    return sum_over_tokens(sums_BT2) * sums_BT2.new_tensor([-1.0, 1.0])
 
 
 def preference_loss(x_ND: Tensor, weight_VD: Tensor, *others: Any) -> Tensor:

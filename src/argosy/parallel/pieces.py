@@ -1,4 +1,4 @@
-"""What this rank holds of each parameter, as a plain tensor: what the optimizer updates and a checkpoint saves.
+"""Pieces: this rank's part of each parameter, a plain tensor that the optimizer updates and a checkpoint saves.
 
 However a parameter is split (tensor, expert, ZeRO), what is held is a box of the whole, and knows which.
 """
@@ -34,11 +34,11 @@ class PlacedPiece(Piece):
     offset: tuple[int, ...]
     """The place of `value` in the whole."""
     replicas: int
-    """How many ranks of the world hold this very part."""
+    """Number of ranks of the world that hold this very part."""
     mesh: DeviceMesh | None = None
     """The ranks that share the whole; None if this one has it all."""
     placements: tuple[Placement, ...] = ()
-    """How it is split, for each dimension of `mesh`."""
+    """Its split, for each dimension of `mesh`."""
 
     @property
     def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:

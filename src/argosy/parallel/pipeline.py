@@ -25,7 +25,7 @@ class Schedule(Protocol):
     """The order in which a batch's microbatches run, forward and backward, through all parts of the model."""
 
     microbatches_at_once: int
-    """How many microbatches `loss` takes."""
+    """Number of microbatches that `loss` takes."""
 
     def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
         """Add to the parameters' gradients those of `scale` times the summed loss; return that loss, or 0 if it is

@@ -126,7 +126,7 @@ def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
 
 T = TypeVar("T")
 HOST_TIMEOUT_S = 600.0
-"""How long a rank in a world of GPUs waits for another's message in host memory."""
+"""Longest wait of a rank in a world of GPUs for another's message in host memory."""
 STORE_FILE = "ARGOSY_STORE_FILE"
 """Environment variable: the file at which the members of a world meet; without it, MASTER_ADDR and MASTER_PORT."""
 LAZY = "TORCH_GLOO_LAZY_INIT"

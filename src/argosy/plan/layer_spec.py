@@ -27,7 +27,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer computes."""
+    """The structure of one layer."""
 
     window: int
     """Tokens that a token sees, itself included; 0: all before it."""

@@ -38,9 +38,9 @@ class Summand:
 
     is_exact: bool
     shape: tuple[int, ...]
-    """What is summed over replicas: the largest share of the parameter."""
+    """Shape of the sum over replicas: the largest share of the parameter."""
     bucket_bytes: int
-    """What it counts for in the size of its bucket."""
+    """Its share of its bucket's size."""
 
     @property
     def elements(self) -> int:

@@ -1,4 +1,4 @@
-"""Loss on held-out text: that of the model, and that of the simplest baseline on the same tokens."""
+"""Loss on held-out text, of the model and of the simplest baseline on the same tokens; and scores of tasks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ import numpy as np
 import torch
 
 from argosy.config.schema import RunConfig
+from argosy.data.manifest import TOKENIZER
 from argosy.data.packing import ID_MASK, TRAINED, is_packed, unpack, without_rejected
 from argosy.data.shards import BadShard, TokenSource, spread_windows
+from argosy.data.tokenizer import Tokenizer
+from argosy.errors import UserError
 from argosy.models.loss import IGNORED
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.training.answers import TaskScores
 from argosy.training.rows import microbatches_of
+from argosy.training.tasks import TaskScorer
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens of each source that the unigram baseline counts."""
@@ -74,7 +79,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Score:
-    """How well held-out text is predicted."""
+    """Losses on held-out text."""
 
     loss: float
     """Nats per token."""
@@ -111,6 +116,18 @@ class Evaluator:
         self.held_out = HeldOut.read(splits, run.data.seq_len, run.evaluate.tokens)
         self.score: Score | None = None
         """The newest; None before the first, and without held-out text."""
+        self.task_scores: TaskScores = {}
+        """Those of the same model as `score`."""
+        self._tasks: TaskScorer | None = None
+        if run.evaluate.tasks:
+            evaluate, tokenizer = run.evaluate, Tokenizer.load(sources[0].folder / TOKENIZER)
+            about = (evaluate.tasks, tokenizer, model, plan.microbatch, run.data.seq_len, world)
+            self._tasks = TaskScorer(*about, fewshot=evaluate.task_fewshot, limit=evaluate.task_limit)
+            if not self.held_out.tokens:
+                raise UserError(
+                    f"evaluate.tasks = {list(evaluate.tasks)}: they are scored with held-out text, of which there is "
+                    "none. Prepare the data with a validation fraction above 0."
+                )
 
     @property
     def batches(self) -> int:
@@ -135,7 +152,16 @@ class Evaluator:
             self._progress.doing(f"evaluating, batch {next(batches)} of {self.batches}")
             check()
 
-        self.score = evaluate(self._model, self.held_out, self._microbatch, self._world, before_batch)
+        score = evaluate(self._model, self.held_out, self._microbatch, self._world, before_batch)
+        if self._tasks is not None:
+
+            def before_task_batch(number: int, batches: int) -> None:
+                self._heartbeat.advance()
+                self._progress.doing(f"scoring tasks, batch {number} of {batches}")
+                check()
+
+            self.task_scores = self._tasks.score(before_task_batch)
+        self.score = score
 
 
 @torch.no_grad()

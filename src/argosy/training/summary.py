@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from argosy.checkpoint import store
-from argosy.checkpoint.adapter import load_model
+from argosy.checkpoint.adapter import load_decoder
 from argosy.checkpoint.load import problem_of
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
@@ -141,7 +141,7 @@ def write_report(
 
 
 class Measured:
-    """What is needed of the lines of steps beside their totals."""
+    """Values of the lines of steps beside their totals."""
 
     def __init__(self, since: int):
         """`since`: the step from which on the plan is the one that the run ended with."""
@@ -187,7 +187,7 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
     """Return text that the model of the checkpoint just saved writes, whole on this process under any layout."""
     choice = store.newest_whole(run_dir, check=problem_of)
     assert choice is not None
-    model = load_model(run, choice.checkpoint, torch.device("cpu"), torch.float32)
+    model = load_decoder(run, choice.checkpoint, torch.device("cpu"), torch.float32)
     prompt = run.evaluate.sample_prompt or ""
     ids = [data.eod_id, *data.tokenizer.encode(prompt)]
     room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))

@@ -62,7 +62,7 @@ class Formats:
 
 @dataclass(frozen=True)
 class ReplicaCut:
-    """How a replica is cut over devices."""
+    """The split of a replica over devices."""
 
     tp: Numbers
     pp: Numbers = 1

@@ -1,4 +1,4 @@
-"""What a layer waits for, in forward and backward of a microbatch: other ranks, the host's memory, the host itself.
+"""Waits of a layer, in forward and backward of a microbatch: other ranks, the host's memory, the host itself.
 
 Collectives of different axes that pass the same wires get shares of them. While gradients and parameters travel under
 computing, so do messages of tp, cp, ep and pp; where the cluster's topology is known, what these take of the wires is

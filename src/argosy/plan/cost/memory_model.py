@@ -57,7 +57,7 @@ class Footprint(Breakdown):
     gathered: Numbers
     """Parameters of the layers at work, if ranks share them, and gradients that are not summed yet."""
     agreement: Numbers
-    """What replicas or sites keep to agree in fewer bytes: residuals, outer weights and momentum."""
+    """State that replicas or sites keep to agree in fewer bytes: residuals, outer weights and momentum."""
     workspace: Numbers
     """Buffers of kernels and collectives, what compiling takes, and the copies for a checkpoint."""
     reserve: Numbers

@@ -1,4 +1,4 @@
-"""How the time of training and serving is spent along one figure of a space, and what binds it there."""
+"""The time of training and serving along one figure of a space, and what binds it there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "links": ("link_bytes_per_s",),
     "network": ("nic_bytes_per_s",),
 }
-"""What binds -> the rates that would be a tenth more."""
+"""Bottleneck -> the rates that would be a tenth more."""
 STEP_PARTS = {
     "matmuls": ("ideal", "matmul", "recompute"),
     "attention": ("attention",),
@@ -50,7 +50,7 @@ class Stop:
 
     @property
     def binds(self) -> str:
-        """What the speed depends on most; "overhead" where nothing that is built faster would bring a third."""
+        """The rate that the speed depends on most; "overhead" if none that is raised would bring a third."""
         most = max(self.elasticity, key=lambda name: self.elasticity[name])
         return most if self.elasticity[most] > 1 / 3 else "overhead"
 

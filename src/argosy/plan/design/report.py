@@ -1,4 +1,4 @@
-"""What `argosy design` finds in a space: fronts, effects, bottlenecks, matrix multiplications, and speed-ups."""
+"""The findings of `argosy design` in a space: fronts, effects, bottlenecks, matrix multiplications, and speed-ups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a speed-up between two devices comes from where: format, matmul rate, memory, links, capacity, batch.
+"""Decompose a speed-up between two devices by its causes: format, matmul rate, memory, links, capacity, batch.
 
 Each factor is the mean, over all orders in which the figures of one device become those of the other, of what that
 figure brings to the logarithm of the speed when its turn comes (Shapley 1953): what several bring together is shared

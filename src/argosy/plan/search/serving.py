@@ -49,7 +49,7 @@ LATE = {"first token": "The first token takes", "further tokens": "Further token
 
 @dataclass(frozen=True)
 class ServingQuestion:
-    """What is asked about serving."""
+    """A question about serving."""
 
     prompt: int = 2048
     output: int = 512
