@@ -88,6 +88,7 @@ def test_the_gpu_kernel_takes_these_arguments_and_gives_these_shapes():
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
 
 
+@pytest.mark.gpu
 @NEEDS_CUDA
 @pytest.mark.parametrize("seen", [WHOLE, CAUSAL])
 def test_the_gpu_kernel_gives_the_plain_numbers(seen: Seen):

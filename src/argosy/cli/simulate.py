@@ -27,9 +27,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from argosy.cli.options import parse_run
+from argosy.config.launch import DeviceType
 from argosy.errors import RunFailed, UserError
 from argosy.extend.trust import check_approved
 
@@ -63,9 +64,9 @@ class Options:
     8."""
     trace: Path | None = None
     """Write the timeline to this file, in the format of Chrome and Perfetto."""
-    device: Literal["any", "cuda"] = "any"
-    """cuda: run the step as on a GPU, and tell where the host waits for it, what is misplaced and which streams
-    race."""
+    device: DeviceType = "cpu"
+    """Device that the step is simulated on: cpu, for figures, or cuda, to tell where the host waits for a GPU, what is
+    misplaced and which streams race."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
@@ -85,7 +86,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--rank {options.rank}: there are ranks 0 to {plan.world_size - 1}. Try --rank 0.")
     cluster = named or nodes_for(plan.world_size)
     ranks = ranks_of_stages(plan, options.rank) if options.all_stages else [options.rank]
-    if options.device == "cuda":
+    if options.device != "cpu":
         _on_cuda(plan, run, ranks, options)
         return
     found = simulate(plan, run, ranks, cluster, processes=len(os.sched_getaffinity(0)))
@@ -97,8 +98,11 @@ def main(argv: list[str]) -> None:
 
 def _on_cuda(plan: Plan, run: RunConfig, ranks: list[int], options: Options) -> None:
     """Print what each rank does on a GPU. Raises: UserError, or RunFailed if tensors of two devices meet."""
+    from argosy.accelerator import NVIDIA
     from argosy.simulate.on_cuda import step_on_cuda
 
+    if options.device != NVIDIA:
+        raise UserError(f"--device {options.device}: a step is simulated on cpu or {NVIDIA}. Try --device {NVIDIA}.")
     if options.trace is not None:
         raise UserError("--trace: --device cuda has no times to draw. Leave out one of the two.")
     found = [step_on_cuda(plan, run, rank) for rank in ranks]

@@ -352,7 +352,8 @@ class Experts(nn.Module):
         sizes = [size for parameter in self.parameters() if parameter.ndim == 3 for size in local(parameter).shape[1:]]
         if x_PD.is_cuda and x_PD.dtype == torch.bfloat16 and x_PD.numel() and not any(size % 8 for size in sizes):
             return partial(grouped_matmul, counts_E=counts_e)
-        return partial(matmul_by_expert, counts=counts_e.tolist())
+        # Without a row there is nothing to ask a device for.
+        return partial(matmul_by_expert, counts=counts_e.tolist() if len(x_PD) else [0] * len(counts_e))
 
     def _product(self, x_PX: Tensor, name: str, matmul: Callable[[Tensor, Tensor], Tensor], counts_e: Tensor) -> Tensor:
         """Multiply each expert's rows by its matrix `name`, and by that matrix's adapter, if it has one."""

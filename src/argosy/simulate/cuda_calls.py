@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 
+from argosy.accelerator import NVIDIA
 from argosy.observe.collectives import METHODS
 from argosy.observe.wire import tensors_in
 from argosy.simulate.device_watch import DEFAULT, HOST, Clock, DeviceWatch
@@ -154,7 +155,7 @@ class FakeStream:
 
     def __init__(self, device: FakeDevice, name: str) -> None:
         self._device, self.name = device, name
-        self.device = torch.device("cuda", 0)
+        self.device = torch.device(NVIDIA, 0)
         self.device_index, self.device_type, self.stream_id = 0, 1, abs(hash(name)) % 2**31
         self.cuda_stream = self.stream_id
 
@@ -188,7 +189,7 @@ class FakeEvent:
 
     def __init__(self, device: FakeDevice) -> None:
         self._device, self.carried = device, Clock()
-        self.device = torch.device("cuda", 0)
+        self.device = torch.device(NVIDIA, 0)
 
     def record(self, stream: FakeStream | None = None) -> None:
         self.carried = self._device.record(stream or self._device.stream)
@@ -215,7 +216,7 @@ def _is_view(func: Any) -> bool:
 @contextmanager
 def answered(device: FakeDevice, watch: DeviceWatch) -> Iterator[None]:
     """Answer `torch.cuda`, `torch.accelerator`, streams and events by `device` while this block runs."""
-    cuda, accelerator = torch.device("cuda", 0), torch.accelerator
+    cuda, accelerator = torch.device(NVIDIA, 0), torch.accelerator
     everything = SimpleNamespace(
         name=NAME, total_memory=MEMORY_BYTES, major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132
     )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from argosy.accelerator import NVIDIA
 from argosy.simulate.cuda_calls import FakeDevice
 from argosy.simulate.device_watch import DeviceWatch
 from argosy.simulate.fake import replaced
@@ -42,7 +43,7 @@ def _new_tensor(like: Tensor, data: Any, dtype: torch.dtype | None = None, devic
 
 def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Tensor:
     """Make a tensor of numbers as torch does on a GPU: in host memory, then copied."""
-    if device is None or torch.device(device).type != "cuda":
+    if device is None or torch.device(device).type != NVIDIA:
         return TENSOR(data, dtype=dtype, device=device, **kwargs)
     return TENSOR(data, dtype=dtype, **kwargs).to(device)
 
@@ -87,7 +88,7 @@ def seen_as_cuda(watch: DeviceWatch, device: FakeDevice) -> Iterator[None]:
 
     def made(cls: Any, elem: Tensor, *args: Any, **kwargs: Any) -> Any:
         keys = kwargs.get("device_for_backend_keys")
-        if cls is FakeTensor and keys is not None and torch.device(keys).type == "cuda":
+        if cls is FakeTensor and keys is not None and torch.device(keys).type == NVIDIA:
             kwargs["dispatch_device"] = False
         return make(cls, elem, *args, **kwargs)
 
@@ -107,7 +108,7 @@ def seen_as_cuda(watch: DeviceWatch, device: FakeDevice) -> Iterator[None]:
             return values_of(tensor).tolist()
 
     def wrapper(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == NVIDIA:
             kwargs["device"] = META
         return make_wrapper(cls, *args, **kwargs)
 
@@ -116,7 +117,7 @@ def seen_as_cuda(watch: DeviceWatch, device: FakeDevice) -> Iterator[None]:
         (Tensor, "_make_wrapper_subclass", staticmethod(wrapper)),
         (DTensor, "device", _of_local("device")),
     ]
-    for name, kind in {"is_cuda": "cuda", "is_cpu": "cpu", "is_meta": "meta"}.items():
+    for name, kind in {"is_cuda": NVIDIA, "is_cpu": "cpu", "is_meta": "meta"}.items():
         attributes += [(FakeTensor, name, is_on(kind)), (DTensor, name, _of_local(name))]
     # Not by `FunctionCalls`: torch turns that off in backward, whose hooks ask too.
     answers = (

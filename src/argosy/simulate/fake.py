@@ -132,12 +132,16 @@ def fake_memory(mode: ModeT) -> Iterator[ModeT]:
 @contextmanager
 def replaced(owner: type | ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Put `function` in the place of `owner`'s method or function `name` while this block runs."""
-    original = getattr(owner, name)
+    # As the owner itself has it: what getattr gives of a class would be bound to no instance any more.
+    originals = {name: vars(owner)[name]} if name in vars(owner) else {}
     setattr(owner, name, function)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if originals:
+            setattr(owner, name, originals[name])
+        else:
+            delattr(owner, name)  # it only inherits that
 
 
 @contextmanager

@@ -23,13 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from argosy.accelerator import CPU, NVIDIA
 from argosy.errors import RunFailed
 from argosy.observe.wire import tensors_in
 from argosy.simulate.cuda_calls import FakeDevice
 from argosy.simulate.device_watch import DeviceWatch, place_in_code
 from argosy.simulate.fake import SOME_NUMBER, answer_alike, work_that_holds
 
-CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
+CUDA, META = torch.device(NVIDIA, 0), torch.device("meta")
 MOST_VALUES = 2**16
 """Tensors of at most so many whole numbers, truth values or fp64 numbers have values: what steps decide by is such."""
 WITH_VALUES = (torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -81,7 +82,7 @@ class FakeCudaMode(FakeTensorMode):
         if wanted == META and not self.python_wants_meta and not any(map(_is_meta, given)):
             wanted = kwargs["device"] = CUDA
         meets_cuda = any(map(is_on_cuda, given))
-        if not meets_cuda and (wanted is None or wanted.type != "cuda"):
+        if not meets_cuda and (wanted is None or wanted.type != NVIDIA):
             return self._on_host(func, types, args, kwargs, given)
         return self._near_cuda(func, types, args, kwargs, wanted)
 
@@ -235,7 +236,7 @@ class FakeCudaMode(FakeTensorMode):
 
 
 def is_on_cuda(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == NVIDIA
 
 
 def _is_meta(tensor: Tensor) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -94,7 +93,7 @@ def fake_cuda(rank: int, size: int, watch: DeviceWatch) -> Iterator[World]:
             if host is not None:
                 mode.host_groups.add(host.group_name)
             with mode.calls, fake_memory(mode):
-                yield World(rank, size, torch.device("cuda", 0), host)
+                yield World(rank, size, CUDA, host)
         finally:
             leave_world()
 
