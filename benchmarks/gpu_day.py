@@ -138,14 +138,16 @@ def parity(day: Day) -> None:
     """The same run on the CPU and on the GPU, eager and in fp32; then compiled in bf16, beside fp32 on the GPU."""
     plain = "precision=fp32,compile=false"
     length = ("--train.steps", str(PARITY_STEPS))
-    losses = {
-        device: _losses(day.train(f"parity-{device}", *TINY, *length, "--launch.device", device, "--plan", plain))
-        for device in ("cpu", DEVICE)
+    where = {"reference": "cpu", "device": DEVICE}
+    runs = {
+        name: day.train(f"parity-{name}", *TINY, *length, "--launch.device", device, "--plan", plain)
+        for name, device in where.items()
     }
-    off = max(abs(a - b) / abs(a) for a, b in zip(losses["cpu"], losses[DEVICE], strict=True))
+    reference, found = map(_losses, runs.values())
+    off = max(abs(a - b) / abs(a) for a, b in zip(reference, found, strict=True))
     day.notes.append(f"loss on the GPU off by {off:.2g} of the CPU's at most")
     if off > FAR_OFF:
-        raise Failed(f"losses differ by {off:.2g}, which is no rounding: {losses}")
+        raise Failed(f"losses differ by {off:.2g}, which is no rounding: {reference}, {found}")
     day.argosy("parity-bf16", "parity", "--plan", "precision=bf16", "--tolerance", "0.02", "--launch.device", DEVICE)
 
 
