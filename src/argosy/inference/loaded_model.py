@@ -73,6 +73,8 @@ class LoadedModel:
         #: The model's sizes.
         self.config: ModelConfig = source.run.model
         self.tokenizer = source.tokenizer
+        #: The folder with the tokenizer, or its URL.
+        self.home = source.home
         #: Tokens that end a text.
         self.ends = ends_of_text(source)
         self._backend: Backend = InThisProcess(RankModel(source, plan, World(device=default_device())))
@@ -132,7 +134,7 @@ class LoadedModel:
         prompts: Sequence[Prompt],
         sampling: Sampling = USUAL,
         batch_size: int = BATCH_SIZE,
-    ) -> Iterator[TextPiece]:
+    ) -> Generator[TextPiece]:
         """Yield the texts that continue the prompts, piece by piece, as the model writes them.
 
         `batch_size` are written at once, those with the shortest prompts first. Row i is drawn with the seed
