@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import signal
@@ -13,10 +14,12 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
 import argosy
 from argosy.cli import main
 from argosy.cli.chat import Talk
+from argosy.cli.documents import schema_of
 from argosy.errors import UserError
 from argosy.inference.chat import ChatModel
 from argosy.inference.loaded_model import LoadedModel
@@ -90,6 +93,15 @@ def test_lines_that_come_in_are_answered_one_by_one(
     lines = "hi\n\nmore\n/reset\nhi\n/exit\nhi\n"
     assert typed(lines, monkeypatch, str(folder), "--temperature", "0") == 0
     assert capsys.readouterr().out == "hello there\nGröße 🙂 is all\nhello there\n"
+
+
+def test_with_json_each_answer_is_a_document(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("hi\nmore\n", monkeypatch, str(folder), "--temperature", "0", "--json") == 0
+    documents = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert documents[0] == {"message": "hi", "answer": "hello there", "finish": "stop"} and len(documents) == 2
+    Draft202012Validator(schema_of("chat")).validate(documents[1])
 
 
 def test_a_system_message_is_said_first(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,9 +17,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from jsonschema import Draft202012Validator
 from openai import OpenAI
 
 import argosy
+from argosy.cli.documents import schema_of
 from argosy.inference import openai_server
 from argosy.inference.chat import ChatModel
 from argosy.inference.loaded_model import LoadedModel
@@ -201,7 +204,18 @@ def test_pages_of_others_and_names_that_lead_here_are_refused(address: str) -> N
         assert httpx.get(f"{address}/models", headers=headers).status_code == 403
 
 
-def test_the_command_says_where_it_listens_and_that_it_is_no_server_for_load(model: LoadedModel) -> None:
+def test_with_json_the_address_is_a_document(model: LoadedModel) -> None:
+    command = [sys.executable, "-m", "argosy", "serve", model.home, "--name", "mine"]
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        Draft202012Validator(schema_of("serve")).validate(told)
+        assert OpenAI(base_url=told["url"], api_key="none").models.list().data[0].id == told["model"] == "mine"
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
+
+
+def test_the_command_says_its_key_and_that_it_is_no_server_for_load(model: LoadedModel) -> None:
     command = [sys.executable, "-m", "argosy", "serve", model.home, "--name", "mine"]
     key = {"ARGOSY_SERVE_TOKEN": TOKEN}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | key) as process:

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
 from argosy.data.stores.store import is_url
 from argosy.errors import UserError
-from argosy.inference.sampling import Sampling
+from argosy.inference.sampling import Finish, Sampling
 from argosy.observe.terminal import printable, told_if_long
 
 if TYPE_CHECKING:
@@ -58,6 +59,18 @@ class Options:
     """Plan by which the model computes, such as "precision=bf16"; by default in fp32."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    json: bool = False
+    """Print {"message", "answer", "finish"} as JSON, on one line for each message."""
+
+
+@dataclass(frozen=True)
+class AnsweredMessage:
+    """A message of a conversation, with the answer."""
+
+    message: str
+    answer: str
+    finish: Finish
+    """stop: the answer's turn ended; length: no more tokens were allowed."""
 
 
 def main(argv: list[str]) -> int:
@@ -72,15 +85,21 @@ def main(argv: list[str]) -> int:
 
         model = load_model(options.path, options.plan, options.trust_code)
     with model:
-        Talk(ChatModel(model, options.template), options.system, sampling, sys.stdin.isatty()).run()
+        Talk(
+            ChatModel(model, options.template),
+            options.system,
+            sampling,
+            sys.stdin.isatty() and not options.json,
+            options.json,
+        ).run()
     return 0
 
 
 class Talk:
     """A conversation at the terminal, or of lines that come in."""
 
-    def __init__(self, chat: ChatModel, system: str, sampling: Sampling, is_terminal: bool):
-        self._chat, self._sampling, self._is_terminal = chat, sampling, is_terminal
+    def __init__(self, chat: ChatModel, system: str, sampling: Sampling, is_terminal: bool, is_json: bool = False):
+        self._chat, self._sampling, self._is_terminal, self._is_json = chat, sampling, is_terminal, is_json
         self._start = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._start)
         """All that was said."""
@@ -128,18 +147,22 @@ class Talk:
             print(f"{problem} {RESET} begins a new conversation.")
             return
         said = ""
+        finish: Finish = ""
         print(MODEL if self._is_terminal else "", end="", flush=True)
         try:
             for piece in pieces:
-                said += piece.text
-                print(printable(piece.text), end="", flush=True)
+                said, finish = said + piece.text, piece.finish
+                print("" if self._is_json else printable(piece.text), end="", flush=True)
         except KeyboardInterrupt:
             if not self._is_terminal:
                 raise
             print(" (stopped)", end="")
         finally:
             pieces.close()
-        print(flush=True)
+        if self._is_json:
+            write("chat", AnsweredMessage(line, said, finish))
+        else:
+            print(flush=True)
         # An answer that is empty is none to a template; the conversation goes on without the message.
         self.messages = [*messages, {"role": "assistant", "content": said}] if said.strip() else self.messages
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import must_be_folder, parse
 from argosy.data.stores.store import is_url, spelled
 from argosy.errors import UserError, missing_extra
@@ -50,6 +51,22 @@ class Options:
     """Plan by which the model computes, such as "precision=bf16"; by default in fp32."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    json: bool = False
+    """Print as JSON where the model answers."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that answers, and where."""
+
+    model: str
+    """Its name in requests."""
+    url: str
+    """The base_url of OpenAI's clients."""
+    api_key: str | None
+    """None if nobody is asked for one."""
+    without_conversations: str | None
+    """Why conversations are refused; None if they are answered."""
 
 
 def main(argv: list[str]) -> int:
@@ -72,12 +89,16 @@ def main(argv: list[str]) -> int:
         model = load_model(options.path, options.plan, options.trust_code)
     with model, listening(options.host, options.port, PORT) as listener:
         chat, why_not = _chat_of(model, options.template)
-        print(f"{options.path} answers as {name!r} at {url(listener, options.host, '')}v1   (Ctrl-C ends)")
-        if token:
-            print(f"API key: {token}")
-        if why_not:
-            print(printable(f"conversations are refused: {why_not}"))
-        print("It is for trying a model: one request at a time. For load, export it and serve it by vLLM.", flush=True)
+        address = f"{url(listener, options.host, '')}v1"
+        if options.json:
+            write("serve", ServedModel(name, address, token or None, why_not or None))
+        else:
+            print(f"{options.path} answers as {name!r} at {address}   (Ctrl-C ends)")
+            print(f"API key: {token}\n" if token else "", end="")
+            print(printable(f"conversations are refused: {why_not}\n") if why_not else "", end="")
+            print(
+                "It is for trying a model: one request at a time. For load, export it and serve it by vLLM.", flush=True
+            )
         with suppress(KeyboardInterrupt):  # the server has ended by itself
             server_of(listener, model, name, chat, token, options.host).run(sockets=[listener])
     return 0
