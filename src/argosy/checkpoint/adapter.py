@@ -28,6 +28,7 @@ from argosy.models.hf import weights_sha256
 from argosy.models.initialize import materialize
 from argosy.models.lazy_weights import HeldWeights, LazyWeights
 from argosy.models.own_family import load_family
+from argosy.models.preference import Preference
 from argosy.plan.parameters import Table, adapter_of, run_table, state_table
 
 
@@ -151,6 +152,8 @@ def load_model(run: RunConfig, checkpoint: Checkpoint, device: torch.device, dty
     """
     load_family(run)
     model = Decoder(run.model, dtype).to_empty(device=device)
+    if run.model.score:
+        model.preference = Preference("reward", run.preference)
     if not run.lora.rank:
         load_into(wholes(model.state_dict(), MODEL), checkpoint, may_lack=False)
         return model

@@ -59,6 +59,9 @@ def main(argv: list[str]) -> None:
     if options.json:
         print(json.dumps(asdict(score)))
         return
+    if score.accuracy is not None:
+        print(f"loss {score.loss:.4f} nats per pair   {score.accuracy:.2%} of pairs told apart")
+        return
     print(
         f"loss {score.loss:.4f} nats per token   perplexity {score.perplexity:.2f}   "
         f"{score.bits_per_byte:.4f} bits per byte   ({score.tokens} tokens)"

@@ -187,7 +187,12 @@ def evaluate(
                 f"text again with that one: {how_to_prepare(opened.run_dir)}"
             )
     length = seq_len or opened.run.data.seq_len
-    held_out = HeldOut.read(sources, length, max_tokens)
+    kinds = {None if source.manifest.rows is None else source.manifest.rows.kind for source in sources}
+    if opened.run.model.score and kinds != {"pairs"}:
+        raise UserError(
+            f"{path} is a reward model, which compares pairs, and {folders[0]} holds none. Give some: --data."
+        )
+    held_out = HeldOut.read(sources, length, max_tokens, opened.run.model.score)
     if not held_out.tokens:
         raise UserError(f"{folders[0]}: its {split} split is empty. Prepare it with a larger --validation-fraction.")
     model = ParallelModel(Plan(), opened.run, Meshes(), {0: opened.model(torch.device("cpu"))})

@@ -26,7 +26,7 @@ from argosy.models.loss import (
 )
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
-from argosy.models.preference import Preference, Sequences, answer_log_probabilities, preference_loss
+from argosy.models.preference import Answers, Preference, Sequences, answer_values, last_tokens, preference_loss
 from argosy.models.rope import rotary_table
 from argosy.plan.layer_spec import RopeSpec, layer_spec
 from argosy.plan.mup import logit_factor
@@ -160,6 +160,8 @@ class Decoder(nn.Module):
             self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in layers_on(config, stage)})
             self.norm = norm(table, "norm", config) if stage.last else None
             self.head = linear(table, "head") if has_head else None
+            #: The head of a reward model, in place of `head`.
+            self.score = linear(table, "score") if "score.weight" in table else None
             #: Modules that predict further tokens, whose blocks are the last of `blocks`.
             further = layers_on(config, stage)[len(stage.layers) :]
             self.mtp = nn.ModuleDict({str(layer): PredictionModule(config) for layer in further})
@@ -174,6 +176,8 @@ class Decoder(nn.Module):
         self.longest_part = config.vocab_size
         self.logit_factor = logit_factor(config) * config.logit_scale
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
+        #: Takes this rank's stretch of those tokens, where tensor-parallel ranks have one each.
+        self.my_stretch: Callable[[Tensor], Tensor] = _all_of_them
         #: Gathers what the head reads: all tokens, where tensor-parallel ranks have a stretch of them each.
         self.for_head: Callable[[Tensor], Tensor] = _all_of_them
         #: Called before a part of the model computes: its values may still be on their way from other ranks.
@@ -193,7 +197,7 @@ class Decoder(nn.Module):
         """Return logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
 
         With `sequences` that is the loss of `preference`, summed over pairs or judged answers; without gradients, it is
-        the log-probability of each answer (fp32 [B, S], S tokens of whole rows), where its sequence begins.
+        the log-probability or score of each answer (fp32 [B, S], S tokens of whole rows), where its sequence begins.
 
         `x` is tokens [B, T], or for a stage that is not the first the hidden states [B, T, D] of the stage before;
         a stage that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
@@ -258,6 +262,8 @@ class Decoder(nn.Module):
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Return what the head reads."""
+        if self.score is not None:
+            return x
         x = self.for_head(x)
         return x if self.logit_factor == 1.0 else x * self.logit_factor
 
@@ -270,17 +276,22 @@ class Decoder(nn.Module):
         softcap = self.config.logit_softcap
         if sequences is not None:
             assert self.preference is not None
-            starts_N = self.my_tokens(sequences.starts).flatten()
+            starts_N, ends_N = (
+                self.my_tokens(part) if self.score is None else self.my_stretch(self.my_tokens(part))
+                for part in (sequences.starts, last_tokens(sequences.starts))
+            )
             rows = rows_at_once(local(weight_VD), longest)
-            judge = preference_loss if torch.is_grad_enabled() else answer_log_probabilities
-            about = (targets_N, starts_N, sequences, self.preference, of_chunk, rows, softcap)
-            return judge(x.flatten(0, 1), local(weight_VD), *about)
+            judge = preference_loss if torch.is_grad_enabled() else answer_values
+            about = (sequences, self.preference, of_chunk, rows, softcap)
+            return judge(
+                x.flatten(0, 1), local(weight_VD), Answers(targets_N, starts_N.flatten(), ends_N.flatten(), *about)
+            )
         return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest, softcap)
 
     @property
     def head_weight(self) -> Tensor:
-        """The weight that turns hidden states into logits, [V, D]; only the last stage has one."""
-        module = self.head or self.embedding
+        """The weight that turns hidden states into logits, [V, D], or a score, [1, D]; only the last stage has one."""
+        module = self.score or self.head or self.embedding
         assert module is not None
         return module.weight
 

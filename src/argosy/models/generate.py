@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from argosy.errors import UserError
 from argosy.models.decoder import Decoder
 
 
@@ -26,6 +27,10 @@ def sample_tokens(
     temperature 0 takes the likeliest token. top_p keeps the smallest set of likeliest tokens whose probabilities
     reach it (nucleus sampling, Holtzman et al. 2020).
     """
+    if model.score is not None:
+        raise UserError(
+            "this is a reward model: it ends with a score, and not with words. `argosy evaluate` scores pairs."
+        )
     device = model.device
     generator = torch.Generator(device).manual_seed(seed)
     cache = model.new_cache(1, len(prompt) + max_new_tokens)

@@ -229,9 +229,9 @@ class Progress:
         self._doing = ""
         self._show(last=record["step"] + 1 == steps)
 
-    def evaluated(self, step: int, loss: float, bits_per_byte: float) -> None:
+    def evaluated(self, step: int, score: str) -> None:
         """Print how well the weights after `step` predict held-out text."""
-        self.say(f" step {step + 1:>5}  evaluated: loss {loss:.3f}, {bits_per_byte:.3f} bits per byte", "cyan")
+        self.say(f" step {step + 1:>5}  evaluated: {score}", "cyan")
 
     def note(self, line: str, last: bool = False) -> None:
         """Show how far something has got: in place in a terminal, else a line every few seconds and the last one."""

@@ -7,7 +7,7 @@ the optimizer and the checkpoint do not ask: they see pieces of parameters.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -151,17 +151,19 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
     """Train with the objective that the run names, or with its loss, if it is the user's. Raises: UserError."""
     if run.train.has_preferences:
         model.preference = Preference(run.train.objective, run.preference)
-        if (tokens := meshes.group("cp")) is not None:
-            model.preference.sum_over_tokens = partial(_summed_over, tokens)
-            model.preference.reports = meshes.rank("cp") == 0
+        axes = ("cp", "tp") if model.preference.scores else ("cp",)  # logits are of all tokens on each tp rank
+        groups = [group for axis in axes if (group := meshes.group(axis)) is not None]
+        model.preference.sum_over_tokens = partial(_summed_over, groups)
+        model.preference.reports = meshes.rank("cp") == 0
     if run.train.loss in LOSSES:
         return
     loss, group = own_loss(run.extend.code, run.train.loss), meshes.group("tp")
     model.own_loss = loss if group is None else GatheredLoss(loss, group, run.model.vocab_size)
 
 
-def _summed_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    dist.all_reduce(tensor, group=group)
+def _summed_over(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
     return tensor
 
 

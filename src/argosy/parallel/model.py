@@ -245,8 +245,8 @@ class ParallelModel:
         return self._share(self._schedule.loss([self._mine(micro) for micro in batch]))
 
     @torch.no_grad()
-    def answer_log_probabilities(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
-        """Return the log-probabilities of the answers in the batch's `sequences`, fp32 [B, T] of each microbatch.
+    def answer_values(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
+        """Return the log-probabilities, or scores, of the batch's answers, fp32 [B, T] of each microbatch.
 
         All ranks call it together, with `microbatches_at_once` microbatches. None but on one of the ranks that have the
         same rows.

@@ -182,9 +182,14 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table) -> None:
             if isinstance(module, kind):
                 style(module, mesh)
     model.for_head = partial(gather_sequence, group=mesh.get_group())
+    model.my_stretch = partial(_stretch, ranks=mesh.size(), rank=mesh.get_local_rank())
     vocabulary = model.config.vocab_size
     model.loss_of_chunk = VocabularyLoss(mesh.get_group(), _first_row(vocabulary, mesh))
     model.longest_part = -(-vocabulary // mesh.size())
+
+
+def _stretch(tokens_BT: Tensor, ranks: int, rank: int) -> Tensor:
+    return tokens_BT.chunk(ranks, dim=1)[rank]
 
 
 def split(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int | None) -> None:

@@ -241,8 +241,8 @@ class Records:
     def evaluated(self, step: int, score: Score) -> None:
         """Write the line of an evaluation after `step`."""
         if self._world.is_first:
-            self.metrics.write_evaluation(step, score.loss, score.bits_per_byte)
-            self.progress.evaluated(step, score.loss, score.bits_per_byte)
+            self.metrics.write_evaluation(step, score.line())
+            self.progress.evaluated(step, score.in_words())
 
     def length(self, steps: int) -> None:
         """Record the number of steps that a budget of minutes was turned into, in run.toml too; each process does."""

@@ -112,7 +112,7 @@ class ReferenceScorer:
             rows = np.empty((size, seq_len + 1), np.int32)
             source.read_windows(filled, rows)
             batch = compared_microbatches(rows, self._microbatch, self._world.device, self._is_judged)
-            scored = model.answer_log_probabilities(batch)
+            scored = model.answer_values(batch)
             if scored is not None:
                 sums, kinds = torch.cat(scored).cpu().numpy(), sequences_in(rows).kinds
                 found += [(int(w), sums[i, np.flatnonzero(kinds[i])]) for i, w in enumerate(some)]

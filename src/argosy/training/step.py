@@ -173,7 +173,7 @@ class Step:
         with self._clock.time("forward"):
             for start in range(0, len(batch), model.microbatches_at_once):
                 some = batch[start : start + model.microbatches_at_once]
-                for micro, sums_BT in zip(some, model.answer_log_probabilities(some) or (), strict=False):
+                for micro, sums_BT in zip(some, model.answer_values(some) or (), strict=False):
                     assert micro.sequences is not None
                     is_other_BT = micro.sequences.kinds == MISMATCHED
                     total += torch.stack(((sums_BT - micro.sequences.reference)[is_other_BT].sum(), is_other_BT.sum()))
