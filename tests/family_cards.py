@@ -162,7 +162,7 @@ def _packed_and_cached(ours: Decoder, tokens: Tensor) -> Card:
     with torch.no_grad():
         together = ours(packed, positions_BT=document_positions(packed, END_OF_DOCUMENT))
         alone = torch.cat([ours(part) for part in packed.split([11, 19, 10], 1)], 1)
-        cache = ours.new_cache(len(tokens), SEQ_LEN)
+        cache = ours.new_cache(SEQ_LEN)
         stepwise = torch.cat([ours(part, cache=cache) for part in tokens.split([13, 1, 1, 20, 5], 1)], 1)
         return {"packed": error(together, alone), "cache": error(stepwise, ours(tokens))}
 

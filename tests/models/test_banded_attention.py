@@ -93,7 +93,7 @@ def test_the_cost_grows_with_the_window_and_not_with_the_square_of_the_sequence(
 def test_a_cache_gives_the_same_and_keeps_no_more_than_the_window(window: int, softcap: float):
     q, k, v, _ = inputs()
     spec = LayerSpec(window, None, HEADS, KV_HEADS, WIDTH, has_experts=False)
-    cache, at, parts = LayerCache(ROWS, TOKENS, spec, k.detach()), 0, []
+    cache, at, parts = LayerCache(TOKENS, spec), 0, []
     with torch.no_grad():
         for length in (9, 1, 1, 8, 5):
             some = slice(at, at + length)

@@ -104,7 +104,7 @@ def test_a_packed_document_attends_as_if_it_were_alone(rows):
 def test_a_cache_of_latents_read_in_pieces_gives_the_whole(pieces):
     config = config_of(q_rank=20)
     module, x = layer(config), inputs()
-    cache = cache_of(config, 0, 2, TOKENS, x.detach())
+    cache = cache_of(config, 0, TOKENS)
     parts, start = [], 0
     with torch.no_grad():
         for piece in x.split(pieces, 1):
@@ -129,7 +129,7 @@ def test_bf16_stays_close_and_leaves_gradients_in_fp32():
 def test_the_config_says_which_attention_and_cache_a_block_has():
     dense = ModelConfig(width=WIDTH)
     assert type(attention_of(dense)) is Attention and type(attention_of(config_of())) is LatentAttention
-    assert type(cache_of(dense, 0, 1, 4, torch.zeros(0))) is LayerCache
+    assert type(cache_of(dense, 0, 4)) is LayerCache
 
 
 @pytest.mark.parametrize(

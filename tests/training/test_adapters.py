@@ -16,7 +16,8 @@ from peft import PeftModel
 from argosy.config.dump import save_run
 from argosy.errors import UserError
 from argosy.inference.adapters import adapters_in, export_adapter, import_adapter, merge_checkpoint
-from argosy.inference.trained_model import evaluate, open_checkpoint
+from argosy.inference.evaluate import evaluate
+from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.resolve import check_parameters
 from argosy.models import hf, peft_adapter
 from argosy.models.decoder import microbatches

@@ -23,8 +23,10 @@ from argosy.data.prepare import prepare
 from argosy.data.shards import TokenSource
 from argosy.data.tokenizer import train
 from argosy.errors import UserError
+from argosy.inference.evaluate import evaluate
 from argosy.inference.huggingface import export_checkpoint, import_checkpoint
-from argosy.inference.trained_model import evaluate, generate, open_checkpoint
+from argosy.inference.loaded_model import generate
+from argosy.inference.trained_model import open_checkpoint
 from argosy.models import hf
 from argosy.models.decoder import Decoder
 from argosy.parallel.world import World

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import step_of
-from argosy.checkpoint.load import load_into, opened, problem_of
+from argosy.checkpoint.load import opened, problem_of
 from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import Checkpoint
-from argosy.checkpoint.weights import MODEL, CheckpointWeights, folder_weights
+from argosy.checkpoint.weights import MODEL, CheckpointWeights, fill, folder_weights
 from argosy.config.lora import LoraConfig
 from argosy.config.schema import RunConfig
 from argosy.data.stores.model_folder import is_model_folder
@@ -28,7 +28,6 @@ from argosy.models.hf import weights_sha256
 from argosy.models.initialize import materialize
 from argosy.models.lazy_weights import HeldWeights, LazyWeights
 from argosy.models.own_family import load_family
-from argosy.models.preference import Preference
 from argosy.plan.parameters import Table, adapter_of, run_table, state_table
 
 
@@ -75,30 +74,31 @@ def _others(place: Path, sha256: str, what: str) -> UserError:
 
 
 class MergedWeights(LazyWeights):
-    """Weights with an adapter merged into them, in their own dtypes, tensor by tensor."""
+    """Weights with an adapter merged into them, in their own dtypes or all in one, tensor by tensor."""
 
-    def __init__(self, weights: LazyWeights, adapter: LazyWeights, lora: LoraConfig):
+    def __init__(self, weights: LazyWeights, adapter: LazyWeights, lora: LoraConfig, dtype: torch.dtype | None = None):
         super().__init__({name: weights.shape(name) for name in weights})
-        self._weights, self._adapter, self._lora = weights, adapter, lora
+        self._weights, self._adapter, self._lora, self._dtype = weights, adapter, lora, dtype
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """See `LazyWeights`."""
         parts = {part: f"{adapter_of(name)}.{part}" for part in PARTS}
         if parts["a"] not in self._adapter:
-            return self._weights.part(name, offset, shape)
+            return self._weights.part(name, offset, shape).to(self.dtype(name))
         first, count = offset[0], shape[0]
         is_stack = len(shape) > 2  # of experts: each has an inner matrix
         a = self._adapter.rows(parts["a"], first, count) if is_stack else self._adapter[parts["a"]]
         b = self._adapter.rows(parts["b"], first, count)
         grown = self._adapter.rows(parts["magnitude"], first, count) if parts["magnitude"] in self._adapter else None
-        whole = merged(self._weights.rows(name, first, count), a, b, grown, self._lora.scale)
+        rows = self._weights.rows(name, first, count).to(self.dtype(name))
+        whole = merged(rows, a, b, grown, self._lora.scale)
         for dim in range(1, len(shape)):
             whole = whole.narrow(dim, offset[dim], shape[dim])
         return whole
 
     def dtype(self, name: str) -> torch.dtype:
         """See `LazyWeights`."""
-        return self._weights.dtype(name)
+        return self._dtype or self._weights.dtype(name)
 
     def has_rows(self, name: str) -> bool:
         """See `LazyWeights`."""
@@ -106,19 +106,27 @@ class MergedWeights(LazyWeights):
 
 
 @contextmanager
-def open_weights(run: RunConfig, checkpoint: Checkpoint) -> Iterator[LazyWeights]:
-    """Open the weights of a checkpoint's whole model, to be read one by one. Raises: as `load_model`."""
+def open_weights(
+    run: RunConfig, checkpoint: Checkpoint, merged_dtype: torch.dtype | None = None
+) -> Iterator[LazyWeights]:
+    """Open the weights of a checkpoint's whole model, to be read one by one; an adapter is merged into them.
+
+    merged_dtype: in which dtype it is merged; None: in that of each weight.
+    Raises: UserError if the checkpoint lacks a tensor, an adapter's own weights are not there, or the model needs code
+    that is not approved.
+    """
     if not run.lora.rank:
         with opened(checkpoint) as held:
             yield CheckpointWeights(checkpoint, held, _shapes(state_table(run.model)))
         return
     with open_base(run, checkpoint) as weights, opened(checkpoint) as held:
-        yield MergedWeights(weights, CheckpointWeights(checkpoint, held, adapter_shapes(run)), run.lora)
+        adapter = CheckpointWeights(checkpoint, held, adapter_shapes(run))
+        yield MergedWeights(weights, adapter, run.lora, merged_dtype)
 
 
 @contextmanager
 def open_base(run: RunConfig, checkpoint: Checkpoint) -> Iterator[LazyWeights]:
-    """Open the weights beside the adapter of a checkpoint. Raises: as `load_model`."""
+    """Open the weights beside the adapter of a checkpoint. Raises: as `open_weights`."""
     shapes = _shapes(state_table(run.model))
     if run.model.weights is None:  # the adapter stands beside the initial weights
         load_family(run)
@@ -144,22 +152,13 @@ def _shapes(table: Table) -> dict[str, tuple[int, ...]]:
     return {name: parameter.shape for name, parameter in table.items()}
 
 
-def load_model(run: RunConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
+def load_decoder(run: RunConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Return the whole model of a checkpoint, with fp32 weights, computing in `dtype`; an adapter is merged into them.
 
-    Raises: UserError if the checkpoint lacks a tensor, an adapter's own weights are not there, or the model needs code
-    that is not approved.
+    Raises: as `open_weights`.
     """
     load_family(run)
     model = Decoder(run.model, dtype).to_empty(device=device)
-    if run.model.score:
-        model.preference = Preference("reward", run.preference)
-    if not run.lora.rank:
-        load_into(wholes(model.state_dict(), MODEL), checkpoint, may_lack=False)
-        return model
-    with torch.no_grad(), open_base(run, checkpoint) as base, opened(checkpoint) as held:
-        adapter = CheckpointWeights(checkpoint, held, adapter_shapes(run))
-        for name, tensor in model.state_dict().items():  # in fp32, whatever the base is stored in
-            weight = HeldWeights({name: base[name].float()})
-            tensor.copy_(MergedWeights(weight, adapter, run.lora)[name])
+    with open_weights(run, checkpoint, torch.float32) as weights:
+        fill(wholes(model.state_dict(), MODEL), weights)
     return model

@@ -82,13 +82,17 @@ def folder_weights(place: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> 
     return weights
 
 
-@torch.no_grad()
 def fill_from_folder(parts: Mapping[Box, Tensor], place: str | Path) -> None:
     """Fill this rank's parts of the weights from a Hugging Face folder or its URL, of which no more is read.
 
     Raises: UserError, before any is filled, if one is not there or has another shape.
     """
-    weights = folder_weights(place, {box.name.removeprefix(MODEL): box.whole for box in parts})
+    fill(parts, folder_weights(place, {box.name.removeprefix(MODEL): box.whole for box in parts}))
+
+
+@torch.no_grad()
+def fill(parts: Mapping[Box, Tensor], weights: LazyWeights) -> None:
+    """Fill this rank's parts of the weights in place, whatever their dtypes, and read no more than these."""
     for box, part in parts.items():
         if part.numel() and box.name.removeprefix(MODEL) in weights:
             part.copy_(weights.part(box.name.removeprefix(MODEL), box.offset, box.shape))

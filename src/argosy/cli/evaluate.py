@@ -16,6 +16,7 @@ import tyro
 
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
+from argosy.data.stores.store import is_url
 from argosy.errors import UserError
 from argosy.observe.terminal import told_if_long
 
@@ -24,8 +25,8 @@ from argosy.observe.terminal import told_if_long
 class Options:
     """Options of `argosy evaluate`."""
 
-    path: Annotated[Path, tyro.conf.Positional]
-    """A run's folder (its newest checkpoint) or one checkpoint."""
+    path: Annotated[str, tyro.conf.Positional]
+    """A run's folder (its newest checkpoint), one checkpoint, or a Hugging Face folder or its URL."""
     data: Path | None = None
     """A folder that `argosy prepare` wrote; the run's own data if not given."""
     split: Literal["train", "validation"] = "validation"
@@ -34,6 +35,8 @@ class Options:
     """Largest number of tokens to read."""
     seq_len: WholeCount | None = None
     """Tokens per window; data.seq_len of the run if not given."""
+    plan: str = ""
+    """Plan by which the model computes, such as "precision=bf16"; by default in fp32."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
@@ -44,9 +47,10 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy evaluate", Options)
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
         raise UserError("--max-tokens and --seq-len must be at least 1.")
-    must_be_folder(options.path)
+    if not is_url(options.path):
+        must_be_folder(Path(options.path))
     with told_if_long("argosy evaluate: reading the text and the model, and computing the loss"):
-        from argosy.inference.trained_model import evaluate
+        from argosy.inference.evaluate import evaluate
 
         score = evaluate(
             options.path,
@@ -54,6 +58,7 @@ def main(argv: list[str]) -> None:
             split=options.split,
             max_tokens=options.max_tokens,
             seq_len=options.seq_len,
+            plan=options.plan,
             trust_code=options.trust_code,
         )
     if options.json:

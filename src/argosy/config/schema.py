@@ -99,12 +99,18 @@ class ResilienceConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Loss on the held-out split while training."""
+    """Loss on the held-out split while training, and scores of tasks."""
 
     every_steps: NonNegativeInt = 100
     """Steps between evaluations on held-out text (validation loss); 0: only at the end."""
     tokens: PositiveInt = 100_000
     """Held-out tokens per evaluation (fewer if the split is smaller)."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-eval to score with each evaluation: names, or files (*.yaml) (docs/scores.md)."""
+    task_limit: NonNegativeInt = 0
+    """Largest number of documents of each task; 0: all."""
+    task_fewshot: NonNegativeInt | None = None
+    """Examples before each question of a task; none: as the task says."""
     sample_prompt: str | None = None
     """If given and not empty, the run ends with a sample that continues this text."""
 
@@ -179,10 +185,10 @@ class RunConfig(Section):
             raise ValueError(
                 'model.score = false: train.objective = "reward" trains a head that gives one number; set score = true'
             )
-        if objective == "reward" and self.evaluate.sample_prompt:
+        if objective == "reward" and (self.evaluate.sample_prompt or self.evaluate.tasks):
             raise ValueError(
-                f"evaluate.sample_prompt = {self.evaluate.sample_prompt!r}: a reward model ends with a score, and "
-                "writes nothing; leave it out"
+                "evaluate.sample_prompt and evaluate.tasks ask for words, and a reward model ends with a score; leave "
+                "them out"
             )
         if objective == "reward" and self.lora.rank:
             raise ValueError(

@@ -41,16 +41,16 @@ class AttentionCore(Protocol):
 
 class LayerCache:
     """Keys and values of one layer for the tokens read so far, at most [B, max_seq_len, K, E]; of a layer with a
-    window, only those that later tokens see."""
+    window, only those that later tokens see. The first tokens say how many rows and heads this rank has."""
 
-    def __init__(self, batch: int, max_seq_len: int, spec: LayerSpec, like: Tensor):
-        self._window = spec.window
-        shape = (batch, 0 if spec.window else max_seq_len, spec.kv_heads, spec.head_width)
-        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+    def __init__(self, max_seq_len: int, spec: LayerSpec):
+        self._window, self._room = spec.window, 0 if spec.window else max_seq_len
         self.length = 0
 
     def append(self, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens and return all keys and values that they may see, [B, S, K, E], up to themselves."""
+        if not self.length:
+            self.keys, self.values = (x.new_zeros(len(x), self._room, *x.shape[2:]) for x in (k_BTKE, v_BTKE))
         begin, self.length = self.length, self.length + k_BTKE.shape[1]
         if self._window:
             keys, values = torch.cat((self.keys, k_BTKE), 1), torch.cat((self.values, v_BTKE), 1)

@@ -19,14 +19,25 @@ from argosy.models.layers import Norm, embedding, linear, local, norm
 from argosy.models.loss import (
     IGNORED,
     ChunkLoss,
+    IsLikeliest,
     chunk_loss_and_gradient,
+    is_likeliest,
     rows_at_once,
     soft_capped,
     summed_cross_entropy,
+    with_misses,
 )
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
-from argosy.models.preference import Answers, Preference, Sequences, answer_values, last_tokens, preference_loss
+from argosy.models.preference import (
+    Answers,
+    Preference,
+    Sequences,
+    answer_scores,
+    answer_values,
+    last_tokens,
+    preference_loss,
+)
 from argosy.models.rope import rotary_table
 from argosy.plan.layer_spec import RopeSpec, layer_spec
 from argosy.plan.mup import logit_factor
@@ -175,9 +186,13 @@ class Decoder(nn.Module):
         #: The largest part of the vocabulary that a rank has, in tokens.
         self.longest_part = config.vocab_size
         self.logit_factor = logit_factor(config) * config.logit_scale
+        #: True for each token whose target has the highest logit.
+        self.is_likeliest: IsLikeliest = is_likeliest
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
         #: Takes this rank's stretch of those tokens, where tensor-parallel ranks have one each.
         self.my_stretch: Callable[[Tensor], Tensor] = _all_of_them
+        #: Sums over the ranks that have other tokens of the same rows.
+        self.sum_over_tokens: Callable[[Tensor], Tensor] = _all_of_them
         #: Gathers what the head reads: all tokens, where tensor-parallel ranks have a stretch of them each.
         self.for_head: Callable[[Tensor], Tensor] = _all_of_them
         #: Called before a part of the model computes: its values may still be on their way from other ranks.
@@ -197,7 +212,7 @@ class Decoder(nn.Module):
         """Return logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
 
         With `sequences` that is the loss of `preference`, summed over pairs or judged answers; without gradients, it is
-        the log-probability or score of each answer (fp32 [B, S], S tokens of whole rows), where its sequence begins.
+        what `preference.answer_scores` returns of each answer (fp32 [B, S, 2], S tokens of whole rows).
 
         `x` is tokens [B, T], or for a stage that is not the first the hidden states [B, T, D] of the stage before;
         a stage that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
@@ -275,17 +290,22 @@ class Decoder(nn.Module):
             of_chunk, longest = self.own_loss, self.config.vocab_size
         softcap = self.config.logit_softcap
         if sequences is not None:
-            assert self.preference is not None
-            starts_N, ends_N = (
+            rows = rows_at_once(local(weight_VD), longest)
+            about = (x.flatten(0, 1), local(weight_VD), targets_N)
+            starts_BT, ends_BT = (
                 self.my_tokens(part) if self.score is None else self.my_stretch(self.my_tokens(part))
                 for part in (sequences.starts, last_tokens(sequences.starts))
             )
-            rows = rows_at_once(local(weight_VD), longest)
-            judge = preference_loss if torch.is_grad_enabled() else answer_values
-            about = (sequences, self.preference, of_chunk, rows, softcap)
-            return judge(
-                x.flatten(0, 1), local(weight_VD), Answers(targets_N, starts_N.flatten(), ends_N.flatten(), *about)
-            )
+            if self.score is None and not torch.is_grad_enabled():
+                judge = with_misses(of_chunk, self.is_likeliest)
+                return answer_scores(*about, starts_BT, sequences, self.sum_over_tokens, judge, rows, softcap)
+            where = (starts_BT.flatten(), ends_BT.flatten() if self.score is not None else None)
+            answers = Answers(targets_N, *where, sequences, self.sum_over_tokens, of_chunk, rows, softcap)
+            if not torch.is_grad_enabled():
+                values_BT = answer_values(*about[:2], answers)
+                return torch.stack([values_BT, torch.zeros_like(values_BT)], -1)
+            assert self.preference is not None
+            return preference_loss(*about[:2], answers, self.preference)
         return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest, softcap)
 
     @property
@@ -300,10 +320,9 @@ class Decoder(nn.Module):
         """The device of the weights."""
         return next(self.parameters()).device
 
-    def new_cache(self, batch: int, max_seq_len: int) -> list[Cache]:
+    def new_cache(self, max_seq_len: int) -> list[Cache]:
         """An empty key/value cache for each block."""
-        like = torch.empty(0, dtype=self.compute_dtype, device=self.device)
-        return [cache_of(self.config, layer, batch, max_seq_len, like) for layer in self.stage.layers]
+        return [cache_of(self.config, layer, max_seq_len) for layer in self.stage.layers]
 
     def rotary_to(self, seq_len: int, device: torch.device) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
         """Return the cosines and sines of at least `seq_len` places for each rotary embedding of the blocks; they are

@@ -45,8 +45,6 @@ class Preference:
     def __init__(self, objective: str, config: PreferenceConfig):
         self._loss = LOSSES[objective]
         self.objective, self.config = objective, config
-        self.sum_over_tokens: Callable[[Tensor], Tensor] = _as_it_is
-        """Sums over the ranks that have other tokens of the same rows (`cp`, and `tp` of scores)."""
         self.reports = True
         """False on all of those ranks but one: each of them computes the whole loss."""
         self.per_token: Tensor | float = 0.0
@@ -59,11 +57,6 @@ class Preference:
     def compares_pairs(self) -> bool:
         """False if each answer is judged by itself."""
         return self.objective != "kto"
-
-    @property
-    def scores(self) -> bool:
-        """True if answers are judged by the score of the head, at the last token of their sequence."""
-        return self.objective == "reward"
 
     def __call__(self, sums_BT: Tensor, of: Sequences) -> Tensor:
         """Return the loss, summed over pairs or judged answers, of log-probabilities of answers, fp32 [B, T]."""
@@ -185,43 +178,61 @@ class Answers(NamedTuple):
     targets_N: Tensor
     starts_N: Tensor
     """The place where the sequence of each of this rank's tokens begins."""
-    ends_N: Tensor
-    """True for the last tokens of sequences."""
+    ends_N: Tensor | None
+    """True for the last tokens of sequences, at which a reward model gives its score; None of logits."""
     of: Sequences
-    preference: Preference
+    sum_over_tokens: Callable[[Tensor], Tensor]
     of_chunk: ChunkLoss
     rows: int
     softcap: float
 
 
+def answer_scores(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    starts_BT: Tensor,
+    of: Sequences,
+    sum_over_tokens: Callable[[Tensor], Tensor],
+    of_chunk: ChunkLoss,
+    rows: int,
+    softcap: float,
+) -> Tensor:
+    """Return the log-probability of each answer, and how many of its tokens are not the likeliest, where its sequence
+    begins; fp32 [B, T, 2]. starts_BT: of this rank's tokens. of_chunk: as `with_misses` makes it."""
+    scores_BT2 = token_losses(x_ND, weight_VD, targets_N, of_chunk, rows, softcap).view(*starts_BT.shape, 2)
+    sums_BT2 = torch.zeros_like(of.reference)[..., None].repeat(1, 1, 2)
+    sums_BT2.scatter_add_(1, starts_BT[..., None].expand_as(scores_BT2), scores_BT2)
+    return sum_over_tokens(sums_BT2) * sums_BT2.new_tensor([-1.0, 1.0])
+
+
 def answer_values(x_ND: Tensor, weight_VD: Tensor, answers: Answers) -> Tensor:
     """Return the log-probability of each answer, or its score, where its sequence begins; fp32 [B, T], no gradients."""
-    if answers.preference.scores:
+    if answers.ends_N is not None:
         values_N = (x_ND.float() @ weight_VD[0].float()) * answers.ends_N
     else:
         values_N = -token_losses(x_ND, weight_VD, answers.targets_N, answers.of_chunk, answers.rows, answers.softcap)
     sums_BT = torch.zeros_like(answers.of.reference)
     sums_BT.scatter_add_(1, answers.starts_N.view(len(sums_BT), -1), values_N.view(len(sums_BT), -1))
-    return answers.preference.sum_over_tokens(sums_BT)
+    return answers.sum_over_tokens(sums_BT)
 
 
-def preference_loss(x_ND: Tensor, weight_VD: Tensor, answers: Answers) -> Tensor:
+def preference_loss(x_ND: Tensor, weight_VD: Tensor, answers: Answers, preference: Preference) -> Tensor:
     """Return the loss summed over answers, fp32 scalar."""
-    loss: Tensor = _PreferenceLoss.apply(x_ND, weight_VD, answers)
+    loss: Tensor = _PreferenceLoss.apply(x_ND, weight_VD, answers, preference)
     return loss
 
 
 class _PreferenceLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, answers: Answers) -> Tensor:
-        preference = answers.preference
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, answers: Answers, preference: Preference) -> Tensor:
         sums_BT = answer_values(x_ND, weight_VD, answers)
         with torch.enable_grad():
             sums_BT.requires_grad_()
             loss = preference(sums_BT, answers.of)
             (slopes_BT,) = torch.autograd.grad(loss, sums_BT)
         slopes_N = slopes_BT.gather(1, answers.starts_N.view(len(sums_BT), -1)).flatten()
-        if preference.scores:
+        if answers.ends_N is not None:
             slopes_1N = (slopes_N * answers.ends_N)[None]
             gradients = (
                 (slopes_1N.T @ weight_VD.float()).to(x_ND.dtype),
@@ -237,14 +248,10 @@ class _PreferenceLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients_times(ctx.saved_tensors, grad_loss), None
+        return *gradients_times(ctx.saved_tensors, grad_loss), None, None
 
 
 def last_tokens(starts_BT: Tensor) -> Tensor:
     """Return True for the last token of each sequence in whole rows."""
     following_BT = F.pad(starts_BT[:, 1:], (0, 1), value=-1)
     return following_BT != starts_BT
-
-
-def _as_it_is(sums_BT: Tensor) -> Tensor:
-    return sums_BT

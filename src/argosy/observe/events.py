@@ -164,9 +164,11 @@ class Metrics:
         if self._may_write():
             self._lines.write(record)
 
-    def write_evaluation(self, step: int, line: dict[str, float]) -> None:
-        """Append the record of an evaluation after `step`, which has a validation_loss."""
-        self.write({"step": step, **line})
+    def write_evaluation(
+        self, step: int, line: Mapping[str, float], tasks: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        """Append the record of an evaluation after `step`. line: has a validation_loss. tasks: the metrics of each."""
+        self.write({"step": step, **line, **({"tasks": tasks} if tasks else {})})
 
     def forget_from(self, step: int) -> None:
         """Drop the records of `step` and later: those steps were lost and are about to be run again."""

@@ -34,7 +34,7 @@ from argosy.parallel.mesh import Meshes, lay_out_meshes
 from argosy.parallel.model import DTYPES, ParallelModel
 from argosy.parallel.offload import offload_activations
 from argosy.parallel.recompute import apply_recompute
-from argosy.parallel.tensor import GatheredLoss, VocabularyLoss, split_over_ranks
+from argosy.parallel.tensor import GatheredLoss, SequenceParallel, VocabularyLoss, WholeSequence, split_over_ranks
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import stages_on, weight_format
 from argosy.plan.parameters import Stage, inside, run_table
@@ -80,6 +80,22 @@ def apply(
     stages_on: may replace `plan.cost.exact_state.stages_on`.
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
+    meshes, parts = lay_out(plan, run, world, materialize, stages_on)
+    return ParallelModel(plan, run, meshes, parts)
+
+
+def lay_out(
+    plan: Plan,
+    run: RunConfig,
+    world: World,
+    materialize: Materialize = materialize,
+    stages_on: Callable[[Plan, RunConfig, int], dict[int, Stage]] = stages_on,
+    splits_tokens: bool = True,
+) -> tuple[Meshes, dict[int, Decoder]]:
+    """Return the ranks' views of each other, and this rank's pipeline stages by number, as `apply` lays them out.
+
+    splits_tokens: False if tp ranks are to have all tokens between matrices (`tensor.WholeSequence`), for inference.
+    """
     load_family(run)
     tied = run.model.embeds_at_both_ends and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
     meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
@@ -94,7 +110,7 @@ def apply(
             parameter.data = parameter.data.to(DTYPES[weight_format(name, model.table[name], plan, run)])
         if plan.precision == "fp8":
             use_fp8(model, world.device)
-        split_model(model, plan, run, meshes)
+        split_model(model, plan, run, meshes, splits_tokens)
         freeze(model)
         blocks = [(int(layer), block) for layer, block in model.blocks.items()]
         apply_recompute(blocks, plan.recompute, plan.recompute_every, plan.compile)
@@ -109,7 +125,7 @@ def apply(
             dense = _fsdp_mesh(meshes, "replicate", "shard", ours)
             shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered)
         materialize(model, run.model, world.device, run.seed)
-    return ParallelModel(plan, run, meshes, parts)
+    return meshes, parts
 
 
 def freeze(model: Decoder) -> None:
@@ -118,21 +134,23 @@ def freeze(model: Decoder) -> None:
         parameter.requires_grad_(model.table[name].is_trained)
 
 
-def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes) -> None:
-    """Split experts, matrices and sequences as the plan says."""
+def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, splits_tokens: bool = True) -> None:
+    """Split experts, matrices and sequences as the plan says; splits_tokens: as of `lay_out`."""
     axes, table = [axis for axis in ("ep", "tp") if getattr(plan, axis) > 1], run_table(run, model.stage, plan.tp)
+    between = SequenceParallel if splits_tokens else WholeSequence
     if axes:
         for name, module in model.named_modules():
             if isinstance(module, Experts):
-                split_experts(module, meshes.device_mesh(*axes), inside(table, name))
+                split_experts(module, meshes.device_mesh(*axes), inside(table, name), between)
     if plan.tp > 1:
-        split_over_ranks(model, meshes.device_mesh("tp"), table)
+        split_over_ranks(model, meshes.device_mesh("tp"), table, between)
     rows = None
     if (group := meshes.group("cp")) is not None:
         rank = meshes.rank("cp")
         core = RingAttention(group) if plan.context == "ring" else UlyssesAttention(group)
         delta_core = DeltaExchange(group)
         model.my_tokens = partial(shard_sequence, rank=rank, size=plan.cp)
+        model.sum_over_tokens = partial(_summed_over, [group])
         for block in model.blocks.values():
             assert isinstance(block, Block)
             if isinstance(block.attention, GatedDeltaNet):
@@ -143,6 +161,10 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes) -> N
     if (group := meshes.group("tp")) is not None:
         rank = meshes.rank("tp")
         rows = SplitRows(group, partial(torch.cat, dim=1), lambda x: x.chunk(plan.tp, dim=1)[rank], around=rows)
+        if model.score is not None and splits_tokens:  # logits are of all tokens on each rank, scores of its own
+            model.my_stretch = lambda x: x.chunk(plan.tp, dim=1)[rank]
+            groups = [other for other in (meshes.group("cp"), group) if other is not None]
+            model.sum_over_tokens = partial(_summed_over, groups)
     for moe in moe_layers(model):
         moe.rows = rows or moe.rows
 
@@ -151,9 +173,6 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
     """Train with the objective that the run names, or with its loss, if it is the user's. Raises: UserError."""
     if run.train.has_preferences:
         model.preference = Preference(run.train.objective, run.preference)
-        axes = ("cp", "tp") if model.preference.scores else ("cp",)  # logits are of all tokens on each tp rank
-        groups = [group for axis in axes if (group := meshes.group(axis)) is not None]
-        model.preference.sum_over_tokens = partial(_summed_over, groups)
         model.preference.reports = meshes.rank("cp") == 0
     if run.train.loss in LOSSES:
         return

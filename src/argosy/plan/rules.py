@@ -361,9 +361,9 @@ def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str
     )
 
 
-@rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen or run.lora.rank))
-def servers_train_all_weights(plan: Plan, run: RunConfig) -> str:
-    key = "train.frozen" if run.train.frozen else "lora.rank"
+@rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen or run.lora.rank or run.evaluate.tasks))
+def servers_train_all_weights_and_score_no_tasks(plan: Plan, run: RunConfig) -> str:
+    key = "train.frozen" if run.train.frozen else "lora.rank" if run.lora.rank else "evaluate.tasks"
     return f"{key} is not supported with plan.sync = async. Remove it, or use sites (sync=local, sync=diloco)."
 
 
@@ -404,7 +404,7 @@ RULES: tuple[Rule, ...] = (
     tiers_divide_the_replicas,
     tiers_hold_whole_sets_of_experts,
     asynchronous_gradients_have_no_loss_scale,
-    servers_train_all_weights,
+    servers_train_all_weights_and_score_no_tasks,
     sites_have_no_state_but_weights,
 )
 

@@ -1,4 +1,4 @@
-"""Loss on held-out text: that of the model, and that of the simplest baseline on the same tokens."""
+"""Loss on held-out text, of the model and of the simplest baseline on the same tokens; and scores of tasks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from argosy.config.preference import PreferenceConfig
 from argosy.config.schema import RunConfig
+from argosy.data.manifest import TOKENIZER
 from argosy.data.packing import ID_MASK, TRAINED, is_packed, sequences_in, unpack, without_rejected
 from argosy.data.shards import BadShard, TokenSource, spread_windows
+from argosy.data.tokenizer import Tokenizer
+from argosy.errors import UserError
 from argosy.models.loss import IGNORED
-from argosy.models.preference import CHOSEN, Sequences
+from argosy.models.preference import CHOSEN, Preference, Sequences
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.training.answers import TaskScores
 from argosy.training.rows import compared_microbatches, microbatches_of
+from argosy.training.tasks import TaskScorer
 
 BASELINE_TOKENS = 20_000_000
 """Training tokens of each source that the unigram baseline counts."""
@@ -136,6 +142,18 @@ class Evaluator:
         self.held_out = HeldOut.read(splits, run.data.seq_len, run.evaluate.tokens, run.model.score)
         self.score: Score | None = None
         """The newest; None before the first, and without held-out text."""
+        self.task_scores: TaskScores = {}
+        """Those of the same model as `score`."""
+        self._tasks: TaskScorer | None = None
+        if run.evaluate.tasks:
+            evaluate, tokenizer = run.evaluate, Tokenizer.load(sources[0].folder / TOKENIZER)
+            about = (evaluate.tasks, tokenizer, model, plan.microbatch, run.data.seq_len, world)
+            self._tasks = TaskScorer(*about, fewshot=evaluate.task_fewshot, limit=evaluate.task_limit)
+            if not self.held_out.tokens:
+                raise UserError(
+                    f"evaluate.tasks = {list(evaluate.tasks)}: they are scored with held-out text, of which there is "
+                    "none. Prepare the data with a validation fraction above 0."
+                )
 
     @property
     def batches(self) -> int:
@@ -160,7 +178,16 @@ class Evaluator:
             self._progress.doing(f"evaluating, batch {next(batches)} of {self.batches}")
             check()
 
-        self.score = evaluate(self._model, self.held_out, self._microbatch, self._world, before_batch)
+        score = evaluate(self._model, self.held_out, self._microbatch, self._world, before_batch)
+        if self._tasks is not None:
+
+            def before_task_batch(number: int, batches: int) -> None:
+                self._heartbeat.advance()
+                self._progress.doing(f"scoring tasks, batch {number} of {batches}")
+                check()
+
+            self.task_scores = self._tasks.score(before_task_batch)
+        self.score = score
 
 
 @torch.no_grad()
@@ -201,17 +228,17 @@ def _score_of_pairs(
 ) -> Score:
     """Return how well a reward model tells the sides of pairs apart, as `evaluate`."""
     batch, windows = microbatch * model.microbatches_at_once, held_out.windows
-    stride, (preference, *_) = batch * model.dp, model.preferences
+    stride, preference = batch * model.dp, Preference("reward", PreferenceConfig())
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
     for start in range(model.dp_rank * batch, -(-len(windows) // stride) * stride, stride):
         before_batch()
         rows = windows[start : start + batch]
         filled = np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)])
         micros = compared_microbatches(filled, microbatch, world.device, is_judged=False)
-        for number, scores_BT in enumerate(model.answer_values(micros) or ()):
+        for number, scores_BT2 in enumerate(model.answer_scores(micros) or ()):
             of, count = micros[number].sequences, max(0, len(rows) - number * microbatch)
             assert of is not None
-            total += preference.compared(scores_BT[:count], Sequences(*(part[:count] for part in of)))
+            total += preference.compared(scores_BT2[:count, :, 0], Sequences(*(part[:count] for part in of)))
     loss, right = world.sum(total).tolist()
     pairs = max(1, held_out.pairs)
     return Score(loss / pairs, None, None, held_out.tokens, right / pairs)

@@ -22,6 +22,7 @@ from argosy.observe.clock import matmul_peak_flops
 from argosy.observe.counters import Communication
 from argosy.observe.events import Events, Metrics
 from argosy.observe.heartbeat import BESIDE, NOTHING
+from argosy.observe.report import task_in_words
 from argosy.observe.screen import Progress
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import DTYPES
@@ -36,6 +37,7 @@ from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.plan.sync import OF_SITES
 from argosy.plan.workload import Workload, parameters
+from argosy.training.answers import TaskScores
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery
@@ -238,11 +240,12 @@ class Records:
         """Return True if there is a line of an evaluation after `step`. All processes call it together."""
         return self._world.share_first(lambda: self.metrics.has(step, "validation_loss"), bool)
 
-    def evaluated(self, step: int, score: Score) -> None:
+    def evaluated(self, step: int, score: Score, tasks: TaskScores) -> None:
         """Write the line of an evaluation after `step`."""
         if self._world.is_first:
-            self.metrics.write_evaluation(step, score.line())
-            self.progress.evaluated(step, score.in_words())
+            in_words = [task_in_words(name, metrics) for name, metrics in tasks.items()]
+            self.metrics.write_evaluation(step, score.line(), tasks)
+            self.progress.evaluated(step, score.in_words(), in_words)
 
     def length(self, steps: int) -> None:
         """Record the number of steps that a budget of minutes was turned into, in run.toml too; each process does."""
@@ -329,6 +332,7 @@ class Records:
             "memory_before_bytes": self.memory_before_bytes,
             "device": device_name(self._world.device),
             "software": software(self._world.device),
+            "tasks": evaluator.task_scores if finished and evaluator.task_scores else None,
         }
         held_out, score = evaluator.held_out, evaluator.score
         machine = machine_at_hand(self._run, self._hardware())

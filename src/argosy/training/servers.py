@@ -251,7 +251,7 @@ class Servers(Agreement):
         self._records.progress.doing("")
         score, self._scored = self._evaluator.score, self._layout.step_of(task.version)
         if score is not None:
-            self._records.evaluated(self._scored - 1, score)
+            self._records.evaluated(self._scored - 1, score, {})
         if self._client is not None:
             loss, bits_per_byte = (score.loss, score.bits_per_byte) if score else (None, None)
             self._client.report_score(task.version, loss, bits_per_byte)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from argosy.checkpoint import store
-from argosy.checkpoint.adapter import load_model
+from argosy.checkpoint.adapter import load_decoder
 from argosy.checkpoint.load import problem_of
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
@@ -184,7 +184,7 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
     """Return text that the model of the checkpoint just saved writes, whole on this process under any layout."""
     choice = store.newest_whole(run_dir, check=problem_of)
     assert choice is not None
-    model = load_model(run, choice.checkpoint, torch.device("cpu"), torch.float32)
+    model = load_decoder(run, choice.checkpoint, torch.device("cpu"), torch.float32)
     prompt = run.evaluate.sample_prompt or ""
     ids = [data.eod_id, *data.tokenizer.encode(prompt)]
     room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))

@@ -285,7 +285,7 @@ class RunReader(RunFiles):
 
     @property
     def evaluations(self) -> Columns:
-        """The lines of evaluations: validation_loss, bits_per_byte."""
+        """The lines of evaluations: validation_loss, bits_per_byte, tasks.TASK.METRIC."""
         return self._metrics.evaluations
 
     @property

@@ -103,7 +103,13 @@ def _series_of(asked: QueryParameters, run: RunReader | Preview) -> Any:
 
 def _evaluations(asked: QueryParameters, run: OpenRun) -> Any:
     table = run.reader.evaluations
-    return {"step": table["step"], "loss": table["validation_loss"], "bits_per_byte": table["bits_per_byte"]}
+    tasks = {key: table[key] for key in table if key.startswith("tasks.")}
+    return {
+        "step": table["step"],
+        "loss": table["validation_loss"],
+        "bits_per_byte": table["bits_per_byte"],
+        **({"tasks": tasks} if tasks else {}),
+    }
 
 
 def _time(asked: QueryParameters, run: OpenRun) -> Any:
