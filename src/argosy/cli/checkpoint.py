@@ -5,6 +5,7 @@ Examples:
   argosy checkpoint verify runs/demo                    read every byte back against its checksum
   argosy checkpoint prune runs/demo --keep-last 1       delete all but the newest
   argosy checkpoint export runs/demo --out demo-hf      weights and tokenizer for transformers, vLLM, ...
+  argosy checkpoint export runs/demo --out demo-gguf --format gguf    the same for llama.cpp
   argosy checkpoint import Qwen3-0.6B --out runs/qwen   a run folder to generate with, or to train from
   argosy checkpoint list runs                           the adapters in a folder of runs
   argosy checkpoint merge runs/lora --out runs/merged   an adapter, merged into its weights
@@ -71,9 +72,19 @@ class Exporting:
     path: Annotated[Path, tyro.conf.Positional]
     """A run's folder (its newest checkpoint) or one checkpoint."""
     out: str
-    """The Hugging Face folder to write, or its URL in a store (s3://...); it must not exist yet."""
-    dtype: Literal["stored", "fp32", "bf16", "fp16"] = "stored"
-    """Number format of the weights. Training keeps them in fp32, an import as they came."""
+    """The folder to write, or its URL in a store (s3://...); it must not exist yet."""
+    format: Literal["safetensors", "gguf", "fp8", "int8", "int4"] = "safetensors"
+    """safetensors: a Hugging Face folder. gguf: a file for llama.cpp. fp8, int8, int4: a Hugging Face folder whose
+    linear layers are compressed, for vLLM (FP8_DYNAMIC, W8A8 and W4A16 of compressed-tensors)."""
+    type: Literal["bf16", "f16", "q8_0", "q4_0"] | None = None
+    """gguf: the type of matrices; bf16 if none is given."""
+    dtype: Literal["stored", "fp32", "bf16", "fp16"] | None = None
+    """Number format of the weights; those that are not compressed, with fp8, int8 and int4. stored (the default of
+    safetensors): training keeps fp32, an import what came. The others' default is bf16."""
+    license: str = ""
+    """The model's license in README.md, by its name on Hugging Face's hub, such as apache-2.0."""
+    overwrite: bool = False
+    """Write README.md anew where the run's folder has one of yours, or weights that were imported came with one."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     adapter: bool = False
@@ -244,25 +255,43 @@ def _prune(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    """Write a checkpoint's weights and tokenizer as a Hugging Face folder, for transformers, vLLM and others.
+    """Write a checkpoint's weights and tokenizer as a Hugging Face folder, for transformers, vLLM and others, or as a
+    gguf file, for llama.cpp; with a README.md that says how it was trained.
 
     An adapter is merged into the weights, or with --adapter written alone, in PEFT's format.
 
     Examples:
       argosy checkpoint export runs/demo --out demo-hf
+      argosy checkpoint export runs/demo --out demo-gguf --format gguf --type q8_0
+      argosy checkpoint export runs/demo --out demo-int8 --format int8
       argosy checkpoint export runs/lora --out lora-peft --adapter
     """
     options = parse(argv, "argosy checkpoint export", Exporting, inspect.getdoc(_export))
     must_be_folder(options.path)
+    if options.adapter and (options.format != "safetensors" or options.type or options.dtype):
+        raise UserError(
+            f"--adapter with --format {options.format}: PEFT's format has one form, safetensors in fp32. Leave "
+            "--adapter out, and the adapter is merged into the weights."
+        )
     with Progress(enabled=True).during(f"exporting {options.path}"):
         if options.adapter:
             from argosy.inference.adapters import export_adapter
 
-            export_adapter(options.path, Path(options.out), options.trust_code)
+            out, card = Path(options.out), (options.license, options.overwrite)
+            export_adapter(options.path, out, options.trust_code, *card)
         else:
             from argosy.inference.huggingface import export_checkpoint
 
-            export_checkpoint(options.path, options.out, options.dtype, options.trust_code)
+            export_checkpoint(
+                options.path,
+                options.out,
+                options.dtype,
+                options.trust_code,
+                format=options.format,
+                gguf_type=options.type,
+                license_name=options.license,
+                overwrite=options.overwrite,
+            )
     print(f"wrote {options.out}", file=sys.stderr)
     return 0
 

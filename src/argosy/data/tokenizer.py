@@ -21,7 +21,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from argosy.data.manifest import TOKENIZER
-from argosy.data.stores.model_folder import read_beside
+from argosy.data.stores.model_folder import is_model_folder, read_beside
 from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyWarning, UserError, missing_extra
 from argosy.files import atomic_write, read_at_most
@@ -39,13 +39,15 @@ END_NAMES = (
 """Names of the token that ends a document, the likeliest first: GPT-2 and Qwen, Llama 3, DeepSeek, Llama 2 and
 Mistral, Gemma, others; a chat model's end of turn only if there is nothing else."""
 
+CARD, BASE_CARD = "README.md", "README-base.md"
+"""A model's card; and in a run's folder, the card that came with the weights that it started from."""
 USAGE = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-    *("config.json", "model.safetensors.index.json"),
+    *("config.json", "model.safetensors.index.json", BASE_CARD),
 )
 """Files of a Hugging Face folder that go with its model from run to run and come out again: the tokenizer's others,
-chat template, how text is generated; the model's description, and which file has which tensor."""
+chat template, how text is generated; the model's description, which file has which tensor, and its authors' card."""
 MOST_BYTES = 512 * 2**20
 """No tokenizer.json is larger: that of 262,000 tokens has 33 MB."""
 SMALLEST_VOCABULARY = 256 + 1
@@ -67,11 +69,15 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def usage_of(place: str | Path) -> dict[str, bytes]:
-    """Return the files of `USAGE` that lie beside the tokenizer of `place`, a path or URL, as they are.
+    """Return the files of `USAGE` that lie beside the tokenizer of `place`, a path or URL, as they are. A Hugging Face
+    folder's README.md becomes that of the base.
 
     Raises: UserError, OSError.
     """
-    return read_beside(place if is_url(place) else tokenizer_file(Path(place)).parent, USAGE, MOST_BYTES)
+    folder = place if is_url(place) else tokenizer_file(Path(place)).parent
+    found = read_beside(folder, (*USAGE, CARD), MOST_BYTES)
+    card = found.pop(CARD, None)
+    return found if card is None or not is_model_folder(folder) else {BASE_CARD: card} | found
 
 
 def tokenizer_of(place: str | Path) -> bytes | None:

@@ -17,6 +17,7 @@ from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.tokenizer import usage_of
 from argosy.errors import UserError
 from argosy.inference.huggingface import refuse_existing, write_run
+from argosy.inference.model_card import cards_of
 from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import peft_adapter
 from argosy.models.lazy_weights import HeldWeights
@@ -24,7 +25,7 @@ from argosy.models.lazy_weights import HeldWeights
 
 def merge_checkpoint(path: Path, out: Path, trust_code: bool = False) -> None:
     """Write the adapter of a run or checkpoint at `path`, merged into its weights, as the run folder `out`: tensor by
-    tensor, in the weights' own dtypes.
+    tensor, in the weights' own dtypes. The folder gets the model card, as training ends there.
 
     Raises: UserError if there is no adapter, or `out` exists; StorageError if it cannot be written.
     """
@@ -33,19 +34,22 @@ def merge_checkpoint(path: Path, out: Path, trust_code: bool = False) -> None:
     model = found.run.model.model_copy(update={"weights": None})
     run = found.run.model_copy(update={"model": model, "lora": LoraConfig()})
     with open_weights(found.run, found.checkpoint) as weights:
-        write_run(run, weights, out, _tokenizer(found.run_dir), usage_of(found.run_dir))
+        usage = usage_of(found.run_dir) | cards_of(found, "safetensors")
+        write_run(run, weights, out, _tokenizer(found.run_dir), usage)
 
 
-def export_adapter(path: Path, out: Path, trust_code: bool = False) -> None:
-    """Write the adapter of a run or checkpoint at `path` as PEFT's folder `out`.
+def export_adapter(
+    path: Path, out: Path, trust_code: bool = False, license_name: str = "", overwrite: bool = False
+) -> None:
+    """Write the adapter of a run or checkpoint at `path` as PEFT's folder `out`, with a model card (`cards_of`).
 
     Raises: UserError if there is no adapter, or `out` exists; StorageError if it cannot be written.
     """
     found = _adapter_at(path, trust_code)
-    run = found.run
+    run, cards = found.run, cards_of(found, "peft", license_name, overwrite)
     with open_base(run, found.checkpoint) as weights, opened(found.checkpoint) as held:
         adapter = CheckpointWeights(found.checkpoint, held, adapter_shapes(run))
-        peft_adapter.export_adapter(run.model, run.lora, adapter, weights, out, str(run.model.weights or ""))
+        peft_adapter.export_adapter(run.model, run.lora, adapter, weights, out, str(run.model.weights or ""), cards)
 
 
 def import_adapter(folder: Path, base: Path, out: Path) -> None:

@@ -25,6 +25,7 @@ from argosy.config.model import ModelConfig
 from argosy.data.stores.model_folder import Destination, ModelFolder, model_folder, new_folder
 from argosy.errors import ArgosyWarning, UserError
 from argosy.files import is_plain_name, read_at_most
+from argosy.models.compressed import WeightCompression, compressed
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
 from argosy.models.hf_families import family_of
 from argosy.models.hf_family import NAMES
@@ -63,6 +64,7 @@ def export_folder(
     tokenizer: Path | None = None,
     eod_id: int | None = None,
     usage: Mapping[str, bytes] = MappingProxyType({}),
+    compression: WeightCompression | None = None,
 ) -> None:
     """Write a folder that transformers (4.43 and newer), vLLM and others load; whole or not at all.
 
@@ -73,6 +75,7 @@ def export_folder(
     `eod_id`: the token that ends a document; generation stops at it.
     `usage`: files that the weights came with. They say how the tokenizer is used; config.json is written as it is there
     if it describes this model, and the index says which file a tensor goes to if it names the same tensors.
+    `compression`: how the weights of linear layers are stored in fewer bits; the others keep `dtype`.
 
     The multipliers of `model.mup` are folded into the weights, which the classes then compute the same with.
 
@@ -87,6 +90,9 @@ def export_folder(
     described = config_to_json(config, dtype=dtype or torch.float32, eod_id=eod_id)
     tensors = dict(_to_write(source, config, shapes, dtype))
     described = _described(config, described, tensors, usage)
+    if compression is not None:
+        tensors, settings = compressed(config, tensors, compression)
+        described |= {QUANTIZATION: settings}
     files = {name: data for name, data in usage.items() if name not in (CONFIG, INDEX)}
     if tokenizer is not None:
         files = _tokenizer_files(tokenizer, eod_id, config) | files
@@ -121,17 +127,18 @@ def _parts(
 ) -> Iterator[Tensor]:
     """Yield the rows of one of their tensors."""
     if piece.rows == "theirs":
-        yield _factored(piece.ours[0], source.rows(piece.ours[0], row, 1), config, dtype)[0]
+        yield folded_weight(piece.ours[0], source.rows(piece.ours[0], row, 1), config, dtype)[0]
     elif piece.rows == "alone":
         of_each = (source.in_parts(name) for name in piece.ours)
         for some in zip(*of_each, strict=True):
-            ours = [_factored(name, part, config, dtype) for name, part in zip(piece.ours, some, strict=True)]
+            ours = [folded_weight(name, part, config, dtype) for name, part in zip(piece.ours, some, strict=True)]
             yield piece.to_theirs(ours)[0]
     else:
-        yield piece.to_theirs([_factored(name, source[name], config, dtype) for name in piece.ours])[row]
+        yield piece.to_theirs([folded_weight(name, source[name], config, dtype) for name in piece.ours])[row]
 
 
-def _factored(name: str, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+def folded_weight(name: str, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+    """Return a weight, or rows of it, with the multipliers of `model.mup` folded in."""
     if (factor := folded_factor(name, config)) != 1.0:
         shift = float(config.norms.zero_centered and "norm" in name)  # the factor of such a norm is one plus the weight
         weight = (weight + shift) * factor - shift

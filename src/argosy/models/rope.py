@@ -19,7 +19,7 @@ def rotary_table(rope: RopeSpec, seq_len: int, device: torch.device | None = Non
     The two halves of these numbers are the pairs (the convention of Llama's and Qwen's published weights):
     columns e and e + width/2 hold the same angle.
     """
-    frequencies_F = _frequencies(rope, device)
+    frequencies_F = rotary_frequencies(rope, device)
     angles_TF = torch.arange(seq_len, device=device, dtype=torch.float32)[:, None] * frequencies_F
     angles_TE = torch.cat((angles_TF, angles_TF), dim=-1)
     scale = attention_scale(rope.scaling)
@@ -40,7 +40,7 @@ def rotate(x_BTHE: Tensor, cos_BTE: Tensor, sin_BTE: Tensor) -> Tensor:
     return (x * cos_BTE[..., None, :] + turned * sin_BTE[..., None, :]).to(x_BTHE.dtype)
 
 
-def _frequencies(rope: RopeSpec, device: torch.device | None) -> Tensor:
+def rotary_frequencies(rope: RopeSpec, device: torch.device | None = None) -> Tensor:
     """Return the angle per position of each pair, [width/2], after scaling."""
     pairs = torch.arange(0, rope.width, 2, device=device, dtype=torch.float32)
     base_F = rope.theta ** (-pairs / rope.width)
