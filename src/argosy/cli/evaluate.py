@@ -3,6 +3,7 @@
 Examples:
   argosy evaluate runs/demo                                 on the held-out part of its own data
   argosy evaluate runs/demo --data data/mine --split train  on other text, prepared with its tokenizer
+  argosy evaluate runs/demo --plan tp=2                     laid out over two devices
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
 from argosy.data.stores.store import is_url
 from argosy.errors import UserError
+from argosy.inference.plans import plan_named
 from argosy.observe.terminal import told_if_long
 
 
@@ -36,7 +38,7 @@ class Options:
     seq_len: WholeCount | None = None
     """Tokens per window; data.seq_len of the run if not given."""
     plan: str = ""
-    """Plan by which the model computes, such as "precision=bf16"; by default in fp32."""
+    """Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
@@ -47,6 +49,7 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy evaluate", Options)
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
         raise UserError("--max-tokens and --seq-len must be at least 1.")
+    plan = plan_named(options.plan)
     if not is_url(options.path):
         must_be_folder(Path(options.path))
     with told_if_long("argosy evaluate: reading the text and the model, and computing the loss"):
@@ -58,7 +61,7 @@ def main(argv: list[str]) -> None:
             split=options.split,
             max_tokens=options.max_tokens,
             seq_len=options.seq_len,
-            plan=options.plan,
+            plan=plan,
             trust_code=options.trust_code,
         )
     if options.json:

@@ -5,7 +5,7 @@ Examples:
   argosy generate runs/demo/checkpoints/step-00000100 --temperature 0 --max-tokens 50
   argosy generate runs/demo --prompt "import os" --stop $'\\n\\n'
   argosy generate runs/demo --prompts prompts.jsonl --json > texts.jsonl   {"prompt": "..."} on each line
-  argosy generate hf://Qwen/Qwen3-8B --plan precision=bf16,weights=bf16 --prompt "Once"
+  argosy generate hf://Qwen/Qwen3-8B --plan tp=2,precision=bf16,weights=bf16 --prompt "Once"
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from argosy.config.counts import WholeCount
 from argosy.data.stores.store import is_url
 from argosy.errors import UserError
 from argosy.files import read_at_most
+from argosy.inference.plans import plan_named
 from argosy.inference.sampling import Sampling
 from argosy.observe.terminal import printable, told_if_long
 
@@ -55,7 +56,7 @@ class Options:
     batch_size: WholeCount = 16
     """Prompts of a file that are continued at once."""
     plan: str = ""
-    """Plan by which the model computes, such as "precision=bf16"; by default in fp32."""
+    """Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
@@ -70,13 +71,14 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--batch-size {options.batch_size}: must be at least 1.")
     if options.prompts is not None and options.prompt:
         raise UserError("--prompt and --prompts: give one of them.")
+    plan = plan_named(options.plan)
     if not is_url(options.path):
         must_be_folder(Path(options.path))
     asked = [{"prompt": options.prompt}] if options.prompts is None else read_prompts(options.prompts)
     with told_if_long("argosy generate: loading the model"):
         from argosy.inference.loaded_model import load_model
 
-        model = load_model(options.path, options.plan, options.trust_code)
+        model = load_model(options.path, plan, options.trust_code)
     with model:
         if options.prompts is None and not options.json:
             _write(model, options.prompt, sampling)

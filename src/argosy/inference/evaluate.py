@@ -1,51 +1,18 @@
-"""Held-out text, and the score of a trained model on it under any plan."""
+"""The score of a trained model on held-out text, under any plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from argosy.data.manifest import TOKENIZER
-from argosy.data.stores.cache import Cache
-from argosy.data.stores.source import open_source
-from argosy.data.stores.store import is_url
-from argosy.data.tokenizer import how_to_prepare
 from argosy.errors import UserError
-from argosy.inference.rank_model import score
-from argosy.inference.trained_model import SomeModel, default_device, open_model
+from argosy.inference.members import score_in_processes
+from argosy.inference.plans import plan_named, run_to_score
+from argosy.inference.rank_model import EvaluateRequest, score
+from argosy.inference.trained_model import default_device, open_model
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.evaluation import HeldOut, Score
-
-
-@dataclass(frozen=True)
-class EvaluateRequest:
-    """The text that is scored."""
-
-    folders: list[str]
-    """Prepared folders or their URLs."""
-    split: Literal["train", "validation"]
-    max_tokens: int
-    seq_len: int
-    """Tokens per window."""
-
-    def read(self, source: SomeModel) -> HeldOut:
-        """Read the text. Raises: UserError if it has another tokenizer than the model, or is too short."""
-        cache = Cache(source.run.data.cache) if any(map(is_url, self.folders)) else None
-        splits = [open_source(folder, self.split, cache=cache) for folder in self.folders]
-        for data in splits:
-            if data.manifest.tokenizer_sha256 != source.tokenizer.sha256:
-                raise UserError(
-                    f"{data.name}: prepared with another tokenizer than {source.home}/{TOKENIZER}. Prepare the "
-                    f"text again with that one: {how_to_prepare(source.home)}"
-                )
-        held_out = HeldOut.read(splits, self.seq_len, self.max_tokens)
-        if not held_out.tokens:
-            raise UserError(
-                f"{self.folders[0]}: its {self.split} split is empty. Prepare it with a larger --validation-fraction."
-            )
-        return held_out
+from argosy.training.evaluation import Score
 
 
 def evaluate(
@@ -72,5 +39,8 @@ def evaluate(
         raise UserError(f"{path}: the run names no data. Give a prepared folder with --data.")
     length = seq_len or source.run.data.seq_len
     asked = EvaluateRequest(list(folders), split, max_tokens, length)
-    layout = Plan.parse(plan) if isinstance(plan, str) else plan
+    layout = plan_named(plan)
+    run_to_score(source.run, layout, length)  # what is wrong is said before processes start
+    if layout.world_size > 1:
+        return score_in_processes(source, layout, asked)
     return score(source, layout, World(device=default_device()), asked.read(source))

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
+from argosy.inference.members import InProcesses
+from argosy.inference.plans import plan_named, run_of_rows
 from argosy.inference.rank_model import RankModel, SampleRequest
 from argosy.inference.sampling import USUAL, Completion, Finish, GrowingText, Prompt, Sampling, TextPiece
 from argosy.inference.trained_model import default_device, ends_of_text, open_model
@@ -75,7 +77,12 @@ class LoadedModel:
         self.tokenizer = source.tokenizer
         #: Tokens that end a text.
         self.ends = ends_of_text(source)
-        self._backend: Backend = InThisProcess(RankModel(source, plan, World(device=default_device())))
+        run_of_rows(source.run, plan)  # what is wrong is said before processes start
+        self._backend: Backend = (
+            InThisProcess(RankModel(source, plan, World(device=default_device())))
+            if plan.world_size == 1
+            else InProcesses(source, plan, self.config.vocab_size)
+        )
 
     def logits(self, tokens_BT: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return the logits that follow each token of each row, fp32 [B, T, V] over the whole vocabulary, on the CPU.
@@ -212,12 +219,13 @@ def load_model(place: str | Path, plan: str | Plan = "", trust_code: bool = Fals
     """Load a model to use it.
 
     place: a run folder (its newest whole checkpoint), one checkpoint, or a Hugging Face folder or its URL. plan: how it
-    is laid out and computes, such as "precision=bf16"; by default on one device, in fp32. trust_code: approve and run
-    code that the run brings along.
+    is laid out and computes, such as "tp=2" or "precision=bf16"; by default on one device, in fp32. A plan for several
+    devices starts a process for each, which end with this one. trust_code: approve and run code that the run brings
+    along.
 
-    Raises: UserError if there is no such model, or the plan cannot lay it out.
+    Raises: UserError if there is no such model, the plan cannot lay it out, or its devices are not there.
     """
-    return LoadedModel(place, Plan.parse(plan) if isinstance(plan, str) else plan, trust_code)
+    return LoadedModel(place, plan_named(plan), trust_code)
 
 
 def sampling_of(settings: dict[str, Any]) -> Sampling:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,14 @@ from torch import Tensor
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.checkpoint.weights import MODEL, fill
-from argosy.config.lora import LoraConfig
-from argosy.config.model import ModelConfig, MTPConfig
-from argosy.config.schema import RunConfig
-from argosy.config.train import TrainConfig
+from argosy.config.model import ModelConfig
+from argosy.data.manifest import TOKENIZER
+from argosy.data.stores.cache import Cache as StoreCache
+from argosy.data.stores.source import open_source
+from argosy.data.stores.store import is_url
+from argosy.data.tokenizer import how_to_prepare
 from argosy.errors import UserError
+from argosy.inference.plans import plan_of_rows, plan_to_score, run_of_rows, run_to_score
 from argosy.inference.trained_model import SomeModel
 from argosy.models.decoder import Decoder
 from argosy.models.generate import choose, sample_rows
@@ -32,55 +36,9 @@ from argosy.parallel.pieces import pieces_of
 from argosy.parallel.tensor import gather_vocabulary
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.plan.rules import first_problem
 from argosy.training.evaluation import HeldOut, Score, evaluate
 
 # N rows in all, B those of this rank, T tokens, D model width, V vocabulary
-
-BATCH_TOKENS = 4096
-"""Tokens of held-out text that a rank scores at once, unless a window has more."""
-LAYOUT = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "context", "layers", "precision", "weights"}
-"""Keys of a plan that say how a model is laid out and computes; the others are for training."""
-
-
-def plan_to_use(plan: Plan) -> Plan:
-    """Return `plan` with what counts for a model that is not trained: stages one after the other, and no ZeRO but of
-    the parameters.
-
-    Raises: UserError for fp8, whose matmuls need many tokens.
-    """
-    if plan.precision == "fp8":
-        raise UserError(f'plan = "{plan}": precision = fp8 is for training. Use precision=bf16.')
-    if plan.world_size > 1:
-        raise UserError(
-            f'plan = "{plan}" is for {plan.world_size} processes: a model is used in one. Leave the axes out.'
-        )
-    said = plan.model_dump(include=LAYOUT)
-    if plan.stages != plan.pp:
-        said.pop("layers")  # it says so of more stages
-    return Plan(**{**said, "zero": 3 if plan.zero == 3 else 0, "compile": False})
-
-
-def plan_of_rows(plan: Plan) -> Plan:
-    """Return `plan_to_use` where ranks that share a sequence in training take rows of their own."""
-    used = plan_to_use(plan)
-    return used.model_copy(update={"dp_shard": used.dp_shard * used.cp, "cp": 1})
-
-
-def run_to_use(run: RunConfig, plan: Plan, seq_len: int) -> RunConfig:
-    """Return `run` with what its model needs to be used under `plan`: whole weights, no modules of multi-token
-    prediction, and a batch that the ranks can deal out.
-
-    Raises: UserError if the plan cannot lay the model out.
-    """
-    model = run.model.model_copy(update={"mtp": MTPConfig()})
-    train = TrainConfig(steps=1, global_batch=plan.dp * plan.microbatch * plan.stages)
-    data = run.data.model_copy(update={"seq_len": seq_len})
-    sections = {"model": model, "train": train, "data": data, "lora": LoraConfig(), "sites": ()}
-    used = run.model_copy(update=sections)
-    if problem := first_problem(plan, used):
-        raise UserError(f'plan = "{plan}": {problem}')
-    return used
 
 
 @dataclass(frozen=True)
@@ -98,17 +56,47 @@ class SampleRequest:
     """Tokens that end a row."""
 
 
+@dataclass(frozen=True)
+class EvaluateRequest:
+    """The text that is scored."""
+
+    folders: list[str]
+    """Prepared folders or their URLs."""
+    split: Literal["train", "validation"]
+    max_tokens: int
+    seq_len: int
+    """Tokens per window."""
+
+    def read(self, source: SomeModel) -> HeldOut:
+        """Read the text. Raises: UserError if it has another tokenizer than the model, or is too short."""
+        cache = StoreCache(source.run.data.cache) if any(map(is_url, self.folders)) else None
+        splits = [open_source(folder, self.split, cache=cache) for folder in self.folders]
+        for data in splits:
+            if data.manifest.tokenizer_sha256 != source.tokenizer.sha256:
+                raise UserError(
+                    f"{data.name}: prepared with another tokenizer than {source.home}/{TOKENIZER}. Prepare the "
+                    f"text again with that one: {how_to_prepare(source.home)}"
+                )
+        held_out = HeldOut.read(splits, self.seq_len, self.max_tokens)
+        if not held_out.tokens:
+            raise UserError(
+                f"{self.folders[0]}: its {self.split} split is empty. Prepare it with a larger --validation-fraction."
+            )
+        return held_out
+
+
 class RankModel:
     """This rank's pipeline stage of a model, with its weights."""
 
     def __init__(self, source: SomeModel, plan: Plan, world: World):
         """Raises: UserError if the plan cannot lay the model out, or a weight is not there."""
         self.plan, self._world = plan_of_rows(plan), world
-        run = run_to_use(source.run, self.plan, seq_len=2 * self.plan.tp)
+        run = run_of_rows(source.run, plan)
         self._meshes, parts = lay_out(self.plan, run, world, _allocate, splits_tokens=False)
         (self._model,) = parts.values()
         _load([self._model], self._meshes, source)
-        self._dp_rank = self._meshes.rank("dp_replicate") * self.plan.dp_shard + self._meshes.rank("dp_shard")
+        #: This rank's place among the data-parallel ranks.
+        self.dp_rank = self._meshes.rank("dp_replicate") * self.plan.dp_shard + self._meshes.rank("dp_shard")
 
     @torch.no_grad()
     def logits(self, tokens_NT: Tensor) -> Tensor | None:
@@ -117,7 +105,7 @@ class RankModel:
         y = self._outputs(self._mine(tokens_NT), None)
         if y is None or self._meshes.rank("tp"):
             return None
-        return y[: len(self.rows_of(self._dp_rank, len(tokens_NT)))].float()
+        return y[: len(self.rows_of(self.dp_rank, len(tokens_NT)))].float()
 
     def rows_of(self, dp_rank: int, rows: int) -> range:
         """Return the rows of so many that a data-parallel rank computes."""
@@ -141,7 +129,7 @@ class RankModel:
             if y_B1V is not None and not self._meshes.rank("tp"):
                 uniform_B = self._mine(uniform_N)
                 chosen = choose(y_B1V[:, -1].float(), asked.temperature, asked.top_p, uniform_B)
-                told[self._dp_rank * each : (self._dp_rank + 1) * each] = chosen.cpu()
+                told[self.dp_rank * each : (self.dp_rank + 1) * each] = chosen.cpu()
             told[-1] = self._world.is_first and is_stopped()
             if self._world.size > 1:
                 dist.all_reduce(told, group=self._world.host_group)
@@ -153,10 +141,15 @@ class RankModel:
                 return
             yield told
 
+    @property
+    def numbers_held(self) -> int:
+        """The numbers of the weights that this rank holds."""
+        return sum(piece.value.numel() for piece in pieces_of(self._model, self._meshes))
+
     def _mine(self, x_N: Tensor) -> Tensor:
         """Return this rank's rows on its device; where there are too few, others fill them up."""
         each = -(-len(x_N) // self.plan.dp)
-        rows = torch.arange(self._dp_rank * each, (self._dp_rank + 1) * each).clamp(max=len(x_N) - 1)
+        rows = torch.arange(self.dp_rank * each, (self.dp_rank + 1) * each).clamp(max=len(x_N) - 1)
         return x_N[rows].to(self._world.device)
 
     def _outputs(self, tokens_BT: Tensor, cache: list[Cache] | None) -> Tensor | None:
@@ -183,8 +176,7 @@ def score(source: SomeModel, plan: Plan, world: World, held_out: HeldOut) -> Sco
     Raises: UserError if the plan cannot lay out the model, or windows of this length.
     """
     seq_len = held_out.windows.shape[1] - 1
-    used = plan_to_use(plan).model_copy(update={"microbatch": max(1, BATCH_TOKENS // seq_len)})
-    run = run_to_use(source.run, used, seq_len)
+    used, run = plan_to_score(plan, seq_len), run_to_score(source.run, plan, seq_len)
     meshes, parts = lay_out(used, run, world, _allocate)
     _load(list(parts.values()), meshes, source)
     return evaluate(ParallelModel(used, run, meshes, parts), held_out, used.microbatch, world)
