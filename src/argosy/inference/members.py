@@ -230,7 +230,3 @@ def _answer(inbox: Inbox, asker: Channel, model: RankModel, world: World) -> Non
             asker.send("tokens", number=number, tokens=told)
     if world.is_first:
         asker.send("sampled", number=number)
-
-
-if __name__ == "__main__":
-    main()
