@@ -39,7 +39,7 @@ class Options:
     max_tokens: WholeCount = 1_000_000
     """Largest number of tokens to read."""
     seq_len: WholeCount | None = None
-    """Tokens per window, data.seq_len of the run if not given; of a task the longest question, by default the context."""
+    """Tokens per window, data.seq_len of the run if not given; of a task its longest question, else the context."""
     tasks: str = ""
     """Tasks to score instead, separated by commas: names that lm-eval knows, or task files (*.yaml)."""
     task_limit: WholeCount = 0
