@@ -55,6 +55,15 @@ class Options:
     """Print the result as JSON."""
 
 
+@dataclass(frozen=True)
+class ScoredTask:
+    """A task with its scores."""
+
+    task: str
+    metrics: dict[str, float]
+    """Metric -> value; METRIC_stderr is the standard error of METRIC."""
+
+
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy evaluate", Options)
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
@@ -102,7 +111,7 @@ def _score_tasks(options: Options, plan: Plan) -> None:
             trust_code=options.trust_code,
         )
     if options.json:
-        print(json.dumps({"tasks": scores}))
+        write("evaluate-tasks", *(ScoredTask(task, metrics) for task, metrics in scores.items()))
         return
     for task, metrics in scores.items():
         print(task_in_words(task, metrics))
