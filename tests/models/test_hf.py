@@ -146,7 +146,7 @@ PUBLISHED_ROPE = {
 @pytest.mark.parametrize("variant", PUBLISHED_ROPE.values(), ids=PUBLISHED_ROPE)
 def test_rotary_tables_of_published_models_are_those_of_transformers(variant, small):
     config = small.model_copy(update=variant | {"head_width": 128})
-    rope = layer_spec(config, 0).rope
+    rope = layer_spec(config, 0).places
     assert rope is not None
     described = hf_config.config_to_json(config, dtype=torch.float32, eod_id=None)
     positions = torch.arange(9000)
@@ -368,8 +368,12 @@ def rewrite_config(folder: Path, **changes: Any) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, 'quantization_config = "fp8"'),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 'rope_scaling.rope_type = "dynamic"'),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "known are default, linear, llama3, yarn"),
-        ({"rope_parameters": {"rope_type": "proportional"}}, 'rope_parameters.rope_type = "proportional"'),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling.short_factor is missing, and longrope"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [2.0]}},
+            "short_divisors has 1 numbers",
+        ),
+        ({"rope_parameters": {"rope_type": "axial"}}, 'rope_type = "axial": known are default, linear, llama3, yarn'),
         (
             {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}},
             "rope_parameters.sliding_attention",

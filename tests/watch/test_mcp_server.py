@@ -139,7 +139,8 @@ def test_what_acts_is_there_only_if_allowed_and_only_after_a_dry_run(runs: Path)
         assert {"start", "stop"} <= names and "replan" not in names
         assert "dry_run=true" in await refused(client, "start", run="well", dry_run=False)
         rehearsed = await ask(client, "start", run="well")
-        assert rehearsed["would_run"][:2] == ["argosy", "launch"] and not (runs / "well/launch").exists()
+        assert rehearsed["would_run"][:2] == ["argosy", "launch"] and rehearsed["says"][0]["would"]
+        assert not (runs / "well/launch").exists()
         assert "dry_run=true" in await refused(client, "start", run="slow", dry_run=False), "another one was rehearsed"
         assert "was not launched" in await refused(client, "stop", run="well")
         assert "engine" in await refused(client, "start", run="well", engine="--help")

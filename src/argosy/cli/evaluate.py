@@ -8,13 +8,13 @@ Examples:
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
 from argosy.data.stores.store import is_url
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
             trust_code=options.trust_code,
         )
     if options.json:
-        print(json.dumps(asdict(score)))
+        write("evaluate", score)
         return
     print(
         f"loss {score.loss:.4f} nats per token   perplexity {score.perplexity:.2f}   "

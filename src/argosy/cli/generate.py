@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
 from argosy.data.stores.store import is_url
@@ -60,7 +61,21 @@ class Options:
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
-    """Print {"prompt", "text", "finish"} as JSON, on one line for each prompt."""
+    """Print JSON, a prompt a line."""
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A prompt and its continuation."""
+
+    prompt: str | None
+    """The text; null if the prompt was given in tokens."""
+    tokens: list[int] | None
+    """Its tokens, if it was given so."""
+    text: str
+    """The continuation alone."""
+    finish: str
+    """Why it ends: stop or length."""
 
 
 def main(argv: list[str]) -> None:
@@ -134,6 +149,7 @@ def _write_all(model: LoadedModel, asked: list[dict[str, Any]], sampling: Sampli
     prompts = [said["prompt"] if "prompt" in said else said["tokens"] for said in asked]
     for said, completion in zip(asked, model.complete(prompts, sampling, options.batch_size), strict=True):
         if options.json:
-            print(json.dumps({**said, "text": completion.text, "finish": completion.finish}), flush=True)
+            prompt, tokens = said.get("prompt"), said.get("tokens")
+            write("generate", GeneratedText(prompt, tokens, completion.text, completion.finish))
         else:
             print(printable(f"{said.get('prompt', '')}{completion.text}\n"), flush=True)

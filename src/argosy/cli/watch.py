@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 from argosy.errors import ArgosyWarning, UserError, missing_extra
 
@@ -58,11 +59,27 @@ class Options:
     """Speak it at the page's address too, under /mcp, with the page's token."""
     allow: str = ""
     """Actions that agents may take beside reading: start, stop, replan, separated by commas."""
+    json: bool = False
+    """Print JSON: the address. The page itself is not printed."""
+
+
+@dataclass(frozen=True)
+class WatchAddress:
+    """The address at which runs are shown."""
+
+    folder: Path
+    url: str
+    """With the token, if the page asks for one."""
+    mcp: str | None
+    """The address of the MCP server, with --mcp-http; it asks for the same token."""
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv, "argosy watch", Options)
     root = _folder(options.run)
+    if options.json and (options.terminal or options.mcp):
+        other = "--terminal" if options.terminal else "--mcp"
+        raise UserError(f"--json prints the address of a page, and with {other} there is none. Leave one of them out.")
     warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
     if options.terminal:
         return int(import_module("argosy.watch.terminal").main(root))
@@ -90,7 +107,10 @@ def main(argv: list[str]) -> int:
     token = _own_token() or ("" if is_loopback(options.host) else new_token())
     with listening(options.host, options.port) as listener:
         address = url(listener, options.host, token)
-        print(f"{root} is shown at {address}   (Ctrl-C ends this, and no run)", flush=True)
+        if options.json:
+            write("watch", WatchAddress(root, address, address.partition("?")[0] + "mcp" if mcp else None))
+        else:
+            print(f"{root} is shown at {address}   (Ctrl-C ends this, and no run)", flush=True)
         if options.open:
             webbrowser.open(address)
         try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +31,8 @@ from argosy.models.loss import (
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
 from argosy.models.preference import Preference, Sequences, answer_scores, preference_loss
-from argosy.models.rope import rotary_table
-from argosy.plan.layer_spec import RopeSpec, layer_spec
+from argosy.models.rope import place_table
+from argosy.plan.layer_spec import RopeSpec, TemperatureSpec, layer_spec
 from argosy.plan.mup import logit_factor
 from argosy.plan.parameters import Stage, Table, block_table, layers_on, parameter_table
 
@@ -98,6 +99,17 @@ def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
     return index_T - starts_BT
 
 
+Places = RopeSpec | TemperatureSpec
+
+
+class _Rows(NamedTuple):
+    """The rows, as blocks know them."""
+
+    places: dict[Places, tuple[Tensor, ...]]
+    documents: dict[int, Tensor | None]
+    """By the chunk of a layer, 0 without one: `documents` of `attention.packed_attention`."""
+
+
 # B batch, T tokens, D model width, V vocabulary
 
 
@@ -107,8 +119,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         table = block_table(config, layer)
-        #: What the layer's queries and keys are rotated by.
-        self.rope = layer_spec(config, layer).rope
+        spec = layer_spec(config, layer)
+        #: The use of places in queries and keys; and the layer's chunks, each of which is a document.
+        self.places, self.chunk = spec.places, spec.window if spec.is_chunked else 0
         self.attention_norm = _norm_or_none(table, "attention_norm", config)
         self.attention = attention_of(config, layer)
         self.attention_post_norm = _norm_or_none(table, "attention_post_norm", config)
@@ -116,16 +129,17 @@ class Block(nn.Module):
         self.mlp = feed_forward_of(config, layer)
         self.mlp_post_norm = _norm_or_none(table, "mlp_post_norm", config)
         self.scale, self.is_parallel = config.residual_scale, config.norms.place == "parallel"
+        self.layer_scale = nn.Parameter(torch.empty(1)) if config.layer_scale else None
 
     def forward(
         self,
         x_BTD: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        places: tuple[Tensor, ...] | None,
         documents: Tensor | None,
         cache: Cache | None = None,
     ) -> Tensor:
         h_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
-        y_BTD = self.attention(h_BTD, rotary, documents, cache)
+        y_BTD = self.attention(h_BTD, places, documents, cache)
         if self.attention_post_norm is not None:
             y_BTD = self.attention_post_norm(y_BTD)
         x_BTD = x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
@@ -134,7 +148,8 @@ class Block(nn.Module):
         y_BTD = self.mlp(h_BTD)
         if self.mlp_post_norm is not None:
             y_BTD = self.mlp_post_norm(y_BTD)
-        return x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
+        x_BTD = x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
+        return x_BTD if self.layer_scale is None else x_BTD * local(self.layer_scale).to(x_BTD.dtype)
 
 
 def _norm_or_none(table: Table, name: str, config: ModelConfig) -> Norm | None:
@@ -185,7 +200,7 @@ class Decoder(nn.Module):
         self.for_head: Callable[[Tensor], Tensor] = _all_of_them
         #: Called before a part of the model computes: its values may still be on their way from other ranks.
         self.before_use: Callable[[nn.Module], None] = _nothing
-        self._rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[Places, tuple[Tensor, ...]] = {}
 
     def forward(
         self,
@@ -216,15 +231,13 @@ class Decoder(nn.Module):
             documents = document_starts(positions_BT) if documents is None else documents
             if len(documents) == len(x) + 1:  # no document starts inside a row
                 documents = None
-        mine_BT = self.my_tokens(positions_BT)
-        tables = self.rotary_to(start + positions_BT.shape[1], x.device)
-        rotary = {rope: (cos[mine_BT], sin[mine_BT]) for rope, (cos, sin) in tables.items()}
+        rows = self._rows(positions_BT, documents, cache)
         if self.stage.first:
             self.before_use(self.embedding)  # type: ignore[arg-type]
             x = self._embedded(x)
         for i, layer in enumerate(self.stage.layers):
             self.before_use(self.blocks[str(layer)])
-            x = self._block(layer, x, rotary, documents, cache[i] if cache else None)
+            x = self._block(layer, x, rows, cache[i] if cache else None)
         if self.norm is None:
             return x
         self.before_use(self)
@@ -239,7 +252,7 @@ class Decoder(nn.Module):
         for i, (name, module) in enumerate(self.mtp.items()):
             assert isinstance(module, PredictionModule)
             tokens_BT, further_BT = further_BTn2[:, :, i].unbind(-1)
-            x = self._block(int(name), module.joined(self._embedded(tokens_BT), x), rotary, documents)
+            x = self._block(int(name), module.joined(self._embedded(tokens_BT), x), rows)
             x = module.norm(x)
             losses.append(self._loss(x, further_BT))
         self.further_losses_n = torch.stack(losses).detach()
@@ -250,17 +263,26 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(tokens_BT)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
-    def _block(
-        self,
-        layer: int,
-        x: Tensor,
-        rotary: dict[RopeSpec, tuple[Tensor, Tensor]],
-        documents: Tensor | None,
-        cache: Cache | None = None,
-    ) -> Tensor:
+    def _rows(self, positions_BT: Tensor, documents: Tensor | None, cache: list[Cache] | None) -> _Rows:
+        """Return what blocks know of the rows, whose first tokens may be in a cache."""
+        cached = cache[0].length if cache else None
+        longest = cache[0].max_seq_len if cache else positions_BT.shape[1]
+        mine_BT = self.my_tokens(positions_BT)
+        upto = (cached or 0) + positions_BT.shape[1]
+        tables = self.places_to(upto, positions_BT.device, longest)
+        places = {spec: tuple(part[mine_BT] for part in table) for spec, table in tables.items()}
+        chunks = {block.chunk for block in self.blocks.values() if isinstance(block, Block)}
+        starts = {0: documents}
+        for chunk in chunks if cached is None else ():
+            if chunk and chunk < positions_BT.shape[1]:  # else no document has more than one
+                starts[chunk] = document_starts(positions_BT % chunk)
+        return _Rows(places, starts)
+
+    def _block(self, layer: int, x: Tensor, rows: _Rows, cache: Cache | None = None) -> Tensor:
         block = self.blocks[str(layer)]
         assert isinstance(block, Block)
-        y: Tensor = block(x, None if block.rope is None else rotary[block.rope], documents, cache)
+        places = None if block.places is None else rows.places[block.places]
+        y: Tensor = block(x, places, rows.documents.get(block.chunk, rows.documents[0]), cache)
         return y
 
     def _scaled(self, x: Tensor) -> Tensor:
@@ -301,17 +323,22 @@ class Decoder(nn.Module):
         """An empty key/value cache for each block."""
         return [cache_of(self.config, layer, max_seq_len) for layer in self.stage.layers]
 
-    def rotary_to(self, seq_len: int, device: torch.device) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
-        """Return the cosines and sines of at least `seq_len` places for each rotary embedding of the blocks; they are
-        computed once and kept."""
+    def places_to(self, seq_len: int, device: torch.device, longest: int = 0) -> dict[Places, tuple[Tensor, ...]]:
+        """Return the table of at least `seq_len` places for each kind of the blocks, for rows of `longest` tokens (0:
+        as many); they are computed once and kept."""
+        found: dict[Places, tuple[Tensor, ...]] = {}
         for block in self.blocks.values():
             assert isinstance(block, Block)
-            rope, known = block.rope, None if block.rope is None else self._rotary.get(block.rope)
-            if rope is not None and (known is None or known[0].shape[0] < seq_len or known[0].device != device):
+            if block.places is None or block.places in found:
+                continue
+            places = block.places.of_rows(longest or seq_len)
+            known = self._tables.get(places)
+            if known is None or known[0].shape[0] < seq_len or known[0].device != device:
                 with torch.inference_mode(False):  # training steps use a table that evaluation made
                     # A power of two, so that generation, token by token, seldom computes it again.
-                    self._rotary[rope] = rotary_table(rope, 1 << (seq_len - 1).bit_length(), device)
-        return self._rotary
+                    known = self._tables[places] = place_table(places, 1 << (seq_len - 1).bit_length(), device)
+            found[block.places] = known
+        return found
 
 
 def document_starts(positions_BT: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.layers import Activation, FeedForward, gated, linear, local
 from argosy.models.own_family import activation_of
-from argosy.plan.parameters import Table, feed_forward_table, inside, moe_table
+from argosy.plan.parameters import Table, dense_table, inside, moe_table
 
 # B rows, T tokens of a row (those that this rank has), D model width, F hidden width of an expert
 # E experts, e of them on this rank, K experts of a token, P pairs of a token and one of its experts, sorted by expert
@@ -29,8 +29,7 @@ def feed_forward_of(config: ModelConfig, layer: int) -> FeedForward | MoE:
     """Return the feed-forward of block `layer` (from 0)."""
     if config.is_moe_layer(layer):
         return MoE(config)
-    table = feed_forward_table(config.width, config.ffn_width, config.ffn_gate, config.ffn_bias)
-    return FeedForward(table, activation_of(config), config.ffn_limit)
+    return FeedForward(dense_table(config, layer), activation_of(config), config.ffn_limit)
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoE]:
@@ -303,6 +302,7 @@ class Experts(nn.Module):
         super().__init__()
         self.activation, self.limit = activation, limit
         self.count, self.may_drop = config.experts, config.capacity_factor > 0
+        self.weighs_inputs = config.weigh == "inputs"
         self.gate = nn.Parameter(torch.empty(table["gate"].shape))
         self.up = nn.Parameter(torch.empty(table["up"].shape))
         self.down = nn.Parameter(torch.empty(table["down"].shape))
@@ -324,8 +324,13 @@ class Experts(nn.Module):
         if self.may_drop:
             pairs_P = pairs_P[: int(counts_E.sum())]
         x_PD = take_rows(x_BTD.flatten(0, 1), pairs_P // K, places_P.view(-1, K), self.may_drop)
+        if self.weighs_inputs:
+            weights_P1 = weights_BTK.to(x_BTD.dtype).flatten()[:, None]
+            x_PD = x_PD * take_rows(weights_P1, pairs_P, places_P[:, None], self.may_drop)
         y_PD = self.exchange(x_PD, counts_E, self.compute)
         y_PD = take_rows(y_PD, places_P, pairs_P[:, None], self.may_drop)
+        if self.weighs_inputs:
+            return y_PD.view(*experts_BTK.shape, -1).sum(2)
         return torch.einsum("btk,btkd->btd", weights_BTK.to(x_BTD.dtype), y_PD.view(*experts_BTK.shape, -1))
 
     def compute(self, x_PD: Tensor, counts_e: Tensor) -> Tensor:

@@ -82,6 +82,11 @@ class RMSNorm(nn.Module):
         return (wide * (mean_square + self.eps).rsqrt() * weight).to(x.dtype)
 
 
+def plain_rms_norm(x: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm without weights over the last dim, computed in fp32."""
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+
+
 class LayerNorm(nn.Module):
     """LayerNorm (Ba et al. 2016), computed in fp32. zero_centered: the factor is one plus the weight."""
 

@@ -165,17 +165,18 @@ def gathers_for_heads(attention: Attention, mesh: DeviceMesh, tokens: SequencePa
     A norm over all heads needs the squares of those of all ranks.
     """
     gathers(attention, mesh, tokens)
-    heads = attention.kv_heads
+    heads, norms = attention.kv_heads, (attention.q_norm, attention.k_norm)
     if attention.norms_all:
-        assert isinstance(attention.q_norm, RMSNorm | nn.Identity)
-        attention.q_norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
-        if heads >= mesh.size():
-            attention.k_norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
+        for norm in norms[: 2 if heads >= mesh.size() else 1]:
+            assert isinstance(norm, RMSNorm)
+            norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
     if heads < mesh.size():
         head = mesh.get_local_rank() * heads // mesh.size()
-        mine = slice(head * attention.head_width, (head + 1) * attention.head_width)
-        for last in (attention.k_norm if attention.norms_all else attention.k, attention.v):
-            last.register_forward_hook(lambda _, inputs, y: y[..., mine])
+        last = attention.k_norm if attention.norms_all else attention.k
+        for module, width in ((last, attention.head_width), (attention.v, attention.value_width)):
+            if isinstance(module, nn.Module):  # keys may be the values too
+                mine = slice(head * width, (head + 1) * width)
+                module.register_forward_hook(lambda _, inputs, y, mine=mine: y[..., mine])
 
 
 def looks_up(embedding: Embedding, mesh: DeviceMesh, tokens: SequenceParallel) -> None:

@@ -98,10 +98,8 @@ class LayerModel(RankSizes):
     def _attention(self) -> LayerTime:
         work, plans, tokens = self.work, self.plans, self.tokens
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
-        kv_heads = np.maximum(1, work.kv_heads / plans.tp)
-        plain = self._matmul(
-            tokens, work.width, queries * (1 + work.gates) + kv_heads * (work.key_width + work.value_width)
-        )
+        kv = np.maximum(1, work.kv_heads / plans.tp) * (work.kv_width - work.unprojected / work.kv_heads)
+        plain = self._matmul(tokens, work.width, queries + work.gates * values + kv)
         down, up = self._matmul(tokens, work.width, work.q_rank), self._matmul(tokens, work.q_rank, queries)
         direct = self._matmul(tokens, work.width, queries)
         has_rank = np.where(work.q_rank > 0, 1.0, 0.0)
