@@ -75,6 +75,7 @@ DOCUMENTS = {
     "chat": DocumentKind("argosy.cli.chat:AnsweredMessage", "a message with its answer", is_many=True),
     "serve": DocumentKind("argosy.cli.serve:ServedModel", "where the model answers"),
     "evaluate": DocumentKind("argosy.training.evaluation:Score", "the losses"),
+    "evaluate-tasks": DocumentKind("argosy.cli.evaluate:ScoredTask", "a task, with `--tasks`", is_many=True),
     "parity": DocumentKind("argosy.compare.parity:Parity", "the largest differences"),
     "replay": DocumentKind("argosy.compare.replay:Replay", "each step, before and now"),
     "stacks": DocumentKind("argosy.supervise.stack_gatherer:NodeStacks", "a node with its processes", is_many=True),
