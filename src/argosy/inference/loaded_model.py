@@ -75,7 +75,7 @@ class LoadedModel(TextWriter):
         self._backend: Backend = (
             InThisProcess(RankModel(source, plan, World(device=default_device())))
             if plan.world_size == 1
-            else InProcesses(source, plan, self.config.vocab_size)
+            else InProcesses(source, plan, source.run.model.vocab_size)
         )
         super().__init__(source, self._backend.sample)
 
