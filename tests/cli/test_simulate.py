@@ -15,7 +15,7 @@ TINY = ["--model.vocab-size", "300", "--model.layers", "2", "--train.global-batc
 def test_a_model_and_a_plan_are_enough(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     assert main(["simulate", *TINY, "--plan", "dp_shard=2", "--rank", "1", "--json", "--trace", str(trace)]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
     assert found["rank"] == 1
     assert sum(found["memory"]["at_peak"].values()) == found["memory"]["peak_bytes"]
     assert {row["axis"] for row in found["traffic"]} == {"shard"}
@@ -40,7 +40,7 @@ def test_what_makes_no_sense_is_one_message(words: list[str], said: str, capsys:
 
 def test_a_gpu_that_is_not_there_tells_where_the_host_waits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *TINY, "--plan", "dp_shard=2", "--device", "cuda", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
     assert found["host_syncs_a_step"] == 2 and found["misplaced"] == found["races"] == []
     places = {row["where"].partition(":")[0] for row in found["host_syncs"] if row["part"] == "step"}
     assert places == {"training/step.py", "observe/clock.py"}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
 from argosy.data.stores.store import is_url
@@ -41,8 +42,8 @@ class Options:
     prompt: str = ""
     """The text to continue; without one, a new document."""
     prompts: Path | None = None
-    """A file of prompts, one JSON value a line: a text, {"prompt": TEXT}, or {"tokens": [IDS]}; its other keys come out
-    again."""
+    """A file of prompts, one JSON value a line: a text, {"prompt": TEXT}, or {"tokens": [IDS]}; with --json its other
+    keys come out again, under "about"."""
     max_tokens: WholeCount = 200
     """Largest number of tokens to generate."""
     temperature: float = 0.8
@@ -60,7 +61,23 @@ class Options:
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
-    """Print {"prompt", "text", "finish"} as JSON, on one line for each prompt."""
+    """Print JSON, a prompt a line."""
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A prompt and its continuation."""
+
+    prompt: str | None
+    """The text; null if the prompt was given in tokens."""
+    tokens: list[int] | None
+    """Its tokens, if it was given so."""
+    text: str
+    """The continuation alone."""
+    finish: str
+    """Why it ends: stop or length."""
+    about: dict[str, Any]
+    """The other keys of the prompt's line in the file of prompts, such as an id."""
 
 
 def main(argv: list[str]) -> None:
@@ -134,6 +151,8 @@ def _write_all(model: LoadedModel, asked: list[dict[str, Any]], sampling: Sampli
     prompts = [said["prompt"] if "prompt" in said else said["tokens"] for said in asked]
     for said, completion in zip(asked, model.complete(prompts, sampling, options.batch_size), strict=True):
         if options.json:
-            print(json.dumps({**said, "text": completion.text, "finish": completion.finish}), flush=True)
+            prompt, tokens = said.get("prompt"), said.get("tokens")
+            about = {key: value for key, value in said.items() if key not in ("prompt", "tokens")}
+            write("generate", GeneratedText(prompt, tokens, completion.text, completion.finish, about))
         else:
             print(printable(f"{said.get('prompt', '')}{completion.text}\n"), flush=True)

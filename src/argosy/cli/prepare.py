@@ -18,7 +18,6 @@ Examples:
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sys
@@ -29,6 +28,7 @@ from typing import NoReturn
 
 import tyro
 
+from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import parse_section
 from argosy.config.data import DataConfig, PrepareConfig
 from argosy.config.extend import ExtendConfig
@@ -59,8 +59,10 @@ class _PrepareOptions:
     """slurm, ray: CPUs of each worker."""
     show: int = 0
     """Print so many of the conversations: what is learned is green in a terminal, and else between {+ and +}."""
+    dry_run: bool = False
+    """Say what would be read and written, and do nothing."""
     json: bool = False
-    """Print the manifest as JSON."""
+    """Print JSON: the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,10 @@ def _by_option(text: str) -> str:
 
 def _prepare(options: Options, config: Positional) -> None:
     _check_show(options, config)
-    progress = Progress(enabled=not options.json)
+    if options.dry_run:
+        show_dry_run(_would(options, config), options.json)
+        return
+    progress = Progress(enabled=True)
     if options.verify:
         from argosy.data.manifest import verify
 
@@ -106,17 +111,12 @@ def _prepare(options: Options, config: Positional) -> None:
     elif options.adopt:
         from argosy.data.adopt import adopt
 
-        if len(config.input) != 1 or config.tokenizer is None:
-            raise UserError("--adopt takes one folder of shards, and --tokenizer with the tokenizer.json they are of.")
-        folder = Path(config.input[0])
-        manifest = adopt(folder, config.tokenizer)
+        folder, tokenizer = _to_adopt(config)
+        manifest = adopt(folder, tokenizer)
     else:
         from argosy.data.prepare import prepare
 
-        if not config.input:
-            raise UserError(
-                "nothing to prepare. Name files, folders, globs or URLs: argosy prepare book.txt --out data/mine"
-            )
+        _check_input(config)
         folder = config.out
         with progress.during("looking for the input"):
             manifest = prepare(
@@ -136,7 +136,7 @@ def _prepare(options: Options, config: Positional) -> None:
     if config.remote and not options.verify:
         _copy(folder, config.remote, progress)
     if options.json:
-        print(json.dumps(manifest.model_dump(mode="json")))
+        write("prepare", manifest)
         return
     if made_of := manifest.in_words():
         print(f"{folder}: {made_of}")
@@ -171,6 +171,35 @@ def _show(folder: Path, count: int) -> None:
             break
         print(f"\n--- conversation {number}{sides[shown.is_rejected]}")
         print("".join(f"{begin}{printable(t)}{end}" if learned else printable(t) for t, learned in shown.pieces))
+
+
+def _to_adopt(config: Positional) -> tuple[Path, Path]:
+    """Return the folder of shards and their tokenizer. Raises: UserError."""
+    if len(config.input) != 1 or config.tokenizer is None:
+        raise UserError("--adopt takes one folder of shards, and --tokenizer with the tokenizer.json they are of.")
+    return Path(config.input[0]), config.tokenizer
+
+
+def _check_input(config: Positional) -> None:
+    if not config.input:
+        raise UserError(
+            "nothing to prepare. Name files, folders, globs or URLs: argosy prepare book.txt --out data/mine"
+        )
+
+
+def _would(options: Options, config: Positional) -> DryRun:
+    """Return what the command would do. Raises: UserError, as it would."""
+    from argosy.data.prepare import would_prepare
+
+    if options.verify:
+        raise UserError("--verify only reads: leave out --dry-run.")
+    copied = [f"copy it to {config.remote}"] if config.remote else []
+    if options.adopt:
+        folder, _ = _to_adopt(config)
+        return DryRun((f"write a manifest and the tokenizer into {folder}, and copy no shard", *copied), folder)
+    _check_input(config)
+    would = would_prepare(PrepareConfig(**config.model_dump()), _extend(options.extend), _machines(options))
+    return DryRun((*would, *copied), config.out)
 
 
 def _machines(options: Options) -> LaunchOptions:

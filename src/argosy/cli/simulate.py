@@ -22,13 +22,13 @@ Examples:
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse_run
 from argosy.config.launch import DeviceType
 from argosy.errors import RunFailed, UserError
@@ -70,7 +70,7 @@ class Options:
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
-    """Print the results as one JSON array."""
+    """Print JSON, a rank a line."""
 
 
 def main(argv: list[str]) -> None:
@@ -92,8 +92,10 @@ def main(argv: list[str]) -> None:
     found = simulate(plan, run, ranks, cluster, processes=len(os.sched_getaffinity(0)))
     if options.trace is not None:
         write_chrome_trace({one.rank: one.timeline for one in found}, options.trace)
-    texts = [*map(_in_words, found), *cluster.device.caveats]
-    print(json.dumps([one.record() for one in found]) if options.json else "\n\n".join(texts))
+    if options.json:
+        write("simulate", *(one.record() for one in found))
+    else:
+        print("\n\n".join([*map(_in_words, found), *cluster.device.caveats]))
 
 
 def _on_cuda(plan: Plan, run: RunConfig, ranks: list[int], options: Options) -> None:
@@ -106,8 +108,10 @@ def _on_cuda(plan: Plan, run: RunConfig, ranks: list[int], options: Options) -> 
     if options.trace is not None:
         raise UserError("--trace: --device cuda has no times to draw. Leave out one of the two.")
     found = [step_on_cuda(plan, run, rank) for rank in ranks]
-    texts = [str(one) for one in found]
-    print(json.dumps([one.record() for one in found]) if options.json else "\n\n".join(texts))
+    if options.json:
+        write("simulate-cuda", *(one.record() for one in found))
+    else:
+        print("\n\n".join(map(str, found)))
     if any(one.misplaced for one in found):
         raise RunFailed("tensors of two devices meet in the step: it would fail on a GPU.")
 

@@ -1,4 +1,4 @@
-"""What torch is asked about a device, answered for a GPU that is not there: streams, events, memory, properties."""
+"""The answers of a GPU that is not there to what torch is asked: streams, events, memory, properties."""
 
 from __future__ import annotations
 

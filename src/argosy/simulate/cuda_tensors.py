@@ -1,4 +1,4 @@
-"""What torch is asked about tensors on `cuda`, answered where torch without CUDA cannot: `fake_cuda`."""
+"""Answers about fake tensors on `cuda`, where torch without CUDA has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU would have to say of a step: where the host waits for it, and which streams race.
+"""The watch over a step on a GPU: it finds where the host waits, and which streams race.
 
 Streams are checked with vector clocks (Mattern 1989), as ThreadSanitizer checks threads: each stream, and the host,
 keeps how far it knows each other to have come. An event carries what a stream knows to whatever waits for it. Two
@@ -87,7 +87,7 @@ class DeviceWatch:
 
 
 class _Memory:
-    """Who has used a piece of memory last: stream -> its time, and the place in the code."""
+    """The last uses of a piece of memory: stream -> its time, and the place in the code."""
 
     __slots__ = ("bytes", "home", "kept_for", "reads", "write")
 
@@ -104,7 +104,7 @@ Clock = dict[str, int]
 
 
 class StreamClocks:
-    """How far each stream is known to have come, and who used which memory last."""
+    """Each stream's clock: how far it knows the others to have come; and the last uses of memory."""
 
     def __init__(self, watch: DeviceWatch) -> None:
         self._watch = watch
@@ -142,7 +142,7 @@ class StreamClocks:
         return dict(self._clock(stream))
 
     def wait(self, stream: str, carried: Clock) -> None:
-        """What is put on `stream` from now on comes after what `carried` tells of."""
+        """Let what is put on `stream` from now on come after what `carried` tells of."""
         _merge(self._clock(stream), carried)
 
     def host_waits(self, carried: Clock | None = None) -> None:

@@ -50,7 +50,7 @@ MOST_COPIED_BYTES = 2**26
 
 @dataclass(frozen=True)
 class OnCuda:
-    """What a step of one rank does on a GPU."""
+    """The findings of one rank's step on a GPU."""
 
     rank: int
     plan: str
@@ -59,7 +59,7 @@ class OnCuda:
     races: Counter[DeviceFinding]
 
     def in_a_step(self) -> int:
-        """How often the host waits for the device in a step that has nothing due besides."""
+        """Return how often the host waits for the device in a step that has nothing due besides."""
         return sum(count for finding, count in self.host_syncs.items() if finding.part == "step")
 
     def __str__(self) -> str:
@@ -72,12 +72,40 @@ class OnCuda:
         return "\n".join(lines + ["no races between streams"] * (not self.races))
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
-        found = {"host_syncs": self.host_syncs, "misplaced": self.misplaced, "races": self.races}
+        """For JSON, a `CudaRecord`."""
+        counts = {"host_syncs": self.host_syncs, "misplaced": self.misplaced, "races": self.races}
         return {"rank": self.rank, "plan": self.plan, "host_syncs_a_step": self.in_a_step()} | {
             name: [{**finding._asdict(), "count": count} for finding, count in sorted(some.items())]
-            for name, some in found.items()
+            for name, some in counts.items()
         }
+
+
+@dataclass(frozen=True)
+class CudaFinding:
+    """Something that the step does on a GPU, and how often."""
+
+    part: str
+    """Part of the run: "step", "evaluation", ..."""
+    where: str
+    """File and line within `argosy`."""
+    what: str
+    count: int
+
+
+@dataclass(frozen=True)
+class CudaRecord:
+    """The findings of one rank's step on a GPU, as a program reads them."""
+
+    rank: int
+    plan: str
+    host_syncs_a_step: int
+    """Waits of the host in a step that has nothing due besides."""
+    host_syncs: list[CudaFinding]
+    """Waits of the host for the device."""
+    misplaced: list[CudaFinding]
+    """Tensors on another device than those that they meet."""
+    races: list[CudaFinding]
+    """Accesses of two streams to one memory, with no event between."""
 
 
 @contextmanager

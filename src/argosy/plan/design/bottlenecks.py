@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from pydantic import computed_field
+from pydantic.dataclasses import dataclass as documented
 
 from argosy.plan.cost.inference import ServingLoad
 from argosy.plan.cost.rates import Rates
@@ -34,7 +36,7 @@ STEP_PARTS = {
 """Part of a step -> the planner's categories in it."""
 
 
-@dataclass(frozen=True)
+@documented(frozen=True)
 class Stop:
     """One value of a figure, all others being those of the reference."""
 
@@ -48,6 +50,7 @@ class Stop:
     way: str
     """The plan; or the format of weights, tp and requests."""
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def binds(self) -> str:
         """The rate that the speed depends on most; "overhead" if none that is raised would bring a third."""
