@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows: unique names, files of readable length, commits that say the change.
+"""Rules of the house that no linter knows: unique names, files of readable length, plain docstrings, clear commits.
 
 python .ci/house.py    exits with 1 and a line for each rule that is broken
 """
@@ -21,6 +21,7 @@ SHARED_NAMES = {
 SINCE = "775ee0b"
 """The last commit from before subjects had a form."""
 MOST_SUBJECT = 72
+QUESTION = re.compile(r'"""(What|Which|How|Where|Whether|Whoever|Who|Whose|When)\b.*')
 NO_VERB = re.compile(r"(An?|The|This|What|Which|Who|Whose|Where|When|How|No|One|Two|Each|All|Some|Its?) |\w+ing\b")
 
 
@@ -42,6 +43,16 @@ def long_modules() -> list[str]:
         if lines > MOST_LINES:
             found.append(f"{name} has {lines} lines, more than {MOST_LINES}")
     return found
+
+
+def questions() -> list[str]:
+    """Return a line for each docstring that begins with a question word, not with its subject or an imperative."""
+    return [
+        f"{path.relative_to(SOURCE)}:{number}: begin with the subject or the verb: {match[0]}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (match := QUESTION.search(line))
+    ]
 
 
 def vague_subjects() -> list[str]:
@@ -67,6 +78,6 @@ def vague_subjects() -> list[str]:
 
 
 if __name__ == "__main__":
-    problems = [*names_defined_twice(), *long_modules(), *vague_subjects()]
-    print("\n".join(problems) or "The house keeps its rules: names, lengths, subjects.")
+    problems = [*names_defined_twice(), *long_modules(), *questions(), *vague_subjects()]
+    print("\n".join(problems) or "The house keeps its rules: names, lengths, docstrings, subjects.")
     sys.exit(bool(problems))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from argosy.cli import main
@@ -86,11 +88,24 @@ class Folder:
         assert "Traceback" not in err or code == 1, err
         return out + err
 
+    def documents(self, *words: object, code: int = 0, here: bool = True) -> list[Any]:
+        """`argosy WORDS ... --json`, in this process or in one of its own: what it printed on stdout, line by line."""
+        if here:
+            out = self._run_here([*words, "--json"], code)[0]
+        else:
+            process = self.start(*words, "--json")
+            out, err = process.communicate(timeout=PATIENT_S)
+            assert process.returncode == code, f"exit code {process.returncode}\n{out}\n{err}"
+        return [json.loads(line) for line in out.splitlines()]
+
     def argosy_here(self, *words: object, code: int = 0) -> str:
         """The same in this process, which need not import torch again: for commands that leave signals alone."""
+        return "".join(self._run_here(words, code))
+
+    def _run_here(self, words: Sequence[object], code: int) -> tuple[str, str]:
         out, err = StringIO(), StringIO()
         wide = patch.dict(os.environ, {"COLUMNS": "200"})
         with wide, redirect_stdout(out), redirect_stderr(err), chdir(self.path), warnings.catch_warnings():
             found = main([str(word) for word in words])
         assert found == code, f"exit code {found}\n{out.getvalue()}\n{err.getvalue()}"
-        return out.getvalue() + err.getvalue()
+        return out.getvalue(), err.getvalue()

@@ -30,7 +30,7 @@ def kill_jobs(folder: Path) -> None:
 
 def runs(folder: Folder) -> dict[str, dict[str, Any]]:
     """Return what `argosy runs` says of each run, by its name."""
-    return {run["id"]: run for run in json.loads(folder.argosy_here("runs", "--json"))}
+    return {run["id"]: run for run in folder.documents("runs")}
 
 
 def wait(is_so: Callable[[], bool]) -> None:

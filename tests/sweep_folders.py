@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -25,7 +24,7 @@ def write(folder: Folder, text: str, steps: int = 12) -> Path:
 
 
 def result(folder: Folder) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(folder.argosy_here("sweep", "lr.toml", "--show", "--json"))
+    found: dict[str, Any] = folder.documents("sweep", "lr.toml", "--show")[0]
     return found
 
 

@@ -56,6 +56,6 @@ def test_an_error_that_is_not_ours_is_a_failed_run():
     ],
 )
 def test_a_program_reads_what_an_error_names(text, named):
-    record = record_of_error(UserError(text))
+    record = vars(record_of_error(UserError(text)))
     assert record["error"] == text and record["exit_code"] == 2
     assert named.items() <= record.items()

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from argosy.config.schema import RunConfig
     from argosy.data.prepare import prepare
     from argosy.errors import ArgosyError, Interrupted, RunFailed, UserError
+    from argosy.inference.evaluate import evaluate
     from argosy.inference.huggingface import export_checkpoint, import_checkpoint
-    from argosy.inference.trained_model import evaluate, generate
+    from argosy.inference.loaded_model import LoadedModel, generate, load_model
     from argosy.launch.local import train
     from argosy.observe.report import Report
     from argosy.plan.plan import Plan
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgosyError",
     "Interrupted",
+    "LoadedModel",
     "Plan",
     "PrepareConfig",
     "Report",
@@ -43,6 +45,7 @@ __all__ = [
     "generate",
     "import_checkpoint",
     "load",
+    "load_model",
     "parity",
     "prepare",
     "train",
@@ -51,6 +54,7 @@ __all__ = [
 _HOME = {
     "ArgosyError": "argosy.errors",
     "Interrupted": "argosy.errors",
+    "LoadedModel": "argosy.inference.loaded_model",
     "Plan": "argosy.plan.plan",
     "PrepareConfig": "argosy.config.data",
     "Report": "argosy.observe.report",
@@ -58,11 +62,12 @@ _HOME = {
     "RunFailed": "argosy.errors",
     "UserError": "argosy.errors",
     "best_plans": "argosy.plan.report.request",
-    "evaluate": "argosy.inference.trained_model",
+    "evaluate": "argosy.inference.evaluate",
     "export_checkpoint": "argosy.inference.huggingface",
-    "generate": "argosy.inference.trained_model",
+    "generate": "argosy.inference.loaded_model",
     "import_checkpoint": "argosy.inference.huggingface",
     "load": "argosy.config.load",
+    "load_model": "argosy.inference.loaded_model",
     "parity": "argosy.compare.parity",
     "prepare": "argosy.data.prepare",
     "train": "argosy.launch.local",

@@ -28,7 +28,7 @@ from argosy.errors import ArgosyWarning
 
 CPU = torch.device("cpu")
 Kind = Literal["cpu", "accelerator"]
-"""What the catalogue calls a device (`plan.hardware.devices.Device.kind`): sizes that are tuned differ by it."""
+"""A device's name in the catalogue (`plan.hardware.devices.Device.kind`): sizes that are tuned differ by it."""
 CLEAR_REFS = Path("/proc/self/clear_refs")
 NVIDIA: DeviceType = "cuda"
 NCCL = "nccl"
@@ -36,7 +36,7 @@ NCCL = "nccl"
 TENSOR_CORES, FP8_CORES = (7, 0), (8, 9)
 """CUDA compute capability of the first devices with fast fp16 (Volta), and with fp8 (Ada; Hopper is 9.0)."""
 FP8_OF_AMD = ("gfx94", "gfx95")
-"""How ROCm names the architectures with fp8: CDNA 3 (MI300) and 4 (MI350)."""
+"""ROCm's names of the architectures with fp8: CDNA 3 (MI300) and 4 (MI350)."""
 Mark = float | torch.Event
 
 

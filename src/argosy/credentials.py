@@ -30,7 +30,7 @@ _SECRET_NAME = re.compile(
 _NO_SECRETS = ("github", "git")
 """Schemes in which a colon before the @ means something else: github://owner:repository@branch/path."""
 _NOT_FIRST = "0123456789+.-"
-"""What a scheme does not begin with; a list in YAML or a number may stand before it."""
+"""Characters that no scheme begins with; a list in YAML or a number may stand before it."""
 _ALL_SECRETS = ("http", "https")
 """Schemes in which whatever stands before the @ may be a token."""
 

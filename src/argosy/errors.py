@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from argosy.credentials import redact
@@ -83,22 +84,35 @@ SETTING = re.compile(r"(?P<key>(--)?[A-Za-z][\w.-]*) = (?P<value>\"[^\"]*\"|'[^'
 SENTENCE_END = re.compile(r"[.:!?] (?=[A-Z`])")
 
 
-def record_of_error(error: ArgosyError) -> dict[str, str | int | None]:
-    """Return an error as a program reads it: its text, and what of file, line, key, value and remedy the text names.
+@dataclass(frozen=True)
+class ErrorDocument:
+    """An error as a program reads it: its text, and what of file, line, key and value the text names."""
 
-    The remedy is what follows the first sentence.
-    """
+    error: str
+    """The whole message."""
+    exit_code: int
+    file: str | None = None
+    line: int | None = None
+    key: str | None = None
+    """A key of the file, or an option."""
+    value: str | None = None
+    remedy: str | None = None
+    """The thing to do: the message from its second sentence on."""
+
+
+def record_of_error(error: ArgosyError) -> ErrorDocument:
+    """Return the record of an error."""
     text = str(error)
     place, setting, end = PLACE.match(text), SETTING.search(text), SENTENCE_END.search(text)
-    return {
-        "error": text,
-        "exit_code": error.exit_code,
-        "file": place["file"] if place else None,
-        "line": int(place["line"]) if place and place["line"] else None,
-        "key": setting["key"] if setting else None,
-        "value": setting["value"] if setting else None,
-        "remedy": text[end.end() :] if end else None,
-    }
+    return ErrorDocument(
+        error=text,
+        exit_code=error.exit_code,
+        file=place["file"] if place else None,
+        line=int(place["line"]) if place and place["line"] else None,
+        key=setting["key"] if setting else None,
+        value=setting["value"] if setting else None,
+        remedy=text[end.end() :] if end else None,
+    )
 
 
 FINAL = 64

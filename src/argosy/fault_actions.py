@@ -145,7 +145,7 @@ ACTIONS: dict[str, Callable[[Fault], None]] = {
     "oom": _take_memory,
     "collective": _begin_collective,
 }
-"""What a fault can do to its process."""
+"""Effects of a fault on its process."""
 
 
 def _set(value: float) -> Callable[[Any, Fault], None]:
@@ -177,4 +177,4 @@ ON_TENSORS: dict[str, Callable[[Any, Fault], None]] = {
     "spike": _scale,
     "flip": _flip,
 }
-"""What a fault can do to a tensor, in place."""
+"""Effects of a fault on a tensor, in place."""

@@ -32,7 +32,7 @@ def test_metrics_are_csv_json_lines_or_parquet(runs: Path, capsys: pytest.Captur
 
     assert pyarrow.parquet.read_table(path).to_pydict() == {"step": [0, 2, 4], "loss": [3.0, 3.0, 3.0]}
     assert main(["metrics", str(runs / "good"), "--json"]) == 0
-    assert "loss" in json.loads(capsys.readouterr().out)
+    assert "loss" in json.loads(capsys.readouterr().out)["keys"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_runs_are_chosen_and_ordered(runs: Path, capsys: pytest.CaptureFixture[s
     assert main(["runs", str(runs), "--where", "loss < 3.5"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["good"]
     assert main(["runs", str(runs), "--sort=-loss", "--json"]) == 0
-    assert [row["id"] for row in json.loads(capsys.readouterr().out)] == ["bad", "good"]
+    assert [json.loads(row)["id"] for row in capsys.readouterr().out.splitlines()] == ["bad", "good"]
     assert main(["runs", str(runs), "--where", "exit()"]) == 2
 
 

@@ -1,5 +1,6 @@
 """`argosy prepare`: what it says of what it made."""
 
+import json
 import shlex
 
 import pytest
@@ -87,3 +88,24 @@ def test_files_after_the_limit_are_told(tmp_path, monkeypatch, capsys):
     prepare.main([*argv, "--max-text-bytes", "18"])
     said = capsys.readouterr().out
     assert "out: 2 documents from 2 files; 2 files not read: max_text_bytes is reached\n" in said
+
+
+def test_conversations_are_shown_with_what_is_learned_of_them(prepared, capsys, monkeypatch):
+    pairs = [{"prompt": f"{n}+1?", "chosen": f"{n + 1}\x1b[2J", "rejected": "no"} for n in range(3)]
+    (prepared.parent / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    argv = ["pairs.jsonl", "--objective", "dpo", "--tokenizer", "data", "--chat-template", "chatml", "--out", "pairs"]
+    prepare.main([*argv, "--processes", "1", "--validation-fraction", "0", "--show", "2"])
+    start = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert capsys.readouterr().out.partition("\n\n")[2].splitlines() == [
+        *("--- conversation 1, chosen", *start.format("0+1?").splitlines(), "{+1\\x1b[2J<|im_end|>+}", "", ""),
+        *("--- conversation 1, rejected", *start.format("0+1?").splitlines(), "{+no<|im_end|>+}", "", ""),
+        *("--- conversation 2, chosen", *start.format("1+1?").splitlines(), "{+2\\x1b[2J<|im_end|>+}", "", ""),
+        *("--- conversation 2, rejected", *start.format("1+1?").splitlines(), "{+no<|im_end|>+}", ""),
+    ]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    prepare.main(["--out", "pairs", "--verify", "--show", "1"])
+    assert f"{prepare.GREEN}no<|im_end|>{prepare.PLAIN}" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--show 3 prints conversations: say what they are for"):
+        prepare.main(["my text.txt", "--out", "other", "--show", "3"])
+    with pytest.raises(UserError, match="data holds text, and no conversations"):
+        prepare.main(["--out", "data", "--verify", "--show", "3"])

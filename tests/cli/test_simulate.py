@@ -15,7 +15,7 @@ TINY = ["--model.vocab-size", "300", "--model.layers", "2", "--train.global-batc
 def test_a_model_and_a_plan_are_enough(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     assert main(["simulate", *TINY, "--plan", "dp_shard=2", "--rank", "1", "--json", "--trace", str(trace)]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
     assert found["rank"] == 1
     assert sum(found["memory"]["at_peak"].values()) == found["memory"]["peak_bytes"]
     assert {row["axis"] for row in found["traffic"]} == {"shard"}

@@ -115,7 +115,7 @@ def test_a_request_takes_what_a_sites_table_asks_of_an_engine() -> None:
     ("written", "message"),
     [
         ("nodes = 0", "sites[0].launch.nodes = 0: must be a whole number above 0."),
-        ('on = "slum"', 'Try "slurm". Where it is to run.'),
+        ('on = "slum"', 'Try "slurm". The engine and its options.'),
         ('address = "http://me:secret@head:8265"', "credentials"),
         ("node = 2", "sites[0].launch.node = 2: unknown key; did you mean launch.nodes?"),
     ],

@@ -282,10 +282,3 @@ def test_a_run_s_folder_in_place_of_a_run_file_is_answered_with_the_run_file_in_
     run_file("").with_name("plan.toml").write_text("")
     with pytest.raises(UserError, match=r"a folder, not a run file. Try \S+/run.toml.$"):
         load(run_file("").parent)
-
-
-def test_the_demo_s_settings_of_text_say_nothing_of_conversations():
-    given = {"train.objective": "sft", "data.prepare.input": ["chats.jsonl"], "train.steps": 3}
-    run = load(overrides=given)
-    assert run.data.prepare.max_text_bytes is None and run.evaluate.sample_prompt == RunConfig().evaluate.sample_prompt
-    assert run.data.prepare.out != load().data.prepare.out

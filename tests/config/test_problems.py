@@ -20,7 +20,7 @@ KEYS = key_fields(RunConfig)
         ("train.globalbatch", "did you mean train.global_batch?"),
         ("optimzer.lr", "did you mean optimizer.lr?"),
         ("train.lr", "it exists at optimizer.lr."),
-        ("schedule.zzz", "schedule has: kind, warmup_steps, decay_fraction, final_ratio."),
+        ("schedule.zzz", "schedule has: kind, warmup_steps, warmup_fraction, decay_fraction, final_ratio."),
         ("num_train_epochs", "here it is train.epochs."),
     ],
 )

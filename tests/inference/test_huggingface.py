@@ -17,7 +17,8 @@ from argosy.checkpoint import store
 from argosy.config.load import load
 from argosy.errors import StorageError, UserError
 from argosy.inference.huggingface import export_checkpoint, import_checkpoint
-from argosy.inference.trained_model import generate, open_checkpoint
+from argosy.inference.loaded_model import generate
+from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.run_folder import write
 from argosy.plan.plan import Plan
 from transformers_models import ORIGINAL, SIZES, THEIRS, load_theirs, random_theirs

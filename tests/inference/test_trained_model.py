@@ -16,15 +16,12 @@ from argosy.checkpoint import store
 from argosy.checkpoint.boxes import PLACES
 from argosy.checkpoint.store import Checkpoint
 from argosy.errors import ArgosyError, ArgosyWarning, UserError
+from argosy.inference.evaluate import evaluate
 from argosy.inference.huggingface import export_checkpoint
-from argosy.inference.trained_model import evaluate, generate, open_checkpoint, stream
-from argosy.launch import run_folder
-from argosy.observe.events import Metrics
-from argosy.observe.report import Report
-from argosy.parallel.world import World
+from argosy.inference.loaded_model import generate
+from argosy.inference.trained_model import open_checkpoint
 from checkpoint.saving import rewrite
 from mutations import ODD_VALUES
-from tiny import EAGER, SOURCES, prepare_corpus, run_config, train_in
 
 HEAD = "model.head.weight"
 
@@ -111,103 +108,3 @@ def test_whatever_a_file_says_of_its_tensors_the_model_is_right_or_refused(run_d
     except ArgosyError:
         return
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-PROMPT = "def train("
-NO_STOP = {"max_tokens": 60, "temperature": 1.0, "top_p": 1.0, "seed": 1}
-
-
-def test_the_text_follows_from_the_seed(trained):
-    first, second = (generate(trained, PROMPT, seed=3) for _ in range(2))
-    assert first == second != ""
-    assert generate(trained, PROMPT, seed=4) != first
-
-
-def test_at_temperature_zero_the_seed_does_not_matter(trained):
-    assert generate(trained, PROMPT, temperature=0, seed=1) == generate(trained, PROMPT, temperature=0, seed=2)
-
-
-def test_the_pieces_are_the_text_and_a_prefix_of_a_longer_one(trained):
-    text = generate(trained, PROMPT, **NO_STOP)
-    pieces = list(stream(trained, PROMPT, **NO_STOP, stop=()))
-    assert "".join(pieces) == text and len(pieces) > 10
-    assert text.startswith(
-        generate(trained, PROMPT, **{**NO_STOP, "max_tokens": 20}).rstrip("\N{REPLACEMENT CHARACTER}")
-    )
-
-
-@pytest.mark.parametrize("length", [1, 2, 5])
-def test_it_ends_before_a_stop_string_wherever_its_pieces_are_cut(trained, length):
-    text = generate(trained, PROMPT, **NO_STOP)
-    for start in range(0, len(text) - length, 7):
-        stop = text[start : start + length]
-        written = "".join(stream(trained, PROMPT, **NO_STOP, stop=("never to be found", stop)))
-        assert written == text[: text.index(stop)]
-
-
-def test_it_begins_without_a_prompt_too(trained):
-    assert generate(trained, max_tokens=20)
-
-
-def test_it_stays_within_the_context_of_the_model(trained):
-    pieces = list(stream(trained, PROMPT, **{**NO_STOP, "max_tokens": 10_000}, stop=()))
-    assert 0 < len(pieces) <= 128
-
-
-def test_a_prompt_that_fills_the_context_is_refused(trained):
-    with pytest.raises(UserError, match=r"the prompt has \d+ tokens and model\.max_seq_len is 128\. Shorten it"):
-        generate(trained, "word " * 128)
-
-
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(UserError, match="no committed checkpoint there"):
-        generate(tmp_path, PROMPT)
-
-
-def test_a_run_without_its_tokenizer_is_refused(trained, tmp_path):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    for name in ("run.toml", "checkpoints"):
-        (run_dir / name).symlink_to(trained / name)
-    with pytest.raises(UserError, match=r"tokenizer\.json: no tokenizer there\. Copy"):
-        generate(run_dir, PROMPT)
-
-
-def test_the_score_is_that_of_the_run_itself(trained, corpus):
-    validation = Report.load(trained).validation
-    found = evaluate(trained, max_tokens=run_config(corpus).evaluate.tokens)
-    assert found.loss == pytest.approx(validation["loss"], rel=1e-6)
-    assert found.bits_per_byte == pytest.approx(validation["bits_per_byte"], rel=1e-6)
-    assert found.tokens == validation["tokens"]
-
-
-def test_sources_that_only_stages_name_are_scored_as_in_the_run(corpus, tmp_path):
-    other = prepare_corpus(tmp_path / "other", tokenizer=corpus / "tokenizer.json", input=(str(SOURCES / "v1"),))
-    stages = [{"from_step": 1, "sources": {str(other): 1.0}}]
-    run = run_config(corpus, data={"stages": stages}, train={"steps": 2})
-    (folder := tmp_path / "run").mkdir()
-    run_folder.write(folder, run, EAGER, corpus / "tokenizer.json")
-    train_in(World(), run, EAGER, folder)
-    validation = Report.load(folder).validation
-    assert validation["loss"] == pytest.approx(evaluate(folder, max_tokens=run.evaluate.tokens).loss, rel=1e-6)
-
-
-def test_one_checkpoint_and_other_text_may_be_named(trained, corpus):
-    (checkpoint,) = store.committed(trained)
-    train_loss = evaluate(checkpoint.folder, corpus, split="train", max_tokens=4000).loss
-    trained_to = [record["loss"] for record in Metrics(trained).read() if "loss" in record][-1]
-    assert train_loss == pytest.approx(trained_to, abs=0.5)
-
-
-def test_text_of_another_tokenizer_is_refused(trained, tmp_path):
-    other = prepare_corpus(tmp_path, vocab_size=300)
-    with pytest.raises(UserError, match="prepared with another tokenizer"):
-        evaluate(trained, other)
-
-
-def test_an_empty_split_is_refused(trained, tmp_path):
-    tokenizer = trained / "tokenizer.json"
-    other = prepare_corpus(tmp_path, tokenizer=tokenizer, input=(str(SOURCES / "errors.py"),), validation_fraction=0.0)
-    with pytest.raises(UserError, match="its validation split is empty"):
-        evaluate(trained, other)
-    assert evaluate(trained, other, split="train").tokens > 0

@@ -149,7 +149,7 @@ def test_the_loss_of_a_chunk_may_be_another(small, build):
 @pytest.mark.parametrize("pieces", [(24,), (1,) * 24, (7, 1, 16)], ids=str)
 def test_reading_with_a_cache_gives_the_logits_of_reading_at_once(pieces, small, build):
     model, tokens_BT = build(small), tokens()
-    cache = model.new_cache(batch=2, max_seq_len=24)
+    cache = model.new_cache(max_seq_len=24)
     with torch.no_grad():
         parts = [model(piece, cache=cache) for piece in tokens_BT.split(pieces, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens_BT), rtol=1e-4, atol=1e-4)

@@ -48,7 +48,7 @@ def inputs(rows: int = 2) -> Tensor:
 
 
 def rotary(config: ModelConfig, rows: int = 2, start: int = 0, end: int = TOKENS) -> tuple[Tensor, Tensor]:
-    cos, sin = (table[start:end].expand(rows, -1, -1) for table in rotary_table(layer_spec(config, 0).rope, TOKENS))
+    cos, sin = (table[start:end].expand(rows, -1, -1) for table in rotary_table(layer_spec(config, 0).places, TOKENS))
     return cos, sin
 
 
@@ -64,7 +64,7 @@ def by_hand(module: LatentAttention, config: ModelConfig, x_TD: Tensor) -> Tenso
     mla = config.mla
     # YaRN's temperature is in the table; here it divides the scores instead, as it is defined.
     temperature = attention_scale(config.rope_scaling)
-    cos, sin = (table[None] / temperature for table in rotary_table(layer_spec(config, 0).rope, len(x_TD)))
+    cos, sin = (table[None] / temperature for table in rotary_table(layer_spec(config, 0).places, len(x_TD)))
     q = module.q_up(module.q_norm(module.q_down(x_TD))) if mla.q_rank else module.q(x_TD)
     latent, shared_key = module.kv_down(x_TD).split((mla.kv_rank, mla.rope_width), -1)
     keys_values = module.kv_up(module.kv_norm(latent))
@@ -104,7 +104,7 @@ def test_a_packed_document_attends_as_if_it_were_alone(rows):
 def test_a_cache_of_latents_read_in_pieces_gives_the_whole(pieces):
     config = config_of(q_rank=20)
     module, x = layer(config), inputs()
-    cache = cache_of(config, 0, 2, TOKENS, x.detach())
+    cache = cache_of(config, 0, TOKENS)
     parts, start = [], 0
     with torch.no_grad():
         for piece in x.split(pieces, 1):
@@ -129,7 +129,7 @@ def test_bf16_stays_close_and_leaves_gradients_in_fp32():
 def test_the_config_says_which_attention_and_cache_a_block_has():
     dense = ModelConfig(width=WIDTH)
     assert type(attention_of(dense)) is Attention and type(attention_of(config_of())) is LatentAttention
-    assert type(cache_of(dense, 0, 1, 4, torch.zeros(0))) is LayerCache
+    assert type(cache_of(dense, 0, 4)) is LayerCache
 
 
 @pytest.mark.parametrize(

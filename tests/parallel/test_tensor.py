@@ -20,6 +20,7 @@ from argosy.models.layers import Embedding, local
 from argosy.models.loss import chunk_loss_and_gradient
 from argosy.observe.clock import StepClock
 from argosy.parallel.tensor import (
+    SequenceParallel,
     VocabularyLoss,
     gather_sequence,
     looks_up,
@@ -213,7 +214,7 @@ def lookup(world: World, vocab: int) -> tuple[Tensor, Tensor]:
     embedding = Embedding(vocab, 6, torch.float32)
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("tp",))
     split(embedding, "weight", mesh, 0)
-    looks_up(embedding, mesh)
+    looks_up(embedding, mesh, SequenceParallel(mesh.get_group()))
     rows = -(-vocab // world.size)
     with torch.no_grad():
         local(embedding.weight).copy_(weight_VD[min(world.rank * rows, vocab) :][:rows])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ def chaos(folder: Folder, *options: object, steps: int) -> dict[str, Any]:
     """The report of a disturbed run, which has passed, or the exit code would be 1."""
     folder.write_run(steps=steps, every_steps=10)
     limits = ("--resilience.beat-timeout-s", 2, "--launch.max-restarts", 20)
-    report: dict[str, Any] = json.loads(
-        folder.argosy("chaos", "run.toml", *options, *limits, "--json").splitlines()[-1]
-    )
+    report: dict[str, Any] = folder.documents("chaos", "run.toml", *options, *limits, here=False)[0]
     return report
 
 

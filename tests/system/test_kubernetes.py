@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +46,7 @@ def launch(run: Disturbed, *options: str, code: int = 0, volume: str = "shared")
 
 
 def state(run: Disturbed) -> dict[str, Any]:
-    (found,) = json.loads(run.folder.argosy_here("runs", "--json"))
+    (found,) = run.folder.documents("runs")
     return found
 
 

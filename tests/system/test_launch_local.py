@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from commands import Folder
@@ -22,7 +20,7 @@ def run(folder: Folder) -> Disturbed:
 @pytest.mark.slow
 def test_the_commands_of_the_page_work(run: Disturbed) -> None:
     try_all("local.md", run.folder, {}, (*ONE_THREAD, "--train.steps", "6"))
-    (found,) = json.loads(run.folder.argosy("runs", "--json"))
+    (found,) = run.folder.documents("runs", here=False)
     assert found["state"] == "finished" and found["step"] == 6
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +12,7 @@ from commands import Folder
 @pytest.mark.slow
 def test_a_plan_of_two_processes_gives_the_numbers_of_one(folder: Folder) -> None:
     folder.write_run()
-    found = json.loads(folder.argosy("parity", "run.toml", "--plan", "tp=2", "--steps", 3, "--json"))
+    (found,) = folder.documents("parity", "run.toml", "--plan", "tp=2", "--steps", 3, here=False)
     assert found["holds"] and found["steps"] == 3 and found["plan"].startswith("tp=2")
     loss, weights = (found["differences"][key] for key in ("loss", "weights"))
     assert loss["relative"] < found["tolerance"] == 1e-5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import pytest
@@ -14,11 +13,10 @@ from commands import Folder
 @pytest.mark.slow
 def test_it_writes_a_cluster_that_plans_are_made_for(folder: Folder) -> None:
     folder.write_run()
-    said = folder.argosy(
-        "probe", "--run", "run.toml", "--processes", 2, "--minutes", 0.02, "--out", "mine.toml", "--json"
-    )
+    words = ("probe", "--run", "run.toml", "--processes", 2, "--minutes", 0.02, "--out", "mine.toml")
+    (said,) = folder.documents(*words, here=False)
     cluster = Cluster.load(folder.path / "mine.toml")
-    assert json.loads(said.splitlines()[-1])["name"] == cluster.name
+    assert said["name"] == cluster.name
     assert (cluster.nodes, cluster.devices_per_node) == (1, 2)
     assert {row.operation for row in cluster.measured.collectives} >= {"all_reduce", "all_gather", "send"}
     assert cluster.measured.loader_tokens_per_s and not (folder.path / "cluster.toml").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -49,7 +48,7 @@ def launch(run: Disturbed, running: Cluster, *options: str, nodes: int = 2, code
 
 
 def state(run: Disturbed) -> dict[str, Any]:
-    (found,) = json.loads(run.folder.argosy("runs", "--json"))
+    (found,) = run.folder.documents("runs", here=False)
     return found
 
 

@@ -14,7 +14,7 @@ from commands import Folder
 def test_any_rank_of_a_run_file_is_simulated_on_its_own_data(folder: Folder, refused: Callable[..., str]) -> None:
     folder.write_run()
     words = ("simulate", "run.toml", "--plan", "dp_shard=4,zero=1")
-    (found,) = json.loads(folder.argosy(*words, "--rank", 3, "--json", "--trace", "step.json"))
+    (found,) = folder.documents(*words, "--rank", 3, "--trace", "step.json", here=False)
     assert found["rank"] == 3 and found["memory"]["at_peak"]["parameters"] > 0
     assert {row["collective"] for row in found["traffic"]} == {"all_reduce", "all_gather", "reduce_scatter"}
     assert json.loads((folder.path / "step.json").read_text())["traceEvents"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -133,7 +132,7 @@ def launch(run: Disturbed, *options: str) -> str:
 
 
 def state(run: Disturbed) -> dict[str, Any]:
-    (found,) = json.loads(run.folder.argosy_here("runs", "--json"))
+    (found,) = run.folder.documents("runs")
     return found
 
 

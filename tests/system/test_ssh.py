@@ -53,7 +53,7 @@ def agents(run: Disturbed) -> dict[str, str]:
 
 
 def state(run: Disturbed) -> dict[str, Any]:
-    (found,) = json.loads(run.folder.argosy_here("runs", "--json"))
+    (found,) = run.folder.documents("runs")
     return found
 
 

@@ -44,7 +44,7 @@ def test_the_stacks_of_all_ranks_are_shown_and_one_that_is_stopped_is_named(fold
     assert "argosy/training/loop.py" in shown and "kept in run/stacks" in shown
     os.kill(pid_of(folder, 1), signal.SIGSTOP)
     try:
-        answers = json.loads(folder.argosy_here("stacks", "run", "--json"))
+        answers = folder.documents("stacks", "run")
     finally:
         os.kill(pid_of(folder, 1), signal.SIGCONT)
     by_rank = {worker["rank"]: worker for answer in answers for worker in answer["workers"]}

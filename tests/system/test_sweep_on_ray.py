@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -40,7 +39,7 @@ def sweeping(folder: Folder) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def trials(folder: Folder) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(folder.argosy_here("runs", "sweeps/lr", "--json"))
+    found: list[dict[str, Any]] = folder.documents("runs", "sweeps/lr")
     return found
 
 

@@ -105,9 +105,9 @@ def test_a_run_leaves_a_folder_that_says_all(finished: Finished) -> None:
     assert report["status"] == "finished" and report["steps"] == 10
     assert report["validation"]["bits_per_byte"] > 0 and report["validation"]["unigram_bits_per_byte"] > 0
     assert abs(sum(v for k, v in report["seconds"].items() if k != "step") - report["seconds"]["step"]) < 0.05
-    assert [c["step"] for c in json.loads(folder.argosy_here("checkpoint", "list", run_dir, "--json"))] == [8, 10]
+    assert [c["step"] for c in folder.documents("checkpoint", "list", run_dir)] == [8, 10]
     assert "whole" in folder.argosy_here("checkpoint", "verify", run_dir)
-    assert json.loads(folder.argosy_here("evaluate", run_dir, "--max-tokens", 2000, "--json"))["loss"] == pytest.approx(
+    assert folder.documents("evaluate", run_dir, "--max-tokens", 2000)[0]["loss"] == pytest.approx(
         report["validation"]["loss"], rel=1e-5
     )
     assert folder.argosy_here("generate", run_dir, "--prompt", "def ", "--max-tokens", 5).startswith("def ")
@@ -183,7 +183,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
     _, err = process.communicate(timeout=PATIENT_S)
     assert process.returncode == 128 + number, err
     assert "stopping after this" in err
-    saved = json.loads(folder.argosy("checkpoint", "list", run_dir, "--json"))
+    saved = folder.documents("checkpoint", "list", run_dir)
     assert len(saved) == 1 and saved[0]["step"] == len(losses(run_dir))
     folder.argosy("train", "run.toml")
     assert losses(run_dir) == undisturbed
@@ -265,7 +265,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_the_newest(folder: Folder) 
         folder.write_run(steps=10, every_steps=2)
         text = folder.argosy("train", "run.toml", "--run-dir", disk / "run", "--checkpoint.keep_last", 5, code=74)
         assert "No space left on device" in text
-        kept = json.loads(folder.argosy_here("checkpoint", "list", disk / "run", "--json"))
+        kept = folder.documents("checkpoint", "list", disk / "run")
         assert kept and kept[-1]["step"] < 10
         assert "whole" in folder.argosy_here("checkpoint", "verify", disk / "run")
         written = [record["step"] for record in records(disk / "run") if "loss" in record]

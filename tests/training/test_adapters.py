@@ -16,7 +16,8 @@ from peft import PeftModel
 from argosy.config.dump import save_run
 from argosy.errors import UserError
 from argosy.inference.adapters import adapters_in, export_adapter, import_adapter, merge_checkpoint
-from argosy.inference.trained_model import evaluate, open_checkpoint
+from argosy.inference.evaluate import evaluate
+from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.resolve import check_parameters
 from argosy.models import hf, peft_adapter
 from argosy.models.decoder import microbatches
@@ -165,6 +166,28 @@ def test_other_weights_are_refused(corpus: Path, tmp_path: Path) -> None:
     beside_adapter = run.model.model_copy(update={"weights": tmp_path / "run"})
     with pytest.raises(UserError, match="holds an adapter alone"):
         train_in(World(), run.model_copy(update={"model": beside_adapter}), eager("microbatch=8"), tmp_path / "second")
+
+
+def test_weights_may_lie_in_a_hugging_face_folder(corpus: Path, tmp_path: Path) -> None:
+    for seed in range(2):
+        model = decoder(seed)
+        hf.export_folder(model.config, model.state_dict(), tmp_path / f"hf{seed}", dtype=torch.bfloat16)
+    keys = {"model": {**MODEL, "weights": tmp_path / "hf0"}, "lora": {"rank": 4}, "checkpoint": {"every_steps": 4}}
+    run = run_config(corpus, **keys)
+    whole = train_in(World(), run, eager("microbatch=8"), tmp_path / "run", 4)
+    again = train_in(World(), run, eager("microbatch=8"), tmp_path / "run")
+    save_run(run, tmp_path / "run" / "run.toml")
+    shutil.copyfile(corpus / "tokenizer.json", tmp_path / "run" / "tokenizer.json")
+    validated = [record["validation_loss"] for record in again if "validation_loss" in record]
+    assert losses(whole) == losses(again)[:4]
+    assert evaluate(tmp_path / "run", max_tokens=1000).loss == pytest.approx(validated[-1], rel=1e-5)
+    export_adapter(tmp_path / "run", tmp_path / "peft")
+    import_adapter(tmp_path / "peft", tmp_path / "hf0", tmp_path / "again")
+    first, second = (open_checkpoint(tmp_path / name).model().state_dict() for name in ("run", "again"))
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+    other = run_config(corpus, **{**keys, "model": {**MODEL, "weights": tmp_path / "hf1"}})
+    with pytest.raises(UserError, match="hf1: the adapter was trained beside other weights"):
+        train_in(World(), other, eager("microbatch=8"), tmp_path / "run")
 
 
 def test_an_adapter_of_another_shape_or_target_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -78,15 +78,19 @@ def test_what_is_the_same_on_all_ranks_is_recorded_by_rank_0_alone(tmp_path):
     for world in (FIRST, SECOND):
         made = records(tmp_path, world)
         made.tell("rewind", step=5, to_step=4)
-        made.evaluated(4, Score(2.0, math.exp(2.0), 1.0, 100))
+        made.evaluated(4, Score(2.0, math.exp(2.0), 1.0, 100), {"arc": {"acc": 0.25, "acc_stderr": 0.125}})
     assert [event["event"] for event in events(tmp_path)] == ["rewind"] and not events(tmp_path, 1)
-    assert records(tmp_path).metrics.read() == [{"step": 4, "validation_loss": 2.0, "bits_per_byte": 1.0}]
+    assert records(tmp_path).metrics.read() == [
+        {"step": 4, "validation_loss": 2.0, "bits_per_byte": 1.0, "tasks": {"arc": {"acc": 0.25, "acc_stderr": 0.125}}}
+    ]
 
 
 def test_an_evaluation_leaves_a_line_on_the_screen(tmp_path, capsys):
     for world in (FIRST, SECOND):
-        records(tmp_path, world).evaluated(4, Score(2.0, math.exp(2.0), 1.0, 100))
-    assert capsys.readouterr().out == " step     5  evaluated: loss 2.000, 1.000 bits per byte\n"
+        records(tmp_path, world).evaluated(4, Score(2.0, math.exp(2.0), 1.0, 100), {"arc": {"acc": 0.25}})
+    assert capsys.readouterr().out == (
+        " step     5  evaluated: loss 2.000, 1.000 bits per byte\n             arc: acc 0.250\n"
+    )
 
 
 def test_the_line_of_a_step_leaves_out_the_time_of_what_comes_now_and_then(tmp_path):

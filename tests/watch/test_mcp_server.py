@@ -20,8 +20,9 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 
 from argosy.watch import mcp_server
+from argosy.watch.http import listening
 from argosy.watch.mcp_server import server_of_runs
-from argosy.watch.serve import listening, server_of
+from argosy.watch.serve import server_of
 from run_folders import Made, Trouble, append
 
 TROUBLES = {
@@ -139,7 +140,8 @@ def test_what_acts_is_there_only_if_allowed_and_only_after_a_dry_run(runs: Path)
         assert {"start", "stop"} <= names and "replan" not in names
         assert "dry_run=true" in await refused(client, "start", run="well", dry_run=False)
         rehearsed = await ask(client, "start", run="well")
-        assert rehearsed["would_run"][:2] == ["argosy", "launch"] and not (runs / "well/launch").exists()
+        assert rehearsed["would_run"][:2] == ["argosy", "launch"] and rehearsed["says"][0]["would"]
+        assert not (runs / "well/launch").exists()
         assert "dry_run=true" in await refused(client, "start", run="slow", dry_run=False), "another one was rehearsed"
         assert "was not launched" in await refused(client, "stop", run="well")
         assert "engine" in await refused(client, "start", run="well", engine="--help")

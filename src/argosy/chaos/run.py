@@ -216,10 +216,7 @@ def run_chaos(
 
     Raises: UserError if the reference fails, a kind is unknown, or folder/seed-SEED exists.
     """
-    draw(seed, 1.0, every_s, kinds)  # refuse an unknown kind before anything takes time
-    reference, chaos = folder / "reference", folder / f"seed-{seed}"
-    if chaos.exists():
-        raise UserError(f"{chaos} is there already. Remove it, or try another --fault-seed or --folder.")
+    reference, chaos = folder / "reference", check_chaos(folder, seed, kinds)
     say(f"training undisturbed in {reference}")
     _train_undisturbed(run_file, reference)
     took_s = [record["seconds"]["step"] for record in each_line(reference / "metrics.jsonl") if "loss" in record]
@@ -234,6 +231,15 @@ def run_chaos(
     say(f"training again in {chaos}, with up to {len(faults)} faults")
     campaign.run()
     return _report(campaign, reference, reference_s, seed)
+
+
+def check_chaos(folder: Path, seed: int, kinds: Sequence[str]) -> Path:
+    """Return the folder of the disturbed training. Raises: UserError if it is there, or a kind is unknown."""
+    draw(seed, 1.0, 1.0, kinds or tuple(KINDS))
+    chaos = folder / f"seed-{seed}"
+    if chaos.exists():
+        raise UserError(f"{chaos} is there already. Remove it, or try another --fault-seed or --folder.")
+    return chaos
 
 
 def _train_undisturbed(run_file: Path, folder: Path) -> None:

@@ -26,7 +26,7 @@ class Box:
     whole: tuple[int, ...]
     """Shape of the whole tensor."""
     offset: tuple[int, ...]
-    """Where in the whole the box begins."""
+    """Start of the box in the whole."""
     shape: tuple[int, ...]
 
     @property

@@ -26,7 +26,7 @@ Whole = tuple[str, str, tuple[int, ...]]
 Boxes = list[tuple[Whole, list[Place]]]
 """Boxes, as they travel: each tensor's name once."""
 Posting = tuple[Boxes, Boxes]
-"""What a rank holds of an owner's tensors, and what it lacks."""
+"""Parts of an owner's tensors that a rank holds, and those that it lacks."""
 Supply = tuple[int, int, str, Place | None, Place | None]
 """For the rank that lacks something: which of its boxes (its number in the posting), the sender, the dtype there, the
 sender's box, the part of it that comes (None: as the box that is lacked)."""
@@ -200,7 +200,7 @@ def _settled(posted: Iterable[Letter]) -> tuple[dict[int, Answer], Misfit | None
 
 @dataclass
 class _Tensor:
-    """What an owner knows of a tensor."""
+    """An owner's knowledge of a tensor."""
 
     holders: dict[Box, list[int]] = field(default_factory=dict)
     wants: list[tuple[int, int, Box]] = field(default_factory=list)

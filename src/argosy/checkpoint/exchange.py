@@ -43,7 +43,7 @@ class NobodyHas(ArgosyError):
 
 @dataclass(frozen=True)
 class Traffic:
-    """How much of what was wanted a rank sent, received, and found in its own memory."""
+    """Bytes that a rank sent, received, and found in its own memory."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -131,7 +131,7 @@ class _Message:
     number: int
     """Number among the messages of the two ranks, from 0."""
     parts: list[tuple[int, Transfer]] = field(default_factory=list)
-    """Where each part begins, and the part."""
+    """Start of each part, and the part."""
     bytes: int = 0
 
     def add(self, transfer: Transfer) -> None:

@@ -24,7 +24,7 @@ GENERATION = "ARGOSY_GENERATION"
 GONE = ".gone"
 """Ends the names of folders that have lost theirs; they are deleted later."""
 OLD_NAME = "epoch"
-"""What a generation was called in the folders of older runs, which go on."""
+"""Name of a generation in the folders of older runs, which go on."""
 OLD_FILES = (".generation", f".{OLD_NAME}")
 """Files in the folders of older runs: the number of the newest generation."""
 _PARTIAL = re.compile(rf"step-([0-9]{{8,15}})\.(?:generation|{OLD_NAME})-([0-9]{{4,15}})" + re.escape(PARTIAL))

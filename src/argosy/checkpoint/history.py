@@ -1,4 +1,4 @@
-"""Where a state stands in its run, and which worlds of processes it has been through.
+"""Position of a state in its run, and the worlds of processes that it has been through.
 
 A run may go back: to an in-memory checkpoint, to one on disk, to before a bad step. Checkpoints of later steps may be
 left over, or come back with a node that was cut off. They are whole, and of this run, but of a course that it has left.

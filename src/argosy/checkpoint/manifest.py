@@ -23,7 +23,7 @@ LATEST_S = 253_402_300_799
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
-    """What a checkpoint holds. If a folder of that name has a manifest, all of the checkpoint is there."""
+    """Contents of a checkpoint. If a folder of that name has a manifest, all of the checkpoint is there."""
 
     format: int = FORMAT
     step: int
@@ -44,7 +44,8 @@ class CheckpointManifest:
     config_sha256: str = ""
     """SHA-256 of the run file, without keys that may change when a run goes on (`config.identity`)."""
     base_sha256: str = ""
-    """Of an adapter's checkpoint: the manifest's SHA-256 of that of the weights beside it, which it leaves out."""
+    """Of an adapter's checkpoint: the SHA-256 of the weights beside it, which it leaves out: that of their checkpoint's
+    manifest, or what tells their Hugging Face folder from others (`models.hf.weights_sha256`)."""
     has_optimizer: bool
     """False for imported weights: good for generate, evaluate and model.weights, not to resume from."""
     generation: int = 0

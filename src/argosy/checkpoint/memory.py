@@ -47,7 +47,7 @@ FOLDER = "ARGOSY_MEMORY"
 NODE = "ARGOSY_NODE"
 """Environment variable: name of this node; the host's if it is not set."""
 TIMEOUT_S = 60.0
-"""How long a rank waits for another's part; then no more in-memory checkpoints are saved in this world."""
+"""Longest wait of a rank for another's part; then no more in-memory checkpoints are saved in this world."""
 READ_BYTES = 16 * 2**20
 _NAME = re.compile(r"(?P<world>[0-9a-f]+)\.(?P<step>\d{8,})\.(?P<rank>\d{5,})\.(?P<crc>[0-9a-f]{8})")
 
@@ -65,7 +65,7 @@ def node_name() -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """What one rank does for the in-memory checkpoints of its world."""
+    """One rank's side of the in-memory checkpoints of its world."""
 
     kept: tuple[Box, ...] = ()
     """The boxes that it keeps."""
@@ -172,7 +172,7 @@ class MemoryCheckpointer:
         self.step: int | None = None
         """Step of the newest that all ranks have."""
         self.stall_s: float | None = None
-        """How long the newest held up training, on the rank that it held up most."""
+        """Seconds that the newest held up training, on the rank that it held up most."""
 
     def save(self, position: Position, tensors: Mapping[Box, Tensor]) -> None:
         """Save the state. Returns when this rank's part is copied; the rest is in the background.

@@ -1,4 +1,4 @@
-"""Which run a folder belongs to, here and in another place: a name that the run's folder keeps under every path.
+"""The owner of a folder, here and in another place: a name that the run's folder keeps under every path.
 
 It tells nodes of different runs apart, and runs of one name that copy their checkpoints to one place.
 """
@@ -21,7 +21,7 @@ OWNER = "owner.json"
 LONGEST = 64
 """Letters of a name."""
 WRITE_S = 2.0
-"""How long a file that is empty is waited for: another process has just created it."""
+"""Longest wait for a file that is empty: another process has just created it."""
 
 
 def name_of(run_dir: Path) -> str:

@@ -40,7 +40,7 @@ MORE_PATIENT = 1.25
 GROUP = 128
 """Ranks whose notes their head sums up: about the square root of the largest number of ranks."""
 PROGRESS_S = 1.0
-"""How often `progress` is called at most, and how often the sizes of files are looked at."""
+"""Shortest interval between calls of `progress`, and between looks at the sizes of files."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SaveOrder:
     bytes: int
     """Size of the snapshot, which is to become this rank's file."""
     began_s: float
-    """When training asked for it, on the machine's monotonic clock."""
+    """Time at which training asked for it, on the machine's monotonic clock."""
     manifest: dict[str, Any]
     """The checkpoint's manifest as a record, still without files."""
 
@@ -96,7 +96,7 @@ class SaveOrder:
 
 @dataclass(frozen=True)
 class Note:
-    """How a rank's part went, or those of a group."""
+    """Outcome of a rank's part, or of a group's parts."""
 
     ticket: str
     files: tuple[tuple[int, str], ...] = ()

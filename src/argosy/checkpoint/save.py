@@ -37,7 +37,7 @@ SILENT_S = 10.0
 """A writer that does not answer for so long, stopped or holding Python's lock, is given up too; one that starts may
 take HUNG_S."""
 ASK_S = 1.0
-"""How often a writer that has something to do is asked whether it is there: a thread that waits for no disk answers."""
+"""Interval at which a busy writer is asked whether it is there: a thread that waits for no disk answers."""
 LISTEN_S, CHECK_S = 1.0, 0.1
 """While a save is waited for: how often it is asked whether it advances, and how often `check` is called."""
 WRITER = "argosy.checkpoint.writer"
@@ -80,7 +80,7 @@ class Saver:
         self.last_error: str | None = None
         """Why the newest save of this rank's part failed (on the first rank: of the whole); None if it did not."""
         self.written_bytes = 0
-        """What this rank has written to checkpoints, all of them together."""
+        """Bytes that this rank has written to checkpoints, all of them together."""
 
     @property
     def writer_pid(self) -> int | None:

@@ -26,7 +26,9 @@ from argosy.models.lazy_weights import LazyWeights
 from argosy.models.tensor_file import TensorToWrite, write_tensors
 
 MODEL = "model."
-"""How the names of weights begin in checkpoints."""
+"""Prefix of the names of weights in checkpoints."""
+SCORE = "score.weight"
+"""The head of a reward model, which begins with initial values if the weights are those of a model without one."""
 FILE_BYTES = 4 * 10**9
 """About how many bytes go into one file of a checkpoint that is written here."""
 
@@ -63,26 +65,36 @@ class CheckpointWeights(LazyWeights):
         return Box(MODEL + name, "", self.shape(name), tuple(offset), tuple(shape))
 
 
-@torch.no_grad()
+def folder_weights(place: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> LazyWeights:
+    """Open the weights of a Hugging Face folder or its URL, which are read on demand.
+
+    Raises: UserError if one of `shapes`, but for `SCORE`, is not there, or one has another shape.
+    """
+    named = "model.weights = "
+    _, weights = import_folder(place, named)
+    for name, shape in shapes.items():
+        if (name not in weights and name != SCORE) or (name in weights and weights.shape(name) != shape):
+            found = f"is {list(weights.shape(name))} there and {list(shape)} here" if name in weights else "is missing"
+            raise UserError(
+                f"{named}{spelled(place)} is of another model: {name} {found}.\n  Leave out the sizes in the model "
+                "section: those of model.weights are taken then."
+            )
+    return weights
+
+
 def fill_from_folder(parts: Mapping[Box, Tensor], place: str | Path) -> None:
     """Fill this rank's parts of the weights from a Hugging Face folder or its URL, of which no more is read.
 
     Raises: UserError, before any is filled, if one is not there or has another shape.
     """
-    named = "model.weights = "
-    _, weights = import_folder(place, named)
-    for box in parts:
-        name = box.name.removeprefix(MODEL)
-        if name not in weights or weights.shape(name) != box.whole:
-            found = (
-                f"is {list(weights.shape(name))} there and {list(box.whole)} here" if name in weights else "is missing"
-            )
-            raise UserError(
-                f"{named}{spelled(place)} is of another model: {name} {found}.\n  Leave out the sizes in the model "
-                "section: those of model.weights are taken then."
-            )
+    fill(parts, folder_weights(place, {box.name.removeprefix(MODEL): box.whole for box in parts}))
+
+
+@torch.no_grad()
+def fill(parts: Mapping[Box, Tensor], weights: LazyWeights) -> None:
+    """Fill this rank's parts of the weights in place, whatever their dtypes, and read no more than these."""
     for box, part in parts.items():
-        if part.numel():
+        if part.numel() and box.name.removeprefix(MODEL) in weights:
             part.copy_(weights.part(box.name.removeprefix(MODEL), box.offset, box.shape))
 
 

@@ -41,7 +41,7 @@ from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import channel_to_parent, messages
 
 PATIENCE_S = 1.0
-"""How long the first writer waits for the others at least."""
+"""Shortest limit of the first writer's wait for the others."""
 LOOK_S = 0.02, 2.0
 """The first and the longest pause between two looks at the folder."""
 
@@ -146,7 +146,7 @@ NICENESS = 5
 
 @dataclass(frozen=True)
 class Upkeep:
-    """What is done with checkpoints once they are committed."""
+    """Work on checkpoints once they are committed."""
 
     keep_last: int = 2
     keep_every: int = 0

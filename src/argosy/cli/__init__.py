@@ -30,6 +30,8 @@ COMMANDS = {
     "watch": "show runs in a web page or in the terminal, live or afterwards",
     "checkpoint": "list, verify, export, import and prune checkpoints",
     "generate": "continue a text with a checkpoint",
+    "chat": "talk with a model in the terminal",
+    "serve": "serve a model by OpenAI's API, to try it",
     "evaluate": "measure a checkpoint's loss on held-out text",
     "parity": "train some steps in one process and as a plan says, and compare",
     "replay": "run steps again, and compare them bit for bit",
@@ -103,10 +105,12 @@ def _main(argv: list[str]) -> int:
     if name == "--version":
         print(_version())
         return 0
-    if name not in COMMANDS:
-        print(_unknown_command(name), file=sys.stderr)
-        return 2
-    return _run(name, argv[1:])
+    if "--json" not in argv:
+        return _run(name, argv[1:])
+    from argosy.cli.documents import documents_on_stdout
+
+    with documents_on_stdout():
+        return _run(name, argv[1:])
 
 
 def _version() -> str:
@@ -134,27 +138,38 @@ def _version() -> str:
 
 def _run(name: str, argv: list[str]) -> int:
     from argosy.credentials import redact
-    from argosy.errors import ArgosyError, ArgosyWarning, record_of_error
+    from argosy.errors import ArgosyError, ArgosyWarning, ErrorDocument, UserError, record_of_error
     from argosy.observe.terminal import print_message
+
+    def tell(record: ErrorDocument) -> int:
+        if "--json" in (name, *argv):
+            from argosy.cli.documents import write
+
+            write("error", record)
+        return record.exit_code
 
     warnings.simplefilter("default", ArgosyWarning)  # each text once
     warnings.showwarning = _show_warning
     try:
+        if name not in COMMANDS:
+            raise UserError(_unknown_command(name))
         code = import_module(f"argosy.cli.{name}").main(argv)
         sys.stdout.flush()
         return int(code or 0)
     except ArgosyError as error:
-        if "--json" in argv:
-            import json
-
-            print(json.dumps(record_of_error(error)), flush=True)
         if os.environ.get("ARGOSY_DEBUG") == "1":
             print(redact(traceback.format_exc()), end="", file=sys.stderr)
         print_message(f"argosy: {error}")
-        return error.exit_code
+        return tell(record_of_error(error))
     except KeyboardInterrupt:
-        print_message(f"argosy {name}: stopped. {WHEN_STOPPED.get(name, 'The same command starts again.')}")
-        return 130
+        said = f"argosy {name}: stopped. {WHEN_STOPPED.get(name, 'The same command starts again.')}"
+        print_message(said)
+        return tell(ErrorDocument(said, 130))
+    except BrokenPipeError:
+        raise
+    except Exception as bug:
+        tell(ErrorDocument(redact(f"{type(bug).__name__}: {bug}"), 1))
+        raise
 
 
 def _show_warning(
@@ -208,4 +223,4 @@ def _unknown_command(name: str) -> str:
 
     near = get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(COMMANDS)}."
-    return f"argosy: no command {name!r}; {hint}"
+    return f"no command {name!r}; {hint}"

@@ -20,6 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import parse_run
 from argosy.config.identity import check_repeatable
 from argosy.errors import UserError
@@ -43,8 +44,10 @@ class Options:
     """Folder of both trainings; runs/NAME-chaos if not given."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    dry_run: bool = False
+    """Say what would be trained and how it would be disturbed, and do nothing."""
     json: bool = False
-    """Print the report as JSON on the last line."""
+    """Print the report as JSON."""
 
 
 @lasting_output()
@@ -63,11 +66,32 @@ def main(argv: list[str]) -> int:
         train = run.train.model_copy(update={"minutes": options.minutes, "steps": 0, "epochs": 0.0})
         run = run.model_copy(update={"train": train})
     folder = (options.folder or Path("runs") / f"{run.name}-chaos").absolute()
+    if options.dry_run:
+        show_dry_run(_would(folder, options), options.json)
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run it started is ended
     seed, kinds = options.fault_seed, options.kinds or tuple(KINDS)
     with made_folder(folder):
         save_run(run, folder / "run.toml")
         report = run_chaos(folder / "run.toml", folder, seed=seed, every_s=options.every_s, kinds=kinds)
     (folder / f"seed-{seed}.json").write_text(report.model_dump_json(indent=1) + "\n")
-    print(report.model_dump_json() if options.json else report.in_words())
+    if options.json:
+        write("chaos", report)
+    else:
+        print(report.in_words())
     return 0 if report.is_passed else 1
+
+
+def _would(folder: Path, options: Options) -> DryRun:
+    from argosy.chaos.run import check_chaos
+
+    chaos = check_chaos(folder, options.fault_seed, options.kinds)
+    done = (folder / "reference" / "report.json").exists()
+    undisturbed = (
+        f"compare with the training in {folder / 'reference'}, which is there"
+        if done
+        else (f"train undisturbed in {folder / 'reference'}")
+    )
+    kinds = f" ({', '.join(options.kinds)})" if options.kinds else ""
+    disturbed = f"train again in {chaos}, with a fault{kinds} every {options.every_s:g} s on average"
+    return DryRun((undisturbed, disturbed), folder)

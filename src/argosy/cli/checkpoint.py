@@ -5,6 +5,7 @@ Examples:
   argosy checkpoint verify runs/demo                    read every byte back against its checksum
   argosy checkpoint prune runs/demo --keep-last 1       delete all but the newest
   argosy checkpoint export runs/demo --out demo-hf      weights and tokenizer for transformers, vLLM, ...
+  argosy checkpoint export runs/demo --out demo-gguf --format gguf    the same for llama.cpp
   argosy checkpoint import Qwen3-0.6B --out runs/qwen   a run folder to generate with, or to train from
   argosy checkpoint list runs                           the adapters in a folder of runs
   argosy checkpoint merge runs/lora --out runs/merged   an adapter, merged into its weights
@@ -16,17 +17,17 @@ Examples:
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from argosy.cli.documents import DryRun, Written, show_dry_run, write
 from argosy.cli.options import ALL, SHORT, fitted, must_be_folder, parse
 from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyError, UserError
@@ -36,9 +37,6 @@ from argosy.observe.terminal import printable
 if TYPE_CHECKING:
     from argosy.checkpoint.store import Checkpoint
 
-HIDDEN = ("files", "step", "history")
-"""Keys of a manifest that `list` does not show."""
-
 
 @dataclass(frozen=True)
 class Looking:
@@ -47,7 +45,54 @@ class Looking:
     path: Annotated[Path, tyro.conf.Positional]
     """A run's folder, or one checkpoint."""
     json: bool = False
-    """Print JSON."""
+    """Print JSON, a checkpoint a line."""
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """A checkpoint in a list."""
+
+    step: int
+    damaged: str | None = None
+    """Why its manifest cannot be read; then nothing below is known."""
+    bytes: int | None = None
+    verified: bool = False
+    """True if it was read back after it was written, and has not changed since."""
+    changed: str | None = None
+    """A file that was changed since."""
+    tokens: int | None = None
+    """Tokens trained on."""
+    saved_at_s: float | None = None
+    """Seconds since 1970."""
+    plan: str | None = None
+    data_identity: str | None = None
+    config_sha256: str | None = None
+    base_sha256: str | None = None
+    """Of an adapter's: the manifest of the weights beside it."""
+    has_optimizer: bool | None = None
+    """False for imported weights."""
+    generation: int | None = None
+    rounds: int | None = None
+    """Rounds between sites."""
+    skipped: list[tuple[int, int]] | None = None
+    """Ranges of samples that no update is made from."""
+
+
+@dataclass(frozen=True)
+class VerifiedCheckpoint:
+    """A checkpoint whose bytes were read."""
+
+    checkpoint: str
+    whole: bool
+    problem: str | None
+    """The damage, in words."""
+
+
+@dataclass(frozen=True)
+class PrunedCheckpoints:
+    """Checkpoints that were deleted."""
+
+    deleted: list[str]
 
 
 @dataclass(frozen=True)
@@ -62,6 +107,8 @@ class Pruning:
     """Checkpoints at multiples of this many steps are kept too; 0: none."""
     dry_run: bool = False
     """Say what would be deleted, and delete nothing."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +118,27 @@ class Exporting:
     path: Annotated[Path, tyro.conf.Positional]
     """A run's folder (its newest checkpoint) or one checkpoint."""
     out: str
-    """The Hugging Face folder to write, or its URL in a store (s3://...); it must not exist yet."""
-    dtype: Literal["stored", "fp32", "bf16", "fp16"] = "stored"
-    """Number format of the weights. Training keeps them in fp32, an import as they came."""
+    """The folder to write, or its URL in a store (s3://...); it must not exist yet."""
+    format: Literal["safetensors", "gguf", "fp8", "int8", "int4"] = "safetensors"
+    """safetensors: a Hugging Face folder. gguf: a file for llama.cpp. fp8, int8, int4: a Hugging Face folder whose
+    linear layers are compressed, for vLLM (FP8_DYNAMIC, W8A8 and W4A16 of compressed-tensors)."""
+    type: Literal["bf16", "f16", "q8_0", "q4_0"] | None = None
+    """gguf: the type of matrices; bf16 if none is given."""
+    dtype: Literal["stored", "fp32", "bf16", "fp16"] | None = None
+    """Number format of the weights; those that are not compressed, with fp8, int8 and int4. stored (the default of
+    safetensors): training keeps fp32, an import what came. The others' default is bf16."""
+    license: str = ""
+    """The model's license in README.md, by its name on Hugging Face's hub, such as apache-2.0."""
+    overwrite: bool = False
+    """Write README.md anew where the run's folder has one of yours, or weights that were imported came with one."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     adapter: bool = False
     """Write the run's adapter alone, in PEFT's format; otherwise it is merged into the weights."""
+    dry_run: bool = False
+    """Say what would be written, and write nothing."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +151,10 @@ class Merging:
     """The run folder to write; it must not exist yet."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    dry_run: bool = False
+    """Say what would be written, and write nothing."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +167,11 @@ class Importing:
     out: Path
     """The run folder to write; it must not exist yet."""
     base: Path | None = None
-    """The run, or checkpoint, whose weights the adapter in FOLDER was trained beside."""
+    """The run, checkpoint or Hugging Face folder whose weights the adapter in FOLDER was trained beside."""
+    dry_run: bool = False
+    """Say what would be written, and write nothing."""
+    json: bool = False
+    """Print JSON."""
 
 
 def main(argv: list[str]) -> int:
@@ -137,20 +206,24 @@ def _list(argv: list[str]) -> int:
     checkpoints = _checkpoints(options.path)
     if not checkpoints and not (options.path / "run.toml").is_file():
         return _list_adapters(options)
-    rows: list[dict[str, Any]] = []
-    for checkpoint in checkpoints:
-        try:
-            rest = {key: value for key, value in checkpoint.manifest.to_record().items() if key not in HIDDEN}
-            changed = checkpoint.changed_file()
-            verified = {"verified": checkpoint.is_verified and changed is None, "changed": changed}
-            rows.append({"step": checkpoint.step, "bytes": checkpoint.bytes, **verified, **rest})
-        except ArgosyError as damage:
-            rows.append({"step": checkpoint.step, "damaged": str(damage)})
+    rows = list(map(_listed, checkpoints))
     if options.json:
-        print(json.dumps(rows, indent=2))
+        write("checkpoint-list", *rows)
     else:
         print(printable("\n".join(map(_line, rows))) or f"{options.path}: no committed checkpoint")
     return 0
+
+
+def _listed(checkpoint: Checkpoint) -> ListedCheckpoint:
+    try:
+        changed, manifest = checkpoint.changed_file(), vars(checkpoint.manifest)
+        shown = {field.name: manifest[field.name] for field in fields(ListedCheckpoint) if field.name in manifest}
+        is_verified = checkpoint.is_verified and changed is None
+        return ListedCheckpoint(
+            **{**shown, "step": checkpoint.step}, bytes=checkpoint.bytes, verified=is_verified, changed=changed
+        )
+    except ArgosyError as damage:
+        return ListedCheckpoint(checkpoint.step, str(damage))
 
 
 def _list_adapters(options: Looking) -> int:
@@ -165,7 +238,7 @@ def _list_adapters(options: Looking) -> int:
         raise UserError(f"{options.path}: neither a run nor a checkpoint. Give a run's folder, such as runs/NAME.")
     found = adapters_in(options.path)
     if options.json:
-        print(json.dumps([adapter.to_record() for adapter in found], indent=2))
+        write("checkpoint-list-adapters", *found)
     else:
         print(printable("\n".join(map(line, found))) or f"{options.path}: no run there trains an adapter")
     return 0
@@ -178,15 +251,15 @@ def _checkpoints(path: Path) -> Sequence[Checkpoint]:
     return [Checkpoint(path)] if (path / MANIFEST).exists() else committed(path)
 
 
-def _line(row: dict[str, Any]) -> str:
-    name = f"step-{row['step']:08d}"
-    if "damaged" in row:
-        return f"{name}  {row['damaged']}"
-    saved = datetime.fromtimestamp(row["saved_at_s"]).strftime("%Y-%m-%d %H:%M:%S")
-    verified = "verified" if row["verified"] else "not verified"
-    if row["changed"]:
-        verified += f": {row['changed']} was changed since; `argosy checkpoint verify` reads it"
-    return f"{name}  {row['bytes'] / 1e6:9.1f} MB  {row['tokens'] / 1e6:9.2f}M tokens  {saved}  {verified}"
+def _line(row: ListedCheckpoint) -> str:
+    name = f"step-{row.step:08d}"
+    if row.bytes is None or row.tokens is None or row.saved_at_s is None:
+        return f"{name}  {row.damaged}"
+    saved = datetime.fromtimestamp(row.saved_at_s).strftime("%Y-%m-%d %H:%M:%S")
+    verified = "verified" if row.verified else "not verified"
+    if row.changed:
+        verified += f": {row.changed} was changed since; `argosy checkpoint verify` reads it"
+    return f"{name}  {row.bytes / 1e6:9.1f} MB  {row.tokens / 1e6:9.2f}M tokens  {saved}  {verified}"
 
 
 def _verify(argv: list[str]) -> int:
@@ -214,10 +287,11 @@ def _verify(argv: list[str]) -> int:
                     checkpoint.mark_verified()
         except DamagedCheckpoint as damage:
             problems[checkpoint.folder.name] = str(damage)
-        if not options.json:
-            print(printable(problems[checkpoint.folder.name] or f"{checkpoint.folder.name}: whole"))
-    if options.json:
-        print(json.dumps(problems, indent=2))
+        name, problem = checkpoint.folder.name, problems[checkpoint.folder.name]
+        if options.json:
+            write("checkpoint-verify", VerifiedCheckpoint(name, problem is None, problem))
+        else:
+            print(printable(problem or f"{name}: whole"))
     return 1 if any(problems.values()) else 0
 
 
@@ -234,37 +308,60 @@ def _prune(argv: list[str]) -> int:
     must_be_folder(options.run_dir)
     if options.keep_last < 1 or options.keep_every < 0:
         raise UserError("--keep-last must be at least 1 and --keep-every at least 0: the newest is always kept.")
-    with locked(options.run_dir):
+    with nullcontext() if options.dry_run else locked(options.run_dir):
         keep_verified = min(options.keep_last, VERIFIED_KEPT)
         keep = options.keep_last, options.keep_every, keep_verified
         dropped = prune(options.run_dir, *keep, dry_run=options.dry_run)
-    what = "would delete" if options.dry_run else "deleted"
-    print("\n".join(f"{what} {c.folder.name}" for c in dropped) or "nothing to delete")
+    if options.dry_run:
+        show_dry_run(DryRun(tuple(f"delete {c.folder.name}" for c in dropped), options.run_dir), options.json)
+    elif options.json:
+        write("checkpoint-prune", PrunedCheckpoints([c.folder.name for c in dropped]))
+    else:
+        print("\n".join(f"deleted {c.folder.name}" for c in dropped) or "nothing to delete")
     return 0
 
 
 def _export(argv: list[str]) -> int:
-    """Write a checkpoint's weights and tokenizer as a Hugging Face folder, for transformers, vLLM and others.
+    """Write a checkpoint's weights and tokenizer as a Hugging Face folder, for transformers, vLLM and others, or as a
+    gguf file, for llama.cpp; with a README.md that says how it was trained.
 
     An adapter is merged into the weights, or with --adapter written alone, in PEFT's format.
 
     Examples:
       argosy checkpoint export runs/demo --out demo-hf
+      argosy checkpoint export runs/demo --out demo-gguf --format gguf --type q8_0
+      argosy checkpoint export runs/demo --out demo-int8 --format int8
       argosy checkpoint export runs/lora --out lora-peft --adapter
     """
     options = parse(argv, "argosy checkpoint export", Exporting, inspect.getdoc(_export))
     must_be_folder(options.path)
+    if options.adapter and (options.format != "safetensors" or options.type or options.dtype):
+        raise UserError(
+            f"--adapter with --format {options.format}: PEFT's format has one form, safetensors in fp32. Leave "
+            "--adapter out, and the adapter is merged into the weights."
+        )
+    if options.dry_run:
+        return _would_write(options)
     with Progress(enabled=True).during(f"exporting {options.path}"):
         if options.adapter:
             from argosy.inference.adapters import export_adapter
 
-            export_adapter(options.path, Path(options.out), options.trust_code)
+            out, card = Path(options.out), (options.license, options.overwrite)
+            export_adapter(options.path, out, options.trust_code, *card)
         else:
             from argosy.inference.huggingface import export_checkpoint
 
-            export_checkpoint(options.path, options.out, options.dtype, options.trust_code)
-    print(f"wrote {options.out}", file=sys.stderr)
-    return 0
+            export_checkpoint(
+                options.path,
+                options.out,
+                options.dtype,
+                options.trust_code,
+                format=options.format,
+                gguf_type=options.type,
+                license_name=options.license,
+                overwrite=options.overwrite,
+            )
+    return _wrote("checkpoint-export", options)
 
 
 def _merge(argv: list[str]) -> int:
@@ -276,12 +373,13 @@ def _merge(argv: list[str]) -> int:
     """
     options = parse(argv, "argosy checkpoint merge", Merging, inspect.getdoc(_merge))
     must_be_folder(options.path)
+    if options.dry_run:
+        return _would_write(options)
     with Progress(enabled=True).during(f"merging {options.path}"):
         from argosy.inference.adapters import merge_checkpoint
 
         merge_checkpoint(options.path, options.out, options.trust_code)
-    print(f"wrote {options.out}", file=sys.stderr)
-    return 0
+    return _wrote("checkpoint-merge", options)
 
 
 def _import(argv: list[str]) -> int:
@@ -295,6 +393,8 @@ def _import(argv: list[str]) -> int:
     options = parse(argv, "argosy checkpoint import", Importing, inspect.getdoc(_import))
     if not is_url(options.folder):
         must_be_folder(Path(options.folder))
+    if options.dry_run:
+        return _would_write(options)
     with Progress(enabled=True).during(f"importing {options.folder}"):
         if options.base is not None:
             from argosy.inference.adapters import import_adapter
@@ -304,5 +404,26 @@ def _import(argv: list[str]) -> int:
             from argosy.inference.huggingface import import_checkpoint
 
             import_checkpoint(options.folder, options.out)
-    print(f"wrote {options.out}", file=sys.stderr)
+    return _wrote("checkpoint-import", options)
+
+
+def _would_write(options: Exporting | Merging | Importing) -> int:
+    """Show what would be written. Raises: UserError if there is no checkpoint to write from, or `out` exists."""
+    from argosy.checkpoint.store import find
+    from argosy.inference.huggingface import check_format, refuse_existing
+
+    if isinstance(options, Exporting):
+        check_format(options.format, options.dtype, options.type)
+    source = options.folder if isinstance(options, Importing) else find(options.path, lambda checkpoint: None).folder
+    if not is_url(str(options.out)):
+        refuse_existing(Path(options.out))
+    show_dry_run(DryRun((f"write {options.out} from {source}",)), options.json)
+    return 0
+
+
+def _wrote(name: str, options: Exporting | Merging | Importing) -> int:
+    if options.json:
+        write(name, Written(str(options.out)))
+    else:
+        print(f"wrote {options.out}", file=sys.stderr)
     return 0

@@ -17,6 +17,7 @@ from typing import Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 from argosy.errors import ArgosyWarning
 
@@ -32,7 +33,7 @@ class Options:
     plot: bool = False
     """Draw the losses too."""
     json: bool = False
-    """Print JSON; `argosy config schema --of compare` has its schema."""
+    """Print JSON."""
 
 
 def main(argv: list[str]) -> None:
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> None:
         reader.refresh()
     found = compare(a, b)
     if options.json:
-        print(found.model_dump_json())
+        write("compare", found)
         return
     for line in in_text(found):
         print(printable(line))

@@ -16,14 +16,14 @@ import inspect
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, TypeAlias
 
 import tyro
-from pydantic import BaseModel
 
+from argosy.cli.documents import Written, schema_of, write
 from argosy.cli.options import ALL, SHORT, fitted, parse, parse_run
 from argosy.config.dump import dump
-from argosy.config.layers import Kind, preset_layer, preset_names, preset_path
+from argosy.config.layers import preset_layer, preset_names, preset_path
 from argosy.config.load import RUN_FILE, build
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
@@ -48,16 +48,23 @@ class Options:
 class SchemaOptions(Options):
     """Options of `argosy config schema`."""
 
-    of: Literal["run", "status", "compare"] = "run"
-    """run: run files; the others: what the command of that name prints with --json."""
+    of: str = "run"
+    """run: run files; else a document that a command prints with --json (`argosy docs programs` lists them)."""
 
 
-def schemas() -> dict[str, type[BaseModel]]:
-    """Return the documents that have a schema: name -> their model."""
-    from argosy.compare.side_by_side import Comparison
-    from argosy.watch.status import RunSummary
+JsonSchema: TypeAlias = dict[str, Any]
+"""A JSON schema."""
 
-    return {"run": RunConfig, "status": RunSummary, "compare": Comparison}
+
+@dataclass(frozen=True)
+class PresetNames:
+    """Names of the presets that come with Argosy."""
+
+    models: dict[str, int]
+    """With the number of their parameters."""
+    runs: list[str]
+    devices: list[str]
+    clusters: list[str]
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,8 @@ class DeviceOptions:
     """Power, W; without it, energy is not predicted."""
     out: Path | None = None
     """The file to write; default: NAME.toml. It must not exist yet."""
+    json: bool = False
+    """Print JSON."""
 
 
 def main(argv: list[str]) -> int:
@@ -123,7 +132,10 @@ def _show(argv: list[str]) -> None:
     if argv and (Path(argv[0]) / RUN_FILE).is_file():
         argv = [str(Path(argv[0]) / RUN_FILE), *argv[1:]]
     options, run = parse_run(argv, "argosy config show", Options, inspect.getdoc(_show))
-    print(run.model_dump_json(indent=2) if options.json else dump(run).rstrip())
+    if options.json:
+        write("config-show", run)
+    else:
+        print(dump(run).rstrip())
 
 
 def _schema(argv: list[str]) -> None:
@@ -135,7 +147,11 @@ def _schema(argv: list[str]) -> None:
       argosy config schema --of status
     """
     options = parse(argv, "argosy config schema", SchemaOptions, inspect.getdoc(_schema))
-    print(json.dumps(schemas()[options.of].model_json_schema(), indent=2))
+    schema = RunConfig.model_json_schema() if options.of == "run" else schema_of(options.of)
+    if options.json:
+        write("config-schema", schema)
+    else:
+        print(json.dumps(schema, indent=2))
 
 
 def _presets(argv: list[str]) -> None:
@@ -147,8 +163,7 @@ def _presets(argv: list[str]) -> None:
     options = parse(argv, "argosy config presets", Options, inspect.getdoc(_presets))
     models = {name: parameters(_model(name)) for name in preset_names("models")}
     if options.json:
-        others: dict[Kind, list[str]] = {kind: preset_names(kind) for kind in ("runs", "devices", "clusters")}
-        print(json.dumps({"models": models, **others}, indent=2))
+        write("config-presets", PresetNames(models, *(preset_names(kind) for kind in ("runs", "devices", "clusters"))))
         return
     print(f"models (--model.preset NAME), parameters (with {LAPTOP_VOCABULARY} tokens where that is open)")
     for name, count in sorted(models.items(), key=lambda item: item[1]):
@@ -188,6 +203,9 @@ def _device(argv: list[str]) -> None:
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
     told = {key for key in device.assumed if not key.endswith("latency_s")}
+    if options.json:
+        write("config-device", Written(str(path), tuple(f"assumed: {key}" for key in sorted(told))))
+        return
     print(f"wrote {path}; use it as --cluster 8x{path}" + (f"; assumed: {', '.join(sorted(told))}" if told else ""))
 
 

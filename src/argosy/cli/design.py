@@ -12,13 +12,13 @@ Examples:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 from argosy.errors import UserError
 from argosy.files import atomic_write
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy design", Options)
     if options.top < 1:
         raise UserError(f"--top {options.top}: must be at least 1.")
-    from argosy.plan.design.report import as_csv, as_json, design_report, in_words, pictures
+    from argosy.plan.design.report import as_csv, as_record, design_report, in_words, pictures
     from argosy.plan.design.space import DesignSpace
 
     space = DesignSpace.load(options.space)
@@ -63,7 +63,10 @@ def main(argv: list[str]) -> None:
             raise UserError(f"--plots {options.plots}: {error.strerror}. Name a folder that can be written.") from None
         for name, text in pictures(report).items():
             _write(options.plots / name, text)
-    print(json.dumps(as_json(report)) if options.json else in_words(report, options.top))
+    if options.json:
+        write("design", as_record(report))
+    else:
+        print(in_words(report, options.top))
 
 
 def _write(path: Path, text: str) -> None:

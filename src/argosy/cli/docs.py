@@ -8,12 +8,12 @@ Examples:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 
 
@@ -29,13 +29,36 @@ class Options:
     """Print JSON."""
 
 
+@dataclass(frozen=True)
+class ManualPage:
+    """A page of the manual."""
+
+    topic: str
+    text: str
+    """Markdown."""
+
+
+@dataclass(frozen=True)
+class ManualTopics:
+    """The pages of the manual."""
+
+    topics: list[str]
+
+
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy docs", Options)
     from argosy.watch import manual
 
     topic = manual.SKILL if options.skill else options.topic
-    found = manual.page(topic) if topic else manual.topics()
+    if not topic:
+        topics = manual.topics()
+        if options.json:
+            write("docs-topics", ManualTopics(topics))
+        else:
+            print("\n".join(topics))
+        return
+    page = ManualPage(topic, manual.page(topic))
     if options.json:
-        print(json.dumps({"topic": topic, "text": found} if topic else found))
+        write("docs", page)
     else:
-        print(found.rstrip() if isinstance(found, str) else "\n".join(found))
+        print(page.text.rstrip())

@@ -1,9 +1,11 @@
-"""Continue a text with a trained model.
+"""Continue texts with a trained model.
 
 Examples:
   argosy generate runs/demo --prompt "def "
   argosy generate runs/demo/checkpoints/step-00000100 --temperature 0 --max-tokens 50
-  argosy generate runs/demo --prompt "import os" --stop "\\n\\n"
+  argosy generate runs/demo --prompt "import os" --stop $'\\n\\n'
+  argosy generate runs/demo --prompts prompts.jsonl --json > texts.jsonl   {"prompt": "..."} on each line
+  argosy generate hf://Qwen/Qwen3-8B --plan tp=2,precision=bf16,weights=bf16 --prompt "Once"
 """
 
 from __future__ import annotations
@@ -11,24 +13,37 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import must_be_folder, parse
 from argosy.config.counts import WholeCount
+from argosy.data.stores.store import is_url
 from argosy.errors import UserError
+from argosy.files import read_at_most
+from argosy.inference.plans import plan_named
+from argosy.inference.sampling import Sampling
 from argosy.observe.terminal import printable, told_if_long
+
+if TYPE_CHECKING:
+    from argosy.inference.loaded_model import LoadedModel
+
+MOST_PROMPT_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of `argosy generate`."""
 
-    path: Annotated[Path, tyro.conf.Positional]
-    """A run's folder (its newest checkpoint) or one checkpoint."""
+    path: Annotated[str, tyro.conf.Positional]
+    """A run's folder (its newest checkpoint), one checkpoint, or a Hugging Face folder or its URL."""
     prompt: str = ""
     """The text to continue; without one, a new document."""
+    prompts: Path | None = None
+    """A file of prompts, one JSON value a line: a text, {"prompt": TEXT}, or {"tokens": [IDS]}; with --json its other
+    keys come out again, under "about"."""
     max_tokens: WholeCount = 200
     """Largest number of tokens to generate."""
     temperature: float = 0.8
@@ -36,47 +51,108 @@ class Options:
     top_p: float = 0.95
     """Draw from the most likely tokens that together have this probability."""
     seed: int = 0
-    """The same seed gives the same text."""
+    """The same seed gives the same text; prompt i of a file gets the seed plus i."""
     stop: tuple[str, ...] = ()
     """Texts to stop before."""
+    batch_size: WholeCount = 16
+    """Prompts of a file that are continued at once."""
+    plan: str = ""
+    """Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
-    """Print {"prompt", "text"} as JSON."""
+    """Print JSON, a prompt a line."""
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A prompt and its continuation."""
+
+    prompt: str | None
+    """The text; null if the prompt was given in tokens."""
+    tokens: list[int] | None
+    """Its tokens, if it was given so."""
+    text: str
+    """The continuation alone."""
+    finish: str
+    """Why it ends: stop or length."""
+    about: dict[str, Any]
+    """The other keys of the prompt's line in the file of prompts, such as an id."""
 
 
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy generate", Options)
-    _check(options)
-    must_be_folder(options.path)
+    sampling = Sampling(options.max_tokens, options.temperature, options.top_p, options.seed, options.stop)
+    sampling.check(lambda key: f"--{key.replace('_', '-')}")
+    if options.batch_size < 1:
+        raise UserError(f"--batch-size {options.batch_size}: must be at least 1.")
+    if options.prompts is not None and options.prompt:
+        raise UserError("--prompt and --prompts: give one of them.")
+    plan = plan_named(options.plan)
+    if not is_url(options.path):
+        must_be_folder(Path(options.path))
+    asked = [{"prompt": options.prompt}] if options.prompts is None else read_prompts(options.prompts)
     with told_if_long("argosy generate: loading the model"):
-        from argosy.inference.trained_model import stream
+        from argosy.inference.loaded_model import load_model
 
-        pieces = stream(
-            options.path,
-            options.prompt,
-            max_tokens=options.max_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=options.seed,
-            stop=options.stop,
-            trust_code=options.trust_code,
-        )
-        first = next(pieces, "")  # what is wrong with the input is said before anything is printed
-    if options.json:
-        with told_if_long("argosy generate: writing"):
-            print(json.dumps({"prompt": options.prompt, "text": "".join([first, *pieces])}))
-        return
-    print(printable(options.prompt + first), end="", flush=True)
+        model = load_model(options.path, plan, options.trust_code)
+    with model:
+        if options.prompts is None and not options.json:
+            _write(model, options.prompt, sampling)
+        else:
+            with told_if_long("argosy generate: writing"):
+                _write_all(model, asked, sampling, options)
+
+
+def read_prompts(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of prompts, each with its "prompt" or "tokens".
+
+    Raises: UserError that names the line.
+    """
+    try:
+        lines = read_at_most(file, MOST_PROMPT_BYTES).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        why = getattr(problem, "strerror", None) or "it is no text in UTF-8"
+        raise UserError(f"--prompts {file}: cannot be read: {why}. Name a file of JSON lines.") from None
+    found = [_prompt_of(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise UserError(f'--prompts {file}: it is empty. Write a prompt on each line, such as {{"prompt": "def "}}.')
+    return found
+
+
+def _prompt_of(line: str, where: str) -> dict[str, Any]:
+    try:
+        said = json.loads(line)
+    except ValueError as problem:
+        raise UserError(f'{where}: no JSON ({problem}). Write a text in quotes, or {{"prompt": TEXT}}.') from None
+    said = {"prompt": said} if isinstance(said, str) else said
+    if not isinstance(said, dict) or len(said.keys() & {"prompt", "tokens"}) != 1:
+        raise UserError(f'{where}: a line is a text in quotes, or has "prompt" or "tokens". Write {{"prompt": TEXT}}.')
+    ids = said.get("tokens")
+    if "prompt" in said and not isinstance(said["prompt"], str):
+        raise UserError(f"{where}: prompt = {json.dumps(said['prompt'])[:50]}: it is no text. Put it in quotes.")
+    if "tokens" in said and not (isinstance(ids, list) and ids and all(type(token) is int for token in ids)):
+        raise UserError(f"{where}: tokens = {json.dumps(ids)[:50]}: a list of whole numbers is needed.")
+    return said
+
+
+def _write(model: LoadedModel, prompt: str, sampling: Sampling) -> None:
+    """Print a prompt, and its continuation as it grows."""
+    pieces = model.stream([prompt], sampling)
+    first = next(pieces)  # what is wrong with the input is said before anything is printed
+    print(printable(prompt + first.text), end="", flush=True)
     for piece in pieces:
-        print(printable(piece), end="", flush=True)
+        print(printable(piece.text), end="", flush=True)
     print()
 
 
-def _check(options: Options) -> None:
-    if options.temperature < 0:
-        raise UserError(f"--temperature {options.temperature}: must be 0 or more. Try 0.8.")
-    if not 0 < options.top_p <= 1:
-        raise UserError(f"--top-p {options.top_p}: must be above 0 and at most 1. Try 0.95.")
-    if options.max_tokens < 1:
-        raise UserError(f"--max-tokens {options.max_tokens}: must be at least 1.")
+def _write_all(model: LoadedModel, asked: list[dict[str, Any]], sampling: Sampling, options: Options) -> None:
+    """Print the prompts with their continuations in their order, each as soon as those before it are written."""
+    prompts = [said["prompt"] if "prompt" in said else said["tokens"] for said in asked]
+    for said, completion in zip(asked, model.complete(prompts, sampling, options.batch_size), strict=True):
+        if options.json:
+            prompt, tokens = said.get("prompt"), said.get("tokens")
+            about = {key: value for key, value in said.items() if key not in ("prompt", "tokens")}
+            write("generate", GeneratedText(prompt, tokens, completion.text, completion.finish, about))
+        else:
+            print(printable(f"{said.get('prompt', '')}{completion.text}\n"), flush=True)

@@ -22,12 +22,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from argosy.cli.documents import DryRun, write
 from argosy.cli.options import parse_run
 from argosy.config.launch import LaunchOptions
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
     from argosy.engines.engine import RunJob
+    from argosy.engines.record import LaunchedJob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,18 @@ class Options(LaunchOptions):
     """Print what would be submitted, and submit nothing."""
     run_dir: Path | None = None
     """The run's folder; runs/NAME if not given."""
+    json: bool = False
+    """Print JSON; of sites, a job a line."""
+
+
+@dataclass(frozen=True)
+class LaunchedRun:
+    """A run, or a site of one, that was launched."""
+
+    run: str
+    folder: Path
+    engine: str
+    job: str
 
 
 def main(argv: list[str]) -> int:
@@ -59,38 +73,58 @@ def main(argv: list[str]) -> int:
         run=run, run_dir=run_dir, words=tuple(_words_of_train(argv)), work_dir=Path.cwd(), **options.for_engine()
     )
     if are_jobs(run):
-        _launch_sites(requests(request, options.on, options.here), options.dry_run)
+        sites = requests(request, options.on, options.here)
+        if options.dry_run:
+            _show_scripts(sites, options.json)
+        else:
+            _launch_sites(sites, options.json)
         return 0
     if options.dry_run:
-        engine = ENGINES[options.on]()
-        engine.check(request)
-        print(engine.script(request), end="")
+        _show_scripts([("", options.on, request)], options.json)
         return 0
     if options.on == "ray" and (job_id := job_here()):
         ENGINES["ray"]().check(request)
         check_is_own(run_dir)
         return hold(request, job_id)
     job = launch(request, options.on)
-    print(f"launched {run.name} on {job.engine}: job {job.id}, in {run_dir}")
-    print(_what_next(run_dir))
+    _tell(request, job, options.json)
+    if not options.json:
+        print(_what_next(run_dir))
     return 0
 
 
-def _launch_sites(sites: Sequence[tuple[str, str, RunJob]], dry_run: bool) -> None:
+def _show_scripts(sites: Sequence[tuple[str, str, RunJob]], is_json: bool) -> None:
+    """Print what would be submitted for the run, or for each of its sites. Raises: UserError if an engine refuses."""
     from argosy.engines.table import ENGINES
+
+    scripts = {}
+    for name, on, request in sites:
+        engine = ENGINES[on]()
+        engine.check(request)
+        scripts[name or request.name] = engine.script(request)
+    if is_json:
+        would = tuple(f"launch {request.name} on {on}, in {request.run_dir}" for _, on, request in sites)
+        write("dry-run", DryRun(would, sites[0][2].run_dir, scripts))
+        return
+    for (name, on, _), script in zip(sites, scripts.values(), strict=True):
+        print(f"# site {name}, on {on}\n{script}" if name else script, end="\n" if name else "")
+
+
+def _launch_sites(sites: Sequence[tuple[str, str, RunJob]], is_json: bool) -> None:
     from argosy.launch.launched import launch_sites
     from argosy.sync.layout import home_of
 
-    if dry_run:
-        for name, on, request in sites:
-            engine = ENGINES[on]()
-            engine.check(request)
-            print(f"# site {name}, on {on}\n{engine.script(request)}")
-        return
     for request, job in launch_sites(sites):
+        _tell(request, job, is_json)
+    if not is_json:
+        print(_what_next(home_of(sites[0][2].run_dir) if len(sites) > 1 else sites[0][2].run_dir))
+
+
+def _tell(request: RunJob, job: LaunchedJob, is_json: bool) -> None:
+    if is_json:
+        write("launch", LaunchedRun(request.name, request.run_dir, job.engine, job.id))
+    else:
         print(f"launched {request.name} on {job.engine}: job {job.id}, in {request.run_dir}", flush=True)
-    whole = home_of(sites[0][2].run_dir) if len(sites) > 1 else sites[0][2].run_dir
-    print(_what_next(whole))
 
 
 def _what_next(run_dir: Path) -> str:

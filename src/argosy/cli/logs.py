@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import sys
 from codecs import getincrementaldecoder
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 
+LONGEST_LINE = 2**20
+"""Characters of a line after which it is cut in two documents."""
 ENDED = {"ended", "finished", "failed", "stopped"}
 
 
@@ -28,6 +32,16 @@ class Options:
     """The run's folder."""
     follow: Annotated[bool, tyro.conf.arg(aliases=["-f"])] = False
     """Go on until the job ends. Ctrl-C ends only the printing."""
+    json: bool = False
+    """Print JSON, a line for each."""
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line that a run printed, or that tells of it."""
+
+    text: str
+    """Without characters that steer a terminal."""
 
 
 def main(argv: list[str]) -> None:
@@ -36,15 +50,13 @@ def main(argv: list[str]) -> None:
     from argosy.observe.terminal import printable
     from argosy.watch.terminal import retold
 
-    characters = getincrementaldecoder("utf-8")("backslashreplace")
+    show = _documents if options.json else _text
     is_empty = True
-    for piece in printed(options.run, options.follow):
-        sys.stdout.write(printable(characters.decode(piece)))
-        sys.stdout.flush()
+    for _ in show(map(printable, _decoded(printed(options.run, options.follow)))):
         is_empty = False
-    for line in retold(options.run) if is_empty and not options.follow else ():  # it printed to a terminal
-        print(printable(line))
-        is_empty = False
+    if is_empty and not options.follow:  # it printed to a terminal
+        for _ in show(f"{printable(line)}\n" for line in retold(options.run)):
+            is_empty = False
     if is_empty:
         states = {run.state: run.why for run in launched_in(options.run)}
         if states.keys() <= ENDED:
@@ -52,3 +64,29 @@ def main(argv: list[str]) -> None:
         else:
             said = "nothing yet; `argosy runs` says what it waits for"
         print(printable(f"{options.run}: {said}"), file=sys.stderr)
+
+
+def _decoded(pieces: Iterable[bytes]) -> Iterator[str]:
+    characters = getincrementaldecoder("utf-8")("backslashreplace")
+    return map(characters.decode, pieces)
+
+
+def _text(pieces: Iterable[str]) -> Iterator[None]:
+    """Print pieces of text as they come, and yield after each."""
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+        yield
+
+
+def _documents(pieces: Iterable[str]) -> Iterator[None]:
+    """Do as `_text` with a document for each line, once it is whole."""
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        if len(rest) > LONGEST_LINE:
+            lines, rest = [*lines, rest], ""
+        write("logs", *map(LogLine, lines))
+        yield
+    if rest:
+        write("logs", LogLine(rest))

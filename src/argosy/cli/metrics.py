@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TypeAlias
 
 import tyro
 
+from argosy.cli.documents import lines_of, write
 from argosy.cli.options import parse
 from argosy.errors import ArgosyWarning, UserError, missing_extra
 from argosy.files import atomic_write
@@ -50,6 +50,17 @@ class Options:
     """The same as --format json; without --columns, a list of the keys."""
 
 
+StepRow: TypeAlias = dict[str, float | None]
+"""A step's numbers by column; null for what it did not measure, or was not finite."""
+
+
+@dataclass(frozen=True)
+class MetricsKeys:
+    """The columns that a run has."""
+
+    keys: list[str]
+
+
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy metrics", Options)
     form = "json" if options.json else options.format
@@ -67,28 +78,34 @@ def main(argv: list[str]) -> None:
     names = [name.strip() for name in options.columns.split(",") if name.strip()]
     if not names:
         keys = [STEP, *(key for key in sorted({*reader.keys(), *reader.evaluations.keys()}) if key != STEP)]
-        print(json.dumps(keys) if form == "json" else "\n".join(keys))
+        if form == "json":
+            write("metrics-keys", MetricsKeys(keys))
+        else:
+            print("\n".join(keys))
         return
     table = table_of_steps(reader, names, options.from_step, options.to_step, options.every)
     if form == "parquet":
         _write_parquet(options.out or Path(), table)
-    elif options.out is None:
-        _write_text(sys.stdout, table, form)
+    elif options.out is None and form == "json":
+        write("metrics", *_rows(table))
     else:
         text = io.StringIO(newline="")
-        _write_text(text, table, form)
+        if form == "json":
+            text.writelines(f"{line}\n" for line in lines_of("metrics", *_rows(table)))
+        else:
+            writer = csv.writer(text, lineterminator="\n")
+            writer.writerow(table)
+            writer.writerows(zip(*table.values(), strict=True))
+        if options.out is None:
+            print(text.getvalue(), end="")
+            return
         with atomic_write(options.out) as file:
             file.write(text.getvalue().encode())
 
 
-def _write_text(file: TextIO, table: dict[str, list[Any]], form: str) -> None:
-    rows = zip(*table.values(), strict=True)
-    if form == "json":
-        file.writelines(json.dumps(dict(zip(table, row, strict=True))) + "\n" for row in rows)
-        return
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(table)
-    writer.writerows(rows)
+def _rows(table: dict[str, list[Any]]) -> Iterator[StepRow]:
+    for row in zip(*table.values(), strict=True):
+        yield dict(zip(table, row, strict=True))
 
 
 def _write_parquet(path: Path, table: dict[str, list[Any]]) -> None:

@@ -14,11 +14,11 @@ Examples:
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse_run
 from argosy.errors import UserError
 from argosy.plan.search.auto import check_written
@@ -63,9 +63,12 @@ def main(argv: list[str]) -> int:
         steps=options.steps,
         tolerance=options.tolerance,
         trust_code=options.trust_code,
-        say=None if options.json else _say,
+        say=_say,
     )
-    print(json.dumps(asdict(found) | {"holds": found.holds}) if options.json else _in_words(found))
+    if options.json:
+        write("parity", found)
+    else:
+        print(_in_words(found))
     return 0 if found.holds else 1
 
 

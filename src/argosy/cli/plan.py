@@ -37,8 +37,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
-from argosy.cli.plan_jobs import as_json, refuse_other_options, schedule_jobs, write_text
+from argosy.cli.plan_jobs import refuse_other_options, schedule_jobs, write_text
 from argosy.config.counts import Count, WholeCount
 from argosy.config.load import load
 from argosy.errors import UserError
@@ -83,7 +84,7 @@ class Options:
     lora: WholeCount | None = None
     """Plan an adapter (LoRA) of this rank on all linear layers, beside frozen weights."""
     price: tyro.conf.UseAppendAction[tuple[float, ...]] = ()
-    """What you pay for an hour of one device, e.g. 2.49, in USD or the cluster file's currency; default: the range in
+    """Price of an hour of one device, e.g. 2.49, in USD or the cluster file's currency; default: the range in
     the catalogue. One for all clusters, or one for each."""
     within: str | None = None
     """The fewest devices of each --cluster that train this in time: 30d, 12h, 2w. A cluster may then be a DEVICE alone,
@@ -122,7 +123,7 @@ class Options:
     """A file of runs with deadlines and priorities, and of the clusters that you have: who runs where and when, and the
     commands for the clusters' schedulers."""
     json: bool = False
-    """Print everything as one JSON object."""
+    """Print JSON; of several clusters, a cluster a line."""
     html: Path | None = None
     """Write a page with charts to this file."""
     rank_map: Path | None = None
@@ -168,7 +169,10 @@ def _answer(options: Options) -> None:
         from argosy.plan.report.serving_report import in_words, serving_report
 
         answer = serving_report(request, _serving_question(options))
-        print(as_json(answer) if options.json else in_words(answer))
+        if options.json:
+            write("plan-serve", answer)
+        else:
+            print(in_words(answer))
         return
     slurm = _slurm_topology(request, options)
     found = plan_report(request)
@@ -301,7 +305,7 @@ def _resize(options: Options, folder: Path) -> None:
     reader.refresh()
     found = resizing_of(reader, others, limit_s)
     if options.json:
-        print(as_json(found))
+        write("plan-run", found)
     else:
         show(found, folder)
 
@@ -316,13 +320,10 @@ def _within(options: Options, limit_s: float) -> None:
         asked.append((named or "this machine", _request(options, cluster, price), is_open))
     found = of_each(asked, limit_s)
     if options.json:
-        print(as_json(found))
+        write("plan-within", *found)
         return
-    requests = [request for _, request, _ in asked]
-    run = requests[0].run
-    show_within(
-        found, model_name(run.model, run.name), list(dict.fromkeys(line for each in found for line in each.assumed))
-    )
+    run, assumed = asked[0][1].run, list(dict.fromkeys(line for each in found for line in each.assumed))
+    show_within(found, model_name(run.model, run.name), assumed)
 
 
 def _nodes_of(named: str | None) -> tuple[str | None, bool]:
@@ -339,13 +340,13 @@ def _side_by_side(options: Options) -> None:
 
     found = compare([(cluster, _request(options, cluster, price)) for cluster, price in _priced(options)])
     if options.json:
-        print(as_json(found))
+        write("plan-clusters", *found)
     else:
         show_side_by_side(found)
 
 
 def _learn(options: Options) -> None:
-    from argosy.plan.calibration import cluster_file, in_words, learn
+    from argosy.plan.calibration import LearntFactors, cluster_file, in_words, learn
 
     path = cluster_file(options.cluster[0] if options.cluster else None)
     before = Cluster.load(path)
@@ -354,13 +355,19 @@ def _learn(options: Options) -> None:
 
         if len(options.learn) > 1:
             raise UserError("--learn takes one .csv file of serving, or folders of runs. Put the rows into one file.")
-        learnt, rows = serving_calibration.learn_from_file(options.learn[0], before, options.engine)
-        learnt.save(path)
-        print(as_json(learnt.serving) if options.json else f"{path}: {serving_calibration.in_words(learnt, rows)}")
-        return
-    after = learn(options.learn, before)
+        after, rows = serving_calibration.learn_from_file(options.learn[0], before, options.engine)
+        factors, said = after.serving, serving_calibration.in_words(after, rows)
+    else:
+        after = learn(options.learn, before)
+        factors, said = (
+            {str(key): each for key, each in after.factors.items()},
+            in_words(before, after, len(options.learn)),
+        )
     after.save(path)
-    print(as_json(after.factors) if options.json else f"{path}: {in_words(before, after, len(options.learn))}")
+    if options.json:
+        write("plan-learn", LearntFactors(path, factors))
+    else:
+        print(f"{path}: {said}")
 
 
 def _print(found: PlanReport, options: Options) -> None:
@@ -369,7 +376,7 @@ def _print(found: PlanReport, options: Options) -> None:
 
         write_text(options.html, page(found), "--html")
     if options.json:
-        print(as_json(found))
+        write("plan", found)
         return
     from argosy.plan.report.terminal import show
 

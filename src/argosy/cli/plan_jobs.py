@@ -1,4 +1,4 @@
-"""`argosy plan --jobs`: several runs on the clusters that one has; and how plans are written, as JSON and as files."""
+"""`argosy plan --jobs`: several runs on the clusters that one has; and files that options name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from argosy.cli.documents import write
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def schedule_jobs(
     if html is not None:
         write_text(html, gantt.page(found), "--html")
     if is_json:
-        print(as_json(found))
+        write("plan-jobs", found)
         return
     gantt.show(found)
     if html is not None:
@@ -53,12 +54,6 @@ def refuse_other_options(options: DataclassInstance, usual: DataclassInstance) -
             raise UserError(
                 f"{said} is said of one run, and --jobs is a file of several. Leave it out, or write it there."
             )
-
-
-def as_json(found: object) -> str:
-    from pydantic_core import to_json
-
-    return to_json(found, indent=2, inf_nan_mode="null").decode()
 
 
 def write_text(path: Path, text: str, option: str) -> None:

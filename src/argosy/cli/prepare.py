@@ -12,14 +12,15 @@ Examples:
   argosy prepare source:poems --extend poems.py --out data/poems     documents out of a function of yours
   argosy prepare /shared/texts --out /shared/data --on slurm --processes 64     workers on a cluster
   argosy prepare book.txt --out data/more --tokenizer runs/mine   for a model that is there: with its tokenizer
+  argosy prepare chats.jsonl --objective sft --tokenizer runs/base --out data/chats --show 3    look at what is learned
   argosy prepare megatron-shards/ --adopt --tokenizer tokenizer.json    use shards that another program wrote
 """
 
 from __future__ import annotations
 
-import json
 import re
 import signal
+import sys
 import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import NoReturn
 
 import tyro
 
+from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import parse_section
 from argosy.config.data import DataConfig, PrepareConfig
 from argosy.config.extend import ExtendConfig
@@ -35,10 +37,12 @@ from argosy.config.layers import Setting, Source
 from argosy.config.load import OPTION_MARK, build
 from argosy.errors import ArgosyWarning, DataError, Interrupted, RunFailed, UserError
 from argosy.observe.screen import Progress
-from argosy.observe.terminal import lasting_output
+from argosy.observe.terminal import lasting_output, printable
 
 LITTLE_HELD_OUT = 8 * DataConfig().seq_len
 """Tokens: eight samples of the usual length."""
+GREEN, PLAIN = "\x1b[1;32m", "\x1b[0m"
+"""Bold green, and as it was (ECMA-48: SGR)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +54,15 @@ class _PrepareOptions:
     extend: tuple[Path, ...] = ()
     """Python files with sources of your own, for input such as source:NAME."""
     on: EngineName = "local"
-    """Where the workers run; all machines must see --out, and the input where it is not a URL."""
+    """Engine that runs the workers; all machines must see --out, and the input where it is not a URL."""
     cpus: int = 1
     """slurm, ray: CPUs of each worker."""
+    show: int = 0
+    """Print so many of the conversations: what is learned is green in a terminal, and else between {+ and +}."""
+    dry_run: bool = False
+    """Say what would be read and written, and do nothing."""
     json: bool = False
-    """Print the manifest as JSON."""
+    """Print JSON: the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +99,11 @@ def _by_option(text: str) -> str:
 
 
 def _prepare(options: Options, config: Positional) -> None:
-    progress = Progress(enabled=not options.json)
+    _check_show(options, config)
+    if options.dry_run:
+        show_dry_run(_would(options, config), options.json)
+        return
+    progress = Progress(enabled=True)
     if options.verify:
         from argosy.data.manifest import verify
 
@@ -99,17 +111,12 @@ def _prepare(options: Options, config: Positional) -> None:
     elif options.adopt:
         from argosy.data.adopt import adopt
 
-        if len(config.input) != 1 or config.tokenizer is None:
-            raise UserError("--adopt takes one folder of shards, and --tokenizer with the tokenizer.json they are of.")
-        folder = Path(config.input[0])
-        manifest = adopt(folder, config.tokenizer)
+        folder, tokenizer = _to_adopt(config)
+        manifest = adopt(folder, tokenizer)
     else:
         from argosy.data.prepare import prepare
 
-        if not config.input:
-            raise UserError(
-                "nothing to prepare. Name files, folders, globs or URLs: argosy prepare book.txt --out data/mine"
-            )
+        _check_input(config)
         folder = config.out
         with progress.during("looking for the input"):
             manifest = prepare(
@@ -129,13 +136,70 @@ def _prepare(options: Options, config: Positional) -> None:
     if config.remote and not options.verify:
         _copy(folder, config.remote, progress)
     if options.json:
-        print(json.dumps(manifest.model_dump(mode="json")))
+        write("prepare", manifest)
         return
     if made_of := manifest.in_words():
         print(f"{folder}: {made_of}")
     splits = ", ".join(f"{name} {_tokens(manifest.tokens(name))}" for name in manifest.splits)
     checked = "; every byte matches its checksum" if options.verify else ""
     print(f"{folder}: {splits}; vocabulary {manifest.vocab_size}{checked}")
+    if options.show:
+        _show(folder, options.show)
+
+
+def _check_show(options: Options, config: Positional) -> None:
+    if options.show < 0:
+        raise UserError(f"--show {options.show}: give the number of conversations to print, e.g. --show 3.")
+    if options.show and options.json:
+        raise UserError("--show prints text, and --json nothing but JSON. Leave one of them out.")
+    if options.show and not (config.has_conversations or options.verify):
+        raise UserError(f"--show {options.show} prints conversations: say what they are for, e.g. --objective sft.")
+
+
+def _show(folder: Path, count: int) -> None:
+    from argosy.data.chat_encoder import conversations_in
+    from argosy.data.manifest import Manifest
+
+    if (rows := Manifest.load(folder, check_shards=False).rows) is None:
+        raise UserError(f"{folder} holds text, and no conversations that --show could print.")
+    begin, end = (GREEN, PLAIN) if sys.stdout.isatty() else ("{+", "+}")
+    sides = {True: ", rejected", False: ", chosen"} if rows.kind == "pairs" else {True: ", undesirable", False: ""}
+    number = 0
+    for shown in conversations_in(folder):
+        number += not (shown.is_rejected and rows.kind == "pairs")
+        if number > count:
+            break
+        print(f"\n--- conversation {number}{sides[shown.is_rejected]}")
+        print("".join(f"{begin}{printable(t)}{end}" if learned else printable(t) for t, learned in shown.pieces))
+
+
+def _to_adopt(config: Positional) -> tuple[Path, Path]:
+    """Return the folder of shards and their tokenizer. Raises: UserError."""
+    if len(config.input) != 1 or config.tokenizer is None:
+        raise UserError("--adopt takes one folder of shards, and --tokenizer with the tokenizer.json they are of.")
+    return Path(config.input[0]), config.tokenizer
+
+
+def _check_input(config: Positional) -> None:
+    if not config.input:
+        raise UserError(
+            "nothing to prepare. Name files, folders, globs or URLs: argosy prepare book.txt --out data/mine"
+        )
+
+
+def _would(options: Options, config: Positional) -> DryRun:
+    """Return what the command would do. Raises: UserError, as it would."""
+    from argosy.data.prepare import would_prepare
+
+    if options.verify:
+        raise UserError("--verify only reads: leave out --dry-run.")
+    copied = [f"copy it to {config.remote}"] if config.remote else []
+    if options.adopt:
+        folder, _ = _to_adopt(config)
+        return DryRun((f"write a manifest and the tokenizer into {folder}, and copy no shard", *copied), folder)
+    _check_input(config)
+    would = would_prepare(PrepareConfig(**config.model_dump()), _extend(options.extend), _machines(options))
+    return DryRun((*would, *copied), config.out)
 
 
 def _machines(options: Options) -> LaunchOptions:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 from argosy.errors import UserError
 
@@ -39,7 +40,7 @@ class Options:
     processes: int = 0
     """Processes that measure at once; 0: one per GPU, or without GPUs one per core, at most 8."""
     site: str = ""
-    """Which of the run's sites this is: measure only the links to the others, and add them to the file."""
+    """Name of this site of the run: measure only the links to the others, and add them to the file."""
     device: str | None = None
     """Device by its name in the catalogue, or a device file; if not given, the name that its driver gives."""
     out: Path = Path("cluster.toml")
@@ -47,7 +48,7 @@ class Options:
     minutes: float = 5.0
     """About how long the probe may take; with --site, how long it waits for the others."""
     json: bool = False
-    """Print only the cluster, as JSON."""
+    """Print JSON: the cluster."""
 
 
 def main(argv: list[str]) -> None:
@@ -79,7 +80,10 @@ def main(argv: list[str]) -> None:
     else:
         cluster = probe_here(asked, devices.count)
     cluster.save(options.out)
-    print(cluster.model_dump_json(exclude_none=True) if options.json else f"{_in_words(cluster)}\nwrote {options.out}")
+    if options.json:
+        write("probe", cluster)
+    else:
+        print(f"{_in_words(cluster)}\nwrote {options.out}")
 
 
 def _probe_links(run: RunConfig, options: Options) -> None:
@@ -88,7 +92,7 @@ def _probe_links(run: RunConfig, options: Options) -> None:
     cluster = probe_links(run, options.out, 60 * options.minutes, quiet=options.json)
     cluster.save(options.out)
     if options.json:
-        print(cluster.model_dump_json(exclude_none=True))
+        write("probe", cluster)
         return
     for link in cluster.links:
         rate, latency_ms = link.bandwidth_bytes_per_s, 1e3 * link.latency_s

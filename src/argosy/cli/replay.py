@@ -11,14 +11,14 @@ Examples:
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 from argosy.observe.terminal import printable
 
@@ -44,8 +44,11 @@ def main(argv: list[str]) -> int:
     options = parse(argv, "argosy replay", Options)
     from argosy.compare.replay import replay
 
-    found = replay(options.run, options.step, trust_code=options.trust_code, say=None if options.json else _say)
-    print(json.dumps(asdict(found) | {"equal": found.is_equal}) if options.json else printable(_in_words(found)))
+    found = replay(options.run, options.step, trust_code=options.trust_code, say=_say)
+    if options.json:
+        write("replay", found)
+    else:
+        print(printable(_in_words(found)))
     return 0 if found.is_equal else 1
 
 

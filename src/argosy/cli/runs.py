@@ -10,17 +10,18 @@ Examples:
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import must_be_folder, parse
+from argosy.watch.overview import RunRow
 
 if TYPE_CHECKING:
     from argosy.launch.launched import Launched
@@ -40,7 +41,19 @@ class Options:
     sort: str = ""
     """Order by a key, the least first; -KEY: the greatest first."""
     json: bool = False
-    """Print JSON, with all that is known of each run."""
+    """Print JSON, a run a line, with all that is known of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedRun(RunRow):
+    """A run in a list: `state` and `why` as its engine says, of one that was launched."""
+
+    folder: str
+    engine: str
+    """Empty if it was not launched."""
+    job: str
+    problem: str | None = None
+    """Why its files could not be read."""
 
 
 def main(argv: list[str]) -> None:
@@ -53,7 +66,7 @@ def main(argv: list[str]) -> None:
     if options.json or options.where or options.sort:
         rows = _asked([_row(run) for run in found], options)
         if options.json:
-            print(json.dumps(rows, indent=1))
+            write("runs", *(ListedRun(**row) for row in rows))
             return
         by_id = {run.id: run for run in found}
         found = [by_id[row["id"]] for row in rows]
@@ -73,12 +86,11 @@ def _row(run: Launched) -> dict[str, Any]:
     from argosy.watch import overview
     from argosy.watch.reader import RunTail
 
-    known: dict[str, Any] = dict.fromkeys(overview.KEYS)
+    known: dict[str, Any] = {"problem": None}
     try:
         tail = RunTail(kept_in(run.folder))
         tail.refresh()
-        known = overview.line(run.id, tail)
-        known.pop("spark")
+        known |= vars(overview.row_of(run.id, tail))
     except Exception as problem:  # whatever its files hold: the others are listed
         known["problem"] = f"{type(problem).__name__}: {problem}"[:200]
     known |= {**vars(run), "folder": str(run.folder)}
@@ -89,9 +101,9 @@ def _row(run: Launched) -> dict[str, Any]:
 
 def _asked(rows: list[dict[str, Any]], options: Options) -> list[dict[str, Any]]:
     """Return the rows that were asked for, in the order that was asked for."""
-    from argosy.watch import overview, query
+    from argosy.watch import query
 
-    keys = (*overview.KEYS, "folder", "engine", "job")
+    keys = tuple(field.name for field in fields(ListedRun))
     if options.where:
         holds = query.condition_of(options.where, keys)
         rows = [row for row in rows if holds(row)]

@@ -15,18 +15,17 @@ Examples:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 from argosy.config.counts import Count
 from argosy.errors import UserError
-
-if TYPE_CHECKING:
-    from argosy.plan.scaling_law import BootstrapEstimate
+from argosy.plan.scaling_law import BootstrapEstimate, fit_scaling_law
 
 
 @dataclass(frozen=True)
@@ -51,23 +50,62 @@ class Options:
     """Print everything as one JSON object."""
 
 
+@dataclass(frozen=True)
+class ComputeOptimal:
+    """The best use of a budget."""
+
+    flops: float
+    """The budget."""
+    parameters: BootstrapEstimate
+    tokens: BootstrapEstimate
+    tokens_per_parameter: BootstrapEstimate
+    loss: BootstrapEstimate
+
+
+@dataclass(frozen=True)
+class PredictedLoss:
+    """The final loss of a run that was not trained."""
+
+    parameters: float
+    tokens: float
+    loss: BootstrapEstimate
+
+
+@dataclass(frozen=True)
+class ScalingAnswers:
+    """The fit, and what was asked of it."""
+
+    results: int
+    """Number of runs that the law was fitted to."""
+    rms_residual: float
+    """Of the logarithm of the loss, root mean square."""
+    coefficients: dict[str, BootstrapEstimate]
+    """E, A, B, alpha and beta."""
+    compute_optimal: ComputeOptimal | None = None
+    """With `--budget`."""
+    prediction: PredictedLoss | None = None
+    """With `--predict`, or with `--parameters` and `--tokens`."""
+
+
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy scaling", Options)
     _check(options)
     from argosy.compare.results import planned_size, read_results
-    from argosy.plan.scaling_law import fit_scaling_law
 
     sizes = (options.parameters, options.tokens) if options.predict is None else planned_size(options.predict)
     results = read_results(options.results)
     found = fit_scaling_law(results, options.draws, options.seed)
-    answers: dict[str, Any] = {"results": len(results), "rms_residual": found.rms_residual}
-    answers["coefficients"] = found.coefficients
+    answers = ScalingAnswers(len(results), found.rms_residual, found.coefficients)
     if options.budget is not None:
-        answers["compute_optimal"] = {"flops": options.budget, **found.compute_optimal(options.budget)}
+        best = ComputeOptimal(options.budget, **found.compute_optimal(options.budget))
+        answers = replace(answers, compute_optimal=best)
     if sizes[0] is not None and sizes[1] is not None:
-        predicted = found.predict(sizes[0], sizes[1])
-        answers["prediction"] = {"parameters": sizes[0], "tokens": sizes[1], "loss": predicted}
-    print(_json(answers) if options.json else _in_words(answers))
+        predicted = PredictedLoss(sizes[0], sizes[1], found.predict(sizes[0], sizes[1]))
+        answers = replace(answers, prediction=predicted)
+    if options.json:
+        write("scaling", answers)
+    else:
+        print(_in_words(answers))
 
 
 def _check(options: Options) -> None:
@@ -83,23 +121,17 @@ def _check(options: Options) -> None:
         raise UserError("--predict and --parameters with --tokens name two runs: give one of them.")
 
 
-def _json(answers: dict[str, Any]) -> str:
-    from pydantic_core import to_json
-
-    return to_json(answers, inf_nan_mode="null").decode()
-
-
-def _in_words(answers: dict[str, Any]) -> str:
+def _in_words(answers: ScalingAnswers) -> str:
     lines = [
-        f"L(N, D) = E + A/N^alpha + B/D^beta, fitted to {answers['results']} results; "
-        f"residuals {answers['rms_residual']:.2%} (root mean square)",
-        *_rows(answers["coefficients"]),
+        f"L(N, D) = E + A/N^alpha + B/D^beta, fitted to {answers.results} results; "
+        f"residuals {answers.rms_residual:.2%} (root mean square)",
+        *_rows(answers.coefficients),
     ]
-    if best := answers.get("compute_optimal"):
-        lines += [f"compute-optimal for {best.pop('flops'):g} FLOPs = 6 N D:", *_rows(best)]
-    if run := answers.get("prediction"):
-        lines += [f"a run of {run['parameters']:.4g} parameters on {run['tokens']:.4g} tokens:"]
-        lines += _rows({"loss": run["loss"]})
+    if best := answers.compute_optimal:
+        figures = {name: value for name, value in vars(best).items() if name != "flops"}
+        lines += [f"compute-optimal for {best.flops:g} FLOPs = 6 N D:", *_rows(figures)]
+    if run := answers.prediction:
+        lines += [f"a run of {run.parameters:.4g} parameters on {run.tokens:.4g} tokens:", *_rows({"loss": run.loss})]
     return "\n".join(lines)
 
 

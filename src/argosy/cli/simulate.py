@@ -17,13 +17,13 @@ Examples:
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse_run
 from argosy.errors import UserError
 from argosy.extend.trust import check_approved
@@ -59,7 +59,7 @@ class Options:
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
-    """Print the results as one JSON array."""
+    """Print JSON, a rank a line."""
 
 
 def main(argv: list[str]) -> None:
@@ -78,8 +78,10 @@ def main(argv: list[str]) -> None:
     found = simulate(plan, run, ranks, cluster, processes=len(os.sched_getaffinity(0)))
     if options.trace is not None:
         write_chrome_trace({one.rank: one.timeline for one in found}, options.trace)
-    texts = [*map(_in_words, found), *cluster.device.caveats]
-    print(json.dumps([one.record() for one in found]) if options.json else "\n\n".join(texts))
+    if options.json:
+        write("simulate", *(one.record() for one in found))
+    else:
+        print("\n\n".join([*map(_in_words, found), *cluster.device.caveats]))
 
 
 def _in_full(word: str) -> str:

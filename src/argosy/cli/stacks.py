@@ -20,10 +20,12 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
+from pydantic import TypeAdapter, ValidationError
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 from argosy.config.load import load
 from argosy.errors import UserError
@@ -31,7 +33,7 @@ from argosy.files import atomic_write, open_regular
 from argosy.observe.stacks import in_words
 from argosy.observe.terminal import printable
 from argosy.processes.patience import wait_until
-from argosy.supervise.stack_gatherer import FOLDER, REQUEST
+from argosy.supervise.stack_gatherer import FOLDER, REQUEST, NodeStacks
 
 LOOK_S = 0.1
 KEPT = 20
@@ -47,7 +49,7 @@ class Options:
     threads: bool = False
     """Show the other threads of each process too."""
     json: bool = False
-    """Print what the agents answered as JSON."""
+    """Print JSON, a node a line."""
     wait_s: float = 10.0
     """Seconds to wait for the agents."""
 
@@ -64,13 +66,13 @@ def main(argv: list[str]) -> int:
             f"{run_dir}: no agent answered within {options.wait_s:g} s. A run in the processes of torchrun has none; a "
             "run on other machines must have this very folder. Try --wait-s 60, or py-spy dump --pid PID there."
         )
-    workers = [worker for answer in answers for worker in answer["workers"]]
+    workers = [worker for answer in answers for worker in answer.workers]
     if options.json:
-        print(json.dumps(answers))
+        write("stacks", *answers)
         return 0
     print(printable(in_words(workers, options.threads)) or f"{run_dir}: no worker process runs just now")
     if len(answers) < nodes:
-        known = ", ".join(sorted(answer["node"] for answer in answers))
+        known = ", ".join(sorted(answer.node for answer in answers))
         print(printable(f"\nonly {len(answers)} of {nodes} nodes answered within {options.wait_s:g} s: {known}"))
     print(f"\nkept in {folder}")
     return 0
@@ -118,13 +120,13 @@ def _ask(run_dir: Path, name: str) -> Path:
     return folder
 
 
-def _answers(folder: Path, nodes: int, wait_s: float) -> list[dict[str, Any]]:
+def _answers(folder: Path, nodes: int, wait_s: float) -> list[NodeStacks]:
     """Return the agents' answers once all are there, or the time is over."""
     wait_until(lambda: len([*folder.glob("*.json")]) >= nodes, wait_s, LOOK_S)
     answers = []
     for path in sorted(folder.glob("*.json")):
-        with suppress(OSError, ValueError):
-            answers.append(json.loads(path.read_bytes()))
+        with suppress(OSError, ValidationError):
+            answers.append(TypeAdapter(NodeStacks).validate_json(path.read_bytes()))
     if not answers:
         with suppress(OSError):
             folder.rmdir()

@@ -20,6 +20,7 @@ from typing import Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 from argosy.errors import ArgosyWarning
 
@@ -33,7 +34,7 @@ class Options:
     since: str = ""
     """Tell what changed after an `event` of an earlier status, a duration ago (10m), or the last event of a kind."""
     json: bool = False
-    """Print JSON; `argosy config schema --of status` has its schema."""
+    """Print JSON."""
 
 
 def main(argv: list[str]) -> int:
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     reader.refresh()
     status = status_of(reader, options.since)
     if options.json:
-        print(status.model_dump_json())
+        write("status", status)
     else:
         print("\n".join(printable(line) for line in in_text(status)))
     return int(status.health == "critical")

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import tyro
 
+from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import parse
 from argosy.errors import UserError
 
@@ -33,6 +34,24 @@ class Options:
     """The run's folder."""
     dry_run: bool = False
     """Say what would be told to end, and leave it alone."""
+    json: bool = False
+    """Print JSON, a job a line."""
+
+
+@dataclass(frozen=True)
+class StoppedJob:
+    """A job of the run."""
+
+    site: str
+    """Of a run with sites; else empty."""
+    engine: str
+    job: str
+    state: str
+    """Before it was told: waiting, running, ended or unknown."""
+    told: bool
+    """False if it had ended already."""
+    words: str
+    """Its future, in words that go on from its name."""
 
 
 def main(argv: list[str]) -> None:
@@ -41,21 +60,26 @@ def main(argv: list[str]) -> None:
     from argosy.launch.sites import jobs_of
     from argosy.observe.terminal import printable
 
-    problems = []
+    problems, would = [], []
     for name, job in jobs_of(options.run).items():
         whose = f"{options.run}: {f'site {name}: ' if name else ''}its job {job.id} on {job.engine}"
         state, words = state_of(job)
-        if state == "ended":
-            print(printable(f"{whose} has ended already"))
-            continue
+        has_ended = state == "ended"
         if options.dry_run:
-            print(printable(f"{whose} is {state}: it would be told to save and end"))
+            would += [] if has_ended else [f"tell {whose}, which is {state}, to save and end"]
             continue
         try:
-            engine_of(job).stop(job)
+            if not has_ended:
+                engine_of(job).stop(job)
         except UserError as problem:  # the other sites are to stop nevertheless
             problems.append(f"{whose} may not have been stopped: {problem}")
             continue
-        print(printable(f"{whose} {WILL[state].format(words)}"))
+        said = "has ended already" if has_ended else WILL[state].format(words)
+        if options.json:
+            write("stop", StoppedJob(name, job.engine, job.id, state, not has_ended, said))
+        else:
+            print(printable(f"{whose} {said}"))
+    if options.dry_run:
+        show_dry_run(DryRun(tuple(would), options.run), options.json)
     if problems:
         raise UserError("\n".join(problems))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import parse
 from argosy.config.launch import ClusterOptions, EngineName, LaunchOptions
 from argosy.errors import RunFailed
@@ -35,13 +36,15 @@ class _SweepOptions:
     sweep: Annotated[Path, tyro.conf.Positional]
     """The sweep file."""
     on: EngineName = "local"
-    """Where the trials run."""
+    """Engine that runs the trials."""
     sweep_dir: Path | None = None
     """The sweep's folder; sweeps/NAME if not given."""
     show: bool = False
     """Show what is known so far, and start nothing."""
+    dry_run: bool = False
+    """Say what would be trained, and where, and start nothing."""
     json: bool = False
-    """Print the result as one JSON object."""
+    """Print JSON."""
     gpus_per_trial: int = 0
     """slurm, ray: GPUs of each trial."""
 
@@ -54,18 +57,21 @@ class Options(ClusterOptions, _SweepOptions):
 @lasting_output()
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy sweep", Options)
-    from argosy.sweep.driver import run_sweep, show_sweep
+    from argosy.sweep.driver import run_sweep, show_sweep, would_sweep
     from argosy.sweep.load import load_sweep
 
     sweep = load_sweep(options.sweep)
     folder = (options.sweep_dir or Path("sweeps") / sweep.config.name).absolute()
-    if options.show:
-        result = show_sweep(sweep, folder)
+    asked = {field.name: getattr(options, field.name) for field in fields(ClusterOptions)}
+    where = LaunchOptions(on=options.on, gpus_per_node=options.gpus_per_trial, **asked)
+    if options.dry_run:
+        show_dry_run(DryRun(tuple(would_sweep(sweep, folder, where)), folder), options.json)
+        return
+    result = show_sweep(sweep, folder) if options.show else run_sweep(sweep, folder, where)
+    if options.json:
+        write("sweep", result.record())
     else:
-        asked = {field.name: getattr(options, field.name) for field in fields(ClusterOptions)}
-        where = LaunchOptions(on=options.on, gpus_per_node=options.gpus_per_trial, **asked)
-        result = run_sweep(sweep, folder, where, quiet=options.json)
-    print(result.json() if options.json else printable(result.in_words()))
+        print(printable(result.in_words()))
     if options.show:
         return
     if result.best is None:

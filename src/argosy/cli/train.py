@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import origin, parse_run
 from argosy.engines.slurm import is_first_task, with_slurm
 from argosy.observe.terminal import lasting_output
@@ -42,8 +43,10 @@ class Options:
     """Go on from the folder's checkpoint although data, batch or optimizer settings have changed since."""
     profile: str = ""
     """Record these steps with torch's profiler, as FIRST:END; the same as --observe.profile.steps."""
+    dry_run: bool = False
+    """Say what would be prepared, started and trained, as far as that is known before, and do nothing."""
     json: bool = False
-    """Print the report as JSON on the last line."""
+    """Print JSON: the report. A parameter server has none."""
 
 
 @lasting_output()  # a run goes on when the reader of its output does not
@@ -51,11 +54,20 @@ def main(argv: list[str]) -> None:
     argv = [word.replace(SHORT, LONG) if word == SHORT or word.startswith(f"{SHORT}=") else word for word in argv]
     options, run = parse_run(argv, "argosy train", Options)
     prompt = run.evaluate.sample_prompt or "Once upon a time"
+    if options.dry_run:
+        from argosy.launch.local import would_train
+
+        folder = (options.run_dir or Path("runs") / run.name).absolute()
+        run = with_slurm(run, os.environ)
+        show_dry_run(DryRun(tuple(would_train(run, folder, partial(origin, argv))), folder), options.json)
+        return
     if "RANK" in os.environ:
         from argosy.launch.joined import train_joined
 
-        train_joined(run, options.run_dir, accept_changes=options.accept_changes)
-        if os.environ["RANK"] == "0":
+        joined = train_joined(run, options.run_dir, accept_changes=options.accept_changes)
+        if joined is not None and options.json:
+            write("train", joined)
+        elif joined is not None:
             print(_what_next(options.run_dir or Path("runs") / run.name, prompt))
         return
     from argosy.launch.local import train
@@ -68,7 +80,7 @@ def main(argv: list[str]) -> None:
     run = with_slurm(run, os.environ)
     report = train(run, options.run_dir, accept_changes=options.accept_changes, origin=partial(origin, argv))
     if options.json:
-        print(report.model_dump_json())
+        write("train", report)
     elif report.status == "finished" and not (run.site and is_asynchronous(run.plan)) and is_first_task(os.environ):
         print(_what_next(report.run_dir, prompt) if argv else _what_next_after_the_demo(report.run_dir))
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from argosy.cli.documents import write
 from argosy.cli.options import parse
 from argosy.errors import ArgosyWarning, UserError, missing_extra
 
@@ -57,12 +58,28 @@ class Options:
     mcp_http: bool = False
     """Speak it at the page's address too, under /mcp, with the page's token."""
     allow: str = ""
-    """What agents may do beside reading: start, stop, replan, separated by commas."""
+    """Actions that agents may take beside reading: start, stop, replan, separated by commas."""
+    json: bool = False
+    """Print JSON: the address. The page itself is not printed."""
+
+
+@dataclass(frozen=True)
+class WatchAddress:
+    """The address at which runs are shown."""
+
+    folder: Path
+    url: str
+    """With the token, if the page asks for one."""
+    mcp: str | None
+    """The address of the MCP server, with --mcp-http; it asks for the same token."""
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv, "argosy watch", Options)
     root = _folder(options.run)
+    if options.json and (options.terminal or options.mcp):
+        other = "--terminal" if options.terminal else "--mcp"
+        raise UserError(f"--json prints the address of a page, and with {other} there is none. Leave one of them out.")
     warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
     if options.terminal:
         return int(import_module("argosy.watch.terminal").main(root))
@@ -79,7 +96,8 @@ def main(argv: list[str]) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise missing_extra(error.name or "starlette", "watch", "argosy watch") from None
-    from argosy.watch.serve import is_loopback, listening, new_token, server_of, url
+    from argosy.watch.http import is_loopback, listening, new_token, token_of, url
+    from argosy.watch.serve import server_of
 
     mcp = None
     if options.mcp_http:
@@ -87,10 +105,13 @@ def main(argv: list[str]) -> int:
         from argosy.watch.mcp_server import server_of_runs
 
         mcp = server_of_runs(root, allowed)
-    token = _own_token() or ("" if is_loopback(options.host) else new_token())
+    token = token_of(TOKEN) or ("" if is_loopback(options.host) else new_token())
     with listening(options.host, options.port) as listener:
         address = url(listener, options.host, token)
-        print(f"{root} is shown at {address}   (Ctrl-C ends this, and no run)", flush=True)
+        if options.json:
+            write("watch", WatchAddress(root, address, address.partition("?")[0] + "mcp" if mcp else None))
+        else:
+            print(f"{root} is shown at {address}   (Ctrl-C ends this, and no run)", flush=True)
         if options.open:
             webbrowser.open(address)
         try:
@@ -128,16 +149,3 @@ def _folder(path: Path) -> Path:
     if not os.access(path, os.R_OK | os.X_OK):
         raise UserError(f"{path}: may not be read by this user. Ask its owner for the permission.")
     return path.absolute()
-
-
-def _own_token() -> str:
-    """Return the token of the environment. Raises: UserError if it is easily guessed."""
-    from argosy.watch.serve import SHORTEST_TOKEN
-
-    token = os.environ.get(TOKEN, "").strip()
-    if token and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
-        raise UserError(
-            f"{TOKEN}: too short, or not plain ASCII; {SHORTEST_TOKEN} characters or more are needed. "
-            "Make one: openssl rand -hex 32"
-        )
-    return token

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import computed_field
+from pydantic.dataclasses import dataclass as documented
 
 from argosy.config.identity import TOLD_TO_NOBODY, check_repeatable
 from argosy.config.schema import RunConfig
@@ -62,7 +64,7 @@ class Differences:
         return {name: d for name, d in vars(self).items() if not d.relative <= limits(tolerance)[name]}
 
 
-@dataclass(frozen=True)
+@documented(frozen=True)
 class Parity:
     """The result of `parity`."""
 
@@ -74,6 +76,7 @@ class Parity:
     """Tolerance of the loss; None if the plan rounds more than fp32 and the user gave none."""
     differences: Differences
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def holds(self) -> bool:
         """True if the plan gives the numbers of one process. Without a tolerance it is always true."""

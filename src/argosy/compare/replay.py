@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import computed_field
+from pydantic.dataclasses import dataclass as documented
+
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.store import Checkpoint
@@ -44,7 +47,7 @@ class Replayed:
         return self.before == self.now
 
 
-@dataclass(frozen=True)
+@documented(frozen=True)
 class Replay:
     """The result of `replay`."""
 
@@ -53,6 +56,7 @@ class Replay:
     plan: str
     steps: tuple[Replayed, ...]
 
+    @computed_field(alias="equal")  # type: ignore[prop-decorator]
     @property
     def is_equal(self) -> bool:
         """True if every step gave the same numbers as before."""

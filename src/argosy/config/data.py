@@ -28,7 +28,7 @@ class CacheConfig(Section):
     size_gb: PositiveFloat = 50.0
     """Most that the cache holds, in GB (10^9 bytes); less if the disk has less room."""
     timeout_s: PositiveFloat = 600.0
-    """How long a step waits for a store that does not answer, before the run ends."""
+    """Longest wait of a step for a store that does not answer, before the run ends."""
 
     @property
     def path(self) -> Path:
@@ -85,8 +85,8 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-Objective = Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto"]
-"""What a model is trained for. All but pretrain learn from conversations."""
+Objective = Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward"]
+"""The training objectives. All but pretrain learn from conversations."""
 
 RowKind = Literal["conversations", "pairs", "judged"]
 KIND_OF: dict[str, RowKind] = {"sft": "conversations", "kto": "judged"}
@@ -141,14 +141,14 @@ class PrepareConfig(Section):
     engine: Literal["auto", "huggingface", "fastokens"] = "auto"
     """Tokenizer engine; auto takes fastokens if installed and identical to Hugging Face on a sample."""
     objective: Objective | None = None
-    """What the data are for: pretrain reads text, sft conversations, kto answers that were judged, the others pairs of
-    answers (docs/fine-tuning.md). In a run, it is train.objective."""
+    """The objective of the data: pretrain reads text, sft conversations, kto answers that were judged, the others
+    pairs of answers (docs/fine-tuning.md). In a run, it is train.objective."""
     seq_len: NonNegativeInt = 0
     """Conversations: tokens of the rows that they are packed into; 0: 512. In a run, it is data.seq_len."""
     chat_template: str = ""
     """Conversations: a jinja file, or chatml; empty: the template that comes with the tokenizer."""
     filters: FiltersConfig = FiltersConfig()
-    """Which documents are left out."""
+    """Filters for documents that are left out."""
 
     @property
     def has_conversations(self) -> bool:

@@ -25,9 +25,12 @@ MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "t
 ADDED = {
     "model.qkv_bias": False,
     "model.ffn_gate": True,
+    "model.score": False,
+    "preference.centring": 0.0,
     "train.loss": "cross_entropy",
     "train.frozen": [],
     "train.batch_ramp": [],
+    "schedule.warmup_fraction": 0.0,
     "sync.local_steps": 1,
     **{f"lora.{name}": value for name, value in LoraConfig().model_dump(mode="json").items()},
     **{f"model.mup.{name}": 0 for name in MuPConfig.model_fields},

@@ -171,7 +171,7 @@ class _Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What every command that starts jobs may say to their engine. Each engine takes some, and refuses the others."""
+    """Options of every command that starts jobs on an engine. Each engine takes some, and refuses the others."""
 
     time: str = ""
     """slurm: a job's time limit, e.g. 24:00:00; a run is requeued when that is over. Empty: the partition's."""
@@ -190,7 +190,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(ClusterOptions, _Machines):
-    """What a job asks of the engine that starts it."""
+    """Resources that a job asks of the engine that starts it."""
 
     def for_engine(self) -> dict[str, Any]:
         """Return the values of these options by name."""
@@ -205,12 +205,12 @@ class EngineOptions(ClusterOptions, _Machines):
 @dataclass(frozen=True, kw_only=True)
 class _Place:
     on: EngineName = "local"
-    """Where it is to run."""
+    """The engine and its options."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(EngineOptions, _Place):
-    """Where a job is started, and what it asks for there."""
+    """The engine that starts a job, and the resources that it asks for there."""
 
 
 DeviceType = Literal["cpu", "cuda", "xpu", "hpu", "npu", "mps"]

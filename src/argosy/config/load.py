@@ -14,7 +14,6 @@ from argosy.config.data import DataConfig
 from argosy.config.layers import (
     OF_ANY_MODEL,
     PRESET,
-    WEIGHTS,
     Layer,
     Setting,
     Source,
@@ -27,9 +26,8 @@ from argosy.config.layers import (
     preset_path,
     run_layer,
 )
-from argosy.config.lora import PRACTICE
-from argosy.config.lora import RANK as LORA_RANK
 from argosy.config.model import ModelConfig
+from argosy.config.practice import of_preset, practice
 from argosy.config.problems import ELSEWHERE, KeyPlace, Problem, problem_of, shown, suggestion
 from argosy.config.schema import RunConfig
 from argosy.config.section import Key, Section, dotted, key_fields, key_of, nest, sections, value_type
@@ -38,9 +36,7 @@ from argosy.errors import UserError
 DEFAULT_RUN = "demo"
 RUN_FILE = "run.toml"
 """The run file in a run's folder."""
-OBJECTIVE = key_of("train.objective")
-OF_TEXT = tuple(map(key_of, ("data.prepare.out", "data.prepare.max_text_bytes", "evaluate.sample_prompt")))
-"""Keys of a run preset that say nothing of conversations."""
+LONGEST: Key = ("model", "max_seq_len")
 OPTION_MARK = "--"
 """Stands before a key in messages about the command line."""
 MOST_PROBLEMS = 20
@@ -74,13 +70,7 @@ def load(
     folder = Path.cwd() if preset else path.absolute().parent
     file = file_layer(path, path.name if preset else str(path), folder)
     given = override_layer(overrides or {}, overrides_mark)
-    if preset and WEIGHTS in given:  # its model is nobody's choice
-        file = _without_model(file)
-    if preset and LORA_RANK in given:  # nor is its optimizer, which trains all weights
-        file = {key: entry for key, entry in file.items() if key not in PRACTICE}
-    if preset and OBJECTIVE in given:  # nor are settings of its text
-        file = {key: entry for key, entry in file.items() if key not in OF_TEXT}
-    return load_layers(file, given, folder)
+    return load_layers(of_preset(file, given) if preset else file, given, folder)
 
 
 def load_layers(file: Layer, given: Layer, folder: Path) -> RunConfig:
@@ -88,12 +78,11 @@ def load_layers(file: Layer, given: Layer, folder: Path) -> RunConfig:
 
     folder: relative paths begin there. Raises: UserError.
     """
-    out: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out}
     below = over_model_preset(file, given)
-    asked = below | given
-    if LORA_RANK in asked and asked[LORA_RANK].value:
-        out |= PRACTICE
-    return build(RunConfig, run_layer(out, Source(""), folder) | of_weights(asked) | asked, below)
+    said = of_weights(below | given) | below | given
+    longest = said[LONGEST].value if LONGEST in said else ModelConfig().max_seq_len
+    usual: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out} | practice(said, longest)
+    return build(RunConfig, run_layer(usual, Source(""), folder) | said, below)
 
 
 def origin_of(source: str | Path | None, key: str, options: Collection[str] = ()) -> str:
@@ -184,12 +173,8 @@ def over_model_preset(file: Layer, given: Layer) -> Layer:
     """
     new = _model_preset(file | given)
     if new and PRESET in given:
-        file = _without_model(file)
+        file = {key: entry for key, entry in file.items() if key[0] != "model" or key in OF_ANY_MODEL}
     return new | file
-
-
-def _without_model(file: Layer) -> Layer:
-    return {key: entry for key, entry in file.items() if key[0] != "model" or key in OF_ANY_MODEL}
 
 
 def _model_preset(layer: Layer) -> Layer:

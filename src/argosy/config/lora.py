@@ -9,20 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from argosy.config.section import Key, Section
+from argosy.config.section import Section
 from argosy.errors import UserError
 
 ALL_LINEAR = "all-linear"
-
-RANK: Key = ("lora", "rank")
-PRACTICE: dict[Key, object] = {
-    ("optimizer", "lr"): 2e-4,
-    ("optimizer", "weight_decay"): 0.0,
-    ("optimizer", "beta2"): 0.999,
-}
-"""Values that a run with an adapter has unless it says others. 2e-4 is the rate of Hu et al. 2021 (appendix D, GPT-3)
-and of Dettmers et al. 2023 ("QLoRA", table 9), who also give beta2 and no weight decay; Schulman et al. 2025 ("LoRA
-Without Regret") find the best rate about ten times that of full fine-tuning, whatever the rank."""
 
 
 class LoraConfig(Section):

@@ -215,7 +215,7 @@ class ObserveConfig(Section):
     the end."""
     profile: ProfileConfig = ProfileConfig()
     sinks: tuple[str, ...] = ()
-    """Where else the run is shown: tensorboard, wandb, mlflow, trackio, prometheus, opentelemetry."""
+    """Further places that show the run: tensorboard, wandb, mlflow, trackio, prometheus, opentelemetry."""
     sink: SinksConfig = SinksConfig()
     tensorboard: TensorBoardConfig = TensorBoardConfig()
     wandb: WandbConfig = WandbConfig()

@@ -69,10 +69,16 @@ class ScheduleConfig(Section):
     """cosine; wsd: warmup, stable, linear decay (Hu et al. 2024); constant after warmup."""
     warmup_steps: NonNegativeInt = 20
     """Warmup: steps in which the learning rate rises linearly."""
+    warmup_fraction: Fraction = 0.0
+    """Warmup as a share of the run, in place of warmup_steps if it is more than 0."""
     decay_fraction: Fraction = 0.3
     """wsd: share of the run that decays."""
     final_ratio: Fraction = 0.1
     """Learning rate at the end over its peak."""
+
+    def warmup_of(self, steps: int | None) -> int:
+        """Return the steps of warmup, of a run of `steps`; None: its length is not known yet."""
+        return math.ceil(self.warmup_fraction * steps) if self.warmup_fraction and steps else self.warmup_steps
 
 
 NOT_HIDDEN = ("embedding", "head", "router", "q_conv", "k_conv", "v_conv")

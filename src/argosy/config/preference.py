@@ -14,7 +14,7 @@ Hong et al. 2024 (its lambda, section 6.1), Ethayarajh et al. 2024 (section 4.3)
 
 
 class PreferenceConfig(Section):
-    """How strongly preferences are followed (docs/fine-tuning.md)."""
+    """Strength with which preferences are followed (docs/fine-tuning.md)."""
 
     beta: NonNegativeFloat = 0.0
     """dpo, ipo, kto: how much it costs to leave the reference; simpo: scale of the reward; orpo: weight of the odds
@@ -25,9 +25,12 @@ class PreferenceConfig(Section):
     """dpo: share of pairs whose sides are thought to be swapped."""
     desirable_weight: NonNegativeFloat = 1.0
     """kto: weight of desirable answers."""
+    centring: NonNegativeFloat = 0.0
+    """reward: weight of the squared sum of a pair's scores, which keeps their mean near 0 (Eisenstein et al. 2023, and
+    TRL's center_rewards_coefficient, with 0.01)."""
     undesirable_weight: NonNegativeFloat = 1.0
     """kto: weight of undesirable answers; with many more of one kind, raise the weight of the other."""
 
     def beta_of(self, objective: str) -> float:
-        """Return beta, or the published one."""
-        return self.beta or BETAS[objective]
+        """Return beta, or the published one; of a score, which is no log-probability, it is 1."""
+        return 1.0 if objective == "reward" else self.beta or BETAS[objective]

@@ -198,7 +198,7 @@ ELSEWHERE: Mapping[str, str] = {
     "warmup": "schedule.warmup_steps",
     "warmup_iters": "schedule.warmup_steps",
     "num_warmup_steps": "schedule.warmup_steps",
-    "warmup_ratio": "schedule.warmup_steps, in steps",
+    "warmup_ratio": "schedule.warmup_fraction",
     "decay_ratio": "schedule.decay_fraction",
     "batch_size": "train.global_batch",
     "global_batch_size": "train.global_batch",

@@ -99,12 +99,18 @@ class ResilienceConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Loss on the held-out split while training."""
+    """Loss on the held-out split while training, and scores of tasks."""
 
     every_steps: NonNegativeInt = 100
     """Steps between evaluations on held-out text (validation loss); 0: only at the end."""
     tokens: PositiveInt = 100_000
     """Held-out tokens per evaluation (fewer if the split is smaller)."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-eval to score with each evaluation: names, or files (*.yaml) (docs/scores.md)."""
+    task_limit: NonNegativeInt = 0
+    """Largest number of documents of each task; 0: all."""
+    task_fewshot: NonNegativeInt | None = None
+    """Examples before each question of a task; none: as the task says."""
     sample_prompt: str | None = None
     """If given and not empty, the run ends with a sample that continues this text."""
 
@@ -154,7 +160,7 @@ class RunConfig(Section):
     sites: Annotated[tuple[SiteConfig, ...], tyro.conf.Suppress] = ()
     """Places that train this run together, each with processes and a plan of its own (docs/sites.md)."""
     site: str = ""
-    """Which of `sites` this is; empty: all of them, on this machine."""
+    """Name of this site among `sites`; empty: all of them, on this machine."""
 
     @model_validator(mode="after")
     def _sites_are_told_apart(self) -> Self:
@@ -175,10 +181,33 @@ class RunConfig(Section):
                 f"model.mtp.modules = {self.model.mtp.modules}: they predict tokens one by one, and train.objective = "
                 f'"{objective}" compares whole answers; set 0'
             )
+        if objective == "reward" and not self.model.score:
+            raise ValueError(
+                'model.score = false: train.objective = "reward" trains a head that gives one number; set score = true'
+            )
+        if objective == "reward" and (self.evaluate.sample_prompt or self.evaluate.tasks):
+            raise ValueError(
+                "evaluate.sample_prompt and evaluate.tasks ask for words, and a reward model ends with a score; leave "
+                "them out"
+            )
+        if objective == "reward" and self.lora.rank:
+            raise ValueError(
+                f'lora.rank = {self.lora.rank} with train.objective = "reward": the head is trained whole, and '
+                "checkpoints of adapters have no place for it; set rank = 0"
+            )
         if self.train.has_preferences and self.sites:
             raise ValueError(
                 f'train.objective = "{objective}" with [[sites]]: each site would compare with a start of its own; '
                 'leave the sites out, or set objective = "sft"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_has_a_length(self) -> Self:
+        if self.schedule.warmup_fraction and not (self.train.steps or self.train.epochs):
+            raise ValueError(
+                f"schedule.warmup_fraction = {self.schedule.warmup_fraction:g} with train.minutes: how many steps fit "
+                "is known at the end of the warmup; set schedule.warmup_steps, and warmup_fraction = 0"
             )
         return self
 

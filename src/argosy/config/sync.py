@@ -93,7 +93,7 @@ class SiteConfig(Section):
     processes: NonNegativeInt = 0
     """Its processes on each machine, if not launch.processes."""
     launch: SiteLaunch | None = None
-    """How `argosy launch` starts it; without, it takes that command's own options."""
+    """Options with which `argosy launch` starts it; none: those of the command itself."""
 
 
 class OuterConfig(Section):

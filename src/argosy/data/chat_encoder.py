@@ -1,21 +1,24 @@
-"""Conversations in `prepare`: from records to documents that are told apart and counted, and from those to words."""
+"""Conversations in `prepare`: from records to documents that are told apart and counted, from those to words, and from
+words back to text that a person can check."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from argosy.config.data import PrepareConfig
 from argosy.data.chat_template import ChatTemplate, Rendered
-from argosy.data.conversations import BadRecord, Record, conversations_of
+from argosy.data.conversations import BadRecord, Message, Record, conversations_of
 from argosy.data.manifest import TOKENIZER
-from argosy.data.packing import MISMATCHED, REJECTED, START, TRAINED, Words
+from argosy.data.packing import ID_MASK, MISMATCHED, REJECTED, START, TRAINED, Words
+from argosy.data.shards import TokenSource
 from argosy.data.tokenizer import EncodedBatch, is_held_out
 
 SPECIAL_TOKEN = "special token in a message"
@@ -23,6 +26,14 @@ TRUNCATED = "truncated"
 """Conversations whose last turns were left out, as the rest fills a row."""
 TOO_LONG = "longer than seq_len"
 """Conversations, or pairs, of which no row holds even the first answer."""
+
+
+def check_spelling(messages: Sequence[Message], special: Collection[str]) -> None:
+    """Raise BadRecord if a message spells a special token."""
+    for number, message in enumerate(messages):
+        for token in special:
+            if token in message["content"]:
+                raise BadRecord(SPECIAL_TOKEN, f"message {number} spells {token}, which would end or begin a turn")
 
 
 class ChatDocuments:
@@ -41,10 +52,7 @@ class ChatDocuments:
         return json.dumps([self._part(each) for each in conversations_of(record, self._objective)])
 
     def _part(self, conversation: Any) -> dict[str, Any]:
-        for number, message in enumerate(conversation.messages):
-            for token in self._special:
-                if token in message["content"]:
-                    raise BadRecord(SPECIAL_TOKEN, f"message {number} spells {token}, which would end or begin a turn")
+        check_spelling(conversation.messages, self._special)
         found: Rendered = self._template.conversation(conversation, self._may_be_long)
         marks = REJECTED if conversation.is_rejected else 0
         return {"text": found.text, "answers": found.answers, "cuts": found.cuts, "marks": marks}
@@ -68,7 +76,7 @@ class ChatEncoder:
         self._engine.no_padding()
         self._seq_len, self._validation_fraction = seq_len, validation_fraction
         self.counts = Counter[str]()
-        """What was left out since a caller emptied it."""
+        """Counts of what was left out since a caller emptied it."""
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
         documents = [json.loads(text) for text in texts]
@@ -138,3 +146,37 @@ def _mismatched(words: Words, other: Words) -> Words:
     joined = np.concatenate([words[is_prompt], other[~is_answer]])
     joined[0] = (joined[0] & ~REJECTED) | MISMATCHED
     return joined
+
+
+class ShownConversation(NamedTuple):
+    """A prepared conversation, or a side of a pair, as text."""
+
+    is_rejected: bool
+    pieces: list[tuple[str, bool]]
+    """Parts of the text in order, and True for those that are learned."""
+
+
+def conversations_in(folder: Path) -> Iterator[ShownConversation]:
+    """Yield the conversations of prepared data in the order of their train split. Raises: UserError, BadShard."""
+    source = TokenSource(folder, "train")
+    rows = source.manifest.rows
+    engine = HuggingFaceTokenizer.from_file(str(folder / TOKENIZER))
+    length = 0 if rows is None else rows.seq_len
+    for start in range(0, len(source) - length + 1 if length else 0, length):
+        words = source.tokens(start, start + length)
+        begins = [*np.flatnonzero(words & START), len(words)]
+        for sequence in (words[begin:end] for begin, end in itertools.pairwise(begins)):
+            if sequence[0] & MISMATCHED or not (sequence[1:] & TRAINED).any():
+                continue
+            yield ShownConversation(bool(sequence[0] & REJECTED), _pieces(engine, sequence))
+
+
+def _pieces(engine: HuggingFaceTokenizer, words: Words) -> list[tuple[str, bool]]:
+    is_learned = words & TRAINED != 0
+    ends = [*(np.flatnonzero(is_learned[1:] != is_learned[:-1]) + 1), len(words)]
+    pieces, before = [], ""
+    for end in ends:  # decoded from the start each time: what decoders do at the start of a text is not between pieces
+        text = engine.decode((words[:end] & ID_MASK).tolist(), skip_special_tokens=False)
+        pieces.append((text.removeprefix(before), bool(is_learned[end - 1])))
+        before = text
+    return pieces

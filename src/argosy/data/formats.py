@@ -49,7 +49,7 @@ class Fields(NamedTuple):
     url: str = ""
     """"": none."""
     document_of: Callable[[Record], str] | None = None
-    """What makes the document of a whole record, or raises BadRecord; None: it is the text field."""
+    """The function that makes the document of a whole record, or raises BadRecord; None: it is the text field."""
 
 
 class Text(NamedTuple):

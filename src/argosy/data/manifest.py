@@ -89,7 +89,7 @@ class Shard(_Record):
 
 
 UNITS: dict[RowKind, str] = {"conversations": "conversation", "pairs": "pair", "judged": "judged answer"}
-"""What a row holds several of -> what one is called."""
+"""Kind of a row -> the name of one of the things that it holds."""
 
 
 class RowFormat(_Record):

@@ -51,11 +51,11 @@ class RowSequences(NamedTuple):
     elsewhere."""
 
     starts: npt.NDArray[np.int64]
-    """Where the sequence of each token begins."""
+    """Start of the sequence of each token."""
     kinds: npt.NDArray[np.int64]
     """1: a chosen or desirable answer; 2: a rejected or undesirable one; 3: one to another prompt; 0: filler."""
     partners: npt.NDArray[np.int64]
-    """Where the sequence after it begins: of the chosen side of a pair, the rejected one."""
+    """Start of the sequence after it: of the chosen side of a pair, the rejected one."""
     lengths: npt.NDArray[np.float32]
     """Tokens of the answer."""
 

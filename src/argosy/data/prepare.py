@@ -238,6 +238,30 @@ def _absolute(config: FiltersConfig) -> FiltersConfig:
     )
 
 
+def would_prepare(config: PrepareConfig, extend: ExtendConfig, machines: LaunchOptions) -> list[str]:
+    """Return what `prepare` would do, in words that go on from "would"; nothing is written, no code of the user's runs.
+
+    Raises: UserError, as `prepare` before it begins.
+    """
+    config = _with_row_length(config)
+    options = _options(config, extend)
+    if _is_prepared(config.out):
+        _load_prepared(config.out, options, extend)
+        return []
+    engine_for_programs("workers of `prepare`", machines, OPTIONS)
+    wanted = _workers_wanted(config, machines)
+    _check_filters(config.filters)
+    found = find_files(config.input, config.extensions, extend.code, config.fields)
+    size = _total_text_bytes(found.files, config)
+    text = "" if size is None else f", {size / 1e6:.1f} MB of text"
+    pieces = len(cut_input(found.files, PIECE_BYTES))
+    return [
+        f"read {len(found.files)} files{text}",
+        "train no tokenizer" if config.tokenizer else f"train a tokenizer of {config.vocab_size} tokens on them",
+        f"tokenize them with {max(1, min(wanted, pieces))} workers ({machines.on}) into {config.out}",
+    ]
+
+
 def _workers_wanted(config: PrepareConfig, machines: LaunchOptions) -> int:
     """Return how many workers to start. Raises: UserError if only the user can say."""
     if machines.on != "local" and not config.processes:

@@ -21,7 +21,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from argosy.data.manifest import TOKENIZER
-from argosy.data.stores.model_folder import read_beside
+from argosy.data.stores.model_folder import is_model_folder, read_beside
 from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyWarning, UserError, missing_extra
 from argosy.files import atomic_write, read_at_most
@@ -39,13 +39,15 @@ END_NAMES = (
 """Names of the token that ends a document, the likeliest first: GPT-2 and Qwen, Llama 3, DeepSeek, Llama 2 and
 Mistral, Gemma, others; a chat model's end of turn only if there is nothing else."""
 
+CARD, BASE_CARD = "README.md", "README-base.md"
+"""A model's card; and in a run's folder, the card that came with the weights that it started from."""
 USAGE = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-    *("config.json", "model.safetensors.index.json"),
+    *("config.json", "model.safetensors.index.json", BASE_CARD),
 )
 """Files of a Hugging Face folder that go with its model from run to run and come out again: the tokenizer's others,
-chat template, how text is generated; the model's description, and which file has which tensor."""
+chat template, how text is generated; the model's description, which file has which tensor, and its authors' card."""
 MOST_BYTES = 512 * 2**20
 """No tokenizer.json is larger: that of 262,000 tokens has 33 MB."""
 SMALLEST_VOCABULARY = 256 + 1
@@ -67,11 +69,15 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def usage_of(place: str | Path) -> dict[str, bytes]:
-    """Return the files of `USAGE` that lie beside the tokenizer of `place`, a path or URL, as they are.
+    """Return the files of `USAGE` that lie beside the tokenizer of `place`, a path or URL, as they are. A Hugging Face
+    folder's README.md becomes that of the base.
 
     Raises: UserError, OSError.
     """
-    return read_beside(place if is_url(place) else tokenizer_file(Path(place)).parent, USAGE, MOST_BYTES)
+    folder = place if is_url(place) else tokenizer_file(Path(place)).parent
+    found = read_beside(folder, (*USAGE, CARD), MOST_BYTES)
+    card = found.pop(CARD, None)
+    return found if card is None or not is_model_folder(folder) else {BASE_CARD: card} | found
 
 
 def tokenizer_of(place: str | Path) -> bytes | None:
@@ -110,6 +116,7 @@ class Tokenizer:
         self._engine.no_truncation()
         self._engine.no_padding()
         self._engine.encode_special_tokens = True
+        self._of_templates: HuggingFaceTokenizer | None = None
         self.sha256 = hashlib.sha256(json_text.encode()).hexdigest()
         """SHA-256 of the file."""
         self.eod_id = self._find_end(where)
@@ -143,6 +150,17 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, by the library's fastest method, which computes no offsets."""
         return [e.ids for e in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_template(self, text: str) -> list[int]:
+        """Return the ids of a text that a chat template made: special tokens in it are what they are."""
+        if self._of_templates is None:
+            self._of_templates = HuggingFaceTokenizer.from_str(self._engine.to_str())
+        return self._of_templates.encode(text, add_special_tokens=False).ids
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens, by their text."""
+        return {token.content: n for n, token in self._engine.get_added_tokens_decoder().items() if token.special}
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._engine.decode(ids)

@@ -24,7 +24,7 @@ class Registration(Generic[FunctionT]):
     name: str
     """Empty for a callback: its name is that of its function."""
     arguments: int
-    """How many arguments the function takes."""
+    """Number of arguments of the function."""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, function: FunctionT) -> FunctionT:

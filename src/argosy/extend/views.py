@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Point = Literal["start", "before_step", "after_backward", "after_exchange", "after_step", "evaluate", "save", "end"]
-"""Where a callback is called. start: the state is there, and training is about to begin, also after a recovery;
+"""The moments of a callback. start: the state is there, and training is about to begin, also after a recovery;
 before_step; after_backward: this rank's gradients are summed over all ranks; after_exchange: loss and gradient norm
 are known, the same on all ranks, and nothing is updated yet; after_step: the weights are updated; evaluate: held-out
 text was scored; save: a checkpoint is being written; end: the run ends here, with its state saved."""
@@ -98,7 +98,7 @@ class Update:
     gradient: Tensor
     """Local shape; summed over ranks and clipped."""
     moments: Mapping[str, Tensor]
-    """What the optimizer keeps, by its names; local shape."""
+    """The optimizer's state by its names; local shape."""
     step: int
     """Number of the parameter's step, from 1."""
     lr: float

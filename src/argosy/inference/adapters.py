@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import store
-from argosy.checkpoint.adapter import adapter_shapes, find_weights, open_base, open_weights
+from argosy.checkpoint.adapter import adapter_shapes, check_folder, find_weights, open_base, open_weights
 from argosy.checkpoint.load import opened
 from argosy.checkpoint.weights import CheckpointWeights
 from argosy.config.load import load
 from argosy.config.lora import LoraConfig
 from argosy.data.manifest import TOKENIZER
+from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.tokenizer import usage_of
 from argosy.errors import UserError
 from argosy.inference.huggingface import refuse_existing, write_run
-from argosy.inference.trained_model import TrainedModel, open_checkpoint
+from argosy.inference.model_card import cards_of
+from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import peft_adapter
 from argosy.models.lazy_weights import HeldWeights
 
 
 def merge_checkpoint(path: Path, out: Path, trust_code: bool = False) -> None:
     """Write the adapter of a run or checkpoint at `path`, merged into its weights, as the run folder `out`: tensor by
-    tensor, in the weights' own dtypes.
+    tensor, in the weights' own dtypes. The folder gets the model card, as training ends there.
 
     Raises: UserError if there is no adapter, or `out` exists; StorageError if it cannot be written.
     """
@@ -32,35 +34,45 @@ def merge_checkpoint(path: Path, out: Path, trust_code: bool = False) -> None:
     model = found.run.model.model_copy(update={"weights": None})
     run = found.run.model_copy(update={"model": model, "lora": LoraConfig()})
     with open_weights(found.run, found.checkpoint) as weights:
-        write_run(run, weights, out, _tokenizer(found.run_dir), usage_of(found.run_dir))
+        usage = usage_of(found.run_dir) | cards_of(found, "safetensors")
+        write_run(run, weights, out, _tokenizer(found.run_dir), usage)
 
 
-def export_adapter(path: Path, out: Path, trust_code: bool = False) -> None:
-    """Write the adapter of a run or checkpoint at `path` as PEFT's folder `out`.
+def export_adapter(
+    path: Path, out: Path, trust_code: bool = False, license_name: str = "", overwrite: bool = False
+) -> None:
+    """Write the adapter of a run or checkpoint at `path` as PEFT's folder `out`, with a model card (`cards_of`).
 
     Raises: UserError if there is no adapter, or `out` exists; StorageError if it cannot be written.
     """
     found = _adapter_at(path, trust_code)
-    run = found.run
+    run, cards = found.run, cards_of(found, "peft", license_name, overwrite)
     with open_base(run, found.checkpoint) as weights, opened(found.checkpoint) as held:
         adapter = CheckpointWeights(found.checkpoint, held, adapter_shapes(run))
-        peft_adapter.export_adapter(run.model, run.lora, adapter, weights, out, str(run.model.weights or ""))
+        peft_adapter.export_adapter(run.model, run.lora, adapter, weights, out, str(run.model.weights or ""), cards)
 
 
 def import_adapter(folder: Path, base: Path, out: Path) -> None:
-    """Turn PEFT's `folder`, an adapter of the weights in the run or checkpoint `base`, into the run folder `out`.
+    """Turn PEFT's `folder`, an adapter of the weights in `base`, a run, a checkpoint or a Hugging Face folder, into the
+    run folder `out`.
 
     Raises: UserError if it is not an adapter of these weights, or `out` exists; StorageError if it cannot be written.
     """
     refuse_existing(out)
-    whole = open_checkpoint(base)
-    found = find_weights(base)
-    with open_weights(whole.run, found) as weights:
-        lora, tensors = peft_adapter.import_adapter(folder, whole.run.model, weights)
-    model = whole.run.model.model_copy(update={"weights": found.folder.absolute()})
-    run = whole.run.model_copy(update={"model": model, "lora": lora})
-    usage = usage_of(whole.run_dir)
-    write_run(run, HeldWeights(tensors), out, _tokenizer(whole.run_dir), usage, found.manifest.sha256)
+    if is_model_folder(base):
+        run, weights, tokenizer = run_of_folder(base)
+        lora, tensors = peft_adapter.import_adapter(folder, run.model, weights)
+        beside, sha256, usage = base.absolute(), check_folder(base), usage_of(base)
+    else:
+        whole, found = open_checkpoint(base), find_weights(base)
+        run = whole.run
+        with open_weights(run, found) as weights:
+            lora, tensors = peft_adapter.import_adapter(folder, run.model, weights)
+        beside, sha256, usage = found.folder.absolute(), found.manifest.sha256, usage_of(whole.run_dir)
+        tokenizer = _tokenizer(whole.run_dir)
+    model = run.model.model_copy(update={"weights": beside})
+    run = run.model_copy(update={"model": model, "lora": lora})
+    write_run(run, HeldWeights(tensors), out, tokenizer, usage, sha256)
 
 
 @dataclass(frozen=True)

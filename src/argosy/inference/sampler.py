@@ -82,7 +82,7 @@ class Sampler(Sink):
         try:
             import torch
 
-            from argosy.inference.trained_model import generate
+            from argosy.inference.loaded_model import generate
 
             torch.set_num_threads(1)
             text = generate(folder, self._prompt, max_tokens=MOST_TOKENS, seed=self._seed)

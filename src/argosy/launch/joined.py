@@ -25,6 +25,7 @@ from argosy.observe.collectives import sequence_numbers
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import UNREAD, Heartbeat, HeartbeatReading, heartbeat_path, read_heartbeat
 from argosy.observe.node_metrics import NodeMetrics
+from argosy.observe.report import Report
 from argosy.observe.screen import Progress
 from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import World, join_world, node_of_each_rank
@@ -119,11 +120,12 @@ def _reader(metrics: NodeMetrics, folder: Path, pids: list[int], world_size: int
 TASKS, NODES, NODE = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"
 
 
-def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False) -> None:
+def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False) -> Report | None:
     """Train in the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 
     Rank 0 prepares the data and settles run and plan, while the others wait (at most launch.timeout_s: prepare large
-    data beforehand). After a signal the run saves, and its processes exit with 128 + the signal's number.
+    data beforehand). After a signal the run saves, and its processes exit with 128 + the signal's number. Return the
+    report on rank 0, and None on the others.
 
     Raises: UserError, RunFailed, the same on every process.
     """
@@ -153,6 +155,7 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
             work(run, plan, world, run_dir, stop, heartbeat=heartbeat)
     if stop.number is not None:
         sys.exit(128 + stop.number)
+    return Report.load(run_dir) if is_first else None
 
 
 def _settle(

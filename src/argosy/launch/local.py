@@ -16,13 +16,15 @@ from threading import Event, Thread
 from typing import Any, TextIO
 
 from argosy.checkpoint.store import committed
+from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
+from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import RunFailed, UserError
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
-from argosy.launch.resolve import check_profile, resolve
+from argosy.launch.resolve import check_profile, resolve, with_known_sizes
 from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
 from argosy.observe.line_follower import LineFollower
@@ -31,12 +33,12 @@ from argosy.observe.screen import Progress, Screen, read_lines_of
 from argosy.observe.surfaces import NotebookSurface, TerminalSurface, is_in_notebook
 from argosy.observe.terminal import has_live_line, lasting_output
 from argosy.plan.check import check_size
-from argosy.plan.plan import is_asynchronous
+from argosy.plan.plan import PLAN, is_asynchronous
 from argosy.plan.search.auto import processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import Agent, node_name, process_name
-from argosy.supervise.node_workers import WORKER
+from argosy.supervise.node_workers import WORKER, WORKERS_IMPORTS
 from argosy.supervise.place import check_place
 from argosy.sync.layout import is_server
 from argosy.watch.terminal import FolderView
@@ -105,12 +107,45 @@ def train(
         if where.screen is not None:
             where.screen.begin(run_dir)
         Events(run_dir, process_name(run.launch)).write("settled", seconds=round(time.monotonic() - began, 3))
+        forks.prepare(WORKERS_IMPORTS, {PLAN: str(plan)})
         agent = Agent(run_dir, run, plan, forks, quiet)
         with Following(run_dir, on_step, agent.stop):
             agent.run()
         if is_asynchronous(run.plan) and not (run_dir / "report.json").exists():
             raise RunFailed(f"{run_dir}: the run was over before this worker had made an update.")
         return Report.load(run_dir)
+
+
+def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> list[str]:
+    """Return what `train` would do, in words that go on from "would"; nothing is written, no code of the user's runs.
+
+    Raises: UserError, as `train`, for what is known before data are prepared.
+    """
+    run_folder.check_parts(run_dir, run)
+    if run.sites:
+        part = run.site or f"all {len(run.sites)} sites"
+        return [f"train {part} of {run.name} on this machine, in {run_dir}"]
+    _check_processes(run, origin)
+    check_place(run.launch)
+    check_sinks(run.observe, run.extend)
+    run_folder.check_is_own(run_dir)
+    run = with_known_sizes(run)
+    if _report_if_finished(run_dir, run) is not None:
+        return []
+    prepare, would = run.data.prepare, []
+    if prepare.input and not (prepare.out / MANIFEST).exists():
+        would.append(f"prepare {', '.join(prepare.input)} in {prepare.out}")
+    plan = run_folder.settle_plan(run_dir, run, devices_of_run(run), lambda words: None)
+    saved = committed(run_dir)
+    length = f"{run.train.minutes:g} minutes" if run.train.minutes else f"{run.train.epochs:g} epochs"
+    length = f"{run.train.steps} steps" if run.train.steps else length
+    begun = f"from step {saved[-1].step}" if saved else "from the start"
+    return [
+        *would,
+        f"start {plan.world_size} processes on {run.launch.nodes} machines, laid out as {plan}",
+        f"train {model_name(run.model, run.name)} for {length} of {run.train.global_batch} sequences of "
+        f"{run.data.seq_len} tokens, {begun}, in {run_dir}",
+    ]
 
 
 @contextmanager

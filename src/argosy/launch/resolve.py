@@ -123,13 +123,10 @@ def _beside_weights(run: RunConfig) -> RunConfig:
     if run.model.weights is None:
         raise UserError(
             f"lora.rank = {run.lora.rank}: an adapter is trained beside pretrained weights, and model.weights names "
-            "none. Give a run folder, e.g. what `argosy checkpoint import` wrote."
+            "none. Give a Hugging Face folder, hf://OWNER/NAME or a run folder."
         )
     if is_model_folder(run.model.weights):
-        raise UserError(
-            f"lora.rank = {run.lora.rank} with model.weights = {spelled(run.model.weights)}: an adapter names the "
-            f"checkpoint beside it. Make one: argosy checkpoint import {spelled(run.model.weights)} --out runs/base."
-        )
+        return run
     found = store.find(run.model.weights, lambda checkpoint: None)
     model = run.model.model_copy(update={"weights": found.folder.absolute()})
     return run.model_copy(update={"model": model})

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +20,27 @@ from argosy.models.layers import Norm, embedding, linear, local, norm
 from argosy.models.loss import (
     IGNORED,
     ChunkLoss,
+    IsLikeliest,
     chunk_loss_and_gradient,
+    is_likeliest,
     rows_at_once,
     soft_capped,
     summed_cross_entropy,
+    with_misses,
 )
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
-from argosy.models.preference import Preference, Sequences, answer_log_probabilities, preference_loss
-from argosy.models.rope import rotary_table
-from argosy.plan.layer_spec import RopeSpec, layer_spec
+from argosy.models.preference import (
+    Answers,
+    Preference,
+    Sequences,
+    answer_scores,
+    answer_values,
+    last_tokens,
+    preference_loss,
+)
+from argosy.models.rope import place_table
+from argosy.plan.layer_spec import RopeSpec, TemperatureSpec, layer_spec
 from argosy.plan.mup import logit_factor
 from argosy.plan.parameters import Stage, Table, block_table, layers_on, parameter_table
 
@@ -51,7 +63,7 @@ class Microbatch:
     answers: int = 0
     """Pairs, or answers that were judged."""
     further_BTn2: Tensor | None = None
-    """What modules of multi-token prediction read and predict (`mtp.further_tokens`), where they are trained."""
+    """Inputs and targets of multi-token prediction (`mtp.further_tokens`), where it is trained."""
 
 
 def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
@@ -95,6 +107,17 @@ def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
     return index_T - starts_BT
 
 
+Places = RopeSpec | TemperatureSpec
+
+
+class _Rows(NamedTuple):
+    """The rows, as blocks know them."""
+
+    places: dict[Places, tuple[Tensor, ...]]
+    documents: dict[int, Tensor | None]
+    """By the chunk of a layer, 0 without one: `documents` of `attention.packed_attention`."""
+
+
 # B batch, T tokens, D model width, V vocabulary
 
 
@@ -104,8 +127,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         table = block_table(config, layer)
-        #: What the layer's queries and keys are rotated by.
-        self.rope = layer_spec(config, layer).rope
+        spec = layer_spec(config, layer)
+        #: The use of places in queries and keys; and the layer's chunks, each of which is a document.
+        self.places, self.chunk = spec.places, spec.window if spec.is_chunked else 0
         self.attention_norm = _norm_or_none(table, "attention_norm", config)
         self.attention = attention_of(config, layer)
         self.attention_post_norm = _norm_or_none(table, "attention_post_norm", config)
@@ -113,16 +137,17 @@ class Block(nn.Module):
         self.mlp = feed_forward_of(config, layer)
         self.mlp_post_norm = _norm_or_none(table, "mlp_post_norm", config)
         self.scale, self.is_parallel = config.residual_scale, config.norms.place == "parallel"
+        self.layer_scale = nn.Parameter(torch.empty(1)) if config.layer_scale else None
 
     def forward(
         self,
         x_BTD: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        places: tuple[Tensor, ...] | None,
         documents: Tensor | None,
         cache: Cache | None = None,
     ) -> Tensor:
         h_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
-        y_BTD = self.attention(h_BTD, rotary, documents, cache)
+        y_BTD = self.attention(h_BTD, places, documents, cache)
         if self.attention_post_norm is not None:
             y_BTD = self.attention_post_norm(y_BTD)
         x_BTD = x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
@@ -131,7 +156,8 @@ class Block(nn.Module):
         y_BTD = self.mlp(h_BTD)
         if self.mlp_post_norm is not None:
             y_BTD = self.mlp_post_norm(y_BTD)
-        return x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
+        x_BTD = x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
+        return x_BTD if self.layer_scale is None else x_BTD * local(self.layer_scale).to(x_BTD.dtype)
 
 
 def _norm_or_none(table: Table, name: str, config: ModelConfig) -> Norm | None:
@@ -160,6 +186,8 @@ class Decoder(nn.Module):
             self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in layers_on(config, stage)})
             self.norm = norm(table, "norm", config) if stage.last else None
             self.head = linear(table, "head") if has_head else None
+            #: The head of a reward model, in place of `head`.
+            self.score = linear(table, "score") if "score.weight" in table else None
             #: Modules that predict further tokens, whose blocks are the last of `blocks`.
             further = layers_on(config, stage)[len(stage.layers) :]
             self.mtp = nn.ModuleDict({str(layer): PredictionModule(config) for layer in further})
@@ -173,12 +201,18 @@ class Decoder(nn.Module):
         #: The largest part of the vocabulary that a rank has, in tokens.
         self.longest_part = config.vocab_size
         self.logit_factor = logit_factor(config) * config.logit_scale
+        #: True for each token whose target has the highest logit.
+        self.is_likeliest: IsLikeliest = is_likeliest
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
+        #: Takes this rank's stretch of those tokens, where tensor-parallel ranks have one each.
+        self.my_stretch: Callable[[Tensor], Tensor] = _all_of_them
+        #: Sums over the ranks that have other tokens of the same rows.
+        self.sum_over_tokens: Callable[[Tensor], Tensor] = _all_of_them
         #: Gathers what the head reads: all tokens, where tensor-parallel ranks have a stretch of them each.
         self.for_head: Callable[[Tensor], Tensor] = _all_of_them
         #: Called before a part of the model computes: its values may still be on their way from other ranks.
         self.before_use: Callable[[nn.Module], None] = _nothing
-        self._rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[Places, tuple[Tensor, ...]] = {}
 
     def forward(
         self,
@@ -193,7 +227,7 @@ class Decoder(nn.Module):
         """Return logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
 
         With `sequences` that is the loss of `preference`, summed over pairs or judged answers; without gradients, it is
-        the log-probability of each answer (fp32 [B, S], S tokens of whole rows), where its sequence begins.
+        what `preference.answer_scores` returns of each answer (fp32 [B, S, 2], S tokens of whole rows).
 
         `x` is tokens [B, T], or for a stage that is not the first the hidden states [B, T, D] of the stage before;
         a stage that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
@@ -209,15 +243,13 @@ class Decoder(nn.Module):
             documents = document_starts(positions_BT) if documents is None else documents
             if len(documents) == len(x) + 1:  # no document starts inside a row
                 documents = None
-        mine_BT = self.my_tokens(positions_BT)
-        tables = self.rotary_to(start + positions_BT.shape[1], x.device)
-        rotary = {rope: (cos[mine_BT], sin[mine_BT]) for rope, (cos, sin) in tables.items()}
+        rows = self._rows(positions_BT, documents, cache)
         if self.stage.first:
             self.before_use(self.embedding)  # type: ignore[arg-type]
             x = self._embedded(x)
         for i, layer in enumerate(self.stage.layers):
             self.before_use(self.blocks[str(layer)])
-            x = self._block(layer, x, rotary, documents, cache[i] if cache else None)
+            x = self._block(layer, x, rows, cache[i] if cache else None)
         if self.norm is None:
             return x
         self.before_use(self)
@@ -232,7 +264,7 @@ class Decoder(nn.Module):
         for i, (name, module) in enumerate(self.mtp.items()):
             assert isinstance(module, PredictionModule)
             tokens_BT, further_BT = further_BTn2[:, :, i].unbind(-1)
-            x = self._block(int(name), module.joined(self._embedded(tokens_BT), x), rotary, documents)
+            x = self._block(int(name), module.joined(self._embedded(tokens_BT), x), rows)
             x = module.norm(x)
             losses.append(self._loss(x, further_BT))
         self.further_losses_n = torch.stack(losses).detach()
@@ -243,21 +275,32 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(tokens_BT)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
-    def _block(
-        self,
-        layer: int,
-        x: Tensor,
-        rotary: dict[RopeSpec, tuple[Tensor, Tensor]],
-        documents: Tensor | None,
-        cache: Cache | None = None,
-    ) -> Tensor:
+    def _rows(self, positions_BT: Tensor, documents: Tensor | None, cache: list[Cache] | None) -> _Rows:
+        """Return what blocks know of the rows, whose first tokens may be in a cache."""
+        cached = cache[0].length if cache else None
+        longest = cache[0].max_seq_len if cache else positions_BT.shape[1]
+        mine_BT = self.my_tokens(positions_BT)
+        upto = (cached or 0) + positions_BT.shape[1]
+        tables = self.places_to(upto, positions_BT.device, longest)
+        places = {spec: tuple(part[mine_BT] for part in table) for spec, table in tables.items()}
+        chunks = {block.chunk for block in self.blocks.values() if isinstance(block, Block)}
+        starts = {0: documents}
+        for chunk in chunks if cached is None else ():
+            if chunk and chunk < positions_BT.shape[1]:  # else no document has more than one
+                starts[chunk] = document_starts(positions_BT % chunk)
+        return _Rows(places, starts)
+
+    def _block(self, layer: int, x: Tensor, rows: _Rows, cache: Cache | None = None) -> Tensor:
         block = self.blocks[str(layer)]
         assert isinstance(block, Block)
-        y: Tensor = block(x, None if block.rope is None else rotary[block.rope], documents, cache)
+        places = None if block.places is None else rows.places[block.places]
+        y: Tensor = block(x, places, rows.documents.get(block.chunk, rows.documents[0]), cache)
         return y
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Return what the head reads."""
+        if self.score is not None:
+            return x
         x = self.for_head(x)
         return x if self.logit_factor == 1.0 else x * self.logit_factor
 
@@ -269,18 +312,28 @@ class Decoder(nn.Module):
             of_chunk, longest = self.own_loss, self.config.vocab_size
         softcap = self.config.logit_softcap
         if sequences is not None:
-            assert self.preference is not None
-            starts_N = self.my_tokens(sequences.starts).flatten()
             rows = rows_at_once(local(weight_VD), longest)
-            judge = preference_loss if torch.is_grad_enabled() else answer_log_probabilities
-            about = (targets_N, starts_N, sequences, self.preference, of_chunk, rows, softcap)
-            return judge(x.flatten(0, 1), local(weight_VD), *about)
+            about = (x.flatten(0, 1), local(weight_VD), targets_N)
+            starts_BT, ends_BT = (
+                self.my_tokens(part) if self.score is None else self.my_stretch(self.my_tokens(part))
+                for part in (sequences.starts, last_tokens(sequences.starts))
+            )
+            if self.score is None and not torch.is_grad_enabled():
+                judge = with_misses(of_chunk, self.is_likeliest)
+                return answer_scores(*about, starts_BT, sequences, self.sum_over_tokens, judge, rows, softcap)
+            where = (starts_BT.flatten(), ends_BT.flatten() if self.score is not None else None)
+            answers = Answers(targets_N, *where, sequences, self.sum_over_tokens, of_chunk, rows, softcap)
+            if not torch.is_grad_enabled():
+                values_BT = answer_values(*about[:2], answers)
+                return torch.stack([values_BT, torch.zeros_like(values_BT)], -1)
+            assert self.preference is not None
+            return preference_loss(*about[:2], answers, self.preference)
         return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest, softcap)
 
     @property
     def head_weight(self) -> Tensor:
-        """The weight that turns hidden states into logits, [V, D]; only the last stage has one."""
-        module = self.head or self.embedding
+        """The weight that turns hidden states into logits, [V, D], or a score, [1, D]; only the last stage has one."""
+        module = self.score or self.head or self.embedding
         assert module is not None
         return module.weight
 
@@ -289,22 +342,26 @@ class Decoder(nn.Module):
         """The device of the weights."""
         return next(self.parameters()).device
 
-    def new_cache(self, batch: int, max_seq_len: int) -> list[Cache]:
+    def new_cache(self, max_seq_len: int) -> list[Cache]:
         """An empty key/value cache for each block."""
-        like = torch.empty(0, dtype=self.compute_dtype, device=self.device)
-        return [cache_of(self.config, layer, batch, max_seq_len, like) for layer in self.stage.layers]
+        return [cache_of(self.config, layer, max_seq_len) for layer in self.stage.layers]
 
-    def rotary_to(self, seq_len: int, device: torch.device) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
-        """Return the cosines and sines of at least `seq_len` places for each rotary embedding of the blocks; they are
-        computed once and kept."""
+    def places_to(self, seq_len: int, device: torch.device, longest: int = 0) -> dict[Places, tuple[Tensor, ...]]:
+        """Return the table of at least `seq_len` places for each kind of the blocks, for rows of `longest` tokens (0:
+        as many); they are computed once and kept."""
+        found: dict[Places, tuple[Tensor, ...]] = {}
         for block in self.blocks.values():
             assert isinstance(block, Block)
-            rope, known = block.rope, None if block.rope is None else self._rotary.get(block.rope)
-            if rope is not None and (known is None or known[0].shape[0] < seq_len or known[0].device != device):
+            if block.places is None or block.places in found:
+                continue
+            places = block.places.of_rows(longest or seq_len)
+            known = self._tables.get(places)
+            if known is None or known[0].shape[0] < seq_len or known[0].device != device:
                 with torch.inference_mode(False):  # training steps use a table that evaluation made
                     # A power of two, so that generation, token by token, seldom computes it again.
-                    self._rotary[rope] = rotary_table(rope, 1 << (seq_len - 1).bit_length(), device)
-        return self._rotary
+                    known = self._tables[places] = place_table(places, 1 << (seq_len - 1).bit_length(), device)
+            found[block.places] = known
+        return found
 
 
 def document_starts(positions_BT: Tensor) -> Tensor:

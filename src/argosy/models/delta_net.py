@@ -34,7 +34,7 @@ NORM_EPS = 1e-6
 
 
 class DeltaStreams(NamedTuple):
-    """What a layer computes from each token alone."""
+    """The values that a layer computes from each token alone."""
 
     q_BTP: Tensor
     k_BTP: Tensor
@@ -69,18 +69,18 @@ class DeltaCore(Protocol):
 
 
 class DeltaCache:
-    """The state of one layer after the tokens read so far: [B, H, K, V], and the last W - 1 inputs of convolutions."""
+    """The state of one layer after the tokens read so far, [B, H, K, V] (None: empty), and the last W - 1 inputs of
+    convolutions. The first tokens say how many rows and heads this rank has."""
 
-    def __init__(self, batch: int, config: ModelConfig, like: Tensor):
-        net = config.delta_net
-        self.state = like.new_zeros(batch, net.value_heads, net.key_width, net.value_width, dtype=torch.float32)
-        channels = (net.key_heads * net.key_width,) * 2 + (net.value_heads * net.value_width,)
-        self.inputs = [like.new_zeros(batch, net.conv_width - 1, n) for n in channels]
-        self.length = 0
+    def __init__(self, max_seq_len: int):
+        self.state: Tensor | None = None
+        self.inputs = list[Tensor]()
+        self.length, self.max_seq_len = 0, max_seq_len
 
-    def append(self, q_BTP: Tensor, k_BTP: Tensor, v_BTP: Tensor) -> list[Tensor]:
-        """Return the new inputs of convolutions with the W - 1 before them, and keep the last W - 1."""
+    def append(self, q_BTP: Tensor, k_BTP: Tensor, v_BTP: Tensor, width: int) -> list[Tensor]:
+        """Return the new inputs of convolutions of this width with the W - 1 before them, and keep the last W - 1."""
         self.length += q_BTP.shape[1]
+        self.inputs = self.inputs or [x.new_zeros(len(x), width - 1, x.shape[2]) for x in (q_BTP, k_BTP, v_BTP)]
         whole = [torch.cat(both, 1) for both in zip(self.inputs, (q_BTP, k_BTP, v_BTP), strict=True)]
         self.inputs = [x[:, x.shape[1] - kept.shape[1] :] for x, kept in zip(whole, self.inputs, strict=True)]
         return whole
@@ -145,13 +145,14 @@ def delta_attention(
 def cached_delta_attention(streams: DeltaStreams, weights: DeltaWeights, cache: DeltaCache, key_width: int) -> Tensor:
     """Return what the heads read, [B, T, H, V], from the cache's states on, and leave the states after in it."""
     length = streams.q_BTP.shape[1]
-    inputs = cache.append(*streams[:3])
     kernels = (weights.q_conv, weights.k_conv, weights.v_conv)
+    inputs = cache.append(*streams[:3], kernels[0].shape[-1])
     q, k, v = (short_convolution(x, kernel)[:, -length:] for x, kernel in zip(inputs, kernels, strict=True))
     heads = _heads(q, k, v, streams, weights, key_width)
-    y_BTHV, cache.state = (
-        delta_step(*heads, cache.state) if length == 1 else chunked_delta_rule(*heads, None, cache.state)
-    )
+    if length == 1 and cache.state is not None:
+        y_BTHV, cache.state = delta_step(*heads, cache.state)
+    else:
+        y_BTHV, cache.state = chunked_delta_rule(*heads, None, cache.state)
     return y_BTHV.to(streams.q_BTP.dtype)
 
 

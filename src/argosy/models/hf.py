@@ -5,6 +5,7 @@ Both go tensor by tensor: of a model of any size, a tensor or two are in memory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections import Counter
@@ -24,6 +25,7 @@ from argosy.config.model import ModelConfig
 from argosy.data.stores.model_folder import Destination, ModelFolder, model_folder, new_folder
 from argosy.errors import ArgosyWarning, UserError
 from argosy.files import is_plain_name, read_at_most
+from argosy.models.compressed import WeightCompression, compressed
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
 from argosy.models.hf_families import family_of
 from argosy.models.hf_family import NAMES
@@ -45,6 +47,8 @@ KEPT_IN_FP32 = "router.bias"
 """bf16 would round steps of bias_rate away."""
 HEADERS_AT_ONCE = 8
 """Files whose headers are read at once: a store takes its time for each."""
+SAMPLES, SAMPLE_BYTES = 16, 64 * 2**10
+"""The parts of each file that tell a folder's weights from others."""
 QUANTIZATION = "quantization_config"
 
 
@@ -60,6 +64,7 @@ def export_folder(
     tokenizer: Path | None = None,
     eod_id: int | None = None,
     usage: Mapping[str, bytes] = MappingProxyType({}),
+    compression: WeightCompression | None = None,
 ) -> None:
     """Write a folder that transformers (4.43 and newer), vLLM and others load; whole or not at all.
 
@@ -70,6 +75,7 @@ def export_folder(
     `eod_id`: the token that ends a document; generation stops at it.
     `usage`: files that the weights came with. They say how the tokenizer is used; config.json is written as it is there
     if it describes this model, and the index says which file a tensor goes to if it names the same tensors.
+    `compression`: how the weights of linear layers are stored in fewer bits; the others keep `dtype`.
 
     The multipliers of `model.mup` are folded into the weights, which the classes then compute the same with.
 
@@ -84,6 +90,9 @@ def export_folder(
     described = config_to_json(config, dtype=dtype or torch.float32, eod_id=eod_id)
     tensors = dict(_to_write(source, config, shapes, dtype))
     described = _described(config, described, tensors, usage)
+    if compression is not None:
+        tensors, settings = compressed(config, tensors, compression)
+        described |= {QUANTIZATION: settings}
     files = {name: data for name, data in usage.items() if name not in (CONFIG, INDEX)}
     if tokenizer is not None:
         files = _tokenizer_files(tokenizer, eod_id, config) | files
@@ -118,17 +127,18 @@ def _parts(
 ) -> Iterator[Tensor]:
     """Yield the rows of one of their tensors."""
     if piece.rows == "theirs":
-        yield _factored(piece.ours[0], source.rows(piece.ours[0], row, 1), config, dtype)[0]
+        yield folded_weight(piece.ours[0], source.rows(piece.ours[0], row, 1), config, dtype)[0]
     elif piece.rows == "alone":
         of_each = (source.in_parts(name) for name in piece.ours)
         for some in zip(*of_each, strict=True):
-            ours = [_factored(name, part, config, dtype) for name, part in zip(piece.ours, some, strict=True)]
+            ours = [folded_weight(name, part, config, dtype) for name, part in zip(piece.ours, some, strict=True)]
             yield piece.to_theirs(ours)[0]
     else:
-        yield piece.to_theirs([_factored(name, source[name], config, dtype) for name in piece.ours])[row]
+        yield piece.to_theirs([folded_weight(name, source[name], config, dtype) for name in piece.ours])[row]
 
 
-def _factored(name: str, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+def folded_weight(name: str, weight: Tensor, config: ModelConfig, dtype: torch.dtype) -> Tensor:
+    """Return a weight, or rows of it, with the multipliers of `model.mup` folded in."""
     if (factor := folded_factor(name, config)) != 1.0:
         shift = float(config.norms.zero_centered and "norm" in name)  # the factor of such a norm is one plus the weight
         weight = (weight + shift) * factor - shift
@@ -293,6 +303,25 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     return config, FolderWeights(pieces, known, shapes)
 
 
+def weights_sha256(place: str | Path, named: str = "") -> str:
+    """Return a SHA-256 that tells the weights in a Hugging Face folder, or at its URL, from others: of the names, sizes
+    and `SAMPLES` parts of their files. All of the bytes would take minutes. Raises: UserError, as `import_folder`."""
+    folder = model_folder(place, named)
+
+    def sampled(file: str) -> bytes:
+        size = folder.size(file)
+        assert size is not None
+        block = bytearray(min(size, SAMPLE_BYTES))
+        digest = hashlib.sha256(f"{file} {size}".encode())
+        for number in range(SAMPLES):
+            folder.read_into(file, number * (size - len(block)) // (SAMPLES - 1), memoryview(block))
+            digest.update(block)
+        return digest.digest()
+
+    with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
+        return hashlib.sha256(b"".join(pool.map(sampled, _files_of(folder)[0]))).hexdigest()
+
+
 def _further_of(
     config: ModelConfig, known: dict[str, Stored], folder: ModelFolder
 ) -> tuple[ModelConfig, dict[str, Stored]]:
@@ -325,8 +354,8 @@ def _further_of(
     return config, known
 
 
-def _stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:
-    """Return what the files of a folder hold, from their headers. Raises: UserError."""
+def _files_of(folder: ModelFolder) -> tuple[list[str], dict[str, str]]:
+    """Return the files with a folder's weights, and which tensor the index says is where. Raises: UserError."""
     places, files = dict[str, str](), [SINGLE]
     if folder.size(INDEX) is not None:
         places = _weight_map(
@@ -340,6 +369,12 @@ def _stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:
             bins = any(name.endswith(".bin") for name in folder.names())
             remedy = "Save the *.bin weights as safetensors first" if bins else "Get the whole folder"
             raise UserError(f"{named}{folder.where(file)} is not there. {remedy}.")
+    return files, places
+
+
+def _stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:
+    """Return what the files of a folder hold, from their headers. Raises: UserError."""
+    files, places = _files_of(folder)
     with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
         found = dict(zip(files, pool.map(partial(_header_of, folder), files), strict=True))
     for name, file in places.items():

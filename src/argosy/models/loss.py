@@ -63,6 +63,28 @@ def rows_at_once(weight_VD: Tensor, longest_part: int) -> int:
     return max(1, CHUNK_LOGITS // (longest_part or weight_VD.shape[0]))
 
 
+IsLikeliest = Callable[[Tensor, Tensor], Tensor]
+"""`is_likeliest`, or a version for ranks that each have a part of the vocabulary."""
+
+
+def is_likeliest(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+    """Return True for each token whose target has the highest logit, [C]."""
+    target_logit_C = logits_CV.gather(1, targets_C.clamp(min=0)[:, None]).squeeze(1)
+    return target_logit_C >= logits_CV.max(1).values
+
+
+def with_misses(of_chunk: ChunkLoss, likeliest: IsLikeliest) -> ChunkLoss:
+    """Return a loss of chunks for `token_losses` that gives [C, 2]: each token's loss, and 1 if its target is not the
+    likeliest."""
+
+    def of_chunk_with_misses(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        losses_C, gradient_CV = of_chunk(logits_CV, targets_C)
+        misses_C = ~likeliest(logits_CV, targets_C) & (targets_C != IGNORED)
+        return torch.stack((losses_C, misses_C.float()), 1), gradient_CV
+
+    return of_chunk_with_misses
+
+
 @torch.no_grad()
 def token_losses(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, of_chunk: ChunkLoss, rows: int, softcap: float

@@ -29,26 +29,26 @@ def attention_of(config: ModelConfig, layer: int = 0) -> Attention | LatentAtten
     return LatentAttention(config) if config.mla.kv_rank else Attention(config, layer)
 
 
-def cache_of(config: ModelConfig, layer: int, batch: int, max_seq_len: int, like: Tensor) -> Cache:
-    """Build an empty cache for `attention_of(config, layer)`, with the dtype and device of `like`."""
+def cache_of(config: ModelConfig, layer: int, max_seq_len: int) -> Cache:
+    """Build an empty cache for `attention_of(config, layer)`."""
     spec = layer_spec(config, layer)
     if spec.delta_net is not None:
-        return DeltaCache(batch, config, like)
-    if config.mla.kv_rank:
-        return LatentCache(batch, max_seq_len, config, like)
-    return LayerCache(batch, max_seq_len, spec, like)
+        return DeltaCache(max_seq_len)
+    return LatentCache(max_seq_len) if config.mla.kv_rank else LayerCache(max_seq_len, spec)
 
 
 class LatentCache:
     """The latents [B, max_seq_len, C] and rotated keys [B, max_seq_len, R] of one layer's tokens read so far."""
 
-    def __init__(self, batch: int, max_seq_len: int, config: ModelConfig, like: Tensor):
-        self.latents = like.new_zeros(batch, max_seq_len, config.mla.kv_rank)
-        self.rotated = like.new_zeros(batch, max_seq_len, config.mla.rope_width)
-        self.length = 0
+    def __init__(self, max_seq_len: int):
+        self.length, self.max_seq_len = 0, max_seq_len
 
     def append(self, latent_BTC: Tensor, rotated_BTR: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens and return all latents and rotated keys so far, [B, S, C] and [B, S, R]."""
+        if not self.length:
+            self.latents, self.rotated = (
+                x.new_zeros(len(x), self.max_seq_len, x.shape[2]) for x in (latent_BTC, rotated_BTR)
+            )
         end = self.length + latent_BTC.shape[1]
         self.latents[:, self.length : end] = latent_BTC
         self.rotated[:, self.length : end] = rotated_BTR
@@ -57,7 +57,7 @@ class LatentCache:
 
 
 Cache = LayerCache | LatentCache | DeltaCache
-"""What one layer keeps of the tokens read so far."""
+"""One layer's cache of the tokens read so far."""
 
 
 class LatentAttention(nn.Module):

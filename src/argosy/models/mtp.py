@@ -19,7 +19,7 @@ from argosy.plan.parameters import prediction_table
 
 
 class PredictionModule(nn.Module):
-    """What a module has besides its block: norms of both inputs, their projection, the norm before the head."""
+    """Parameters of a module besides its block: norms of both inputs, their projection, the norm before the head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class PeftModule:
     ours: tuple[str, ...]
     """The names of our weights: several if theirs is fused."""
     expert: int | None
-    """Which of our stack of experts."""
+    """Index in our stack of experts."""
     piece: Conversion
 
 
@@ -82,11 +83,12 @@ def export_adapter(
     weights: Mapping[str, Tensor],
     out: Path,
     base_name: str = "",
+    others: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Write the adapter as PEFT's folder `out`; whole or not at all.
 
     `adapter`: its tensors by our names. `weights`: those beside it, which only DoRA reads, one at a time. `base_name`:
-    where others find these.
+    where others find these. `others`: further files, by name.
 
     Raises: UserError if `out` exists, or PEFT cannot express the adapter; StorageError if it cannot be written.
     """
@@ -125,6 +127,8 @@ def export_adapter(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
+        for name, data in others.items():
+            (partial / name).write_bytes(data)
         (partial / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
         (partial / TENSORS).write_bytes(save(tensors, metadata={"format": "pt"}))
         commit_folder(partial, out)

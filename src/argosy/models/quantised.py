@@ -18,7 +18,7 @@ from argosy.models.hf_layers import refuse
 from argosy.models.tensor_file import StoredTensor
 
 SCALES_FP8, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
-"""How the names of scales end beside a weight's, and those of the two halves of an MXFP4 weight."""
+"""Suffixes of the names of scales, and of the two halves of an MXFP4 weight."""
 ROWS_AT_ONCE = 4096
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of E2M1, by their bits."""

@@ -56,7 +56,7 @@ class StoredTensor:
     code: str
     """Its dtype's name in safetensors."""
     start: int
-    """Where in the file it begins."""
+    """Its offset in the file, in bytes."""
     read_into: ReadInto
 
     def read(self, first: int = 0, count: int | None = None) -> Tensor:

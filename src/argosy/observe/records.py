@@ -180,7 +180,7 @@ _STEP = _table(
         **dict.fromkeys(("tokens", "lr", "step_time_s", "tokens_per_s", "mfu", "memory_bytes"), _number),
     }
 )
-_EVALUATION = _table({"step": _count}, _number)
+_EVALUATION = _table({"step": _count, "tasks": _tables_of(_NUMBER_TABLE)}, _number)
 _NODE = _table(
     {
         "time_s": _time,
@@ -227,6 +227,7 @@ _REPORT = _table(
         "status": _text,
         "sample": _text,
         "validation": _tables_of(_any_of(_number, _text)),
+        "tasks": _tables_of(_NUMBER_TABLE),
         "energy": _tables_of(_any_of(_number, _text, _NUMBER_TABLE)),
     }
 )
@@ -244,8 +245,8 @@ def step_line(record: Record) -> Record | None:
 
 
 def evaluation_line(record: Record) -> Record | None:
-    """Return a line of an evaluation in metrics.jsonl, checked; None if it is none."""
-    if "loss" in record or "validation_loss" not in record:
+    """Return a line of an evaluation in metrics.jsonl or scores.jsonl, checked; None if it is none."""
+    if "loss" in record or not ("validation_loss" in record or "tasks" in record):
         return None
     found = _EVALUATION(record)
     return found if "step" in found else None

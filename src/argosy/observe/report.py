@@ -92,7 +92,10 @@ class Report(BaseModel):
     goodput: float
     """Share of `wall_s` spent in steps that count."""
     validation: dict[str, int | float] | None
-    """Held-out loss, perplexity and bits per byte; `unigram_bits_per_byte` is the trivial baseline's."""
+    """Held-out loss, perplexity and bits per byte; `unigram_bits_per_byte` is the trivial baseline's. Of a reward
+    model, loss and accuracy of pairs."""
+    tasks: dict[str, dict[str, float]] | None = None
+    """The last scores of tasks: metrics of each."""
     energy: Energy | None = None
     """Energy, carbon and money; None if nothing was measured and the devices are unknown."""
     sample: str | None
@@ -119,12 +122,17 @@ class Report(BaseModel):
         ]
         if self.sync is not None:
             lines += textwrap.wrap(f"between replicas: {self.sync.in_words()}", COLUMNS, subsequent_indent="      ")
-        if self.validation:
+        if self.validation and "accuracy" in self.validation:
+            loss, accuracy = self.validation["loss"], self.validation["accuracy"]
+            lines.append(f"validation: {accuracy:.1%} of pairs told apart (loss {loss:.3f})")
+        elif self.validation:
             lines.append(
                 f"validation: {self.validation['bits_per_byte']:.3f} bits per byte "
                 f"(loss {self.validation['loss']:.3f}); a unigram model: "
                 f"{self.validation['unigram_bits_per_byte']:.3f}"
             )
+        for task, metrics in (self.tasks or {}).items():
+            lines += textwrap.wrap(task_in_words(task, metrics), COLUMNS, subsequent_indent="      ")
         if self.energy is not None:
             lines += textwrap.wrap(self.energy.in_words(), COLUMNS, subsequent_indent="      ")
         if self.predicted is not None:
@@ -273,3 +281,13 @@ def typical_round_wait_s(steps: list[dict[str, Any]]) -> float | None:
     """Return the seconds that a site waits in a round, in the middle of all rounds; None if there was none."""
     waits = [float(record["sites"]["seconds"]) for record in steps if "seconds" in record.get("sites", {})]
     return statistics.median(waits) if waits else None
+
+
+def task_in_words(task: str, metrics: Mapping[str, float]) -> str:
+    """Return "arc_easy: acc 0.254 ± 0.009, ..." of a task's metrics; METRIC_stderr is the standard error of METRIC."""
+    stated = []
+    for name, value in metrics.items():
+        if not name.endswith("_stderr"):
+            error = metrics.get(f"{name}_stderr")
+            stated.append(f"{name} {value:.3f}" + (f" ± {error:.3f}" if error is not None else ""))
+    return f"{task}: {', '.join(stated)}"

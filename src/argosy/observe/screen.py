@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -229,9 +229,11 @@ class Progress:
         self._doing = ""
         self._show(last=record["step"] + 1 == steps)
 
-    def evaluated(self, step: int, loss: float, bits_per_byte: float) -> None:
-        """Print how well the weights after `step` predict held-out text."""
-        self.say(f" step {step + 1:>5}  evaluated: loss {loss:.3f}, {bits_per_byte:.3f} bits per byte", "cyan")
+    def evaluated(self, step: int, score: str, tasks: Sequence[str] = ()) -> None:
+        """Print how well the weights after `step` predict held-out text, and their scores of tasks, in words."""
+        self.say(f" step {step + 1:>5}  evaluated: {score}", "cyan")
+        for words in tasks:
+            self.say(f"             {words}", "cyan")
 
     def note(self, line: str, last: bool = False) -> None:
         """Show how far something has got: in place in a terminal, else a line every few seconds and the last one."""

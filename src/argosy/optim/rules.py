@@ -19,7 +19,7 @@ from argosy.optim.piece import Slot, opened
 
 
 class UpdateRule(ABC):
-    """How one step changes weights and moments."""
+    """The update rule of an optimizer: how one step changes weights and moments."""
 
     moments: tuple[str, ...]
     """Names of the tensors that it keeps for each parameter."""

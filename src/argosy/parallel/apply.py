@@ -7,9 +7,8 @@ the optimizer and the checkpoint do not ask: they see pieces of parameters.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.config.train import LOSSES
+from argosy.models import compiler
 from argosy.models.adapters import add_adapters
 from argosy.models.decoder import Block, Decoder
 from argosy.models.delta_net import GatedDeltaNet
@@ -34,21 +34,34 @@ from argosy.parallel.mesh import Meshes, lay_out_meshes
 from argosy.parallel.model import DTYPES, ParallelModel
 from argosy.parallel.offload import offload_activations
 from argosy.parallel.recompute import apply_recompute
-from argosy.parallel.tensor import GatheredLoss, VocabularyLoss, split_over_ranks
+from argosy.parallel.tensor import GatheredLoss, SequenceParallel, VocabularyLoss, WholeSequence, split_over_ranks
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import stages_on, weight_format
 from argosy.plan.parameters import Stage, inside, run_table
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import Plan
+from argosy.plan.plan import PLAN, Plan
 from argosy.precision.fp8 import use_fp8
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "argosy" / "inductor"
+
+def load() -> None:
+    """Import what laying a model out by the plan in the environment takes beside this module: once, in the process that
+    workers are forked from, and not in each of them.
+    """
+    plan = Plan.parse(os.environ[PLAN])
+    if plan.compile:
+        compiler.load()
+    if plan.pp > 1:
+        import torch.distributed.pipelining
+    if plan.shards_parameters:
+        import torch.distributed.fsdp
+    if max(plan.tp, plan.ep, plan.dp_shard) > 1:
+        import torch.distributed.tensor  # noqa: F401
 
 
 def compile_blocks(model: Decoder, enabled: bool) -> None:
     """Compile `model`'s blocks (once, as they are alike), the last norm, and the loss of a chunk, in place."""
     if enabled:
-        keep_compile_cache()
+        compiler.load()
         for block in model.blocks.values():
             block.compile()
         if model.norm is not None:
@@ -57,11 +70,6 @@ def compile_blocks(model: Decoder, enabled: bool) -> None:
             model.loss_of_chunk.compile()
         else:
             model.loss_of_chunk = torch.compile(model.loss_of_chunk)
-
-
-def keep_compile_cache() -> None:
-    """Keep compiled kernels on disk, so that only the first run of a model waits for them."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
 
 
 Materialize = Callable[[Decoder, ModelConfig, torch.device, int], None]
@@ -80,6 +88,22 @@ def apply(
     stages_on: may replace `plan.cost.exact_state.stages_on`.
     Raises: UserError if the device cannot do what the plan asks of it (fp8).
     """
+    meshes, parts = lay_out(plan, run, world, materialize, stages_on)
+    return ParallelModel(plan, run, meshes, parts)
+
+
+def lay_out(
+    plan: Plan,
+    run: RunConfig,
+    world: World,
+    materialize: Materialize = materialize,
+    stages_on: Callable[[Plan, RunConfig, int], dict[int, Stage]] = stages_on,
+    splits_tokens: bool = True,
+) -> tuple[Meshes, dict[int, Decoder]]:
+    """Return the ranks' views of each other, and this rank's pipeline stages by number, as `apply` lays them out.
+
+    splits_tokens: False if tp ranks are to have all tokens between matrices (`tensor.WholeSequence`), for inference.
+    """
     load_family(run)
     tied = run.model.embeds_at_both_ends and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
     meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
@@ -94,7 +118,7 @@ def apply(
             parameter.data = parameter.data.to(DTYPES[weight_format(name, model.table[name], plan, run)])
         if plan.precision == "fp8":
             use_fp8(model, world.device)
-        split_model(model, plan, run, meshes)
+        split_model(model, plan, run, meshes, splits_tokens)
         freeze(model)
         blocks = [(int(layer), block) for layer, block in model.blocks.items()]
         apply_recompute(blocks, plan.recompute, plan.recompute_every, plan.compile)
@@ -109,7 +133,7 @@ def apply(
             dense = _fsdp_mesh(meshes, "replicate", "shard", ours)
             shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered)
         materialize(model, run.model, world.device, run.seed)
-    return ParallelModel(plan, run, meshes, parts)
+    return meshes, parts
 
 
 def freeze(model: Decoder) -> None:
@@ -118,21 +142,23 @@ def freeze(model: Decoder) -> None:
         parameter.requires_grad_(model.table[name].is_trained)
 
 
-def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes) -> None:
-    """Split experts, matrices and sequences as the plan says."""
+def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, splits_tokens: bool = True) -> None:
+    """Split experts, matrices and sequences as the plan says; splits_tokens: as of `lay_out`."""
     axes, table = [axis for axis in ("ep", "tp") if getattr(plan, axis) > 1], run_table(run, model.stage, plan.tp)
+    between = SequenceParallel if splits_tokens else WholeSequence
     if axes:
         for name, module in model.named_modules():
             if isinstance(module, Experts):
-                split_experts(module, meshes.device_mesh(*axes), inside(table, name))
+                split_experts(module, meshes.device_mesh(*axes), inside(table, name), between)
     if plan.tp > 1:
-        split_over_ranks(model, meshes.device_mesh("tp"), table)
+        split_over_ranks(model, meshes.device_mesh("tp"), table, between)
     rows = None
     if (group := meshes.group("cp")) is not None:
         rank = meshes.rank("cp")
         core = RingAttention(group) if plan.context == "ring" else UlyssesAttention(group)
         delta_core = DeltaExchange(group)
         model.my_tokens = partial(shard_sequence, rank=rank, size=plan.cp)
+        model.sum_over_tokens = partial(_summed_over, [group])
         for block in model.blocks.values():
             assert isinstance(block, Block)
             if isinstance(block.attention, GatedDeltaNet):
@@ -143,6 +169,10 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes) -> N
     if (group := meshes.group("tp")) is not None:
         rank = meshes.rank("tp")
         rows = SplitRows(group, partial(torch.cat, dim=1), lambda x: x.chunk(plan.tp, dim=1)[rank], around=rows)
+        if model.score is not None and splits_tokens:  # logits are of all tokens on each rank, scores of its own
+            model.my_stretch = lambda x: x.chunk(plan.tp, dim=1)[rank]
+            groups = [other for other in (meshes.group("cp"), group) if other is not None]
+            model.sum_over_tokens = partial(_summed_over, groups)
     for moe in moe_layers(model):
         moe.rows = rows or moe.rows
 
@@ -151,17 +181,16 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
     """Train with the objective that the run names, or with its loss, if it is the user's. Raises: UserError."""
     if run.train.has_preferences:
         model.preference = Preference(run.train.objective, run.preference)
-        if (tokens := meshes.group("cp")) is not None:
-            model.preference.sum_over_tokens = partial(_summed_over, tokens)
-            model.preference.reports = meshes.rank("cp") == 0
+        model.preference.reports = meshes.rank("cp") == 0
     if run.train.loss in LOSSES:
         return
     loss, group = own_loss(run.extend.code, run.train.loss), meshes.group("tp")
     model.own_loss = loss if group is None else GatheredLoss(loss, group, run.model.vocab_size)
 
 
-def _summed_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    dist.all_reduce(tensor, group=group)
+def _summed_over(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
     return tensor
 
 

@@ -64,7 +64,7 @@ class SumRanks:
 
 @dataclass(frozen=True)
 class GradientSync:
-    """How replicas agree on the sums of gradients. One serves all of a rank's gradients."""
+    """The way replicas sum gradients. One serves all of a rank's gradients."""
 
     lane: Lane
     compressor: Compressor = Exact()  # noqa: RUF009  (it keeps nothing)
@@ -175,7 +175,7 @@ class Bucket:
 
     @property
     def part(self) -> int:
-        """Which part of the sum this rank takes across; 0 where replicas do not sum in tiers."""
+        """Index of the part of the sum that this rank takes across; 0 where replicas do not sum in tiers."""
         return self._ranks.part
 
     @property
@@ -186,13 +186,13 @@ class Bucket:
 
     @property
     def replicas(self) -> int:
-        """How many sum across."""
+        """Number of ranks that sum across."""
         across = self._ranks.replicas.across
         return across[0].size() if across else 1
 
     @property
     def memory(self) -> BucketMemory:
-        """What this rank keeps of earlier sums."""
+        """This rank's compressor state, from earlier sums."""
         return self._about.memory
 
     def kept_of_pieces(self, name: str) -> list[tuple[PlacedPiece, tuple[int, ...], Tensor]]:

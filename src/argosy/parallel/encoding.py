@@ -1,4 +1,4 @@
-"""What ranks tell each other, as bytes: values of a type that both sides name, in JSON, and never a pickle.
+"""Messages between ranks, as bytes: values of a type that both sides name, in JSON, and never a pickle.
 
 A pickle may run any code on the rank that reads it. Here the reader says what it expects (numbers, texts, tuples, the
 dataclasses and models of this package, small tensors), and only that can come out. A frame around the JSON has its

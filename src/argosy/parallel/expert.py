@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from argosy.config.model import ModelConfig
 from argosy.models.adapters import LowRank
 from argosy.models.experts import Compute, Experts, Load, MoE, Rows, inverse, take_rows
-from argosy.parallel.tensor import gather_sequence, reduce_scatter_sequence, split, sum_over_ranks
+from argosy.parallel.tensor import Between, SequenceParallel, split, sum_over_ranks
 from argosy.plan.parameters import Table
 
 # n ranks, E experts, e of them on each rank, P pairs of token and expert that this rank has, Q that it computes
@@ -48,7 +48,7 @@ class ExpertParallel:
         return exchange_rows(take_rows(y_QD, places_Q, order_Q[:, None]), receive, send, self._group)
 
 
-def split_experts(experts: Experts, mesh: DeviceMesh, table: Table) -> None:
+def split_experts(experts: Experts, mesh: DeviceMesh, table: Table, between: Between = SequenceParallel) -> None:
     """Deal `experts` (on the meta device) out over the ep dim of `mesh`, and each over its tp dim, in place; `table`:
     their parameters.
 
@@ -61,8 +61,9 @@ def split_experts(experts: Experts, mesh: DeviceMesh, table: Table) -> None:
     if "tp" in names:
         group = mesh["tp"].get_group()
         experts.share_of_bias = 1 / group.size()
-        experts.register_forward_pre_hook(lambda _, inputs: tuple(gather_sequence(x, group) for x in inputs))
-        experts.register_forward_hook(lambda _, inputs, y: reduce_scatter_sequence(y, group))
+        tokens = between(group)
+        experts.register_forward_pre_hook(lambda _, inputs: tuple(tokens.gather(x) for x in inputs))
+        experts.register_forward_hook(lambda _, inputs, y: tokens.reduce(y))
         if isinstance(experts.down_lora, LowRank):  # each rank has some of its inputs
             experts.down_lora.sum_squares = partial(sum_over_ranks, group=group)
     for name, parameter in table.items():

@@ -22,7 +22,7 @@ from argosy.parallel.pieces import PlacedPiece
 from argosy.plan.plan import Plan
 
 SIGMAS = 8
-"""How many standard deviations of rounding a checksum may be off."""
+"""Tolerance of a checksum, in standard deviations of rounding."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by bytes of an element."""
 

@@ -57,7 +57,7 @@ class Replicas:
 
 
 class Meshes:
-    """How this rank sees the others. As it stands here there are no others: every axis has one rank.
+    """This rank's groups on each axis. By default there are no others: every axis has one rank.
 
     Code that is given meshes asks for groups, places and holders, and does not ask whether there are other ranks.
     `RankMeshes` are those of a world of several.

@@ -38,7 +38,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 class GradientRule(Protocol):
-    """How the gradients of one part of the model become sums over data-parallel ranks."""
+    """The way from the gradients of one part of the model to sums over data-parallel ranks."""
 
     def arm(self, backwards: int, moment: Moment) -> None: ...
     def before_backward(self, last: bool) -> None: ...
@@ -245,8 +245,9 @@ class ParallelModel:
         return self._share(self._schedule.loss([self._mine(micro) for micro in batch]))
 
     @torch.no_grad()
-    def answer_log_probabilities(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
-        """Return the log-probabilities of the answers in the batch's `sequences`, fp32 [B, T] of each microbatch.
+    def answer_scores(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
+        """Return `models.preference.answer_scores` of the batch's `sequences`, fp32 [B, T, 2] of each microbatch: the
+        log-probability of each answer, and its tokens that are not the likeliest. Of a reward model: its score, and 0.
 
         All ranks call it together, with `microbatches_at_once` microbatches. None but on one of the ranks that have the
         same rows.

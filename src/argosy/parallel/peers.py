@@ -1,4 +1,4 @@
-"""How ranks agree, and send each other letters, in a number of rounds that grows with the logarithm of their number.
+"""Agreement and messages among ranks, in a number of rounds that grows with the logarithm of their number.
 
 What they say is written as talks: generators that yield one `Swap` a round and are given the bytes that came. A process
 group carries them out (`over`), or a simulator for as many ranks as it likes (`benchmarks/recovery_scale.py`).

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from argosy.models.adapters import LowRank
@@ -107,52 +106,84 @@ def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 # B batch, T tokens, D model width, V vocabulary, C tokens of a chunk of the loss
 
-Style = Callable[[Any, DeviceMesh], None]
+
+class SequenceParallel:
+    """Between matrices each rank has its own stretch of the tokens."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+
+    def gather(self, x_BtD: Tensor) -> Tensor:
+        """Return all tokens, for matrices that are cut by their outputs."""
+        return gather_sequence(x_BtD, self._group)
+
+    def reduce(self, x_BTD: Tensor) -> Tensor:
+        """Sum what matrices that are cut by their inputs gave."""
+        return reduce_scatter_sequence(x_BTD, self._group)
+
+
+class WholeSequence(SequenceParallel):
+    """Between matrices all ranks have all tokens, however few: a token at a time, say. Without gradients."""
+
+    def gather(self, x_BtD: Tensor) -> Tensor:
+        """Return the tokens, which are all there."""
+        return x_BtD
+
+    def reduce(self, x_BTD: Tensor) -> Tensor:
+        """Sum over ranks, and leave all tokens on each."""
+        return _sum(x_BTD, self._group)
+
+
+Between = Callable[[dist.ProcessGroup], SequenceParallel]
+"""Makes, for a group, the rule by which its ranks share tokens between matrices."""
+Style = Callable[[Any, DeviceMesh, SequenceParallel], None]
 """Makes a module, whose parameters are cut already, exchange what it must with other ranks."""
 
 
-def sums(linear: Linear, mesh: DeviceMesh) -> None:
-    """Where each rank reads some of the inputs, sum the outputs over ranks, split by tokens; then add the bias."""
+def sums(linear: Linear, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
+    """Row-parallel linear layer: sum the outputs over ranks, split by tokens; then add the bias."""
+    from torch.distributed.tensor import DTensor, Shard
+
     assert isinstance(linear.weight, DTensor)
     if linear.weight.placements == (Shard(INPUTS),):
-        linear.reduce = partial(reduce_scatter_sequence, group=mesh.get_group())
+        linear.reduce = tokens.reduce
         if isinstance(linear.lora, LowRank):
             linear.lora.sum_squares = partial(sum_over_ranks, group=mesh.get_group())
 
 
-def gathers(module: nn.Module, mesh: DeviceMesh) -> None:
+def gathers(module: nn.Module, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
     """Gather the first input, which comes split by tokens, while the module needs them all."""
-    group = mesh.get_group()
 
     def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return gather_sequence(inputs[0], group), *inputs[1:]
+        return tokens.gather(inputs[0]), *inputs[1:]
 
     module.register_forward_pre_hook(gather)
 
 
-def gathers_for_heads(attention: Attention, mesh: DeviceMesh) -> None:
+def gathers_for_heads(attention: Attention, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
     """As `gathers`. With fewer key/value heads than ranks, each rank computes all (few) and takes the one it needs.
 
     A norm over all heads needs the squares of those of all ranks.
     """
-    gathers(attention, mesh)
-    heads = attention.kv_heads
+    gathers(attention, mesh, tokens)
+    heads, norms = attention.kv_heads, (attention.q_norm, attention.k_norm)
     if attention.norms_all:
-        assert isinstance(attention.q_norm, RMSNorm | nn.Identity)
-        attention.q_norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
-        if heads >= mesh.size():
-            attention.k_norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
+        for norm in norms[: 2 if heads >= mesh.size() else 1]:
+            assert isinstance(norm, RMSNorm)
+            norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
     if heads < mesh.size():
         head = mesh.get_local_rank() * heads // mesh.size()
-        mine = slice(head * attention.head_width, (head + 1) * attention.head_width)
-        for last in (attention.k_norm if attention.norms_all else attention.k, attention.v):
-            last.register_forward_hook(lambda _, inputs, y: y[..., mine])
+        last = attention.k_norm if attention.norms_all else attention.k
+        for module, width in ((last, attention.head_width), (attention.v, attention.value_width)):
+            if isinstance(module, nn.Module):  # keys may be the values too
+                mine = slice(head * width, (head + 1) * width)
+                module.register_forward_hook(lambda _, inputs, y, mine=mine: y[..., mine])
 
 
-def looks_up(embedding: Embedding, mesh: DeviceMesh) -> None:
+def looks_up(embedding: Embedding, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
     """Each rank looks up the rows that it has, and the ranks add up."""
     first = _first_row(embedding.num_embeddings, mesh)
-    embedding.forward = partial(_lookup, embedding, mesh.get_group(), first)  # type: ignore[method-assign]
+    embedding.forward = partial(_lookup, embedding, tokens, first)  # type: ignore[method-assign]
 
 
 STYLES: dict[type[nn.Module], Style] = {
@@ -167,28 +198,32 @@ STYLES: dict[type[nn.Module], Style] = {
 tokens, and `parallel.expert.split_experts` makes its experts gather theirs."""
 
 
-def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table) -> None:
+def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table, between: Between = SequenceParallel) -> None:
     """Cut the parameters of `model` (on the meta device) by `table`, that for so many ranks, and apply `STYLES`, in
     place.
 
     Experts are cut already (`parallel.expert.split_experts`). Where a rank has a parameter whole, it sees a part of the
     tokens or heads, and its gradient is a part of a sum over ranks.
     """
+    tokens = between(mesh.get_group())
     for name, module in list(model.named_modules()):
         for own, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):
+            if not hasattr(parameter, "to_local"):
                 split(module, own, mesh, table[f"{name}.{own}"].tp_dim)
         for kind, style in STYLES.items():
             if isinstance(module, kind):
-                style(module, mesh)
-    model.for_head = partial(gather_sequence, group=mesh.get_group())
+                style(module, mesh, tokens)
+    model.for_head = tokens.gather
     vocabulary = model.config.vocab_size
-    model.loss_of_chunk = VocabularyLoss(mesh.get_group(), _first_row(vocabulary, mesh))
+    model.loss_of_chunk = loss = VocabularyLoss(mesh.get_group(), _first_row(vocabulary, mesh))
+    model.is_likeliest = loss.is_likeliest
     model.longest_part = -(-vocabulary // mesh.size())
 
 
 def split(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int | None) -> None:
     """Make the module's parameter `name` a DTensor and keep this rank's part; `dims`: what each axis cuts."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     whole = module.get_parameter(name)
     part = whole.detach()
     for axis, dim in enumerate(dims):
@@ -210,8 +245,9 @@ def _first_row(rows: int, mesh: DeviceMesh) -> int:
     return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
 
 
-def _lookup(embedding: Embedding, group: dist.ProcessGroup, first: int, tokens_BT: Tensor) -> Tensor:
-    """Return the vectors of this rank's stretch of the tokens. Only one rank has each, so adding up rounds nothing."""
+def _lookup(embedding: Embedding, tokens: SequenceParallel, first: int, tokens_BT: Tensor) -> Tensor:
+    """Return the vectors of the tokens that this rank has between matrices. Only one rank has each, so adding up rounds
+    nothing."""
     weight = local(embedding.weight)
     rows_BT = tokens_BT - first
     elsewhere_BT = (rows_BT < 0) | (rows_BT >= weight.shape[0])
@@ -219,7 +255,7 @@ def _lookup(embedding: Embedding, group: dist.ProcessGroup, first: int, tokens_B
         x_BTD = weight.new_zeros(*tokens_BT.shape, embedding.embedding_dim) + weight.sum()
     else:
         x_BTD = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), weight).masked_fill(elsewhere_BT[..., None], 0.0)
-    return reduce_scatter_sequence(x_BTD.to(embedding.dtype), group)
+    return tokens.reduce(x_BTD.to(embedding.dtype))
 
 
 class VocabularyLoss:
@@ -245,6 +281,18 @@ class VocabularyLoss:
         losses_C = (logsumexp_C - target_logit_C) * counts_C
         return losses_C, self._gradient(logits_CV, mine_C, logsumexp_C, counts_C)
 
+    def is_likeliest(self, logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+        """As `models.loss.is_likeliest`; the same on all ranks."""
+        mine_C, size = targets_C - self._first, logits_CV.shape[1]
+        found_C2 = logits_CV.new_full((len(targets_C), 2), -torch.inf)
+        if size:
+            here_C = (mine_C >= 0) & (mine_C < size)
+            target_logit_C = logits_CV.gather(1, mine_C.where(here_C, 0)[:, None]).squeeze(1)
+            found_C2[:, 0] = target_logit_C.masked_fill(~here_C, -torch.inf)
+            found_C2[:, 1] = logits_CV.max(1).values
+        dist.all_reduce(found_C2, dist.ReduceOp.MAX, group=self._group)
+        return found_C2[:, 0] >= found_C2[:, 1]
+
     def compile(self) -> None:
         """Compile what is computed between the exchanges."""
         self._statistics, self._gradient = torch.compile(_statistics), torch.compile(_gradient)
@@ -262,14 +310,17 @@ class GatheredLoss:
 
     def __call__(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's loss (the same on all ranks), and the gradient of their sum to this rank's logits."""
-        size, mine = -(-self._vocabulary // self._group.size()), logits_CV.shape[1]
-        padded = F.pad(logits_CV, (0, size - mine)).contiguous()
-        everyone = padded.new_empty(self._group.size() * len(padded), size)
-        all_gather_single(everyone, padded, group=self._group)
-        whole = everyone.unflatten(0, (self._group.size(), -1)).movedim(0, 1).flatten(1)[:, : self._vocabulary]
-        losses_C, gradient = self._loss(whole, targets_C)
-        first = min(self._group.rank() * size, self._vocabulary)
-        return losses_C, gradient[:, first : first + mine].contiguous()
+        losses_C, gradient = self._loss(gather_vocabulary(logits_CV, self._group, self._vocabulary), targets_C)
+        first = min(self._group.rank() * -(-self._vocabulary // self._group.size()), self._vocabulary)
+        return losses_C, gradient[:, first : first + logits_CV.shape[1]].contiguous()
+
+
+def gather_vocabulary(logits_CV: Tensor, group: dist.ProcessGroup, vocabulary: int) -> Tensor:
+    """Return the logits of the whole vocabulary, of which each rank has a part; without gradients."""
+    padded = F.pad(logits_CV, (0, -(-vocabulary // group.size()) - logits_CV.shape[1])).contiguous()
+    everyone = padded.new_empty(group.size() * len(padded), padded.shape[1])
+    all_gather_single(everyone, padded, group=group)
+    return everyone.unflatten(0, (group.size(), -1)).movedim(0, 1).flatten(1)[:, :vocabulary]
 
 
 def _statistics(logits_CV: Tensor, targets_C: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
 
 T = TypeVar("T")
 HOST_TIMEOUT_S = 600.0
-"""How long a rank in a world of GPUs waits for another's message in host memory."""
+"""Longest wait of a rank in a world of GPUs for another's message in host memory."""
 STORE_FILE = "ARGOSY_STORE_FILE"
 """Environment variable: the file at which the members of a world meet; without it, MASTER_ADDR and MASTER_PORT."""
 LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -331,6 +331,8 @@ def _forget_meshes() -> None:
     In another world DTensor would use the dead groups, and until then their threads spin, as their peers are gone.
     torch has no public names for this.
     """
+    if "torch.distributed.tensor" not in sys.modules:
+        return  # no DTensor was made
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

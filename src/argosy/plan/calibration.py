@@ -235,6 +235,16 @@ def cluster_file(named: str | None) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class LearntFactors:
+    """Factors that were written into a cluster's file, for a program."""
+
+    cluster: Path
+    """The file."""
+    factors: dict[str, Factor]
+    """By category, or by constant of serving."""
+
+
 def learn(folders: Sequence[Path], cluster: Cluster) -> Cluster:
     """Return the cluster with the factors that these runs tell, in place of those that it had.
 

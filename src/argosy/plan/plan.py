@@ -36,6 +36,8 @@ NO_WORKERS = (
     "sync out."
 )
 
+PLAN = "ARGOSY_PLAN"
+"""Environment variable: the plan that a fork server prepares itself for (`parallel.apply.load`)."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
 NUMERICS = ("precision", "weights", "reduce", "sync", "compile")
@@ -64,7 +66,7 @@ class Plan(Section, Quantities[int]):
     stages_per_rank: PositiveInt = 2
     """Pipeline stages on each rank under an interleaved schedule (the other schedules fix it)."""
     context: Literal["ring", "ulysses"] = "ring"
-    """How cp ranks attend to each other's tokens: pass keys and values round a ring, or exchange heads for tokens."""
+    """Attention over cp ranks: pass keys and values round a ring, or exchange heads for tokens."""
     recompute: Recompute = "none"
     """Activations computed again in backward: none, the cheap ones (selective), or all of a layer (full)."""
     recompute_every: PositiveInt = 1
@@ -85,7 +87,7 @@ class Plan(Section, Quantities[int]):
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Number format in which gradients are summed over ranks."""
     sync: Sync = "exact"
-    """How replicas agree on a step: exact sums of gradients, or sums that send fewer bytes."""
+    """The way replicas agree on a step: exact sums of gradients, or sums that send fewer bytes."""
     sum_inside: PositiveInt = 1
     """Replicas next to each other (of a node, or a site) that sum among themselves first, exactly; 1: all at once."""
     sum_between: PositiveInt = 1

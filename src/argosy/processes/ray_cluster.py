@@ -80,7 +80,7 @@ def no_cluster(what_for: str, address: str, problem: Exception) -> UserError:
 
 @dataclass(frozen=True)
 class Share:
-    """What is asked of each of several nodes."""
+    """Resources asked of each of several nodes."""
 
     nodes: int
     cpus: int
@@ -100,7 +100,7 @@ class Share:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Ray calls it."""
+        """Ray's name for it."""
         return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
 
     def lacks(self) -> str:

@@ -46,7 +46,7 @@ KILL_RESTARTS = RestartPolicy(most_failures=5)
 """Of a process that was killed; one that ended otherwise is not started again."""
 POLL_S = 0.1
 NEWS_WAIT_S = 10.0
-"""How long a question for news waits for some."""
+"""Longest wait of a question for news."""
 PIECE_BYTES = 1 << 16
 OF_RAY = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
 """Environment variables that Ray sets for its own workers."""
@@ -56,7 +56,7 @@ THREADS = 2
 
 @dataclass(frozen=True)
 class ProcessEvent:
-    """What a process has to tell."""
+    """News of a process."""
 
     node: str
     output: bytes

@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from argosy.config.launch import USUAL_ACCELERATOR
 from argosy.config.schema import RunConfig
@@ -55,31 +54,75 @@ class Simulated:
     tracing_s: float
     """Seconds that the simulation took."""
 
-    def record(self) -> dict[str, Any]:
-        """For JSON; without the timeline's spans."""
-        return {
-            "rank": self.rank,
-            "plan": self.plan,
-            "memory": {
-                "peak_bytes": self.peak_bytes,
-                "at_peak": dict(self.peak),
-                "peak_phase": self.peak_where.phase,
-                "peak_layer": self.peak_where.layer,
-                "held_bytes": self.held_bytes,
-                "host_bytes": self.host_bytes,
-            },
-            "flops": {"total": sum(self.flops.values()), **self.flops},
-            "traffic": [
-                {"axis": axis, "collective": kind, "bytes": size, "messages": self.messages[axis, kind]}
-                for (axis, kind), size in sorted(self.sent_bytes.items())
-            ],
-            "time": {
-                "step_s": self.timeline.step_s,
-                "compute_s": self.timeline.compute_s,
-                "waited_s": self.timeline.waited_s,
-            },
-            "tracing_s": round(self.tracing_s, 3),
-        }
+    def record(self) -> SimulatedRecord:
+        """Return what a program reads: all but the timeline's spans."""
+        memory = SimulatedMemory(
+            peak_bytes=self.peak_bytes,
+            at_peak={str(category): size for category, size in self.peak.items()},
+            peak_phase=self.peak_where.phase,
+            peak_layer=self.peak_where.layer,
+            held_bytes=self.held_bytes,
+            host_bytes=self.host_bytes,
+        )
+        traffic = [
+            SimulatedTraffic(axis, kind, size, self.messages[axis, kind])
+            for (axis, kind), size in sorted(self.sent_bytes.items())
+        ]
+        time = SimulatedTime(self.timeline.step_s, self.timeline.compute_s, self.timeline.waited_s)
+        flops: dict[str, int] = {"total": sum(self.flops.values())}
+        flops |= {str(phase): count for phase, count in self.flops.items()}
+        return SimulatedRecord(self.rank, self.plan, memory, flops, traffic, time, round(self.tracing_s, 3))
+
+
+@dataclass(frozen=True)
+class SimulatedMemory:
+    """Device memory in a simulated step."""
+
+    peak_bytes: int
+    at_peak: dict[str, int]
+    """The peak by category."""
+    peak_phase: str
+    """The phase of the step in which the peak is."""
+    peak_layer: int | None
+    held_bytes: int
+    """Still allocated after the step."""
+    host_bytes: int
+    """The most that is kept in host memory at once."""
+
+
+@dataclass(frozen=True)
+class SimulatedTraffic:
+    """Bytes that one kind of collective sends over one axis in a simulated step."""
+
+    axis: str
+    collective: str
+    bytes: int
+    messages: int
+
+
+@dataclass(frozen=True)
+class SimulatedTime:
+    """The time of a simulated step on the cluster: a best case."""
+
+    step_s: float
+    compute_s: float
+    waited_s: dict[str, float]
+    """Waiting for messages, by axis."""
+
+
+@dataclass(frozen=True)
+class SimulatedRecord:
+    """One rank's simulated step, as a program reads it."""
+
+    rank: int
+    plan: str
+    memory: SimulatedMemory
+    flops: dict[str, int]
+    """By phase, and in total."""
+    traffic: list[SimulatedTraffic]
+    time: SimulatedTime
+    tracing_s: float
+    """Seconds that the simulation took."""
 
 
 def simulate(plan: Plan, run: RunConfig, ranks: Sequence[int], cluster: Cluster, processes: int = 1) -> list[Simulated]:

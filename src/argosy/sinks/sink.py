@@ -108,8 +108,9 @@ def step_values(record: Record) -> dict[str, float]:
 
 
 def evaluation_values(record: Record) -> dict[str, float]:
-    """Return name -> number of an evaluation's line."""
-    return {name: float(record[key]) for key, name in EVALUATION.items() if _is_number(record.get(key))}
+    """Return name -> number of an evaluation's line; of tasks "tasks/TASK/METRIC"."""
+    found = {name: float(record[key]) for key, name in EVALUATION.items() if _is_number(record.get(key))}
+    return found | dict(_flat("tasks", record.get("tasks", {})))
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:

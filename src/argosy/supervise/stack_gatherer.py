@@ -41,6 +41,18 @@ STANDS_S = 5.0
 """If a world is broken off in which a rank has been in one place for so long, it is written down where."""
 
 
+@dataclass(frozen=True)
+class NodeStacks:
+    """A node's answer, which is kept in the run's folder."""
+
+    time_s: float
+    node: str
+    why: str
+    """"asked for", or why a world was broken off."""
+    workers: list[dict[str, Any]]
+    """Of each process: rank, pid, generation, step, phase, seconds in it, and its stack, as faulthandler writes it."""
+
+
 @dataclass
 class _Asked:
     """Workers that write their stacks now."""
@@ -134,9 +146,9 @@ class StackGatherer:
         with suppress(OSError):  # a full disk must not end the run
             folder = self._run_dir / FOLDER / asked.name
             folder.mkdir(parents=True, exist_ok=True)
-            record = {"time_s": time.time(), "node": self._node, "why": asked.why, "workers": asked.workers}
+            answer = NodeStacks(time.time(), self._node, asked.why, asked.workers)
             with atomic_write(folder / f"{self._node}.json") as file:
-                file.write(json.dumps(record, indent=1).encode() + b"\n")
+                file.write(json.dumps(vars(answer), indent=1).encode() + b"\n")
 
 
 def _seen(worker: WorkerProcess, scratch: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Method = Literal["grid", "random", "tpe", "halving", "hyperband"]
 
 
 class Range(Section):
-    """What a key of the run is varied over: a list of values, or a range."""
+    """The values of a key that is varied: a list of values, or a range."""
 
     values: tuple[Any, ...] | None = None
     """Values to try. A list in place of this table says the same."""
@@ -93,8 +93,8 @@ class SweepConfig(Section):
     trials: NonNegativeInt = 0
     """Number of trials; 0: 20 (grid and hyperband know theirs)."""
     metric: str = "validation_loss"
-    """What decides: a key of metrics.jsonl, such as validation_loss, bits_per_byte or tokens_per_s; nested ones with a
-    dot. Of an evaluation the last one counts, of steps the mean of the last tenth."""
+    """The metric that decides: a key of metrics.jsonl, such as validation_loss, bits_per_byte or tokens_per_s; nested
+    ones with a dot. Of an evaluation the last one counts, of steps the mean of the last tenth."""
     direction: Literal["minimize", "maximize"] = "minimize"
     """The best trial has the least metric, or the greatest."""
     seed: NonNegativeInt = 0

@@ -354,6 +354,20 @@ def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions, quiet: bool = 
     return result
 
 
+def would_sweep(sweep: Sweep, folder: Path, options: LaunchOptions) -> list[str]:
+    """Return what `run_sweep` would do, in words that go on from "would". Raises: UserError, as it before it begins."""
+    check_optuna()
+    limits, config = limits_on(options.on, sweep.config), sweep.config
+    count = sum(bracket.counts[0] for bracket in brackets_of(sweep)) or sweep.trials
+    what = f"train {count} trials of {sweep.base.name} by {config.method}, to {config.direction} {config.metric}"
+    if (folder / JOURNAL).exists():
+        result = show_sweep(sweep, folder)
+        ended = sum(trial.state in ("done", "stopped", "failed") for trial in result.trials)
+        what = f"go on with the sweep in {folder}: {ended} of {count} trials have ended"
+    at_once = f"at most {limits.trials} at a time" if limits.trials else "as many at a time as there is room for"
+    return [what, f"run them on {options.on}, {at_once}, each in a folder of its own in {folder}"]
+
+
 def show_sweep(sweep: Sweep, folder: Path) -> Result:
     """Return what a sweep has found so far, whether it runs or not. Raises: UserError if its folder is not there."""
     check_optuna()

@@ -133,7 +133,7 @@ NOT_VARIED = {
 """Keys of a run that cannot vary, and why."""
 METRICS = ("validation_loss", "bits_per_byte", "loss", "grad_norm", "step_time_s", "tokens_per_s", "mfu",
            "memory_bytes")  # fmt: skip
-METRIC_TABLES = ("user", "seconds", "communication", "memory", "experts")
+METRIC_TABLES = ("user", "tasks", "seconds", "communication", "memory", "experts")
 """Tables in a line of metrics.jsonl."""
 MOST_COMBINATIONS = 2_000
 DEFAULT_TRIALS = 20

@@ -5,7 +5,6 @@ The plot is an SVG with a panel for the trials in their order, and one for each 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,20 +56,18 @@ class Result:
             name = f"{self.sweep.config.name}-best"
             save_run(self.sweep.run_of(self.best.values, name=name), self.folder / BEST)
 
-    def json(self) -> str:
-        best = self.best
-        return json.dumps(
-            {
-                "name": self.sweep.config.name,
-                "folder": str(self.folder),
-                "method": self.sweep.config.method,
-                "metric": self.sweep.config.metric,
-                "direction": self.sweep.config.direction,
-                "best": None if best is None else best.number,
-                "importance": self.importance,
-                "trials": [self._row(trial, steps) for trial, steps in zip(self.trials, self.steps, strict=True)],
-            },
-            indent=1,
+    def record(self) -> SweepRecord:
+        """Return what a program reads."""
+        best, config = self.best, self.sweep.config
+        return SweepRecord(
+            name=config.name,
+            folder=self.folder,
+            method=config.method,
+            metric=config.metric,
+            direction=config.direction,
+            best=None if best is None else best.number,
+            importance=self.importance,
+            trials=[self._row(trial, steps) for trial, steps in zip(self.trials, self.steps, strict=True)],
         )
 
     def in_words(self) -> str:
@@ -124,18 +121,58 @@ class Result:
         found = [(trial.metric, trial) for trial in self.trials if which(trial) and trial.metric is not None]
         return [trial for _, trial in sorted(found, key=lambda pair: (sign * pair[0], pair[1].number))]
 
-    def _row(self, trial: Trial, steps: int) -> dict[str, Any]:
-        return {
-            "trial": trial.number,
-            "run_dir": str(trial_folder(self.folder, trial.number if trial.same_as is None else trial.same_as)),
-            "state": trial.state,
-            "values": dict(trial.values),
-            "metric": trial.metric,
-            "steps": steps,
-            "rungs": {str(at): value for at, value in trial.rungs.items()},
-            "reason": trial.reason,
-            "same_as": trial.same_as,
-        }
+    def _row(self, trial: Trial, steps: int) -> TrialRecord:
+        return TrialRecord(
+            trial=trial.number,
+            run_dir=trial_folder(self.folder, trial.number if trial.same_as is None else trial.same_as),
+            state=trial.state,
+            values=dict(trial.values),
+            metric=trial.metric,
+            steps=steps,
+            rungs={str(at): value for at, value in trial.rungs.items()},
+            reason=trial.reason,
+            same_as=trial.same_as,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord:
+    """A trial, as a program reads it."""
+
+    trial: int
+    run_dir: Path
+    state: str
+    """open (it trains, is to train, or waits at a rung), done, stopped (not promoted) or failed."""
+    values: dict[str, Any]
+    """By key of the run."""
+    metric: float | None
+    """At its last rung, or at its end."""
+    steps: int
+    """Steps that it has made."""
+    rungs: dict[str, float]
+    """Steps -> metric, where it was judged."""
+    reason: str
+    """Why it failed."""
+    same_as: int | None
+    """The trial with the same values, whose result it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRecord:
+    """A sweep, as a program reads it."""
+
+    name: str
+    folder: Path
+    method: str
+    metric: str
+    direction: str
+    """minimize or maximize."""
+    best: int | None
+    """The trial with the best metric of those that have come to their end."""
+    importance: dict[str, float]
+    """Share of each parameter in what makes a trial good; empty if the trials are too few to tell."""
+    trials: list[TrialRecord]
+    """By number."""
 
 
 WIDTH, HEIGHT, MARGIN, GAP = 300, 220, 56, 18

@@ -178,7 +178,8 @@ class Trials:
 
 SHARE_OF_STEPS = 0.1
 """The metric of steps is the mean over so many of the last ones."""
-OF_EVALUATIONS = ("validation_loss", "bits_per_byte")
+OF_EVALUATIONS = ("validation_loss", "bits_per_byte", "tasks")
+"""Keys, and the table, of an evaluation's line."""
 DIVERGED = "diverged"
 """Begins the reason of a trial whose numbers are no longer finite."""
 LOG_BYTES = 4096
@@ -252,7 +253,7 @@ def metric_of(run_dir: Path, key: str, until: int = 0) -> float | None:
         if (until and step > until) or not _has(record, key):
             continue
         last = last or step
-        if key in OF_EVALUATIONS:
+        if key.partition(".")[0] in OF_EVALUATIONS:
             return _number(record, key) if not until or step == until else None
         if step <= last * (1 - SHARE_OF_STEPS) and values:
             break

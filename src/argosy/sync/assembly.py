@@ -35,7 +35,7 @@ from argosy.sync.messages import (
 )
 
 Transfer = tuple[str, int, str]
-"""What to fetch: "sent", a slice of the change of a site, which is named; or "slice", one of the average."""
+"""The data to fetch: "sent", a slice of the change of a site, which is named; or "slice", one of the average."""
 ASK_AGAIN_S = 0.5
 """Seconds after which a peer that did not have something is asked again."""
 

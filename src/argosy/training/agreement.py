@@ -23,7 +23,7 @@ from argosy.training.services.service import Service
 from argosy.training.step import Requests, Step, StepOutcome, UpdateObserver
 
 MOST_RETRIES = 20
-"""How often a step is done again with the same samples and at the same loss scale."""
+"""Most repetitions of a step with the same samples and at the same loss scale."""
 
 
 class StepPolicy:

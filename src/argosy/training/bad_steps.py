@@ -44,7 +44,7 @@ Reason = Literal["not_finite", "norm_outlier", "loss_spike"]
 
 
 class Action(Enum):
-    """What is done with a step."""
+    """The decision about a step."""
 
     APPLY = "apply"
     """Its gradient is applied."""
@@ -60,7 +60,7 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class BadStep:
-    """What is wrong with a step that looks bad."""
+    """The fault of a step that looks bad."""
 
     step: int
     """0-based."""
@@ -77,7 +77,7 @@ class BadStep:
 
 @dataclass(frozen=True)
 class BadStepCounts:
-    """What the policy of one world has counted: that of the next goes on from it."""
+    """Counts of one world's policy, from which the next goes on."""
 
     decisions: int
     in_a_row: int

@@ -33,7 +33,7 @@ class Batches:
         self._loader = data.loader(self._rows_of(state.model.dp_rank))
         self._found_bad: list[Place] = []
         self.references: References | None = None
-        """What answers are compared with, if the objective does that."""
+        """Reference values of the answers, if the objective compares with them."""
         self._counted = data.cache_counts()
 
     def read(self, step: int, while_waiting: Callable[[], None] = lambda: None) -> list[Microbatch]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.checkpoint import fence, store
-from argosy.checkpoint.adapter import find_weights
+from argosy.checkpoint.adapter import check_folder, find_weights
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.checksums import DamagedCheckpoint
 from argosy.checkpoint.load import boxes_in, first_of, load_into, missing_from, problem_of, unusable
@@ -16,7 +16,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.store import Checkpoint, Choice
-from argosy.checkpoint.weights import fill_from_folder
+from argosy.checkpoint.weights import MODEL, SCORE, fill_from_folder
 from argosy.checkpoint.writer import Upkeep
 from argosy.config.schema import CheckpointConfig
 from argosy.data.stores.model_folder import is_model_folder
@@ -59,9 +59,9 @@ class Checkpointer:
         upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
         self._saver = Saver(run_dir, world, self._hear, upkeep, check)
         self._base_sha256 = ""
-        """What an adapter's checkpoints say of the weights beside it."""
+        """The base weights that an adapter's checkpoints name."""
         self.last_save_s = self._save_before_s = time.monotonic()
-        """When the last save that was not interrupted began."""
+        """Start of the last save that was not interrupted."""
 
     @property
     def committed(self) -> Collection[int]:
@@ -206,17 +206,19 @@ class Checkpointer:
     def read_weights(self, state: TrainState, folder: Path) -> None:
         """Read only the weights, from a checkpoint, run or Hugging Face folder at `folder`: of a run with an adapter,
         those beside it, which must be those that the adapter has been trained with. Raises: UserError."""
+        is_beside = state.model.has_adapter
+        weights = state.base() if is_beside else state.weights()
         if is_model_folder(folder):
-            fill_from_folder(state.weights(), folder)
-            state.model.after_update()
-            return
-        checkpoint = self._world.share_first(lambda: find_weights(folder, self._base_sha256), Checkpoint)
-        weights = state.base() if state.model.has_adapter else state.weights()
-        _check_fits(weights, checkpoint, SIZES_OF_WEIGHTS)
-        load_into(weights, checkpoint)
+            sha256 = self._world.share_first(lambda: check_folder(folder, self._base_sha256), str) if is_beside else ""
+            fill_from_folder(weights, folder)
+        else:
+            checkpoint = self._world.share_first(lambda: find_weights(folder, self._base_sha256), Checkpoint)
+            _check_fits(_but_a_new_score(weights, checkpoint), checkpoint, SIZES_OF_WEIGHTS)
+            load_into(weights, checkpoint)
+            sha256 = checkpoint.manifest.sha256
         state.model.after_update()
-        if state.model.has_adapter:
-            self._base_sha256 = checkpoint.manifest.sha256
+        if is_beside:
+            self._base_sha256 = sha256
 
     def _newest_step(self) -> int | None:
         steps = [c.step for c in store.committed(self._run_dir)]
@@ -318,6 +320,12 @@ class Checkpointer:
             self._progress.say(
                 f"{facts['problem']}\n  It was found when the checkpoint was read back, which is withdrawn."
             )
+
+
+def _but_a_new_score(weights: dict[Box, Any], checkpoint: Checkpoint) -> dict[Box, Any]:
+    """Return `weights` without the head of a reward model, if the checkpoint is of a model without one."""
+    has_one = any(box.name == MODEL + SCORE for box in boxes_in(checkpoint))
+    return {box: part for box, part in weights.items() if has_one or box.name != MODEL + SCORE}
 
 
 def _check_fits(weights: dict[Box, Any], checkpoint: Checkpoint, remedy: str = SAME_MODEL) -> None:

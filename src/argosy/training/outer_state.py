@@ -1,4 +1,4 @@
-"""What the sites of a run agreed on last, this rank's part of it: weights, and the momentum of the outer optimizer.
+"""The outer state, this rank's part: the weights that sites agreed on last, and the momentum of the outer optimizer.
 
 And, while it is on its way, what the site has sent.
 """

@@ -22,6 +22,7 @@ from argosy.observe.clock import matmul_peak_flops
 from argosy.observe.counters import Communication
 from argosy.observe.events import Events, Metrics
 from argosy.observe.heartbeat import BESIDE, NOTHING
+from argosy.observe.report import task_in_words
 from argosy.observe.screen import Progress
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import DTYPES
@@ -36,6 +37,7 @@ from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.plan.sync import OF_SITES
 from argosy.plan.workload import Workload, parameters
+from argosy.training.answers import TaskScores
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery
@@ -57,7 +59,7 @@ class SyncAccount:
         self._sites = len(run.sites) if plan.sync in OF_SITES else 0
         self._is_kept = plan.is_compressed or bool(self._sites)
         self.exact_bytes = self._exact_bytes(run, plan)
-        """What the first rank, or a site, would send in a step if gradients were summed exactly, in fp32."""
+        """Bytes that the first rank, or a site, would send in a step if gradients were summed exactly, in fp32."""
 
     def _exact_bytes(self, run: RunConfig, plan: Plan) -> float:
         if not self._is_kept:
@@ -95,14 +97,14 @@ FROM = {
     "memory": "from in-memory checkpoints",
     "disk": "from the newest checkpoint",
 }
-"""Where a state was restored from -> in words."""
+"""Source of a restored state -> in words."""
 NO_MORE: Mapping[str, Any] = {}
 WRONG: dict[Reason, str] = {
     "not_finite": "not finite",
     "norm_outlier": "bad, with a gradient norm far above those of the steps before",
     "loss_spike": "bad, with a loss far above those of the steps before",
 }
-"""What is wrong with a bad step -> in words."""
+"""Fault of a bad step -> in words."""
 
 
 class Records:
@@ -121,7 +123,7 @@ class Records:
         self._state = state_bytes(plan, run, world.rank)
         self._sync = SyncAccount(run, plan)
         self.memory_before_bytes = 0
-        """What the process held before it trained in any world: Python, torch and its libraries; 0 on a GPU."""
+        """Memory of the process before it trained in any world: Python, torch and its libraries; 0 on a GPU."""
 
     def measure_peak(self) -> None:
         """Measure `peak_flops` on all processes at once, since they share the machine; all call it together."""
@@ -238,11 +240,12 @@ class Records:
         """Return True if there is a line of an evaluation after `step`. All processes call it together."""
         return self._world.share_first(lambda: self.metrics.has(step, "validation_loss"), bool)
 
-    def evaluated(self, step: int, score: Score) -> None:
+    def evaluated(self, step: int, score: Score, tasks: TaskScores) -> None:
         """Write the line of an evaluation after `step`."""
         if self._world.is_first:
-            self.metrics.write_evaluation(step, score.loss, score.bits_per_byte)
-            self.progress.evaluated(step, score.loss, score.bits_per_byte)
+            in_words = [task_in_words(name, metrics) for name, metrics in tasks.items()]
+            self.metrics.write_evaluation(step, score.line(), tasks)
+            self.progress.evaluated(step, score.in_words(), in_words)
 
     def length(self, steps: int) -> None:
         """Record the number of steps that a budget of minutes was turned into, in run.toml too; each process does."""
@@ -329,6 +332,7 @@ class Records:
             "memory_before_bytes": self.memory_before_bytes,
             "device": device_name(self._world.device),
             "software": software(self._world.device),
+            "tasks": evaluator.task_scores if finished and evaluator.task_scores else None,
         }
         held_out, score = evaluator.held_out, evaluator.score
         machine = machine_at_hand(self._run, self._hardware())

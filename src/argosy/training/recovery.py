@@ -41,7 +41,7 @@ class Claim:
     position: Position
     is_live: bool
     past: Past = NOTHING
-    """What compressors kept, as far as the offer's boxes tell."""
+    """Compressor state, as far as the offer's boxes tell."""
 
     @property
     def moment(self) -> tuple[str, int]:
@@ -68,15 +68,15 @@ class WholeState:
     leader: int
     """The rank whose loss scale counts for all."""
     used: tuple[int, ...]
-    """Which of this rank's offers; live ones come first."""
+    """Indices of this rank's offers that are used; live ones come first."""
     transfers: tuple[Transfer, ...]
     """This rank's."""
     past: Past = NOTHING
-    """What compressors kept."""
+    """Compressor state."""
 
 
 Leader = tuple[int, int, History, Position]
-"""How many samples its offer skips, the rank negated, what its offer is of: the largest leads."""
+"""Samples that its offer skips, the rank negated, history and position of its offer: the largest leads."""
 
 
 def newest_whole_state(
@@ -153,7 +153,7 @@ Tier = Literal["live", "memory", "disk", "none"]
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a world starts from; the same on all ranks."""
+    """The state that a world starts from; the same on all ranks."""
 
     tier: Tier
     """none: there was nothing; the state is as it was."""
@@ -174,7 +174,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class SurvivorFacts:
-    """What a survivor says of its state; most say the same."""
+    """A survivor's description of its state; most say the same."""
 
     history: History
     position: Position
@@ -262,7 +262,7 @@ def follow(survivor: TrainState | None, facts: Sequence[SurvivorFacts]) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where this rank has something that it offers."""
+    """State that this rank can offer, and its place in memory."""
 
     offer: Offer
     live: Mapping[Box, Tensor]
@@ -282,7 +282,7 @@ class _Source:
 
 
 class _Sources(list[_Source]):
-    """What this rank has; in-memory checkpoints are read once it matters whether they are whole."""
+    """State of this rank; in-memory checkpoints are read once it matters whether they are whole."""
 
     def __init__(self, sources: list[_Source]):
         super().__init__(sources)

@@ -14,7 +14,6 @@ import torch
 
 from argosy.data.loader import OpenData
 from argosy.data.order import Samples
-from argosy.data.packing import sequences_in
 from argosy.data.shards import TokenSource
 from argosy.errors import RunFailed
 from argosy.files import atomic_write
@@ -22,7 +21,7 @@ from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World, node_of_each_rank
-from argosy.training.rows import compared_microbatches
+from argosy.training.answers import answer_scores
 
 Table = np.ndarray
 """Of one source: fp32 [windows, most answers of a row]."""
@@ -98,29 +97,20 @@ class ReferenceScorer:
         return [self._summed(table) for table in held]
 
     def _scored(self, source: TokenSource) -> Table:
-        model, seq_len = self._model, self._data.seq_len
+        seq_len = self._data.seq_len
         windows = source.windows(seq_len)
-        mine = np.arange(model.dp_rank, windows, model.dp)
-        size = self._microbatch * model.microbatches_at_once
-        batches = -(-windows // (model.dp * size))
-        found: list[tuple[int, np.ndarray]] = []
-        for number in range(batches):
+
+        def read(chosen: np.ndarray) -> np.ndarray:
+            rows = np.empty((len(chosen), seq_len + 1), np.int32)
+            source.read_windows(chosen, rows)
+            return rows
+
+        def before_batch(number: int, batches: int) -> None:
             self._heartbeat.advance()
-            self._progress.doing(f"scoring answers before training, batch {number + 1} of {batches}")
-            some = mine[number * size : (number + 1) * size]
-            filled = np.concatenate([some, np.zeros(size - len(some), np.int64)])
-            rows = np.empty((size, seq_len + 1), np.int32)
-            source.read_windows(filled, rows)
-            batch = compared_microbatches(rows, self._microbatch, self._world.device, self._is_judged)
-            scored = model.answer_log_probabilities(batch)
-            if scored is not None:
-                sums, kinds = torch.cat(scored).cpu().numpy(), sequences_in(rows).kinds
-                found += [(int(w), sums[i, np.flatnonzero(kinds[i])]) for i, w in enumerate(some)]
-        most = max(self._world.gather(max((len(sums) for _, sums in found), default=1), int))
-        table = np.zeros((windows, most), np.float32)
-        for window, sums in found:
-            table[window, : len(sums)] = sums
-        return self._summed(table)
+            self._progress.doing(f"scoring answers before training, batch {number} of {batches}")
+
+        how = (self._microbatch, self._world, before_batch)
+        return answer_scores(self._model, windows, read, *how, is_judged=self._is_judged)[..., 0].copy()
 
     def _summed(self, table: Table) -> Table:
         return self._world.sum(torch.from_numpy(table).to(self._world.device)).cpu().numpy()

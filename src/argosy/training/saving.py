@@ -86,7 +86,7 @@ class MemoryCheckpointing:
 
 
 class MemoryCheckpointPace:
-    """When one is due. One rank asks; the others hear of it in the step's exchange (`training.step.Requests`)."""
+    """The schedule of saves. One rank asks; the others hear of it in the step's exchange (`training.step.Requests`)."""
 
     def __init__(
         self, every_steps: int | Literal["auto"], mtbf_s: float, predicted_s: float, tell: Callable[..., None]

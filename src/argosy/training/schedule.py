@@ -24,15 +24,16 @@ def learning_rate_factor(step: int, steps: int | None, config: ScheduleConfig) -
 
     During warmup it does not depend on `steps`, which may still be None (a time budget fixes it later).
     """
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+    warmup = config.warmup_of(steps)
+    if step < warmup:
+        return (step + 1) / warmup
     if steps is None:
         return 1.0
     match config.kind:
         case "constant":
             return 1.0
         case "cosine":
-            done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+            done = (step - warmup) / max(1, steps - warmup)
             return _between(config.final_ratio, 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
         case "wsd":
             decay_steps = max(1, round(config.decay_fraction * steps))
@@ -64,7 +65,7 @@ class Pace:
         """`held_out_tokens`: the tokens that an evaluation reads. `compiles`: the first steps compile the model."""
         self.steps: int | None = run.train.steps or None
         self._batches = run.train.batches
-        self._decide_at = run.schedule.warmup_steps
+        self._decide_at = run.schedule.warmup_of(self.steps)
         self._budget_s, self._pause_at = run.train.minutes * 60, run.train.pause_at
         self._began = time.monotonic()
         self._recent: deque[float] = deque(maxlen=20)

@@ -55,7 +55,7 @@ class Servers(Agreement):
         self._updates: list[StepUpdate] = []
         """Of the task's steps so far."""
         self._laps: list[tuple[Mapping[str, float], Communication]] = []
-        """Where the time of each of them went, as the clock gives it."""
+        """Time by activity of each of them, as the clock gives it."""
         self._delivered: dict[str, Any] | None = None
         """The update that the task's steps have become, of which no line is written yet."""
         self._last_step = self._scored = -1
@@ -251,7 +251,7 @@ class Servers(Agreement):
         self._records.progress.doing("")
         score, self._scored = self._evaluator.score, self._layout.step_of(task.version)
         if score is not None:
-            self._records.evaluated(self._scored - 1, score)
+            self._records.evaluated(self._scored - 1, score, {})
         if self._client is not None:
             loss, bits_per_byte = (score.loss, score.bits_per_byte) if score else (None, None)
             self._client.report_score(task.version, loss, bits_per_byte)

@@ -27,7 +27,7 @@ from argosy.training.outer_state import OuterState
 from argosy.training.state import TrainState, boxes_written
 
 STEP = "step"
-"""What an optimizer's state has besides moments, which are as large as the parameter."""
+"""Entries of an optimizer's state besides moments, which are as large as the parameter."""
 
 
 class SiteFiles:

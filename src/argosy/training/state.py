@@ -31,7 +31,7 @@ from argosy.training.outer_state import OuterState
 from argosy.training.sync_memory import Past, SyncMemory
 
 SENT = "outer.sent."
-"""How the names of boxes begin that hold what a site has sent: outer.sent.ROUND.PARAMETER."""
+"""Prefix of the boxes that hold what a site has sent: outer.sent.ROUND.PARAMETER."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TrainState:
     rounds: int = 0
     """Outer steps done, of a run with sites."""
     outer: OuterState | None = None
-    """What the sites agreed on last; None without sites."""
+    """The outer state that the sites agreed on last; None without sites."""
     skipped: tuple[Range, ...] = ()
     """Samples of bad steps: no update is made from them (`data.order.kept`)."""
     history: History = field(default_factory=History)
@@ -95,7 +95,7 @@ class TrainState:
 
     @property
     def position(self) -> Position:
-        """What there is of the state besides tensors, the same on all ranks."""
+        """The state besides tensors, the same on all ranks."""
         return Position(self.step, self.tokens, self.skipped, self.rounds)
 
     @property
@@ -226,22 +226,23 @@ class TrainState:
 
 @dataclass
 class Survivor:
-    """What a process brings from one world to the next."""
+    """The state that a process brings from one world to the next."""
 
     state: TrainState | None = None
     """None until it is whole for the first time."""
     bad_steps: BadStepCounts | None = None
-    """What its bad-step policy has counted (`BadStepPolicy.counts`)."""
+    """Counts of its bad-step policy (`BadStepPolicy.counts`)."""
     memory_before_bytes: int | None = None
     """Memory of the process before it trained in any world; None before the first."""
     last_save_s: float | None = None
-    """When it began the last save that was not interrupted, by its monotonic clock."""
+    """Start of the last save that was not interrupted, by its monotonic clock."""
 
     def enter(self, world: World, run: RunConfig) -> int:
         """Set this process's arithmetic and random numbers for its rank. Returns its bytes before the first world."""
         if self.memory_before_bytes is None:
             self.memory_before_bytes = peak_memory_bytes(world.device)
-        torch.use_deterministic_algorithms(run.train.deterministic)
+        if torch.are_deterministic_algorithms_enabled() != run.train.deterministic:  # setting it loads the compiler
+            torch.use_deterministic_algorithms(run.train.deterministic)
         torch.manual_seed(run.seed * 1_000_003 + world.rank)
         return self.memory_before_bytes
 

@@ -33,7 +33,7 @@ from argosy.training.state import StepUpdate, TrainState
 
 @dataclass(frozen=True)
 class Requests:
-    """What a process asks for after this step; granted to all if any of them asks."""
+    """Requests of a process after this step; granted to all if any of them asks."""
 
     stop: bool = False
     save: bool = False
@@ -173,10 +173,11 @@ class Step:
         with self._clock.time("forward"):
             for start in range(0, len(batch), model.microbatches_at_once):
                 some = batch[start : start + model.microbatches_at_once]
-                for micro, sums_BT in zip(some, model.answer_log_probabilities(some) or (), strict=False):
+                for micro, scores_BT2 in zip(some, model.answer_scores(some) or (), strict=False):
                     assert micro.sequences is not None
                     is_other_BT = micro.sequences.kinds == MISMATCHED
-                    total += torch.stack(((sums_BT - micro.sequences.reference)[is_other_BT].sum(), is_other_BT.sum()))
+                    ratios_BT = scores_BT2[..., 0] - micro.sequences.reference
+                    total += torch.stack((ratios_BT[is_other_BT].sum(), is_other_BT.sum()))
         with self._clock.time("communication"):
             ratio, count = self._world.sum(total)
         for preference in model.preferences:

@@ -12,9 +12,9 @@ from argosy.errors import STOP_SIGNALS
 SAME_S = 2.0
 """Signals that come within so long are one: `timeout` and SLURM send theirs to the process and to its group."""
 HOLD_S = 20.0
-"""How long a rank waits for its world to end; then it goes on, as nothing has ended it."""
+"""Longest wait of a rank for its world to end; then it goes on, as nothing has ended it."""
 LOOK_S = 0.01
-"""How often a rank that holds looks whether its world is over."""
+"""Interval at which a rank that holds looks whether its world is over."""
 
 
 class WorldIsOver(Exception):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from argosy.checkpoint import store
-from argosy.checkpoint.adapter import load_model
+from argosy.checkpoint.adapter import load_decoder
 from argosy.checkpoint.load import problem_of
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
@@ -94,14 +95,10 @@ def write_report(
     finished = facts["status"] == "finished"
     validation, sample = None, None
     if score is not None and finished:
-        baseline = unigram_score(data.sources, held_out, run.model.vocab_size)
-        validation = {
-            "loss": score.loss,
-            "perplexity": score.perplexity,
-            "bits_per_byte": score.bits_per_byte,
-            "unigram_bits_per_byte": baseline.bits_per_byte,
-            "tokens": score.tokens,
-        }
+        known = asdict(score)
+        if score.accuracy is None:
+            known["unigram_bits_per_byte"] = unigram_score(data.sources, held_out, run.model.vocab_size).bits_per_byte
+        validation = {name: value for name, value in known.items() if value is not None}
     is_worker = plan.has_servers
     if run.evaluate.sample_prompt and finished and not is_worker:  # the servers have the checkpoints
         sample = _sample(run, run_dir, data)
@@ -141,7 +138,7 @@ def write_report(
 
 
 class Measured:
-    """What is needed of the lines of steps beside their totals."""
+    """Values of the lines of steps beside their totals."""
 
     def __init__(self, since: int):
         """`since`: the step from which on the plan is the one that the run ended with."""
@@ -187,7 +184,7 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
     """Return text that the model of the checkpoint just saved writes, whole on this process under any layout."""
     choice = store.newest_whole(run_dir, check=problem_of)
     assert choice is not None
-    model = load_model(run, choice.checkpoint, torch.device("cpu"), torch.float32)
+    model = load_decoder(run, choice.checkpoint, torch.device("cpu"), torch.float32)
     prompt = run.evaluate.sample_prompt or ""
     ids = [data.eod_id, *data.tokenizer.encode(prompt)]
     room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))

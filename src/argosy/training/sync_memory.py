@@ -1,4 +1,4 @@
-"""What compressors keep from step to step, as a part of the state: residuals, momenta, and the matrices of PowerSGD.
+"""Compressor state, a part of the run's state: residuals, momenta, and the matrices of PowerSGD.
 
 A residual belongs to one replica (or to a group of them that sums inside first, each of which has its part of it), and
 what counts is the sum of all. So each is saved by the number of its replica, and a run that goes on with fewer replicas
@@ -24,14 +24,14 @@ from argosy.parallel.model import ParallelModel
 from argosy.parallel.pieces import PlacedPiece
 
 SUMMED = ("residual", "momentum")
-"""What is kept for each number of a piece, and counts as its sum over replicas."""
+"""Compressor state for each number of a piece; it counts as its sum over replicas."""
 _SUMMED = re.compile(r"sync\.(?:residual|momentum)\.(?P<replica>\d+)of(?P<replicas>\d+)\.(?P<name>.+)")
 _Q = re.compile(r"sync\.q\.(?P<layout>[^.]+)\.")
 
 
 @dataclass(frozen=True)
 class Past:
-    """What a state has of this kind, as its boxes say."""
+    """The compressor state that a checkpoint has, by its boxes."""
 
     kinds: tuple[str, ...] = ()
     """Those of `SUMMED` that it has."""

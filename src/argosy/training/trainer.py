@@ -170,7 +170,7 @@ class Trainer:
             self._evaluate()
         score = self._evaluator.score
         if score is not None and not self.is_stopped_early:
-            records.evaluated(done - 1, score)
+            records.evaluated(done - 1, score, self._evaluator.task_scores)
             for service in self._services:
                 service.evaluated(score)
 

@@ -163,7 +163,8 @@ class RunTools:
 
     def _act(self, name: Allowed, dry_run: bool, *words: str) -> dict[str, Any]:
         """Give a command, after the same one was given as a dry run."""
-        done = self._run(*words, *["--dry-run"] * dry_run)
+        lines = self._run(*words, *["--dry-run"] * dry_run, "--json").splitlines()
+        done = [json.loads(line) for line in lines]
         if dry_run:
             self._rehearsed[words] = time.monotonic()
             return {"would_run": ["argosy", *words], "says": done, "next": f"{name} with dry_run=false does it"}
@@ -171,7 +172,7 @@ class RunTools:
 
     def _run(self, *words: str) -> str:
         if "--dry-run" not in words and words[0] in ("launch", "stop"):
-            rehearsed_s = self._rehearsed.pop(words, float("-inf"))
+            rehearsed_s = self._rehearsed.pop(words[:-1], float("-inf"))
             if time.monotonic() - rehearsed_s > REHEARSED_S:
                 raise ToolError("call it with dry_run=true first, look at what it would do, then call it again")
         try:

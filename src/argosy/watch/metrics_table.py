@@ -39,7 +39,7 @@ SAMPLED_LINES = 4
 """First lines of each chunk of a long file that are read, beside its last one, to learn which keys there are."""
 SELDOM = ("user", "experts", "sites", "sync", NORMS)
 """Groups that perhaps none of these lines has: the first line of a chunk that has one is read too."""
-OF_EVALUATIONS = (VALIDATION_LOSS, BITS_PER_BYTE)
+OF_EVALUATIONS = (VALIDATION_LOSS, BITS_PER_BYTE, "tasks")
 ABSENT: Any = object()
 
 Rows = dict[str, Floats]

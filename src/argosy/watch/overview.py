@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,44 +27,82 @@ from argosy.watch.reader import RunFiles, RunReader, RunTail
 from argosy.watch.steps import Buckets, ends
 from argosy.watch.timeline import RunTimeline, timeline
 
-KEYS = (
-    *("id", "name", "state", "why", "step", "steps", "tokens", "loss", "validation_loss", "bits_per_byte"),
-    *("tokens_per_s", "mfu", "eta_s", "cost", "currency", "updated_s", "started_s", "plan", "model", "devices"),
-    "goodput",
-)
+
+@dataclass(frozen=True, kw_only=True)
+class RunRow:
+    """One run in a list of runs; None where a figure is not known."""
+
+    id: str
+    """Its path in the folder of runs."""
+    name: str | None = None
+    state: str
+    """training, silent, finished, stopped, failed, dead; of a launched run also waiting, running, unknown."""
+    why: str = ""
+    step: int | None = None
+    """Steps that it has made."""
+    steps: int | None = None
+    """Steps that it is to make."""
+    tokens: float | None = None
+    loss: float | None = None
+    """Of the last step, nats per token."""
+    validation_loss: float | None = None
+    bits_per_byte: float | None = None
+    """Of the last evaluation."""
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    eta_s: float | None = None
+    """Seconds that are left."""
+    cost: float | None = None
+    """Of the devices, until now."""
+    currency: str | None = None
+    updated_s: float | None = None
+    """Its last sign of life, seconds since 1970."""
+    started_s: float | None = None
+    plan: str | None = None
+    model: str | None = None
+    devices: int | None = None
+    goodput: float | None = None
+    """Share of the time that was spent in steps that count."""
+
+
+KEYS = tuple(field.name for field in fields(RunRow))
 """The keys of a run in a list of runs."""
 
 
 def line(run_id: str, run: RunFiles) -> dict[str, Any]:
-    """Return what a list of runs shows of one; a value that is not known is None."""
+    """Return `row_of` as JSON has it, with the last losses if they are known."""
+    return vars(row_of(run_id, run)) | ({"spark": run.spark} if isinstance(run, RunTail) else {})
+
+
+def row_of(run_id: str, run: RunFiles) -> RunRow:
+    """Return what a list of runs shows of one."""
     step = run.last_line
     devices = _devices(run)
     found = timeline(run.events, run.alive_s, run.recent_step_s)
     cost, currency = _cost(run, found)
-    answer = {
-        "id": run_id,
-        "name": run.run.name if run.run else run.folder.name,
-        "state": run.state,
-        "why": run.why,
-        "step": _count(step.get("step")),
-        "steps": _steps_to_make(run),
-        "tokens": step.get("tokens"),
-        "loss": step.get("loss"),
-        "validation_loss": run.last_evaluation.get("validation_loss"),
-        "bits_per_byte": run.last_evaluation.get("bits_per_byte"),
-        "tokens_per_s": step.get("tokens_per_s"),
-        "mfu": step.get("mfu"),
-        "eta_s": _eta_s(run),
-        "cost": cost,
-        "currency": currency,
-        "updated_s": run.alive_s or None,
-        "started_s": found.stretches[0].begin_s if found.stretches else None,
-        "plan": _plan(run),
-        "model": model_name(run.run.model) if run.run else None,
-        "devices": devices,
-        "goodput": (run.report or {}).get("goodput"),
-    }
-    return answer | ({"spark": run.spark} if isinstance(run, RunTail) else {})
+    return RunRow(
+        id=run_id,
+        name=run.run.name if run.run else run.folder.name,
+        state=run.state,
+        why=run.why,
+        step=_count(step.get("step")),
+        steps=_steps_to_make(run),
+        tokens=step.get("tokens"),
+        loss=step.get("loss"),
+        validation_loss=run.last_evaluation.get("validation_loss"),
+        bits_per_byte=run.last_evaluation.get("bits_per_byte"),
+        tokens_per_s=step.get("tokens_per_s"),
+        mfu=step.get("mfu"),
+        eta_s=_eta_s(run),
+        cost=cost,
+        currency=currency,
+        updated_s=run.alive_s or None,
+        started_s=found.stretches[0].begin_s if found.stretches else None,
+        plan=_plan(run),
+        model=model_name(run.run.model) if run.run else None,
+        devices=devices,
+        goodput=(run.report or {}).get("goodput"),
+    )
 
 
 def details(run_id: str, reader: RunReader) -> dict[str, Any]:

@@ -78,9 +78,9 @@ class Resizing:
     recommended: Option
     words: str
     stops: StopsSoFar | None = None
-    """What stopped it so far, beside what was to be expected."""
+    """The stops so far, seen and expected."""
     ahead: Reliability | None = None
-    """What is to be expected of the rest of the run as it is, by that."""
+    """The forecast for the rest of the run on today's machines, from those stops."""
 
 
 def resizing(

@@ -103,7 +103,13 @@ def _series_of(asked: QueryParameters, run: RunReader | Preview) -> Any:
 
 def _evaluations(asked: QueryParameters, run: OpenRun) -> Any:
     table = run.reader.evaluations
-    return {"step": table["step"], "loss": table["validation_loss"], "bits_per_byte": table["bits_per_byte"]}
+    tasks = {key: list(zip(*curve, strict=True)) for key, curve in run.reader.task_scores().items()}
+    return {
+        "step": table["step"],
+        "loss": table["validation_loss"],
+        "bits_per_byte": table["bits_per_byte"],
+        **({"tasks": tasks} if tasks else {}),
+    }
 
 
 def _time(asked: QueryParameters, run: OpenRun) -> Any:

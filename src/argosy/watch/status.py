@@ -95,10 +95,10 @@ class RunChange(BaseModel):
 
 
 class NextAction(BaseModel):
-    """What a person, or a script for them, should do now."""
+    """The next action for a person, or a script for them."""
 
     rule: str
-    """What asks for it: a state, an alert or a rule of advice; `none` if nothing does."""
+    """The reason: a state, an alert or a rule of advice; `none` if nothing does."""
     do: str
     command: str
     """To be typed as it is; for `none`, the command that looks again."""
@@ -115,7 +115,7 @@ class RunSummary(BaseModel):
     """training, silent, finished, stopped, failed or dead."""
     why: str = ""
     time_s: float
-    """When this was said, seconds since 1970."""
+    """Time of this status, seconds since 1970."""
     step: int | None = None
     """Steps that are done."""
     steps: int | None = None

@@ -1,4 +1,4 @@
-"""What collectives take over the links of a group, by algorithm, in closed form.
+"""Time of collectives over the links of a group, by algorithm, in closed form.
 
 With S bytes, n ranks, i of them in each of m nodes, B bytes/s of a rank in a ring, L of its node's link:
 
@@ -54,9 +54,9 @@ class Group:
     adapter: Numbers = np.inf
     """Bytes/s of a rank to its switch."""
     algorithms: tuple[str, ...] = ()
-    """What may sum over nodes; none: the cluster's topology is not known."""
+    """Algorithms that may sum over nodes; none: the cluster's topology is not known."""
     wires: tuple[tuple[int, Numbers], ...] = ()
-    """What the group's messages pass, where that is known: wires of which groups that run at once get shares each."""
+    """The wires that the group's messages pass, where known: those of which groups that run at once get shares each."""
 
     @property
     def crosses(self) -> Numbers:

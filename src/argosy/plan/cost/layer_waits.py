@@ -1,4 +1,4 @@
-"""What a layer waits for, in forward and backward of a microbatch: other ranks, the host's memory, the host itself.
+"""Waits of a layer, in forward and backward of a microbatch: other ranks, the host's memory, the host itself.
 
 Collectives of different axes that pass the same wires get shares of them. While gradients and parameters travel under
 computing, so do messages of tp, cp, ep and pp; where the cluster's topology is known, what these take of the wires is
@@ -126,7 +126,7 @@ class WaitModel(LayerModel):
     @property
     def keys_and_values(self) -> Numbers:
         plans, work = self.plans, self.work
-        kv_elements = np.maximum(1, work.kv_heads / plans.tp) * (work.key_width + work.value_width)
+        kv_elements = np.maximum(1, work.kv_heads / plans.tp) * 2 * work.core_width
         return self.tokens * kv_elements * self.activation_bytes
 
     @property
@@ -137,7 +137,7 @@ class WaitModel(LayerModel):
     @property
     def heads(self) -> Numbers:
         plans, work = self.plans, self.work
-        return self.tokens * (2 * work.heads + 2 * work.kv_heads) / plans.tp * work.value_width * self.activation_bytes
+        return self.tokens * (2 * work.heads + 2 * work.kv_heads) / plans.tp * work.core_width * self.activation_bytes
 
     @property
     def to_experts(self) -> Numbers:

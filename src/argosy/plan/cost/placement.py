@@ -1,4 +1,4 @@
-"""Where ranks are placed on a network of known topology: chosen for each mesh, by the time of a plain plan on it.
+"""Placement of ranks on a network of known topology: chosen for each mesh, by the time of a plain plan on it.
 
 Of a mesh all plans are placed alike, as its axes send the same bytes whatever the schedule or the microbatch. Ranks
 stay in their order unless another placement saves `WORTH` of the step.
@@ -25,7 +25,7 @@ StepSeconds = Callable[[Layouts, Fabric], NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Placements:
-    """How plans are placed."""
+    """The placement of plans."""
 
     ways: list[Arrangement]
     rows: NDArray[np.int64]

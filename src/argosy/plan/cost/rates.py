@@ -57,7 +57,7 @@ class Rates:
     far_latency_s: Numbers = 0.0
     """Latency of that link, one way."""
     fabric: Fabric | None = None
-    """How nodes are joined, if the cluster's file says so; then the first tier outside the node is not used."""
+    """Topology of the nodes, if the cluster's file has it; then the first tier outside the node is not used."""
 
     @classmethod
     def of_device(cls, device: Device, narrow: Format = "fp8", nic_bytes_per_s: float | None = None) -> Rates:

@@ -1,4 +1,4 @@
-"""What stops a job, and how often: failure rates by component, from published fleets, corrected by a run's own events.
+"""Stops of a job: failure rates by component, from published fleets, corrected by a run's own events.
 
 A fleet's rate of stops per device-hour is log-normal over fleets; what stopped it is split over components by shares
 that are Dirichlet-distributed over fleets. Both are fitted to published figures (`failures.toml`, which
@@ -45,7 +45,7 @@ COMPONENTS = {
     "software": "software",
     "corruption": "silent corruption",
 }
-"""What stops jobs -> how people call it. GPU is any accelerator, HBM its memory, NVLink its fast link."""
+"""Component -> its common name. GPU is any accelerator, HBM its memory, NVLink its fast link."""
 OF_NETWORK = ("nic", "network")
 OF_DEVICES = ("gpu", "hbm", "nvlink")
 NO_NODE_LOST = ("software", "storage", "network")
@@ -74,7 +74,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FailureCatalogue:
-    """What published fleets say."""
+    """The rates of published fleets."""
 
     hours_per_stop: float
     """Device-hours between stops from any cause: the median over fleets."""
@@ -153,7 +153,7 @@ class ExpectedStops:
     high: float
     """Nine times of ten there are from `low` to `high`."""
     seen: int | None = None
-    """How many there were; None: nobody has looked yet."""
+    """Number seen; None: nobody has looked yet."""
 
     @property
     def called(self) -> str:
@@ -162,7 +162,7 @@ class ExpectedStops:
 
 @dataclass(frozen=True)
 class FailureRates:
-    """How often a job stops, and of what."""
+    """Expected stops of a job, by component."""
 
     per_device_h: Estimate
     """Prior: stops per device-hour."""

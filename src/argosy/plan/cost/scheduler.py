@@ -22,7 +22,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Percentiles:
-    """What requests of a simulation took, in seconds."""
+    """Latencies of a simulation's requests, in seconds."""
 
     ttft_p50_s: float
     ttft_p95_s: float

@@ -129,7 +129,7 @@ class ServingEngine:
 
 @dataclass(frozen=True)
 class FittedServing:
-    """What published measurements tell."""
+    """The constants that published measurements give."""
 
     constants: ServingConstants
     shifts: Mapping[str, Mapping[str, float]]

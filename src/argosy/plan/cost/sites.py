@@ -79,13 +79,13 @@ class RoundCosts:
     seconds: float
     """From the last site's end of its steps until all have the average."""
     waits_s: Numbers
-    """What a site waits for: less, where it trains on meanwhile."""
+    """Seconds that a site waits: fewer where it trains on meanwhile."""
     slows_s: float
     """By how much the steps that hide a round are longer for it: the same cores do both."""
     sent_bytes: float
     """Bytes of numbers that each site sends."""
     last_s: float
-    """What a site waits for in the last round, which is about all weights."""
+    """Seconds that a site waits in the last round, which is about all weights."""
     rounds: int
     """Rounds of the run; 0: the run's length is not known in steps, so that its end does not count."""
     alone_steps: int
@@ -93,7 +93,7 @@ class RoundCosts:
     sums: int
     """Steps before them, in which sites sum gradients (`sync.from_step`)."""
     sum_s: float
-    """What a site waits for in each of these."""
+    """Seconds that a site waits in each of these."""
 
     @property
     def alone_s(self) -> Numbers:

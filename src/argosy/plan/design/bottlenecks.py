@@ -1,12 +1,14 @@
-"""How the time of training and serving is spent along one figure of a space, and what binds it there."""
+"""The time of training and serving along one figure of a space, and what binds it there."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from pydantic import computed_field
+from pydantic.dataclasses import dataclass as documented
 
 from argosy.plan.cost.inference import ServingLoad
 from argosy.plan.cost.rates import Rates
@@ -22,7 +24,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "links": ("link_bytes_per_s",),
     "network": ("nic_bytes_per_s",),
 }
-"""What binds -> the rates that would be a tenth more."""
+"""Bottleneck -> the rates that would be a tenth more."""
 STEP_PARTS = {
     "matmuls": ("ideal", "matmul", "recompute"),
     "attention": ("attention",),
@@ -34,7 +36,7 @@ STEP_PARTS = {
 """Part of a step -> the planner's categories in it."""
 
 
-@dataclass(frozen=True)
+@documented(frozen=True)
 class Stop:
     """One value of a figure, all others being those of the reference."""
 
@@ -48,9 +50,10 @@ class Stop:
     way: str
     """The plan; or the format of weights, tp and requests."""
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def binds(self) -> str:
-        """What the speed depends on most; "overhead" where nothing that is built faster would bring a third."""
+        """The rate that the speed depends on most; "overhead" if none that is raised would bring a third."""
         most = max(self.elasticity, key=lambda name: self.elasticity[name])
         return most if self.elasticity[most] > 1 / 3 else "overhead"
 

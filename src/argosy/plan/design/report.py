@@ -1,4 +1,4 @@
-"""What `argosy design` finds in a space: fronts, effects, bottlenecks, matrix multiplications, and speed-ups."""
+"""The findings of `argosy design` in a space: fronts, effects, bottlenecks, matrix multiplications, and speed-ups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -167,42 +167,82 @@ def _caveats(space: DesignSpace, points: Points) -> list[str]:
     return [*lines, *points.base.caveats]
 
 
-def as_json(report: DesignReport) -> dict[str, Any]:
-    """Return the report for programs; every point is in `as_csv`."""
+@dataclass(frozen=True, kw_only=True)
+class BoundMatmul(ModelMatmul):
+    """A matrix multiplication on a device of the space, as a program reads it."""
+
+    device: dict[str, Any]
+    """The figures of the device that vary."""
+    work: str
+    """training, prefill or decode."""
+    compute_s: float
+    memory_s: float
+    binds: str
+    """compute or memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DesignRecord:
+    """Findings in a space, as a program reads them: all but the single points, which are in `as_csv`."""
+
+    name: str
+    points: int
+    combinations: int
+    """Points, and those that are no device."""
+    seconds: float
+    left_out: dict[str, int]
+    """Why a combination is no device -> how many."""
+    searched: int
+    """Points whose plan was searched, not taken from a neighbour."""
+    regret: float | None
+    """Most time that a neighbour's plan lost where both are known, as a share."""
+    fronts: dict[str, list[dict[str, Any]]]
+    """Work -> points of its front by time: their figures, and what they do."""
+    effects: dict[str, dict[str, list[float]]]
+    """Result -> figure -> relative change for each of its values."""
+    along: dict[str, dict[str, list[Stop]]]
+    """Work -> figure -> each value of it, with what binds."""
+    matmuls: list[BoundMatmul]
+    speedups: list[Speedup]
+    fits_none: dict[str, int]
+    """Work -> points that it does not fit."""
+    notes: list[str]
+
+
+def as_record(report: DesignReport) -> DesignRecord:
+    """Return the report for programs."""
     points, trained, served = report.points, report.trained, report.served
-    return {
-        "name": report.space.name,
-        "points": len(points),
-        "combinations": len(points) + sum(points.impossible.values()),
-        "seconds": round(report.took_s, 3),
-        "left_out": points.impossible,
-        "searched": trained.searched if trained else 0,
-        "regret": trained.regret if trained else None,
-        "fronts": {work: [_row(report, row) for row in rows] for work, rows in report.fronts.items()},
-        "effects": report.effects,
-        "along": {
-            work: {axis: [{**asdict(stop), "binds": stop.binds} for stop in stops] for axis, stops in axes.items()}
-            for work, axes in report.along.items()
-        },
-        "matmuls": [
-            {
-                "device": points.values(row),
-                "work": bound.work,
-                **asdict(bound.matmul),
-                "compute_s": bound.compute_s,
-                "memory_s": bound.memory_s,
-                "binds": bound.binds,
-            }
-            for row, bounds in report.bounds.items()
-            for bound in bounds
-        ],
-        "speedups": [{**asdict(one), "whole": one.whole} for one in report.speedups],
-        "fits_none": {
+    matmuls = [
+        BoundMatmul(
+            **vars(bound.matmul),
+            device=points.values(row),
+            work=bound.work,
+            compute_s=bound.compute_s,
+            memory_s=bound.memory_s,
+            binds=bound.binds,
+        )
+        for row, bounds in report.bounds.items()
+        for bound in bounds
+    ]
+    return DesignRecord(
+        name=report.space.name,
+        points=len(points),
+        combinations=len(points) + sum(points.impossible.values()),
+        seconds=round(report.took_s, 3),
+        left_out=points.impossible,
+        searched=trained.searched if trained else 0,
+        regret=trained.regret if trained else None,
+        fronts={work: [_row(report, row) for row in rows] for work, rows in report.fronts.items()},
+        effects=report.effects,
+        along=report.along,
+        matmuls=matmuls,
+        speedups=report.speedups,
+        fits_none={
             "training": int(np.isnan(trained.step_s).sum()) if trained else 0,
             "serving": int(np.isnan(served.tpot_s).sum()) if served else 0,
         },
-        "notes": report.caveats,
-    }
+        notes=report.caveats,
+    )
 
 
 def _row(report: DesignReport, row: int) -> dict[str, Any]:

@@ -203,7 +203,7 @@ class ServeSpace(Section):
     ttft_ms: PositiveFloat | None = None
     """Most milliseconds to its first."""
     objective: Literal["throughput", "latency"] = "throughput"
-    """What the way to serve is chosen by, within those limits."""
+    """The objective by which the way to serve is chosen, within those limits."""
 
     @model_validator(mode="after")
     def _known_formats(self) -> Self:
@@ -216,7 +216,7 @@ class ServeSpace(Section):
 
 
 class CostSpace(Section):
-    """What turns silicon and power into money and energy."""
+    """Prices that turn silicon and power into money and energy."""
 
     pue: Annotated[float, Field(ge=1)] = 1.2
     """Power of the building over power of the computers."""

@@ -1,4 +1,4 @@
-"""What of a speed-up between two devices comes from where: format, matmul rate, memory, links, capacity, batch.
+"""Decompose a speed-up between two devices by its causes: format, matmul rate, memory, links, capacity, batch.
 
 Each factor is the mean, over all orders in which the figures of one device become those of the other, of what that
 figure brings to the logarithm of the speed when its turn comes (Shapley 1953): what several bring together is shared
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
 import numpy as np
+from pydantic import computed_field
+from pydantic.dataclasses import dataclass as documented
 
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
@@ -39,7 +41,7 @@ FIELDS = {
 """Factor -> the figures that change with it."""
 
 
-@dataclass(frozen=True)
+@documented(frozen=True)
 class Speedup:
     """A speed-up and its factors, which multiply to it."""
 
@@ -53,6 +55,7 @@ class Speedup:
     """Tokens a second of a device, before and after."""
     factors: dict[str, float]
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def whole(self) -> float:
         return self.speeds[1] / self.speeds[0]

@@ -147,7 +147,7 @@ class Cluster(Section):
     network: tuple[NetworkTier, ...] = ()
     """Network tiers outside the node, inner first; none: one tier, as fast as the NICs."""
     topology: Topology | None = None
-    """How the nodes of a site are joined; none: as `network` says."""
+    """Topology of the nodes of a site; none: as `network` says."""
     links: tuple[SiteLink, ...] = ()
     """Links between sites."""
     storage_bytes_per_s: PositiveFloat = Field(

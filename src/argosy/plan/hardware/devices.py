@@ -145,7 +145,7 @@ class Device(Section):
     price_date: str = ""
     """Date of those prices."""
     silicon: Silicon | None = None
-    """What the device is made of, for designs that start from it; none: its maker published too little."""
+    """The device's silicon, for designs that start from it; none: its maker published too little."""
     mtbf_h: PositiveFloat | None = None
     """Hours of one device between failures that stop a job, from any cause (its share of node and network included), as
     you know it; none: the catalogue of failures (`plan.cost.reliability`)."""
@@ -213,7 +213,7 @@ class Device(Section):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """What a prediction for the device rests on, in words."""
+        """The basis of predictions for the device, in words."""
         unproven = f"Nobody has compared a run on {self.name} with predictions for it: they rest on its data sheet."
         missing = f"These figures of {self.name} are assumed, as nobody has published them: {', '.join(self.assumed)}."
         return (*([unproven] if self.never_run else []), *([missing] if self.assumed else []))

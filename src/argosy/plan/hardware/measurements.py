@@ -25,7 +25,7 @@ class MatmulRate(Section):
     n: PositiveInt
     """Columns."""
     kind: Literal["square", "forward", "input_gradient", "weight_gradient"]
-    """Which of a layer's three matmuls it is, as they differ in layout; square: none of them."""
+    """One of a layer's three matmuls, as they differ in layout; square: none of them."""
     number_format: Literal["fp32", "bf16", "fp16"]
     """Format of both factors and of the product."""
     flops_per_s: PositiveFloat

@@ -24,7 +24,7 @@ WAFER_MM = 300.0
 DEFECTS_PER_CM2 = 0.1
 """Defects that kill a die: TSMC's figure for N5 and N7 in volume (AnandTech 2020, recalled)."""
 CLUSTERING = 3.0
-"""How defects cluster, in the negative binomial model of yield (Stapper 1983); 2 to 3 is usual."""
+"""Clustering of defects, in the negative binomial model of yield (Stapper 1983); 2 to 3 is usual."""
 
 Keys = Annotated[tuple[str, ...], BeforeValidator(lambda keys: tuple(keys) if isinstance(keys, list) else keys)]
 
@@ -68,7 +68,7 @@ class MemoryGeneration(Section):
 
 
 class Silicon(Section):
-    """What a device is made of, as its maker published it."""
+    """A device's silicon, as its maker published it."""
 
     node: str
     """Logic node, as in `technology.toml`."""

@@ -66,10 +66,10 @@ class Level:
 
 
 class Topology(Section):
-    """How nodes, or devices, are joined."""
+    """A topology of nodes, or of devices."""
 
     kind: TopologyKind
-    """How nodes, or devices, are joined."""
+    """The shape of the topology."""
     nodes_per_leaf: NonNegativeInt = 0
     """Fat tree: nodes of a leaf switch. Rails: nodes whose adapters of a rail meet in one leaf switch."""
     nodes_per_pod: NonNegativeInt = 0
@@ -102,7 +102,7 @@ class Topology(Section):
     switch_latency_s: NonNegativeFloat = 0.5e-6
     """Seconds that one more switch, or device of a torus, on the way takes."""
     algorithms: tuple[Algorithm, ...] = ("ring", "tree")
-    """What sums over nodes may use; sharp: switches that sum (SHARP)."""
+    """Algorithms that sums over nodes may use; sharp: switches that sum (SHARP)."""
 
     @model_validator(mode="after")
     def _has_its_keys(self) -> Self:

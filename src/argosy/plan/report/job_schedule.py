@@ -30,7 +30,7 @@ PRIORITY_STEP = 1000
 
 @dataclass(frozen=True)
 class JobCommand:
-    """What to give to a cluster's scheduler."""
+    """Commands for a cluster's scheduler."""
 
     at_s: float
     """Seconds from now."""
@@ -56,7 +56,7 @@ class ScheduledJob:
     in_time: float | None
     """Chance of being in time; None without a deadline."""
     late_cost: float | None
-    """What being late is expected to cost; None: nobody says what a day costs."""
+    """Expected cost of being late; None: nobody says what a day costs."""
     device_hours: float
     money: float | None
     """Price of its device-hours; None if it is unknown."""
@@ -75,9 +75,9 @@ class JobSchedule:
     """Name -> what it is made of."""
     currency: str
     end_s: float
-    """When all have ended."""
+    """The time at which all have ended."""
     late_cost: float
-    """What being late is expected to cost, of jobs that say what a day costs."""
+    """Expected cost of being late, of jobs that say what a day costs."""
     once: tuple[str, ...]
     """Commands that come before those of jobs."""
     used: Mapping[str, float]
@@ -120,10 +120,10 @@ def scheduled(
 
 @dataclass(frozen=True)
 class JobChoices:
-    """How a job could run on a cluster."""
+    """A way in which a job could run on a cluster."""
 
     run: RunConfig
-    """What was planned: with the batch and the length of sequences that were assumed."""
+    """The plan, with the batch and the length of sequences that were assumed."""
     sizes: tuple[Candidate, ...]
 
 

@@ -34,7 +34,7 @@ class ClusterSpec(Section):
     """A cluster that jobs may run on."""
 
     name: Name
-    """What jobs call it."""
+    """The name by which jobs refer to it."""
     cluster: str
     """NxDEVICE, a preset, or a file, as --cluster of `argosy plan`."""
     on: Literal["slurm", "kubernetes", "ray"] = "slurm"
@@ -73,7 +73,7 @@ class JobSpec(Section):
     deadline: Duration | None = None
     """Time from now by which it is to be done, e.g. "30d"."""
     late_per_day: NonNegativeFloat | None = None
-    """What each day after that costs, in the clusters' currency."""
+    """Cost of each day after that, in the clusters' currency."""
     after: tuple[str, ...] = ()
     """Jobs that must have ended before it begins."""
 

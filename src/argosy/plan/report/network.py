@@ -1,5 +1,5 @@
-"""What `argosy plan` says of a network whose topology is known: where a plan's ranks are, what each axis takes there,
-and the files that put them there."""
+"""The report of a network whose topology is known: the places of a plan's ranks, the time of each axis there, and the
+files that put the ranks there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AxisOnNetwork:
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """Where a plan's ranks are on a network."""
+    """Placement of a plan's ranks on a network."""
 
     kind: str
     order: tuple[str, ...]

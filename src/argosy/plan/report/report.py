@@ -89,9 +89,9 @@ class Explanation:
     sensitivities: tuple[Sensitivity, ...]
     failures: Goodput
     sums: tuple[str, str] | None
-    """How data-parallel ranks sum gradients, and what each sends, in words; None: there is one."""
+    """The way data-parallel ranks sum gradients, and bytes that each sends, in words; None: there is one."""
     reliability: Reliability
-    """What stops the run, and what to hold against it."""
+    """Expected stops of the run, and remedies."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class PlanReport:
     """Several sites: sums in every step, and rounds every H steps."""
     notes: tuple[str, ...]
     network: NetworkReport | None = None
-    """Where the ranks of the explained plan are; None if the cluster's file does not say how nodes are joined."""
+    """Placement of the explained plan's ranks; None if the cluster's file does not say how nodes are joined."""
 
     def _repr_html_(self) -> str:
         """Return the best plans as a table: how a notebook shows the report."""

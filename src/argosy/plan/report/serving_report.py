@@ -41,7 +41,7 @@ class ServingReport:
     currency: str
     devices: int
     worse: tuple[str, ...]
-    """Where these devices, good for training, are worse for serving, in words."""
+    """In words, the limit from which these devices, good for training, are worse for serving."""
 
 
 def serving_report(request: PlanRequest, question: ServingQuestion) -> ServingReport:

@@ -1,4 +1,4 @@
-"""What stops a run, and what to hold against it: stops by component, spares, burn-in; in words."""
+"""Expected stops of a run by component, and remedies: spares, burn-in; in words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAST_STOPS = 0.005
 
 @dataclass(frozen=True)
 class Reliability:
-    """What stops a run, and what to hold against it."""
+    """Expected stops of a run, and remedies."""
 
     stops: tuple[float, float, float]
     """Stops in the whole run: nine times of ten from the first to the last, and in the middle of the rate."""

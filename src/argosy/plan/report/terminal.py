@@ -232,7 +232,7 @@ class OnCluster:
     named: str
     """The cluster as the user named it."""
     cluster: str
-    """What it is made of."""
+    """The cluster in words."""
     report: PlanReport | None
     """None if no plan fits, or none is legal."""
     problem: str = ""

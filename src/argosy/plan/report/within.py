@@ -33,7 +33,7 @@ class Within:
     named: str
     """The cluster as the user named it."""
     cluster: str
-    """What it is made of."""
+    """The cluster in words."""
     within_s: float
     currency: str
     devices: int

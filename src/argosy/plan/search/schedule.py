@@ -67,7 +67,7 @@ class Stint:
 
 @dataclass(frozen=True)
 class JobPlacement:
-    """Where and when a job runs."""
+    """The cluster and times of a job."""
 
     job: str
     cluster: str
@@ -166,7 +166,7 @@ def _joined(stints: Sequence[Stint]) -> tuple[Stint, ...]:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What is searched."""
+    """The search space."""
 
     order: tuple[int, ...]
     """In which jobs are placed."""

@@ -1,4 +1,4 @@
-"""What takes part in steps and decides nothing of them: a file each, and a word in `SERVICES`."""
+"""Services take part in steps and decide nothing of them: a file each, and a word in `SERVICES`."""
 
 from argosy.training.services.noise_scale import NoiseScale
 from argosy.training.services.norms import LayerNorms

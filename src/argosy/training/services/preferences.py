@@ -1,4 +1,4 @@
-"""How well the model tells the preferred answers of each step from the others."""
+"""Metrics of preferences: how well the model tells the preferred answers of each step from the others."""
 
 from __future__ import annotations
 

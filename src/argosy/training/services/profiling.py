@@ -35,7 +35,7 @@ FOLDER = "profiles"
 COMPRESSION = 3
 """Level of gzip: a trace shrinks to a tenth at any level, and this one is fast."""
 ADVANCE_S = 1.0
-"""How often a rank that writes its trace shows that it gets on: the others wait for it in a collective meanwhile."""
+"""Interval of progress signals of a rank that writes its trace: the others wait for it in a collective meanwhile."""
 OF_AXIS = {"tp": "tensor", "cp": "context", "ep": "experts", "pp": "pipeline"}
 """Axis -> the prediction's category of its time; gradients and updated values go along the others."""
 

@@ -1,4 +1,4 @@
-"""Which component a run's stops came from, and how many of each were to be expected.
+"""Stops of a run by component, seen and expected.
 
 A stop is told by its events, the most telling first: what detectors found, and what processes said when they died. A
 SIGKILL that nobody explains, a hang, and the loss of all processes at once count in all, and in no component.
@@ -100,7 +100,7 @@ def rates_of(facts: RunFacts, planner: Planner, found: Sequence[Outage]) -> Fail
 
 @dataclass(frozen=True)
 class StopsSoFar:
-    """What stopped a run so far, beside what was to be expected by the catalogue."""
+    """Stops of a run so far, beside those that the catalogue expects."""
 
     device_hours: float
     expected: tuple[float, float, float]

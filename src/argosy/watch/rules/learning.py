@@ -73,7 +73,7 @@ def spikes(facts: RunFacts) -> dict[int, tuple[float, float]]:
 def growing_gradients(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that the gradient's norm grows while the loss does not fall."""
     steps = facts.column("step")
-    warmup = facts.run.schedule.warmup_steps if facts.run is not None else 0
+    warmup = facts.run.schedule.warmup_of(facts.run.train.steps) if facts.run is not None else 0
     part = slice(max(len(facts) - GROWN_STEPS, int(np.searchsorted(steps, 2 * warmup))), len(facts))
     if part.stop - part.start < GROWN_STEPS:
         return None
@@ -235,7 +235,7 @@ def _remedy(facts: RunFacts, many: bool, is_only_once: bool) -> str:
     clip = "" if run.optimizer.grad_clip else " Set optimizer.grad_clip = 1: nothing is clipped now."
     return (
         f"Lower optimizer.lr ({run.optimizer.lr:g}) to {run.optimizer.lr / 2:g}, or raise schedule.warmup_steps "
-        f"({run.schedule.warmup_steps}).{clip}"
+        f"({run.schedule.warmup_of(run.train.steps)}).{clip}"
     )
 
 

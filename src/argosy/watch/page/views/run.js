@@ -19,6 +19,16 @@ const EVALUATIONS_UP_TO = 800;
 const EVALUATED_MS = 10000; // evaluations are rare: they are not asked for at each step
 /** What the user's code logged. */
 const isOwn = (key) => key.startsWith("user.");
+const TASK = "tasks.";
+/** The metrics of tasks that were scored, such as tasks.arc_easy.acc; their standard errors are no curves. */
+const tasksOf = (evaluations) => [
+  ...new Set(
+    evaluations
+      .flatMap((each) => Object.keys(each?.tasks ?? {}))
+      .filter((key) => !key.endsWith("_stderr"))
+      .map((key) => TASK + key),
+  ),
+];
 const POSITIONS = new Set(["step", "time_s", "first_sample"]); // they say where, not what
 const RECOVERED = new Set(["recovered", "resume", "migrated", "replan"]);
 
@@ -76,7 +86,7 @@ function create(root, page) {
 
   async function draw(ids, answers, evaluations, signal) {
     const { more, smooth, log } = state.get();
-    const own = known.filter(isOwn);
+    const own = [...known.filter(isOwn), ...tasksOf(evaluations)];
     await overview(ids, answers, signal);
     const none = !page.window() && !answers.some((answer) => answer.step.length);
     replace(
@@ -178,7 +188,7 @@ function marksOf(events) {
 }
 
 /** The evaluations in a window; of very many, some that are evenly spread, and the last. */
-function within({ step, loss: values }, window_) {
+function within(step, values, window_) {
   const inside = step.map((_, i) => i).filter((i) => !window_ || (step[i] >= window_[0] && step[i] <= window_[1]));
   const stride = Math.ceil(inside.length / EVALUATIONS_UP_TO);
   const kept = inside.filter((_, i) => i % stride === 0 || i === inside.length - 1);
@@ -203,7 +213,7 @@ function curves(page, id, key, answer, evaluation, window_) {
     });
   }
   if (key === "loss" && evaluation?.step?.length) {
-    const { step, mean } = within(evaluation, window_);
+    const { step, mean } = within(evaluation.step, evaluation.loss, window_);
     const dotted = step.length <= DOTS_UP_TO;
     const colour = several ? about.colour : about.colour === "run-1" ? "run-0" : "run-1";
     const named = several ? `${name}, validation` : "validation";
@@ -217,6 +227,11 @@ function curves(page, id, key, answer, evaluation, window_) {
       isSparse: true,
       colour,
     });
+  }
+  const scores = key.startsWith(TASK) && evaluation?.tasks?.[key.slice(TASK.length)];
+  if (scores) {
+    const { step, mean } = within(...scores, window_);
+    result.push({ ...about, name: several ? name : title(key), step, mean, points: true, isSparse: true });
   }
   return result;
 }

@@ -1,0 +1,173 @@
+"""A model that is loaded to be used: logits, and texts as they are written, whatever it is laid out over."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, overload
+
+import torch
+from torch import Tensor
+
+from argosy.errors import UserError
+from argosy.inference.members import InProcesses
+from argosy.inference.plans import plan_named, run_of_rows
+from argosy.inference.rank_model import RankModel, SampleRequest
+from argosy.inference.sampling import Prompt, Sampling
+from argosy.inference.trained_model import default_device, open_model
+from argosy.inference.writing import TextWriter
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+
+# B rows, T tokens, V vocabulary
+
+
+class Backend(Protocol):
+    """The place where a model computes."""
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """Return the logits of all rows, fp32 [B, T, V], in host memory."""
+        ...
+
+    def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
+        """Yield what `models.generate.sample_rows` does; closing it ends the work."""
+        ...
+
+    def close(self) -> None:
+        """Free the model."""
+        ...
+
+
+class InThisProcess:
+    """A backend: the model is here, whole."""
+
+    def __init__(self, model: RankModel):
+        self._model = model
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """See `Backend`."""
+        found = self._model.logits(tokens_BT)
+        assert found is not None
+        return found.cpu()
+
+    def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
+        """See `Backend`."""
+        return self._model.sample(asked, lambda: False)
+
+    def close(self) -> None:
+        """See `Backend`."""
+        del self._model
+
+
+class LoadedModel(TextWriter):
+    """A trained model, its weights in memory, and its tokenizer. Use it in a `with` block, or `close` it."""
+
+    def __init__(self, place: str | Path, plan: Plan, trust_code: bool = False):
+        """See `load_model`."""
+        source = open_model(place, trust_code)
+        if source.run.model.score:
+            raise UserError(
+                f"{place} is a reward model: it ends with a score, and not with words. argosy evaluate reads it."
+            )
+        self.plan = plan
+        run_of_rows(source.run, plan)  # what is wrong is said before processes start
+        self._backend: Backend = (
+            InThisProcess(RankModel(source, plan, World(device=default_device())))
+            if plan.world_size == 1
+            else InProcesses(source, plan, source.run.model.vocab_size)
+        )
+        super().__init__(source, self._backend.sample)
+
+    def logits(self, tokens_BT: Tensor | Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits that follow each token of each row, fp32 [B, T, V] over the whole vocabulary, on the CPU.
+
+        `tokens_BT`: token ids, int64 [B, T] or lists of one length. Each row is one document.
+        Raises: UserError for ids that the model does not know, or rows that are empty or longer than its context.
+        """
+        try:
+            tokens = torch.as_tensor(tokens_BT)
+        except ValueError:
+            raise UserError("logits: rows of several lengths. Give rows of one length, or one row at a time.") from None
+        if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
+            raise UserError(
+                f"logits: whole numbers [rows, tokens] are needed, not {list(tokens.shape)} {tokens.dtype}."
+            )
+        self.check_ids(tokens.min().item(), tokens.max().item(), "logits")
+        if tokens.shape[1] > self.config.max_seq_len:
+            raise UserError(
+                f"logits: rows of {tokens.shape[1]} tokens, and model.max_seq_len is {self.config.max_seq_len}. "
+                "Cut them."
+            )
+        return self._backend.logits(tokens.long().cpu())
+
+    @overload
+    def generate(self, prompts: str, **settings: Any) -> str: ...
+    @overload
+    def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[str]: ...
+    def generate(self, prompts: str | Sequence[Prompt], **settings: Any) -> str | list[str]:
+        """Return the text that continues a prompt, or that of each of several.
+
+        settings: those of `Sampling`: max_tokens, temperature, top_p, seed, stop. Raises: UserError, as `stream`.
+        """
+        sampling = sampling_of(settings)
+        if isinstance(prompts, str):
+            return next(self.complete([prompts], sampling)).text
+        return [completion.text for completion in self.complete(prompts, sampling)]
+
+    def close(self) -> None:
+        """Free the model."""
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load_model(place: str | Path, plan: str | Plan = "", trust_code: bool = False) -> LoadedModel:
+    """Load a model to use it.
+
+    place: a run folder (its newest whole checkpoint), one checkpoint, or a Hugging Face folder or its URL. plan: how it
+    is laid out and computes, such as "tp=2" or "precision=bf16"; by default on one device, in fp32. A plan for several
+    devices starts a process for each, which end with this one. trust_code: approve and run code that the run brings
+    along.
+
+    Raises: UserError if there is no such model, the plan cannot lay it out, or its devices are not there.
+    """
+    return LoadedModel(place, plan_named(plan), trust_code)
+
+
+def sampling_of(settings: dict[str, Any]) -> Sampling:
+    """Return settings as `Sampling`. Raises: UserError for one that there is not."""
+    known = Sampling.__dataclass_fields__
+    if unknown := sorted(settings.keys() - known.keys()):
+        raise UserError(f"generate: no setting {unknown[0]!r}; there are {', '.join(known)}.")
+    stop = settings.get("stop", ())
+    return Sampling(**{**settings, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+
+
+def generate(
+    path: str | Path,
+    prompt: str = "",
+    *,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    plan: str | Plan = "",
+    trust_code: bool = False,
+) -> str:
+    """Continue `prompt` with the model at `path`; see `load_model` and `Sampling` for the arguments.
+
+    Raises: UserError, as these do.
+    """
+    settings = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "stop": stop}
+    sampling = sampling_of(settings)
+    sampling.check()
+    with load_model(path, plan, trust_code) as model:
+        return next(model.complete([prompt], sampling)).text

@@ -1,0 +1,232 @@
+"""A model that is laid out over processes of this machine: the processes, and how the one that asked speaks to them.
+
+All members get each request. They compute it together, and those that have a part of the result send it: the first
+member the tokens of a step, each data-parallel rank the logits of its rows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import signal
+import threading
+import warnings
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from argosy.accelerator import count_here, type_here
+from argosy.config.launch import LaunchConfig
+from argosy.errors import ArgosyWarning, UserError
+from argosy.inference.rank_model import EvaluateRequest, RankModel, SampleRequest, score
+from argosy.inference.tasks import TaskRequest, score_tasks
+from argosy.inference.trained_model import SomeModel, open_model
+from argosy.launch.local_world import LocalWorld, failure_told
+from argosy.parallel.encoding import decode, encode, from_text, to_text
+from argosy.parallel.world import World, join_world
+from argosy.plan.plan import Plan
+from argosy.processes.channel import Channel, Gone, Message
+from argosy.processes.child import ForkEntry, channel_to_parent
+from argosy.training.answers import TaskScores
+from argosy.training.evaluation import Score
+
+MEMBER = ForkEntry("argosy.inference.members")
+"""A process that holds a part of a model."""
+PROCESSES_A_CORE = 4
+"""No more processes are started on a machine without other devices: they would wait for each other for ever."""
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """The model that members are to load; with held-out text or tasks, to score it and do no more."""
+
+    place: str
+    plan: Plan
+    timeout_s: float
+    held_out: EvaluateRequest | None = None
+    tasks: TaskRequest | None = None
+
+
+def check_devices(plan: Plan) -> None:
+    """Raise UserError if this machine has too few devices for `plan`; warn if processes share cores."""
+    size, devices, cores = plan.world_size, count_here(), len(os.sched_getaffinity(0))
+    if devices and size > devices:
+        raise UserError(
+            f'plan = "{plan}" is for {size} devices, and this machine has {devices} ({type_here()}). Name a plan for '
+            f"{devices} or fewer."
+        )
+    if not devices and size > PROCESSES_A_CORE * cores:
+        raise UserError(
+            f'plan = "{plan}" is for {size} devices, and this machine has {cores} cores and no GPU. Name a plan for '
+            f"{cores} or fewer."
+        )
+    if not devices and size > cores:
+        text = f'plan = "{plan}": {size} processes on {cores} cores will wait for each other.'
+        warnings.warn(text, ArgosyWarning, stacklevel=2)
+
+
+class InProcesses:
+    """A backend (`loaded_model.Backend`): members hold the model's parts."""
+
+    def __init__(self, source: SomeModel, plan: Plan, vocab_size: int):
+        """Start the members, and wait until all have loaded their parts. Raises: what one of them ends with."""
+        check_devices(plan)
+        self._vocab_size, self._number = vocab_size, 0
+        self._world = LocalWorld(MEMBER, plan.world_size, "the model")
+        try:
+            self._world.send("load", data=[encode(_request(source, plan), LoadRequest)])
+            for _ in range(plan.world_size):
+                self._world.receive()
+        except BaseException:
+            self.close()
+            raise
+
+    def logits(self, tokens_BT: Tensor) -> Tensor:
+        """See `Backend`."""
+        number = self._next_number()
+        rows, length = tokens_BT.shape
+        self._world.send("logits", number=number, rows=rows, data=[tokens_BT.contiguous().numpy().tobytes()])
+        found, missing = torch.empty(rows, length, self._vocab_size), rows
+        while missing:
+            message = self._receive(number)
+            part = torch.frombuffer(message["data"][0], dtype=torch.float32).view(-1, length, self._vocab_size)
+            found[message["first"] : message["first"] + len(part)] = part
+            missing -= len(part)
+        return found
+
+    def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
+        """See `Backend`."""
+        number = self._next_number()
+        self._world.send("sample", number=number, data=[encode(asked, SampleRequest)])
+        try:
+            while (message := self._receive(number))["kind"] == "tokens":
+                yield message["tokens"]
+        finally:
+            self._world.send("stop", number=number)
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._world.close()
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _receive(self, number: int) -> Message:
+        """Return the next message about a request; what is still told of those before, which were stopped, is dropped.
+
+        Raises: as `LocalWorld.receive`.
+        """
+        while True:
+            _, message = self._world.receive()
+            if message.get("number") == number:
+                return message
+
+
+def score_in_processes(source: SomeModel, plan: Plan, asked: EvaluateRequest) -> Score:
+    """Return `rank_model.score` of held-out text in as many processes as `plan` is for.
+
+    Raises: UserError, RunFailed.
+    """
+    check_devices(plan)
+    with closing(LocalWorld(MEMBER, plan.world_size, "the evaluation")) as world:
+        world.send("load", data=[encode(_request(source, plan, asked), LoadRequest)])
+        _, message = world.receive()
+        found: Score = from_text(message["score"], Score)
+        return found
+
+
+def score_tasks_in_processes(source: SomeModel, plan: Plan, asked: TaskRequest) -> TaskScores:
+    """Return `tasks.score_tasks` in as many processes as `plan` is for. Raises: UserError, RunFailed."""
+    check_devices(plan)
+    with closing(LocalWorld(MEMBER, plan.world_size, "the evaluation")) as world:
+        world.send("load", data=[encode(_request(source, plan, tasks=asked), LoadRequest)])
+        _, message = world.receive()
+        found: TaskScores = from_text(message["score"], TaskScores)
+        return found
+
+
+def _request(
+    source: SomeModel, plan: Plan, held_out: EvaluateRequest | None = None, tasks: TaskRequest | None = None
+) -> LoadRequest:
+    return LoadRequest(source.place, plan, source.run.launch.timeout_s, held_out, tasks)
+
+
+# ---- in a member -----------------------------------------------------------------------------------------------
+
+
+class Inbox:
+    """The messages of the asker, read by a thread, which ends this process once the asker is gone."""
+
+    def __init__(self, asker: Channel):
+        self._asker = asker
+        self._waiting = queue.SimpleQueue[Message]()
+        self._stopped = 0
+        threading.Thread(target=self._listen, name="argosy-asker", daemon=True).start()
+
+    def next(self) -> Message:
+        """Return the next request, however long it takes to come."""
+        return self._waiting.get()
+
+    def is_stopped(self, number: int) -> bool:
+        """True once the asker has no more use for the request of this number."""
+        return self._stopped >= number
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self._asker.receive()
+                if message["kind"] == "stop":
+                    self._stopped = message["number"]
+                else:
+                    self._waiting.put(message)
+        except Gone:
+            os._exit(1)
+
+
+def main() -> None:
+    """Run in each member: load a part of the model, and answer requests until the asker is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the process that asked decides
+    asker = channel_to_parent(math.inf)
+    inbox = Inbox(asker)
+    with failure_told(asker):
+        asked: LoadRequest = decode(inbox.next()["data"][0], LoadRequest, "the asker")
+        world = join_world(LaunchConfig(timeout_s=asked.timeout_s))
+        source = open_model(asked.place, check=lambda checkpoint: None)  # the asker has read it back
+        if asked.held_out is not None:
+            found = score(source, asked.plan, world, asked.held_out.read(source))
+            if world.is_first:
+                asker.send("scored", score=to_text(found, Score))
+            inbox.next()  # there is nothing more: the asker ends this process
+        if asked.tasks is not None:
+            scores = score_tasks(source, asked.plan, world, asked.tasks)
+            if world.is_first:
+                asker.send("scored", score=to_text(scores, TaskScores))
+            inbox.next()
+        model = RankModel(source, asked.plan, world)
+        asker.send("loaded")
+        while True:
+            _answer(inbox, asker, model, world)
+
+
+def _answer(inbox: Inbox, asker: Channel, model: RankModel, world: World) -> None:
+    """Compute the next request with the other members."""
+    message = inbox.next()
+    number = message["number"]
+    if message["kind"] == "logits":
+        tokens = torch.frombuffer(bytearray(message["data"][0]), dtype=torch.int64).view(message["rows"], -1)
+        found = model.logits(tokens)
+        if found is not None and len(found):
+            first = model.rows_of(model.dp_rank, len(tokens)).start
+            asker.send("logits", number=number, first=first, data=[found.cpu().contiguous().numpy().data.cast("B")])
+        return
+    asked: SampleRequest = decode(message["data"][0], SampleRequest, "the asker")
+    for told in model.sample(asked, lambda: inbox.is_stopped(number)):
+        if world.is_first:
+            asker.send("tokens", number=number, tokens=told)
+    if world.is_first:
+        asker.send("sampled", number=number)
