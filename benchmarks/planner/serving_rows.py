@@ -273,15 +273,19 @@ def _of_sizes(sizes: dict[str, float]) -> tuple[Workload, float, float | None]:
     def given(key: str) -> float:
         return sizes.get(key, 0.0)
 
-    latent = bool(given("kv_rank"))
+    key_width = given("head_width")
+    value_width = 128.0 if given("kv_rank") else key_width
     work = Workload(
         layers=given("layers"),
         width=given("width"),
         heads=given("heads"),
         kv_heads=given("kv_heads"),
-        key_width=given("head_width"),
-        value_width=128.0 if latent else given("head_width"),
+        key_width=key_width,
+        value_width=value_width,
+        kv_width=key_width + value_width,
+        core_width=max(key_width, value_width),
         ffn_width=given("ffn_width"),
+        widest_ffn=given("ffn_width"),
         ffn_matrices=given("ffn_matrices"),
         vocab_size=given("vocab_size"),
         tied=given("tied"),

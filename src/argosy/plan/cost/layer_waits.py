@@ -131,7 +131,7 @@ class WaitModel(LayerModel):
 
     @property
     def ring_blocks(self) -> tuple[Numbers, Numbers]:
-        """How many blocks of keys and values, and of their gradients, a rank passes on for a layer and a microbatch."""
+        """Blocks of keys and values, and of their gradients, that a rank passes on for a layer and a microbatch."""
         return self._forwards * (self.plans.cp - 1), self.work.reached * self.plans.cp
 
     @property
