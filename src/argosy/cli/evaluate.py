@@ -54,16 +54,21 @@ def main(argv: list[str]) -> None:
         must_be_folder(Path(options.path))
     with told_if_long("argosy evaluate: reading the text and the model, and computing the loss"):
         from argosy.inference.evaluate import evaluate
+        from argosy.inference.members import launched_world
 
-        score = evaluate(
-            options.path,
-            options.data,
-            split=options.split,
-            max_tokens=options.max_tokens,
-            seq_len=options.seq_len,
-            plan=plan,
-            trust_code=options.trust_code,
-        )
+        with launched_world(plan) as world:
+            score = evaluate(
+                options.path,
+                options.data,
+                split=options.split,
+                max_tokens=options.max_tokens,
+                seq_len=options.seq_len,
+                plan=plan,
+                trust_code=options.trust_code,
+                world=world,
+            )
+    if world is not None and not world.is_first:
+        return
     if options.json:
         write("evaluate", score)
         return

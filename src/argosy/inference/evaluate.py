@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from argosy.errors import UserError
-from argosy.inference.members import score_in_processes
+from argosy.inference.members import open_together, score_in_processes
 from argosy.inference.plans import plan_named, run_to_score
 from argosy.inference.rank_model import EvaluateRequest, score
-from argosy.inference.trained_model import default_device, open_model
+from argosy.inference.trained_model import default_device
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.evaluation import Score
@@ -24,16 +24,17 @@ def evaluate(
     seq_len: int | None = None,
     plan: str | Plan = "",
     trust_code: bool = False,
+    world: World | None = None,
 ) -> Score:
     """Return loss, perplexity and bits per byte of the model of a run, a checkpoint or a Hugging Face folder at `path`.
 
     data: a folder that `argosy prepare` wrote, or its URL in a store; by default the run's own sources. seq_len: tokens
     per window; by default those that the run trained with. plan: as of `load_model`. trust_code: approve and run code
-    that the run brings along.
+    that the run brings along. world: as of `LoadedModel`.
 
     Raises: UserError if the data has another tokenizer, or is too short, or the plan cannot lay the model out.
     """
-    source = open_model(path, trust_code)
+    source = open_together(path, trust_code, world)
     folders = [str(data)] if data is not None else source.run.data.folders
     if not folders:
         raise UserError(f"{path}: the run names no data. Give a prepared folder with --data.")
@@ -41,6 +42,6 @@ def evaluate(
     asked = EvaluateRequest(list(folders), split, max_tokens, length)
     layout = plan_named(plan)
     run_to_score(source.run, layout, length)  # what is wrong is said before processes start
-    if layout.world_size > 1:
+    if world is None and layout.world_size > 1:
         return score_in_processes(source, layout, asked)
-    return score(source, layout, World(device=default_device()), asked.read(source))
+    return score(source, layout, world or World(device=default_device()), asked.read(source))

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
-from argosy.inference.members import InProcesses
+from argosy.inference.members import InProcesses, open_together
 from argosy.inference.plans import plan_named, run_of_rows
 from argosy.inference.rank_model import RankModel, SampleRequest
 from argosy.inference.sampling import USUAL, Completion, Finish, GrowingText, Prompt, Sampling, TextPiece
-from argosy.inference.trained_model import default_device, ends_of_text, open_model
+from argosy.inference.trained_model import default_device, ends_of_text
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 
@@ -45,7 +45,7 @@ class Backend(Protocol):
 
 
 class InThisProcess:
-    """A backend: the model is here, whole."""
+    """A backend: the model is here, whole, or laid out over processes that all make the same calls."""
 
     def __init__(self, model: RankModel):
         self._model = model
@@ -53,7 +53,8 @@ class InThisProcess:
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """See `Backend`."""
         found = self._model.logits(tokens_BT)
-        assert found is not None
+        if found is None or len(found) < len(tokens_BT):
+            raise UserError("logits: under a launcher each process has some. Call it where none has set RANK.")
         return found.cpu()
 
     def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
@@ -68,9 +69,10 @@ class InThisProcess:
 class LoadedModel:
     """A trained model, its weights in memory, and its tokenizer. Use it in a `with` block, or `close` it."""
 
-    def __init__(self, place: str | Path, plan: Plan, trust_code: bool = False):
-        """See `load_model`."""
-        source = open_model(place, trust_code)
+    def __init__(self, place: str | Path, plan: Plan, trust_code: bool = False, world: World | None = None):
+        """See `load_model`. world: the processes that a launcher has started, as many as `plan` is for; all make the
+        same calls. None: processes are started if the plan needs them."""
+        source = open_together(place, trust_code, world)
         self.plan = plan
         #: The model's sizes.
         self.config: ModelConfig = source.run.model
@@ -78,11 +80,11 @@ class LoadedModel:
         #: Tokens that end a text.
         self.ends = ends_of_text(source)
         run_of_rows(source.run, plan)  # what is wrong is said before processes start
-        self._backend: Backend = (
-            InThisProcess(RankModel(source, plan, World(device=default_device())))
-            if plan.world_size == 1
-            else InProcesses(source, plan, self.config.vocab_size)
-        )
+        self._backend: Backend
+        if world is None and plan.world_size > 1:
+            self._backend = InProcesses(source, plan, self.config.vocab_size)
+        else:
+            self._backend = InThisProcess(RankModel(source, plan, world or World(device=default_device())))
 
     def logits(self, tokens_BT: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return the logits that follow each token of each row, fp32 [B, T, V] over the whole vocabulary, on the CPU.
