@@ -39,6 +39,8 @@ def evaluate(
     if not folders:
         raise UserError(f"{path}: the run names no data. Give a prepared folder with --data.")
     length = seq_len or source.run.data.seq_len
+    if length > (most := source.run.model.max_seq_len):
+        raise UserError(f"seq_len = {length} is more than model.max_seq_len = {most}. Try {most} or less.")
     asked = EvaluateRequest(list(folders), split, max_tokens, length)
     layout = plan_named(plan)
     run_to_score(source.run, layout, length)  # what is wrong is said before processes start
