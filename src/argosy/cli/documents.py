@@ -73,6 +73,7 @@ DOCUMENTS = {
     "checkpoint-merge": DocumentKind("argosy.cli.documents:Written", "the run folder that was written"),
     "generate": DocumentKind("argosy.cli.generate:GeneratedText", "a prompt with its text", is_many=True),
     "evaluate": DocumentKind("argosy.training.evaluation:Score", "the losses"),
+    "evaluate-tasks": DocumentKind("argosy.cli.evaluate:ScoredTask", "a task, with `--tasks`", is_many=True),
     "parity": DocumentKind("argosy.compare.parity:Parity", "the largest differences"),
     "replay": DocumentKind("argosy.compare.replay:Replay", "each step, before and now"),
     "stacks": DocumentKind("argosy.supervise.stack_gatherer:NodeStacks", "a node with its processes", is_many=True),
