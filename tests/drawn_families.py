@@ -147,7 +147,13 @@ def _glm(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": draw([0.5, 1.0])}
+    share = draw([0.5, 1.0])
+    pairs, steps = int(12 * share) // 2, {"short_factor": 0.1, "long_factor": 3.0}
+    original = draw([8, 64])  # below and above the rows and the documents of tests
+    long = {"rope_type": "longrope", "original_max_position_embeddings": original} | {
+        name: [1.0 + step * i for i in range(pairs)] for name, step in steps.items()
+    }
+    rope = draw([{"rope_type": "default"}, long]) | {"rope_theta": 1e3, "partial_rotary_factor": share}
     return {"sliding_window": draw([None, 9]), "rope_parameters": rope}
 
 
@@ -222,6 +228,83 @@ def _gated_experts(draw: Draw) -> dict[str, Any]:
     return _experts(draw) | {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
 
 
+def _mlp_kinds(draw: Draw, layers: int) -> list[str]:
+    return [*(draw(["dense", "sparse"]) for _ in range(layers - 1)), "sparse"]
+
+
+def _two_ropes(draw: Draw) -> dict[str, Any]:
+    return {
+        kind: {"rope_type": "default", "rope_theta": draw([1e2, 1e4]), "partial_rotary_factor": draw([0.5, 1.0])}
+        for kind in ("full_attention", "sliding_attention")
+    }
+
+
+def _mimo(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
+    absent = ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers")
+    experts = {n: v for n, v in _deepseek_experts(draw, sizes).items() if n not in absent}
+    return _windows(draw, sizes) | experts | {
+        "num_attention_heads": sizes["num_key_value_heads"] * draw([2, 4]),  # sliding layers have twice the latter
+        "head_dim": draw([8, 16]),
+        "v_head_dim": draw([8, 12, 20]),
+        "attention_value_scale": draw([None, 0.7]),
+        "attention_bias": draw([False, True]),
+        "mlp_layer_types": _mlp_kinds(draw, sizes["num_hidden_layers"]),
+        "rope_parameters": _two_ropes(draw),
+    }  # fmt: skip
+
+
+def _laguna(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
+    kv_heads, layers = sizes["num_key_value_heads"], sizes["num_hidden_layers"]
+    return _windows(draw, sizes) | _experts(draw) | {
+        "num_attention_heads_per_layer": [kv_heads * draw([1, 2, 4]) for _ in range(layers)],
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "moe_routed_scaling_factor": draw([1.0, 2.5]),
+        "mlp_layer_types": _mlp_kinds(draw, layers),
+        "gating": draw([True, "per-element"]),
+        "head_dim": draw([8, 16]),
+        "attention_bias": draw([False, True]),
+        "rope_parameters": _two_ropes(draw),
+    }  # fmt: skip
+
+
+def _gemma4(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
+    windows = _windows(draw, sizes)
+    windows["layer_types"][-1] = "full_attention"
+    full = draw([
+        {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        {"rope_type": "default", "rope_theta": 1e3},
+    ])  # fmt: skip
+    return windows | {
+        "head_dim": 8,
+        "global_head_dim": draw([8, 16]),
+        "attention_k_eq_v": draw([False, True]),
+        "num_global_key_value_heads": draw([None, 1]),
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": draw([None, 3.0]),
+        "attention_bias": draw([False, True]),
+        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e2}},
+    }
+
+
+def _llama4(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
+    layers = sizes["num_hidden_layers"]
+    experts = draw([{"interleave_moe_layer_step": draw([1, 2])}, {"moe_layers": [0, layers - 1]}])
+    return _experts(draw, "num_local_experts") | experts | {
+        "intermediate_size": 20,
+        "intermediate_size_mlp": 28,
+        "head_dim": draw([8, 16]),
+        "use_qk_norm": draw([False, True]),
+        "no_rope_layers": [draw([0, 1]) for _ in range(layers)],
+        "attention_chunk_size": draw([3, 8, 17, 64]),
+        "attn_temperature_tuning": draw([False, True]),
+        "floor_scale": draw([4, 16]),
+        "attn_scale": draw([0.1, 0.7]),
+        "attention_bias": draw([False, True]),
+        "rope_parameters": _rope(draw),
+    }  # fmt: skip
+
+
 Drawn = Callable[[Draw, dict[str, Any]], dict[str, Any]]
 DRAWN: dict[str, Drawn] = {
     "llama": _llama,
@@ -266,6 +349,10 @@ DRAWN: dict[str, Drawn] = {
     "qwen3_next": lambda d, s: _qwen3_5(d, s) | _sparse(d, s) | _gated_experts(d),
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": lambda d, s: _qwen3_5(d, s) | _gated_experts(d),
+    "mimo_v2_flash": _mimo,
+    "laguna": _laguna,
+    "gemma4_text": _gemma4,
+    "llama4_text": _llama4,
 }
 """Family -> what a drawn configuration says beside the sizes."""
 assert set(DRAWN) == set(FAMILIES) == set(CLASSES)
@@ -289,6 +376,8 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
                 continue
             if name.endswith("conv1d.weight"):
                 weight.normal_()
+            elif config.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+                weight.normal_(mean=0.3, std=0.1)  # nothing else keeps its scores small
             elif name.endswith(
                 "linear_attn.norm.weight"
             ):  # it makes results alike that are nearly 0, with their rounding

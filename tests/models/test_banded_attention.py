@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from argosy.config.attention import AttentionConfig
+from argosy.config.model import ModelConfig
 from argosy.models import banded_attention as banded
 from argosy.models.attention import LayerCache, cached_attention, packed_attention
 from argosy.models.attention_kernels import CPU_FLASH, PLAIN, Seen
-from argosy.plan.layer_spec import LayerSpec
+from argosy.plan.layer_spec import layer_spec
 
 ROWS, TOKENS, HEADS, KV_HEADS, WIDTH = 2, 24, 4, 2, 8
 DOCUMENTS = {"whole rows": [[24], [24]], "packed": [[5, 19], [1, 7, 16]]}
@@ -92,7 +94,9 @@ def test_the_cost_grows_with_the_window_and_not_with_the_square_of_the_sequence(
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_a_cache_gives_the_same_and_keeps_no_more_than_the_window(window: int, softcap: float):
     q, k, v, _ = inputs()
-    spec = LayerSpec(window, None, HEADS, KV_HEADS, WIDTH, has_experts=False)
+    windows = AttentionConfig(layers=("sliding",), window=window) if window else AttentionConfig()
+    config = ModelConfig(heads=HEADS, kv_heads=KV_HEADS, head_width=WIDTH, attention=windows)
+    spec = layer_spec(config, 0)
     cache, at, parts = LayerCache(TOKENS, spec), 0, []
     with torch.no_grad():
         for length in (9, 1, 1, 8, 5):

@@ -17,7 +17,10 @@ from family_cards import card_of, card_under_plans, plannable
 from workers import WorkerPool
 
 TOLERANCE = 1e-5
-SHORT = ("mistral", "gemma3_text", "olmo3", "cohere2", "phi3", "gpt_oss", "granitemoe", "deepseek_v2", "qwen3_next")
+SHORT = (
+    "mistral", "gemma3_text", "olmo3", "cohere2", "phi3", "gpt_oss", "granitemoe", "deepseek_v2", "qwen3_next",
+    "mimo_v2_flash", "laguna", "gemma4_text", "llama4_text",
+)  # fmt: skip
 """They have each feature, and each kind of fused weights, at least once."""
 
 
@@ -50,7 +53,8 @@ def test_under_every_plan_it_learns_as_in_a_plain_loop_of_transformers(family: s
 PRESETS = (
     "gemma2-27b", "gemma3-27b", "mistral-7b", "gpt-oss-120b", "olmo2-7b", "smollm3-3b", "phi4", "glm4-9b",
     "granite3-8b", "qwen2-57b-a14b", "deepseek-v2", "kimi-k2", "command-r7b", "seed-oss-36b", "olmoe-7b-a1b",
-    "qwen3-next-80b-a3b", "qwen3.5-9b", "qwen3.5-35b-a3b",
+    "qwen3-next-80b-a3b", "qwen3.5-9b", "qwen3.5-35b-a3b", "mimo-v2-flash", "gemma4-31b", "llama4-scout",
+    "llama4-maverick",
 )  # fmt: skip
 
 

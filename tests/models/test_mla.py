@@ -48,7 +48,7 @@ def inputs(rows: int = 2) -> Tensor:
 
 
 def rotary(config: ModelConfig, rows: int = 2, start: int = 0, end: int = TOKENS) -> tuple[Tensor, Tensor]:
-    cos, sin = (table[start:end].expand(rows, -1, -1) for table in rotary_table(layer_spec(config, 0).rope, TOKENS))
+    cos, sin = (table[start:end].expand(rows, -1, -1) for table in rotary_table(layer_spec(config, 0).places, TOKENS))
     return cos, sin
 
 
@@ -64,7 +64,7 @@ def by_hand(module: LatentAttention, config: ModelConfig, x_TD: Tensor) -> Tenso
     mla = config.mla
     # YaRN's temperature is in the table; here it divides the scores instead, as it is defined.
     temperature = attention_scale(config.rope_scaling)
-    cos, sin = (table[None] / temperature for table in rotary_table(layer_spec(config, 0).rope, len(x_TD)))
+    cos, sin = (table[None] / temperature for table in rotary_table(layer_spec(config, 0).places, len(x_TD)))
     q = module.q_up(module.q_norm(module.q_down(x_TD))) if mla.q_rank else module.q(x_TD)
     latent, shared_key = module.kv_down(x_TD).split((mla.kv_rank, mla.rope_width), -1)
     keys_values = module.kv_up(module.kv_norm(latent))

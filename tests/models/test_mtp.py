@@ -42,7 +42,7 @@ def plain_loss(model: Decoder, row: Tensor) -> Tensor:
         if start == end:
             continue
         tokens, targets = row[None, start:end], row[None, start + 1 : end + 1]
-        cos, sin = next(iter(model.rotary_to(64, torch.device("cpu")).values()))
+        cos, sin = next(iter(model.places_to(64, torch.device("cpu")).values()))
         blocks = [block for block in model.blocks.values() if isinstance(block, Block)]
         x = model.embedding(tokens)  # type: ignore[misc]
         for block in blocks[: model.config.layers]:

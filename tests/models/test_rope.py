@@ -16,7 +16,7 @@ CONFIG = ModelConfig(head_width=64, rope_theta=10_000.0)
 
 
 def angles_per_position(config: ModelConfig) -> torch.Tensor:
-    cos, sin = rotary_table(layer_spec(config, 0).rope, 2)
+    cos, sin = rotary_table(layer_spec(config, 0).places, 2)
     return torch.atan2(sin[1], cos[1])[: config.head_width // 2]
 
 
@@ -30,7 +30,7 @@ def test_frequencies_fall_from_one_by_powers_of_theta():
 
 
 def test_scores_depend_on_the_distance_only():
-    cos, sin = rotary_table(layer_spec(CONFIG, 0).rope, 64)
+    cos, sin = rotary_table(layer_spec(CONFIG, 0).places, 64)
     q, k = torch.randn(2, 1, 1, 1, 64, generator=torch.Generator().manual_seed(0))
 
     def score(at_q: int, at_k: int) -> float:
@@ -42,7 +42,7 @@ def test_scores_depend_on_the_distance_only():
 
 
 def test_turning_keeps_lengths_and_dtype_and_leaves_position_zero_alone():
-    cos, sin = rotary_table(layer_spec(CONFIG, 0).rope, 8)
+    cos, sin = rotary_table(layer_spec(CONFIG, 0).places, 8)
     x = torch.randn(2, 8, 3, 64, generator=torch.Generator().manual_seed(0))
     y = rotate(x, cos, sin)
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
@@ -51,8 +51,8 @@ def test_turning_keeps_lengths_and_dtype_and_leaves_position_zero_alone():
 
 
 def test_linear_scaling_is_position_interpolation():
-    stretched, _ = rotary_table(layer_spec(scaled(kind="linear", factor=4.0), 0).rope, 32)
-    plain, _ = rotary_table(layer_spec(CONFIG, 0).rope, 8)
+    stretched, _ = rotary_table(layer_spec(scaled(kind="linear", factor=4.0), 0).places, 32)
+    plain, _ = rotary_table(layer_spec(CONFIG, 0).places, 8)
     torch.testing.assert_close(stretched[::4], plain)
 
 
@@ -74,6 +74,6 @@ def test_yarn_keeps_fast_dimensions_divides_slow_ones_and_scales_attention():
     torch.testing.assert_close(stretched[0], plain[0])
     torch.testing.assert_close(stretched[-1], plain[-1] / 4)
     assert ((stretched <= plain * 1.0001) & (stretched >= plain / 4.0001)).all()
-    cos, sin = rotary_table(layer_spec(config, 0).rope, 3)
+    cos, sin = rotary_table(layer_spec(config, 0).places, 3)
     torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, attention_scale(config.rope_scaling) ** 2))
     assert attention_scale(config.rope_scaling) == pytest.approx(0.1 * math.log(4) + 1)

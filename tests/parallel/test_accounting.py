@@ -46,6 +46,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "mtp": {"modules": 2},
     },
 }
+MODELS["layers unlike"] = {
+    **UNEVEN,
+    "ffn_widths": [64, 96],
+    "attention": {
+        "layers": ["sliding", "full"],
+        "window": 9,
+        "heads": [4, 8],
+        "kv_heads": [2, 4],
+        "head_widths": [8, 12],
+        "value_width": 6,
+    },
+}
 FROZEN = {
     "dense, the bottom frozen": ("embedding", "blocks.0", "blocks.1"),
     "tied, frozen here and there": ("embedding", "blocks.1", "*.attention.q.*", "*.mlp.down.*", "*.mlp_norm"),
@@ -117,6 +129,10 @@ PLANS = [
     ("tied, biased, one key/value head", "pp=2,dp_shard=2,zero=1"),
     ("experts", "dp_shard=4,ep=2,zero=3"),
     ("experts", "dp_shard=2,ep=2,tp=2,zero=1"),
+    ("layers unlike", "cp=2,tp=2,microbatch=4,recompute=full"),
+    ("layers unlike", "cp=4,zero=0,microbatch=4,context=ulysses"),
+    ("layers unlike", "tp=4,microbatch=4"),
+    ("layers unlike", "pp=2,dp_shard=2,zero=3"),
 ]
 MUON_PLANS = [
     ("dense", "dp_shard=2,zero=0"),
@@ -141,6 +157,7 @@ QUICK = {
     ("tied, biased, one key/value head", "tp=2,dp_shard=2,zero=2", "adamw"),
     ("experts", "dp_shard=2,ep=2,tp=2,zero=1", "adamw"),
     ("experts, predicting further", "pp=2,tp=2", "adamw"),
+    ("layers unlike", "cp=2,tp=2,microbatch=4,recompute=full", "adamw"),
     ("dense", "dp_shard=2,tp=2", "muon"),
     ("an adapter", "tp=2,dp_shard=2,zero=1,precision=bf16", "adamw"),
     ("an adapter of experts", "dp_shard=4,ep=2,zero=3", "adamw"),

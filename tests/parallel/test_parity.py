@@ -93,6 +93,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "delta_net": {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 6},
         "moe": EXPERTS | {"shared_experts": 1, "shared_gate": True, "shared_ffn_width": 24},
     },
+    "uneven": {
+        "ffn_widths": [64, 96],
+        "attention": {
+            "layers": ["sliding", "full"], "window": 9, "heads": [4, 8], "kv_heads": [2, 4, 4, 4],
+            "head_widths": [8, 12], "value_width": 10, "value_scale": 0.7,
+        },
+    },
+    "shared": {
+        "family": "gemma4_text", "qk_norm": True, "layer_scale": True, "norms": {"place": "around"},
+        "rope_scaling": {"kind": "proportional", "rotated_share": 0.25},
+        "attention": {
+            "layers": ["sliding", "full"], "window": 12, "head_widths": [8, 16], "kv_heads": [2, 1],
+            "keys_as_values": [False, True], "value_norm": True, "scale": 0.3, "sliding_rope_scaled": False,
+        },
+    },
+    "llama4": {
+        "family": "llama4_text", "qk_norm": True,
+        "attention": {
+            "layers": ["chunked", "full"], "window": 12, "rotary_layers": [True, False], "temperature": 0.5,
+            "temperature_floor": 4, "norm_after_rotary": True, "norm_weights": False, "norm_unrotated": False,
+        },
+        "moe": EXPERTS | {
+            "every": 2, "shared_experts": 1, "router": "sigmoid", "normalize_weights": False, "weigh": "inputs",
+            "capacity_factor": 1.5,
+        },
+    },
 }  # fmt: skip
 
 QUICK = [
@@ -116,6 +142,7 @@ QUICK = [
     ("olmo3", "tp=4,microbatch=4"),
     ("gpt_oss", "cp=2,ep=2,microbatch=4"),
     ("qwen3_next", "cp=2,tp=2,microbatch=4"),
+    ("uneven", "cp=2,tp=2,microbatch=4"),
     ("mtp", "pp=2,tp=2,microbatch=2"),
     ("mtp", "cp=2,ep=2,zero=3,microbatch=4"),
 ]
@@ -123,13 +150,15 @@ QUICK = [
 
 LAYERS_THAT_DIFFER = [
     (family, plan)
-    for family in ("gemma2", "olmo3", "cohere2", "nemotron", "gpt_oss", "qwen2_moe", "qwen3_next")
+    for family in (
+        "gemma2", "olmo3", "cohere2", "nemotron", "gpt_oss", "qwen2_moe", "qwen3_next", "uneven", "shared", "llama4",
+    )
     for plan in (
         "cp=2,microbatch=4", "cp=2,context=ulysses,microbatch=4", "cp=4,microbatch=4", "tp=2,microbatch=4",
         "tp=4,microbatch=4", "pp=2,microbatch=2", "dp_shard=2,zero=3,microbatch=4",
         "dp_shard=2,tp=2,zero=3,recompute=full,microbatch=4", "cp=2,pp=2,microbatch=2",
     )
-] + [(family, plan) for family in ("gpt_oss", "qwen2_moe", "qwen3_next") for plan in (
+] + [(family, plan) for family in ("gpt_oss", "qwen2_moe", "qwen3_next", "llama4") for plan in (
     "dp_shard=2,ep=2,microbatch=4", "dp_shard=2,tp=2,ep=2,recompute=selective,microbatch=4",
 )]  # fmt: skip
 """Families whose layers differ, or have parts that others lack, on every axis."""

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from argosy.config.attention import MLAConfig
+from argosy.config.attention import AttentionConfig, MLAConfig
 from argosy.config.layers import preset_names
 from argosy.config.load import load
 from argosy.config.model import ModelConfig, MoEConfig, MTPConfig
@@ -55,6 +55,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"kv_heads": 4, "mla": LATENT, "attention_bias": True},
     {"kv_heads": 4, "mla": LATENT.model_copy(update={"q_rank": 0}), "moe": MoEConfig(experts=4, balance="bias")},
     {"mtp": MTPConfig(modules=2)},
+    {"ffn_widths": (64, 96), "attention": AttentionConfig(heads=(4, 8), kv_heads=(2, 4), head_widths=(12, 24))},
+    {"attention": AttentionConfig(kv_heads=(2, 4), keys_as_values=(False, True), value_norm=True)},
     {"mtp": MTPConfig(modules=1), "tie_embeddings": True, "moe": MoEConfig(experts=4, first_dense_layers=1)},
 ]
 PRESETS = preset_names("models")

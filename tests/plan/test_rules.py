@@ -59,6 +59,31 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         "plan.tp = 4 and model.kv_heads = 6: one must divide the other",
     ),
     (
+        rules.heads_are_dealt_out,
+        "tp=4",
+        {"model": {"heads": 12, "kv_heads": 4, "attention": {"kv_heads": [4, 4, 6]}}},
+        "plan.tp = 4 and model.attention.kv_heads = 6 (layer 2): one must divide the other, so that each rank has as "
+        "many key/value heads, or shares one. Try plan.tp = 2 or 12.",
+    ),
+    (
+        rules.heads_are_dealt_out,
+        "tp=4",
+        {"model": {"heads": 8, "kv_heads": 2, "attention": {"heads": [8, 6]}}},
+        "plan.tp = 4 does not divide model.attention.heads = 6 (layer 1)",
+    ),
+    (
+        rules.feed_forward_is_dealt_out,
+        "tp=4",
+        {"model": {"ffn_widths": [64, 66]}},
+        "plan.tp = 4 does not divide model.ffn_widths = 66 (layer 1).",
+    ),
+    (
+        rules.ulysses_has_heads,
+        "cp=4,context=ulysses",
+        {"model": {"heads": 8, "kv_heads": 4, "attention": {"kv_heads": [4, 2], "heads": [8, 6]}}},
+        "6 heads and 2 key/value heads on each of plan.tp = 1 ranks, model.attention.kv_heads = 2 (layer 1)",
+    ),
+    (
         rules.delta_heads_are_dealt_out,
         "tp=2,cp=2",
         {"model": {"attention": {"layers": ["linear"]}, "delta_net": {"key_heads": 6, "value_heads": 6}}},
@@ -184,7 +209,7 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         'Use balance = "aux".',
     ),
     (
-        rules.servers_train_all_weights,
+        rules.servers_train_all_weights_and_score_no_tasks,
         "sync=async",
         {**SITES, "train": {"frozen": ["embedding"]}},
         "not supported with plan.sync = async. Remove it",

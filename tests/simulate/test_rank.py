@@ -43,6 +43,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention": {"layers": ["linear", "full"]},
         "delta_net": {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 6},
     },
+    "unlike": {
+        **UNEVEN,
+        "ffn_widths": [64, 96],
+        "layer_scale": True,
+        "attention": {
+            "layers": ["chunked", "full"],
+            "window": 9,
+            "heads": [4, 8],
+            "kv_heads": [2, 4],
+            "head_widths": [8, 12],
+            "keys_as_values": [False, True],
+            "rotary_layers": [True, False],
+            "temperature": 0.1,
+        },
+    },
 }
 QUICK = [
     ("dense", "dp_shard=2,zero=3,microbatch=2"),
@@ -77,6 +92,9 @@ SLOW = [
     ("linear", "tp=2,microbatch=2"),
     ("linear", "cp=2,dp_shard=2,recompute=full"),
     ("linear", "recompute=selective,precision=bf16"),
+    ("unlike", "tp=2,microbatch=2"),
+    ("unlike", "cp=2,tp=2,microbatch=4,recompute=full"),
+    ("unlike", "pp=2,dp_shard=2,zero=3"),
 ]
 LAST, BOTH_ENDS = (-1,), (0, -1)
 TABLE = [

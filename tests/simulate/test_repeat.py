@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "tied": {**DENSE, "tie_embeddings": True, "attention_bias": True, "qk_norm": True, "kv_heads": 1},
     "experts": {**DENSE, "moe": MOE},
+    "unlike": {**DENSE, "attention": {"layers": ["sliding", "sliding", "full"], "window": 9, "kv_heads": [2, 2, 4]}},
     "latent": {
         **DENSE,
         "kv_heads": 4,
@@ -100,6 +101,8 @@ SLOW = [
     ("experts", "dp_shard=4,ep=2", 1, 2),
     ("experts", "dp_shard=2,ep=2,tp=2,zero=2,recompute=full", 2, 2),
     ("latent", "dp_shard=2,tp=2,zero=3", 1, 2),
+    ("unlike", "microbatch=2", 0, 2),
+    ("unlike", "dp_shard=2,zero=3,recompute=full", 1, 2),
 ]
 
 
@@ -111,7 +114,7 @@ def test_a_few_layers_and_microbatches_give_the_trace_of_all(
 ) -> None:
     layout = Plan.parse(plan)
     monkeypatch.setattr(ranks, "WORTH_IT", 0)
-    layers = 5 * layout.recompute_every * layout.pp + (model == "experts")
+    layers = 5 * layout.recompute_every * layout.pp * (3 if model == "unlike" else 1) + (model == "experts")
     run = run_config(
         Path("no data"),
         model={**MODELS[model], "layers": layers},
@@ -136,6 +139,16 @@ def test_layers_that_may_differ_are_not_taken_for_alike() -> None:
     assert layers_alike(Plan(), run, 0) is not None
     assert layers_alike(Plan.parse("pp=2,schedule=zbv"), run, 0) is None
     assert layers_alike(Plan(), run_config(Path("no data"), optimizer={"kind": "muon"}), 0) is None
+
+
+def test_layers_of_two_kinds_repeat_with_their_cycle() -> None:
+    windows = {"layers": ["sliding", "sliding", "sliding", "full"], "window": 9}
+    run = run_config(Path("no data"), model={**DENSE, "layers": 22, "attention": windows})
+    found = layers_alike(Plan(), run, 0)
+    assert found is not None and (found.first, found.period, found.times) == (0, 4, 5)
+    experts = run_config(Path("no data"), model={**DENSE, "layers": 12, "moe": MOE | {"every": 2}})
+    found = layers_alike(Plan(), experts, 0)
+    assert found is not None and (found.first, found.period, found.times) == (0, 2, 6)
 
 
 def test_layers_are_alike_where_each_fills_a_bucket_or_all_share_one() -> None:

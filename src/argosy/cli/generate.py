@@ -42,8 +42,8 @@ class Options:
     prompt: str = ""
     """The text to continue; without one, a new document."""
     prompts: Path | None = None
-    """A file of prompts, one JSON value a line: a text, {"prompt": TEXT}, or {"tokens": [IDS]}; its other keys come out
-    again."""
+    """A file of prompts, one JSON value a line: a text, {"prompt": TEXT}, or {"tokens": [IDS]}; with --json its other
+    keys come out again, under "about"."""
     max_tokens: WholeCount = 200
     """Largest number of tokens to generate."""
     temperature: float = 0.8
@@ -76,6 +76,8 @@ class GeneratedText:
     """The continuation alone."""
     finish: str
     """Why it ends: stop or length."""
+    about: dict[str, Any]
+    """The other keys of the prompt's line in the file of prompts, such as an id."""
 
 
 def main(argv: list[str]) -> None:
@@ -150,6 +152,7 @@ def _write_all(model: LoadedModel, asked: list[dict[str, Any]], sampling: Sampli
     for said, completion in zip(asked, model.complete(prompts, sampling, options.batch_size), strict=True):
         if options.json:
             prompt, tokens = said.get("prompt"), said.get("tokens")
-            write("generate", GeneratedText(prompt, tokens, completion.text, completion.finish))
+            about = {key: value for key, value in said.items() if key not in ("prompt", "tokens")}
+            write("generate", GeneratedText(prompt, tokens, completion.text, completion.finish, about))
         else:
             print(printable(f"{said.get('prompt', '')}{completion.text}\n"), flush=True)

@@ -4,24 +4,25 @@ parts of attention, the places of norms, latent and linear attention, and the st
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.section import Section
 
-AttentionKind = Literal["full", "sliding", "linear"]
+AttentionKind = Literal["full", "sliding", "chunked", "linear"]
 
 
 class RopeScaling(Section):
     """Stretching of rotary frequencies, so that a model reads longer contexts than it was trained on."""
 
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """none; linear: position interpolation; llama3: as Llama 3.1, by wavelength; yarn: Peng et al. 2023."""
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"] = "none"
+    """none; linear: position interpolation; llama3: as Llama 3.1, by wavelength; yarn: Peng et al. 2023; longrope: a
+    divisor for each frequency (Ding et al. 2024; Phi-3.5); proportional: the lowest frequencies are 0 (Gemma 4)."""
     factor: PositiveFloat = 1.0
     """New context length over the original one."""
     original_max_seq_len: PositiveInt = 8192
-    """Context length before stretching (llama3, yarn)."""
+    """Context length before stretching (llama3, yarn, longrope)."""
     low_freq_factor: PositiveFloat = 1.0
     """llama3: wavelengths longer than original_max_seq_len / this are stretched fully."""
     high_freq_factor: PositiveFloat = 4.0
@@ -33,7 +34,25 @@ class RopeScaling(Section):
     truncate: bool = True
     """yarn: the two dimensions at which the ramp begins and ends are whole numbers."""
     attention_factor: NonNegativeFloat = 0.0
-    """yarn: factor on queries and keys; 0 is 0.1 ln(factor) + 1."""
+    """yarn, longrope: factor on queries and keys; 0 is 0.1 ln(factor) + 1 (yarn), or the root of 1 + ln(factor) /
+    ln(original_max_seq_len) (longrope)."""
+    short_divisors: tuple[PositiveFloat, ...] = ()
+    """longrope: one for each pair that is rotated, of rows (in generation: prompts with what follows) of
+    original_max_seq_len tokens or less, however short their documents are."""
+    long_divisors: tuple[PositiveFloat, ...] = ()
+    """longrope: the same of longer rows."""
+    rotated_share: Annotated[PositiveFloat, Field(le=1.0)] = 1.0
+    """proportional: the share of the frequencies that are not 0."""
+
+    @model_validator(mode="after")
+    def _divisors_fit(self) -> Self:
+        both = len(self.short_divisors), len(self.long_divisors)
+        if both[0] != both[1] or (self.kind == "longrope") != bool(both[0]):
+            raise ValueError(
+                f"kind = {self.kind} with {both[0]} short_divisors and {both[1]} long_divisors: longrope has as many "
+                "of both as pairs are rotated, and no other kind has any"
+            )
+        return self
 
 
 class AttentionConfig(Section):
@@ -43,11 +62,33 @@ class AttentionConfig(Section):
     """Kinds of the layers' attention, e.g. five times sliding, then full (Gemma 3), or three times linear, then full
     (Qwen3-Next; linear is the gated delta-net of model.delta_net); empty: all are full."""
     window: NonNegativeInt = 0
-    """sliding: the last so many tokens that a token sees, itself included."""
+    """sliding: the last so many tokens that a token sees, itself included. chunked: documents are cut into chunks of so
+    many tokens, and a token sees those of its own (Llama 4)."""
     rotary_layers: tuple[bool, ...] = ()
     """By layer: true rotates queries and keys; false is no position at all (NoPE). Empty: all rotate."""
+    temperature: NonNegativeFloat = 0.0
+    """Queries of layers that do not rotate are multiplied by 1 + temperature ln(1 + floor(n / temperature_floor)), n
+    counted from 1 in the document (Llama 4); 0: they are not."""
+    temperature_floor: PositiveInt = 8192
+    """temperature: as said."""
+    heads: tuple[PositiveInt, ...] = ()
+    """Query heads of the layers, where they are not all model.heads (Laguna). This and the next three are lists."""
+    kv_heads: tuple[PositiveInt, ...] = ()
+    """Key/value heads of the layers, where they are not all model.kv_heads (MiMo-V2, Gemma 4)."""
+    head_widths: tuple[PositiveInt, ...] = ()
+    """Widths of the layers' heads, where they are not all model.head_width (Gemma 4); even numbers."""
+    keys_as_values: tuple[bool, ...] = ()
+    """Layers whose values are their keys, before norm and rotation: there is no v projection (Gemma 4)."""
+    value_width: NonNegativeInt = 0
+    """Width of a value head (MiMo-V2); 0: that of a key head."""
+    value_norm: bool = False
+    """An RMSNorm without weights on each value head (Gemma 4)."""
+    value_scale: PositiveFloat = 1.0
+    """Factor on values (MiMo-V2)."""
     rotary_width: NonNegativeInt = 0
     """First so many of a head's numbers are rotated; 0: all."""
+    sliding_rotary_width: NonNegativeInt = 0
+    """sliding: the same of these layers; 0: as the others."""
     sliding_rope_theta: NonNegativeFloat = 0.0
     """sliding: base of the rotary frequencies; 0: rope_theta."""
     sliding_rope_scaled: bool = True
@@ -56,23 +97,57 @@ class AttentionConfig(Section):
     """qk_norm: over each head, or over all heads together (OLMo 2)."""
     norm_after_rotary: bool = False
     """qk_norm: after the rotation (Hunyuan), not before it."""
+    norm_weights: bool = True
+    """qk_norm: false: without weights (Llama 4)."""
+    norm_unrotated: bool = True
+    """qk_norm: in layers that do not rotate too (false: Llama 4)."""
     scale: NonNegativeFloat = 0.0
     """Factor on scores; 0: one over the root of head_width."""
     softcap: NonNegativeFloat = 0.0
     """Scores are softcap * tanh(scores / softcap) (Gemma 2); 0: as they are."""
     sinks: bool = False
     """A learned score for each head that takes part in the softmax and stands for no token (gpt-oss)."""
+    sinks_in_full: bool = True
+    """sinks: in layers without a window too; false: in sliding ones alone (MiMo-V2)."""
     gate: bool = False
     """A gate on the result of each head, by a sigmoid of the layer's input (Qwen3-Next)."""
+    gate_kind: Literal["sigmoid", "softplus"] = "sigmoid"
+    """gate: softplus in place of the sigmoid, from a projection without biases (Laguna)."""
+    gate_over: Literal["number", "head"] = "number"
+    """gate: one for each number of a head, or one for all of it (Laguna)."""
 
     @model_validator(mode="after")
     def _windows_fit(self) -> Self:
-        if "sliding" in self.layers and not self.window:
-            raise ValueError("layers has sliding ones and window = 0; give the number of tokens that they see")
-        if self.window and "sliding" not in self.layers:
+        windowed = [kind for kind in self.layers if kind in ("sliding", "chunked")]
+        if windowed and not self.window:
+            raise ValueError(f"layers has {windowed[0]} ones and window = 0; give the number of tokens that they see")
+        if "chunked" in windowed and (self.softcap or self.sinks):
+            raise ValueError("layers has chunked ones, which are known without softcap and sinks; leave these out")
+        if self.window and not windowed:
             raise ValueError(f'window = {self.window} has no effect without sliding layers; set layers = ["sliding"]')
-        if self.rotary_width % 2:
-            raise ValueError(f"rotary_width = {self.rotary_width} must be even: rotary embedding turns pairs")
+        for key in ("rotary_width", "sliding_rotary_width"):
+            if getattr(self, key) % 2:
+                raise ValueError(f"{key} = {getattr(self, key)} must be even: rotary embedding turns pairs")
+        if odd := [width for width in self.head_widths if width % 2]:
+            raise ValueError(f"head_widths has {odd[0]}, and each must be even: rotary embedding turns pairs")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_are_there(self) -> Self:
+        if any(self.keys_as_values) and self.value_width:
+            raise ValueError(
+                f"value_width = {self.value_width} with keys_as_values: values are as wide as keys there; set 0"
+            )
+        for key, found in (
+            ("keys_as_values", any(self.keys_as_values)),
+            ("norm_weights = false", not self.norm_weights),
+        ):
+            if found and self.norm_over == "all":
+                raise ValueError(f'{key} with norm_over = "all" is not supported; set norm_over = "head"')
+        if not self.sinks_in_full and not (self.sinks and "sliding" in self.layers):
+            raise ValueError("sinks_in_full = false has no effect without sinks in sliding layers; leave it out")
+        if (self.gate_kind, self.gate_over) != ("sigmoid", "number") and not self.gate:
+            raise ValueError("gate_kind and gate_over have no effect without gate = true; leave them out")
         return self
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.attention import AttentionConfig, DeltaNetConfig, MLAConfig, NormConfig, RopeScaling
 from argosy.config.extend import one_of_or_own
 from argosy.config.section import Section
+
+T = TypeVar("T")
 
 
 class MuPConfig(Section):
@@ -45,6 +48,7 @@ FAMILIES = (
     "smollm3", "glm", "glm4", "phi3", "cohere", "cohere2", "seed_oss", "nemotron", "ernie4_5",
     "hunyuan_v1_dense", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "glm4_moe", "dots1",
     "deepseek_v2", "deepseek_v3", "kimi_k2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "mimo_v2_flash", "laguna", "gemma4_text", "llama4_text",
 )  # fmt: skip
 """The model types that export and import know."""
 UNGATED = ("nemotron",)
@@ -82,6 +86,8 @@ class MoEConfig(Section):
     """Scale the weights of a token's experts so that they add up to 1."""
     routed_scale: PositiveFloat = 1.0
     """Factor on those weights."""
+    weigh: Literal["results", "inputs"] = "results"
+    """They multiply the results of experts, or what experts read (Llama 4)."""
     groups: PositiveInt = 1
     """Number of groups of experts; a token's experts come from the best top_groups of them (DeepSeek-V3)."""
     top_groups: PositiveInt = 1
@@ -129,6 +135,11 @@ class MoEConfig(Section):
         return self
 
 
+def repeated(values: Sequence[T], layer: int, otherwise: T) -> T:
+    """Return the value of block `layer` in a list that is repeated; if it is empty, `otherwise`."""
+    return values[layer % len(values)] if values else otherwise
+
+
 class MTPConfig(Section):
     """Multi-token prediction (DeepSeek-V3, 2024, section 2.2): modules after the last layer, each of which predicts one
     token further than the one before."""
@@ -163,6 +174,8 @@ class ModelConfig(Section):
     """Width of one head; must be even (rotary pairs). With mla: width of the rotated part, mla.rope_width."""
     ffn_width: PositiveInt = 704
     """Intermediate size: hidden width of the SwiGLU feed-forward of dense layers."""
+    ffn_widths: tuple[PositiveInt, ...] = ()
+    """Those of the layers, where they are not all ffn_width; a list is repeated."""
     ffn_gate: bool = True
     """false: a feed-forward of two matrices, without a gate, which some families of your own have."""
     ffn_bias: bool = False
@@ -196,8 +209,13 @@ class ModelConfig(Section):
     """Biases on the q, k and v projections and none on o (Qwen2)."""
     tie_embeddings: bool = False
     """The head uses the embedding's weight."""
+    score: bool = False
+    """The head gives one number, the score of a reward model, in place of logits (transformers' classes
+    ForSequenceClassification with num_labels = 1). train.objective = "reward" sets it."""
     embedding_scale: PositiveFloat = 1.0
     """Factor on the embedding's vectors (Gemma, Granite)."""
+    layer_scale: bool = False
+    """A number for each layer that its whole result is multiplied by; it is not trained (Gemma 4)."""
     residual_scale: PositiveFloat = 1.0
     """Factor on what attention and feed-forward add to the residual stream (Granite)."""
     logit_scale: PositiveFloat = 1.0
@@ -216,6 +234,13 @@ class ModelConfig(Section):
             )
         if self.head_width % 2:
             raise ValueError(f"head_width = {self.head_width} must be even: rotary embedding turns pairs")
+        for layer in range(self.layers if self.attention.heads or self.attention.kv_heads else 0):
+            heads, kv_heads = self.heads_of(layer)
+            if heads % kv_heads:
+                raise ValueError(
+                    f"layer {layer} has {heads} heads and {kv_heads} key/value heads (attention.heads, "
+                    "attention.kv_heads, or model's where these are empty): the latter must divide the former"
+                )
         return self
 
     @model_validator(mode="after")
@@ -252,10 +277,23 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        width = self.attention.rotary_width
-        if width > self.head_width:
+        narrowest = min(self.attention.head_widths, default=self.head_width)
+        for key in ("rotary_width", "sliding_rotary_width"):
+            if (width := getattr(self.attention, key)) > narrowest:
+                raise ValueError(f"attention.{key} = {width} is more than head_width = {narrowest}; leave it out")
+        divisors = self.rope_scaling.short_divisors
+        rotated = self.mla.rope_width if self.mla.kv_rank else self.attention.rotary_width or self.head_width
+        if divisors and (2 * len(divisors) != rotated or self.attention.head_widths):
             raise ValueError(
-                f"attention.rotary_width = {width} is more than head_width = {self.head_width}; leave it out"
+                f"rope_scaling.short_divisors has {len(divisors)} numbers, and heads of one width, of which {rotated} "
+                f"numbers are rotated, need {rotated // 2}"
+            )
+        differing = [key for key in ("heads", "kv_heads", "head_widths") if getattr(self.attention, key)]
+        if self.mup.base_width and (differing or self.ffn_widths):
+            key = f"attention.{differing[0]}" if differing else "ffn_widths"
+            raise ValueError(
+                f"{key} with mup.base_width = {self.mup.base_width}: layers of different sizes are not known to muP; "
+                "leave one out"
             )
         if ("linear" in self.attention.layers) != bool(self.delta_net.key_heads):
             raise ValueError(
@@ -310,7 +348,12 @@ class ModelConfig(Section):
     @property
     def embeds_at_both_ends(self) -> bool:
         """True if the last pipeline stage needs the embedding too: as the head, or for tokens of further prediction."""
-        return self.tie_embeddings or self.mtp.modules > 0
+        return (self.tie_embeddings and not self.score) or self.mtp.modules > 0
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Return the query heads and the key/value heads of block `layer` (from 0)."""
+        attention = self.attention
+        return repeated(attention.heads, layer, self.heads), repeated(attention.kv_heads, layer, self.kv_heads)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Return True if block `layer` (from 0) has experts in place of a feed-forward."""

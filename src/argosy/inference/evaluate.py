@@ -1,18 +1,28 @@
-"""The score of a trained model on held-out text, under any plan."""
+"""The scores of a trained model on held-out text and on tasks, under any plan."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from argosy.errors import UserError
-from argosy.inference.members import score_in_processes
+from argosy.inference.members import score_in_processes, score_tasks_in_processes
 from argosy.inference.plans import plan_named, run_to_score
 from argosy.inference.rank_model import EvaluateRequest, score
-from argosy.inference.trained_model import default_device, open_model
+from argosy.inference.tasks import TaskRequest, score_tasks
+from argosy.inference.trained_model import TrainedModel, default_device, open_model
+from argosy.observe.events import JsonLines
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.training.answers import TaskScores
 from argosy.training.evaluation import Score
+
+LONGEST = 4096
+"""Tokens of the longest question, where the model's context is longer."""
+FILE = "scores.jsonl"
+"""Of a run's folder: a line for each time that tasks were scored."""
 
 
 def evaluate(
@@ -44,3 +54,40 @@ def evaluate(
     if layout.world_size > 1:
         return score_in_processes(source, layout, asked)
     return score(source, layout, World(device=default_device()), asked.read(source))
+
+
+def evaluate_tasks(
+    path: str | Path,
+    tasks: Sequence[str],
+    *,
+    fewshot: int | None = None,
+    limit: int = 0,
+    seq_len: int | None = None,
+    plan: str | Plan = "",
+    trust_code: bool = False,
+) -> TaskScores:
+    """Return task -> metric -> value of the model of a run, a checkpoint or a Hugging Face folder at `path`, and add
+    them to `FILE` of a run's folder.
+
+    tasks: names that lm-eval knows, and task files (*.yaml). fewshot: examples before each question; None: as the task
+    says. limit: documents of each task; 0: all. seq_len: tokens of the longest question; by default those of the
+    model's context, 4096 at most. plan: as of `load_model`. trust_code: approve and run code that the run or a task
+    file brings along.
+
+    Raises: UserError if a task is not known, or its data cannot be had, or the plan cannot lay the model out.
+    """
+    if limit < 0 or (fewshot or 0) < 0:
+        raise UserError(f"limit = {limit}, fewshot = {fewshot}: must be at least 0.")
+    source, layout = open_model(path, trust_code), plan_named(plan)
+    length = seq_len or min(source.run.model.max_seq_len, LONGEST)
+    run_to_score(source.run, layout, length)
+    asked = TaskRequest(list(tasks), fewshot, limit, length, trust_code)
+    if layout.world_size > 1:
+        found = score_tasks_in_processes(source, layout, asked)
+    else:
+        found = score_tasks(source, layout, World(device=default_device()), asked)
+    if isinstance(source, TrainedModel):
+        done = source.checkpoint.step
+        line = {"step": max(0, done - 1), "time_s": round(time.time(), 3), "plan": str(layout), "tasks": found}
+        JsonLines(source.run_dir / FILE).write({**line, "fewshot": fewshot, "limit": limit})
+    return found

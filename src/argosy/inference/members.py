@@ -23,6 +23,7 @@ from argosy.accelerator import count_here, type_here
 from argosy.config.launch import LaunchConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.inference.rank_model import EvaluateRequest, RankModel, SampleRequest, score
+from argosy.inference.tasks import TaskRequest, score_tasks
 from argosy.inference.trained_model import SomeModel, open_model
 from argosy.launch.local_world import LocalWorld, failure_told
 from argosy.parallel.encoding import decode, encode, from_text, to_text
@@ -30,6 +31,7 @@ from argosy.parallel.world import World, join_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
+from argosy.training.answers import TaskScores
 from argosy.training.evaluation import Score
 
 MEMBER = ForkEntry("argosy.inference.members")
@@ -40,12 +42,13 @@ PROCESSES_A_CORE = 4
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The model that members are to load; with held-out text, to score it and do no more."""
+    """The model that members are to load; with held-out text or tasks, to score it and do no more."""
 
     place: str
     plan: Plan
     timeout_s: float
     held_out: EvaluateRequest | None = None
+    tasks: TaskRequest | None = None
 
 
 def check_devices(plan: Plan) -> None:
@@ -137,8 +140,20 @@ def score_in_processes(source: SomeModel, plan: Plan, asked: EvaluateRequest) ->
         return found
 
 
-def _request(source: SomeModel, plan: Plan, held_out: EvaluateRequest | None = None) -> LoadRequest:
-    return LoadRequest(source.place, plan, source.run.launch.timeout_s, held_out)
+def score_tasks_in_processes(source: SomeModel, plan: Plan, asked: TaskRequest) -> TaskScores:
+    """Return `tasks.score_tasks` in as many processes as `plan` is for. Raises: UserError, RunFailed."""
+    check_devices(plan)
+    with closing(LocalWorld(MEMBER, plan.world_size, "the evaluation")) as world:
+        world.send("load", data=[encode(_request(source, plan, tasks=asked), LoadRequest)])
+        _, message = world.receive()
+        found: TaskScores = from_text(message["score"], TaskScores)
+        return found
+
+
+def _request(
+    source: SomeModel, plan: Plan, held_out: EvaluateRequest | None = None, tasks: TaskRequest | None = None
+) -> LoadRequest:
+    return LoadRequest(source.place, plan, source.run.launch.timeout_s, held_out, tasks)
 
 
 # ---- in a member -----------------------------------------------------------------------------------------------
@@ -187,6 +202,11 @@ def main() -> None:
             if world.is_first:
                 asker.send("scored", score=to_text(found, Score))
             inbox.next()  # there is nothing more: the asker ends this process
+        if asked.tasks is not None:
+            scores = score_tasks(source, asked.plan, world, asked.tasks)
+            if world.is_first:
+                asker.send("scored", score=to_text(scores, TaskScores))
+            inbox.next()
         model = RankModel(source, asked.plan, world)
         asker.send("loaded")
         while True:

@@ -34,12 +34,12 @@ from argosy.observe.screen import Progress, Screen, read_lines_of
 from argosy.observe.surfaces import NotebookSurface, TerminalSurface, is_in_notebook
 from argosy.observe.terminal import has_live_line, lasting_output
 from argosy.plan.check import check_size
-from argosy.plan.plan import is_asynchronous
+from argosy.plan.plan import PLAN, is_asynchronous
 from argosy.plan.search.auto import processes_of
 from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import Agent, node_name, process_name
-from argosy.supervise.node_workers import WORKER
+from argosy.supervise.node_workers import WORKER, WORKERS_IMPORTS
 from argosy.supervise.place import check_place
 from argosy.sync.layout import is_server
 from argosy.watch.terminal import FolderView
@@ -108,6 +108,7 @@ def train(
         if where.screen is not None:
             where.screen.begin(run_dir)
         Events(run_dir, process_name(run.launch)).write("settled", seconds=round(time.monotonic() - began, 3))
+        forks.prepare(WORKERS_IMPORTS, {PLAN: str(plan)})
         agent = Agent(run_dir, run, plan, forks, quiet)
         with Following(run_dir, on_step, agent.stop):
             agent.run()

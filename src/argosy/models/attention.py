@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -11,7 +13,8 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
 from argosy.models.banded_attention import banded_attention
-from argosy.models.layers import linear, local, norm
+from argosy.models.compiler import outside_graphs
+from argosy.models.layers import linear, local, norm, plain_rms_norm
 from argosy.models.rope import rotate
 from argosy.plan.layer_spec import LayerSpec, layer_spec
 from argosy.plan.mup import query_factor
@@ -21,7 +24,8 @@ PADDED_TO = 32
 """On a CPU, bf16 documents are padded to a multiple of this many tokens. oneDNN makes a kernel for each shape of a bf16
 product and keeps it: without padding, kernels took a gigabyte after an hour, and half of attention's time to make."""
 
-# B batch, T tokens, S tokens in the cache, D model width, H query heads, K key/value heads, E head width
+# B batch, T tokens, S tokens in the cache, D model width, H query heads, K key/value heads, E width of a query or key
+# head, V of a value head
 
 
 class AttentionCore(Protocol):
@@ -40,24 +44,25 @@ class AttentionCore(Protocol):
 
 
 class LayerCache:
-    """Keys and values of one layer for the tokens read so far, at most [B, max_seq_len, K, E]; of a layer with a
-    window, only those that later tokens see. The first tokens say how many rows and heads this rank has."""
+    """Keys [B, max_seq_len, K, E] and values [B, max_seq_len, K, V] of one layer for the tokens read so far; of a layer
+    with a window, only those that later tokens see. The first tokens say how many rows and heads this rank has."""
 
     def __init__(self, max_seq_len: int, spec: LayerSpec):
         self._window, self._room = spec.window, 0 if spec.window else max_seq_len
-        self.length = 0
+        self.length, self.max_seq_len = 0, max_seq_len
 
-    def append(self, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new tokens and return all keys and values that they may see, [B, S, K, E], up to themselves."""
+    def append(self, k_BTKE: Tensor, v_BTKV: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new tokens and return all keys and values that they may see, up to themselves: [B, S, K, E] and
+        [B, S, K, V]."""
         if not self.length:
-            self.keys, self.values = (x.new_zeros(len(x), self._room, *x.shape[2:]) for x in (k_BTKE, v_BTKE))
+            self.keys, self.values = (x.new_zeros(len(x), self._room, *x.shape[2:]) for x in (k_BTKE, v_BTKV))
         begin, self.length = self.length, self.length + k_BTKE.shape[1]
         if self._window:
-            keys, values = torch.cat((self.keys, k_BTKE), 1), torch.cat((self.values, v_BTKE), 1)
+            keys, values = torch.cat((self.keys, k_BTKE), 1), torch.cat((self.values, v_BTKV), 1)
             self.keys, self.values = (x[:, max(0, x.shape[1] - self._window + 1) :] for x in (keys, values))
             return keys, values
         self.keys[:, begin : self.length] = k_BTKE
-        self.values[:, begin : self.length] = v_BTKE
+        self.values[:, begin : self.length] = v_BTKV
         return self.keys[:, : self.length], self.values[:, : self.length]
 
 
@@ -67,56 +72,88 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
         settings, spec = config.attention, layer_spec(config, layer)
-        self.head_width, self.kv_heads = spec.head_width, spec.kv_heads
+        self.head_width, self.value_width, self.kv_heads = spec.head_width, spec.value_width, spec.kv_heads
         table = attention_table(config, layer)
-        self.q, self.k, self.v, self.o = (linear(table, name) for name in "qkvo")
-        self.q_norm = norm(table, "q_norm", config) if config.qk_norm else nn.Identity()
-        self.k_norm = norm(table, "k_norm", config) if config.qk_norm else nn.Identity()
-        self.norms_all = settings.norm_over == "all"
+        self.q, self.k = linear(table, "q"), linear(table, "k")
+        self.v = linear(table, "v") if spec.has_values else None
+        self.o = linear(table, "o")
+        has_weights = spec.has_qk_norm and settings.norm_weights
+        plain = partial(plain_rms_norm, eps=config.norm_eps) if spec.has_qk_norm else _as_it_is
+        self.q_norm: Callable[[Tensor], Tensor] = norm(table, "q_norm", config) if has_weights else plain
+        self.k_norm: Callable[[Tensor], Tensor] = norm(table, "k_norm", config) if has_weights else plain
+        self.norms_all = has_weights and settings.norm_over == "all"
         self.norms_last = settings.norm_after_rotary
+        self.value_norm_eps = config.norm_eps if settings.value_norm else None
+        self.value_scale = settings.value_scale
         self.out_gate = linear(table, "out_gate") if settings.gate else None
-        self.sinks = nn.Parameter(torch.empty(table["sinks"].shape)) if settings.sinks else None
-        self.query_factor = query_factor(config)
+        self.gate = torch.sigmoid if settings.gate_kind == "sigmoid" else F.softplus
+        self.gates_heads = settings.gate_over == "head"
+        self.sinks = nn.Parameter(torch.empty(table["sinks"].shape)) if spec.has_sinks else None
+        #: Where scores are computed all are as wide: values that are narrower, or queries and keys, are padded.
+        self.core_width = spec.core_width
+        self.query_factor = query_factor(config) * (self.core_width / spec.head_width) ** 0.5
         if settings.scale:
             self.query_factor *= settings.scale * spec.head_width**0.5
-        self.window, self.softcap = spec.window, settings.softcap
+        self.window, self.is_chunked, self.softcap = spec.window, spec.is_chunked, settings.softcap
         self.core: AttentionCore = packed_attention
 
     def forward(
         self,
         x_BTD: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        places: tuple[Tensor, ...] | None,
         documents: Tensor | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """`rotary`: cosines and sines of these tokens, None for no position; `documents`: see `packed_attention`."""
-        heads = (*x_BTD.shape[:2], -1, self.head_width)
-        q_BTHE = self._placed(self.q(x_BTD), self.q_norm, heads, rotary)
+        """`places`: cosines and sines of these tokens, or a factor on their queries, None for neither; `documents`: see
+        `packed_attention`. In a layer with chunks each is a document."""
+        q_BTHE = self._placed(self.q(x_BTD), self.q_norm, places)
+        if places is not None and len(places) == 1:
+            q_BTHE = q_BTHE * places[0][..., None]
         if self.query_factor != 1.0:
             q_BTHE = q_BTHE * self.query_factor
-        k_BTKE = self._placed(self.k(x_BTD), self.k_norm, heads, rotary)
-        v_BTKE = self.v(x_BTD).view(heads)
+        k_BTX = self.k(x_BTD)
+        k_BTKE = self._placed(k_BTX, self.k_norm, places)
+        v_BTKV = self._values(k_BTX if self.v is None else self.v(x_BTD))
         sinks_H = None if self.sinks is None else local(self.sinks)
         if cache is not None:
-            k_BSKE, v_BSKE = cache.append(k_BTKE, v_BTKE)
-            y_BTHE = cached_attention(q_BTHE, k_BSKE, v_BSKE, self.window, self.softcap, sinks_H)
-        elif self.window or self.softcap or sinks_H is not None:
-            y_BTHE = self.core(q_BTHE, k_BTKE, v_BTKE, documents, self.window, self.softcap, sinks_H)
+            k_BSKE, v_BSKE = (self._padded(x) for x in cache.append(k_BTKE, v_BTKV))
+            first = cache.length - k_BSKE.shape[1] if self.is_chunked else None
+            q_BTHE = self._padded(q_BTHE)
+            y_BTHE = cached_attention(q_BTHE, k_BSKE, v_BSKE, self.window, self.softcap, sinks_H, first)
         else:
-            y_BTHE = self.core(q_BTHE, k_BTKE, v_BTKE, documents)
-        y = y_BTHE.flatten(2)
-        return self.o(y if self.out_gate is None else y * self.out_gate(x_BTD).sigmoid())
+            q, k, v = (self._padded(x) for x in (q_BTHE, k_BTKE, v_BTKV))
+            if self.window or self.softcap or sinks_H is not None:
+                y_BTHE = self.core(q, k, v, documents, self.window, self.softcap, sinks_H)
+            else:
+                y_BTHE = self.core(q, k, v, documents)
+        y_BTHV = y_BTHE if self.core_width == self.value_width else y_BTHE[..., : self.value_width]
+        if self.out_gate is None:
+            return self.o(y_BTHV.flatten(2))
+        gate = self.gate(self.out_gate(x_BTD))
+        return self.o((y_BTHV * gate[..., None]).flatten(2) if self.gates_heads else y_BTHV.flatten(2) * gate)
 
-    def _placed(
-        self, x: Tensor, norm: nn.Module, heads: tuple[int, ...], rotary: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def _values(self, x: Tensor) -> Tensor:
+        v_BTKV = x.unflatten(-1, (-1, self.value_width))
+        if self.value_norm_eps is not None:
+            v_BTKV = plain_rms_norm(v_BTKV, self.value_norm_eps)
+        return v_BTKV if self.value_scale == 1.0 else v_BTKV * self.value_scale
+
+    def _padded(self, x_BTHX: Tensor) -> Tensor:
+        missing = self.core_width - x_BTHX.shape[-1]
+        return F.pad(x_BTHX, (0, missing)) if missing else x_BTHX
+
+    def _placed(self, x: Tensor, norm: Callable[[Tensor], Tensor], places: tuple[Tensor, ...] | None) -> Tensor:
         """Return queries or keys by heads, with their norm and rotation."""
-        x_BTHE: Tensor = norm(x).view(heads) if self.norms_all else x.view(heads)
+        x_BTHE = (norm(x) if self.norms_all else x).unflatten(-1, (-1, self.head_width))
         if not self.norms_all and not self.norms_last:
             x_BTHE = norm(x_BTHE)
-        if rotary is not None:
-            x_BTHE = rotate(x_BTHE, *rotary)
+        if places is not None and len(places) == 2:
+            x_BTHE = rotate(x_BTHE, *places)
         return norm(x_BTHE) if self.norms_last else x_BTHE
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def packed_attention(
@@ -167,7 +204,7 @@ def _row_starts(x_BTHE: Tensor) -> Tensor:
     return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=x_BTHE.device)
 
 
-@torch.compiler.disable  # lengths differ from batch to batch: each would be compiled again
+@outside_graphs  # lengths differ from batch to batch: each would be compiled again
 def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
     """Compute `packed_attention` without a variable-length kernel: one call for each run of equal lengths."""
     runs = [(length, len(list(run))) for length, run in groupby(documents.diff().tolist())]
@@ -201,15 +238,22 @@ def cached_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
+    first: int | None = None,
 ) -> Tensor:
-    """Attention of the last T of S tokens to all up to themselves, or the last `window` of these; [B, T, H, E]."""
+    """Attention of the last T of S tokens to all up to themselves, or the last `window` of these; [B, T, H, E].
+
+    first: the place of the first of the S tokens, if tokens see those of their own chunk of `window` tokens.
+    """
     T, S = q_BTHE.shape[1], k_BSKE.shape[1]
     if softcap or sinks_H is not None:
         q_starts, k_starts = (torch.arange(0, len(q_BTHE) * n + 1, n, dtype=torch.int32) for n in (T, S))
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BSKE, v_BSKE))
         return banded_attention(q, k, v, q_starts, k_starts, window, softcap, sinks_H).view(q_BTHE.shape)
     seen_TS = torch.ones(T, S, dtype=torch.bool, device=q_BTHE.device).tril(S - T)
-    if window:
+    if first is not None:
+        chunk_S = (torch.arange(S, device=q_BTHE.device) + first) // window
+        seen_TS &= chunk_S[S - T :, None] == chunk_S
+    elif window:
         seen_TS = seen_TS.triu(S - T - window + 1)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BSKE, v_BSKE))
     gqa = q.shape[1] != k.shape[1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +30,17 @@ from argosy.models.loss import (
 )
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
-from argosy.models.preference import Preference, Sequences, answer_scores, preference_loss
-from argosy.models.rope import rotary_table
-from argosy.plan.layer_spec import RopeSpec, layer_spec
+from argosy.models.preference import (
+    Answers,
+    Preference,
+    Sequences,
+    answer_scores,
+    answer_values,
+    last_tokens,
+    preference_loss,
+)
+from argosy.models.rope import place_table
+from argosy.plan.layer_spec import RopeSpec, TemperatureSpec, layer_spec
 from argosy.plan.mup import logit_factor
 from argosy.plan.parameters import Stage, Table, block_table, layers_on, parameter_table
 
@@ -98,6 +107,17 @@ def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
     return index_T - starts_BT
 
 
+Places = RopeSpec | TemperatureSpec
+
+
+class _Rows(NamedTuple):
+    """The rows, as blocks know them."""
+
+    places: dict[Places, tuple[Tensor, ...]]
+    documents: dict[int, Tensor | None]
+    """By the chunk of a layer, 0 without one: `documents` of `attention.packed_attention`."""
+
+
 # B batch, T tokens, D model width, V vocabulary
 
 
@@ -107,8 +127,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         table = block_table(config, layer)
-        #: What the layer's queries and keys are rotated by.
-        self.rope = layer_spec(config, layer).rope
+        spec = layer_spec(config, layer)
+        #: The use of places in queries and keys; and the layer's chunks, each of which is a document.
+        self.places, self.chunk = spec.places, spec.window if spec.is_chunked else 0
         self.attention_norm = _norm_or_none(table, "attention_norm", config)
         self.attention = attention_of(config, layer)
         self.attention_post_norm = _norm_or_none(table, "attention_post_norm", config)
@@ -116,16 +137,17 @@ class Block(nn.Module):
         self.mlp = feed_forward_of(config, layer)
         self.mlp_post_norm = _norm_or_none(table, "mlp_post_norm", config)
         self.scale, self.is_parallel = config.residual_scale, config.norms.place == "parallel"
+        self.layer_scale = nn.Parameter(torch.empty(1)) if config.layer_scale else None
 
     def forward(
         self,
         x_BTD: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        places: tuple[Tensor, ...] | None,
         documents: Tensor | None,
         cache: Cache | None = None,
     ) -> Tensor:
         h_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
-        y_BTD = self.attention(h_BTD, rotary, documents, cache)
+        y_BTD = self.attention(h_BTD, places, documents, cache)
         if self.attention_post_norm is not None:
             y_BTD = self.attention_post_norm(y_BTD)
         x_BTD = x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
@@ -134,7 +156,8 @@ class Block(nn.Module):
         y_BTD = self.mlp(h_BTD)
         if self.mlp_post_norm is not None:
             y_BTD = self.mlp_post_norm(y_BTD)
-        return x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
+        x_BTD = x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
+        return x_BTD if self.layer_scale is None else x_BTD * local(self.layer_scale).to(x_BTD.dtype)
 
 
 def _norm_or_none(table: Table, name: str, config: ModelConfig) -> Norm | None:
@@ -163,6 +186,8 @@ class Decoder(nn.Module):
             self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in layers_on(config, stage)})
             self.norm = norm(table, "norm", config) if stage.last else None
             self.head = linear(table, "head") if has_head else None
+            #: The head of a reward model, in place of `head`.
+            self.score = linear(table, "score") if "score.weight" in table else None
             #: Modules that predict further tokens, whose blocks are the last of `blocks`.
             further = layers_on(config, stage)[len(stage.layers) :]
             self.mtp = nn.ModuleDict({str(layer): PredictionModule(config) for layer in further})
@@ -179,13 +204,15 @@ class Decoder(nn.Module):
         #: True for each token whose target has the highest logit.
         self.is_likeliest: IsLikeliest = is_likeliest
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
+        #: Takes this rank's stretch of those tokens, where tensor-parallel ranks have one each.
+        self.my_stretch: Callable[[Tensor], Tensor] = _all_of_them
         #: Sums over the ranks that have other tokens of the same rows.
         self.sum_over_tokens: Callable[[Tensor], Tensor] = _all_of_them
         #: Gathers what the head reads: all tokens, where tensor-parallel ranks have a stretch of them each.
         self.for_head: Callable[[Tensor], Tensor] = _all_of_them
         #: Called before a part of the model computes: its values may still be on their way from other ranks.
         self.before_use: Callable[[nn.Module], None] = _nothing
-        self._rotary: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[Places, tuple[Tensor, ...]] = {}
 
     def forward(
         self,
@@ -216,15 +243,13 @@ class Decoder(nn.Module):
             documents = document_starts(positions_BT) if documents is None else documents
             if len(documents) == len(x) + 1:  # no document starts inside a row
                 documents = None
-        mine_BT = self.my_tokens(positions_BT)
-        tables = self.rotary_to(start + positions_BT.shape[1], x.device)
-        rotary = {rope: (cos[mine_BT], sin[mine_BT]) for rope, (cos, sin) in tables.items()}
+        rows = self._rows(positions_BT, documents, cache)
         if self.stage.first:
             self.before_use(self.embedding)  # type: ignore[arg-type]
             x = self._embedded(x)
         for i, layer in enumerate(self.stage.layers):
             self.before_use(self.blocks[str(layer)])
-            x = self._block(layer, x, rotary, documents, cache[i] if cache else None)
+            x = self._block(layer, x, rows, cache[i] if cache else None)
         if self.norm is None:
             return x
         self.before_use(self)
@@ -239,7 +264,7 @@ class Decoder(nn.Module):
         for i, (name, module) in enumerate(self.mtp.items()):
             assert isinstance(module, PredictionModule)
             tokens_BT, further_BT = further_BTn2[:, :, i].unbind(-1)
-            x = self._block(int(name), module.joined(self._embedded(tokens_BT), x), rotary, documents)
+            x = self._block(int(name), module.joined(self._embedded(tokens_BT), x), rows)
             x = module.norm(x)
             losses.append(self._loss(x, further_BT))
         self.further_losses_n = torch.stack(losses).detach()
@@ -250,21 +275,32 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(tokens_BT)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
-    def _block(
-        self,
-        layer: int,
-        x: Tensor,
-        rotary: dict[RopeSpec, tuple[Tensor, Tensor]],
-        documents: Tensor | None,
-        cache: Cache | None = None,
-    ) -> Tensor:
+    def _rows(self, positions_BT: Tensor, documents: Tensor | None, cache: list[Cache] | None) -> _Rows:
+        """Return what blocks know of the rows, whose first tokens may be in a cache."""
+        cached = cache[0].length if cache else None
+        longest = cache[0].max_seq_len if cache else positions_BT.shape[1]
+        mine_BT = self.my_tokens(positions_BT)
+        upto = (cached or 0) + positions_BT.shape[1]
+        tables = self.places_to(upto, positions_BT.device, longest)
+        places = {spec: tuple(part[mine_BT] for part in table) for spec, table in tables.items()}
+        chunks = {block.chunk for block in self.blocks.values() if isinstance(block, Block)}
+        starts = {0: documents}
+        for chunk in chunks if cached is None else ():
+            if chunk and chunk < positions_BT.shape[1]:  # else no document has more than one
+                starts[chunk] = document_starts(positions_BT % chunk)
+        return _Rows(places, starts)
+
+    def _block(self, layer: int, x: Tensor, rows: _Rows, cache: Cache | None = None) -> Tensor:
         block = self.blocks[str(layer)]
         assert isinstance(block, Block)
-        y: Tensor = block(x, None if block.rope is None else rotary[block.rope], documents, cache)
+        places = None if block.places is None else rows.places[block.places]
+        y: Tensor = block(x, places, rows.documents.get(block.chunk, rows.documents[0]), cache)
         return y
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Return what the head reads."""
+        if self.score is not None:
+            return x
         x = self.for_head(x)
         return x if self.logit_factor == 1.0 else x * self.logit_factor
 
@@ -276,19 +312,28 @@ class Decoder(nn.Module):
             of_chunk, longest = self.own_loss, self.config.vocab_size
         softcap = self.config.logit_softcap
         if sequences is not None:
-            starts_BT = self.my_tokens(sequences.starts)
-            how = (rows_at_once(local(weight_VD), longest), softcap)
+            rows = rows_at_once(local(weight_VD), longest)
             about = (x.flatten(0, 1), local(weight_VD), targets_N)
-            if not torch.is_grad_enabled():
+            starts_BT, ends_BT = (
+                self.my_tokens(part) if self.score is None else self.my_stretch(self.my_tokens(part))
+                for part in (sequences.starts, last_tokens(sequences.starts))
+            )
+            if self.score is None and not torch.is_grad_enabled():
                 judge = with_misses(of_chunk, self.is_likeliest)
-                return answer_scores(*about, starts_BT, sequences, self.sum_over_tokens, judge, *how)
-            return preference_loss(*about, starts_BT.flatten(), sequences, self.preference, of_chunk, *how)
+                return answer_scores(*about, starts_BT, sequences, self.sum_over_tokens, judge, rows, softcap)
+            where = (starts_BT.flatten(), ends_BT.flatten() if self.score is not None else None)
+            answers = Answers(targets_N, *where, sequences, self.sum_over_tokens, of_chunk, rows, softcap)
+            if not torch.is_grad_enabled():
+                values_BT = answer_values(*about[:2], answers)
+                return torch.stack([values_BT, torch.zeros_like(values_BT)], -1)
+            assert self.preference is not None
+            return preference_loss(*about[:2], answers, self.preference)
         return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest, softcap)
 
     @property
     def head_weight(self) -> Tensor:
-        """The weight that turns hidden states into logits, [V, D]; only the last stage has one."""
-        module = self.head or self.embedding
+        """The weight that turns hidden states into logits, [V, D], or a score, [1, D]; only the last stage has one."""
+        module = self.score or self.head or self.embedding
         assert module is not None
         return module.weight
 
@@ -301,17 +346,22 @@ class Decoder(nn.Module):
         """An empty key/value cache for each block."""
         return [cache_of(self.config, layer, max_seq_len) for layer in self.stage.layers]
 
-    def rotary_to(self, seq_len: int, device: torch.device) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
-        """Return the cosines and sines of at least `seq_len` places for each rotary embedding of the blocks; they are
-        computed once and kept."""
+    def places_to(self, seq_len: int, device: torch.device, longest: int = 0) -> dict[Places, tuple[Tensor, ...]]:
+        """Return the table of at least `seq_len` places for each kind of the blocks, for rows of `longest` tokens (0:
+        as many); they are computed once and kept."""
+        found: dict[Places, tuple[Tensor, ...]] = {}
         for block in self.blocks.values():
             assert isinstance(block, Block)
-            rope, known = block.rope, None if block.rope is None else self._rotary.get(block.rope)
-            if rope is not None and (known is None or known[0].shape[0] < seq_len or known[0].device != device):
+            if block.places is None or block.places in found:
+                continue
+            places = block.places.of_rows(longest or seq_len)
+            known = self._tables.get(places)
+            if known is None or known[0].shape[0] < seq_len or known[0].device != device:
                 with torch.inference_mode(False):  # training steps use a table that evaluation made
                     # A power of two, so that generation, token by token, seldom computes it again.
-                    self._rotary[rope] = rotary_table(rope, 1 << (seq_len - 1).bit_length(), device)
-        return self._rotary
+                    known = self._tables[places] = place_table(places, 1 << (seq_len - 1).bit_length(), device)
+            found[block.places] = known
+        return found
 
 
 def document_starts(positions_BT: Tensor) -> Tensor:

@@ -72,10 +72,10 @@ class DeltaCache:
     """The state of one layer after the tokens read so far, [B, H, K, V] (None: empty), and the last W - 1 inputs of
     convolutions. The first tokens say how many rows and heads this rank has."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_seq_len: int):
         self.state: Tensor | None = None
         self.inputs = list[Tensor]()
-        self.length = 0
+        self.length, self.max_seq_len = 0, max_seq_len
 
     def append(self, q_BTP: Tensor, k_BTP: Tensor, v_BTP: Tensor, width: int) -> list[Tensor]:
         """Return the new inputs of convolutions of this width with the W - 1 before them, and keep the last W - 1."""

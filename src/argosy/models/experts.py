@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig, MoEConfig
+from argosy.models.compiler import outside_graphs
 from argosy.models.layers import Activation, FeedForward, gated, linear, local
 from argosy.models.own_family import activation_of
-from argosy.plan.parameters import Table, feed_forward_table, inside, moe_table
+from argosy.plan.parameters import Table, dense_table, inside, moe_table
 
 # B rows, T tokens of a row (those that this rank has), D model width, F hidden width of an expert
 # E experts, e of them on this rank, K experts of a token, P pairs of a token and one of its experts, sorted by expert
@@ -29,8 +30,7 @@ def feed_forward_of(config: ModelConfig, layer: int) -> FeedForward | MoE:
     """Return the feed-forward of block `layer` (from 0)."""
     if config.is_moe_layer(layer):
         return MoE(config)
-    table = feed_forward_table(config.width, config.ffn_width, config.ffn_gate, config.ffn_bias)
-    return FeedForward(table, activation_of(config), config.ffn_limit)
+    return FeedForward(dense_table(config, layer), activation_of(config), config.ffn_limit)
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoE]:
@@ -98,7 +98,7 @@ class MoE(nn.Module):
         capacity = math.ceil(moe.capacity_factor * row * moe.experts_per_token / moe.experts)
         return experts_BTK.masked_fill(self.rows.places(experts_BTK) >= capacity, moe.experts)
 
-    @torch.compiler.disable  # backward leaves the load in the module; a compiled graph would not
+    @outside_graphs  # backward leaves the load in the module; a compiled graph would not
     def _balanced(self, y_BTD: Tensor, routing: Routing, experts_BTK: Tensor) -> Tensor:
         """Return `y_BTD`; its backward counts the load and starts the gradients of the balance losses."""
         with torch.no_grad():
@@ -303,6 +303,7 @@ class Experts(nn.Module):
         super().__init__()
         self.activation, self.limit = activation, limit
         self.count, self.may_drop = config.experts, config.capacity_factor > 0
+        self.weighs_inputs = config.weigh == "inputs"
         self.gate = nn.Parameter(torch.empty(table["gate"].shape))
         self.up = nn.Parameter(torch.empty(table["up"].shape))
         self.down = nn.Parameter(torch.empty(table["down"].shape))
@@ -314,7 +315,7 @@ class Experts(nn.Module):
             self.register_module(f"{name}_lora", None)  # `models.adapters` may put one here
         self.exchange: Exchange = at_home
 
-    @torch.compiler.disable  # each expert's number of tokens differs from batch to batch
+    @outside_graphs  # each expert's number of tokens differs from batch to batch
     def forward(self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts (E: none), [B, T, D] in `x_BTD`'s dtype."""
         K = experts_BTK.shape[-1]
@@ -324,8 +325,13 @@ class Experts(nn.Module):
         if self.may_drop:
             pairs_P = pairs_P[: int(counts_E.sum())]
         x_PD = take_rows(x_BTD.flatten(0, 1), pairs_P // K, places_P.view(-1, K), self.may_drop)
+        if self.weighs_inputs:
+            weights_P1 = weights_BTK.to(x_BTD.dtype).flatten()[:, None]
+            x_PD = x_PD * take_rows(weights_P1, pairs_P, places_P[:, None], self.may_drop)
         y_PD = self.exchange(x_PD, counts_E, self.compute)
         y_PD = take_rows(y_PD, places_P, pairs_P[:, None], self.may_drop)
+        if self.weighs_inputs:
+            return y_PD.view(*experts_BTK.shape, -1).sum(2)
         return torch.einsum("btk,btkd->btd", weights_BTK.to(x_BTD.dtype), y_PD.view(*experts_BTK.shape, -1))
 
     def compute(self, x_PD: Tensor, counts_e: Tensor) -> Tensor:

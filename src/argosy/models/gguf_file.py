@@ -26,7 +26,7 @@ from argosy.models.hf import folded_weight
 from argosy.models.lazy_weights import LazyWeights
 from argosy.models.rope import rotary_frequencies
 from argosy.models.tensor_file import bytes_of
-from argosy.plan.layer_spec import layer_spec
+from argosy.plan.layer_spec import RopeSpec, layer_spec
 
 GgufType = Literal["bf16", "f16", "q8_0", "q4_0"]
 BLOCK = 32
@@ -349,6 +349,8 @@ def _check_numbers(config: ModelConfig) -> None:
     usual = (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32.0, 1.0, True)
     if scaling.kind == "yarn" and not (usual and scaling.attention_factor in (0, 0.1 * math.log(scaling.factor) + 1)):
         _refuse(config, "rope_scaling", "yarn with other constants", "stretches by the paper's")
+    if scaling.kind in ("longrope", "proportional"):
+        _refuse(config, "rope_scaling.kind", scaling.kind, "is written with none, linear, llama3 and yarn alone")
 
 
 def _check_near(config: ModelConfig, key: str, value: float, implied: float) -> None:
@@ -414,6 +416,6 @@ def _rotary_factors(config: ModelConfig) -> Tensor | None:
     """Return what llama.cpp divides each frequency by where Llama 3.1's stretching is meant, [head_width / 2]."""
     if config.rope_scaling.kind != "llama3":
         return None
-    rope = layer_spec(config, 0).rope
-    assert rope is not None
+    rope = layer_spec(config, 0).places
+    assert isinstance(rope, RopeSpec)
     return rotary_frequencies(replace(rope, scaling=RopeScaling())) / rotary_frequencies(rope)

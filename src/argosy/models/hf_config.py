@@ -26,7 +26,7 @@ from argosy.config.section import dotted, key_fields, key_of, nest
 from argosy.errors import UserError
 from argosy.models.hf_families import FAMILIES, family_of
 from argosy.models.hf_family import DEFAULTS, KEYS, Family, value_of
-from argosy.models.hf_layers import GROUPED, in_json, layers_from_json, layers_to_json, refuse
+from argosy.models.hf_layers import GROUPED, in_json, layers_from_json, layers_to_json, plain, refuse
 from argosy.models.hf_rope import ROPE_KEYS, RopeJson, RopesJson, rope_from_json, rope_to_json
 from argosy.models.quantised import check_quantization
 
@@ -40,10 +40,26 @@ ONLY_IN_TRAINING = frozenset(
         "mtp.loss_weight",
     )
 )
+OF_LAYERS = frozenset(
+    ["ffn_widths"]
+    + [f"attention.{n}" for n in ("layers", "rotary_layers", "heads", "kv_heads", "head_widths", "keys_as_values")]
+)
+"""Lists that are repeated over the layers."""
 NOT_STRUCTURE = frozenset(("preset", "weights", "family", "init_std", "mup", "vocab_size", "max_seq_len"))
 """Fields that a class need not be able to say."""
+SCORED = {
+    name: FAMILIES[name].architecture.replace("ForCausalLM", "ForSequenceClassification")
+    for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen2_moe", "qwen3_moe")
+}
+"""Family -> the class of its reward models, which read the score at the last token that is no padding."""
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+"""The keys by which these know that they give one number."""
 HARMLESS = frozenset(
     [
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
         "architectures",
         "model_type",
         "torch_dtype",
@@ -137,12 +153,18 @@ def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | Non
     """Return the values of config.json. Raises: UserError if the family's class cannot express the model."""
     _refuse_sizes_of_other_classes(config)
     family = family_of(config.family)
+    if config.score and config.family not in SCORED:
+        raise UserError(
+            f"model.score = true and model.family = {config.family}: transformers has no class for its reward models "
+            f"that is known here. Known are those of {', '.join(SCORED)}."
+        )
+    of_score = {"architectures": [SCORED[config.family]], **ONE_LABEL, "pad_token_id": eod_id} if config.score else {}
     values = {
         "architectures": [family.architecture],
         "model_type": config.family,
-        **{theirs: _plain(value_of(config, ours)) for ours, theirs in _keys(family).items()},
+        **{theirs: plain(value_of(config, ours)) for ours, theirs in _keys(family).items()},
         **{form.key: form.write(value_of(config, ours)) for ours, form in family.converted.items()},
-        **family.constants,
+        **{key: only[0] if isinstance(only, tuple) else only for key, only in family.constants.items()},
         **layers_to_json(config, family),
         family.act_key: family.hidden_act,
         "attention_dropout": 0.0,
@@ -151,6 +173,7 @@ def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | Non
         "eos_token_id": eod_id,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
+        **of_score,
     }
     if config.family in FAMILIES:
         _refuse_what_the_class_cannot_say(config, values)
@@ -160,10 +183,6 @@ def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | Non
 def _keys(family: Family) -> dict[str, str]:
     """Return the fields of ours that are one key, and these."""
     return {ours: theirs for ours, theirs in (KEYS | family.keys).items() if ours not in family.fixed}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _refuse_sizes_of_other_classes(config: ModelConfig) -> None:
@@ -221,6 +240,8 @@ def _differences(config: ModelConfig, other: ModelConfig) -> Iterator[tuple[str,
         if field in ONLY_IN_TRAINING or _unused(config, field):
             continue
         ours, theirs = value_of(config, field), value_of(other, field)
+        if field in OF_LAYERS and ours and theirs:  # one list may be longer than what it repeats
+            ours, theirs = (tuple(x[i % len(x)] for i in range(config.all_layers)) for x in (ours, theirs))
         if ours != theirs and not (isinstance(ours, float) and math.isclose(theirs, ours, rel_tol=1e-9)):
             yield field, ours, theirs
 
@@ -237,8 +258,8 @@ def _refuse_field(config: ModelConfig, field: str, wanted: object) -> None:
     if {value, wanted} == {"none", "aux"}:  # these two differ only in training
         return
     raise UserError(
-        f"model.{field} = {json.dumps(_plain(value))} and model.family = {config.family}: "
-        f"{family_of(config.family).architecture} computes as with {json.dumps(_plain(wanted))}. Choose that, or "
+        f"model.{field} = {json.dumps(plain(value))} and model.family = {config.family}: "
+        f"{family_of(config.family).architecture} computes as with {json.dumps(plain(wanted))}. Choose that, or "
         "another family."
     )
 
@@ -272,6 +293,7 @@ def config_from_json(values: Mapping[str, Any], file: Path | str) -> ModelConfig
     found |= layers_from_json(values, given, known, file)
     try:
         found |= rope_from_json(given, found, known, file)
+        found["score"] = _has_score(values)
         return ModelConfig(family=name, **nest({tuple(ours.split(".")): value for ours, value in found.items()}))
     except ValidationError as error:
         raise _refusal(error, theirs | ROPE_KEYS["llama3"] | ROPE_KEYS["yarn"], file) from None
@@ -280,6 +302,15 @@ def config_from_json(values: Mapping[str, Any], file: Path | str) -> ModelConfig
 def _require(theirs: Mapping[str, str], given: Mapping[str, Any], file: Path | str) -> None:
     if missing := sorted({key for key in theirs.values() if key not in given}):
         raise UserError(f"{file}: {missing[0]} is missing. Add it, as the model's authors give it.")
+
+
+class PerLayerJson(BaseModel):
+    """The values of one layer in `per_layer_config`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    head_dim: PositiveInt | None = None
+    num_key_value_heads: PositiveInt | None = None
 
 
 class ConfigJson(BaseModel):
@@ -313,6 +344,17 @@ class ConfigJson(BaseModel):
     topk_method: str | None = None
     original_max_position_embeddings: Annotated[PositiveFloat, Field(le=2**53)] | None = None
     quantization_config: dict[str, Any] | None = None
+    mlp_layer_types: Annotated[list[str], Field(max_length=MOST_LAYERS)] | None = None
+    moe_layers: Annotated[list[NonNegativeInt], Field(max_length=MOST_LAYERS)] | None = None
+    num_attention_heads_per_layer: Annotated[list[PositiveInt], Field(max_length=MOST_LAYERS)] | None = None
+    attention_chunk_size: NonNegativeInt | None = None
+    attn_temperature_tuning: bool | None = None
+    attn_scale: PositiveFloat | None = None
+    gating: bool | str | None = None
+    attention_k_eq_v: bool | None = None
+    global_head_dim: PositiveInt | None = None
+    num_global_key_value_heads: PositiveInt | None = None
+    per_layer_config: dict[str, PerLayerJson] | None = None
     rope_theta: PositiveFloat | None = None
     rope_scaling: RopeJson | None = None
     rope_parameters: RopesJson | None = None
@@ -353,9 +395,16 @@ def _family(values: Mapping[str, Any], file: Path | str) -> str:
         keys = sorted(key for key in values if is_unknown(key, values[key], None))
         which = f"; keys that no known family has: {', '.join(keys)}" if keys else ""
         refuse(file, "model_type", family, f"this architecture is not known{which[:400]}; known are {known}")
-    if classes and FAMILIES[family].architecture not in classes:
+    if classes and FAMILIES[family].architecture not in classes and not _has_score(values):
         refuse(file, "architectures", classes, f"this architecture is not known; known are {known}")
     return str(family)
+
+
+def _has_score(values: Mapping[str, Any]) -> bool:
+    """Return True for a class of reward models: of one number, not of several labels."""
+    labels = values.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else values.get("num_labels", 2)
+    return count == 1 and SCORED.get(str(values.get("model_type"))) in (values.get("architectures") or ())
 
 
 def is_unknown(key: str, value: object, family: Family | None) -> bool:
@@ -382,8 +431,9 @@ def _refuse_what_differs(values: Mapping[str, Any], given: Mapping[str, Any], fa
     if "mlp_bias" not in _keys(family).values() and given.get("mlp_bias"):
         refuse(file, "mlp_bias", True, "this class has no biases there")
     for key, only in family.constants.items():
-        if given.get(key, only) != only:
-            refuse(file, key, given[key], f"only {json.dumps(only)} is known")
+        some = only if isinstance(only, tuple) else (only,)
+        if given.get(key, some[0]) not in some:
+            refuse(file, key, given[key], f"only {' and '.join(map(json.dumps, some))} is known")
     for key, value in values.items():
         if is_unknown(key, value, family):
             refuse(file, key, value, "not known for this class, and it may change what the model computes")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal
@@ -52,6 +52,7 @@ NAMES = {
     "blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
     "norm": "model.norm",
     "head": "lm_head",
+    "score": "score",
 }
 """Our module or weight -> theirs. * is the block's number; # is an expert's, whose weights we keep in stacks."""
 
@@ -100,9 +101,9 @@ class Fused:
 
     ours: tuple[str, ...]
     """Modules, or whole names of weights."""
-    kind: Literal["rows", "expert_rows", "head_rows", "interleaved"] = "rows"
-    """rows: one below the other; expert_rows: so in each expert; head_rows: so in each head; interleaved: in each
-    expert in turns, transposed."""
+    kind: Literal["rows", "expert_rows", "expert_columns", "head_rows", "interleaved"] = "rows"
+    """rows: one below the other; expert_rows: so in each expert; expert_columns: the same, transposed; head_rows: so in
+    each head; interleaved: in each expert in turns, transposed."""
     heads: str = ""
     """head_rows: the field of `ModelConfig` that is their number."""
 
@@ -151,7 +152,7 @@ class Family:
     derived: dict[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
     """Fields that follow from several keys."""
     constants: dict[str, Any] = field(default_factory=dict)
-    """Keys of config.json without a field of ours -> the only value that we can compute."""
+    """Keys of config.json without a field of ours -> the only value that we can compute, or a tuple of some."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """In addition to `DEFAULTS`."""
     names: dict[str, str] = field(default_factory=dict)
@@ -174,6 +175,11 @@ class Family:
     """pairs: the two numbers that a rotation turns lie side by side."""
     partial: float | None = None
     """Share of a head that is rotated, if config.json does not say it; None: always all."""
+    by_layer: Callable[[Mapping[str, Any], Sequence[str]], dict[str, Any]] | None = None
+    """Keys and kinds of layers, in their words -> fields that follow from both."""
+    written: Callable[[ModelConfig], dict[str, Any]] | None = None
+    """Keys that follow from several fields, or have a value for each layer."""
+    window_kind: Literal["sliding", "chunked"] = "sliding"
     windows: Callable[[Mapping[str, Any], int], list[str]] | None = None
     """Keys and number of layers -> kinds of layers where config.json has no layer_types; None: no windows."""
     lists_layers: bool = True
@@ -188,13 +194,18 @@ class Family:
     """Keys of the rotary embedding that change nothing for text."""
 
     @property
+    def window_key(self) -> str:
+        """The key of the tokens that a window has."""
+        return "sliding_window" if self.window_kind == "sliding" else "attention_chunk_size"
+
+    @property
     def kinds(self) -> dict[str, AttentionKind]:
         """The kinds of layers that the class knows, in its words -> in ours."""
         between: dict[str, AttentionKind] = {}
         if "delta_net.key_heads" in self.keys:
             between[LINEAR] = "linear"
         elif self.windows is not None:
-            between[SLIDING] = "sliding"
+            between[f"{self.window_kind}_attention"] = self.window_kind
         return {FULL: "full", **between}
 
 
@@ -207,7 +218,7 @@ def value_of(config: ModelConfig, field: str) -> Any:
     return reduce(getattr, field.split("."), config)
 
 
-SLIDING, LINEAR, FULL = "sliding_attention", "linear_attention", "full_attention"
+SLIDING, CHUNKED, LINEAR, FULL = "sliding_attention", "chunked_attention", "linear_attention", "full_attention"
 
 
 def every(number: int) -> Callable[[Mapping[str, Any], int], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -21,10 +22,11 @@ def layers_from_json(
 ) -> dict[str, Any]:
     """Return the fields that say which layers are what. Raises: UserError."""
     layers = given["num_hidden_layers"]
-    window = values["sliding_window"] if "sliding_window" in values else given.get("sliding_window")
-    kinds = [family.kinds[kind] for kind in _kinds(values, given, family, file)]
-    kinds = [kind if kind != "sliding" or window else "full" for kind in kinds]
-    slides = [kind == "sliding" for kind in kinds]
+    window = values[family.window_key] if family.window_key in values else given.get(family.window_key)
+    theirs = _kinds(values, given, family, file)
+    kinds = [family.kinds[kind] for kind in theirs]
+    kinds = [kind if kind != family.window_kind or window else "full" for kind in kinds]
+    slides = [kind == family.window_kind for kind in kinds]
     found: dict[str, Any] = {}
     if set(kinds) != {"full"}:
         found["attention.layers"] = cycle_of(kinds)
@@ -43,10 +45,25 @@ def layers_from_json(
     if not all(rotates):
         found["attention.rotary_layers"] = cycle_of(rotates)
     if "mlp_only_layers" in family.defaults:
-        dense = sorted(set(given["mlp_only_layers"]))
-        first = next((i for i, layer in enumerate(dense) if layer != i), len(dense))
-        found |= {"moe.first_dense_layers": first, "moe.dense_layers": tuple(dense[first:])}
+        found |= dense_from(sorted(set(given["mlp_only_layers"])))
+    if "mlp_layer_types" in family.defaults:
+        listed = given["mlp_layer_types"] or ["dense"] + ["sparse"] * (layers - 1)
+        _check_length("mlp_layer_types", listed, layers, file)
+        if unknown := set(listed) - {"dense", "sparse"}:
+            refuse(file, "mlp_layer_types", unknown.pop(), "known are dense and sparse")
+        found |= dense_from([layer for layer, kind in enumerate(listed) if kind == "dense"])
+    if family.by_layer is not None:
+        try:
+            found |= family.by_layer(given, theirs)
+        except ValueError as error:
+            raise UserError(f"{file}: {error}. Choose another model.") from None
     return found
+
+
+def dense_from(dense: Sequence[int]) -> dict[str, Any]:
+    """Return the fields that say which layers have no experts."""
+    first = next((i for i, layer in enumerate(dense) if layer != i), len(dense))
+    return {"moe.first_dense_layers": first, "moe.dense_layers": tuple(dense[first:])}
 
 
 def _kinds(values: Mapping[str, Any], given: Mapping[str, Any], family: Family, file: Path | str) -> Sequence[str]:
@@ -83,8 +100,8 @@ def layers_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
             f"{family.architecture} knows {', '.join(theirs)}. Choose another family."
         )
     if family.windows is not None:
-        if "sliding" in theirs:
-            values["sliding_window"] = attention.window or None
+        if family.window_kind in theirs:
+            values[family.window_key] = attention.window or None
         if family.lists_layers:
             values["layer_types"] = [theirs[kind] for kind in kinds]
         if family.defaults.get("use_sliding_window") is not None:
@@ -96,17 +113,31 @@ def layers_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         values["topk_method"] = GROUPED if config.moe.groups > 1 else "greedy"
     if "mlp_only_layers" in family.defaults:
         values["mlp_only_layers"] = [*range(config.moe.first_dense_layers), *config.moe.dense_layers]
-    if family.partial is not None:
-        values["partial_rotary_factor"] = (attention.rotary_width or config.head_width) / config.head_width
-    return values
+    if "mlp_layer_types" in family.defaults:
+        values["mlp_layer_types"] = ["sparse" if config.is_moe_layer(i) else "dense" for i in layers]
+    if family.partial is not None and not family.nests_rope:
+        values["partial_rotary_factor"] = share_of(attention.rotary_width or config.head_width, config.head_width)
+    return values if family.written is None else values | family.written(config)
+
+
+def share_of(part: int, whole: int) -> float:
+    """Return the share that gives `part` again when the product is cut off."""
+    share = part / whole
+    return share if int(whole * share) == part else math.nextafter(share, 1.0)
 
 
 def cycle_of(values: Sequence[T]) -> tuple[T, ...]:
-    """Return the shortest beginning of `values` that gives all of them when it is repeated."""
-    for length in range(1, len(values) + 1):
+    """Return the shortest beginning of `values` that gives all of them when it is repeated, twice or oftener; else all
+    of them."""
+    for length in range(1, len(values) // 2 + 1):
         if all(value == values[i % length] for i, value in enumerate(values)):
             return tuple(values[:length])
-    return ()
+    return tuple(values)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def in_json(value: object) -> str:

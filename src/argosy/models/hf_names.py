@@ -18,7 +18,7 @@ from argosy.config.model import ModelConfig
 from argosy.errors import UserError
 from argosy.models.hf_families import family_of
 from argosy.models.hf_family import NAMES, Fused, value_of
-from argosy.plan.layer_spec import layer_spec
+from argosy.plan.layer_spec import RopeSpec, layer_spec
 from argosy.plan.parameters import state_table
 
 Convert = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -137,8 +137,9 @@ def _fused(
         weights = [w if order is None else w[order.argsort()] for w, order in zip(weights, orders, strict=True)]
         if rule.kind == "rows":
             return [torch.cat(list(weights))]
-        if rule.kind == "expert_rows":
-            return [torch.cat(list(weights), 1)]
+        if rule.kind in ("expert_rows", "expert_columns"):
+            whole = torch.cat(list(weights), 1)
+            return [whole if rule.kind == "expert_rows" else whole.transpose(1, 2).contiguous()]
         if rule.kind == "head_rows":
             return [torch.cat([weight.unflatten(0, (heads, -1)) for weight in weights], 1).flatten(0, 1)]
         joined = torch.stack(list(weights), 2).flatten(1, 2) if len(weights) > 1 else weights[0]
@@ -148,7 +149,8 @@ def _fused(
         (whole,) = parts
         if rule.kind == "rows":
             weights = list(whole.split([shape[0] for shape in shapes]))
-        elif rule.kind == "expert_rows":
+        elif rule.kind in ("expert_rows", "expert_columns"):
+            whole = whole if rule.kind == "expert_rows" else whole.transpose(1, 2)
             weights = list(whole.split([shape[1] for shape in shapes], 1))
         elif rule.kind == "head_rows":
             by_head = whole.unflatten(0, (heads, -1)).split([shape[0] // heads for shape in shapes], 1)
@@ -179,7 +181,7 @@ def _rotary_order(name: str, config: ModelConfig) -> Tensor | None:
     if mla.kv_rank or module not in ("q", "k"):
         return None
     spec = layer_spec(config, int(name.split(".")[1]))
-    width = spec.rope.width if spec.rope else 0
+    width = spec.places.width if isinstance(spec.places, RopeSpec) else 0
     head = torch.cat((_halves(width), torch.arange(width, spec.head_width)))
     heads = spec.heads if module == "q" else spec.kv_heads
     return (torch.arange(heads)[:, None] * spec.head_width + head).flatten()

@@ -13,7 +13,7 @@ from argosy.config.attention import RopeScaling
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
 from argosy.models.hf_family import Family
-from argosy.models.hf_layers import refuse
+from argosy.models.hf_layers import plain, refuse, share_of
 from argosy.models.rope import attention_scale
 
 ROPE_KEYS = {
@@ -31,6 +31,13 @@ ROPE_KEYS = {
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
     },
+    "longrope": {
+        "factor": "factor",
+        "original_max_seq_len": "original_max_position_embeddings",
+        "short_divisors": "short_factor",
+        "long_divisors": "long_factor",
+    },
+    "proportional": {"factor": "factor", "rotated_share": "partial_rotary_factor"},
 }
 """`RopeScaling.kind` -> its fields -> their keys. Their name for "none" is "default"."""
 
@@ -57,6 +64,8 @@ class RopeJson(BaseModel):
     truncate: bool | None = None
     mscale: PositiveFloat | None = None
     mscale_all_dim: PositiveFloat | None = None
+    short_factor: Annotated[list[PositiveFloat], Field(max_length=2**14)] | None = None
+    long_factor: Annotated[list[PositiveFloat], Field(max_length=2**14)] | None = None
 
 
 class RopesJson(RopeJson):
@@ -69,12 +78,12 @@ class RopesJson(RopeJson):
 def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the keys that `rope_from_json` reads."""
     scaling = config.rope_scaling
-    rope: dict[str, Any] = {theirs: getattr(scaling, ours) for ours, theirs in ROPE_KEYS[scaling.kind].items()}
+    rope: dict[str, Any] = {theirs: plain(getattr(scaling, ours)) for ours, theirs in ROPE_KEYS[scaling.kind].items()}
     if scaling.kind == "yarn" and config.mla.kv_rank:
         given = scaling.attention_factor
         temperature = (given - 1) / (0.1 * math.log(scaling.factor)) if given and scaling.factor > 1 else 1.0
         rope |= dict.fromkeys(MLA_YARN, temperature)
-    elif scaling.kind == "yarn" and scaling.attention_factor:
+    elif scaling.kind in ("yarn", "longrope") and scaling.attention_factor:
         rope["attention_factor"] = scaling.attention_factor
     if scaling.kind == "yarn" and not scaling.truncate:
         rope["truncate"] = False
@@ -87,6 +96,10 @@ def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         full = {"rope_theta": config.rope_theta, **(scaled or {"rope_type": "default"})}
         sliding: dict[str, Any] = dict(full) if config.attention.sliding_rope_scaled else {"rope_type": "default"}
         sliding["rope_theta"] = config.attention.sliding_rope_theta or config.rope_theta
+        if family.partial is not None:
+            whole, width = config.head_width, config.attention.rotary_width or config.head_width
+            full["partial_rotary_factor"] = share_of(width, whole)
+            sliding["partial_rotary_factor"] = share_of(config.attention.sliding_rotary_width or width, whole)
         values["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
         values["rope_local_base_freq"] = sliding["rope_theta"]
     return values
@@ -118,13 +131,16 @@ def rope_from_json(
             sliding = {"rope_theta": given.get("rope_local_base_freq", family.sliding_theta or theta)}
             sliding |= {} if family.sliding_theta or not scaling else {"rope_type": "default"}
         own_theta = sliding.get("rope_theta", given.get("rope_local_base_freq", family.sliding_theta or theta))
-        own, own_scaling, _ = _one_rope(
+        own, own_scaling, own_partial = _one_rope(
             {k: v for k, v in sliding.items() if v is not None} | {"rope_theta": own_theta}, given, False,
             "rope_parameters.sliding_attention", file,
         )  # fmt: skip
         if own_scaling["kind"] != "none" and own_scaling != scaling:
             refuse(file, "rope_parameters.sliding_attention", sliding, "only none or that of full layers is known")
         has_windows = bool(found.get("attention.layers"))
+        own_partial = own_partial or given.get("partial_rotary_factor", family.partial) or 1.0
+        if has_windows and own_partial != partial and family.partial is not None:
+            values["attention.sliding_rotary_width"] = int(found["head_width"] * own_partial)
         if has_windows and own != theta:
             values["attention.sliding_rope_theta"] = own
         if has_windows and scaling["kind"] != "none" and own_scaling["kind"] == "none":
@@ -140,9 +156,13 @@ def _one_rope(
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     theta, partial = rope.pop("rope_theta", given["rope_theta"]), rope.pop("partial_rotary_factor", None)
-    kind = "none" if kind == "default" else kind
+    kind = {"default": "none", "su": "longrope"}.get(kind, kind)  # su: of Phi-3 before it had a name
     if kind not in ROPE_KEYS:
-        refuse(file, f"{section}.rope_type", kind, "known are default, linear, llama3, yarn")
+        known = ", ".join(["default", *(name for name in ROPE_KEYS if name != "none")])
+        refuse(file, f"{section}.rope_type", kind, f"known are {known}")
+    if kind == "proportional":  # a share of the frequencies, not of the head
+        rope |= {"partial_rotary_factor": partial or 1.0, "factor": rope.get("factor", 1.0)}
+        partial = None
     keys = ROPE_KEYS[kind]
     if "original_max_seq_len" in keys:
         original = given.get("original_max_position_embeddings", given["max_position_embeddings"])
@@ -150,22 +170,23 @@ def _one_rope(
     scaling: dict[str, Any] = {"kind": kind} | {
         ours: rope.pop(theirs) for ours, theirs in keys.items() if theirs in rope
     }
-    if kind == "yarn":
+    if kind in ("yarn", "longrope"):
         scaling.setdefault("factor", given["max_position_embeddings"] / scaling["original_max_seq_len"])
-        if rope.pop("truncate", True) is False:
+    for ours in ("factor", "low_freq_factor", "high_freq_factor", "short_divisors", "long_divisors"):
+        if ours in keys and ours not in scaling:
+            raise UserError(f"{file}: {section}.{keys[ours]} is missing, and {kind} needs it. Add it.")
+    if kind in ("yarn", "longrope"):
+        if kind == "yarn" and rope.pop("truncate", True) is False:
             scaling["truncate"] = False
         usual = attention_scale(RopeScaling.model_validate(scaling))
         factor = rope.pop("attention_factor", usual)
-        if is_latent:
+        if is_latent and kind == "yarn":
             both = [rope.pop(key, None) for key in MLA_YARN]
             if both[0] is None or both[0] != both[1]:
                 refuse(file, f"{section}.{MLA_YARN[both[0] is not None]}", both[1], "both must be there, and alike")
             factor = 0.1 * both[0] * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
         if not math.isclose(factor, usual, rel_tol=1e-6):
             scaling["attention_factor"] = factor
-    for ours in ("factor", "low_freq_factor", "high_freq_factor"):
-        if ours in keys and ours not in scaling:
-            raise UserError(f"{file}: {section}.{keys[ours]} is missing, and {kind} needs it. Add it.")
     for key, value in rope.items():
         refuse(file, f"{section}.{key}", value, "not known")
     return theta, scaling, partial

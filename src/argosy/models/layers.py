@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
@@ -19,7 +18,9 @@ Activation = Callable[[Tensor], Tensor]
 
 def local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    # Not `isinstance`: importing DTensor takes half a second, which a run that splits nothing need not wait for.
+    part: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return part
 
 
 class Linear(nn.Linear):
@@ -56,6 +57,9 @@ class Embedding(nn.Embedding):
         super().__init__(vocab_size, width)
         self.dtype = dtype
 
+    def reset_parameters(self) -> None:
+        """Do nothing: `materialize` gives weights. On the meta device torch's own loads the compiler."""
+
     def forward(self, tokens_BT: Tensor) -> Tensor:
         return F.embedding(tokens_BT, local(self.weight)).to(self.dtype)
 
@@ -80,6 +84,11 @@ class RMSNorm(nn.Module):
         wide = x.float()
         mean_square = self.reduce(wide.square().sum(-1, keepdim=True)) / self.width
         return (wide * (mean_square + self.eps).rsqrt() * weight).to(x.dtype)
+
+
+def plain_rms_norm(x: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm without weights over the last dim, computed in fp32."""
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

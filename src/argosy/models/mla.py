@@ -33,7 +33,7 @@ def cache_of(config: ModelConfig, layer: int, max_seq_len: int) -> Cache:
     """Build an empty cache for `attention_of(config, layer)`."""
     spec = layer_spec(config, layer)
     if spec.delta_net is not None:
-        return DeltaCache()
+        return DeltaCache(max_seq_len)
     return LatentCache(max_seq_len) if config.mla.kv_rank else LayerCache(max_seq_len, spec)
 
 
@@ -41,14 +41,13 @@ class LatentCache:
     """The latents [B, max_seq_len, C] and rotated keys [B, max_seq_len, R] of one layer's tokens read so far."""
 
     def __init__(self, max_seq_len: int):
-        self._room = max_seq_len
-        self.length = 0
+        self.length, self.max_seq_len = 0, max_seq_len
 
     def append(self, latent_BTC: Tensor, rotated_BTR: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new tokens and return all latents and rotated keys so far, [B, S, C] and [B, S, R]."""
         if not self.length:
             self.latents, self.rotated = (
-                x.new_zeros(len(x), self._room, x.shape[2]) for x in (latent_BTC, rotated_BTR)
+                x.new_zeros(len(x), self.max_seq_len, x.shape[2]) for x in (latent_BTC, rotated_BTR)
             )
         end = self.length + latent_BTC.shape[1]
         self.latents[:, self.length : end] = latent_BTC

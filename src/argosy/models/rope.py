@@ -8,9 +8,19 @@ import torch
 from torch import Tensor
 
 from argosy.config.attention import RopeScaling
-from argosy.plan.layer_spec import RopeSpec
+from argosy.plan.layer_spec import RopeSpec, TemperatureSpec
 
 # B batch, T tokens, H heads, E head width
+
+
+def place_table(
+    places: RopeSpec | TemperatureSpec, seq_len: int, device: torch.device | None = None
+) -> tuple[Tensor, ...]:
+    """Return what attention needs of the first `seq_len` places: cosines and sines, or a factor [seq_len, 1]."""
+    if isinstance(places, RopeSpec):
+        return rotary_table(places, seq_len, device)
+    counted = torch.arange(1, seq_len + 1, device=device, dtype=torch.float32)[:, None]
+    return (1.0 + places.scale * torch.log1p(torch.floor(counted / places.floor)),)
 
 
 def rotary_table(rope: RopeSpec, seq_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -54,13 +64,19 @@ def rotary_frequencies(rope: RopeSpec, device: torch.device | None = None) -> Te
             return _llama3(base_F, scaling)
         case "yarn":
             return _yarn(base_F, rope)
+        case "longrope":
+            divisors = scaling.long_divisors if rope.is_long else scaling.short_divisors
+            return base_F / torch.tensor(divisors, dtype=torch.float32, device=device)
+        case "proportional":
+            rotated = int(scaling.rotated_share * rope.width // 2)
+            return base_F * (torch.arange(len(base_F), device=device) < rotated) / scaling.factor
 
 
 def _llama3(base_F: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3.1: divide frequencies of long wavelengths by `factor`, keep short ones, blend linearly between."""
     turns_F = scaling.original_max_seq_len * base_F / (2 * math.pi)  # over the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+    keep_F = ((turns_F - low) / max(high - low, 1e-9)).clamp(0, 1)  # Llama 4 has no blend
     return keep_F * base_F + (1 - keep_F) * base_F / scaling.factor
 
 
@@ -82,9 +98,12 @@ def _yarn(base_F: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def attention_scale(scaling: RopeScaling) -> float:
-    """Return YaRN's temperature. It is applied to cosines and sines, so that attention itself stays as it is."""
-    if scaling.kind == "yarn" and scaling.attention_factor:
+    """Return the temperature of YaRN or LongRoPE (Ding et al. 2024, as Phi-3 has it). It is applied to cosines and
+    sines, so that attention itself stays as it is."""
+    if scaling.kind in ("yarn", "longrope") and scaling.attention_factor:
         return scaling.attention_factor
+    if scaling.kind == "longrope" and scaling.factor > 1:
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len))
     if scaling.kind == "yarn" and scaling.factor > 1:
         return 0.1 * math.log(scaling.factor) + 1.0
     return 1.0

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from argosy.models.adapters import LowRank
@@ -143,6 +142,8 @@ Style = Callable[[Any, DeviceMesh, SequenceParallel], None]
 
 def sums(linear: Linear, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
     """Row-parallel linear layer: sum the outputs over ranks, split by tokens; then add the bias."""
+    from torch.distributed.tensor import DTensor, Shard
+
     assert isinstance(linear.weight, DTensor)
     if linear.weight.placements == (Shard(INPUTS),):
         linear.reduce = tokens.reduce
@@ -165,17 +166,18 @@ def gathers_for_heads(attention: Attention, mesh: DeviceMesh, tokens: SequencePa
     A norm over all heads needs the squares of those of all ranks.
     """
     gathers(attention, mesh, tokens)
-    heads = attention.kv_heads
+    heads, norms = attention.kv_heads, (attention.q_norm, attention.k_norm)
     if attention.norms_all:
-        assert isinstance(attention.q_norm, RMSNorm | nn.Identity)
-        attention.q_norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
-        if heads >= mesh.size():
-            attention.k_norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
+        for norm in norms[: 2 if heads >= mesh.size() else 1]:
+            assert isinstance(norm, RMSNorm)
+            norm.reduce = partial(sum_over_ranks, group=mesh.get_group())
     if heads < mesh.size():
         head = mesh.get_local_rank() * heads // mesh.size()
-        mine = slice(head * attention.head_width, (head + 1) * attention.head_width)
-        for last in (attention.k_norm if attention.norms_all else attention.k, attention.v):
-            last.register_forward_hook(lambda _, inputs, y: y[..., mine])
+        last = attention.k_norm if attention.norms_all else attention.k
+        for module, width in ((last, attention.head_width), (attention.v, attention.value_width)):
+            if isinstance(module, nn.Module):  # keys may be the values too
+                mine = slice(head * width, (head + 1) * width)
+                module.register_forward_hook(lambda _, inputs, y, mine=mine: y[..., mine])
 
 
 def looks_up(embedding: Embedding, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
@@ -206,7 +208,7 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table, between: Be
     tokens = between(mesh.get_group())
     for name, module in list(model.named_modules()):
         for own, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):
+            if not hasattr(parameter, "to_local"):
                 split(module, own, mesh, table[f"{name}.{own}"].tp_dim)
         for kind, style in STYLES.items():
             if isinstance(module, kind):
@@ -220,6 +222,8 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table, between: Be
 
 def split(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int | None) -> None:
     """Make the module's parameter `name` a DTensor and keep this rank's part; `dims`: what each axis cuts."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     whole = module.get_parameter(name)
     part = whole.detach()
     for axis, dim in enumerate(dims):

@@ -85,7 +85,9 @@ def parameter_table(model: ModelConfig, stage: Stage | None = None, tp: int = 1)
         table |= _prefixed(f"blocks.{layer}", block_table(model, layer, tp))
     if stage.last:
         table |= _norm("norm", model.width, model)
-        if not model.tie_embeddings:
+        if model.score:  # every rank has it whole, and scores its own tokens
+            table["score.weight"] = Parameter((1, model.width))
+        elif not model.tie_embeddings:
             table["head.weight"] = vocabulary
         for layer in range(model.layers, model.all_layers):
             table |= _prefixed(f"blocks.{layer}", block_table(model, layer, tp))
@@ -194,10 +196,7 @@ def block_table(model: ModelConfig, layer: int, tp: int = 1) -> Table:
         attention = latent_attention_table(model)
     else:
         attention = attention_table(model, layer, tp)
-    if model.is_moe_layer(layer):
-        feed_forward = moe_table(model)
-    else:
-        feed_forward = feed_forward_table(model.width, model.ffn_width, model.ffn_gate, model.ffn_bias)
+    feed_forward = moe_table(model) if model.is_moe_layer(layer) else dense_table(model, layer)
     norms = {name: _norm(name, model.width, model) for name in NORMS[model.norms.place]}
     return (
         norms.get("attention_norm", {})
@@ -206,6 +205,7 @@ def block_table(model: ModelConfig, layer: int, tp: int = 1) -> Table:
         | norms.get("mlp_norm", {})
         | _prefixed("mlp", feed_forward)
         | norms.get("mlp_post_norm", {})
+        | ({"layer_scale": Parameter((1,), initial="ones", is_trained=False)} if model.layer_scale else {})
     )
 
 
@@ -213,9 +213,11 @@ def attention_table(model: ModelConfig, layer: int = 0, tp: int = 1) -> Table:
     """The parameters of `models.attention.Attention`."""
     spec, settings, width = layer_spec(model, layer), model.attention, model.width
     queries, keys = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
+    results, values = spec.heads * spec.value_width, spec.kv_heads * spec.value_width
+    gates = settings.gate * (results if settings.gate_over == "number" else spec.heads)
     bias, qkv_bias = model.attention_bias, model.attention_bias or model.qkv_bias
     keys_dim = OUTPUTS if spec.kv_heads >= tp else None  # with fewer heads than ranks, each rank computes all of them
-    if not model.qk_norm:
+    if not spec.has_qk_norm or not settings.norm_weights:
         norms: Table = {}
     elif settings.norm_over == "all":
         norms = _norm("q_norm", queries, model, OUTPUTS) | _norm("k_norm", keys, model, keys_dim)
@@ -224,11 +226,11 @@ def attention_table(model: ModelConfig, layer: int = 0, tp: int = 1) -> Table:
     return (
         _linear("q", queries, width, OUTPUTS, qkv_bias)
         | _linear("k", keys, width, keys_dim, qkv_bias)
-        | _linear("v", keys, width, keys_dim, qkv_bias)
-        | _linear("o", width, queries, INPUTS, bias, "into_residual")
+        | (_linear("v", values, width, keys_dim, qkv_bias) if spec.has_values else {})
+        | _linear("o", width, results, INPUTS, bias, "into_residual")
         | norms
-        | (_linear("out_gate", queries, width, OUTPUTS, qkv_bias) if settings.gate else {})
-        | ({"sinks": Parameter((spec.heads,), OUTPUTS, initial="zeros")} if settings.sinks else {})
+        | (_linear("out_gate", gates, width, OUTPUTS, qkv_bias and settings.gate_kind == "sigmoid") if gates else {})
+        | ({"sinks": Parameter((spec.heads,), OUTPUTS, initial="zeros")} if spec.has_sinks else {})
     )
 
 
@@ -273,6 +275,11 @@ def delta_net_table(model: ModelConfig) -> Table:
         | _norm("out_norm", net.value_width)
         | _linear("out", width, values, INPUTS, initial="into_residual")
     )
+
+
+def dense_table(model: ModelConfig, layer: int) -> Table:
+    """The parameters of the feed-forward of block `layer`, which has no experts."""
+    return feed_forward_table(model.width, layer_spec(model, layer).ffn_width, model.ffn_gate, model.ffn_bias)
 
 
 def feed_forward_table(width: int, hidden: int, gated: bool = True, bias: bool = False) -> Table:

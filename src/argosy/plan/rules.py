@@ -6,12 +6,13 @@ the problem in words: the values, the rule, and often a remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from operator import or_
 from typing import Any
 
 from argosy.config.schema import RunConfig
+from argosy.plan.layer_sizes import dense_widths, head_counts, names_of_heads
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
 from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
@@ -32,19 +33,26 @@ def batch_is_dealt_out(plan: Plan, run: RunConfig) -> str:
     )
 
 
-@rule(
-    lambda p, run: (run.model.heads % p.tp != 0) | ((run.model.kv_heads % p.tp != 0) & (p.tp % run.model.kv_heads != 0))
-)
+def _any_of_heads(broken: Callable[[Plans, int, int], Any]) -> Callable[[Plans, RunConfig], Any]:
+    """Return what is broken for the heads and key/value heads of any layer."""
+    return lambda p, run: reduce(or_, (broken(p, *counts) for counts in head_counts(run.model)))
+
+
+def _uneven_heads(p: Plans, heads: int, kv_heads: int) -> Any:
+    return (heads % p.tp != 0) | ((kv_heads % p.tp != 0) & (p.tp % kv_heads != 0))
+
+
+@rule(_any_of_heads(_uneven_heads))
 def heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
-    heads, kv_heads = run.model.heads, run.model.kv_heads
+    heads, kv_heads = next(counts for counts in head_counts(run.model) if _uneven_heads(plan, *counts))
+    its_heads, its_kv_heads = names_of_heads(run.model, heads, kv_heads)
     if heads % plan.tp:
-        problem = f"plan.tp = {plan.tp} does not divide model.heads = {heads}: each rank computes as many heads."
+        problem = f"plan.tp = {plan.tp} does not divide {its_heads}: each rank computes as many heads."
     else:
-        problem = (
-            f"plan.tp = {plan.tp} and model.kv_heads = {kv_heads}: one must divide the other, "
-            "so that each rank has as many key/value heads, or shares one."
-        )
-    good = [tp for tp in divisors(heads) if tp > 1 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
+        problem = f"plan.tp = {plan.tp} and {its_kv_heads}: one must divide the other, so that each rank has as many "
+        problem += "key/value heads, or shares one."
+    tries = (plan.model_copy(update={"tp": tp}) for tp in divisors(heads) if tp > 1)
+    good = [other.tp for other in tries if not any(_uneven_heads(other, *counts) for counts in head_counts(run.model))]
     return f"{problem} Try plan.tp = {around(plan.tp, good)}." if good else problem
 
 
@@ -54,9 +62,11 @@ def delta_heads_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     return f"plan.tp x cp = {plan.tp * plan.cp} must divide model.delta_net.key_heads = {heads}. Try {divisors(heads)}."
 
 
-@rule(lambda p, run: run.model.ffn_width % p.tp != 0)
+@rule(lambda p, run: reduce(or_, (width % p.tp != 0 for width in dense_widths(run.model))))
 def feed_forward_is_dealt_out(plan: Plan, run: RunConfig) -> str:
-    return f"plan.tp = {plan.tp} does not divide model.ffn_width = {run.model.ffn_width}."
+    width, layer = next((width, layer) for width, layer in dense_widths(run.model).items() if width % plan.tp)
+    name = f"model.ffn_widths = {width} (layer {layer})" if run.model.ffn_widths else f"model.ffn_width = {width}"
+    return f"plan.tp = {plan.tp} does not divide {name}."
 
 
 def _pieces(p: Plans) -> Any:
@@ -74,25 +84,21 @@ def tokens_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     )
 
 
-def _heads_and_kv_heads(p: Plans, run: RunConfig) -> tuple[Any, Any]:
-    """Return the heads and the key/value heads of a tensor-parallel rank."""
-    kv_heads = run.model.kv_heads // p.tp
-    return run.model.heads // p.tp, kv_heads + (kv_heads == 0)
-
-
-def _ulysses_lacks_heads(p: Plans, run: RunConfig) -> Any:
-    heads, kv_heads = _heads_and_kv_heads(p, run)
+def _ulysses_lacks_heads(p: Plans, heads: int, kv_heads: int) -> Any:
+    heads, kv_heads = heads // p.tp, kv_heads // p.tp  # of a tensor-parallel rank
+    kv_heads = kv_heads + (kv_heads == 0)
     uneven = (heads % p.cp != 0) | ((kv_heads % p.cp != 0) & (p.cp % kv_heads != 0))
     return (p.cp > 1) & p.is_("context", "ulysses") & uneven
 
 
-@rule(_ulysses_lacks_heads)
+@rule(_any_of_heads(_ulysses_lacks_heads))
 def ulysses_has_heads(plan: Plan, run: RunConfig) -> str:
-    heads, kv_heads = _heads_and_kv_heads(plan, run)
+    heads, kv_heads = next(counts for counts in head_counts(run.model) if _ulysses_lacks_heads(plan, *counts))
+    where = f", {names_of_heads(run.model, heads, kv_heads)[1]}" if len(head_counts(run.model)) > 1 else ""
+    mine = f"{heads // plan.tp} heads and {max(1, kv_heads // plan.tp)} key/value heads"
     return (
-        f"plan.context = ulysses with plan.cp = {plan.cp}: {heads} heads and {kv_heads} key/value heads on each of "
-        f"plan.tp = {plan.tp} ranks; plan.cp must divide the former, and divide the latter or be a multiple. "
-        "Try context=ring."
+        f"plan.context = ulysses with plan.cp = {plan.cp}: {mine} on each of plan.tp = {plan.tp} ranks{where}; plan.cp "
+        "must divide the former, and divide the latter or be a multiple. Try context=ring."
     )
 
 

@@ -116,7 +116,7 @@ def _thin_share(settings: SyncConfig, replicas: Numbers, work: Workload) -> Any:
     import numpy as np
 
     width = work.width
-    attention: Numbers = 2 * (width + work.heads * work.key_width) + 2 * (width + work.kv_heads * work.key_width)
+    attention: Numbers = 4 * width + work.heads * (work.key_width + work.value_width) + work.kv_heads * work.kv_width
     dense = work.ffn_matrices * (width + work.ffn_width)
     experts = work.experts * work.ffn_matrices * (width + work.expert_ffn_width)
     delta = 6 * width + work.delta_streams + width + work.delta_heads * work.delta_value_width

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
-from argosy.plan.layer_spec import DELTA_CHUNK, LayerSpec, layer_kinds, layer_spec
+from argosy.plan.layer_sizes import mean_sizes
+from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds
 from argosy.plan.parameters import (
     Parameter,
     Stage,
@@ -46,13 +47,6 @@ def stack(jobs: list[StackT]) -> StackT:
     return kind(**{name: None if name in lacking else np.array(each, float) for name, each in values.items()})
 
 
-def _mean(model: ModelConfig, figure: Callable[[LayerSpec], float]) -> float:
-    """Return the mean of a figure over the layers; of a model without layers, that of one layer."""
-    specs = [spec for spec, layers in layer_kinds(model).items() for _ in layers]
-    specs += [layer_spec(model, layer) for layer in range(model.layers, max(model.all_layers, 1))]
-    return sum(map(figure, specs)) / len(specs)
-
-
 @dataclass(frozen=True)
 class Workload:
     """The sizes of a model, and the batch."""
@@ -65,8 +59,14 @@ class Workload:
     key_width: Numbers
     """Width of one query or key head."""
     value_width: Numbers
+    kv_width: Numbers
+    """Widths of a key and a value head together."""
+    core_width: Numbers
+    """Width of all heads where context-parallel ranks exchange them: the narrower ones are filled up."""
     ffn_width: Numbers
     """Width of a dense layer's feed-forward."""
+    widest_ffn: Numbers
+    """That of the widest one."""
     ffn_matrices: Numbers
     """3 with a gate (SwiGLU), 2 without one (GELU)."""
     vocab_size: Numbers
@@ -79,8 +79,10 @@ class Workload:
     """Tokens that a token attends to, on average over a sequence and the layers: half of a causal sequence."""
     cached_share: Numbers = 1
     """Share of a sequence whose keys and values a cache holds, on average over the layers: less with windows."""
+    unprojected: Numbers = 0
+    """Numbers of a layer's values that no projection computes, since they are its keys; the mean over layers."""
     gates: Numbers = 0
-    """1 if the results of attention have gates, which take as many parameters as the queries."""
+    """Gates for each number of attention's results: 1, or less if one is for a whole head."""
     further: Numbers = 0
     """Modules of multi-token prediction: each has a projection and computes the head once more."""
     moe_layers: Numbers = 0
@@ -113,6 +115,8 @@ class Workload:
     trained_embedding: Numbers = 1
     """1 if the embedding is trained."""
     trained_head: Numbers = 1
+    scored: Numbers = 0
+    """1 if the head gives a score, one number, in place of logits; `tied` is 1 then."""
     reached: Numbers = 1
     """Share of the layers that backward reaches."""
     read_dense: Numbers = 1
@@ -154,7 +158,7 @@ class Workload:
             read_dense=_share(dense, lambda name: _is_read(name, table)),
             read_experts=_share(experts, lambda name: _is_read(name, table)),
             trained_embedding=embedding,
-            trained_head=embedding if run.model.tie_embeddings else table["head.weight"].is_trained,
+            trained_head=_is_head_trained(run, table),
             reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.all_layers,
         )
 
@@ -163,22 +167,19 @@ class Workload:
         """Return the workload of a step of `global_batch` sequences of `seq_len` tokens."""
         latent, moe = bool(model.mla.kv_rank), model.moe
         moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.all_layers))
+        sizes = mean_sizes(model, seq_len)
+        gates = {"number": 1.0, "head": 1 / sizes["value_width"]}[model.attention.gate_over] * model.attention.gate
         return cls(
+            **sizes,
             layers=model.all_layers,
             width=model.width,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            key_width=model.mla.key_width if latent else model.head_width,
-            value_width=model.mla.value_width if latent else model.head_width,
-            ffn_width=model.ffn_width,
             ffn_matrices=3 if model.ffn_gate else 2,
             vocab_size=model.vocab_size,
-            tied=float(model.tie_embeddings),
+            tied=float(model.tie_embeddings or model.score),
+            scored=float(model.score),
             seq_len=seq_len,
             global_batch=global_batch,
-            attention_span=_mean(model, lambda spec: spec.mean_seen(seq_len)),
-            cached_share=_mean(model, lambda spec: spec.seen(seq_len) / seq_len),
-            gates=float(model.attention.gate),
+            gates=gates,
             further=model.mtp.modules,
             moe_layers=moe_layers,
             experts=moe.experts,
@@ -235,8 +236,8 @@ class Workload:
     def attention_parameters(self) -> Numbers:
         """Parameters of one layer's attention or gated delta-net, matrices only; the mean over layers."""
         queries, values = self.heads * self.key_width, self.heads * self.value_width
-        keys_and_values = self.kv_heads * (self.key_width + self.value_width)
-        plain = self.width * (queries * (1 + self.gates) + keys_and_values)
+        keys_and_values = self.kv_heads * self.kv_width - self.unprojected
+        plain = self.width * (queries + self.gates * values + keys_and_values)
         has_q_rank = self.q_rank > 0
         q = has_q_rank * self.q_rank * (self.width + queries) + (1 - has_q_rank) * self.width * queries
         unrotated = self.key_width - self.rope_width
@@ -271,6 +272,11 @@ class Workload:
     def vocabulary_parameters(self) -> Numbers:
         """Parameters of the embedding; the head has as many."""
         return self.width * self.vocab_size
+
+    @property
+    def head_outputs(self) -> Numbers:
+        """Numbers that the head gives for a token."""
+        return self.scored + (1 - self.scored) * self.vocab_size
 
     @property
     def further_parameters(self) -> Numbers:
@@ -324,7 +330,7 @@ class Workload:
     @property
     def head_parameters(self) -> Numbers:
         """Parameters of the head, as often as each token meets them."""
-        return (1 + self.further) * self.vocabulary_parameters
+        return (1 + self.further) * self.width * self.head_outputs
 
     @property
     def trained_matmul_parameters(self) -> Numbers:
@@ -356,6 +362,12 @@ def _share(parameters: Table, counts: Callable[[str], bool]) -> float:
     """Return the share of the elements that are in parameters whose name counts; 1 if there are no parameters."""
     sizes = {name: math.prod(parameter.shape) for name, parameter in parameters.items()}
     return sum(size for name, size in sizes.items() if counts(name)) / sum(sizes.values()) if sizes else 1.0
+
+
+def _is_head_trained(run: RunConfig, table: Table) -> bool:
+    if run.model.score:
+        return table["score.weight"].is_trained
+    return table["embedding.weight" if run.model.tie_embeddings else "head.weight"].is_trained
 
 
 def _is_read(name: str, table: Table) -> bool:

@@ -31,7 +31,7 @@ from argosy.files import sync
 from argosy.models.attention import causal_attention
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
-from argosy.models.rope import rotary_table
+from argosy.models.rope import place_table
 from argosy.parallel.world import World
 from argosy.plan.hardware.measurements import AttentionRate, CompressionRate, MatmulRate, four_digits
 from argosy.plan.layer_spec import layer_spec
@@ -225,10 +225,9 @@ def measure_layer_host(world: World, slice_s: float) -> float:
     materialize(decoder, config, world.device, seed=0)
     x = torch.randn(1, 8, config.width, device=world.device)
     documents = torch.tensor([0, 8], dtype=torch.int32, device=world.device)
-    rope = layer_spec(config, 0).rope
-    assert rope is not None
-    cos, sin = rotary_table(rope, 8, world.device)
-    rotary = cos[None], sin[None]
+    places = layer_spec(config, 0).places
+    assert places is not None
+    rotary = tuple(part[None] for part in place_table(places, 8, world.device))
 
     def step() -> None:
         decoder.blocks["0"](x, rotary, documents).sum().backward()

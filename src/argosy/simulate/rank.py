@@ -191,7 +191,7 @@ def even_choice(experts_per_token: int, scores_BTE: Tensor) -> Tensor:
 
 def _without_values(seq_len: int, model: Decoder, config: ModelConfig, device: torch.device, seed: int) -> None:
     model.to_empty(device=device)
-    model.rotary_to(seq_len, device)  # the first step makes it, and later ones keep it
+    model.places_to(seq_len, device)  # the first step makes it, and later ones keep it
 
 
 def _host_copies_labelled(recorder: Recorder) -> AbstractContextManager[None]:

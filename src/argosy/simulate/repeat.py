@@ -8,6 +8,7 @@ which then grow by as much with each further one. In any other case the step can
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, local_shard_of, stages_on
+from argosy.plan.layer_spec import LayerSpec, layer_spec
 from argosy.plan.parameters import Parameter, Stage, Table, block_table, parameter_table
 from argosy.plan.plan import Plan
 from argosy.simulate.record import Category, Change, Event, MemoryBlock, Operation, Pass, Trace, Wait, Where
@@ -53,21 +55,39 @@ def layers_alike(plan: Plan, run: RunConfig, rank: int) -> RepeatedLayers | None
     (stage,) = stages.values()
     if stage.last and run.model.mtp.modules:
         return None  # its last layers are others
-    if not _buckets_repeat(plan, run, rank, stage):
+    first, period = _cycle([layer_spec(run.model, layer) for layer in stage.layers])
+    if plan.recompute != "none":
+        period = math.lcm(period, plan.recompute_every)
+    if not _buckets_repeat(plan, run, rank, stage, period):
         return None
-    last = stage.layers[-1]
-    same = [layer for layer in stage.layers if run.model.is_moe_layer(layer) == run.model.is_moe_layer(last)]
-    return RepeatedLayers(stage, min(same), 1 if plan.recompute == "none" else plan.recompute_every)
+    return RepeatedLayers(stage, stage.layers[first], period)
 
 
-def _buckets_repeat(plan: Plan, run: RunConfig, rank: int, stage: Stage) -> bool:
-    """Return True if the buckets of gradients (`parallel.data`) begin alike in each layer, or there is only one.
+def _cycle(specs: Sequence[LayerSpec]) -> tuple[int, int]:
+    """Return from where on the layers repeat, to their end, and after how many, such that few need be traced."""
+
+    def start_of(period: int) -> int:
+        differing = [i for i in range(len(specs) - period) if specs[i] != specs[i + period]]
+        return differing[-1] + 1 if differing else 0
+
+    starts = {period: start_of(period) for period in range(1, len(specs) + 1)}
+    period = min(starts, key=lambda period: (starts[period] + TRACED * period, period))
+    return starts[period], period
+
+
+TRACED = 4
+"""Repetitions that are traced in any case."""
+
+
+def _buckets_repeat(plan: Plan, run: RunConfig, rank: int, stage: Stage, period: int) -> bool:
+    """Return True if the buckets of gradients (`parallel.data`) begin alike in each period, or there is only one.
 
     A parameter that fills a bucket alone ends it, so that what comes after begins alike.
     """
     if plan.shards_parameters or plan.dp * plan.cp == 1:
         return not plan.sums_beside_fsdp
-    of_layer = block_table(run.model, stage.layers[-1], plan.tp)
+    last = stage.layers[-period:]
+    of_layer = {f"{layer}.{n}": p for layer in last for n, p in block_table(run.model, layer, plan.tp).items()}
     whole = parameter_table(run.model, stage, plan.tp)
     bucket_bytes = plan.bucket_mb * 2**20
     return all(

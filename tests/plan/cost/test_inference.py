@@ -51,6 +51,8 @@ def model_of(
         ("llama3-8b", "1xh100", (1, 1), 128 * KIB),  # 32 layers x 8 heads x 128 x 2 x 2 bytes
         ("llama3-70b", "8xh100", (8, 1), 40 * KIB),  # 80 layers x 1 of 8 heads x 128 x 2 x 2 bytes
         ("deepseek-v3", "16xh200", (1, 16), 70_272 / 16),  # 70 KB a token (DeepSeek-AI 2025, table 1)
+        # 39 layers with windows of 129, and 9 without; 8 or 4 heads of 192 + 128 numbers, of 2 bytes.
+        ("mimo-v2-flash", "8xh200", (1, 1), (39 * 8 * 129 / 4096 + 9 * 4) * 320 * 2),
         ("deepseek-v3", "8xh200", (8, 1), 70_272),  # a latent is whole on every rank
     ],
 )

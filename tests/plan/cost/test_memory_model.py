@@ -19,7 +19,8 @@ from argosy.plan.workload import Workload
 GELU_2022 = System(flash=0, dropout=1, kept_widths=0, gathers_again=1)
 """What Korthikanti et al. 2022 describe."""
 GPT = Workload(
-    layers=4, width=2048, heads=16, kv_heads=16, key_width=128, value_width=128, ffn_width=8192, ffn_matrices=2,
+    layers=4, width=2048, heads=16, kv_heads=16, key_width=128, value_width=128, kv_width=256, core_width=128,
+    ffn_width=8192, widest_ffn=8192, ffn_matrices=2,
     vocab_size=50304, tied=1, seq_len=1024, global_batch=64, attention_span=512,
 )  # fmt: skip
 

@@ -98,10 +98,8 @@ class LayerModel(RankSizes):
     def _attention(self) -> LayerTime:
         work, plans, tokens = self.work, self.plans, self.tokens
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
-        kv_heads = np.maximum(1, work.kv_heads / plans.tp)
-        plain = self._matmul(
-            tokens, work.width, queries * (1 + work.gates) + kv_heads * (work.key_width + work.value_width)
-        )
+        kv = np.maximum(1, work.kv_heads / plans.tp) * (work.kv_width - work.unprojected / work.kv_heads)
+        plain = self._matmul(tokens, work.width, queries + work.gates * values + kv)
         down, up = self._matmul(tokens, work.width, work.q_rank), self._matmul(tokens, work.q_rank, queries)
         direct = self._matmul(tokens, work.width, queries)
         has_rank = np.where(work.q_rank > 0, 1.0, 0.0)
@@ -202,7 +200,7 @@ class LayerModel(RankSizes):
         work, plans, rates = self.work, self.plans, self.rates
         half = rates.half * rates.achieved_half
         rate = in_precision(plans.precision, rates.fp32 * rates.achieved_fp32, half, half)
-        logits = self.tokens * work.vocab_size / plans.tp
+        logits = self.tokens * work.head_outputs / plans.tp
         flops = 2 * logits * work.width
         once = LayerTime(flops / (rate * self.constants.matmul), 0.0, 10 * logits / rates.memory_bytes_per_s)
         projection = 2 * self.tokens * work.further_parameters / self.sequence_ranks

@@ -119,13 +119,13 @@ class WaitModel(LayerModel):
     @property
     def keys_and_values(self) -> Numbers:
         plans, work = self.plans, self.work
-        kv_elements = np.maximum(1, work.kv_heads / plans.tp) * (work.key_width + work.value_width)
+        kv_elements = np.maximum(1, work.kv_heads / plans.tp) * 2 * work.core_width
         return self.tokens * kv_elements * self.activation_bytes
 
     @property
     def heads(self) -> Numbers:
         plans, work = self.plans, self.work
-        return self.tokens * (2 * work.heads + 2 * work.kv_heads) / plans.tp * work.value_width * self.activation_bytes
+        return self.tokens * (2 * work.heads + 2 * work.kv_heads) / plans.tp * work.core_width * self.activation_bytes
 
     @property
     def to_experts(self) -> Numbers:

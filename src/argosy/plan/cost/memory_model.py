@@ -177,9 +177,9 @@ class MemoryModel(RankSizes):
         """Elements for a token: queries, keys, values, the result of attention, and latents."""
         plans, work = self.plans, self.work
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
-        kv = np.maximum(1, work.kv_heads / plans.tp) * (work.key_width + work.value_width)
+        kv = np.maximum(1, work.kv_heads / plans.tp) * work.kv_width
         latent = np.where(work.kv_rank > 0, 2 * (work.q_rank + work.kv_rank) + work.rope_width, 0)
-        attention = queries * (1 + work.gates) + kv + values + latent
+        attention = queries + work.gates * values + kv + values + latent
         of_result = np.where(self.eager, 2 + 16 / self.activation_bytes, 3) * work.delta_heads * work.delta_value_width
         return (1 - work.delta_share) * attention + work.delta_share * (work.delta_streams + of_result) / plans.tp
 
@@ -300,7 +300,7 @@ class MemoryModel(RankSizes):
         """Bytes that a layer's backward needs beside what was kept: recomputed activations, new gradients."""
         plans, work = self.plans, self.work
         again = np.where(plans.is_("recompute", "none"), 0.0, np.maximum(0, self._of_layer - self._kept))
-        dense = work.ffn_width * (work.dense_layers > 0)
+        dense = work.widest_ffn * (work.dense_layers > 0)
         widest = np.maximum(dense, work.experts_per_token * work.expert_ffn_width) / plans.tp
         gradients = self.tokens * self.activation_bytes * (2 * work.width + 2 * widest)
         matrix = work.width * np.maximum(dense / plans.tp, work.heads * work.value_width / plans.tp)
@@ -329,10 +329,10 @@ class MemoryModel(RankSizes):
 
     def _logits(self) -> Numbers:
         plans, work, system = self.plans, self.work, self.system
-        whole = self.tokens * work.vocab_size / plans.tp
+        whole = self.tokens * work.head_outputs / plans.tp
         of_logit = np.where(self.eager, LOSS_CHUNK_BYTES_EAGER, LOSS_CHUNK_BYTES)
         chunk = np.minimum(whole, LOSS_CHUNK_LOGITS) * of_logit
-        saved = (4 * work.trained_head + self.activation_bytes) * work.vocabulary_parameters / plans.tp
+        saved = (4 * work.trained_head + self.activation_bytes) * work.width * work.head_outputs / plans.tp
         saved = saved + self.tokens * work.width * self.activation_bytes
         saved = saved * (1 + work.further)  # each module's loss leaves its gradients behind until backward
         in_chunks = saved + np.maximum(0, chunk - self.working)

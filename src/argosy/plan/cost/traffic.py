@@ -328,33 +328,26 @@ def _gatherings(model: ModelConfig, layer: int) -> int:
 
 def _context(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield the exchange of attention with other cp ranks."""
-    n, e, model = plan.cp, DTYPE_BYTES[plan.precision], run.model
-    width = model.mla.key_width if model.mla.kv_rank else model.head_width
-    heads, kv_heads = model.heads // plan.tp, max(1, model.kv_heads // plan.tp)
-    streams = Workload.of_model(model, 1, 1).delta_streams
+    n, e, model, tokens = plan.cp, DTYPE_BYTES[plan.precision], run.model, _tokens(plan, run, rank)
+    streams = int(Workload.of_model(model, 1, 1).delta_streams) // plan.tp
     for stage in stages_on(plan, run, rank).values():
-        computed = layers_on(model, stage)
-        specs = {layer: layer_spec(model, layer) for layer in computed}
         repeated, reached = set(_recomputed(plan, run, stage)), set(reached_layers(run, stage))
-        times = {layer: 1 + (layer in reached) + (layer in repeated) for layer in computed}
-        if of_states := sum(times[layer] for layer in computed if specs[layer].delta_net):
-            yield Collective("cp", "all_to_all", of_states * _tokens(plan, run, rank) * int(streams) // plan.tp * e, n)
-        if plan.context == "ulysses":
-            exchanged = (sum(times.values()) - of_states) * 2 * (heads + max(kv_heads, n)) * width
-            yield Collective("cp", "all_to_all", exchanged * _tokens(plan, run, rank) * e, n)
-        else:
-            ring = [layer for layer in computed if not specs[layer].window and not specs[layer].delta_net]
-            layers, back = len(ring), len(reached.intersection(ring))
-            again = len(repeated.intersection(ring)) if plan.recompute == "full" else 0
-            kv = 2 * kv_heads * width * _tokens(plan, run, rank)
-            yield Collective(
-                "cp", "send", ((layers + back + again) * (n - 1) * e + back * n * KV_GRADIENT_BYTES) * kv, n
-            )
-            for layer, spec in specs.items():
-                if spec.window:  # only the tokens before a rank's chunks travel, and their gradients
-                    halo = halo_tokens(place_of(rank, plan)["cp"], n, run.data.seq_len // (2 * n), spec.window)
-                    sent = 2 * kv_heads * width * _rows(plan, run, rank) * halo * e
-                    yield Collective("cp", "all_to_all", times[layer] * sent, n)
+        for layer in layers_on(model, stage):
+            spec, back, again = layer_spec(model, layer), layer in reached, layer in repeated
+            width = model.mla.key_width if model.mla.kv_rank else spec.core_width
+            heads, kv_heads = spec.heads // plan.tp, max(1, spec.kv_heads // plan.tp)
+            times, kv = 1 + back + again, 2 * kv_heads * width
+            if spec.delta_net:
+                yield Collective("cp", "all_to_all", times * streams * tokens * e, n)
+            elif plan.context == "ulysses":
+                yield Collective("cp", "all_to_all", times * 2 * (heads + max(kv_heads, n)) * width * tokens * e, n)
+            elif spec.window:  # only the tokens before a rank's chunks travel, and their gradients
+                halo = halo_tokens(place_of(rank, plan)["cp"], n, run.data.seq_len // (2 * n), spec.window)
+                sent = times * kv * _rows(plan, run, rank) * halo * e  # none of it to the rank itself
+                yield Collective("cp", "all_to_all", sent * n // max(1, n - 1), n)
+            else:
+                around = 1 + back + (again and plan.recompute == "full")
+                yield Collective("cp", "send", (around * (n - 1) * e + back * n * KV_GRADIENT_BYTES) * kv * tokens, n)
 
 
 def _pipeline(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:

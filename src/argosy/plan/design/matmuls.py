@@ -51,8 +51,8 @@ def matmuls_of(work: Workload, tokens: float, logits: float, tp: float = 1) -> l
             ModelMatmul("latent up", layers, tokens, w["kv_rank"], w["heads"] / tp * (unrotated + w["value_width"])),
         ]
     else:
-        kv = max(1.0, w["kv_heads"] / tp) * (w["key_width"] + w["value_width"])
-        found.append(ModelMatmul("queries, keys, values", layers, tokens, width, queries * (1 + w["gates"]) + kv))
+        kv = max(1.0, w["kv_heads"] / tp) * (w["kv_width"] - w["unprojected"] / w["kv_heads"])
+        found.append(ModelMatmul("queries, keys, values", layers, tokens, width, queries + w["gates"] * values + kv))
     found.append(ModelMatmul("attention out", layers, tokens, values, width))
     up = w["ffn_matrices"] - 1
     if dense := layers - w["moe_layers"]:

@@ -26,6 +26,7 @@ from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.design.points import Floats, Points
 from argosy.plan.design.space import ServeSpace, TrainSpace
 from argosy.plan.hardware.devices import Format
+from argosy.plan.layer_sizes import tensor_parts
 from argosy.plan.layouts import Layouts, column_of
 from argosy.plan.plan import Plan
 from argosy.plan.report.request import Question, of_model
@@ -275,9 +276,12 @@ class ServingSweep:
         base = points.base
         self.constants = fitted_serving().of(engine, base.vendor, base.name)
         model = self.request.run.model
-        self.tps = [tp for tp in asked.tp if model.heads % tp == 0 and model.ffn_width % tp == 0]
+        self.tps = [tp for tp in asked.tp if tensor_parts(model) % tp == 0]
         if not self.tps:
-            raise UserError(f"serve.tp = {list(asked.tp)}: none divides {model.heads} heads. Try 1, 2, 4 or 8.")
+            raise UserError(
+                f"serve.tp = {list(asked.tp)}: none divides the heads and feed-forwards of all layers "
+                f"({tensor_parts(model)}). Try 1, 2, 4 or 8."
+            )
         self.ways = tuple((w, tp, n) for w in asked.weights for tp in self.tps for n in asked.sequences)
 
     def model(self, weights: str, tp: float, rows: Any = slice(None)) -> ServingModel:

@@ -31,6 +31,7 @@ from argosy.plan.cost.inference import (
 from argosy.plan.cost.scheduler import SimulatedReplica
 from argosy.plan.cost.serving_constants import ServingEngine, fitted_serving, spread_of
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layer_sizes import tensor_parts
 from argosy.plan.quantities import divisors
 from argosy.plan.search.space import Pins
 from argosy.plan.serving_calibration import SHIFTED, shifted
@@ -424,9 +425,7 @@ def _cuts(costs: CostModel, pins: Pins) -> tuple[Sequence[int], Sequence[int]]:
 
 def _allowed(costs: CostModel, tp: int, pp: int) -> bool:
     model = costs.run.model
-    return costs.devices % (tp * pp) == 0 and not any(
-        n % tp for n in (model.heads, model.ffn_width, model.delta_net.key_heads)
-    )
+    return costs.devices % (tp * pp) == 0 and not any(n % tp for n in (tensor_parts(model), model.delta_net.key_heads))
 
 
 def _single(model: ServingModel) -> ServingModel:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from argosy.errors import UserError
 from argosy.plan.check import nearest
 from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.layer_sizes import tensor_parts
 from argosy.plan.layouts import WORDS, Layouts, column_of
 from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
 from argosy.plan.plan import AXES, Plan, words_of
@@ -78,9 +79,9 @@ class Space:
 
     def _meshes(self, devices: int) -> Iterator[tuple[Any, ...]]:
         run, model = self.run, self.run.model
-        node = int(self.costs.rates.node)
+        node, parts = int(self.costs.rates.node), tensor_parts(model)
         longest = max(1, run.data.seq_len // CONTEXT_TOKENS)
-        for tp in self._of("tp", *(n for n in divisors(devices) if n <= node and model.heads % n == 0)):
+        for tp in self._of("tp", *(n for n in divisors(devices) if n <= node and parts % n == 0)):
             for cp in self._of("cp", *(n for n in divisors(devices) if n <= longest)):
                 for pp in self._of("pp", *(n for n in divisors(devices) if n <= model.layers)):
                     dp, left_over = divmod(devices, tp * cp * pp)

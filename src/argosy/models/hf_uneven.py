@@ -1,0 +1,331 @@
+"""The Hugging Face classes whose layers differ in more than their windows, one entry each: MiMo-V2-Flash, Laguna, the
+text models of Gemma 4 without embeddings of their own in layers, and that of Llama 4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from argosy.config.model import ModelConfig
+from argosy.models.hf_dense import GEMMA_NAMES, root_of_width
+from argosy.models.hf_family import (
+    CHUNKED,
+    DEEPSEEK_NAMES,
+    EXPERT_NAMES,
+    FULL,
+    SLIDING,
+    Converted,
+    Family,
+    Fused,
+    none_sliding,
+    or_none,
+)
+from argosy.models.hf_layers import cycle_of, dense_from
+from argosy.models.hf_mixtures import MOE_KEYS, PLAIN_EXPERTS, SHARED_NAMES, SPARSE_KEYS
+
+
+def where_they_differ(values: Sequence[Any], usual: Any) -> tuple[Any, ...]:
+    """Return the list of the layers' values as we keep it: empty if all are the usual one."""
+    return () if set(values) == {usual} else cycle_of(values)
+
+
+def first_and_sixth_full(given: Mapping[str, Any], layers: int) -> list[str]:
+    """The first layer and each sixth are full, and sliding between."""
+    return [FULL if layer == 0 or (layer + 1) % 6 == 0 else SLIDING for layer in range(layers)]
+
+
+def fifth_sliding_last_full(given: Mapping[str, Any], layers: int) -> list[str]:
+    """Each sixth layer and the last are full, and sliding between."""
+    return [FULL if layer == layers - 1 or (layer + 1) % 6 == 0 else SLIDING for layer in range(layers)]
+
+
+def chunked_where_rotated(given: Mapping[str, Any], layers: int) -> list[str]:
+    """Layers with positions have chunks."""
+    interval = given["no_rope_layer_interval"]
+    rotates = given.get("no_rope_layers") or [(layer + 1) % interval for layer in range(layers)]
+    return [CHUNKED if flag else FULL for flag in rotates]
+
+
+def mimo_layers(given: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Sliding layers have sinks, and twice the key/value heads of full ones."""
+    usual = given["num_key_value_heads"]
+    sinks = {"attention.sinks": True, "attention.sinks_in_full": False} if SLIDING in kinds else {}
+    return {"attention.kv_heads": where_they_differ([usual * (1 + (k == SLIDING)) for k in kinds], usual), **sinks}
+
+
+def laguna_layers(given: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Each layer says its query heads. Raises: ValueError."""
+    usual = given["num_attention_heads"]
+    heads = given["num_attention_heads_per_layer"] or [usual] * len(kinds)
+    if len(heads) != len(kinds):
+        raise ValueError(f"num_attention_heads_per_layer has {len(heads)} entries for {len(kinds)} layers")
+    return {"attention.heads": where_they_differ(heads, usual)}
+
+
+def gemma4_layers(given: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Full layers have wider heads, maybe fewer of keys, whose values may be the keys. Raises: ValueError."""
+    if kinds[-1] != FULL:
+        raise ValueError(f"layer_types ends with {kinds[-1]}, and transformers makes the last layer {FULL}")
+    shares, of_full = given["attention_k_eq_v"], {"head_dim": given["global_head_dim"]}
+    if shares and given["num_global_key_value_heads"]:
+        of_full["num_key_value_heads"] = given["num_global_key_value_heads"]
+    own = given.get("per_layer_config")
+    if own is None:
+        own = {str(layer): of_full for layer, kind in enumerate(kinds) if kind == FULL}
+    if unknown := set(own) - {str(layer) for layer in range(len(kinds))}:
+        raise ValueError(f"per_layer_config has layer {unknown.pop()}, and there are {len(kinds)}")
+
+    def each(key: str) -> list[int]:
+        return [own.get(str(layer), {}).get(key) or given[key] for layer in range(len(kinds))]
+
+    return {
+        "attention.head_widths": where_they_differ(each("head_dim"), given["head_dim"]),
+        "attention.kv_heads": where_they_differ(each("num_key_value_heads"), given["num_key_value_heads"]),
+        "attention.keys_as_values": where_they_differ([bool(shares) and k == FULL for k in kinds], False),
+    }
+
+
+def gemma4_written(config: ModelConfig) -> dict[str, Any]:
+    """Return what `gemma4_layers` reads."""
+    attention = config.attention
+    own = {}
+    for layer in range(config.layers):
+        width = attention.head_widths[layer % len(attention.head_widths)] if attention.head_widths else 0
+        kv_heads = config.heads_of(layer)[1]
+        of_layer = {"head_dim": width} if width not in (0, config.head_width) else {}
+        of_layer |= {"num_key_value_heads": kv_heads} if kv_heads != config.kv_heads else {}
+        if of_layer:
+            own[str(layer)] = of_layer
+    return {"attention_k_eq_v": any(attention.keys_as_values), "per_layer_config": own}
+
+
+def llama4_layers(given: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Experts in every so many layers, or in those listed; a temperature, if it is turned on."""
+    step, layers = given["interleave_moe_layer_step"], len(kinds)
+    in_turn = list(range(step - 1, layers, step))
+    sparse = in_turn if given["moe_layers"] is None else sorted(set(given["moe_layers"]))
+    dense = dense_from([layer for layer in range(layers) if layer not in sparse])
+    return {
+        "attention.temperature": given["attn_scale"] if given["attn_temperature_tuning"] else 0.0,
+        **({"moe.every": step} if sparse == in_turn else dense),
+    }
+
+
+def llama4_written(config: ModelConfig) -> dict[str, Any]:
+    """Return what `llama4_layers` reads."""
+    temperature = config.attention.temperature
+    return {
+        "interleave_moe_layer_step": config.moe.every,
+        "moe_layers": [layer for layer in range(config.layers) if config.is_moe_layer(layer)],
+        "attn_temperature_tuning": temperature > 0,
+        "attn_scale": temperature or 0.1,
+    }
+
+
+UNEVEN_FAMILIES = {
+    "mimo_v2_flash": Family(
+        "MiMoV2FlashForCausalLM",
+        keys={k: v for k, v in MOE_KEYS.items() if k not in ("moe.shared_experts", "moe.first_dense_layers")}
+        | {"attention.value_width": "v_head_dim", "qkv_bias": "attention_bias"},
+        converted={
+            "attention.value_scale": Converted("attention_value_scale", lambda value: value or 1.0, lambda value: value)
+        },
+        fixed={"moe.router": "sigmoid", "moe.balance": "bias", "attention_bias": False},
+        defaults={
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e6, "partial_rotary_factor": 0.334},
+                "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.334},
+            },
+            "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8,
+            "n_routed_experts": 256,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "attention_value_scale": 0.707,
+            "sliding_window": 129,
+            "mlp_layer_types": None,
+        },
+        names=EXPERT_NAMES
+        | {
+            "blocks.*.mlp.router.bias": DEEPSEEK_NAMES["blocks.*.mlp.router.bias"],
+            "blocks.*.attention.sinks": "model.layers.*.self_attn.attention_sink_bias",
+        },
+        aliases={"num_local_experts": "n_routed_experts"},
+        needs=("moe.experts",),
+        skipped="model.mtp.",
+        partial=0.334,
+        windows=first_and_sixth_full,
+        nests_rope=True,
+        by_layer=mimo_layers,
+    ),
+    "laguna": Family(
+        "LagunaForCausalLM",
+        keys={k: v for k, v in SPARSE_KEYS.items() if k not in ("moe.normalize_weights", "moe.every")}
+        | {"moe.routed_scale": "moe_routed_scaling_factor", "moe.shared_ffn_width": "shared_expert_intermediate_size"},
+        converted={
+            "attention.gate_over": Converted(
+                "gating",
+                lambda value: "head" if value in (None, True, "per-head") else "number",
+                lambda value: True if value == "head" else "per-element",
+            )
+        },
+        fixed={
+            "moe.router": "sigmoid",
+            "moe.balance": "bias",
+            "moe.shared_experts": 1,
+            "qk_norm": True,
+            "attention.gate": True,
+            "attention.gate_kind": "softplus",
+        },
+        constants={"moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0},
+        defaults={
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "sliding_window": 512,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            },
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+            "router_aux_loss_coef": 0.001,
+            "gating": True,
+            "num_attention_heads_per_layer": None,
+            "mlp_layer_types": None,
+            "moe_routed_scaling_factor": 1.0,
+        },
+        names=EXPERT_NAMES
+        | {n: t for n, t in SHARED_NAMES.items() if ".shared." in n}
+        | {
+            "blocks.*.attention.out_gate": "model.layers.*.self_attn.g_proj",
+            "blocks.*.mlp.router.bias": "model.layers.*.mlp.experts.e_score_correction_bias",
+        },
+        aliases={"num_local_experts": "num_experts"},
+        needs=("moe.experts",),
+        partial=1.0,
+        windows=none_sliding,
+        nests_rope=True,
+        by_layer=laguna_layers,
+        written=lambda config: {
+            "num_attention_heads_per_layer": [config.heads_of(layer)[0] for layer in range(config.layers)]
+        },
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        converted={"logit_softcap": or_none("final_logit_softcapping")},
+        fixed={
+            "activation": "gelu_tanh",
+            "norms.place": "around",
+            "qk_norm": True,
+            "attention.scale": 1.0,
+            "attention.value_norm": True,
+            "layer_scale": True,
+        },
+        derived={"embedding_scale": root_of_width},
+        constants={
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+            "use_double_wide_mlp": False,
+            "use_bidirectional_attention": (None, "vision"),  # the latter is of pictures alone
+        },
+        defaults={
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "sliding_window": 512,
+            "final_logit_softcapping": None,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
+            "attention_k_eq_v": False,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "per_layer_config": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+                "sliding_attention": {"rope_theta": 1e4},
+            },
+        },
+        names=GEMMA_NAMES | {"blocks.*.layer_scale": "model.layers.*.layer_scalar"},
+        hidden_act="gelu_pytorch_tanh",
+        act_key="hidden_activation",
+        windows=fifth_sliding_last_full,
+        nests_rope=True,
+        by_layer=gemma4_layers,
+        written=gemma4_written,
+    ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        keys={
+            "ffn_width": "intermediate_size_mlp",
+            "moe.experts": "num_local_experts",
+            "moe.experts_per_token": "num_experts_per_tok",
+            "moe.expert_ffn_width": "intermediate_size",
+            "moe.aux_coefficient": "router_aux_loss_coef",
+            "qk_norm": "use_qk_norm",
+            "attention.temperature_floor": "floor_scale",
+        },
+        fixed=PLAIN_EXPERTS
+        | {
+            "moe.router": "sigmoid",
+            "moe.normalize_weights": False,
+            "moe.weigh": "inputs",
+            "moe.shared_experts": 1,
+            "attention.norm_after_rotary": True,
+            "attention.norm_weights": False,
+            "attention.norm_unrotated": False,
+        },
+        defaults={
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 16,
+            "router_aux_loss_coef": 0.001,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        names={
+            "blocks.*.mlp.gate": "model.layers.*.feed_forward.gate_proj",
+            "blocks.*.mlp.up": "model.layers.*.feed_forward.up_proj",
+            "blocks.*.mlp.down": "model.layers.*.feed_forward.down_proj",
+            "blocks.*.mlp.router": "model.layers.*.feed_forward.router",
+        }
+        | {n: t.replace(".mlp.", ".feed_forward.") for n, t in SHARED_NAMES.items() if ".shared." in n},
+        fused={
+            "model.layers.*.feed_forward.experts.gate_up_proj": Fused(
+                ("blocks.*.mlp.experts.gate", "blocks.*.mlp.experts.up"), "expert_columns"
+            ),
+            "model.layers.*.feed_forward.experts.down_proj": Fused(("blocks.*.mlp.experts.down",), "expert_columns"),
+        },
+        aliases={"num_experts": "num_local_experts"},
+        needs=("moe.experts",),
+        rotary="pairs",
+        window_kind="chunked",
+        windows=chunked_where_rotated,
+        rotates="listed",
+        by_layer=llama4_layers,
+        written=llama4_written,
+    ),
+}
