@@ -70,7 +70,7 @@ DRY = (
 """Calls that start, write or delete something, and with --dry-run do not."""
 WITH_PROCESSES = {
     "train", "launch", "stop", "sweep", "chaos", "parity", "replay", "stacks", "probe", "watch", "plan-run",
-    "plan-learn", "checkpoint-merge",
+    "chat", "serve", "plan-learn", "checkpoint-merge",
 }  # fmt: skip
 HOW = "give each line of its --json a type in argosy/cli/documents.py and print it with `write`, then add a call here"
 

@@ -72,6 +72,8 @@ DOCUMENTS = {
     "checkpoint-import": DocumentKind("argosy.cli.documents:Written", "the run folder that was written"),
     "checkpoint-merge": DocumentKind("argosy.cli.documents:Written", "the run folder that was written"),
     "generate": DocumentKind("argosy.cli.generate:GeneratedText", "a prompt with its text", is_many=True),
+    "chat": DocumentKind("argosy.cli.chat:AnsweredMessage", "a message with its answer", is_many=True),
+    "serve": DocumentKind("argosy.cli.serve:ServedModel", "where the model answers"),
     "evaluate": DocumentKind("argosy.training.evaluation:Score", "the losses"),
     "evaluate-tasks": DocumentKind("argosy.cli.evaluate:ScoredTask", "a task, with `--tasks`", is_many=True),
     "parity": DocumentKind("argosy.compare.parity:Parity", "the largest differences"),

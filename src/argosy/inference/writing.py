@@ -28,6 +28,8 @@ class TextWriter:
         #: The model's sizes.
         self.config: ModelConfig = source.run.model
         self.tokenizer = source.tokenizer
+        #: The folder with the tokenizer, or its URL.
+        self.home = source.home
         #: Tokens that end a text.
         self.ends = ends_of_text(source)
         self._sample = sample
@@ -51,7 +53,7 @@ class TextWriter:
         prompts: Sequence[Prompt],
         sampling: Sampling = USUAL,
         batch_size: int = BATCH_SIZE,
-    ) -> Iterator[TextPiece]:
+    ) -> Generator[TextPiece]:
         """Yield the texts that continue the prompts, piece by piece, as the model writes them.
 
         `batch_size` are written at once, those with the shortest prompts first. Row i is drawn with the seed
