@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
-from argosy.models import hf
+from argosy.models import compiler, hf
 from argosy.models.decoder import Decoder
 from argosy.models.delta_net import chunked_delta_rule, delta_scan, delta_step, places_in, short_convolution
 from argosy.models.hf_config import config_to_json
@@ -81,6 +81,8 @@ def test_a_convolution_sees_nothing_of_the_document_before() -> None:
 def step_of(config: ModelConfig, recomputes: bool, compiled: bool = False) -> dict[str, Tensor]:
     model = Decoder(config)
     materialize(model, config, torch.device("cpu"), 0)
+    if compiled:
+        compiler.load()
     for block in model.blocks.values():
         block.attention.recomputes = recomputes
         if compiled:

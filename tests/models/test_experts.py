@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from argosy.config.model import ModelConfig, MoEConfig
+from argosy.models import compiler
 from argosy.models.experts import (
     Load,
     MoE,
@@ -225,6 +226,7 @@ def test_the_load_is_counted_once_a_backward_and_not_in_evaluation(recomputed):
 def test_compiled_parts_leave_the_load_and_the_gradients_as_they_are():
     module, x = layer(**KINDS["deepseek-v3"], z_coefficient=0.1), inputs()
     expected, load = gradients(module(x), module, x), module.take_load()
+    compiler.load()
     y = torch.compile(module, backend="aot_eager")(x)
     torch.testing.assert_close(gradients(y, module, x), expected)
     torch.testing.assert_close(module.take_load(), load)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from argosy.models import compiler
 from argosy.models.attention import AttentionCore, causal_attention, packed_attention
 from argosy.models.attention_kernels import CAUSAL, CPU_FLASH, CUDA_FLASH, PLAIN, WHOLE, Kernel, Seen, kernel_for
 from argosy.parallel.context import (
@@ -190,13 +191,18 @@ def attend_to_shards(
     return [attend(attention, *shards, d) for d in documents]
 
 
+def compiled(core: Any, fullgraph: bool = False) -> Any:
+    compiler.load()
+    return torch.compile(lambda *args: core(*args) * 1.0, backend="aot_eager", fullgraph=fullgraph)
+
+
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "recomputed": lambda core: lambda *args: checkpoint(core, *args, use_reentrant=False),
     "recomputed in part": lambda core: (
         lambda *args: checkpoint(core, *args, use_reentrant=False, context_fn=selective_contexts)
     ),
-    "compiled": lambda core: torch.compile(lambda *args: core(*args) * 1.0, backend="aot_eager"),
-    "compiled whole": lambda core: torch.compile(lambda *args: core(*args) * 1.0, backend="aot_eager", fullgraph=True),
+    "compiled": compiled,
+    "compiled whole": lambda core: compiled(core, fullgraph=True),
 }
 ULYSSES_WRAPPERS = [("ulysses", wrapper) for wrapper in WRAPPERS if wrapper != "compiled whole"]
 

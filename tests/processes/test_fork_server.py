@@ -57,6 +57,18 @@ def wait_for(forks: ForkServer, condition: Callable[[list[Message]], bool]) -> l
     return said
 
 
+def color() -> None:
+    """Entry of the fork server itself."""
+    os.environ["COLOUR"] = os.environ["PAINT"] + "ish"
+
+
+def test_what_it_is_prepared_with_is_there_in_what_it_forks_and_in_those_of_the_next_one(fork_server):
+    fork_server.prepare(ForkEntry.of(color), {"PAINT": "green"})
+    assert fork_server.fork("a", GREET, {}).receive()["colour"] == "greenish"
+    fork_server.replace()
+    assert fork_server.fork("b", GREET, {}).receive()["colour"] == "greenish"
+
+
 def test_it_forks_what_is_asked_for_with_a_channel_and_an_environment_of_its_own(fork_server):
     red = fork_server.fork("a", GREET, {"COLOUR": "red"})
     blue = fork_server.fork("b", GREET, {"COLOUR": "blue"})

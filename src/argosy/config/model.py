@@ -209,6 +209,9 @@ class ModelConfig(Section):
     """Biases on the q, k and v projections and none on o (Qwen2)."""
     tie_embeddings: bool = False
     """The head uses the embedding's weight."""
+    score: bool = False
+    """The head gives one number, the score of a reward model, in place of logits (transformers' classes
+    ForSequenceClassification with num_labels = 1). train.objective = "reward" sets it."""
     embedding_scale: PositiveFloat = 1.0
     """Factor on the embedding's vectors (Gemma, Granite)."""
     layer_scale: bool = False
@@ -345,7 +348,7 @@ class ModelConfig(Section):
     @property
     def embeds_at_both_ends(self) -> bool:
         """True if the last pipeline stage needs the embedding too: as the head, or for tokens of further prediction."""
-        return self.tie_embeddings or self.mtp.modules > 0
+        return (self.tie_embeddings and not self.score) or self.mtp.modules > 0
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Return the query heads and the key/value heads of block `layer` (from 0)."""

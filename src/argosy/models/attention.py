@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
 from argosy.models.banded_attention import banded_attention
+from argosy.models.compiler import outside_graphs
 from argosy.models.layers import linear, local, norm, plain_rms_norm
 from argosy.models.rope import rotate
 from argosy.plan.layer_spec import LayerSpec, layer_spec
@@ -203,7 +204,7 @@ def _row_starts(x_BTHE: Tensor) -> Tensor:
     return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=x_BTHE.device)
 
 
-@torch.compiler.disable  # lengths differ from batch to batch: each would be compiled again
+@outside_graphs  # lengths differ from batch to batch: each would be compiled again
 def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
     """Compute `packed_attention` without a variable-length kernel: one call for each run of equal lengths."""
     runs = [(length, len(list(run))) for length, run in groupby(documents.diff().tolist())]

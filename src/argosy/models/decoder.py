@@ -30,7 +30,15 @@ from argosy.models.loss import (
 )
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
-from argosy.models.preference import Preference, Sequences, answer_scores, preference_loss
+from argosy.models.preference import (
+    Answers,
+    Preference,
+    Sequences,
+    answer_scores,
+    answer_values,
+    last_tokens,
+    preference_loss,
+)
 from argosy.models.rope import place_table
 from argosy.plan.layer_spec import RopeSpec, TemperatureSpec, layer_spec
 from argosy.plan.mup import logit_factor
@@ -178,6 +186,8 @@ class Decoder(nn.Module):
             self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in layers_on(config, stage)})
             self.norm = norm(table, "norm", config) if stage.last else None
             self.head = linear(table, "head") if has_head else None
+            #: The head of a reward model, in place of `head`.
+            self.score = linear(table, "score") if "score.weight" in table else None
             #: Modules that predict further tokens, whose blocks are the last of `blocks`.
             further = layers_on(config, stage)[len(stage.layers) :]
             self.mtp = nn.ModuleDict({str(layer): PredictionModule(config) for layer in further})
@@ -194,6 +204,8 @@ class Decoder(nn.Module):
         #: True for each token whose target has the highest logit.
         self.is_likeliest: IsLikeliest = is_likeliest
         self.my_tokens: Callable[[Tensor], Tensor] = _all_of_them
+        #: Takes this rank's stretch of those tokens, where tensor-parallel ranks have one each.
+        self.my_stretch: Callable[[Tensor], Tensor] = _all_of_them
         #: Sums over the ranks that have other tokens of the same rows.
         self.sum_over_tokens: Callable[[Tensor], Tensor] = _all_of_them
         #: Gathers what the head reads: all tokens, where tensor-parallel ranks have a stretch of them each.
@@ -287,6 +299,8 @@ class Decoder(nn.Module):
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Return what the head reads."""
+        if self.score is not None:
+            return x
         x = self.for_head(x)
         return x if self.logit_factor == 1.0 else x * self.logit_factor
 
@@ -298,19 +312,28 @@ class Decoder(nn.Module):
             of_chunk, longest = self.own_loss, self.config.vocab_size
         softcap = self.config.logit_softcap
         if sequences is not None:
-            starts_BT = self.my_tokens(sequences.starts)
-            how = (rows_at_once(local(weight_VD), longest), softcap)
+            rows = rows_at_once(local(weight_VD), longest)
             about = (x.flatten(0, 1), local(weight_VD), targets_N)
-            if not torch.is_grad_enabled():
+            starts_BT, ends_BT = (
+                self.my_tokens(part) if self.score is None else self.my_stretch(self.my_tokens(part))
+                for part in (sequences.starts, last_tokens(sequences.starts))
+            )
+            if self.score is None and not torch.is_grad_enabled():
                 judge = with_misses(of_chunk, self.is_likeliest)
-                return answer_scores(*about, starts_BT, sequences, self.sum_over_tokens, judge, *how)
-            return preference_loss(*about, starts_BT.flatten(), sequences, self.preference, of_chunk, *how)
+                return answer_scores(*about, starts_BT, sequences, self.sum_over_tokens, judge, rows, softcap)
+            where = (starts_BT.flatten(), ends_BT.flatten() if self.score is not None else None)
+            answers = Answers(targets_N, *where, sequences, self.sum_over_tokens, of_chunk, rows, softcap)
+            if not torch.is_grad_enabled():
+                values_BT = answer_values(*about[:2], answers)
+                return torch.stack([values_BT, torch.zeros_like(values_BT)], -1)
+            assert self.preference is not None
+            return preference_loss(*about[:2], answers, self.preference)
         return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest, softcap)
 
     @property
     def head_weight(self) -> Tensor:
-        """The weight that turns hidden states into logits, [V, D]; only the last stage has one."""
-        module = self.head or self.embedding
+        """The weight that turns hidden states into logits, [V, D], or a score, [1, D]; only the last stage has one."""
+        module = self.score or self.head or self.embedding
         assert module is not None
         return module.weight
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig, MoEConfig
+from argosy.models.compiler import outside_graphs
 from argosy.models.layers import Activation, FeedForward, gated, linear, local
 from argosy.models.own_family import activation_of
 from argosy.plan.parameters import Table, dense_table, inside, moe_table
@@ -97,7 +98,7 @@ class MoE(nn.Module):
         capacity = math.ceil(moe.capacity_factor * row * moe.experts_per_token / moe.experts)
         return experts_BTK.masked_fill(self.rows.places(experts_BTK) >= capacity, moe.experts)
 
-    @torch.compiler.disable  # backward leaves the load in the module; a compiled graph would not
+    @outside_graphs  # backward leaves the load in the module; a compiled graph would not
     def _balanced(self, y_BTD: Tensor, routing: Routing, experts_BTK: Tensor) -> Tensor:
         """Return `y_BTD`; its backward counts the load and starts the gradients of the balance losses."""
         with torch.no_grad():
@@ -314,7 +315,7 @@ class Experts(nn.Module):
             self.register_module(f"{name}_lora", None)  # `models.adapters` may put one here
         self.exchange: Exchange = at_home
 
-    @torch.compiler.disable  # each expert's number of tokens differs from batch to batch
+    @outside_graphs  # each expert's number of tokens differs from batch to batch
     def forward(self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts (E: none), [B, T, D] in `x_BTD`'s dtype."""
         K = experts_BTK.shape[-1]

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
@@ -19,7 +18,9 @@ Activation = Callable[[Tensor], Tensor]
 
 def local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    # Not `isinstance`: importing DTensor takes half a second, which a run that splits nothing need not wait for.
+    part: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return part
 
 
 class Linear(nn.Linear):
@@ -55,6 +56,9 @@ class Embedding(nn.Embedding):
     def __init__(self, vocab_size: int, width: int, dtype: torch.dtype):
         super().__init__(vocab_size, width)
         self.dtype = dtype
+
+    def reset_parameters(self) -> None:
+        """Do nothing: `materialize` gives weights. On the meta device torch's own loads the compiler."""
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         return F.embedding(tokens_BT, local(self.weight)).to(self.dtype)

@@ -99,6 +99,9 @@ class Optimizer:
                 rule.step(some, lr, settings.weight_decay)
                 if watch is not None and before is not None:
                     watch(some[0].piece, before)
+            for slot in slots:
+                if not slot.piece.value.numel():  # no rule opened it, and this rank may be the one that saves the count
+                    slot.steps += 1
             fault("optimizer")
 
     def zero_grad(self) -> None:

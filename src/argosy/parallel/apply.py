@@ -7,9 +7,8 @@ the optimizer and the checkpoint do not ask: they see pieces of parameters.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.config.train import LOSSES
+from argosy.models import compiler
 from argosy.models.adapters import add_adapters
 from argosy.models.decoder import Block, Decoder
 from argosy.models.delta_net import GatedDeltaNet
@@ -39,16 +39,29 @@ from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import stages_on, weight_format
 from argosy.plan.parameters import Stage, inside, run_table
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import Plan
+from argosy.plan.plan import PLAN, Plan
 from argosy.precision.fp8 import use_fp8
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "argosy" / "inductor"
+
+def load() -> None:
+    """Import what laying a model out by the plan in the environment takes beside this module: once, in the process that
+    workers are forked from, and not in each of them.
+    """
+    plan = Plan.parse(os.environ[PLAN])
+    if plan.compile:
+        compiler.load()
+    if plan.pp > 1:
+        import torch.distributed.pipelining
+    if plan.shards_parameters:
+        import torch.distributed.fsdp
+    if max(plan.tp, plan.ep, plan.dp_shard) > 1:
+        import torch.distributed.tensor  # noqa: F401
 
 
 def compile_blocks(model: Decoder, enabled: bool) -> None:
     """Compile `model`'s blocks (once, as they are alike), the last norm, and the loss of a chunk, in place."""
     if enabled:
-        keep_compile_cache()
+        compiler.load()
         for block in model.blocks.values():
             block.compile()
         if model.norm is not None:
@@ -57,11 +70,6 @@ def compile_blocks(model: Decoder, enabled: bool) -> None:
             model.loss_of_chunk.compile()
         else:
             model.loss_of_chunk = torch.compile(model.loss_of_chunk)
-
-
-def keep_compile_cache() -> None:
-    """Keep compiled kernels on disk, so that only the first run of a model waits for them."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
 
 
 Materialize = Callable[[Decoder, ModelConfig, torch.device, int], None]
@@ -150,7 +158,7 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, spli
         core = RingAttention(group) if plan.context == "ring" else UlyssesAttention(group)
         delta_core = DeltaExchange(group)
         model.my_tokens = partial(shard_sequence, rank=rank, size=plan.cp)
-        model.sum_over_tokens = partial(_summed_over, group)
+        model.sum_over_tokens = partial(_summed_over, [group])
         for block in model.blocks.values():
             assert isinstance(block, Block)
             if isinstance(block.attention, GatedDeltaNet):
@@ -161,6 +169,10 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, spli
     if (group := meshes.group("tp")) is not None:
         rank = meshes.rank("tp")
         rows = SplitRows(group, partial(torch.cat, dim=1), lambda x: x.chunk(plan.tp, dim=1)[rank], around=rows)
+        if model.score is not None and splits_tokens:  # logits are of all tokens on each rank, scores of its own
+            model.my_stretch = lambda x: x.chunk(plan.tp, dim=1)[rank]
+            groups = [other for other in (meshes.group("cp"), group) if other is not None]
+            model.sum_over_tokens = partial(_summed_over, groups)
     for moe in moe_layers(model):
         moe.rows = rows or moe.rows
 
@@ -169,7 +181,6 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
     """Train with the objective that the run names, or with its loss, if it is the user's. Raises: UserError."""
     if run.train.has_preferences:
         model.preference = Preference(run.train.objective, run.preference)
-        model.preference.sum_over_tokens = model.sum_over_tokens
         model.preference.reports = meshes.rank("cp") == 0
     if run.train.loss in LOSSES:
         return
@@ -177,8 +188,9 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
     model.own_loss = loss if group is None else GatheredLoss(loss, group, run.model.vocab_size)
 
 
-def _summed_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    dist.all_reduce(tensor, group=group)
+def _summed_over(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
     return tensor
 
 

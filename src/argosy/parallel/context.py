@@ -29,8 +29,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from argosy.models.attention import packed_attention
 from argosy.models.attention_kernels import CAUSAL, WHOLE, Kernel, add_sinks, gradient_of_sinks, kernel_for
+from argosy.models.compiler import outside_graphs
 from argosy.models.delta_net import DeltaStreams, DeltaWeights, delta_attention
-from argosy.parallel.halo import halo_attention
+from argosy.parallel import halo
 
 # B batch, T queries, S keys, H query heads, K key/value heads, G query heads for each of those, E head width
 
@@ -123,7 +124,7 @@ class RingAttention:
         self.ranks = group.size()
         self._kernel = kernel
         self._tiles: tuple[Tensor | None, torch.Size, list[list[Tile]]] | None = None
-        self._handle = next(_HANDLES)
+        self._handle = str(next(_HANDLES))
         _RINGS[self._handle] = self
 
     def __call__(
@@ -142,7 +143,7 @@ class RingAttention:
         With a window, nothing goes round the ring: see `parallel.halo`.
         """
         if window:
-            return halo_attention(q_BTHE, k_BTKE, v_BTKE, documents, self._group, window, softcap, sinks_H)
+            return halo.halo_attention(q_BTHE, k_BTKE, v_BTKE, documents, self._group, window, softcap, sinks_H)
         H, K = q_BTHE.shape[2], k_BTKE.shape[2]
         assert k_BTKE.shape == v_BTKE.shape
         assert H % K == 0, f"{K} key/value heads do not divide {H} query heads"
@@ -218,7 +219,7 @@ class UlyssesAttention:
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
 
-    @torch.compiler.disable  # an exchange in the middle: attention itself is one kernel anyway
+    @outside_graphs  # an exchange in the middle: attention itself is one kernel anyway
     def __call__(
         self,
         q_BTHE: Tensor,
@@ -258,7 +259,7 @@ class DeltaExchange:
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
 
-    @torch.compiler.disable  # exchanges at both ends; the arithmetic between is the same few operators for all layers
+    @outside_graphs  # exchanges at both ends; the arithmetic between is the same few operators for all layers
     def __call__(
         self, streams: DeltaStreams, weights: DeltaWeights, documents: Tensor | None, key_width: int, recomputes: bool
     ) -> Tensor:
@@ -311,13 +312,14 @@ class _Ring:
 
 # To torch it is one operator: selective recomputation keeps its output and not that of every tile, and the compiler,
 # which cannot follow messages, takes it as it is. An operator has no Python objects among its arguments: hence handles.
+# They are strings: of a number, the compiler would make a variable once a process is in its second world, and fail.
 _HANDLES = itertools.count()
-_RINGS: WeakValueDictionary[int, RingAttention] = WeakValueDictionary()
+_RINGS: WeakValueDictionary[str, RingAttention] = WeakValueDictionary()
 
 
 @torch.library.custom_op("argosy::ring_attention", mutates_args=())
 def _ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, softcap: float, handle: int
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, softcap: float, handle: str
 ) -> tuple[Tensor, Tensor]:
     return _RINGS[handle].forward(q, k, v, documents, sinks, softcap)
 
@@ -332,7 +334,7 @@ def _ring_attention_backward(
     y: Tensor,
     lse: Tensor,
     softcap: float,
-    handle: int,
+    handle: str,
 ) -> tuple[Tensor, Tensor]:
     return _RINGS[handle].backward(dy, q, k, v, documents, y, lse, softcap)
 
@@ -372,7 +374,7 @@ def _flops(
     documents: Tensor | None,
     sinks: Tensor | None,
     softcap: float,
-    handle: int,
+    handle: str,
     **_: Any,
 ) -> int:
     """FLOPs of this rank, as if documents were equally long and the future not masked, as torch counts attention."""

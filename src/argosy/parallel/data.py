@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from argosy.models.decoder import Decoder
 from argosy.models.experts import moe_layers
@@ -201,6 +200,8 @@ def shard_fully(
     `expert_mesh` is that of experts, where they are dealt over ep ranks. `keep_gathered`: from a forward to its
     backward, as the pipeline schedules need that split backward: they look for the parameters before it gathers them.
     """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
     # A block's output may be a view: the warning is for code that writes into it, which ours does not.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     compute = None if model.compute_dtype == torch.float32 else model.compute_dtype
@@ -225,6 +226,8 @@ class FullySharded:
     def __init__(self, model: Decoder, pieces: Sequence[PlacedPiece], over_replicas: Sequence[GradientSum] = ()):
         """`over_replicas`: sums of the shards' gradients over replicas, where FSDP2 splits over one replica only. It
         tells them of each gradient that it has reduced, through the parameter's hooks."""
+        from torch.distributed.fsdp import FSDPModule
+
         assert isinstance(model, FSDPModule)
         self._model, self._pieces, self.over_replicas = model, pieces, over_replicas
 

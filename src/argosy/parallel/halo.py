@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.models.banded_attention import banded_attention
+from argosy.models.compiler import outside_graphs
 
 # B rows, T tokens of this rank, M those with halos, H query heads, K key/value heads, E head width
 
@@ -48,7 +49,7 @@ def halos(rank: int, size: int, chunk: int, window: int) -> list[list[HaloPart]]
     return found
 
 
-@torch.compiler.disable  # an exchange in the middle
+@outside_graphs  # an exchange in the middle
 def halo_attention(
     q_BTHE: Tensor,
     k_BTKE: Tensor,

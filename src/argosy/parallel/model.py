@@ -247,7 +247,7 @@ class ParallelModel:
     @torch.no_grad()
     def answer_scores(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
         """Return `models.preference.answer_scores` of the batch's `sequences`, fp32 [B, T, 2] of each microbatch: the
-        log-probability of each answer, and its tokens that are not the likeliest.
+        log-probability of each answer, and its tokens that are not the likeliest. Of a reward model: its score, and 0.
 
         All ranks call it together, with `microbatches_at_once` microbatches. None but on one of the ranks that have the
         same rows.

@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import offset_of
 from argosy.models.layers import local
 from argosy.optim.piece import Piece
 from argosy.parallel.mesh import Meshes
+
+if TYPE_CHECKING:  # importing it takes half a second, and a run that splits nothing does without
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,10 +57,11 @@ class PlacedPiece(Piece):
     @property
     def is_part_of_sum(self) -> bool:
         """True if the tp ranks hold it whole, and each computes a part of its gradient."""
-        parameter = self.parameter
-        if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+        mesh = getattr(self.parameter, "device_mesh", None)
+        if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
             return False
-        return parameter.placements[-1].is_replicate()
+        placements: Sequence[Placement] = getattr(self.parameter, "placements", ())
+        return placements[-1].is_replicate()
 
 
 def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[PlacedPiece]:
@@ -74,6 +78,8 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[PlacedPiece]:
             first = min(mesh.get_local_rank(-1) * rows, value.shape[0])
             value = value[first : first + rows]
             offset[0] += first
+            from torch.distributed.tensor import Shard
+
             placements = (*placements, Shard(0))
         parts = {axis: p.dim for axis, p in enumerate(placements) if isinstance(getattr(p, "dim", None), int)}
         replicas = meshes.ranks_of_stage(is_shared_by_ends=name == "embedding.weight")
@@ -102,6 +108,8 @@ def _gather(
     """Undo the splits one by one, the last one first (`last_first`: that of the last axis of the mesh)."""
     if mesh is None:
         return part
+    from torch.distributed.tensor import Replicate
+
     whole = _wrap(part, mesh, placements, shape)
     axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     for axis in reversed(axes) if last_first else axes:
@@ -117,5 +125,7 @@ def _box(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
 
 
 def _wrap(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from argosy.faults import fault
 from argosy.models.decoder import Decoder, Microbatch
 from argosy.models.preference import Sequences
 from argosy.observe.clock import StepClock
 from argosy.plan.pipeline import ScheduleRule
+
+if TYPE_CHECKING:  # importing it loads the compiler, which a run without a pipeline may do without
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 # B batch, t tokens of this rank, D model width
 
@@ -93,6 +94,8 @@ class Pipeline:
     ):
         """`parts`: this rank's stages of the `stages` in all; `hidden_BtD`: shape of what goes from one to the next;
         `microbatches`: those of a step."""
+        from torch.distributed.pipelining import PipelineStage
+
         self.microbatches_at_once = microbatches
         self._parts, self._rule, self._group, self._hidden = parts, rule, group, hidden_BtD
         self._has_last = any(part.stage.last for part in parts.values())
@@ -191,6 +194,8 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum() / self._scale
 
     def _schedule(self, microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
+        from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
         if microbatches not in self._schedules:
             kind = get_schedule_class(self._rule.torch_name)
             several = issubclass(kind, PipelineScheduleMulti)

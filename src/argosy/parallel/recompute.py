@@ -18,6 +18,8 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from argosy.models import compiler
+from argosy.models.compiler import outside_graphs
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.observe.wire import tensors_in
 
@@ -54,6 +56,8 @@ def apply_recompute(
     """
     if mode == "none":
         return
+    if compiled:
+        compiler.load()
     for layer, block in blocks:
         if layer % every == 0:
             for module in block.modules():
@@ -75,7 +79,9 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 # Where the compiler recomputes a whole block with DTensors, torch 2.13 takes their DeviceMesh for a saved tensor, and
 # fails. So it only gets what is inside: the block's last matmul, which nothing needs, is then computed again too.
-_recomputed_around_compiled = torch.compiler.disable(_recomputed)
+@outside_graphs
+def _recomputed_around_compiled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _recomputed(forward, *args, **kwargs)
 
 
 def _recomputed_selectively(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

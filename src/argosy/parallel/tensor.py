@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from argosy.models.adapters import LowRank
@@ -143,6 +142,8 @@ Style = Callable[[Any, DeviceMesh, SequenceParallel], None]
 
 def sums(linear: Linear, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
     """Row-parallel linear layer: sum the outputs over ranks, split by tokens; then add the bias."""
+    from torch.distributed.tensor import DTensor, Shard
+
     assert isinstance(linear.weight, DTensor)
     if linear.weight.placements == (Shard(INPUTS),):
         linear.reduce = tokens.reduce
@@ -207,7 +208,7 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table, between: Be
     tokens = between(mesh.get_group())
     for name, module in list(model.named_modules()):
         for own, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):
+            if not hasattr(parameter, "to_local"):
                 split(module, own, mesh, table[f"{name}.{own}"].tp_dim)
         for kind, style in STYLES.items():
             if isinstance(module, kind):
@@ -221,6 +222,8 @@ def split_over_ranks(model: Decoder, mesh: DeviceMesh, table: Table, between: Be
 
 def split(module: nn.Module, name: str, mesh: DeviceMesh, *dims: int | None) -> None:
     """Make the module's parameter `name` a DTensor and keep this rank's part; `dims`: what each axis cuts."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     whole = module.get_parameter(name)
     part = whole.detach()
     for axis, dim in enumerate(dims):

@@ -331,6 +331,8 @@ def _forget_meshes() -> None:
     In another world DTensor would use the dead groups, and until then their threads spin, as their peers are gone.
     torch has no public names for this.
     """
+    if "torch.distributed.tensor" not in sys.modules:
+        return  # no DTensor was made
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -36,6 +36,8 @@ NO_WORKERS = (
     "sync out."
 )
 
+PLAN = "ARGOSY_PLAN"
+"""Environment variable: the plan that a fork server prepares itself for (`parallel.apply.load`)."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
 NUMERICS = ("precision", "weights", "reduce", "sync", "compile")

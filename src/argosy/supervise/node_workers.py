@@ -38,6 +38,8 @@ from argosy.supervise.stopping import Stopping
 
 WORKER = ForkEntry("argosy.supervise.worker")
 """A worker process; by name, as it imports torch, which an agent does without."""
+WORKERS_IMPORTS = ForkEntry("argosy.parallel.apply", "load")
+"""Imports what the workers of a plan need beside `WORKER`."""
 BREAK_S = 10.0
 """A worker that takes longer to leave a broken world is killed."""
 NEWCOMERS_EVERY_S = 0.5

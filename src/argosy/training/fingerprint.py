@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement
 
 from argosy.data.order import key_of
 from argosy.errors import RunFailed
@@ -31,6 +30,9 @@ from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
 
 LIMBS, LIMB_BITS = 4, 16
 """A 64-bit fingerprint travels as this many numbers of this many bits, which fp64 adds up exactly in any world."""

@@ -241,7 +241,8 @@ class Survivor:
         """Set this process's arithmetic and random numbers for its rank. Returns its bytes before the first world."""
         if self.memory_before_bytes is None:
             self.memory_before_bytes = peak_memory_bytes(world.device)
-        torch.use_deterministic_algorithms(run.train.deterministic)
+        if torch.are_deterministic_algorithms_enabled() != run.train.deterministic:  # setting it loads the compiler
+            torch.use_deterministic_algorithms(run.train.deterministic)
         torch.manual_seed(run.seed * 1_000_003 + world.rank)
         return self.memory_before_bytes
 

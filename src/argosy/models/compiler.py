@@ -1,0 +1,62 @@
+"""torch's compiler, loaded only where something is compiled: importing it takes half a second.
+
+`torch.compiler.disable` imports it at once, so functions that stay out of compiled graphs are marked here, and disabled
+when the compiler is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "argosy" / "inductor"
+"""Folder of compiled graphs and kernels, for all runs and processes of a user."""
+CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
+"""torch's environment variable for it."""
+
+F = TypeVar("F", bound=Callable[..., object])
+_outside_graphs: list[Callable[..., object]] = []
+
+
+def outside_graphs(function: F) -> F:
+    """Mark a function of a module, or a method of its classes, which compiled code calls and does not trace."""
+    if is_loaded():
+        return torch.compiler.disable(function)
+    _outside_graphs.append(function)
+    return function
+
+
+def is_loaded() -> bool:
+    """Return True once `load` was called."""
+    return "torch._dynamo" in sys.modules and not _outside_graphs
+
+
+def load() -> None:
+    """Load the compiler; before anything is compiled.
+
+    What it makes is kept on disk, so that only the first run of a model waits for it. TORCHINDUCTOR_CACHE_DIR, if the
+    user has set it, says where.
+    """
+    os.environ.setdefault(CACHE_DIR, str(CACHE))  # importing the compiler sets it to a folder of /tmp
+    importlib.import_module("torch._dynamo")
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # no public name
+
+    if os.environ[CACHE_DIR] == default_cache_dir():  # another package has imported the compiler
+        os.environ[CACHE_DIR] = str(CACHE)
+    while _outside_graphs:
+        _disable(_outside_graphs.pop())
+
+
+def _disable(function: Callable[..., object]) -> None:
+    """Put the disabled function in the marked one's place."""
+    owner: object = sys.modules[function.__module__]
+    *classes, name = function.__qualname__.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    setattr(owner, name, torch.compiler.disable(function))

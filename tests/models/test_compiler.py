@@ -1,0 +1,59 @@
+"""torch's compiler is loaded where something is compiled, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
+CODE = """
+import json, os, sys
+from pathlib import Path
+import argosy.supervise.worker
+from argosy.models import attention, compiler
+from argosy.parallel import halo, recompute
+from argosy.parallel.world import World
+from tiny import EAGER, run_config, train_in
+
+corpus, run_dir, *heavy = sys.argv[1:]
+train_in(World(), run_config(Path(corpus), train={"steps": 2}), EAGER, Path(run_dir))
+loaded = [name for name in heavy if name in sys.modules]
+compiler.load()
+functions = attention._attention_by_document, halo.halo_attention, recompute._recomputed_around_compiled
+print(json.dumps({
+    "loaded": loaded,
+    "cache": os.environ[compiler.CACHE_DIR],
+    "disabled": [getattr(function, "_torchdynamo_disable", False) for function in functions],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a worker's process is like that has trained without compiling, and then loads the compiler."""
+    folder = tmp_path_factory.mktemp("loads")
+    environment = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_CACHE_DIR"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", CODE, str(corpus), str(folder), *HEAVY]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return {**result, "folder": folder}
+
+
+def test_a_run_that_compiles_and_splits_nothing_starts_without_the_compiler(found):
+    assert found["loaded"] == []
+
+
+def test_what_is_compiled_is_kept_in_the_users_cache_for_all_runs(found):
+    assert found["cache"] == str(found["folder"] / "cache" / "argosy" / "inductor")
+
+
+def test_what_is_marked_stays_outside_compiled_graphs(found):
+    assert found["disabled"] == [True, True, True]
