@@ -76,16 +76,21 @@ def main(argv: list[str]) -> None:
         return
     with told_if_long("argosy evaluate: reading the text and the model, and computing the loss"):
         from argosy.inference.evaluate import evaluate
+        from argosy.inference.members import launched_world
 
-        score = evaluate(
-            options.path,
-            options.data,
-            split=options.split,
-            max_tokens=options.max_tokens,
-            seq_len=options.seq_len,
-            plan=plan,
-            trust_code=options.trust_code,
-        )
+        with launched_world(plan) as world:
+            score = evaluate(
+                options.path,
+                options.data,
+                split=options.split,
+                max_tokens=options.max_tokens,
+                seq_len=options.seq_len,
+                plan=plan,
+                trust_code=options.trust_code,
+                world=world,
+            )
+    if world is not None and not world.is_first:
+        return
     if options.json:
         write("evaluate", score)
         return
@@ -103,16 +108,21 @@ def _score_tasks(options: Options, plan: Plan) -> None:
         raise UserError("--data and --split are for held-out text, and --tasks have data of their own. Leave them out.")
     with told_if_long("argosy evaluate: reading the tasks and the model, and scoring"):
         from argosy.inference.evaluate import evaluate_tasks
+        from argosy.inference.members import launched_world
 
-        scores = evaluate_tasks(
-            options.path,
-            [name for name in options.tasks.split(",") if name],
-            fewshot=options.fewshot,
-            limit=options.task_limit,
-            seq_len=options.seq_len,
-            plan=plan,
-            trust_code=options.trust_code,
-        )
+        with launched_world(plan) as world:
+            scores = evaluate_tasks(
+                options.path,
+                [name for name in options.tasks.split(",") if name],
+                fewshot=options.fewshot,
+                limit=options.task_limit,
+                seq_len=options.seq_len,
+                plan=plan,
+                trust_code=options.trust_code,
+                world=world,
+            )
+    if world is not None and not world.is_first:
+        return
     if options.json:
         write("evaluate-tasks", *(ScoredTask(task, metrics) for task, metrics in scores.items()))
         return

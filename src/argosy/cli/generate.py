@@ -11,6 +11,8 @@ Examples:
 from __future__ import annotations
 
 import json
+from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +26,7 @@ from argosy.data.stores.store import is_url
 from argosy.errors import UserError
 from argosy.files import read_at_most
 from argosy.inference.plans import plan_named
-from argosy.inference.sampling import Sampling
+from argosy.inference.sampling import Prompt, Sampling
 from argosy.observe.terminal import printable, told_if_long
 
 if TYPE_CHECKING:
@@ -92,12 +94,16 @@ def main(argv: list[str]) -> None:
     if not is_url(options.path):
         must_be_folder(Path(options.path))
     asked = [{"prompt": options.prompt}] if options.prompts is None else read_prompts(options.prompts)
-    with told_if_long("argosy generate: loading the model"):
-        from argosy.inference.loaded_model import load_model
+    with ExitStack() as held:
+        with told_if_long("argosy generate: loading the model"):
+            from argosy.inference.loaded_model import LoadedModel
+            from argosy.inference.members import launched_world
 
-        model = load_model(options.path, plan, options.trust_code)
-    with model:
-        if options.prompts is None and not options.json:
+            world = held.enter_context(launched_world(plan))
+            model = held.enter_context(LoadedModel(options.path, plan, options.trust_code, world))
+        if world is not None and not world.is_first:  # it computes with the first, which prints
+            deque(model.stream([prompt_of(said) for said in asked], sampling, options.batch_size), maxlen=0)
+        elif options.prompts is None and not options.json:
             _write(model, options.prompt, sampling)
         else:
             with told_if_long("argosy generate: writing"):
@@ -136,6 +142,12 @@ def _prompt_of(line: str, where: str) -> dict[str, Any]:
     return said
 
 
+def prompt_of(said: dict[str, Any]) -> Prompt:
+    """Return the prompt of a line of the file."""
+    prompt: Prompt = said["prompt"] if "prompt" in said else said["tokens"]
+    return prompt
+
+
 def _write(model: LoadedModel, prompt: str, sampling: Sampling) -> None:
     """Print a prompt, and its continuation as it grows."""
     pieces = model.stream([prompt], sampling)
@@ -148,7 +160,7 @@ def _write(model: LoadedModel, prompt: str, sampling: Sampling) -> None:
 
 def _write_all(model: LoadedModel, asked: list[dict[str, Any]], sampling: Sampling, options: Options) -> None:
     """Print the prompts with their continuations in their order, each as soon as those before it are written."""
-    prompts = [said["prompt"] if "prompt" in said else said["tokens"] for said in asked]
+    prompts = [prompt_of(said) for said in asked]
     for said, completion in zip(asked, model.complete(prompts, sampling, options.batch_size), strict=True):
         if options.json:
             prompt, tokens = said.get("prompt"), said.get("tokens")

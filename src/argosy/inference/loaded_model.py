@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from argosy.errors import UserError
-from argosy.inference.members import InProcesses
+from argosy.inference.members import InProcesses, open_together
 from argosy.inference.plans import plan_named, run_of_rows
 from argosy.inference.rank_model import RankModel, SampleRequest
 from argosy.inference.sampling import Prompt, Sampling
-from argosy.inference.trained_model import default_device, open_model
+from argosy.inference.trained_model import default_device
 from argosy.inference.writing import TextWriter
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
@@ -40,7 +40,7 @@ class Backend(Protocol):
 
 
 class InThisProcess:
-    """A backend: the model is here, whole."""
+    """A backend: the model is here, whole, or laid out over processes that all make the same calls."""
 
     def __init__(self, model: RankModel):
         self._model = model
@@ -48,7 +48,8 @@ class InThisProcess:
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """See `Backend`."""
         found = self._model.logits(tokens_BT)
-        assert found is not None
+        if found is None or len(found) < len(tokens_BT):
+            raise UserError("logits: under a launcher each process has some. Call it where none has set RANK.")
         return found.cpu()
 
     def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
@@ -63,20 +64,21 @@ class InThisProcess:
 class LoadedModel(TextWriter):
     """A trained model, its weights in memory, and its tokenizer. Use it in a `with` block, or `close` it."""
 
-    def __init__(self, place: str | Path, plan: Plan, trust_code: bool = False):
-        """See `load_model`."""
-        source = open_model(place, trust_code)
+    def __init__(self, place: str | Path, plan: Plan, trust_code: bool = False, world: World | None = None):
+        """See `load_model`. world: the processes that a launcher has started, as many as `plan` is for; all make the
+        same calls. None: processes are started if the plan needs them."""
+        source = open_together(place, trust_code, world)
         if source.run.model.score:
             raise UserError(
                 f"{place} is a reward model: it ends with a score, and not with words. argosy evaluate reads it."
             )
         self.plan = plan
         run_of_rows(source.run, plan)  # what is wrong is said before processes start
-        self._backend: Backend = (
-            InThisProcess(RankModel(source, plan, World(device=default_device())))
-            if plan.world_size == 1
-            else InProcesses(source, plan, source.run.model.vocab_size)
-        )
+        self._backend: Backend
+        if world is None and plan.world_size > 1:
+            self._backend = InProcesses(source, plan, source.run.model.vocab_size)
+        else:
+            self._backend = InThisProcess(RankModel(source, plan, world or World(device=default_device())))
         super().__init__(source, self._backend.sample)
 
     def logits(self, tokens_BT: Tensor | Sequence[Sequence[int]]) -> Tensor:

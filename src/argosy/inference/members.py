@@ -1,7 +1,7 @@
-"""A model that is laid out over processes of this machine: the processes, and how the one that asked speaks to them.
+"""A model that is laid out over processes: those of this machine that are started for it, or those of a launcher.
 
-All members get each request. They compute it together, and those that have a part of the result send it: the first
-member the tokens of a step, each data-parallel rank the logits of its rows.
+Members that are started get each request. They compute it together, and those that have a part of the result send it:
+the first member the tokens of a step, each data-parallel rank the logits of its rows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import queue
 import signal
 import threading
 import warnings
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from argosy.inference.tasks import TaskRequest, score_tasks
 from argosy.inference.trained_model import SomeModel, open_model
 from argosy.launch.local_world import LocalWorld, failure_told
 from argosy.parallel.encoding import decode, encode, from_text, to_text
-from argosy.parallel.world import World, join_world
+from argosy.parallel.world import World, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
@@ -67,6 +68,36 @@ def check_devices(plan: Plan) -> None:
     if not devices and size > cores:
         text = f'plan = "{plan}": {size} processes on {cores} cores will wait for each other.'
         warnings.warn(text, ArgosyWarning, stacklevel=2)
+
+
+@contextmanager
+def launched_world(plan: Plan) -> Iterator[World | None]:
+    """Yield the world of processes that a launcher (torchrun, say) has started this command in; None without one.
+
+    Raises: UserError if it has started more or fewer than `plan` is for.
+    """
+    if "RANK" not in os.environ:
+        yield None
+        return
+    size = int(os.environ["WORLD_SIZE"])
+    if size != plan.world_size:
+        raise UserError(
+            f'plan = "{plan}" is for {plan.world_size} processes, and the launcher has started {size} (WORLD_SIZE). '
+            "Start as many as the plan is for, or unset RANK to have them started."
+        )
+    world = join_world(LaunchConfig())
+    try:
+        yield world
+    finally:
+        leave_world()
+
+
+def open_together(place: str | Path, trust_code: bool, world: World | None) -> SomeModel:
+    """Open a model (`open_model`) in each process of `world`, of which the first alone reads a checkpoint back."""
+    if world is None:
+        return open_model(place, trust_code)
+    found = world.share_first(lambda: open_model(place, trust_code).place, str)
+    return open_model(found, trust_code, check=lambda checkpoint: None)
 
 
 class InProcesses:
