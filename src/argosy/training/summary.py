@@ -134,7 +134,8 @@ def write_report(
     )
     report.save(run_dir)
     progress.close()
-    progress.say(report.in_words())
+    if report.status == "stopped" or run.launch.nodes > 1:  # else who started this process says more (launch.ending)
+        progress.say(report.in_words())
 
 
 class Measured:
