@@ -115,4 +115,4 @@ def test_the_inspector_of_the_protocol_reads_a_run(trained: Path) -> None:
     if done.returncode and "npm" in done.stderr:
         pytest.skip(f"npm has no inspector: {done.stderr.splitlines()[-1][:200]}")
     status = json.loads(json.loads(done.stdout)["content"][0]["text"])
-    assert (status["run"], status["state"], status["next"]["rule"]) == (trained.name, "finished", "finished"), status
+    assert (status["folder"], status["state"], status["next"]["rule"]) == (str(trained), "finished", "finished")
