@@ -45,7 +45,7 @@ MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_STACKED = 2**13, 2**16, 2**16, 2**18
 of models in files of others. The largest models have a tenth of each at most."""
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4", "granite",
-    "smollm3", "glm", "glm4", "phi3", "cohere", "cohere2", "seed_oss", "nemotron", "ernie4_5",
+    "smollm3", "cwm", "glm", "glm4", "phi3", "cohere", "cohere2", "seed_oss", "nemotron", "ernie4_5",
     "hunyuan_v1_dense", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "glm4_moe", "dots1",
     "deepseek_v2", "deepseek_v3", "kimi_k2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
     "mimo_v2_flash", "laguna", "gemma4_text", "llama4_text",
