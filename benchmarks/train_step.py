@@ -60,10 +60,13 @@ class Contender:
             "TORCHINDUCTOR_CACHE_DIR": str(cache / name.replace("/", "_")),
             "TOKENIZERS_PARALLELISM": "false",
         }
+        peers = HERE / "peers.py"
+        if source and (others := Path(source).resolve().parent / "benchmarks" / "peers.py").is_file():
+            peers = others  # another checkout knows how to call itself
         began = time.perf_counter()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (it lives as long as the process)
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "peers.py"), kind, json.dumps(asdict(setting))],
+            [sys.executable, str(peers), kind, json.dumps(asdict(setting))],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -78,6 +81,11 @@ class Contender:
         assert self._process.stdin is not None
         print(length, file=self._process.stdin, flush=True)
         return self._hear()
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the process so far, of all its threads."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def leave(self) -> None:
         assert self._process.stdin is not None
@@ -213,8 +221,9 @@ def _machine(threads: int) -> str:
 
     cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = f"{torch.cuda.get_device_name()}; " if torch.cuda.is_available() else ""
     return (
-        f"{cpu}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()}; {threads} threads; "
+        f"{gpu}{cpu}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()}; {threads} threads; "
         f"Python {platform.python_version()}, torch {torch.__version__}."
     )
 

@@ -308,6 +308,7 @@ def _llama4(draw: Draw, sizes: dict[str, Any]) -> dict[str, Any]:
 Drawn = Callable[[Draw, dict[str, Any]], dict[str, Any]]
 DRAWN: dict[str, Drawn] = {
     "llama": _llama,
+    "cwm": lambda d, s: _windows(d, s) | {"head_dim": d([8, 16]), "rope_parameters": _rope(d)},
     "mistral": lambda d, s: {"sliding_window": d([None, 5, 24]), "head_dim": d([8, 16]), "rope_parameters": _rope(d)},
     "qwen2": _qwen2,
     "qwen3": _qwen3,

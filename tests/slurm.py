@@ -67,10 +67,10 @@ def _environments() -> Iterator[tuple[int, set[str]]]:
 
 
 @contextmanager
-def slurm(folder: Path, nodes: int) -> Iterator[Slurm]:
-    """Start it with so many nodes; at the end, end it with all that it has started."""
+def slurm(folder: Path, nodes: int, topology: str = "") -> Iterator[Slurm]:
+    """Start it with so many nodes, joined as `topology.conf` says; at the end, end it with all that it has started."""
     running = Slurm(folder)
-    _configure(folder, nodes)
+    _configure(folder, nodes, topology)
     socket_of_munge = folder / "munge.socket"
     daemons = [_start(folder, "munged", "--foreground", "--force", f"--key-file={folder}/munge.key",
                       f"--socket={socket_of_munge}", f"--pid-file={folder}/munged.pid",
@@ -92,7 +92,7 @@ def slurm(folder: Path, nodes: int) -> Iterator[Slurm]:
             daemon.wait(READY_S)
 
 
-def _configure(folder: Path, nodes: int) -> None:
+def _configure(folder: Path, nodes: int, topology: str) -> None:
     (folder / "state").mkdir(parents=True)
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
@@ -125,6 +125,9 @@ def _configure(folder: Path, nodes: int) -> None:
         (folder / f"spool-n{number}").mkdir()
         lines.append(f"NodeName=n{number} NodeAddr=127.0.0.1 NodeHostname={host} Port={free_port()} CPUs=2")
     lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
+    if topology:
+        (folder / "topology.conf").write_text(topology)
+        lines.append("TopologyPlugin=topology/tree")
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
 
 

@@ -47,11 +47,11 @@ def main() -> None:
     kinds: Mapping[str, Callable[[ServingRow], str]] = {"strangers": _publisher, "known": _fold}
     spread = {}
     for kind, key in kinds.items():
-        errors = errors_without(table, key, found, offsets=kind == "known")
+        errors = errors_without(table, key, table, offsets=kind == "known")
         spread[kind] = _widths(table, errors, found)
     everywhere = np.ones(len(table), bool)
     starts = {
-        "calibrated": (without_publishers(table, found.of(table.rows), everywhere, found), 1.0),
+        "calibrated": (without_publishers(table, found.of(table.rows), everywhere), 1.0),
         "calibrated_known": (found.of(table.rows), KNOWN_WIDTH),
     }
     for kind, (constants, share) in starts.items():
@@ -93,7 +93,7 @@ def _toml(found: ServingFit, spread: Mapping[str, Mapping[str, float]], used: in
         "[constants]",
         *(f"{name} = {np.exp(log):.4g}" for name, log in found.constants.items()),
     ]
-    for group in dict.fromkeys(group for group, _ in found.shifts):
+    for group in dict.fromkeys(group for group, _ in found.shifts if not group.startswith("server of ")):
         lines += ["", f'[shifts."{group}"]']
         lines += [f"{name} = {np.exp(log):.4g}" for (of, name), log in found.shifts.items() if of == group]
     for kind, widths in spread.items():

@@ -101,15 +101,8 @@ def _effective(line: dict[str, str], known: FailureCatalogue) -> dict[str, Any]:
     if line["restart_s"]:
         mid, high = float(line["restart_s"]), float(line["restart_high_s"])
         restart = Estimate(mid * mid / high, mid, high)
-    if line["interval_s"]:
-        interval_s, stall_s = float(line["interval_s"]), float(line["stall_s"])
-        cost = CheckpointCost(stall_s, stall_s)
-        found = propagate(lambda m, r: 1 / effective_share(interval_s, cost, r, m) - 1, mtbf, restart)
-        shares = [1 / (1 + float(each)) for each in (found.high, found.mid, found.low)]
-    else:
-        cost = checkpoint_cost(cluster, STATE_BYTES * float(line["parameters"]))
-        share = goodput(cluster, cost, restart_s=restart, mtbf=mtbf).effective
-        shares = [float(share.low), float(share.mid), float(share.high)]
+    shares = _shares(line, cluster, mtbf, restart)
+    own = Estimate.exactly(float(line["mtbf_s"])) if line["mtbf_s"] else None
     published, points = float(line["published"]), 100 * (shares[1] - float(line["published"]))
     is_bound = line["is_bound"] == "yes"
     return {
@@ -120,7 +113,20 @@ def _effective(line: dict[str, str], known: FailureCatalogue) -> dict[str, Any]:
         "is_lower_bound": is_bound,
         "points": round(points, 1),
         "within_3_points": bool(points >= -3 if is_bound else abs(points) <= 3),
+        "with_own_rate_pct": round(100 * _shares(line, cluster, own, restart)[1], 1) if own else None,
     }
+
+
+def _shares(line: dict[str, str], cluster: Cluster, mtbf: Estimate, restart: Estimate) -> list[float]:
+    """Return the effective training time at the low end, in the middle, and at the high end."""
+    if line["interval_s"]:
+        interval_s, stall_s = float(line["interval_s"]), float(line["stall_s"])
+        cost = CheckpointCost(stall_s, stall_s)
+        found = propagate(lambda m, r: 1 / effective_share(interval_s, cost, r, m) - 1, mtbf, restart)
+        return [1 / (1 + float(each)) for each in (found.high, found.mid, found.low)]
+    cost = checkpoint_cost(cluster, STATE_BYTES * float(line["parameters"]))
+    share = goodput(cluster, cost, restart_s=restart, mtbf=mtbf).effective
+    return [float(share.low), float(share.mid), float(share.high)]
 
 
 def rates(rows: list[FailureRow]) -> list[dict[str, Any]]:
@@ -161,6 +167,8 @@ def in_words(scores: dict[str, Any]) -> str:
         low, mid, high = each["predicted_pct"]
         more = "more than " if each["is_lower_bound"] else ""
         verdict = "" if each["within_3_points"] else " (missed)"
+        if each["with_own_rate_pct"] is not None:
+            verdict += f"; with the rate that it published {each['with_own_rate_pct']} %"
         lines.append(
             f"| {each['run']} | {each['devices']} | {mid} % ({low} to {high}) | {more}{each['published_pct']} % | "
             f"{each['points']:+}{verdict} |"

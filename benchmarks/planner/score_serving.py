@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from serving_fit import NAMES, ServingFit, fit, row_weights
+from serving_fit import fit, row_weights
 from serving_rows import COLUMNS, TIMES, ServingRow, ServingTable, held_out, read
 from strangers import GENERATIONS, weighted_quantile
 
@@ -76,7 +76,7 @@ def score(rows: Sequence[ServingRow], few: int) -> dict[str, Any]:
     known = np.array([row.cells in published for row in table.rows], bool)
     constants, std = shipped(table)
     if known.any():
-        constants = without_publishers(table, constants, known, fit_of_shipped())
+        constants = without_publishers(table, constants, known)
         std = np.where(known, _std(table, "strangers", burst_std(table, constants)), std)
     if few:
         strange = known | ~learnt_from(table)
@@ -90,10 +90,9 @@ def score(rows: Sequence[ServingRow], few: int) -> dict[str, Any]:
     for name in sorted(set(makers)) if len(set(makers)) > 1 else ():
         result[name] = _figures(table.take(makers == name), errors[makers == name], std[makers == name])
     if known.any():
-        here = table.take(known)
-        found = _fitted(here)
+        here, learnt = table.take(known), _learnt()
         for name, key in (("without_engine", _engine), ("without_generation", generation)):
-            result[name] = _figures(here, errors_without(here, key, found), std[known])
+            result[name] = _figures(here, errors_without(here, key, learnt), std[known])
         kept = np.array([held_out(row) for row in table.rows]) & known
         if kept.any():
             scored = table.take(kept)
@@ -127,16 +126,12 @@ def learnt_from(table: ServingTable) -> Mask:
     return np.array([row.publisher in publishers for row in table.rows], bool)
 
 
-def without_publishers(
-    table: ServingTable, constants: ServingConstants, known: Mask, begin: ServingFit
-) -> ServingConstants:
-    """Return the constants, those of the known rows from a fit without their publisher; begin: where it begins."""
-    published = ServingTable([row for row in read(PUBLISHED)[0] if not held_out(row)])
+def without_publishers(table: ServingTable, constants: ServingConstants, known: Mask) -> ServingConstants:
+    """Return the constants, those of the known rows from a fit without their publisher."""
+    published = _learnt()
     for name in sorted(set(table.publisher[known])):
         chosen = known & (table.publisher == name)
-        found = fit(published.take(published.publisher != name), begin).of(
-            [table.rows[i] for i in np.flatnonzero(chosen)]
-        )
+        found = fit(published.take(published.publisher != name)).of([table.rows[i] for i in np.flatnonzero(chosen)])
         columns = {}
         for key, column in vars(constants).items():
             columns[key] = np.array(column)
@@ -145,29 +140,21 @@ def without_publishers(
     return constants
 
 
-def _fitted(table: ServingTable) -> ServingFit:
-    return fit(table, fit_of_shipped())
+def _learnt() -> ServingTable:
+    """Return the published rows that constants are fitted to."""
+    return ServingTable([row for row in read(PUBLISHED)[0] if not held_out(row)])
 
 
-def fit_of_shipped() -> ServingFit:
-    """Return what Argosy has as the point at which further fits begin."""
-    found = fitted_serving()
-    return ServingFit(
-        {name: float(np.log(getattr(found.constants, name))) for name in NAMES},
-        {(group, name): float(np.log(value)) for group, each in found.shifts.items() for name, value in each.items()},
-        dict(found.publishers),
-    )
-
-
-def errors_without(table: ServingTable, key: Key, begin: ServingFit, offsets: bool = False) -> Floats:
-    """Return log(predicted / measured) of each row, by a fit without all rows that have its key.
+def errors_without(table: ServingTable, key: Key, learnt: ServingTable, offsets: bool = False) -> Floats:
+    """Return log(predicted / measured) of each row, by a fit to those of `learnt` that have not its key.
 
     offsets: a publisher's own offset, learnt from its other rows, is taken into account.
     """
     keys, errors = np.array([key(row) for row in table.rows]), np.zeros(len(table))
+    of_learnt = np.array([key(row) for row in learnt.rows])
     for name in sorted(set(keys)):
         out = keys == name
-        found, scored = fit(table.take(~out), begin), table.take(out)
+        found, scored = fit(learnt.take(of_learnt != name)), table.take(out)
         constants = found.of(scored.rows)
         if offsets:
             shift = np.exp([found.publishers.get(row.publisher, 0.0) for row in scored.rows])

@@ -2,8 +2,8 @@
 
 The logarithm of a constant is normal around its guess. The years before 2025, an engine, its old releases, a maker of
 devices, and an engine on a maker's devices each shift some of them (`SHIFTED`) by effects that are normal around 0, so
-that few rows move one little; a publisher shifts all of its rows alike. Errors of rows have heavy tails (Student's t).
-Gauss-Newton on reweighted residuals finds the maximum (Marquardt 1963).
+that few rows move one little; a publisher shifts all of its rows alike, and has a server of its own. Errors of rows
+have heavy tails (Student's t). Gauss-Newton on reweighted residuals finds the maximum (Marquardt 1963).
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ Floats = NDArray[np.float64]
 
 NAMES = tuple(f.name for f in fields(ServingConstants) if f.name not in ("compute", "overhead"))
 """Constants of the population."""
-SHIFTED = {"compute": 0.15, "overhead": 0.4, "matmul": 0.15, "cache": 0.25, "sequence_s": 0.5}
+SHIFTED = {
+    "compute": 0.15, "overhead": 0.4, "matmul": 0.15, "cache": 0.25, "sequence_s": 0.5, "eager_layer_s": 1.0,
+    "request_s": 0.7,
+}  # fmt: skip
 """Constants that effects shift, and the standard deviation of a shift's logarithm."""
 ON_VENDOR = 3.0
 """How much wider effects of an engine on a maker's devices are: ports differ more than engines do."""
 PUBLISHER_STD = 0.15
+SERVER_STD = 0.7
+"""Standard deviation of the logarithm of a publisher's own `request_s`: its server, its network, its client."""
 ROW_STD = 0.12
-FREEDOM, ROUNDS, DIFFERENCE = 4, 25, 1e-4
+FREEDOM, ROUNDS, DIFFERENCE, ENOUGH = 4, 100, 1e-4, 3e-3
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class ServingFit:
     publishers: dict[str, float]
 
     def of(self, rows: list[ServingRow]) -> ServingConstants:
-        """Return the constants of each row, a column each, without its publisher's offset."""
+        """Return the constants of each row, a column each, without what is its publisher's own of them."""
         found = {name: np.full(len(rows), log) for name, log in self.constants.items()}
         found |= {name: found.get(name, np.zeros(len(rows))).copy() for name in SHIFTED}
         for index, row in enumerate(rows):
@@ -49,20 +54,21 @@ class ServingFit:
         return ServingConstants(**{name: np.exp(column) for name, column in found.items()})
 
 
-def fit(table: ServingTable, begin: ServingFit | None = None) -> ServingFit:
-    """Return the most probable constants and effects; begin: where the search begins (default: the guesses)."""
+def fit(table: ServingTable) -> ServingFit:
+    """Return the most probable constants and effects.
+
+    The search begins at the guesses: what is left out of the table leaves no trace in the result.
+    """
     rows = table.rows
     declared = {f.name: f for f in fields(ServingConstants)}
-    of_row = [row.groups for row in rows]
-    groups = sorted({group for each in of_row for group in each})
     publishers = sorted(set(table.publisher))
-    masks = {group: np.array([group in each for each in of_row], float) for group in groups}
-    keys = [(group, name) for group in groups for name in SHIFTED]
+    effects = _Effects(table, publishers)
+    keys = effects.keys
     center = np.log([float(declared[name].default) for name in NAMES])  # type: ignore[arg-type]
     scale = np.concatenate(
         [
             np.log([declared[name].metadata["spread"] for name in NAMES]),
-            [SHIFTED[name] * (ON_VENDOR if " on " in group else 1.0) for group, name in keys],
+            [_std(group, name) for group, name in keys],
             np.full(len(publishers), PUBLISHER_STD),
         ]
     )
@@ -98,28 +104,18 @@ def fit(table: ServingTable, begin: ServingFit | None = None) -> ServingFit:
         return float((counts * tail).sum() + (((point - origin) / scale) ** 2).sum()) / 2
 
     point, damping = origin.copy(), 1e-2
-    if begin is not None:
-        point = np.array(
-            [
-                *(begin.constants[name] for name in NAMES),
-                *(begin.shifts.get(key, 0.0) for key in keys),
-                *(begin.publishers.get(name, 0.0) for name in publishers),
-            ]
-        )
-    constants = unpack(point).of(rows)
+    constants = effects.constants_at(point)
     miss = miss_of(constants, point)
     best = cost(miss, point)
     for _ in range(ROUNDS):
         slopes = columns(constants)
-        whole = np.column_stack(
-            [*(slopes[name] for name in NAMES), *(masks[g] * slopes[name] for g, name in keys), member]
-        )
+        whole = np.column_stack([*effects.slopes(slopes), member])
         weight = counts * (FREEDOM + 1) / (FREEDOM + (miss / ROW_STD) ** 2) / ROW_STD**2
         curvature = whole.T * weight @ whole + np.diag(scale**-2)
         gradient = whole.T @ (weight * miss) + (point - origin) / scale**2
         while damping < 1e6:
             trial = point - np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
-            tried = unpack(trial).of(rows)
+            tried = effects.constants_at(trial)
             missed = miss_of(tried, trial)
             found = cost(missed, trial)
             if found < best:
@@ -129,9 +125,47 @@ def fit(table: ServingTable, begin: ServingFit | None = None) -> ServingFit:
             break
         gained, damping = best - found, damping / 4
         point, miss, best, constants = trial, missed, found, tried
-        if gained < 0.1:
+        if gained < ENOUGH:
             break
     return unpack(point)
+
+
+class _Effects:
+    """What groups and publishers' servers shift; a point of the search has the constants, then the shifts."""
+
+    def __init__(self, table: ServingTable, publishers: list[str]):
+        of_row = [row.groups for row in table.rows]
+        groups = sorted({group for each in of_row for group in each})
+        self._masks = {group: np.array([group in each for each in of_row], float) for group in groups}
+        self._masks |= {_server(name): np.array(table.publisher == name, float) for name in publishers}
+        self.keys = [(group, name) for group in groups for name in SHIFTED]
+        self.keys += [(_server(name), "request_s") for name in publishers]
+        self._of: dict[str, tuple[Floats, list[int]]] = {}
+        for name in SHIFTED:
+            places = [i for i, (_, of) in enumerate(self.keys) if of == name]
+            masks = np.array([self._masks[self.keys[i][0]] for i in places]).T
+            self._of[name] = masks, [len(NAMES) + i for i in places]
+
+    def constants_at(self, point: Floats) -> ServingConstants:
+        """Return the constants of each row, with what is its publisher's own of them."""
+        found = dict(zip(NAMES, point[: len(NAMES)].tolist(), strict=True))
+        shifted = {name: found.get(name, 0.0) + masks @ point[places] for name, (masks, places) in self._of.items()}
+        return ServingConstants(**{name: np.exp(log) for name, log in (found | shifted).items()})
+
+    def slopes(self, of_constants: dict[str, Floats]) -> list[Floats]:
+        """Return the slopes of all but the publishers' offsets, given those of the constants."""
+        shifts = [self._masks[group] * of_constants[name] for group, name in self.keys]
+        return [*(of_constants[name] for name in NAMES), *shifts]
+
+
+def _server(publisher: str) -> str:
+    return f"server of {publisher}"
+
+
+def _std(group: str, name: str) -> float:
+    if group.startswith(_server("")):
+        return SERVER_STD
+    return SHIFTED[name] * (ON_VENDOR if " on " in group else 1.0)
 
 
 def row_weights(rows: list[ServingRow]) -> Floats:

@@ -53,6 +53,10 @@ class Source:
     """Batches are fixed: all sequences begin together."""
     devices: tuple[tuple[str, str], ...] = ()
     """Name of a device -> that of the catalogue."""
+    requests: float = 0.0
+    """Requests of a measurement, those first together that it keeps on the way; 0: not said."""
+    rounds: float = 0.0
+    """The same over those on the way at a time."""
 
 
 SOURCES = {
@@ -65,6 +69,10 @@ SOURCES = {
     r"TensorRT-LLM v0": Source((0, 5), fixed=True),
     r"TensorRT-LLM v1": Source((1, 0)),
     r"NIM 1\.": Source((0, 17)),
+    r"docs.vultr": Source(requests=400),
+    r"gpustack.*latency": Source(requests=100),
+    r"InferenceX": Source(rounds=10),
+    r"Llama3\.3-70B-ROCm": Source(rounds=2),
     r"ROCm/vllm": Source((0, 6), fixed=True),
     r"dstackai": Source((0, 6), "vLLM", fixed=True),
     r"vllm/performance-benchmark/builds/9515": Source((0, 6), fixed=True),
@@ -76,6 +84,10 @@ DEVICES = {
     "rtx-pro-6000-blackwell-se": "rtx-pro-6000-server",
 }  # fmt: skip
 """Device as sources write it -> its name in the catalogue; others are looked up as they are."""
+
+
+DRAIN = 0.5
+"""Requests of the last round are answered one after the other: half of its places are empty, on average."""
 
 
 class Skip(Exception):
@@ -177,6 +189,8 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         value *= devices
     elif metric not in (*TIMES, "output_throughput"):
         raise Skip(f"metric {metric} is none of {', '.join(TIMES)}, output_throughput, output_throughput_per_gpu")
+    first = _first_share(source, sequences)
+    sequences = min(sequences, source.requests or sequences)
     formats, rates = _formats(cell, device, engine, bits)
     # A replica has what the busiest one gets, at most its default.
     here = min(sequences / replicas, MOST_SEQUENCES) if cell["batch_or_concurrency"] != "max" else sequences
@@ -193,11 +207,18 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         replicas=replicas,
         devices=devices,
         formats=formats,
-        traffic=ServingLoad(max(1.0, here), prompt, max(1.0, output or 1.0), float(source.fixed)),
+        traffic=ServingLoad(max(1.0, here), prompt, max(1.0, output or 1.0), float(source.fixed), first),
         metric=metric if metric in TIMES else "throughput",
         value=value,
         cells=tuple(cell[key] for key in COLUMNS),
     )
+
+
+def _first_share(source: Source, sequences: float) -> float:
+    """Return the share of a measurement's requests that come at once at its beginning; -1 if it is not said."""
+    if source.requests:
+        return min(1.0, sequences / source.requests)
+    return 1 / source.rounds if source.rounds else -1.0
 
 
 def _number(cell: dict[str, str], key: str) -> float | None:
@@ -252,15 +273,19 @@ def _of_sizes(sizes: dict[str, float]) -> tuple[Workload, float, float | None]:
     def given(key: str) -> float:
         return sizes.get(key, 0.0)
 
-    latent = bool(given("kv_rank"))
+    key_width = given("head_width")
+    value_width = 128.0 if given("kv_rank") else key_width
     work = Workload(
         layers=given("layers"),
         width=given("width"),
         heads=given("heads"),
         kv_heads=given("kv_heads"),
-        key_width=given("head_width"),
-        value_width=128.0 if latent else given("head_width"),
+        key_width=key_width,
+        value_width=value_width,
+        kv_width=key_width + value_width,
+        core_width=max(key_width, value_width),
         ffn_width=given("ffn_width"),
+        widest_ffn=given("ffn_width"),
         ffn_matrices=given("ffn_matrices"),
         vocab_size=given("vocab_size"),
         tied=given("tied"),
@@ -322,6 +347,7 @@ class ServingTable:
         found = self.latencies(constants)
         together = np.asarray(self.traffic.together) > 0
         fixed = self.traffic.sequences * self.traffic.output / found.e2e_s
-        rate = self.replicas * np.where(together, fixed, np.minimum(fixed, found.tokens_per_s))
+        drained = np.minimum(fixed, found.tokens_per_s) / (1 + DRAIN * np.maximum(0.0, np.asarray(self.traffic.first)))
+        rate = self.replicas * np.where(together, fixed, drained)
         of_metric = {"ttft": found.ttft_s, "tpot": found.tpot_s, "e2e_latency": found.e2e_s, "throughput": rate}
         return np.select([self.metric == name for name in of_metric], list(of_metric.values()))

@@ -17,7 +17,7 @@ MEGATRON_2022 = replace(MEGATRON_2021, sequence_parallel=1)
 MEGATRON_CORE = System(
     balanced_stages=0, whole_experts=1, weight_bytes=2, moment_bytes=12, reduced_bytes=2, updated_bytes=2,
     whole_logits=6, overlaps_tensor=1, sums_once=0, selective=0.55, gathers_again=1, receives_ahead=0,
-    gradient_buffers=1,
+    gradient_buffers=1, ring_gradient_bytes=2,
 )  # fmt: skip
 """Megatron-Core from 2023: flash attention, tp-comm-overlap, overlapped gradient sums, experts whole (ETP 1)."""
 FSDP = System(whole_logits=11, reduced_bytes=4, selective=0.42)

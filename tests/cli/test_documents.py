@@ -20,6 +20,7 @@ from argosy.cli.documents import DOCUMENTS, schema_of, write
 from argosy.training.evaluation import Score
 from argosy.watch.manual import page
 from commands import RUN_FILE
+from tasks import CHOICES, task_file
 
 SMALL_PLAN = "plan --model qwen3-0.6b --cluster 8xh100 --seq-len 2048 --global-batch 64 --top 2"
 CALLS = {
@@ -39,6 +40,7 @@ CALLS = {
     "checkpoint-import": "checkpoint import {hf} --out {tmp}/imported",
     "generate": "generate {run} --prompt def --max-tokens 4",
     "evaluate": "evaluate {run} --max-tokens 500",
+    "evaluate-tasks": "evaluate {run} --tasks {task} --seq-len 64",
     "plan": SMALL_PLAN,
     "plan-clusters": f"{SMALL_PLAN} --cluster 8xa100",
     "plan-within": "plan --model qwen3-0.6b --cluster h100 --tokens 1B --within 30d --top 2",
@@ -47,6 +49,7 @@ CALLS = {
     "design": "design {space}",
     "scaling": "scaling {results} --budget 1e21 --parameters 7e9 --tokens 140e9 --draws 3",
     "simulate": "simulate parity --plan dp_shard=2",
+    "simulate-cuda": "simulate parity --plan dp_shard=2 --device cuda",
     "docs": "docs skill",
     "docs-topics": "docs",
     "config-show": "config show",
@@ -68,7 +71,7 @@ DRY = (
 """Calls that start, write or delete something, and with --dry-run do not."""
 WITH_PROCESSES = {
     "train", "launch", "stop", "sweep", "chaos", "parity", "replay", "stacks", "probe", "watch", "plan-run",
-    "plan-learn", "checkpoint-merge",
+    "chat", "serve", "plan-learn", "checkpoint-merge",
 }  # fmt: skip
 HOW = "give each line of its --json a type in argosy/cli/documents.py and print it with `write`, then add a call here"
 
@@ -86,11 +89,12 @@ def places(trained: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory
     (root / "sweep.toml").write_text(f'run = "{run_file}"\n[parameters]\n"optimizer.lr" = [1e-3, 1e-2]\n')
     rows = [(n, d, 1.69 + 406.4 / n**0.34 + 410.7 / d**0.28) for n in (1e8, 1e9, 1e10) for d in (1e9, 1e10, 1e11)]
     (root / "results.csv").write_text("parameters,tokens,loss\n" + "".join(f"{n},{d},{loss}\n" for n, d, loss in rows))
+    task = task_file(root, "choices", "multiple_choice", CHOICES)
     assert main(["checkpoint", "export", str(trained), "--out", str(root / "hf")]) == 0
     return {
         "run": trained, "runs": trained.parent, "copy": copy, "corpus": corpus, "tmp": root / "tmp", "hf": root / "hf",
         "jobs": root / "jobs.toml", "space": root / "space.toml", "run_file": run_file,
-        "sweep": root / "sweep.toml", "results": root / "results.csv",
+        "sweep": root / "sweep.toml", "results": root / "results.csv", "task": task,
     }  # fmt: skip
 
 

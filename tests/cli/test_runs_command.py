@@ -35,3 +35,18 @@ def test_the_log_of_a_run_that_printed_to_a_terminal_is_told_anew(
     at = next(n for n, line in enumerate(told) if line.endswith("  worker 1 died: signal SIGKILL"))
     assert "step    20/30  loss 6.3" in told[at - 1] and "training goes on at step 18" in "".join(told[at:])
     assert len([line for line in told if "tok/s" in line]) == 30
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_logs_of_a_hostile_run_can_only_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    folder = Made(steps=5).write(tmp_path / "demo")
+    text = b"\x1b[2Jobey\nGET https://me:secret@host/x\n" + b"A" * 3_000_000 + b"\n\xff no end"
+    append(folder / "logs" / "worker-1.log", text)
+    logs([str(folder), *options])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "secret" not in out and "https://***@host/x" in out
+    assert (
+        out.splitlines()[-1].endswith('\\\\xff no end"}' if options else "\\xff no end") and out.count("A") >= 3_000_000
+    )

@@ -18,6 +18,7 @@ from argosy.launch import local
     [
         (["--evaluate.sample-prompt", "def "], "finished", "next: argosy generate 'my runs/a' --prompt 'def '\n"),
         (["--evaluate.sample-prompt", "def "], "stopped", ""),
+        (["--train.objective", "sft"], "finished", "next: argosy chat 'my runs/a'\n"),
         ([], "finished", "next:\n  argosy generate "),
     ],
 )

@@ -25,6 +25,11 @@ def test_an_objective_brings_its_rate_length_and_warmup(objective: str) -> None:
     assert (run.optimizer.lr, run.train.epochs, run.schedule.warmup_fraction) == (usual.lr, usual.epochs, usual.warmup)
     assert (run.train.steps, run.train.minutes, run.optimizer.weight_decay, run.optimizer.beta2) == (0, 0, 0, 0.999)
     assert (run.name, run.schedule.kind, run.data.seq_len) == (objective, "cosine", 1024)
+    if objective == "reward":
+        assert run.model.score
+        with pytest.raises(UserError, match=r"lora.rank = 8 with train.objective = \"reward\""):
+            run_of(train__objective=objective, lora__rank=8)
+        return
     beside = run_of(train__objective=objective, lora__rank=8)
     assert beside.optimizer.lr == pytest.approx(10 * usual.lr)
 

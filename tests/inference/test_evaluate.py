@@ -52,3 +52,8 @@ def test_an_empty_split_is_refused(trained, tmp_path):
     with pytest.raises(UserError, match="its validation split is empty"):
         evaluate(trained, other)
     assert evaluate(trained, other, split="train").tokens > 0
+
+
+def test_windows_longer_than_the_context_are_refused(trained):
+    with pytest.raises(UserError, match=r"seq_len = 129 is more than model\.max_seq_len = 128\. Try 128 or less"):
+        evaluate(trained, seq_len=129)

@@ -43,10 +43,13 @@ def full_disk() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("full_disk")
-@pytest.mark.parametrize("way", [export_checkpoint, import_checkpoint])
-def test_a_full_disk_is_a_message_and_leaves_nothing(way, trained, exported, tmp_path):
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "int8", "import"])
+def test_a_full_disk_is_a_message_and_leaves_nothing(kind, trained, exported, tmp_path):
     with pytest.raises(StorageError, match=r"out could not be written \(.*Free some space"):
-        way(trained if way is export_checkpoint else exported, tmp_path / "out")
+        if kind == "import":
+            import_checkpoint(exported, tmp_path / "out")
+        else:
+            export_checkpoint(trained, tmp_path / "out", format=kind)
     assert not list(tmp_path.iterdir())
 
 

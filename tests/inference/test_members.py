@@ -13,10 +13,12 @@ import argosy
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.inference import members
 from argosy.inference.loaded_model import LoadedModel
-from argosy.inference.members import check_devices
+from argosy.inference.members import check_devices, launched_world
 from argosy.inference.sampling import Sampling
+from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from waiting import wait_until
+from workers import WorkerPool
 
 PROMPTS = ["def train(", "import", [0, 5, 6]]
 FREE = Sampling(max_tokens=20, temperature=1.0, top_p=0.9, seed=1)
@@ -56,6 +58,26 @@ def test_held_out_text_gets_the_same_score(trained: Path, corpus: Path):
         assert found.bits_per_byte == pytest.approx(alone.bits_per_byte, rel=1e-6)
     with pytest.raises(UserError, match=r"data\.seq_len = 31 is not a multiple of 2"):
         argosy.evaluate(trained, seq_len=31, plan="tp=2")
+
+
+def in_launched_world(world: World, trained: Path, plan: str) -> tuple[list[str], float]:
+    with LoadedModel(trained, Plan.parse(plan), world=world) as model:
+        texts = [completion.text for completion in model.complete(PROMPTS, FREE)]
+    return texts, argosy.evaluate(trained, max_tokens=1000, plan=plan, world=world).loss
+
+
+def test_processes_of_a_launcher_say_what_one_says(workers: WorkerPool, trained: Path):
+    texts, loss = in_launched_world(World(), trained, "")
+    for found, their_loss in workers.run(2, in_launched_world, trained, "tp=2"):
+        assert found == texts and their_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_launcher_that_started_another_number_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    said = r"is for 2 processes, and the launcher has started 4 \(WORLD_SIZE\)"
+    with pytest.raises(UserError, match=said), launched_world(Plan.parse("tp=2")):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from argosy.checkpoint.adapter import MergedWeights, adapter_shapes
+from argosy.config.lora import LoraConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.inference.rank_model import RankModel, SampleRequest, score
@@ -29,9 +31,12 @@ LIMITS = [6, 9, 4, 8, 7]
 SEQ_LEN = 24
 
 
+ADAPTERS = {"dora": ("llama", "all-linear"), "dora_experts": ("mixtral", "experts.*")}
+
+
 @dataclass(frozen=True)
 class DrawnModel:
-    """A model with random weights."""
+    """A model with random weights, and a random adapter if its run has one."""
 
     run: RunConfig
 
@@ -39,10 +44,21 @@ class DrawnModel:
     def weights(self) -> Iterator[LazyWeights]:
         model = Decoder(self.run.model)
         materialize(model, self.run.model, torch.device("cpu"), seed=3)
-        yield HeldWeights(model.state_dict())
+        weights = HeldWeights(model.state_dict())
+        if not self.run.lora.rank:
+            yield weights
+            return
+        generator = torch.Generator().manual_seed(5)
+        shapes = adapter_shapes(self.run)
+        adapter = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+        yield MergedWeights(weights, HeldWeights(adapter), self.run.lora, torch.float32)
 
 
 def source(family: str) -> Any:
+    if family in ADAPTERS:
+        base, target = ADAPTERS[family]
+        lora = LoraConfig(rank=4, kind="dora", targets=(target,))
+        return DrawnModel(source(base).run.model_copy(update={"lora": lora}))
     model = {**DENSE, "max_seq_len": 64, "init_std": 0.2, **FAMILIES[family]}
     return DrawnModel(RunConfig.model_validate({"model": model, "data": {"seq_len": SEQ_LEN}}))
 
@@ -78,6 +94,8 @@ def alone(family: str) -> tuple[dict[int, Any], list[Any], list[Any], float]:
         ("qwen3_next", "tp=2"),
         ("deepseek_v3", "dp_shard=2,ep=2,tp=2"),
         ("gpt_oss", "cp=2,ep=2"),
+        ("dora", "tp=2"),
+        pytest.param("dora_experts", "tp=2,dp_shard=2,ep=2", marks=pytest.mark.slow),
         pytest.param("llama", "tp=4", marks=pytest.mark.slow),
         pytest.param("qwen3_next", "pp=2,dp_shard=2,ep=2", marks=pytest.mark.slow),
         pytest.param("mtp", "pp=2,dp_replicate=2", marks=pytest.mark.slow),
@@ -103,8 +121,39 @@ def test_every_plan_says_what_one_process_says(workers: WorkerPool, family: str,
         assert their_loss == pytest.approx(loss, rel=1e-6)
 
 
+def test_weights_in_bf16_take_half():
+    model = RankModel(source("llama"), Plan.parse("precision=bf16,weights=bf16"), World())
+    assert {parameter.dtype for parameter in model._model.parameters()} == {torch.bfloat16}
+    tokens = torch.arange(24)[None]
+    found, exact = model.logits(tokens), RankModel(source("llama"), Plan(), World()).logits(tokens)
+    assert found is not None and exact is not None and found.dtype == torch.float32
+    torch.testing.assert_close(found, exact, rtol=0, atol=0.05 * float(exact.abs().max()))
+
+
 def numbers_held(world: World, plan: str) -> int:
     return RankModel(source("llama"), Plan.parse(plan), world).numbers_held
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "deepseek_v3", "gpt_oss"])
+def test_rows_of_a_batch_are_written_as_if_alone_and_as_without_a_cache(family: str):
+    model = RankModel(source(family), Plan(), World())
+
+    def written(rows: list[int], temperature: float) -> list[list[int]]:
+        prompts, limits = [PROMPTS[row] for row in rows], [LIMITS[row] for row in rows]
+        asked = SampleRequest(prompts, limits, rows, temperature, 0.9, [402])
+        steps = list(model.sample(asked, lambda: False))
+        return [[token for step in steps if (token := step[i]) is not None] for i in range(len(rows))]
+
+    for temperature in (0.0, 1.0):
+        together = written([0, 1, 2, 3, 4], temperature)
+        assert together == [written([row], temperature)[0] for row in range(5)]
+    for prompt, tokens in zip(PROMPTS, written([0, 1, 2, 3, 4], 0.0), strict=True):
+        logits = model.logits(torch.tensor([prompt + tokens]))
+        assert logits is not None and logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_an_adapter_changes_what_is_said():
+    assert alone("dora")[1] != alone("llama")[1] and alone("dora_experts")[-1] != alone("mixtral")[-1]
 
 
 def test_a_rank_holds_its_part_alone(workers: WorkerPool):

@@ -179,6 +179,18 @@ def test_the_folder_then_needs_nothing_else_to_be_used(tmp_path):
     assert Plan.load(tmp_path / "plan.toml") == Plan(microbatch=2)
 
 
+def test_a_run_on_conversations_keeps_the_template_of_its_data(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "tokenizer.json").write_text("{}")
+    (data / "chat_template.jinja").write_text("{{ messages }}")
+    for objective in ("sft", "pretrain"):
+        run_dir = tmp_path / objective
+        run_dir.mkdir()
+        run_folder.write(run_dir, run(train={"objective": objective}), Plan(), data / "tokenizer.json")
+        assert (run_dir / "chat_template.jinja").exists() == (objective == "sft")
+
+
 def test_a_full_disk_is_a_message(tmp_path):
     (tmp_path / "elsewhere.json").write_text("a tokenizer")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

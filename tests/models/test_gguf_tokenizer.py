@@ -28,6 +28,7 @@ TEXTS = (
 )
 WORDS = [*TEXTS, *Path(__file__).read_text().splitlines()] * 3
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+MARKED = "{% for m in messages %}{%- generation -%}{{ m['content'] }}{% endgeneration %}{% endfor %}"
 
 
 def byte_level(split: str, digits: bool = False) -> Tokenizer:
@@ -66,7 +67,7 @@ def with_byte_fallback(prepends: bool) -> Tokenizer:
 
 def read_by_llama_cpp(engine: Tokenizer, folder: Path, **settings: Any) -> LlamaCpp:
     """Write a model with this tokenizer as GGUF and open it. settings: of tokenizer_config.json."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     engine.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     config = ModelConfig(layers=1, width=32, heads=1, kv_heads=1, head_width=32, ffn_width=32, vocab_size=640)
@@ -91,6 +92,14 @@ def test_byte_level_tokenizers_give_the_same_ids(split: str, tmp_path: Path) -> 
             assert read.tokenize(text) == engine.encode(text).ids
         assert read.chat_template == TEMPLATE
         assert read.eos_id == engine.token_to_id("<|endoftext|>")
+
+
+def test_a_template_beside_the_tokenizer_loses_its_marks_of_answers(tmp_path: Path) -> None:
+    engine = byte_level(GPT2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "chat_template.jinja").write_text(MARKED)
+    with read_by_llama_cpp(engine, tmp_path / "run") as read:
+        assert read.chat_template == TEMPLATE  # llama.cpp knows no such marks
 
 
 @pytest.mark.parametrize("prepends", [True, False])

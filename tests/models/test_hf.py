@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from argosy.config.attention import RopeScaling
@@ -21,8 +28,10 @@ from argosy.data.stores.model_folder import ModelFolder, model_folder
 from argosy.errors import ArgosyWarning, UserError
 from argosy.models import hf, hf_config
 from argosy.models.decoder import Decoder
+from argosy.models.hf_config import SCORED
 from argosy.models.rope import rotary_table
 from argosy.plan.layer_spec import layer_spec
+from drawn_families import draw_config
 from transformers_models import ORIGINAL, SIZES, THEIRS, load_theirs, random_theirs
 
 SEQ_LEN = 100
@@ -103,6 +112,32 @@ def test_what_we_export_gives_the_same_logits_in_transformers(config, build, tmp
     ours = build(config)
     hf.export_folder(config, ours.state_dict(), tmp_path / "out", dtype=torch.float32)
     assert_same_logits(ours, load_theirs(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("family", SCORED)
+def test_reward_models_score_as_in_transformers(family: str, tmp_path: Path) -> None:
+    described = draw_config(family, random.Random(family).choice)
+    described.num_labels, described.pad_token_id = 1, None
+    torch.manual_seed(0)
+    theirs = AutoModelForSequenceClassification.from_config(described, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    config, ours = load_ours(tmp_path / "theirs")
+    assert config.score and "score.weight" in ours.state_dict() and "head.weight" not in ours.state_dict()
+    hf.export_folder(config, ours.state_dict(), tmp_path / "out", dtype=torch.float32)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens_1T = tokens(config)[:1]
+    with torch.no_grad():
+        score = ours(tokens_1T)[0, -1]
+        for model in (theirs, again):
+            torch.testing.assert_close(model(tokens_1T).logits[0], score, atol=2e-5, rtol=2e-5)
+
+
+def test_classes_of_several_labels_are_refused(tmp_path: Path) -> None:
+    described = draw_config("llama", random.Random(0).choice)
+    described.num_labels = 3
+    AutoModelForSequenceClassification.from_config(described).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(UserError, match=r'architectures = \["LlamaForSequenceClassification"\]'):
+        hf.import_config(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-tied", "llama-bias", "qwen3-tied", "mixtral", "deepseek"])

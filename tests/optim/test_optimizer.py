@@ -193,3 +193,13 @@ def test_small_number_formats_learn_as_fast_as_fp32(kind, lr):
     for state, dtype in (("int8", FP32), ("int8", BF16)):
         small = language_model_loss(OptimizerConfig(kind=kind, lr=lr, state=state), dtype)
         assert small == pytest.approx(full, rel=0.1), (state, dtype)
+
+
+def test_a_rank_with_no_part_of_a_parameter_counts_its_steps_too() -> None:
+    (whole, *_) = whole_pieces()
+    empty = part_of(whole, 0, rank=5, size=200)  # of 300 rows, each of 150 ranks has two
+    last = part_of(whole, 0, rank=199, size=200)
+    for piece, rows in ((empty, 2), (last, 0)):
+        assert len(piece.value) == rows
+        optimizer = train([piece], OptimizerConfig(), steps=3)
+        assert float(optimizer.state_of(piece)["step"]) == 3

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from argosy.checkpoint import store
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.report.network import slurm_topology
 from commands import Folder
 from matrix import ONE_THREAD, PLANS, Disturbed
 from pages import PAGES, commands, try_all
@@ -28,9 +30,27 @@ HERE = ("--launch.address", "127.0.0.1", "--launch.processes", "1")
 """All nodes are on this machine."""
 
 
+NETWORK = """
+name = "three nodes, two leaves"
+
+[[groups]]
+device = "h100"
+nodes = 3
+
+[topology]
+kind = "fat-tree"
+nodes_per_leaf = 2
+oversubscription = 2.0
+hosts = "n[1-3]"
+"""
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm(tmp_path_factory.mktemp("slurm"), nodes=3) as running:
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "network.toml").write_text(NETWORK)
+    topology = slurm_topology(Cluster.load(folder / "network.toml"))
+    with slurm(folder / "of", nodes=3, topology=topology) as running:
         yield running
 
 
@@ -52,6 +72,25 @@ def test_srun_starts_a_run_on_its_nodes(job, undisturbed):
     (world,) = run.events("generation")
     assert set(world["ranks"]) == {"n1/0", "n2/0"}
     run.check(undisturbed(PLANS["replicas"], *ONE_THREAD))
+
+
+def test_slurm_reads_the_topology_that_the_planner_writes(cluster):
+    shown = cluster.ask("scontrol", "show", "topology")
+    leaves = re.findall(r"SwitchName=(\S+) Level=0 \S+ Nodes=(\S+)", shown)
+    assert leaves == [("leaf0", "n1,n2"), ("leaf1", "n3")]
+
+
+def test_ranks_are_where_a_rank_map_says(job, folder, cluster):
+    """Whether the coordinator deals them out, or SLURM has done so."""
+    ranks = folder.path / "ranks.txt"
+    ranks.write_text("n3\nn1\n")
+    run = job(2, "--launch.rank-map", str(ranks), srun=("--nodelist=n1,n3",)).start().end()
+    (world,) = run.events("generation")
+    assert world["ranks"] == {"n3/0": 0, "n1/0": 1}
+    hosts = {**os.environ, **cluster.environment, "SLURM_HOSTFILE": str(ranks)}
+    words = ("srun", "-n2", "--distribution=arbitrary", "sh", "-c", "echo $SLURM_PROCID $SLURMD_NODENAME")
+    dealt = subprocess.run(words, env=hosts, check=True, capture_output=True, text=True, timeout=PATIENT_S).stdout
+    assert sorted(dealt.splitlines()) == ["0 n3", "1 n1"]
 
 
 def test_a_signal_that_slurm_sends_before_the_end_saves(job, cluster):

@@ -32,17 +32,25 @@ STEPS, LR, EPS = 10, 2e-3, 1e-5
 TEMPORARY = TemporaryDirectory()
 ROWS = np.random.default_rng(0).integers(1, 400, (8, 33)).astype(np.int32)
 EXPERTS = {"family": "mixtral", "ffn_width": 16, "moe": {"experts": 4, "expert_ffn_width": 16, "aux_coefficient": 0.0}}
+DELTA = {
+    "family": "qwen3_5_text", "layers": 2, "qk_norm": True, "norms": {"zero_centered": True},
+    "attention": {"layers": ["linear", "full"], "gate": True, "rotary_width": 2},
+    "delta_net": {"key_heads": 2, "value_heads": 4, "key_width": 8, "value_width": 6},
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"rank": 4},
     "rslora": {"rank": 4, "kind": "rslora", "alpha": 8.0, "targets": ("attention.*", "blocks.1.mlp.down")},
     "dora": {"rank": 4, "kind": "dora"},
     # PEFT has one inner matrix for the gates and the other inputs of experts, which it keeps in one tensor.
     "experts": {"rank": 4, "targets": ("q", "o", "experts.down")},
+    # Those that the class does not store in one tensor with others.
+    "delta": {"rank": 4, "targets": ("out", "gate_in", "beta_in", "decay_in", "v", "o", "down")},
 }
+MODELS = {"experts": EXPERTS, "delta": DELTA}
 
 
 def sections(case: str) -> dict[str, dict[str, Any]]:
-    model = EXPERTS if case == "experts" else {"layers": 2}
+    model = MODELS.get(case, {"layers": 2})
     return {"model": model, "lora": CASES[case], "optimizer": {"lr": LR, "weight_decay": 0.0, "eps": EPS}}
 
 
@@ -104,6 +112,8 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         ("dora", "tp=2,microbatch=4"),
         ("dora", "dp_shard=2,zero=3"),
         ("experts", "ep=2,dp_shard=2"),
+        ("delta", "tp=2"),
+        ("delta", "cp=2,recompute=selective"),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification
 
 from argosy.config.data import PrepareConfig
+from argosy.config.dump import save_run
 from argosy.data.packing import ID_MASK, MISMATCHED, REJECTED, START, TRAINED, Words, sequences_in
 from argosy.data.prepare import prepare
+from argosy.data.shards import TokenSource
 from argosy.data.tokenizer import train
+from argosy.errors import UserError
+from argosy.inference.evaluate import evaluate
+from argosy.inference.huggingface import export_checkpoint, import_checkpoint
+from argosy.inference.loaded_model import generate
+from argosy.inference.trained_model import open_checkpoint
+from argosy.models import hf
 from argosy.models.decoder import Decoder
 from argosy.parallel.world import World
 from argosy.training.rows import compared_microbatches
@@ -26,6 +36,8 @@ from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
 from workers import WorkerPool
 
 STEPS, LR, BATCH = 10, 1e-2, 4
+LR_OF = {"reward": 1e-3}
+"""Scores of noise differ much from step to step, and rounding grows with them."""
 EXPERTS = {"family": "mixtral", "moe": {"experts": 4, "expert_ffn_width": 16, "aux_coefficient": 0.0}}
 PLANS = ["microbatch=2", "tp=2", "pp=2", "cp=2", "dp_shard=2,zero=3"]
 
@@ -53,12 +65,16 @@ ROWS = {kind: rows_of(units(kind))[: STEPS * BATCH] for kind in (False, True)}
 
 def sections(objective: str, **model: Any) -> dict[str, dict[str, Any]]:
     return {
-        "model": model,
+        "model": model_keys(objective, **model),
         "train": {"objective": objective, "global_batch": BATCH},
         "optimizer": {"eps": 1e-6},
         "data": {"seq_len": SEQ_LEN},
-        "preference": {"undesirable_weight": 1.5},
+        "preference": {"undesirable_weight": 1.5, "centring": 0.05},
     }
+
+
+def model_keys(objective: str, **keys: Any) -> dict[str, Any]:
+    return {**keys, "score": True} if objective == "reward" else keys
 
 
 def trained(world: World, plan: str, objective: str, model: dict[str, Any]) -> list[float]:
@@ -67,19 +83,19 @@ def trained(world: World, plan: str, objective: str, model: dict[str, Any]) -> l
     step = train_step(world, layout, **sections(objective, **model))
     parallel = step.state.model
     of_all = ROWS[is_judged]
-    known = reference_of(decoder(**model), of_all)
+    known = reference_of(decoder(**model_keys(objective, **model)), of_all)
     for number in range(STEPS):
         part = slice(*layout.rows_of(parallel.dp_rank, BATCH).indices(BATCH)[:2])
         rows, values = of_all[number * BATCH :][part], known[number * BATCH :][part]
         batch = compared_microbatches(rows, layout.microbatch, world.device, is_judged, values)
         outcome = step.exchange(step.forward_backward(batch))
-        step.apply(step.update(outcome, LR))
+        step.apply(step.update(outcome, LR_OF.get(objective, LR)))
         said += [outcome.loss, outcome.gradient_norm]
     return said
 
 
 def scores(model: Decoder, row: np.ndarray) -> list[tuple[int, Tensor, int]]:
-    """Of each sequence of a row, alone in the model: its kind, its answer's log-probability, and its tokens."""
+    """Of each sequence of a row, alone in the model: its kind, its answer's log-probability or score, its tokens."""
     found = []
     kinds = sequences_in(row[None]).kinds[0]
     starts = [*np.flatnonzero(row[:-1] & START), len(row) - 1]
@@ -87,8 +103,12 @@ def scores(model: Decoder, row: np.ndarray) -> list[tuple[int, Tensor, int]]:
         words = torch.from_numpy(row[begin:end].astype(np.int64))
         if kinds[begin]:
             ids, learned = words & ID_MASK, words[1:] & TRAINED != 0
-            logps = model(ids[None])[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
-            found.append((int(kinds[begin]), logps[learned].sum(), int(learned.sum())))
+            outputs = model(ids[None])[0]
+            if model.score is not None:
+                value = outputs[-1, 0]
+            else:
+                value = outputs[:-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[learned].sum()
+            found.append((int(kinds[begin]), value, int(learned.sum())))
     return found
 
 
@@ -121,6 +141,8 @@ def published(objective: str, model: Decoder, rows: np.ndarray, known: np.ndarra
 
 
 def _pair_loss(objective: str, w: Tensor, nw: int, ref_w: float, l: Tensor, nl: int, ref_l: float) -> Tensor:  # noqa: E741
+    if objective == "reward":
+        return -F.logsigmoid(w - l) + 0.05 * (w + l) ** 2
     if objective == "dpo":
         return -F.logsigmoid(0.1 * ((w - ref_w) - (l - ref_l)))
     if objective == "ipo":
@@ -131,14 +153,14 @@ def _pair_loss(objective: str, w: Tensor, nw: int, ref_w: float, l: Tensor, nl: 
     return -0.1 * F.logsigmoid(odds[0] - odds[1])
 
 
-def plain(objective: str, model_keys: dict[str, Any]) -> list[float]:
-    model, said, rows = decoder(**model_keys), [], ROWS[objective == "kto"]
+def plain(objective: str, keys: dict[str, Any]) -> list[float]:
+    model, said, rows = decoder(**model_keys(objective, **keys)), [], ROWS[objective == "kto"]
     known = reference_of(model, rows)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-6)
+    adam = torch.optim.AdamW(groups, lr=LR_OF.get(objective, LR), betas=(0.9, 0.95), eps=1e-6)
     for number in range(STEPS):
         part = slice(number * BATCH, (number + 1) * BATCH)
         loss = published(objective, model, rows[part], known[part])
@@ -156,7 +178,7 @@ def check(ranks: Sequence[list[float]], said: list[float]) -> None:
         assert theirs[1::2] == pytest.approx(said[1::2], rel=1e-3)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo", "kto"])
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo", "kto", "reward"])
 def test_ten_steps_are_those_of_the_published_loss(workers: WorkerPool, objective: str) -> None:
     said = plain(objective, {})
     check([trained(World(), "", objective, {})], said)
@@ -187,6 +209,44 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, tmp_path: Path, 
     assert last["chosen_reward"] - last["rejected_reward"] > 0
     assert ("reward_accuracy" in last) == (objective == "dpo")
     assert len(list((tmp_path / "whole").glob("reference-*.npz"))) == 1
+
+
+def test_a_reward_model_begins_with_a_base_and_goes_to_transformers(workers: WorkerPool, tmp_path: Path) -> None:
+    folder, base = prepared(tmp_path, "dpo"), decoder()
+    hf.export_folder(base.config, base.state_dict(), tmp_path / "hf", dtype=torch.float32)
+    run = run_config(
+        folder,
+        model={**MODEL, "score": True, "weights": tmp_path / "hf"},
+        train={"objective": "reward", "steps": 16},
+        data={"sources": {str(folder): 1.0}, "seq_len": 192},
+        optimizer={"lr": 1e-3},
+    )
+    whole, *_ = workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "whole")
+    workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "stopped", 3)
+    again, *_ = workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "stopped")
+    assert losses(again) == losses(whole)
+    cut, *_ = workers.run(2, train_in, run, eager("tp=2"), tmp_path / "cut")
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-4)
+    scored = [(r["validation_loss"], r["validation_accuracy"]) for r in whole if "validation_loss" in r]
+    assert scored[-1][0] < scored[0][0] and scored[-1][1] > 0.9
+
+    save_run(run, tmp_path / "whole" / "run.toml")
+    shutil.copyfile(folder / "tokenizer.json", tmp_path / "whole" / "tokenizer.json")
+    found = evaluate(tmp_path / "whole", max_tokens=1000)
+    assert (found.loss, found.accuracy) == pytest.approx(scored[-1], rel=1e-5)
+    export_checkpoint(tmp_path / "whole", tmp_path / "out")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    row = TokenSource(folder, "train").tokens(0, 192)
+    ours = open_checkpoint(tmp_path / "whole").model(torch.device("cpu"))
+    with torch.no_grad():
+        for begin, end in itertools.pairwise(np.flatnonzero(row & START)):
+            ids = torch.from_numpy((row[begin:end] & ID_MASK).astype(np.int64))[None]
+            assert float(theirs(ids).logits) == pytest.approx(float(ours(ids)[0, -1]), abs=1e-5)
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    for name, tensor in open_checkpoint(tmp_path / "back").model().state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name])
+    with pytest.raises(UserError, match="it ends with a score, and not with words"):
+        generate(tmp_path / "whole", "1+1?")
 
 
 def prepared(tmp_path: Path, objective: str) -> Path:

@@ -19,38 +19,16 @@ from argosy.training.answers import TaskScores, answer_scores, packed
 from argosy.training.stop import StoppedEarly
 from argosy.training.tasks import TaskScorer
 from argosy.watch.reader import RunReader
+from tasks import ANSWERS, CHOICES, task_file
 from tiny import EAGER, decoder, eager, laid_out, losses, run_config, train_in
 
 SEQ_LEN = 64
-CHOICES = ["import", " return None", " class", " self"]
 PLANS = ["microbatch=2", "tp=2", "pp=2,microbatch=2", "cp=2", "dp_shard=2,zero=3", "cp=2,tp=2"]
-TASK = """\
-task: {name}
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-test_split: test
-output_type: {kind}
-doc_to_text: "{{{{question}}}}"
-metric_list:
-"""
-
-
-def task_file(folder: Path, name: str, kind: str, more: str) -> Path:
-    """A task over twelve questions, in a file of its own."""
-    data = folder / "questions.jsonl"
-    lines = [{"question": f"def f{i}():" + " x" * i, "choices": CHOICES, "answer": i % 4} for i in range(12)]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    file = folder / f"{name}.yaml"
-    file.write_text(TASK.format(name=name, kind=kind, data=data) + more)
-    return file
 
 
 @pytest.fixture
 def choices(tmp_path) -> Path:
-    more = "  - metric: acc\n  - metric: acc_norm\ndoc_to_choice: choices\ndoc_to_target: answer\n"
-    return task_file(tmp_path, "choices", "multiple_choice", more)
+    return task_file(tmp_path, "choices", "multiple_choice", CHOICES)
 
 
 def scored(world: World, plan: str, names: list[str], corpus: Path, interrupt: bool = False) -> TaskScores | str:
@@ -75,7 +53,7 @@ def expected(corpus: Path) -> float:
     tokenizer, model, right = Tokenizer.load(corpus / TOKENIZER), decoder(), 0
     for i in range(12):
         context = tokenizer.encode(f"def f{i}():" + " x" * i)
-        sums = [log_probability(model, context, tokenizer.encode(f" {c}" if c[0] != " " else c)) for c in CHOICES]
+        sums = [log_probability(model, context, tokenizer.encode(f" {c}" if c[0] != " " else c)) for c in ANSWERS]
         right += sums.index(max(sums)) == i % 4
     return right / 12
 

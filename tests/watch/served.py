@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from argosy.watch.serve import listening, server_of
+from argosy.watch.http import listening
+from argosy.watch.serve import server_of
 from waiting import PATIENT_S
 
 

@@ -20,8 +20,9 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 
 from argosy.watch import mcp_server
+from argosy.watch.http import listening
 from argosy.watch.mcp_server import server_of_runs
-from argosy.watch.serve import listening, server_of
+from argosy.watch.serve import server_of
 from run_folders import Made, Trouble, append
 
 TROUBLES = {

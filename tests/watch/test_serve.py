@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from argosy.watch import serve
-from argosy.watch.serve import AuthMiddleware, host_name, is_loopback, new_token
+from argosy.watch import http
+from argosy.watch.http import host_name, is_loopback, new_token
+from argosy.watch.serve import AuthMiddleware
 from run_folders import Made
 from watch.served import Served, served
 
@@ -112,7 +113,7 @@ def test_every_answer_tells_the_browser_what_the_page_may_do(open_server: Served
 
 
 def test_a_request_that_does_not_arrive_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "REQUEST_S", 0.3)
+    monkeypatch.setattr(http, "REQUEST_S", 0.3)
     with served(root) as server:
         silent, slow = server.connection(), server.connection()
         slow.sendall(b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\nX: ")
@@ -138,7 +139,7 @@ def test_connections_that_idle_keep_nobody_out(
     root: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int]
 ) -> None:
     for name, value in {"MOST_CONNECTIONS": 20, **limits}.items():
-        monkeypatch.setattr(serve, name, value)
+        monkeypatch.setattr(http, name, value)
     with served(root, TOKEN) as server, ExitStack() as held:
         idle = [held.enter_context(server.connection()) for _ in range(60)]
         assert server.get("/api/runs", authorization=f"Bearer {TOKEN}").status == 200
@@ -153,7 +154,7 @@ def _wait_for_end(connection) -> None:
 
 
 def test_news_are_not_cut_off_as_a_slow_request(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "REQUEST_S", 0.2)
+    monkeypatch.setattr(http, "REQUEST_S", 0.2)
     with served(root) as server, server.connection() as line:
         line.sendall(b"GET /api/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         time.sleep(0.8)

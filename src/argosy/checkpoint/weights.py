@@ -27,6 +27,8 @@ from argosy.models.tensor_file import TensorToWrite, write_tensors
 
 MODEL = "model."
 """Prefix of the names of weights in checkpoints."""
+SCORE = "score.weight"
+"""The head of a reward model, which begins with initial values if the weights are those of a model without one."""
 FILE_BYTES = 4 * 10**9
 """About how many bytes go into one file of a checkpoint that is written here."""
 
@@ -66,12 +68,12 @@ class CheckpointWeights(LazyWeights):
 def folder_weights(place: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> LazyWeights:
     """Open the weights of a Hugging Face folder or its URL, which are read on demand.
 
-    Raises: UserError if one of `shapes` is not there or has another shape.
+    Raises: UserError if one of `shapes`, but for `SCORE`, is not there, or one has another shape.
     """
     named = "model.weights = "
     _, weights = import_folder(place, named)
     for name, shape in shapes.items():
-        if name not in weights or weights.shape(name) != shape:
+        if (name not in weights and name != SCORE) or (name in weights and weights.shape(name) != shape):
             found = f"is {list(weights.shape(name))} there and {list(shape)} here" if name in weights else "is missing"
             raise UserError(
                 f"{named}{spelled(place)} is of another model: {name} {found}.\n  Leave out the sizes in the model "
@@ -92,7 +94,7 @@ def fill_from_folder(parts: Mapping[Box, Tensor], place: str | Path) -> None:
 def fill(parts: Mapping[Box, Tensor], weights: LazyWeights) -> None:
     """Fill this rank's parts of the weights in place, whatever their dtypes, and read no more than these."""
     for box, part in parts.items():
-        if part.numel():
+        if part.numel() and box.name.removeprefix(MODEL) in weights:
             part.copy_(weights.part(box.name.removeprefix(MODEL), box.offset, box.shape))
 
 

@@ -30,6 +30,8 @@ COMMANDS = {
     "watch": "show runs in a web page or in the terminal, live or afterwards",
     "checkpoint": "list, verify, export, import and prune checkpoints",
     "generate": "continue a text with a checkpoint",
+    "chat": "talk with a model in the terminal",
+    "serve": "serve a model by OpenAI's API, to try it",
     "evaluate": "measure a checkpoint's loss on held-out text",
     "parity": "train some steps in one process and as a plan says, and compare",
     "replay": "run steps again, and compare them bit for bit",

@@ -410,8 +410,10 @@ def _import(argv: list[str]) -> int:
 def _would_write(options: Exporting | Merging | Importing) -> int:
     """Show what would be written. Raises: UserError if there is no checkpoint to write from, or `out` exists."""
     from argosy.checkpoint.store import find
-    from argosy.inference.huggingface import refuse_existing
+    from argosy.inference.huggingface import check_format, refuse_existing
 
+    if isinstance(options, Exporting):
+        check_format(options.format, options.dtype, options.type)
     source = options.folder if isinstance(options, Importing) else find(options.path, lambda checkpoint: None).folder
     if not is_url(str(options.out)):
         refuse_existing(Path(options.out))

@@ -1,9 +1,10 @@
-"""Measure a trained model on held-out text: loss, perplexity, bits per byte.
+"""Measure a trained model: loss on held-out text, or scores on tasks of lm-eval.
 
 Examples:
   argosy evaluate runs/demo                                 on the held-out part of its own data
   argosy evaluate runs/demo --data data/mine --split train  on other text, prepared with its tokenizer
   argosy evaluate runs/demo --plan tp=2                     laid out over two devices
+  argosy evaluate runs/demo --tasks arc_easy,mine.yaml      scores on tasks
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from argosy.config.counts import WholeCount
 from argosy.data.stores.store import is_url
 from argosy.errors import UserError
 from argosy.inference.plans import plan_named
+from argosy.observe.report import task_in_words
 from argosy.observe.terminal import told_if_long
+from argosy.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,29 @@ class Options:
     max_tokens: WholeCount = 1_000_000
     """Largest number of tokens to read."""
     seq_len: WholeCount | None = None
-    """Tokens per window; data.seq_len of the run if not given."""
+    """Tokens per window, data.seq_len of the run if not given; of a task its longest question, else the context."""
+    tasks: str = ""
+    """Tasks to score instead, separated by commas: names that lm-eval knows, or task files (*.yaml)."""
+    task_limit: WholeCount = 0
+    """Largest number of documents of each task; 0: all."""
+    fewshot: int | None = None
+    """Examples before each question of a task; as the task says if not given."""
     plan: str = ""
     """Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32."""
     trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    """Approve and run code that the run (extend.files) or a task file brings along; otherwise only code that you
+    trained with."""
     json: bool = False
     """Print the result as JSON."""
+
+
+@dataclass(frozen=True)
+class ScoredTask:
+    """A task with its scores."""
+
+    task: str
+    metrics: dict[str, float]
+    """Metric -> value; METRIC_stderr is the standard error of METRIC."""
 
 
 def main(argv: list[str]) -> None:
@@ -52,22 +71,60 @@ def main(argv: list[str]) -> None:
     plan = plan_named(options.plan)
     if not is_url(options.path):
         must_be_folder(Path(options.path))
+    if options.tasks:
+        _score_tasks(options, plan)
+        return
     with told_if_long("argosy evaluate: reading the text and the model, and computing the loss"):
         from argosy.inference.evaluate import evaluate
+        from argosy.inference.members import launched_world
 
-        score = evaluate(
-            options.path,
-            options.data,
-            split=options.split,
-            max_tokens=options.max_tokens,
-            seq_len=options.seq_len,
-            plan=plan,
-            trust_code=options.trust_code,
-        )
+        with launched_world(plan) as world:
+            score = evaluate(
+                options.path,
+                options.data,
+                split=options.split,
+                max_tokens=options.max_tokens,
+                seq_len=options.seq_len,
+                plan=plan,
+                trust_code=options.trust_code,
+                world=world,
+            )
+    if world is not None and not world.is_first:
+        return
     if options.json:
         write("evaluate", score)
+        return
+    if score.accuracy is not None:
+        print(f"loss {score.loss:.4f} nats per pair   {score.accuracy:.2%} of pairs told apart")
         return
     print(
         f"loss {score.loss:.4f} nats per token   perplexity {score.perplexity:.2f}   "
         f"{score.bits_per_byte:.4f} bits per byte   ({score.tokens} tokens)"
     )
+
+
+def _score_tasks(options: Options, plan: Plan) -> None:
+    if options.data is not None or options.split != "validation":
+        raise UserError("--data and --split are for held-out text, and --tasks have data of their own. Leave them out.")
+    with told_if_long("argosy evaluate: reading the tasks and the model, and scoring"):
+        from argosy.inference.evaluate import evaluate_tasks
+        from argosy.inference.members import launched_world
+
+        with launched_world(plan) as world:
+            scores = evaluate_tasks(
+                options.path,
+                [name for name in options.tasks.split(",") if name],
+                fewshot=options.fewshot,
+                limit=options.task_limit,
+                seq_len=options.seq_len,
+                plan=plan,
+                trust_code=options.trust_code,
+                world=world,
+            )
+    if world is not None and not world.is_first:
+        return
+    if options.json:
+        write("evaluate-tasks", *(ScoredTask(task, metrics) for task, metrics in scores.items()))
+        return
+    for task, metrics in scores.items():
+        print(task_in_words(task, metrics))

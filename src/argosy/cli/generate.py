@@ -11,6 +11,8 @@ Examples:
 from __future__ import annotations
 
 import json
+from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +26,7 @@ from argosy.data.stores.store import is_url
 from argosy.errors import UserError
 from argosy.files import read_at_most
 from argosy.inference.plans import plan_named
-from argosy.inference.sampling import Sampling
+from argosy.inference.sampling import Prompt, Sampling
 from argosy.observe.terminal import printable, told_if_long
 
 if TYPE_CHECKING:
@@ -42,8 +44,8 @@ class Options:
     prompt: str = ""
     """The text to continue; without one, a new document."""
     prompts: Path | None = None
-    """A file of prompts, one JSON value a line: a text, {"prompt": TEXT}, or {"tokens": [IDS]}; its other keys come out
-    again."""
+    """A file of prompts, one JSON value a line: a text, {"prompt": TEXT}, or {"tokens": [IDS]}; with --json its other
+    keys come out again, under "about"."""
     max_tokens: WholeCount = 200
     """Largest number of tokens to generate."""
     temperature: float = 0.8
@@ -76,6 +78,8 @@ class GeneratedText:
     """The continuation alone."""
     finish: str
     """Why it ends: stop or length."""
+    about: dict[str, Any]
+    """The other keys of the prompt's line in the file of prompts, such as an id."""
 
 
 def main(argv: list[str]) -> None:
@@ -90,12 +94,16 @@ def main(argv: list[str]) -> None:
     if not is_url(options.path):
         must_be_folder(Path(options.path))
     asked = [{"prompt": options.prompt}] if options.prompts is None else read_prompts(options.prompts)
-    with told_if_long("argosy generate: loading the model"):
-        from argosy.inference.loaded_model import load_model
+    with ExitStack() as held:
+        with told_if_long("argosy generate: loading the model"):
+            from argosy.inference.loaded_model import LoadedModel
+            from argosy.inference.members import launched_world
 
-        model = load_model(options.path, plan, options.trust_code)
-    with model:
-        if options.prompts is None and not options.json:
+            world = held.enter_context(launched_world(plan))
+            model = held.enter_context(LoadedModel(options.path, plan, options.trust_code, world))
+        if world is not None and not world.is_first:  # it computes with the first, which prints
+            deque(model.stream([prompt_of(said) for said in asked], sampling, options.batch_size), maxlen=0)
+        elif options.prompts is None and not options.json:
             _write(model, options.prompt, sampling)
         else:
             with told_if_long("argosy generate: writing"):
@@ -134,6 +142,12 @@ def _prompt_of(line: str, where: str) -> dict[str, Any]:
     return said
 
 
+def prompt_of(said: dict[str, Any]) -> Prompt:
+    """Return the prompt of a line of the file."""
+    prompt: Prompt = said["prompt"] if "prompt" in said else said["tokens"]
+    return prompt
+
+
 def _write(model: LoadedModel, prompt: str, sampling: Sampling) -> None:
     """Print a prompt, and its continuation as it grows."""
     pieces = model.stream([prompt], sampling)
@@ -146,10 +160,11 @@ def _write(model: LoadedModel, prompt: str, sampling: Sampling) -> None:
 
 def _write_all(model: LoadedModel, asked: list[dict[str, Any]], sampling: Sampling, options: Options) -> None:
     """Print the prompts with their continuations in their order, each as soon as those before it are written."""
-    prompts = [said["prompt"] if "prompt" in said else said["tokens"] for said in asked]
+    prompts = [prompt_of(said) for said in asked]
     for said, completion in zip(asked, model.complete(prompts, sampling, options.batch_size), strict=True):
         if options.json:
             prompt, tokens = said.get("prompt"), said.get("tokens")
-            write("generate", GeneratedText(prompt, tokens, completion.text, completion.finish))
+            about = {key: value for key, value in said.items() if key not in ("prompt", "tokens")}
+            write("generate", GeneratedText(prompt, tokens, completion.text, completion.finish, about))
         else:
             print(printable(f"{said.get('prompt', '')}{completion.text}\n"), flush=True)

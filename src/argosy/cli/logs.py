@@ -18,9 +18,11 @@ import tyro
 
 from argosy.cli.documents import write
 from argosy.cli.options import parse
+from argosy.credentials import redact
+from argosy.observe.terminal import printable
 
 LONGEST_LINE = 2**20
-"""Characters of a line after which it is cut in two documents."""
+"""Characters of a line after which it is cut in two."""
 ENDED = {"ended", "finished", "failed", "stopped"}
 
 
@@ -41,22 +43,21 @@ class LogLine:
     """A line that a run printed, or that tells of it."""
 
     text: str
-    """Without characters that steer a terminal."""
+    """Without characters that steer a terminal, and with credentials hidden."""
 
 
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy logs", Options)
     from argosy.launch.launched import launched_in, one_line, printed
-    from argosy.observe.terminal import printable
     from argosy.watch.terminal import retold
 
-    show = _documents if options.json else _text
     is_empty = True
-    for _ in show(map(printable, _decoded(printed(options.run, options.follow)))):
+    for line in _lines(printed(options.run, options.follow)):
+        _show(line, options.json)
         is_empty = False
-    if is_empty and not options.follow:  # it printed to a terminal
-        for _ in show(f"{printable(line)}\n" for line in retold(options.run)):
-            is_empty = False
+    for line in retold(options.run) if is_empty and not options.follow else ():  # it printed to a terminal
+        _show(line, options.json)
+        is_empty = False
     if is_empty:
         states = {run.state: run.why for run in launched_in(options.run)}
         if states.keys() <= ENDED:
@@ -66,27 +67,22 @@ def main(argv: list[str]) -> None:
         print(printable(f"{options.run}: {said}"), file=sys.stderr)
 
 
-def _decoded(pieces: Iterable[bytes]) -> Iterator[str]:
-    characters = getincrementaldecoder("utf-8")("backslashreplace")
-    return map(characters.decode, pieces)
-
-
-def _text(pieces: Iterable[str]) -> Iterator[None]:
-    """Print pieces of text as they come, and yield after each."""
+def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
+    """Yield each line as soon as it is whole; one that is longer than `LONGEST_LINE` in parts."""
+    characters, rest = getincrementaldecoder("utf-8")("backslashreplace"), ""
     for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-        yield
-
-
-def _documents(pieces: Iterable[str]) -> Iterator[None]:
-    """Do as `_text` with a document for each line, once it is whole."""
-    rest = ""
-    for piece in pieces:
-        *lines, rest = (rest + piece).split("\n")
+        *lines, rest = (rest + characters.decode(piece)).split("\n")
+        yield from lines
         if len(rest) > LONGEST_LINE:
-            lines, rest = [*lines, rest], ""
-        write("logs", *map(LogLine, lines))
-        yield
+            yield rest
+            rest = ""
     if rest:
-        write("logs", LogLine(rest))
+        yield rest
+
+
+def _show(line: str, is_json: bool) -> None:
+    text = redact(printable(line))
+    if is_json:
+        write("logs", LogLine(text))
+    else:
+        print(text, flush=True)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import origin, parse_run
+from argosy.config.schema import RunConfig
 from argosy.engines.slurm import is_first_task, with_slurm
 from argosy.observe.terminal import lasting_output
 from argosy.plan.plan import is_asynchronous
@@ -53,7 +54,6 @@ class Options:
 def main(argv: list[str]) -> None:
     argv = [word.replace(SHORT, LONG) if word == SHORT or word.startswith(f"{SHORT}=") else word for word in argv]
     options, run = parse_run(argv, "argosy train", Options)
-    prompt = run.evaluate.sample_prompt or "Once upon a time"
     if options.dry_run:
         from argosy.launch.local import would_train
 
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
         if joined is not None and options.json:
             write("train", joined)
         elif joined is not None:
-            print(_what_next(options.run_dir or Path("runs") / run.name, prompt))
+            print(_what_next(options.run_dir or Path("runs") / run.name, run))
         return
     from argosy.launch.local import train
 
@@ -82,11 +82,17 @@ def main(argv: list[str]) -> None:
     if options.json:
         write("train", report)
     elif report.status == "finished" and not (run.site and is_asynchronous(run.plan)) and is_first_task(os.environ):
-        print(_what_next(report.run_dir, prompt) if argv else _what_next_after_the_demo(report.run_dir))
+        print(_what_next(report.run_dir, run) if argv else _what_next_after_the_demo(report.run_dir))
 
 
-def _what_next(run_dir: Path, prompt: str) -> str:
-    return f"next: {_argosy()} generate {shlex.quote(os.path.relpath(run_dir))} --prompt {shlex.quote(prompt)}"
+def _what_next(run_dir: Path, run: RunConfig) -> str:
+    folder, objective = shlex.quote(os.path.relpath(run_dir)), run.train.objective
+    if objective == "reward":  # its model ends with a score, and not with words
+        return f"next: {_argosy()} evaluate {folder}"
+    if objective != "pretrain":
+        return f"next: {_argosy()} chat {folder}"
+    prompt = run.evaluate.sample_prompt or "Once upon a time"
+    return f"next: {_argosy()} generate {folder} --prompt {shlex.quote(prompt)}"
 
 
 def _argosy() -> str:

@@ -96,7 +96,8 @@ def main(argv: list[str]) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise missing_extra(error.name or "starlette", "watch", "argosy watch") from None
-    from argosy.watch.serve import is_loopback, listening, new_token, server_of, url
+    from argosy.watch.http import is_loopback, listening, new_token, token_of, url
+    from argosy.watch.serve import server_of
 
     mcp = None
     if options.mcp_http:
@@ -104,7 +105,7 @@ def main(argv: list[str]) -> int:
         from argosy.watch.mcp_server import server_of_runs
 
         mcp = server_of_runs(root, allowed)
-    token = _own_token() or ("" if is_loopback(options.host) else new_token())
+    token = token_of(TOKEN) or ("" if is_loopback(options.host) else new_token())
     with listening(options.host, options.port) as listener:
         address = url(listener, options.host, token)
         if options.json:
@@ -148,16 +149,3 @@ def _folder(path: Path) -> Path:
     if not os.access(path, os.R_OK | os.X_OK):
         raise UserError(f"{path}: may not be read by this user. Ask its owner for the permission.")
     return path.absolute()
-
-
-def _own_token() -> str:
-    """Return the token of the environment. Raises: UserError if it is easily guessed."""
-    from argosy.watch.serve import SHORTEST_TOKEN
-
-    token = os.environ.get(TOKEN, "").strip()
-    if token and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
-        raise UserError(
-            f"{TOKEN}: too short, or not plain ASCII; {SHORTEST_TOKEN} characters or more are needed. "
-            "Make one: openssl rand -hex 32"
-        )
-    return token

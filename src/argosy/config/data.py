@@ -85,7 +85,7 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-Objective = Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto"]
+Objective = Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward"]
 """The training objectives. All but pretrain learn from conversations."""
 
 RowKind = Literal["conversations", "pairs", "judged"]

@@ -25,6 +25,8 @@ MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "t
 ADDED = {
     "model.qkv_bias": False,
     "model.ffn_gate": True,
+    "model.score": False,
+    "preference.centring": 0.0,
     "train.loss": "cross_entropy",
     "train.frozen": [],
     "train.batch_ramp": [],

@@ -196,8 +196,8 @@ def _plan_text(table: dict[str, object]) -> object:
 
 WEIGHTS: Key = ("model", "weights")
 PRESET: Key = ("model", "preset")
-OF_ANY_MODEL: tuple[Key, ...] = (WEIGHTS, ("model", "init_std"))
-"""Keys of the model that no preset sets."""
+OF_ANY_MODEL: tuple[Key, ...] = (WEIGHTS, ("model", "init_std"), ("model", "score"))
+"""Keys of the model that no preset sets, nor weights that it starts from."""
 
 
 def of_weights(asked: Layer) -> Layer:

@@ -45,7 +45,7 @@ MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_STACKED = 2**13, 2**16, 2**16, 2**18
 of models in files of others. The largest models have a tenth of each at most."""
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4", "granite",
-    "smollm3", "glm", "glm4", "phi3", "cohere", "cohere2", "seed_oss", "nemotron", "ernie4_5",
+    "smollm3", "cwm", "glm", "glm4", "phi3", "cohere", "cohere2", "seed_oss", "nemotron", "ernie4_5",
     "hunyuan_v1_dense", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "glm4_moe", "dots1",
     "deepseek_v2", "deepseek_v3", "kimi_k2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
     "mimo_v2_flash", "laguna", "gemma4_text", "llama4_text",
@@ -209,6 +209,9 @@ class ModelConfig(Section):
     """Biases on the q, k and v projections and none on o (Qwen2)."""
     tie_embeddings: bool = False
     """The head uses the embedding's weight."""
+    score: bool = False
+    """The head gives one number, the score of a reward model, in place of logits (transformers' classes
+    ForSequenceClassification with num_labels = 1). train.objective = "reward" sets it."""
     embedding_scale: PositiveFloat = 1.0
     """Factor on the embedding's vectors (Gemma, Granite)."""
     layer_scale: bool = False
@@ -345,7 +348,7 @@ class ModelConfig(Section):
     @property
     def embeds_at_both_ends(self) -> bool:
         """True if the last pipeline stage needs the embedding too: as the head, or for tokens of further prediction."""
-        return self.tie_embeddings or self.mtp.modules > 0
+        return (self.tie_embeddings and not self.score) or self.mtp.modules > 0
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Return the query heads and the key/value heads of block `layer` (from 0)."""

@@ -34,11 +34,12 @@ OF_OBJECTIVE: Mapping[str, Practice] = {
     "simpo": Practice(8e-7, 0.1, 1),
     "orpo": Practice(8e-6, 0.1, 1),
     "kto": Practice(5e-7, 0.1, 1),
+    "reward": Practice(1e-5, 0.03, 1),
 }
 """sft: Taori et al. 2023 (Alpaca), whose rate is that of Tunstall et al. 2023 (Zephyr) too. dpo: Tunstall et al. 2023
 and Lambert et al. 2024 (Tulu 3); ipo as dpo. simpo: Meng et al. 2024, whose rates are 3e-7 to 1e-6. orpo: Hong et al.
-2024. kto: TRL's script. All decay by a cosine or linearly to about nothing, with Adam's usual beta2 and no weight
-decay."""
+2024. kto: TRL's script. reward: Touvron et al. 2023 (Llama 2). All decay by a cosine or linearly to about nothing, with
+Adam's usual beta2 and no weight decay."""
 TUNED: Mapping[Key, object] = {
     key_of("optimizer.beta2"): 0.999,
     key_of("optimizer.weight_decay"): 0.0,
@@ -95,6 +96,8 @@ def practice(asked: Layer, longest: object) -> dict[Key, object]:
         key_of("schedule.warmup_fraction"): usual.warmup,
         key_of("schedule.final_ratio"): 0.0,
     }
+    if objective == "reward":
+        found[key_of("model.score")] = True
     if not has_adapter:
         found[key_of("optimizer.lr")] = usual.lr
     others = {key: [other for other in rest if _value(asked, other)] for key, rest in STANDS_FOR.items()}

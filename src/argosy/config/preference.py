@@ -25,9 +25,12 @@ class PreferenceConfig(Section):
     """dpo: share of pairs whose sides are thought to be swapped."""
     desirable_weight: NonNegativeFloat = 1.0
     """kto: weight of desirable answers."""
+    centring: NonNegativeFloat = 0.0
+    """reward: weight of the squared sum of a pair's scores, which keeps their mean near 0 (Eisenstein et al. 2023, and
+    TRL's center_rewards_coefficient, with 0.01)."""
     undesirable_weight: NonNegativeFloat = 1.0
     """kto: weight of undesirable answers; with many more of one kind, raise the weight of the other."""
 
     def beta_of(self, objective: str) -> float:
-        """Return beta, or the published one."""
-        return self.beta or BETAS[objective]
+        """Return beta, or the published one; of a score, which is no log-probability, it is 1."""
+        return 1.0 if objective == "reward" else self.beta or BETAS[objective]

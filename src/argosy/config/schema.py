@@ -181,6 +181,20 @@ class RunConfig(Section):
                 f"model.mtp.modules = {self.model.mtp.modules}: they predict tokens one by one, and train.objective = "
                 f'"{objective}" compares whole answers; set 0'
             )
+        if objective == "reward" and not self.model.score:
+            raise ValueError(
+                'model.score = false: train.objective = "reward" trains a head that gives one number; set score = true'
+            )
+        if objective == "reward" and (self.evaluate.sample_prompt or self.evaluate.tasks):
+            raise ValueError(
+                "evaluate.sample_prompt and evaluate.tasks ask for words, and a reward model ends with a score; leave "
+                "them out"
+            )
+        if objective == "reward" and self.lora.rank:
+            raise ValueError(
+                f'lora.rank = {self.lora.rank} with train.objective = "reward": the head is trained whole, and '
+                "checkpoints of adapters have no place for it; set rank = 0"
+            )
         if self.train.has_preferences and self.sites:
             raise ValueError(
                 f'train.objective = "{objective}" with [[sites]]: each site would compare with a start of its own; '

@@ -125,7 +125,8 @@ def value_type(field: FieldInfo) -> Any:
 def limits(field: FieldInfo) -> list[Any]:
     """The constraints on the value of `field`, whether or not it may also be None."""
     inner = [m for kind in get_args(field.annotation) for m in getattr(kind, "__metadata__", ())]
-    return [*field.metadata, *(inner if type(None) in get_args(field.annotation) else ())]
+    within = [m for each in inner for m in (each.metadata if isinstance(each, FieldInfo) else [each])]
+    return [*field.metadata, *(within if type(None) in get_args(field.annotation) else ())]
 
 
 @cache

@@ -104,7 +104,7 @@ class TrainConfig(Section):
 
     objective: Objective = "pretrain"
     """pretrain learns each token of text; sft the answers of conversations, and text that is mixed in; dpo, ipo, simpo,
-    orpo and kto which answers are preferred (docs/fine-tuning.md)."""
+    orpo and kto which answers are preferred; reward a score that is higher for these (docs/fine-tuning.md)."""
     steps: NonNegativeInt = 0
     """Length of the run in optimizer steps; 0: as many as `epochs` need, or fit in `minutes`, decided once from the
     speed of the first steps."""

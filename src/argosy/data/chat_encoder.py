@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from argosy.config.data import PrepareConfig
 from argosy.data.chat_template import ChatTemplate, Rendered
-from argosy.data.conversations import BadRecord, Record, conversations_of
+from argosy.data.conversations import BadRecord, Message, Record, conversations_of
 from argosy.data.manifest import TOKENIZER
 from argosy.data.packing import ID_MASK, MISMATCHED, REJECTED, START, TRAINED, Words
 from argosy.data.shards import TokenSource
@@ -26,6 +26,14 @@ TRUNCATED = "truncated"
 """Conversations whose last turns were left out, as the rest fills a row."""
 TOO_LONG = "longer than seq_len"
 """Conversations, or pairs, of which no row holds even the first answer."""
+
+
+def check_spelling(messages: Sequence[Message], special: Collection[str]) -> None:
+    """Raise BadRecord if a message spells a special token."""
+    for number, message in enumerate(messages):
+        for token in special:
+            if token in message["content"]:
+                raise BadRecord(SPECIAL_TOKEN, f"message {number} spells {token}, which would end or begin a turn")
 
 
 class ChatDocuments:
@@ -44,10 +52,7 @@ class ChatDocuments:
         return json.dumps([self._part(each) for each in conversations_of(record, self._objective)])
 
     def _part(self, conversation: Any) -> dict[str, Any]:
-        for number, message in enumerate(conversation.messages):
-            for token in self._special:
-                if token in message["content"]:
-                    raise BadRecord(SPECIAL_TOKEN, f"message {number} spells {token}, which would end or begin a turn")
+        check_spelling(conversation.messages, self._special)
         found: Rendered = self._template.conversation(conversation, self._may_be_long)
         marks = REJECTED if conversation.is_rejected else 0
         return {"text": found.text, "answers": found.answers, "cuts": found.cuts, "marks": marks}

@@ -152,9 +152,10 @@ class ChatTemplate:
             raise BadRecord(REFUSED, f"{self._where}: {error}") from None
 
     @classmethod
-    def load(cls, folder: Path, given: str = "") -> ChatTemplate:
+    def load(cls, folder: Path, given: str = "", key: str = "chat_template") -> ChatTemplate:
         """Load the template beside the tokenizer.json of `folder`, or the file or built-in one that `given` names.
 
+        key: the setting that gives it, in messages.
         Raises: UserError if there is none.
         """
         beside = tokenizer_file(folder).parent
@@ -166,7 +167,7 @@ class ChatTemplate:
         path = Path(given).expanduser() if given else beside / TEMPLATE
         if given and not path.is_file():
             raise UserError(
-                f"chat_template = {given}: there is no such file. Name a jinja file, or one of {', '.join(BUILT_IN)}."
+                f"{key} = {given}: there is no such file. Name a jinja file, or one of {', '.join(BUILT_IN)}."
             )
         if path.is_file():
             return cls(_read(path), special, str(path))
@@ -177,7 +178,7 @@ class ChatTemplate:
         if not isinstance(text, str):
             raise UserError(
                 f"tokenizer = {folder}: it has no chat template ({TEMPLATE}, or chat_template in {SETTINGS}, beside "
-                f"{TOKENIZER}). Give chat_template: a jinja file, or {' or '.join(BUILT_IN)}."
+                f"{TOKENIZER}). Give {key}: a jinja file, or {' or '.join(BUILT_IN)}."
             )
         return cls(text, special, str(beside / SETTINGS))
 

@@ -66,7 +66,7 @@ def conversations_of(record: Record, objective: str) -> list[Conversation]:
 def _one(record: Record, tools: list[Any] | None) -> Conversation:
     for name in ("messages", "conversations", "conversation"):
         if name in record:
-            return _whole(_messages(record[name], name), tools, 0, name)
+            return _whole(messages_of(record[name], name), tools, 0, name)
     if "prompt" in record and "completion" in record:
         prompt = _side(record["prompt"], "prompt", "user")
         whole = prompt + _side(record["completion"], "completion", "assistant")
@@ -106,11 +106,12 @@ def _side(value: Any, name: str, role: str) -> list[Message]:
     if isinstance(value, str):
         if not role:
             raise BadRecord(NO_CONVERSATION, f"{name} is text without a prompt; give prompt, or lists of messages")
-        return _messages([{"role": role, "content": value}], name)
-    return _messages([value] if isinstance(value, dict) else value, name)
+        return messages_of([{"role": role, "content": value}], name)
+    return messages_of([value] if isinstance(value, dict) else value, name)
 
 
-def _messages(value: Any, name: str) -> list[Message]:
+def messages_of(value: Any, name: str) -> list[Message]:
+    """Return a list of messages as templates see them. Raises: BadRecord."""
     if isinstance(value, str):
         value = _parsed(value, name)
     if not isinstance(value, list) or not value:

@@ -116,6 +116,7 @@ class Tokenizer:
         self._engine.no_truncation()
         self._engine.no_padding()
         self._engine.encode_special_tokens = True
+        self._of_templates: HuggingFaceTokenizer | None = None
         self.sha256 = hashlib.sha256(json_text.encode()).hexdigest()
         """SHA-256 of the file."""
         self.eod_id = self._find_end(where)
@@ -149,6 +150,17 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, by the library's fastest method, which computes no offsets."""
         return [e.ids for e in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_template(self, text: str) -> list[int]:
+        """Return the ids of a text that a chat template made: special tokens in it are what they are."""
+        if self._of_templates is None:
+            self._of_templates = HuggingFaceTokenizer.from_str(self._engine.to_str())
+        return self._of_templates.encode(text, add_special_tokens=False).ids
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens, by their text."""
+        return {token.content: n for n, token in self._engine.get_added_tokens_decoder().items() if token.special}
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._engine.decode(ids)

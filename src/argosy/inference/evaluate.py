@@ -1,18 +1,28 @@
-"""The score of a trained model on held-out text, under any plan."""
+"""The scores of a trained model on held-out text and on tasks, under any plan."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from argosy.errors import UserError
-from argosy.inference.members import score_in_processes
+from argosy.inference.members import open_together, score_in_processes, score_tasks_in_processes
 from argosy.inference.plans import plan_named, run_to_score
 from argosy.inference.rank_model import EvaluateRequest, score
-from argosy.inference.trained_model import default_device, open_model
+from argosy.inference.tasks import TaskRequest, score_tasks
+from argosy.inference.trained_model import TrainedModel, default_device
+from argosy.observe.events import JsonLines
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.training.answers import TaskScores
 from argosy.training.evaluation import Score
+
+LONGEST = 4096
+"""Tokens of the longest question, where the model's context is longer."""
+FILE = "scores.jsonl"
+"""Of a run's folder: a line for each time that tasks were scored."""
 
 
 def evaluate(
@@ -24,23 +34,64 @@ def evaluate(
     seq_len: int | None = None,
     plan: str | Plan = "",
     trust_code: bool = False,
+    world: World | None = None,
 ) -> Score:
     """Return loss, perplexity and bits per byte of the model of a run, a checkpoint or a Hugging Face folder at `path`.
 
     data: a folder that `argosy prepare` wrote, or its URL in a store; by default the run's own sources. seq_len: tokens
     per window; by default those that the run trained with. plan: as of `load_model`. trust_code: approve and run code
-    that the run brings along.
+    that the run brings along. world: as of `LoadedModel`.
 
     Raises: UserError if the data has another tokenizer, or is too short, or the plan cannot lay the model out.
     """
-    source = open_model(path, trust_code)
+    source = open_together(path, trust_code, world)
     folders = [str(data)] if data is not None else source.run.data.folders
     if not folders:
         raise UserError(f"{path}: the run names no data. Give a prepared folder with --data.")
     length = seq_len or source.run.data.seq_len
+    if length > (most := source.run.model.max_seq_len):
+        raise UserError(f"seq_len = {length} is more than model.max_seq_len = {most}. Try {most} or less.")
     asked = EvaluateRequest(list(folders), split, max_tokens, length)
     layout = plan_named(plan)
     run_to_score(source.run, layout, length)  # what is wrong is said before processes start
-    if layout.world_size > 1:
+    if world is None and layout.world_size > 1:
         return score_in_processes(source, layout, asked)
-    return score(source, layout, World(device=default_device()), asked.read(source))
+    return score(source, layout, world or World(device=default_device()), asked.read(source))
+
+
+def evaluate_tasks(
+    path: str | Path,
+    tasks: Sequence[str],
+    *,
+    fewshot: int | None = None,
+    limit: int = 0,
+    seq_len: int | None = None,
+    plan: str | Plan = "",
+    trust_code: bool = False,
+    world: World | None = None,
+) -> TaskScores:
+    """Return task -> metric -> value of the model of a run, a checkpoint or a Hugging Face folder at `path`, and add
+    them to `FILE` of a run's folder.
+
+    tasks: names that lm-eval knows, and task files (*.yaml). fewshot: examples before each question; None: as the task
+    says. limit: documents of each task; 0: all. seq_len: tokens of the longest question; by default those of the
+    model's context, 4096 at most. plan: as of `load_model`. trust_code: approve and run code that the run or a task
+    file brings along. world: as of `LoadedModel`.
+
+    Raises: UserError if a task is not known, or its data cannot be had, or the plan cannot lay the model out.
+    """
+    if limit < 0 or (fewshot or 0) < 0:
+        raise UserError(f"limit = {limit}, fewshot = {fewshot}: must be at least 0.")
+    source, layout = open_together(path, trust_code, world), plan_named(plan)
+    length = seq_len or min(source.run.model.max_seq_len, LONGEST)
+    run_to_score(source.run, layout, length)
+    asked = TaskRequest(list(tasks), fewshot, limit, length, trust_code)
+    if world is None and layout.world_size > 1:
+        found = score_tasks_in_processes(source, layout, asked)
+    else:
+        found = score_tasks(source, layout, world or World(device=default_device()), asked)
+    if isinstance(source, TrainedModel) and (world is None or world.is_first):
+        done = source.checkpoint.step
+        line = {"step": max(0, done - 1), "time_s": round(time.time(), 3), "plan": str(layout), "tasks": found}
+        JsonLines(source.run_dir / FILE).write({**line, "fewshot": fewshot, "limit": limit})
+    return found

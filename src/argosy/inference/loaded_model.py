@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, overload
@@ -12,18 +10,15 @@ from typing import Any, Protocol, Self, overload
 import torch
 from torch import Tensor
 
-from argosy.config.model import ModelConfig
 from argosy.errors import UserError
-from argosy.inference.members import InProcesses
+from argosy.inference.members import InProcesses, open_together
 from argosy.inference.plans import plan_named, run_of_rows
 from argosy.inference.rank_model import RankModel, SampleRequest
-from argosy.inference.sampling import USUAL, Completion, Finish, GrowingText, Prompt, Sampling, TextPiece
-from argosy.inference.trained_model import default_device, ends_of_text, open_model
+from argosy.inference.sampling import Prompt, Sampling
+from argosy.inference.trained_model import default_device
+from argosy.inference.writing import TextWriter
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-
-BATCH_SIZE = 16
-"""Rows that are written at once."""
 
 # B rows, T tokens, V vocabulary
 
@@ -45,7 +40,7 @@ class Backend(Protocol):
 
 
 class InThisProcess:
-    """A backend: the model is here, whole."""
+    """A backend: the model is here, whole, or laid out over processes that all make the same calls."""
 
     def __init__(self, model: RankModel):
         self._model = model
@@ -53,7 +48,8 @@ class InThisProcess:
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """See `Backend`."""
         found = self._model.logits(tokens_BT)
-        assert found is not None
+        if found is None or len(found) < len(tokens_BT):
+            raise UserError("logits: under a launcher each process has some. Call it where none has set RANK.")
         return found.cpu()
 
     def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
@@ -65,24 +61,25 @@ class InThisProcess:
         del self._model
 
 
-class LoadedModel:
+class LoadedModel(TextWriter):
     """A trained model, its weights in memory, and its tokenizer. Use it in a `with` block, or `close` it."""
 
-    def __init__(self, place: str | Path, plan: Plan, trust_code: bool = False):
-        """See `load_model`."""
-        source = open_model(place, trust_code)
+    def __init__(self, place: str | Path, plan: Plan, trust_code: bool = False, world: World | None = None):
+        """See `load_model`. world: the processes that a launcher has started, as many as `plan` is for; all make the
+        same calls. None: processes are started if the plan needs them."""
+        source = open_together(place, trust_code, world)
+        if source.run.model.score:
+            raise UserError(
+                f"{place} is a reward model: it ends with a score, and not with words. argosy evaluate reads it."
+            )
         self.plan = plan
-        #: The model's sizes.
-        self.config: ModelConfig = source.run.model
-        self.tokenizer = source.tokenizer
-        #: Tokens that end a text.
-        self.ends = ends_of_text(source)
         run_of_rows(source.run, plan)  # what is wrong is said before processes start
-        self._backend: Backend = (
-            InThisProcess(RankModel(source, plan, World(device=default_device())))
-            if plan.world_size == 1
-            else InProcesses(source, plan, self.config.vocab_size)
-        )
+        self._backend: Backend
+        if world is None and plan.world_size > 1:
+            self._backend = InProcesses(source, plan, source.run.model.vocab_size)
+        else:
+            self._backend = InThisProcess(RankModel(source, plan, world or World(device=default_device())))
+        super().__init__(source, self._backend.sample)
 
     def logits(self, tokens_BT: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return the logits that follow each token of each row, fp32 [B, T, V] over the whole vocabulary, on the CPU.
@@ -98,7 +95,7 @@ class LoadedModel:
             raise UserError(
                 f"logits: whole numbers [rows, tokens] are needed, not {list(tokens.shape)} {tokens.dtype}."
             )
-        self._check_ids(tokens.min().item(), tokens.max().item(), "logits")
+        self.check_ids(tokens.min().item(), tokens.max().item(), "logits")
         if tokens.shape[1] > self.config.max_seq_len:
             raise UserError(
                 f"logits: rows of {tokens.shape[1]} tokens, and model.max_seq_len is {self.config.max_seq_len}. "
@@ -120,60 +117,6 @@ class LoadedModel:
             return next(self.complete([prompts], sampling)).text
         return [completion.text for completion in self.complete(prompts, sampling)]
 
-    def complete(
-        self, prompts: Sequence[Prompt], sampling: Sampling = USUAL, batch_size: int = BATCH_SIZE
-    ) -> Iterator[Completion]:
-        """Yield the texts that continue the prompts, in the prompts' order, as soon as they are whole; see `stream`."""
-        found = [Completion(prompt, "", (), "") for prompt in prompts]
-        told = 0
-        for piece in self.stream(prompts, sampling, batch_size):
-            so_far = found[piece.row]
-            tokens = (*so_far.tokens, piece.token)
-            found[piece.row] = replace(so_far, text=so_far.text + piece.text, tokens=tokens, finish=piece.finish)
-            while told < len(found) and found[told].finish:
-                yield found[told]
-                told += 1
-
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling = USUAL,
-        batch_size: int = BATCH_SIZE,
-    ) -> Iterator[TextPiece]:
-        """Yield the texts that continue the prompts, piece by piece, as the model writes them.
-
-        `batch_size` are written at once, those with the shortest prompts first. Row i is drawn with the seed
-        sampling.seed + i, so that its text does not depend on the others. Closing the iterator ends the work.
-
-        Raises: UserError, before anything is computed, for settings that make no sense, and for a prompt that is empty
-        or leaves no room in the model's context.
-        """
-        sampling.check()
-        if batch_size < 1:
-            raise UserError(f"batch_size = {batch_size}: must be at least 1.")
-        ids = [self.tokens_of(prompt) for prompt in prompts]
-        for row, tokens in enumerate(ids):
-            if len(tokens) >= self.config.max_seq_len:
-                which = f"prompt {row + 1}" if len(ids) > 1 else "the prompt"
-                raise UserError(
-                    f"{which} has {len(tokens)} tokens and model.max_seq_len is {self.config.max_seq_len}. Shorten it."
-                )
-        by_length = sorted(range(len(ids)), key=lambda row: len(ids[row]))
-        batches = [by_length[first : first + batch_size] for first in range(0, len(ids), batch_size)]
-        return (piece for rows in batches for piece in self._batch(rows, ids, sampling))
-
-    def tokens_of(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt; those of a text begin with the token that ends the document before.
-
-        Raises: UserError for ids that the model does not know, or none.
-        """
-        if isinstance(prompt, str):
-            return [self.tokenizer.eod_id, *self.tokenizer.encode(prompt)]
-        if not prompt:
-            raise UserError('a prompt without tokens: give at least one, or the text "" for a new document.')
-        self._check_ids(min(prompt), max(prompt), "a prompt")
-        return list(prompt)
-
     def close(self) -> None:
         """Free the model."""
         self._backend.close()
@@ -185,34 +128,6 @@ class LoadedModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _check_ids(self, least: float, most: float, what: str) -> None:
-        if least < 0 or most >= self.config.vocab_size:
-            wrong = least if least < 0 else most
-            raise UserError(f"{what}: token {wrong}, and the model knows those from 0 to {self.config.vocab_size - 1}.")
-
-    def _batch(self, rows: Sequence[int], ids: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[TextPiece]:
-        """Yield the pieces of some rows, which are written together."""
-        limits = [min(sampling.max_tokens, self.config.max_seq_len - len(ids[row])) for row in rows]
-        seeds = [sampling.seed + row for row in rows]
-        prompts = [list(ids[row]) for row in rows]
-        asked = SampleRequest(prompts, limits, seeds, sampling.temperature, sampling.top_p, sorted(self.ends))
-        texts, left = [GrowingText(self.tokenizer, sampling.stop) for _ in rows], dict(enumerate(limits))
-        with closing(self._backend.sample(asked)) as steps:
-            for told in steps:
-                for i, token in enumerate(told):
-                    if token is None or i not in left:
-                        continue
-                    left[i] -= 1
-                    is_end = token in self.ends
-                    text = "" if is_end else texts[i].add(token)
-                    finish: Finish = "stop" if is_end or texts[i].is_stopped else "" if left[i] else "length"
-                    if finish:
-                        text += texts[i].rest()
-                        del left[i]
-                    yield TextPiece(rows[i], text, token, finish)
-                if not left:
-                    return
 
 
 def load_model(place: str | Path, plan: str | Plan = "", trust_code: bool = False) -> LoadedModel:

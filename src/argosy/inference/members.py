@@ -1,7 +1,7 @@
-"""A model that is laid out over processes of this machine: the processes, and how the one that asked speaks to them.
+"""A model that is laid out over processes: those of this machine that are started for it, or those of a launcher.
 
-All members get each request. They compute it together, and those that have a part of the result send it: the first
-member the tokens of a step, each data-parallel rank the logits of its rows.
+Members that are started get each request. They compute it together, and those that have a part of the result send it:
+the first member the tokens of a step, each data-parallel rank the logits of its rows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import queue
 import signal
 import threading
 import warnings
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,13 +24,15 @@ from argosy.accelerator import count_here, type_here
 from argosy.config.launch import LaunchConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.inference.rank_model import EvaluateRequest, RankModel, SampleRequest, score
+from argosy.inference.tasks import TaskRequest, score_tasks
 from argosy.inference.trained_model import SomeModel, open_model
 from argosy.launch.local_world import LocalWorld, failure_told
 from argosy.parallel.encoding import decode, encode, from_text, to_text
-from argosy.parallel.world import World, join_world
+from argosy.parallel.world import World, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
+from argosy.training.answers import TaskScores
 from argosy.training.evaluation import Score
 
 MEMBER = ForkEntry("argosy.inference.members")
@@ -40,12 +43,13 @@ PROCESSES_A_CORE = 4
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """The model that members are to load; with held-out text, to score it and do no more."""
+    """The model that members are to load; with held-out text or tasks, to score it and do no more."""
 
     place: str
     plan: Plan
     timeout_s: float
     held_out: EvaluateRequest | None = None
+    tasks: TaskRequest | None = None
 
 
 def check_devices(plan: Plan) -> None:
@@ -64,6 +68,36 @@ def check_devices(plan: Plan) -> None:
     if not devices and size > cores:
         text = f'plan = "{plan}": {size} processes on {cores} cores will wait for each other.'
         warnings.warn(text, ArgosyWarning, stacklevel=2)
+
+
+@contextmanager
+def launched_world(plan: Plan) -> Iterator[World | None]:
+    """Yield the world of processes that a launcher (torchrun, say) has started this command in; None without one.
+
+    Raises: UserError if it has started more or fewer than `plan` is for.
+    """
+    if "RANK" not in os.environ:
+        yield None
+        return
+    size = int(os.environ["WORLD_SIZE"])
+    if size != plan.world_size:
+        raise UserError(
+            f'plan = "{plan}" is for {plan.world_size} processes, and the launcher has started {size} (WORLD_SIZE). '
+            "Start as many as the plan is for, or unset RANK to have them started."
+        )
+    world = join_world(LaunchConfig())
+    try:
+        yield world
+    finally:
+        leave_world()
+
+
+def open_together(place: str | Path, trust_code: bool, world: World | None) -> SomeModel:
+    """Open a model (`open_model`) in each process of `world`, of which the first alone reads a checkpoint back."""
+    if world is None:
+        return open_model(place, trust_code)
+    found = world.share_first(lambda: open_model(place, trust_code).place, str)
+    return open_model(found, trust_code, check=lambda checkpoint: None)
 
 
 class InProcesses:
@@ -137,8 +171,20 @@ def score_in_processes(source: SomeModel, plan: Plan, asked: EvaluateRequest) ->
         return found
 
 
-def _request(source: SomeModel, plan: Plan, held_out: EvaluateRequest | None = None) -> LoadRequest:
-    return LoadRequest(source.place, plan, source.run.launch.timeout_s, held_out)
+def score_tasks_in_processes(source: SomeModel, plan: Plan, asked: TaskRequest) -> TaskScores:
+    """Return `tasks.score_tasks` in as many processes as `plan` is for. Raises: UserError, RunFailed."""
+    check_devices(plan)
+    with closing(LocalWorld(MEMBER, plan.world_size, "the evaluation")) as world:
+        world.send("load", data=[encode(_request(source, plan, tasks=asked), LoadRequest)])
+        _, message = world.receive()
+        found: TaskScores = from_text(message["score"], TaskScores)
+        return found
+
+
+def _request(
+    source: SomeModel, plan: Plan, held_out: EvaluateRequest | None = None, tasks: TaskRequest | None = None
+) -> LoadRequest:
+    return LoadRequest(source.place, plan, source.run.launch.timeout_s, held_out, tasks)
 
 
 # ---- in a member -----------------------------------------------------------------------------------------------
@@ -187,6 +233,11 @@ def main() -> None:
             if world.is_first:
                 asker.send("scored", score=to_text(found, Score))
             inbox.next()  # there is nothing more: the asker ends this process
+        if asked.tasks is not None:
+            scores = score_tasks(source, asked.plan, world, asked.tasks)
+            if world.is_first:
+                asker.send("scored", score=to_text(scores, TaskScores))
+            inbox.next()
         model = RankModel(source, asked.plan, world)
         asker.send("loaded")
         while True:

@@ -77,7 +77,13 @@ class EvaluateRequest:
                     f"{data.name}: prepared with another tokenizer than {source.home}/{TOKENIZER}. Prepare the "
                     f"text again with that one: {how_to_prepare(source.home)}"
                 )
-        held_out = HeldOut.read(splits, self.seq_len, self.max_tokens)
+        kinds = {None if split.manifest.rows is None else split.manifest.rows.kind for split in splits}
+        if source.run.model.score and kinds != {"pairs"}:
+            raise UserError(
+                f"{source.home} is a reward model, which compares pairs, and {self.folders[0]} holds none. Give "
+                "prepared pairs: --data."
+            )
+        held_out = HeldOut.read(splits, self.seq_len, self.max_tokens, source.run.model.score)
         if not held_out.tokens:
             raise UserError(
                 f"{self.folders[0]}: its {self.split} split is empty. Prepare it with a larger --validation-fraction."
@@ -176,10 +182,17 @@ def score(source: SomeModel, plan: Plan, world: World, held_out: HeldOut) -> Sco
     Raises: UserError if the plan cannot lay out the model, or windows of this length.
     """
     seq_len = held_out.windows.shape[1] - 1
+    model = model_to_score(source, plan, world, seq_len)
+    return evaluate(model, held_out, plan_to_score(plan, seq_len).microbatch, world)
+
+
+def model_to_score(source: SomeModel, plan: Plan, world: World, seq_len: int) -> ParallelModel:
+    """Return the model as it is laid out to score rows of so many tokens (`plan_to_score`). Raises: UserError if it
+    cannot be."""
     used, run = plan_to_score(plan, seq_len), run_to_score(source.run, plan, seq_len)
     meshes, parts = lay_out(used, run, world, _allocate)
     _load(list(parts.values()), meshes, source)
-    return evaluate(ParallelModel(used, run, meshes, parts), held_out, used.microbatch, world)
+    return ParallelModel(used, run, meshes, parts)
 
 
 def _allocate(model: Decoder, config: ModelConfig, device: torch.device, seed: int) -> None:

@@ -19,6 +19,7 @@ from argosy.errors import ArgosyError
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
+from argosy.launch.ending import ending_in_words
 from argosy.launch.resolve import check_profile, resolve
 from argosy.launch.sites import settle_site
 from argosy.observe.collectives import sequence_numbers
@@ -155,7 +156,12 @@ def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes:
             work(run, plan, world, run_dir, stop, heartbeat=heartbeat)
     if stop.number is not None:
         sys.exit(128 + stop.number)
-    return Report.load(run_dir) if is_first else None
+    if not is_first:
+        return None
+    report = Report.load(run_dir)
+    if run.launch.nodes == 1:
+        Progress(enabled=True).say(ending_in_words(run_dir, report))
+    return report
 
 
 def _settle(

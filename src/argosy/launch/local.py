@@ -24,6 +24,7 @@ from argosy.errors import RunFailed, UserError
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
+from argosy.launch.ending import ending_in_words
 from argosy.launch.resolve import check_profile, resolve, with_known_sizes
 from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
@@ -101,7 +102,7 @@ def train(
                 f"{run_dir} is finished. More --train.steps or --train.minutes make it longer; --name or --run-dir "
                 "another run."
             )
-            progress.say(report.in_words())
+            progress.say(ending_in_words(run_dir, report))
             return report
         (run_dir / "report.json").unlink(missing_ok=True)
         if where.screen is not None:
@@ -113,7 +114,10 @@ def train(
             agent.run()
         if is_asynchronous(run.plan) and not (run_dir / "report.json").exists():
             raise RunFailed(f"{run_dir}: the run was over before this worker had made an update.")
-        return Report.load(run_dir)
+        report = Report.load(run_dir)
+        if run.launch.nodes == 1:
+            progress.say(ending_in_words(run_dir, report))
+        return report
 
 
 def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> list[str]:
@@ -142,10 +146,14 @@ def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> 
     begun = f"from step {saved[-1].step}" if saved else "from the start"
     return [
         *would,
-        f"start {plan.world_size} processes on {run.launch.nodes} machines, laid out as {plan}",
+        f"start {_counted(plan.world_size, 'process', 'es')} on {_counted(run.launch.nodes, 'machine')}: {plan}",
         f"train {model_name(run.model, run.name)} for {length} of {run.train.global_batch} sequences of "
         f"{run.data.seq_len} tokens, {begun}, in {run_dir}",
     ]
+
+
+def _counted(count: int, what: str, plural: str = "s") -> str:
+    return f"{count} {what}{'' if count == 1 else plural}"
 
 
 @contextmanager

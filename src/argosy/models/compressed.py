@@ -116,7 +116,9 @@ def compressed(
     table = state_table(config)
     linear = {n for piece in pieces_of(config) if table[piece.ours[0]].is_linear for n in piece.theirs}
     linear = {name for name in linear if len(tensors[name].shape) == 2}
-    return dict(_compressed(tensors, linear, compression)), compression.settings(["lm_head"])
+    return dict(_compressed(tensors, linear, compression)), compression.settings(
+        ["score" if config.score else "lm_head"]
+    )
 
 
 def _compressed(

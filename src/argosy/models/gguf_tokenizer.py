@@ -7,10 +7,12 @@ without a name nothing is written: it would read text as other tokens.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from argosy.data.chat_template import TEMPLATE
 from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import MOST_BYTES, SPLIT
 from argosy.errors import UserError
@@ -30,6 +32,8 @@ NAMES = {
 }
 """The split of text, and True if a piece that is a token stays whole whatever the merges say -> llama.cpp's name."""
 SPACE = "▁"
+_GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""Marks of answers in chat templates, which llama.cpp does not know."""
 
 
 def add_tokenizer(writer: Any, folder: Path | None, vocab_size: int, eod_id: int | None) -> None:
@@ -63,6 +67,8 @@ def add_tokenizer(writer: Any, folder: Path | None, vocab_size: int, eod_id: int
     if eod_id is not None:
         special.special_token_ids.setdefault("eos", eod_id)
     special.add_special_token.setdefault("bos", False)  # llama.cpp has defaults for some names
+    if (template := folder / TEMPLATE).is_file():  # the package reads it only beside a tokenizer_config.json
+        special.chat_template = _GENERATION.sub("", read_at_most(template, MOST_BYTES).decode())
     special.add_to_gguf(writer, quiet=True)
 
 

@@ -47,8 +47,19 @@ OF_LAYERS = frozenset(
 """Lists that are repeated over the layers."""
 NOT_STRUCTURE = frozenset(("preset", "weights", "family", "init_std", "mup", "vocab_size", "max_seq_len"))
 """Fields that a class need not be able to say."""
+SCORED = {
+    name: FAMILIES[name].architecture.replace("ForCausalLM", "ForSequenceClassification")
+    for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen2_moe", "qwen3_moe")
+}
+"""Family -> the class of its reward models, which read the score at the last token that is no padding."""
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+"""The keys by which these know that they give one number."""
 HARMLESS = frozenset(
     [
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
         "architectures",
         "model_type",
         "torch_dtype",
@@ -142,6 +153,12 @@ def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | Non
     """Return the values of config.json. Raises: UserError if the family's class cannot express the model."""
     _refuse_sizes_of_other_classes(config)
     family = family_of(config.family)
+    if config.score and config.family not in SCORED:
+        raise UserError(
+            f"model.score = true and model.family = {config.family}: transformers has no class for its reward models "
+            f"that is known here. Known are those of {', '.join(SCORED)}."
+        )
+    of_score = {"architectures": [SCORED[config.family]], **ONE_LABEL, "pad_token_id": eod_id} if config.score else {}
     values = {
         "architectures": [family.architecture],
         "model_type": config.family,
@@ -156,6 +173,7 @@ def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | Non
         "eos_token_id": eod_id,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
+        **of_score,
     }
     if config.family in FAMILIES:
         _refuse_what_the_class_cannot_say(config, values)
@@ -275,6 +293,7 @@ def config_from_json(values: Mapping[str, Any], file: Path | str) -> ModelConfig
     found |= layers_from_json(values, given, known, file)
     try:
         found |= rope_from_json(given, found, known, file)
+        found["score"] = _has_score(values)
         return ModelConfig(family=name, **nest({tuple(ours.split(".")): value for ours, value in found.items()}))
     except ValidationError as error:
         raise _refusal(error, theirs | ROPE_KEYS["llama3"] | ROPE_KEYS["yarn"], file) from None
@@ -376,9 +395,16 @@ def _family(values: Mapping[str, Any], file: Path | str) -> str:
         keys = sorted(key for key in values if is_unknown(key, values[key], None))
         which = f"; keys that no known family has: {', '.join(keys)}" if keys else ""
         refuse(file, "model_type", family, f"this architecture is not known{which[:400]}; known are {known}")
-    if classes and FAMILIES[family].architecture not in classes:
+    if classes and FAMILIES[family].architecture not in classes and not _has_score(values):
         refuse(file, "architectures", classes, f"this architecture is not known; known are {known}")
     return str(family)
+
+
+def _has_score(values: Mapping[str, Any]) -> bool:
+    """Return True for a class of reward models: of one number, not of several labels."""
+    labels = values.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else values.get("num_labels", 2)
+    return count == 1 and SCORED.get(str(values.get("model_type"))) in (values.get("architectures") or ())
 
 
 def is_unknown(key: str, value: object, family: Family | None) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from argosy.models.hf_family import (
+    FULL,
+    SLIDING,
     Family,
     Fused,
     all_sliding,
@@ -125,6 +127,26 @@ QWEN2_DEFAULTS = {
 }
 DENSE_FAMILIES = {
     "llama": Family("LlamaForCausalLM", keys={"ffn_bias": "mlp_bias"}, defaults={"max_position_embeddings": 2048}),
+    "cwm": Family(
+        "CwmForCausalLM",
+        fixed={"attention_bias": False},
+        defaults={
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "sliding_window": 8192,
+        },
+        windows=lambda given, layers: [SLIDING if layer % 4 else FULL for layer in range(layers)],
+    ),
     "mistral": Family(
         "MistralForCausalLM",
         defaults={"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},

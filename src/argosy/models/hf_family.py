@@ -52,6 +52,7 @@ NAMES = {
     "blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
     "norm": "model.norm",
     "head": "lm_head",
+    "score": "score",
 }
 """Our module or weight -> theirs. * is the block's number; # is an expert's, whose weights we keep in stacks."""
 

@@ -100,10 +100,12 @@ def gemma4_written(config: ModelConfig) -> dict[str, Any]:
 
 
 def llama4_layers(given: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """Experts in every so many layers, or in those listed; a temperature, if it is turned on."""
+    """Experts in every so many layers, or in those listed; a temperature, if it is turned on. Raises: ValueError."""
     step, layers = given["interleave_moe_layer_step"], len(kinds)
     in_turn = list(range(step - 1, layers, step))
     sparse = in_turn if given["moe_layers"] is None else sorted(set(given["moe_layers"]))
+    if not sparse or sparse[-1] >= layers:
+        raise ValueError(f"moe_layers = {given['moe_layers']} names none of the {layers} layers, or one beyond them")
     dense = dense_from([layer for layer in range(layers) if layer not in sparse])
     return {
         "attention.temperature": given["attn_scale"] if given["attn_temperature_tuning"] else 0.0,

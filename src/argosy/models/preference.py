@@ -1,4 +1,5 @@
-"""Losses of preferences: functions of the log-probability of whole answers, and their gradients by token.
+"""Losses of preferences: functions of the log-probability of whole answers, or of their score, and their gradients by
+token.
 
 Rows hold sequences: the two sides of a pair, one after the other, or an answer that was judged. The log-probability of
 an answer is the sum over its tokens. A loss is computed from these sums; its derivative by one of them is what the
@@ -44,8 +45,6 @@ class Preference:
     def __init__(self, objective: str, config: PreferenceConfig):
         self._loss = LOSSES[objective]
         self.objective, self.config = objective, config
-        self.sum_over_tokens: Callable[[Tensor], Tensor] = _as_it_is
-        """Sums over the ranks that have other tokens of the same rows (`cp`)."""
         self.reports = True
         """False on all of those ranks but one: each of them computes the whole loss."""
         self.per_token: Tensor | float = 0.0
@@ -66,12 +65,15 @@ class Preference:
         self._statistics.append(_statistics(rewards_BT.detach(), of))
         return losses
 
-    def take_statistics(self) -> tuple[float, ...]:
-        """Return what `STATISTICS` names, summed over what was computed since the last call."""
+    def compared(self, sums_BT: Tensor, of: Sequences) -> Tensor:
+        """Return the summed loss of pairs, and the number whose chosen side has the higher value: fp64 [2]."""
+        chosen, rejected = _pairs(sums_BT, of)
+        return torch.stack([self._loss(self, sums_BT, of), (chosen > rejected).sum()]).double()
+
+    def take_statistics(self) -> Tensor | None:
+        """Return what `STATISTICS` names, fp64, summed over what was computed since the last call; None of nothing."""
         taken, self._statistics = self._statistics, []
-        if not taken or not self.reports:
-            return (0.0,) * len(STATISTICS)
-        return tuple(torch.stack(taken).sum(0).tolist())
+        return torch.stack(taken).sum(0) if taken and self.reports else None
 
 
 STATISTICS = ("chosen", "rejected", "right", "chosen_reward", "rejected_reward")
@@ -143,12 +145,21 @@ def kto(preference: Preference, sums_BT: Tensor, of: Sequences) -> Tensor:
     return good + (1 - torch.sigmoid(beta * (kl - undesirable))).sum() * config.undesirable_weight
 
 
+def reward(preference: Preference, scores_BT: Tensor, of: Sequences) -> Tensor:
+    """-log sigmoid(chosen - rejected), of the scores of whole conversations (Ouyang et al. 2022, equation 1; the model
+    of Bradley & Terry 1952), and `centring` (chosen + rejected)^2 (Eisenstein et al. 2023)."""
+    chosen, rejected = _pairs(scores_BT, of)
+    centred = preference.config.centring * (chosen + rejected).square().sum()
+    return -F.logsigmoid(chosen - rejected).sum() + centred
+
+
 LOSSES: dict[str, Callable[[Preference, Tensor, Sequences], Tensor]] = {
     "dpo": dpo,
     "ipo": ipo,
     "simpo": simpo,
     "orpo": orpo,
     "kto": kto,
+    "reward": reward,
 }
 WITH_REFERENCE = ("dpo", "ipo", "kto")
 """Objectives that compare with the model as it was before training."""
@@ -159,22 +170,19 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.log(-torch.expm1(x.clamp(max=-1e-6)))
 
 
-def answer_log_probabilities(
-    x_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    starts_N: Tensor,
-    of: Sequences,
-    preference: Preference,
-    of_chunk: ChunkLoss,
-    rows: int,
-    softcap: float,
-) -> Tensor:
-    """Return the log-probability of each answer, where its sequence begins; fp32 [B, T], without gradients."""
-    losses_N = token_losses(x_ND, weight_VD, targets_N, of_chunk, rows, softcap)
-    sums_BT = torch.zeros_like(of.reference)
-    sums_BT.scatter_add_(1, starts_N.view(len(sums_BT), -1), -losses_N.view(len(sums_BT), -1))
-    return preference.sum_over_tokens(sums_BT)
+class Answers(NamedTuple):
+    """The rest of what the values of answers are computed from: not hidden states, nor the head's weight."""
+
+    targets_N: Tensor
+    starts_N: Tensor
+    """The place where the sequence of each of this rank's tokens begins."""
+    ends_N: Tensor | None
+    """True for the last tokens of sequences, at which a reward model gives its score; None of logits."""
+    of: Sequences
+    sum_over_tokens: Callable[[Tensor], Tensor]
+    of_chunk: ChunkLoss
+    rows: int
+    softcap: float
 
 
 def answer_scores(
@@ -196,43 +204,52 @@ def answer_scores(
     return sum_over_tokens(sums_BT2) * sums_BT2.new_tensor([-1.0, 1.0])
 
 
-def preference_loss(x_ND: Tensor, weight_VD: Tensor, *others: Any) -> Tensor:
-    """Return the loss summed over answers, fp32 scalar. Arguments: as `answer_log_probabilities`."""
-    loss: Tensor = _PreferenceLoss.apply(x_ND, weight_VD, *others)
+def answer_values(x_ND: Tensor, weight_VD: Tensor, answers: Answers) -> Tensor:
+    """Return the log-probability of each answer, or its score, where its sequence begins; fp32 [B, T], no gradients."""
+    if answers.ends_N is not None:
+        values_N = (x_ND.float() @ weight_VD[0].float()) * answers.ends_N
+    else:
+        values_N = -token_losses(x_ND, weight_VD, answers.targets_N, answers.of_chunk, answers.rows, answers.softcap)
+    sums_BT = torch.zeros_like(answers.of.reference)
+    sums_BT.scatter_add_(1, answers.starts_N.view(len(sums_BT), -1), values_N.view(len(sums_BT), -1))
+    return answers.sum_over_tokens(sums_BT)
+
+
+def preference_loss(x_ND: Tensor, weight_VD: Tensor, answers: Answers, preference: Preference) -> Tensor:
+    """Return the loss summed over answers, fp32 scalar."""
+    loss: Tensor = _PreferenceLoss.apply(x_ND, weight_VD, answers, preference)
     return loss
 
 
 class _PreferenceLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        starts_N: Tensor,
-        of: Sequences,
-        preference: Preference,
-        of_chunk: ChunkLoss,
-        rows: int,
-        softcap: float,
-    ) -> Tensor:
-        sums_BT = answer_log_probabilities(
-            x_ND, weight_VD, targets_N, starts_N, of, preference, of_chunk, rows, softcap
-        )
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, answers: Answers, preference: Preference) -> Tensor:
+        sums_BT = answer_values(x_ND, weight_VD, answers)
         with torch.enable_grad():
             sums_BT.requires_grad_()
-            loss = preference(sums_BT, of)
+            loss = preference(sums_BT, answers.of)
             (slopes_BT,) = torch.autograd.grad(loss, sums_BT)
-        weights_N = -slopes_BT.gather(1, starts_N.view(len(sums_BT), -1)).flatten()
-        needs = ctx.needs_input_grad[:2]
-        _, *gradients = weighted_gradients(needs, x_ND, weight_VD, targets_N, weights_N, of_chunk, rows, softcap)
-        ctx.save_for_backward(*gradients)
+        slopes_N = slopes_BT.gather(1, answers.starts_N.view(len(sums_BT), -1)).flatten()
+        if answers.ends_N is not None:
+            slopes_1N = (slopes_N * answers.ends_N)[None]
+            gradients = (
+                (slopes_1N.T @ weight_VD.float()).to(x_ND.dtype),
+                (slopes_1N @ x_ND.float()).to(weight_VD.dtype),
+            )
+            ctx.save_for_backward(
+                *(g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
+            )
+        else:
+            about = (answers.targets_N, -slopes_N, answers.of_chunk, answers.rows, answers.softcap)
+            ctx.save_for_backward(*weighted_gradients(ctx.needs_input_grad[:2], x_ND, weight_VD, *about)[1:])
         return loss.detach() if preference.reports else torch.zeros_like(loss)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return *gradients_times(ctx.saved_tensors, grad_loss), *(None,) * 7
+        return *gradients_times(ctx.saved_tensors, grad_loss), None, None
 
 
-def _as_it_is(sums_BT: Tensor) -> Tensor:
-    return sums_BT
+def last_tokens(starts_BT: Tensor) -> Tensor:
+    """Return True for the last token of each sequence in whole rows."""
+    following_BT = F.pad(starts_BT[:, 1:], (0, 1), value=-1)
+    return following_BT != starts_BT

@@ -165,11 +165,10 @@ class Metrics:
             self._lines.write(record)
 
     def write_evaluation(
-        self, step: int, loss: float, bits_per_byte: float, tasks: Mapping[str, Mapping[str, float]] | None = None
+        self, step: int, line: Mapping[str, float], tasks: Mapping[str, Mapping[str, float]] | None = None
     ) -> None:
-        """Append the record of an evaluation after `step`. tasks: the metrics of each."""
-        more = {"tasks": tasks} if tasks else {}
-        self.write({"step": step, "validation_loss": loss, "bits_per_byte": bits_per_byte, **more})
+        """Append the record of an evaluation after `step`. line: has a validation_loss. tasks: the metrics of each."""
+        self.write({"step": step, **line, **({"tasks": tasks} if tasks else {})})
 
     def forget_from(self, step: int) -> None:
         """Drop the records of `step` and later: those steps were lost and are about to be run again."""

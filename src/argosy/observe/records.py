@@ -245,8 +245,8 @@ def step_line(record: Record) -> Record | None:
 
 
 def evaluation_line(record: Record) -> Record | None:
-    """Return a line of an evaluation in metrics.jsonl, checked; None if it is none."""
-    if "loss" in record or "validation_loss" not in record:
+    """Return a line of an evaluation in metrics.jsonl or scores.jsonl, checked; None if it is none."""
+    if "loss" in record or not ("validation_loss" in record or "tasks" in record):
         return None
     found = _EVALUATION(record)
     return found if "step" in found else None

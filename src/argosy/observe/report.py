@@ -92,7 +92,8 @@ class Report(BaseModel):
     goodput: float
     """Share of `wall_s` spent in steps that count."""
     validation: dict[str, int | float] | None
-    """Held-out loss, perplexity and bits per byte; `unigram_bits_per_byte` is the trivial baseline's."""
+    """Held-out loss, perplexity and bits per byte; `unigram_bits_per_byte` is the trivial baseline's. Of a reward
+    model, loss and accuracy of pairs."""
     tasks: dict[str, dict[str, float]] | None = None
     """The last scores of tasks: metrics of each."""
     energy: Energy | None = None
@@ -121,7 +122,10 @@ class Report(BaseModel):
         ]
         if self.sync is not None:
             lines += textwrap.wrap(f"between replicas: {self.sync.in_words()}", COLUMNS, subsequent_indent="      ")
-        if self.validation:
+        if self.validation and "accuracy" in self.validation:
+            loss, accuracy = self.validation["loss"], self.validation["accuracy"]
+            lines.append(f"validation: {accuracy:.1%} of pairs told apart (loss {loss:.3f})")
+        elif self.validation:
             lines.append(
                 f"validation: {self.validation['bits_per_byte']:.3f} bits per byte "
                 f"(loss {self.validation['loss']:.3f}); a unigram model: "

@@ -229,9 +229,9 @@ class Progress:
         self._doing = ""
         self._show(last=record["step"] + 1 == steps)
 
-    def evaluated(self, step: int, loss: float, bits_per_byte: float, tasks: Sequence[str] = ()) -> None:
+    def evaluated(self, step: int, score: str, tasks: Sequence[str] = ()) -> None:
         """Print how well the weights after `step` predict held-out text, and their scores of tasks, in words."""
-        self.say(f" step {step + 1:>5}  evaluated: loss {loss:.3f}, {bits_per_byte:.3f} bits per byte", "cyan")
+        self.say(f" step {step + 1:>5}  evaluated: {score}", "cyan")
         for words in tasks:
             self.say(f"             {words}", "cyan")
 

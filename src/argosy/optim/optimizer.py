@@ -99,6 +99,9 @@ class Optimizer:
                 rule.step(some, lr, settings.weight_decay)
                 if watch is not None and before is not None:
                     watch(some[0].piece, before)
+            for slot in slots:
+                if not slot.piece.value.numel():  # no rule opened it, and this rank may be the one that saves the count
+                    slot.steps += 1
             fault("optimizer")
 
     def zero_grad(self) -> None:
@@ -113,7 +116,7 @@ class Optimizer:
         `load_state` is called with them.
         """
         slot = self._slots[piece.name]
-        steps = torch.tensor(float(slot.steps), device=piece.value.device)
+        steps = torch.full((), float(slot.steps), device=piece.value.device)
         with torch.no_grad():
             return {"step": steps, **slot.moments()}
 

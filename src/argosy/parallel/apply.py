@@ -7,7 +7,7 @@ the optimizer and the checkpoint do not ask: they see pieces of parameters.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -158,7 +158,7 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, spli
         core = RingAttention(group) if plan.context == "ring" else UlyssesAttention(group)
         delta_core = DeltaExchange(group)
         model.my_tokens = partial(shard_sequence, rank=rank, size=plan.cp)
-        model.sum_over_tokens = partial(_summed_over, group)
+        model.sum_over_tokens = partial(_summed_over, [group])
         for block in model.blocks.values():
             assert isinstance(block, Block)
             if isinstance(block.attention, GatedDeltaNet):
@@ -169,6 +169,10 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, spli
     if (group := meshes.group("tp")) is not None:
         rank = meshes.rank("tp")
         rows = SplitRows(group, partial(torch.cat, dim=1), lambda x: x.chunk(plan.tp, dim=1)[rank], around=rows)
+        if model.score is not None and splits_tokens:  # logits are of all tokens on each rank, scores of its own
+            model.my_stretch = lambda x: x.chunk(plan.tp, dim=1)[rank]
+            groups = [other for other in (meshes.group("cp"), group) if other is not None]
+            model.sum_over_tokens = partial(_summed_over, groups)
     for moe in moe_layers(model):
         moe.rows = rows or moe.rows
 
@@ -177,7 +181,6 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
     """Train with the objective that the run names, or with its loss, if it is the user's. Raises: UserError."""
     if run.train.has_preferences:
         model.preference = Preference(run.train.objective, run.preference)
-        model.preference.sum_over_tokens = model.sum_over_tokens
         model.preference.reports = meshes.rank("cp") == 0
     if run.train.loss in LOSSES:
         return
@@ -185,8 +188,9 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
     model.own_loss = loss if group is None else GatheredLoss(loss, group, run.model.vocab_size)
 
 
-def _summed_over(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
-    dist.all_reduce(tensor, group=group)
+def _summed_over(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
     return tensor
 
 

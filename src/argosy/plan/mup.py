@@ -82,7 +82,7 @@ def query_factor(model: ModelConfig) -> float:
 def folded_factor(name: str, model: ModelConfig) -> float:
     """Return the factor on a parameter after training with which a decoder without multipliers computes the same."""
     if name == "norm.weight":
-        return logit_factor(model)
+        return 1.0 if model.score else logit_factor(model)
     scaled = ".attention.q_norm." if model.qk_norm else ".attention.q."
     return query_factor(model) if scaled in name else 1.0
 

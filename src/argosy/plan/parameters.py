@@ -85,7 +85,9 @@ def parameter_table(model: ModelConfig, stage: Stage | None = None, tp: int = 1)
         table |= _prefixed(f"blocks.{layer}", block_table(model, layer, tp))
     if stage.last:
         table |= _norm("norm", model.width, model)
-        if not model.tie_embeddings:
+        if model.score:  # every rank has it whole, and scores its own tokens
+            table["score.weight"] = Parameter((1, model.width))
+        elif not model.tie_embeddings:
             table["head.weight"] = vocabulary
         for layer in range(model.layers, model.all_layers):
             table |= _prefixed(f"blocks.{layer}", block_table(model, layer, tp))

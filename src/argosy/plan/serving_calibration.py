@@ -27,8 +27,8 @@ Floats = NDArray[np.float64]
 
 SHIFTED = {
     "compute": 0.4, "overhead": 0.5, "bandwidth": 0.1, "cache": 0.4, "matmul": 0.4, "half_tokens": 0.5,
-    "experts": 0.4, "attention": 0.4, "link": 0.3, "sum_s": 0.4, "sequence_s": 0.7, "request_s": 0.7, "arrival_s": 0.7,
-    "burst": 0.7,
+    "experts": 0.4, "attention": 0.4, "link": 0.3, "sum_s": 0.4, "sequence_s": 0.7, "eager_layer_s": 0.7,
+    "request_s": 0.7, "burst": 0.7,
 }  # fmt: skip
 """Constants that an engine on a device may have of its own, and the standard deviations of their logarithms."""
 ROW_STD, FREEDOM = 0.1, 4

@@ -115,6 +115,8 @@ class Workload:
     trained_embedding: Numbers = 1
     """1 if the embedding is trained."""
     trained_head: Numbers = 1
+    scored: Numbers = 0
+    """1 if the head gives a score, one number, in place of logits; `tied` is 1 then."""
     reached: Numbers = 1
     """Share of the layers that backward reaches."""
     read_dense: Numbers = 1
@@ -156,7 +158,7 @@ class Workload:
             read_dense=_share(dense, lambda name: _is_read(name, table)),
             read_experts=_share(experts, lambda name: _is_read(name, table)),
             trained_embedding=embedding,
-            trained_head=embedding if run.model.tie_embeddings else table["head.weight"].is_trained,
+            trained_head=_is_head_trained(run, table),
             reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.all_layers,
         )
 
@@ -173,7 +175,8 @@ class Workload:
             width=model.width,
             ffn_matrices=3 if model.ffn_gate else 2,
             vocab_size=model.vocab_size,
-            tied=float(model.tie_embeddings),
+            tied=float(model.tie_embeddings or model.score),
+            scored=float(model.score),
             seq_len=seq_len,
             global_batch=global_batch,
             gates=gates,
@@ -271,6 +274,11 @@ class Workload:
         return self.width * self.vocab_size
 
     @property
+    def head_outputs(self) -> Numbers:
+        """Numbers that the head gives for a token."""
+        return self.scored + (1 - self.scored) * self.vocab_size
+
+    @property
     def further_parameters(self) -> Numbers:
         """Parameters of the projections of multi-token prediction."""
         return 2 * self.further * self.width**2
@@ -322,7 +330,7 @@ class Workload:
     @property
     def head_parameters(self) -> Numbers:
         """Parameters of the head, as often as each token meets them."""
-        return (1 + self.further) * self.vocabulary_parameters
+        return (1 + self.further) * self.width * self.head_outputs
 
     @property
     def trained_matmul_parameters(self) -> Numbers:
@@ -354,6 +362,12 @@ def _share(parameters: Table, counts: Callable[[str], bool]) -> float:
     """Return the share of the elements that are in parameters whose name counts; 1 if there are no parameters."""
     sizes = {name: math.prod(parameter.shape) for name, parameter in parameters.items()}
     return sum(size for name, size in sizes.items() if counts(name)) / sum(sizes.values()) if sizes else 1.0
+
+
+def _is_head_trained(run: RunConfig, table: Table) -> bool:
+    if run.model.score:
+        return table["score.weight"].is_trained
+    return table["embedding.weight" if run.model.tie_embeddings else "head.weight"].is_trained
 
 
 def _is_read(name: str, table: Table) -> bool:

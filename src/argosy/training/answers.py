@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +15,19 @@ from argosy.training.rows import compared_microbatches
 
 Request = tuple[list[int], list[int]]
 """Tokens of a context, at least one, and of its continuation, whose log-probability is asked for."""
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """A text that a task has the model write."""
+
+    prompt: str
+    stop: list[str]
+    max_tokens: int
+    temperature: float
+    """0: the likeliest token each time."""
+    top_p: float
+
 
 TaskScores = dict[str, dict[str, float]]
 """Task -> metric -> value. A metric that lm-eval computes after a filter is called METRIC/FILTER."""

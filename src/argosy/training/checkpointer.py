@@ -16,7 +16,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.store import Checkpoint, Choice
-from argosy.checkpoint.weights import fill_from_folder
+from argosy.checkpoint.weights import MODEL, SCORE, fill_from_folder
 from argosy.checkpoint.writer import Upkeep
 from argosy.config.schema import CheckpointConfig
 from argosy.data.stores.model_folder import is_model_folder
@@ -213,7 +213,7 @@ class Checkpointer:
             fill_from_folder(weights, folder)
         else:
             checkpoint = self._world.share_first(lambda: find_weights(folder, self._base_sha256), Checkpoint)
-            _check_fits(weights, checkpoint, SIZES_OF_WEIGHTS)
+            _check_fits(_but_a_new_score(weights, checkpoint), checkpoint, SIZES_OF_WEIGHTS)
             load_into(weights, checkpoint)
             sha256 = checkpoint.manifest.sha256
         state.model.after_update()
@@ -320,6 +320,12 @@ class Checkpointer:
             self._progress.say(
                 f"{facts['problem']}\n  It was found when the checkpoint was read back, which is withdrawn."
             )
+
+
+def _but_a_new_score(weights: dict[Box, Any], checkpoint: Checkpoint) -> dict[Box, Any]:
+    """Return `weights` without the head of a reward model, if the checkpoint is of a model without one."""
+    has_one = any(box.name == MODEL + SCORE for box in boxes_in(checkpoint))
+    return {box: part for box, part in weights.items() if has_one or box.name != MODEL + SCORE}
 
 
 def _check_fits(weights: dict[Box, Any], checkpoint: Checkpoint, remedy: str = SAME_MODEL) -> None:

@@ -12,20 +12,22 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from argosy.config.preference import PreferenceConfig
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.packing import ID_MASK, TRAINED, is_packed, unpack, without_rejected
+from argosy.data.packing import ID_MASK, TRAINED, is_packed, sequences_in, unpack, without_rejected
 from argosy.data.shards import BadShard, TokenSource, spread_windows
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.models.loss import IGNORED
+from argosy.models.preference import CHOSEN, Preference, Sequences
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.answers import TaskScores
-from argosy.training.rows import microbatches_of
+from argosy.training.rows import compared_microbatches, microbatches_of
 from argosy.training.tasks import TaskScorer
 
 BASELINE_TOKENS = 20_000_000
@@ -43,11 +45,18 @@ class HeldOut:
     text_bytes: float
     """UTF-8 bytes of the predicted tokens (the sources' average bytes per token times their number)."""
     end_of_document: int
+    are_scored: bool = False
+    """True for pairs whose sides a reward model scores."""
 
     @cached_property
     def tokens(self) -> int:
         """Predicted tokens; of conversations, those of answers."""
         return len(self.targets)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Pairs whose sides are scored."""
+        return int((sequences_in(self.windows).kinds == CHOSEN).sum()) if self.are_scored else 0
 
     @property
     def targets(self) -> np.ndarray:
@@ -57,11 +66,11 @@ class HeldOut:
         return np.concatenate([self.windows[~of_chats, 1:].ravel(), of_rows[of_rows != IGNORED]])
 
     @classmethod
-    def read(cls, splits: Sequence[TokenSource], seq_len: int, max_tokens: int) -> HeldOut:
+    def read(cls, splits: Sequence[TokenSource], seq_len: int, max_tokens: int, are_scored: bool = False) -> HeldOut:
         """Read an equal share of at most `max_tokens` from each split, always the same windows.
 
-        Splits without text are left out, and the result may be empty. Raises: UserError if one has text, but less
-        than a window.
+        are_scored: a reward model compares their pairs. Splits without text are left out, and the result may be empty.
+        Raises: UserError if one has text, but less than a window.
         """
         splits = [split for split in splits if len(split)]
         parts = [spread_windows(split, seq_len, max_tokens // len(splits)) for split in splits]
@@ -69,24 +78,27 @@ class HeldOut:
             return cls(np.empty((0, seq_len + 1), np.int32), 0.0, 0)
         # Of pairs and judged answers, the better ones are scored: one number, whatever the objective makes of them.
         for number, split in enumerate(splits):
-            if split.manifest.rows is not None and split.manifest.rows.kind != "conversations":
+            if not are_scored and split.manifest.rows is not None and split.manifest.rows.kind != "conversations":
                 parts[number] = without_rejected(parts[number])
         text_bytes = sum(
             part.shape[0] * seq_len * split.text_bytes_per_token for part, split in zip(parts, splits, strict=True)
         )
-        return cls(np.concatenate(parts), text_bytes, splits[0].manifest.eod_id)
+        return cls(np.concatenate(parts), text_bytes, splits[0].manifest.eod_id, are_scored)
 
 
 @dataclass(frozen=True)
 class Score:
-    """Losses on held-out text."""
+    """The score of a model on held-out text; of a reward model, on pairs."""
 
     loss: float
-    """Nats per token."""
-    perplexity: float
-    bits_per_byte: float
+    """Nats per token, or per pair."""
+    perplexity: float | None
+    """None of pairs, as the next."""
+    bits_per_byte: float | None
     """Bits per UTF-8 byte: comparable between tokenizers."""
     tokens: int
+    accuracy: float | None = None
+    """Share of pairs whose chosen side has the higher score; None of text."""
 
     @classmethod
     def of(cls, total_nats: float, held_out: HeldOut) -> Score:
@@ -94,6 +106,20 @@ class Score:
         loss = total_nats / held_out.tokens
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return cls(loss, perplexity, total_nats / math.log(2) / held_out.text_bytes, held_out.tokens)
+
+    def line(self) -> dict[str, float]:
+        """Return what metrics.jsonl has of it."""
+        found = {
+            "validation_loss": self.loss,
+            "bits_per_byte": self.bits_per_byte,
+            "validation_accuracy": self.accuracy,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def in_words(self) -> str:
+        """Return loss and what is told beside it."""
+        beside = f"{self.bits_per_byte:.3f} bits per byte" if self.accuracy is None else f"{self.accuracy:.1%} of pairs"
+        return f"loss {self.loss:.3f}, {beside}"
 
 
 class Evaluator:
@@ -113,7 +139,7 @@ class Evaluator:
         self._every, self._microbatch = run.evaluate.every_steps, plan.microbatch
         self._model, self._world, self._heartbeat, self._progress = model, world, heartbeat, progress
         splits = [source.held_out() for source in sources]
-        self.held_out = HeldOut.read(splits, run.data.seq_len, run.evaluate.tokens)
+        self.held_out = HeldOut.read(splits, run.data.seq_len, run.evaluate.tokens, run.model.score)
         self.score: Score | None = None
         """The newest; None before the first, and without held-out text."""
         self.task_scores: TaskScores = {}
@@ -180,6 +206,8 @@ def evaluate(
     collectives inside the model match and nothing is compiled anew. They are filled with text like the rest: if one
     token were repeated, each could be a document of its own, and attention slow.
     """
+    if held_out.are_scored:
+        return _score_of_pairs(model, held_out, microbatch, world, before_batch)
     windows = held_out.windows
     batch = microbatch * model.microbatches_at_once
     stride = batch * model.dp
@@ -193,6 +221,27 @@ def evaluate(
             micro.targets_BT[max(0, len(rows) - first) :] = IGNORED
         total += model.loss(micros)
     return Score.of(world.sum(total).item(), held_out)
+
+
+def _score_of_pairs(
+    model: ParallelModel, held_out: HeldOut, microbatch: int, world: World, before_batch: Callable[[], None]
+) -> Score:
+    """Return how well a reward model tells the sides of pairs apart, as `evaluate`."""
+    batch, windows = microbatch * model.microbatches_at_once, held_out.windows
+    stride, preference = batch * model.dp, Preference("reward", PreferenceConfig())
+    total = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for start in range(model.dp_rank * batch, -(-len(windows) // stride) * stride, stride):
+        before_batch()
+        rows = windows[start : start + batch]
+        filled = np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)])
+        micros = compared_microbatches(filled, microbatch, world.device, is_judged=False)
+        for number, scores_BT2 in enumerate(model.answer_scores(micros) or ()):
+            of, count = micros[number].sequences, max(0, len(rows) - number * microbatch)
+            assert of is not None
+            total += preference.compared(scores_BT2[:count, :, 0], Sequences(*(part[:count] for part in of)))
+    loss, right = world.sum(total).tolist()
+    pairs = max(1, held_out.pairs)
+    return Score(loss / pairs, None, None, held_out.tokens, right / pairs)
 
 
 def unigram_score(sources: Sequence[TokenSource], held_out: HeldOut, vocab_size: int) -> Score:

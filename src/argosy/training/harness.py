@@ -14,7 +14,7 @@ import numpy as np
 
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError, missing_extra
-from argosy.training.answers import Request, TaskScores
+from argosy.training.answers import Request, TaskScores, WriteRequest
 
 try:
     import lm_eval
@@ -24,8 +24,8 @@ try:
 except ImportError:
     raise missing_extra("lm-eval", "scores", "scoring tasks") from None
 
-Writer = Callable[[list[str], list[dict[str, Any]]], list[str]]
-"""Continues prompts: (prompts, lm-eval's generation arguments of each) -> texts."""
+MOST_NEW_TOKENS = 256
+"""Tokens of a text of which a task does not say how long it may be, as lm-eval has it."""
 BOOTSTRAPS = 100
 """Resamplings for the standard error of metrics that have no formula for it."""
 
@@ -34,9 +34,10 @@ class Harness(TemplateLM):  # type: ignore[misc]
     """Tasks, and our model as lm-eval sees one.
 
     Args:
-        names, fewshot, limit, trusts_code, write: as of `training.tasks.TaskScorer`.
+        names, fewshot, limit, trusts_code: as of `training.tasks.TaskScorer`.
         seq_len: the longest request, in tokens.
         score: returns the log-probability of each continuation, and True if all its tokens are the likeliest.
+        write: returns the texts that the model writes.
 
     Raises: UserError if a task is unknown, or its data cannot be had.
     """
@@ -50,7 +51,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
         tokenizer: Tokenizer,
         seq_len: int,
         score: Callable[[Sequence[Request]], list[tuple[float, bool]]],
-        write: Writer | None,
+        write: Callable[[Sequence[WriteRequest]], list[str]] | None,
     ):
         super().__init__()
         with _without_bars():
@@ -97,7 +98,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes after each prompt."""
         assert self._write is not None, "tasks that write are refused when they are loaded"
-        return self._write([request.args[0] for request in requests], [request.args[1] for request in requests])
+        return self._write([_asked(*request.args) for request in requests])
 
 
 def _without_bars() -> AbstractContextManager[Any]:
@@ -146,6 +147,19 @@ def _check_file(file: Path, trusts_code: bool) -> None:
             f"{file}: the task brings code of its own (!function), which would be run. Read it, and if you trust it, "
             "give --trust-code to argosy evaluate."
         )
+
+
+def _asked(prompt: str, settings: dict[str, Any]) -> WriteRequest:
+    """Return what lm-eval asks for: without `do_sample`, the likeliest token each time."""
+    until = settings.get("until") or []
+    temperature = float(settings.get("temperature") or 0.0) if settings.get("do_sample") else 0.0
+    return WriteRequest(
+        prompt,
+        [until] if isinstance(until, str) else list(until),
+        int(settings.get("max_gen_toks") or MOST_NEW_TOKENS),
+        temperature,
+        float(settings.get("top_p") or 1.0),
+    )
 
 
 def _first_line(problem: Exception) -> str:

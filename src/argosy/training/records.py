@@ -243,9 +243,9 @@ class Records:
     def evaluated(self, step: int, score: Score, tasks: TaskScores) -> None:
         """Write the line of an evaluation after `step`."""
         if self._world.is_first:
-            self.metrics.write_evaluation(step, score.loss, score.bits_per_byte, tasks)
             in_words = [task_in_words(name, metrics) for name, metrics in tasks.items()]
-            self.progress.evaluated(step, score.loss, score.bits_per_byte, in_words)
+            self.metrics.write_evaluation(step, score.line(), tasks)
+            self.progress.evaluated(step, score.in_words(), in_words)
 
     def length(self, steps: int) -> None:
         """Record the number of steps that a budget of minutes was turned into, in run.toml too; each process does."""

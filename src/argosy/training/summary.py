@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,10 @@ def write_report(
     finished = facts["status"] == "finished"
     validation, sample = None, None
     if score is not None and finished:
-        baseline = unigram_score(data.sources, held_out, run.model.vocab_size)
-        validation = {
-            "loss": score.loss,
-            "perplexity": score.perplexity,
-            "bits_per_byte": score.bits_per_byte,
-            "unigram_bits_per_byte": baseline.bits_per_byte,
-            "tokens": score.tokens,
-        }
+        known = asdict(score)
+        if score.accuracy is None:
+            known["unigram_bits_per_byte"] = unigram_score(data.sources, held_out, run.model.vocab_size).bits_per_byte
+        validation = {name: value for name, value in known.items() if value is not None}
     is_worker = plan.has_servers
     if run.evaluate.sample_prompt and finished and not is_worker:  # the servers have the checkpoints
         sample = _sample(run, run_dir, data)
@@ -137,7 +134,8 @@ def write_report(
     )
     report.save(run_dir)
     progress.close()
-    progress.say(report.in_words())
+    if report.status == "stopped" or run.launch.nodes > 1:  # else who started this process says more (launch.ending)
+        progress.say(report.in_words())
 
 
 class Measured:

@@ -7,7 +7,8 @@ other, which all ranks score together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,12 +17,21 @@ from argosy.data.packing import Words
 from argosy.data.tokenizer import Tokenizer
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
-from argosy.training.answers import Request, TaskScores, answer_scores, packed
+from argosy.training.answers import Request, TaskScores, WriteRequest, answer_scores, packed
 
 if TYPE_CHECKING:  # the first rank imports it when it is needed: it takes seconds
-    from argosy.training.harness import Harness, Writer
+    from argosy.training.harness import Harness
 
-ENDED = -1
+T = TypeVar("T")
+Writer = Callable[[Sequence[WriteRequest]], list[str]]
+"""Has the model write texts. All ranks call it alike; what it returns on the first one counts."""
+
+
+class _Work(NamedTuple):
+    """The next work of all ranks: rows to score, or texts to write; none: there is nothing more."""
+
+    rows: int = 0
+    texts: list[WriteRequest] = []
 
 
 class TaskScorer:
@@ -34,7 +44,7 @@ class TaskScorer:
         model, microbatch: the model under its plan, and rows of a microbatch.
         seq_len: tokens of a row. A longer request loses its beginning.
         trusts_code: True if task files may bring code of their own (`!function`).
-        write: continues prompts; None: tasks in which the model writes are refused.
+        write: has the model write texts; None: tasks that need it are refused.
 
     Raises: UserError, on all ranks, if a task is unknown, or its data cannot be had.
     """
@@ -54,7 +64,7 @@ class TaskScorer:
         write: Writer | None = None,
     ):
         self._model, self._microbatch, self._seq_len, self._world = model, microbatch, seq_len, world
-        self._filler = tokenizer.eod_id
+        self._filler, self._write = tokenizer.eod_id, write
         self._before_batch: Callable[[int, int], None] = lambda number, batches: None
         self._was_interrupted = False
         self._harness: Harness | None = None
@@ -63,7 +73,8 @@ class TaskScorer:
             from argosy.training.harness import Harness
 
             about = (names, fewshot, limit, trusts_code)
-            self._harness = Harness(*about, tokenizer, seq_len, self._score_requests, write)
+            texts = None if write is None else self._write_texts
+            self._harness = Harness(*about, tokenizer, seq_len, self._score_requests, texts)
             return True
 
         world.share_first(load, bool)
@@ -75,8 +86,11 @@ class TaskScorer:
         """
         self._before_batch, self._was_interrupted = before_batch, False
         if self._harness is None:
-            while (rows := self._world.share_first(lambda: ENDED, int)) != ENDED:
-                self._score_rows(np.zeros((rows, self._seq_len + 1), np.int32))
+            while (work := self._world.share_first(_Work, _Work)) != _Work():
+                if work.rows:
+                    self._score_rows(np.zeros((work.rows, self._seq_len + 1), np.int32))
+                elif self._write is not None:
+                    self._write(work.texts)
             return self._world.share_first(dict, TaskScores)
         found, problem = TaskScores(), None
         try:
@@ -85,19 +99,28 @@ class TaskScorer:
             if self._was_interrupted:
                 raise
             problem = raised
-        self._world.share_first(lambda: ENDED, int)
+        self._world.share_first(_Work, _Work)
         return self._world.share_first(lambda: _given(found, problem), TaskScores)
 
     def _score_requests(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and True if each of its tokens is the likeliest."""
         rows, places = packed(requests, self._seq_len, self._filler)
-        self._world.share_first(lambda: len(rows), int)
+        scores = self._together(_Work(rows=len(rows)), lambda: self._score_rows(rows))
+        return [(float(scores[place][0]), not scores[place][1]) for place in places]
+
+    def _write_texts(self, texts: Sequence[WriteRequest]) -> list[str]:
+        assert self._write is not None
+        write = partial(self._write, texts)
+        return self._together(_Work(texts=list(texts)), write)
+
+    def _together(self, work: _Work, compute: Callable[[], T]) -> T:
+        """Have all ranks do some work, of which the first one needs the result."""
+        self._world.share_first(lambda: work, _Work)
         try:
-            scores = self._score_rows(rows)
+            return compute()
         except BaseException:
             self._was_interrupted = True  # the other ranks too
             raise
-        return [(float(scores[place][0]), not scores[place][1]) for place in places]
 
     def _score_rows(self, rows: Words) -> np.ndarray:
         """Return `answer_scores` of rows int32 [n, T+1], which are the sum of what the ranks give."""

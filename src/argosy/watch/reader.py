@@ -277,6 +277,9 @@ class RunReader(RunFiles):
         self._samples = LineFollower.near_end(folder / "samples.jsonl")
         self.samples: list[Record] = []
         """Lines of samples.jsonl: step, time_s, prompt, text."""
+        self._scores = LineFollower.near_end(folder / "scores.jsonl")
+        self.scores: list[Record] = []
+        """Lines of scores.jsonl, of `argosy evaluate --tasks`: step, time_s, tasks."""
 
     @property
     def steps(self) -> Columns:
@@ -314,7 +317,12 @@ class RunReader(RunFiles):
         return [*self._metrics.keys(), *(f"norms.{key}" for key in self.norms if key != STEP)]
 
     def _parts(self) -> dict[str, Part]:
-        return {"metrics.jsonl": self._read_metrics, "samples.jsonl": self._read_samples, **super()._parts()}
+        return {
+            "metrics.jsonl": self._read_metrics,
+            "samples.jsonl": self._read_samples,
+            "scores.jsonl": self._read_scores,
+            **super()._parts(),
+        }
 
     def _read_metrics(self) -> bool:
         changed = self._metrics.refresh()
@@ -327,6 +335,28 @@ class RunReader(RunFiles):
         new = [record for record in self._samples.take() if isinstance(record.get("text"), str)]
         self.samples = [*self.samples, *new][-MOST_SAMPLES:]
         return bool(new)
+
+    def _read_scores(self) -> bool:
+        new = [line for record in self._scores.take() if (line := evaluation_line(record)) and "tasks" in line]
+        self.scores = [*self.scores, *new][-MOST_SAMPLES:]
+        return bool(new)
+
+    def task_scores(self) -> dict[str, list[tuple[int, float]]]:
+        """Return TASK.METRIC -> (step, score) in the order of steps, of evaluations while it trained and afterwards."""
+        found = {
+            (key, int(step)): float(value)
+            for key in self.evaluations
+            if key.startswith("tasks.")
+            for step, value in zip(self.evaluations["step"], self.evaluations[key], strict=True)
+            if np.isfinite(value)
+        }
+        for line in self.scores:
+            for task, metrics in line["tasks"].items():
+                found |= {(f"tasks.{task}.{name}", line["step"]): value for name, value in metrics.items()}
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for (key, step), value in sorted(found.items()):
+            curves.setdefault(key.removeprefix("tasks."), []).append((step, value))
+        return curves
 
     @property
     def recent_step_s(self) -> float | None:

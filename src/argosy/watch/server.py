@@ -103,7 +103,7 @@ def _series_of(asked: QueryParameters, run: RunReader | Preview) -> Any:
 
 def _evaluations(asked: QueryParameters, run: OpenRun) -> Any:
     table = run.reader.evaluations
-    tasks = {key: table[key] for key in table if key.startswith("tasks.")}
+    tasks = {key: list(zip(*curve, strict=True)) for key, curve in run.reader.task_scores().items()}
     return {
         "step": table["step"],
         "loss": table["validation_loss"],

@@ -23,7 +23,7 @@ KIB = 1024
 IDEAL = ServingConstants(
     **dict.fromkeys(("bandwidth", "cache", "matmul", "narrow", "experts", "attention", "link"), 1.0),
     **dict.fromkeys(("half_tokens", "pointwise", "sum_s", "sum_hops", "nic_s", "layer_s", "moe_layer_s"), 1e-12),
-    **dict.fromkeys(("pass_s", "sequence_s", "request_s", "arrival_s", "burst"), 1e-12),
+    **dict.fromkeys(("pass_s", "sequence_s", "eager_layer_s", "request_s", "burst"), 1e-12),
 )
 """Nothing but rooflines."""
 
@@ -107,11 +107,31 @@ def test_few_sequences_read_few_experts() -> None:
 def test_requests_that_share_a_replica_pause_for_the_prompts_of_others() -> None:
     model = model_of("llama3-8b", "1xh100")
     fixed, steady = (model.latencies(ServingLoad(32, 1024, 256, together)) for together in (1.0, 0.0))
-    assert float(steady.tpot_s) == pytest.approx(
-        float(fixed.tpot_s) + 31 / 32 * float(model.prefill_s(32, 1024)) / 256, rel=1e-6
-    )
+    alone = float(model.prefill_s(1, 1024))
+    assert float(steady.tpot_s) == pytest.approx(float(fixed.tpot_s) + 31 * alone / 256, rel=1e-6)
     assert float(fixed.ttft_s) > 5 * float(steady.ttft_s)
     assert float(fixed.e2e_s) == pytest.approx(float(steady.e2e_s), rel=0.1)
+
+
+def test_a_prompt_finds_others_before_it_as_in_a_queue() -> None:
+    """Pollaczek-Khinchine, service of one length: rho / (2 (1 - rho)) of it, and half of a decode pass."""
+    model = model_of("llama3-8b", "1xh100")
+    found, alone = model.latencies(ServingLoad(8, 2048, 64)), float(model.prefill_s(1, 2048))
+    decode = float(model.decode_s(8, 2048 + 32))
+    busy = 7 * alone / (8 * alone + 63 * decode)
+    assert float(found.ttft_s) == pytest.approx(alone * (1 + busy / (2 * (1 - busy))) + decode / 2, rel=1e-6)
+    at_once = model.latencies(ServingLoad(8, 2048, 64, first=1.0))
+    assert float(at_once.ttft_s - found.ttft_s) == pytest.approx(7 / 2 * alone, rel=1e-6)
+
+
+def test_a_short_prompt_takes_as_long_as_its_kernels_are_launched() -> None:
+    """Passes with prompts are no captured graph: 32 layers of 1 ms each; a long prompt hides them."""
+    model = model_of("llama3-8b", "1xh100", constants=replace(IDEAL, eager_layer_s=1e-3))
+    assert float(model.prefill_s(1, 64)) == pytest.approx(0.032, rel=0.01)
+    assert float(model.prefill_s(8, 1024)) == pytest.approx(
+        float(model_of("llama3-8b", "1xh100").prefill_s(8, 1024)), 0.02
+    )
+    assert float(model.decode_s(1, 64)) < 0.01
 
 
 def test_requests_without_room_wait() -> None:

@@ -28,7 +28,7 @@ def test_engine_of_a_text(text: str, name: str, old: bool) -> None:
 def test_what_is_not_known_of_an_engine_is_that_of_all() -> None:
     found = fitted_serving()
     assert found.of(ServingEngine(), "NVIDIA", "B300") == found.constants
-    assert found.of(ServingEngine("SGLang"), "NVIDIA", "H200") == found.constants
+    assert found.of(ServingEngine("TGI"), "NVIDIA", "H200") == found.constants
     assert found.of(ServingEngine.of("vLLM 0.10"), "NVIDIA", "H100-SXM") != found.constants
 
 

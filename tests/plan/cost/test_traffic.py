@@ -8,7 +8,10 @@ import pytest
 
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.config.schema import RunConfig
+from argosy.plan.cost.cost_model import CostModel, first_of
 from argosy.plan.cost.traffic import LOSS_BYTES, Traffic, axis_sizes, spanning_axis, traffic
+from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.workload import parameters
 
@@ -22,11 +25,14 @@ HIDDEN = 4 * ROWS * TOKENS * MODEL.width
 """Bytes of the whole batch's hidden states."""
 
 
-def sent(plan: str, rank: int = 0, model: ModelConfig = MODEL) -> Traffic:
-    run = RunConfig.model_validate(
+def run_of(model: ModelConfig = MODEL) -> RunConfig:
+    return RunConfig.model_validate(
         {"model": model.model_dump(), "data": {"seq_len": TOKENS}, "train": {"steps": 1, "global_batch": ROWS}}
     )
-    return traffic(Plan.parse(plan), run, rank)
+
+
+def sent(plan: str, rank: int = 0, model: ModelConfig = MODEL) -> Traffic:
+    return traffic(Plan.parse(plan), run_of(model), rank)
 
 
 def loss(ranks: int) -> float:
@@ -113,6 +119,18 @@ def test_a_ring_passes_keys_and_values_twice_and_their_gradients_once(n):
     found = sent(f"cp={n},zero=0,microbatch=16")
     assert found["cp", "send"] == MODEL.layers * (2 * (n - 1) + n) * keys_and_values
     assert sent(f"cp={n},zero=0,recompute=selective")["cp", "send"] == found["cp", "send"]
+
+
+@pytest.mark.parametrize("plan", ["cp=2,precision=bf16", "cp=4,precision=bf16,recompute=full", "cp=4,tp=2"])
+def test_the_time_of_a_ring_is_that_of_the_bytes_it_sends(plan):
+    """What `step_time` lets a layer wait for is what is counted here, gradients in fp32 included."""
+    laid, run = Plan.parse(f"{plan},zero=0,microbatch=16"), run_of()
+    model = CostModel.of(run, Cluster.parse("8xh100")).step_model(Layouts.of([laid]))
+    blocks, gradients = (float(first_of(each)) for each in model.ring_blocks)
+    each = float(first_of(model.keys_and_values))
+    as_gradients = each * float(model.system.ring_gradient_bytes) / float(first_of(model.activation_bytes))
+    counted = sent(f"{plan},zero=0,microbatch=16")["cp", "send"]
+    assert MODEL.layers * (blocks * each + gradients * as_gradients) == pytest.approx(counted)
 
 
 def test_ulysses_sends_less_the_more_ranks_there_are():

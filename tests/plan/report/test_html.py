@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 from argosy.plan.report.html import page
+from argosy.plan.report.network import network_in_words
 from argosy.plan.report.report import plan_report
 from argosy.plan.report.request import Question, of_model
 
@@ -47,3 +49,13 @@ def test_no_text_of_a_report_becomes_markup() -> None:
     assert report.uneven, "the outlook names devices"
     hostile = page(spoiled(report))
     assert HOSTILE not in hostile and {*tags(hostile)} <= {*tags(page(report))}
+
+
+def test_the_page_says_where_ranks_are_on_the_network() -> None:
+    path = str(Path(__file__).parents[3] / "examples/networks/torus-3d.toml")
+    report = plan_report(of_model("llama3-8b", path, Question(global_batch=512, top=1)))
+    shown = page(report)
+    assert "Where ranks are" in shown and network_in_words(report.network) in shown
+    assert all(f">{axis.algorithm}<" in shown for axis in report.network.axes)
+    hostile = page(spoiled(report))
+    assert HOSTILE not in hostile and {*tags(hostile)} <= {*tags(shown)}

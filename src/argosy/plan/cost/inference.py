@@ -6,7 +6,9 @@ because neither hides the other entirely; beside that attention (its FLOPs in pr
 sums over tp ranks, and a time that no roofline has: launches and gaps between kernels for each layer, scheduling for
 each pass, sampling and bookkeeping for each sequence (roofline: Williams et al. 2009; Pope et al. 2022, "Efficiently
 Scaling Transformer Inference"; continuous batching: Yu et al. 2022, "Orca"; chunked prefill: Agrawal et al. 2024,
-"Sarathi-Serve"). The numbers of it that no formula gives are in `serving_constants`.
+"Sarathi-Serve"). Engines replay decode passes from a captured graph; a pass with prompts, whose shape is new each time,
+is launched kernel by kernel, and takes no less than its host needs for that. The numbers of it that no formula gives
+are in `serving_constants`.
 
 The cache of a token holds its keys and values in each layer; with latent attention, the latent and the rotated key
 (DeepSeek-AI 2024), which all tp ranks have whole. A layer with a window keeps those of its window. A gated delta-net
@@ -98,6 +100,8 @@ class ServingLoad:
     """Tokens of each answer."""
     together: Numbers = 0.0
     """1: all begin at once, as a fixed batch; 0: each begins when another ends (continuous batching)."""
+    first: Numbers = -1.0
+    """Share of a benchmark's requests that come at once at its beginning; below 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,10 @@ class ServingModel:
             "exchange": self._exchange_s(tokens),
         }
         parts = {name: np.asarray(seconds * self.constants.compute) for name, seconds in parts.items()}
-        return parts | {"overhead": np.asarray(self._overhead_s(sequences) * self.constants.overhead)}
+        overhead = self._overhead_s(sequences) * self.constants.overhead
+        launched = np.where(np.asarray(span) > 0, self.work.layers * self.constants.eager_layer_s, 0.0)
+        whole = sum(parts.values()) + overhead
+        return parts | {"overhead": np.asarray(overhead + _soft_max(whole, launched) - whole)}
 
     def _matmul_s(self, tokens: Numbers, sequences: Numbers) -> Floats:
         """Return the seconds of reading weights and multiplying with them."""
@@ -264,14 +271,19 @@ class ServingModel:
         turns = np.where(together, np.ceil(wanted / room - 1e-9), 1.0)
         active = np.where(together, wanted / turns, np.minimum(wanted, room))
         decode = self.decode_s(active, prompt + output / 2)  # linear in the context, nearly
-        alone, whole = self.prefill_s(1.0, prompt), self.prefill_s(active, prompt)
+        # As many prompts share a pass as come between two: all of a fixed batch, else one for each that ends.
+        share = np.where(together, active, np.maximum(1.0, active / output))
+        whole = active / share * self.prefill_s(share, prompt)
+        alone = self.prefill_s(1.0, prompt)
         # Each of the others is prefilled once while this one is answered.
         others = whole * (active - 1) / active
         tpot = np.where(together, decode, decode + others / output)
-        waits_for_pass = np.where(active > 1, decode / 2, 0.0)
-        before = np.where(together, active, 1 + self.constants.burst * (active - 1))
-        begins = np.where(together, whole, alone + self.constants.burst * others + waits_for_pass)
-        begins = begins + (self.constants.request_s + before * self.constants.arrival_s) * self.constants.overhead
+        busy = others / (alone + others + (output - 1) * decode)
+        queued = np.where(active > 1, decode / 2, 0.0) + alone * busy / (2 * (1 - busy))
+        # Half of the others are prefilled before one of those that come at once.
+        first = np.where(np.asarray(traffic.first) < 0, 2 * self.constants.burst, traffic.first)
+        comes = alone + queued + first / 2 * others + self.constants.request_s
+        begins = np.where(together, whole, comes)
         answers = begins + (output - 1) * tpot
         # A fixed batch takes turns. Else, by Little's law, requests wait for room as long as those before them hold it.
         excess = np.where(together, turns - 1, wanted / active - 1)

@@ -200,7 +200,7 @@ class LayerModel(RankSizes):
         work, plans, rates = self.work, self.plans, self.rates
         half = rates.half * rates.achieved_half
         rate = in_precision(plans.precision, rates.fp32 * rates.achieved_fp32, half, half)
-        logits = self.tokens * work.vocab_size / plans.tp
+        logits = self.tokens * work.head_outputs / plans.tp
         flops = 2 * logits * work.width
         once = LayerTime(flops / (rate * self.constants.matmul), 0.0, 10 * logits / rates.memory_bytes_per_s)
         projection = 2 * self.tokens * work.further_parameters / self.sequence_ranks

@@ -91,14 +91,21 @@ class WaitModel(LayerModel):
     def _context(self, layer: LayerTime) -> Numbers:
         """Return the wait for a ring of keys and values under attention, or for the exchange of heads for tokens."""
         plans, work = self.plans, self.work
-        around = (plans.cp - 1) * send_s(self.keys_and_values, self.context_group)
-        behind = np.maximum(0.0, around - layer.attention * self._forwards / 2)
-        ring = np.where(plans.cp > 1, self._forwards * (self.constants.exposed_context * around + behind), 0.0)
+        around = self._ring_s()
+        behind = np.maximum(0.0, around - layer.attention * self._forwards**2 / 2)
+        ring = np.where(plans.cp > 1, self.constants.exposed_context * around + behind, 0.0)
         ulysses = self._forwards * all_to_all_s(self.heads, self.context_group)
         of_states = self.tokens * work.delta_streams / plans.tp * self.activation_bytes  # and back what heads read
         exchange = self._forwards * all_to_all_s(of_states, self.context_group)
         attention = np.where(plans.is_("context", "ulysses"), ulysses, ring)
         return (1 - work.delta_share) * attention + work.delta_share * exchange
+
+    def _ring_s(self) -> Numbers:
+        """Return the seconds of a layer's sends round a ring, backward's included."""
+        blocks, gradients = self.ring_blocks
+        group, of_gradients = self.context_group, self.system.ring_gradient_bytes / self.activation_bytes
+        passed = send_s(self.keys_and_values, group), send_s(self.keys_and_values * of_gradients, group)
+        return blocks * passed[0] + gradients * passed[1]
 
     def _experts(self) -> Numbers:
         """Return the wait for tokens to reach their experts and come back, and for the busiest expert."""
@@ -123,6 +130,11 @@ class WaitModel(LayerModel):
         return self.tokens * kv_elements * self.activation_bytes
 
     @property
+    def ring_blocks(self) -> tuple[Numbers, Numbers]:
+        """Blocks of keys and values, and of their gradients, that a rank passes on for a layer and a microbatch."""
+        return self._forwards * (self.plans.cp - 1), self.work.reached * self.plans.cp
+
+    @property
     def heads(self) -> Numbers:
         plans, work = self.plans, self.work
         return self.tokens * (2 * work.heads + 2 * work.kv_heads) / plans.tp * work.core_width * self.activation_bytes
@@ -139,14 +151,13 @@ class WaitModel(LayerModel):
         if self.rates.fabric is None:
             return 0.0
         plans, work = self.plans, self.work
-        ring = (plans.cp - 1) * send_s(self.keys_and_values, self.context_group)
-        heads = all_to_all_s(self.heads, self.context_group)
-        context = np.where(plans.is_("context", "ulysses"), heads, ring)
+        heads = self._forwards * all_to_all_s(self.heads, self.context_group)
+        context = np.where(plans.is_("context", "ulysses"), heads, self._ring_s())
         experts = 2 * work.moe_layers / work.layers * all_to_all_s(self.to_experts, self.expert_group, self._crossing())
         sends = 2 * plans.stages_here * send_s(self.hidden_bytes, self.stage_group) / (work.layers / plans.pp)
         of_layer = (
             (self.tensor_group, plans.tp, 2 * self._forwards * all_reduce_s(self.hidden, self.tensor_group, False)),
-            (self.context_group, plans.cp, self._forwards * context),
+            (self.context_group, plans.cp, context),
             (self.expert_group, plans.ep, self._forwards * experts),
             (self.stage_group, plans.pp, sends),
         )

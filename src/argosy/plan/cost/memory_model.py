@@ -329,10 +329,10 @@ class MemoryModel(RankSizes):
 
     def _logits(self) -> Numbers:
         plans, work, system = self.plans, self.work, self.system
-        whole = self.tokens * work.vocab_size / plans.tp
+        whole = self.tokens * work.head_outputs / plans.tp
         of_logit = np.where(self.eager, LOSS_CHUNK_BYTES_EAGER, LOSS_CHUNK_BYTES)
         chunk = np.minimum(whole, LOSS_CHUNK_LOGITS) * of_logit
-        saved = (4 * work.trained_head + self.activation_bytes) * work.vocabulary_parameters / plans.tp
+        saved = (4 * work.trained_head + self.activation_bytes) * work.width * work.head_outputs / plans.tp
         saved = saved + self.tokens * work.width * self.activation_bytes
         saved = saved * (1 + work.further)  # each module's loss leaves its gradients behind until backward
         in_chunks = saved + np.maximum(0, chunk - self.working)

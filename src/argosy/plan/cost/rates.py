@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from argosy.plan.cost.fabric import Fabric
+from argosy.plan.cost.traffic import KV_GRADIENT_BYTES
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Device, Format
 from argosy.plan.workload import Numbers
@@ -162,6 +163,8 @@ class System:
     """Bytes that the optimizer's step needs for each weight that it updates: copies of gradients, results."""
     reduced_bytes: Numbers = 4
     """Bytes of a gradient on the wire."""
+    ring_gradient_bytes: Numbers = KV_GRADIENT_BYTES
+    """Bytes of a gradient of keys and values that travels round a ring of context parallelism."""
     updated_bytes: Numbers = 4
     """Bytes of an updated weight on the wire (ZeRO 1 and 2)."""
     kept_widths: Numbers = 2

@@ -16,7 +16,7 @@ from argosy.plan.cost.inference import ADMITTED, CHUNK_TOKENS, ServingLoad, Serv
 REQUESTS, WARM_UP = 300, 60
 """Requests of a simulation, and how many of the first do not count."""
 BATCHES = 24
-"""Batch sizes whose decode is predicted; those between are interpolated."""
+"""Batch sizes whose decode is predicted, and lengths of chunks; those between are interpolated."""
 SEED = 0
 
 
@@ -40,8 +40,10 @@ class SimulatedReplica:
         sizes = np.unique(np.geomspace(1, self.room, BATCHES).round())
         self._sizes = sizes
         self._decode_s = np.array([float(model.decode_s(size, prompt + output / 2)) for size in sizes])
-        self._token_s = float(model.prefill_s(1.0, prompt)) / prompt
-        self._start_s = float(model.constants.request_s * model.constants.overhead)
+        chunks = np.geomspace(1, CHUNK_TOKENS, BATCHES)
+        self._chunks = np.concatenate([[0.0], chunks])
+        self._chunk_s = np.concatenate([[0.0], model.pass_s(chunks, np.maximum(1, chunks / prompt), prompt / 2, 0.0)])
+        self._start_s = float(model.constants.request_s)
         busiest = model.latencies(ServingLoad(self.room, prompt, output))
         self.most_per_s = (
             self.room / (output * self._decode_s[-1]) if decodes_only else float(busiest.tokens_per_s) / output
@@ -82,7 +84,7 @@ class SimulatedReplica:
                 if arrived < REQUESTS:
                     until = min(until, int((comes[arrived] - now) / step) + 1)
                 passes = max(1, until)
-            now += passes * (step + chunk * self._token_s)
+            now += passes * (step + float(np.interp(chunk, self._chunks, self._chunk_s)))
             for request in list(running):
                 running[request] -= passes
                 if running[request] <= 0:

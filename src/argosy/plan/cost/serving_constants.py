@@ -77,12 +77,14 @@ class ServingConstants:
     """Seconds to schedule a pass."""
     sequence_s: Numbers = field(default=15e-6, metadata={"spread": 2.0})
     """Seconds of a sequence in each pass: sampling, text, bookkeeping."""
+    eager_layer_s: Numbers = field(default=300e-6, metadata={"spread": 2.0})
+    """Seconds that the host needs to launch a layer of a pass with prompts, kernel by kernel; they hide behind
+    computing."""
     request_s: Numbers = field(default=10e-3, metadata={"spread": 2.0})
-    """Seconds of a request before its prefill begins, and until its first token is sent."""
-    arrival_s: Numbers = field(default=0.3e-3, metadata={"spread": 2.0})
-    """Seconds that each of several requests which come together adds to that."""
-    burst: Numbers = field(default=0.15, metadata={"spread": 1.3})
-    """Share of the other requests' prefill that a request finds before it, where requests come as others end."""
+    """Seconds that a server takes for a request before its prefill begins, and until its first token has been sent."""
+    burst: Numbers = field(default=0.05, metadata={"spread": 2.0})
+    """Share of the other requests' prefill that a request finds before it, beside what comes at random: in published
+    benchmarks the first requests come together, 1/(2 rounds) of all."""
     compute: Numbers = field(default=1.0, metadata={"spread": 1.3})
     """Time of what devices compute, read and exchange over that of most engines."""
     overhead: Numbers = field(default=1.0, metadata={"spread": 1.6})

@@ -8,6 +8,7 @@ from html import escape
 from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
 from argosy.plan.cost.heterogeneous import UnevenSplit
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
+from argosy.plan.report.network import AXIS_COLUMNS, NetworkReport, axis_cells, network_in_words
 from argosy.plan.report.report import PlanReport
 from argosy.plan.report.stops import (
     burn_in_in_words,
@@ -50,6 +51,7 @@ def page(report: PlanReport) -> str:
         *(f'<p class="quiet">{escape(line)}</p>' for line in (*report.assumed, *report.notes)),
         _facts(report),
         "<h2>Where a step's time goes</h2>" + _waterfall(about.waterfall),
+        *_network(report.network),
         "<h2>Memory of the rank that needs most</h2>" + _bars(about.memory, MEMORY_MEANING, lambda b: f"{gib(b)} GiB"),
         f"<h2>What would change the step time: most of all, {escape(about.binding)}</h2>" + _sensitivities(report),
     ]
@@ -113,6 +115,20 @@ def _waterfall(values: dict[str, float]) -> str:
         parts.append(_bar(i, name, begin * scale, value * scale, text, kind, MEANING.get(name, "all of it")))
         at += value
     return _svg(WIDTH, ROW * (len(shown) + 1), parts)
+
+
+def _network(found: NetworkReport | None) -> list[str]:
+    """Return where ranks are on the network, if its topology is known."""
+    if found is None or not found.axes:
+        return []
+    kinds = ["" if is_number else ' class="text"' for is_number in AXIS_COLUMNS.values()]
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
+
+    rows = "".join(f"<tr>{row('td', axis_cells(axis))}</tr>" for axis in found.axes)
+    table = f'<div class="wide"><table><tr>{row("th", tuple(AXIS_COLUMNS))}</tr>{rows}</table></div>'
+    return [f"<h2>Where ranks are</h2><p>{escape(network_in_words(found))}</p>{table}"]
 
 
 def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Numbers], str]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from argosy.errors import UserError
 from argosy.plan.cost.collectives import Group, all_reduce_s, all_reduces, all_to_all_s, gather_s, send_s, shared
 from argosy.plan.cost.cost_model import CostModel, first_of
+from argosy.plan.cost.estimate import seconds
 from argosy.plan.cost.fabric import ORDERS, PARTS, Fabric
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.hardware.clusters import Cluster
@@ -53,6 +54,44 @@ class NetworkReport:
     in_order_step_s: float
     """The same with ranks in that order."""
     axes: tuple[AxisOnNetwork, ...]
+
+
+AXIS_COLUMNS = {
+    "axis": False, "ranks": True, "where": False, "collective": False, "algorithm": False, "MB": True, "takes": True,
+    "at once on the same wires": False,
+}  # fmt: skip
+"""Columns of the table of axes; True for numbers."""
+
+
+def network_in_words(found: NetworkReport) -> str:
+    """Return where the ranks are, in a sentence."""
+    facts = [f"dimensions {' x '.join(map(str, found.dims))}"] if found.dims else []
+    facts += [f"circuits of a node: {', '.join(f'{many} for {name}' for name, many in found.circuits)}"] * bool(
+        found.circuits
+    )
+    order = ", then ".join(found.order)
+    if found.is_moved:
+        facts.append(
+            f"next to each other {order}: {seconds(found.step_s)}, with ranks in the order of nodes "
+            f"{seconds(found.in_order_step_s)} (--rank-map FILE writes which machine has which ranks)"
+        )
+    elif len(found.order) > 1:
+        facts.append(f"next to each other {order}, as ranks are counted: no other placement saves 1 %")
+    return f"Network, {found.kind}: {'; '.join(facts) or 'ranks as they are counted'}"
+
+
+def axis_cells(axis: AxisOnNetwork) -> tuple[str, ...]:
+    """Return what an axis has in each of `AXIS_COLUMNS`."""
+    return (
+        axis.axis,
+        str(axis.ranks),
+        " x ".join(f"{many} ({name})" for name, many in axis.spans),
+        axis.collective.replace("_", "-"),
+        axis.algorithm,
+        f"{axis.message_bytes / 1e6:,.1f}",
+        seconds(axis.seconds),
+        ", ".join(axis.shares_with) or "-",
+    )
 
 
 def network_report(costs: CostModel, plan: Plan) -> NetworkReport | None:

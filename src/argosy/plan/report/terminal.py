@@ -13,7 +13,7 @@ from rich.text import Text
 from argosy.errors import UserError
 from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
 from argosy.plan.report.explain import MEANING, MEMORY_MEANING
-from argosy.plan.report.network import NetworkReport
+from argosy.plan.report.network import AXIS_COLUMNS, NetworkReport, axis_cells, network_in_words
 from argosy.plan.report.report import PlanReport, PlanRequest, describe, plan_report
 from argosy.plan.report.stops import burn_in_in_words, spares_in_words, stops_in_words, stops_table
 from argosy.plan.search.candidates import Candidate
@@ -176,38 +176,12 @@ def _money(value: Numbers) -> str:
 
 def _network(found: NetworkReport) -> Iterator[RenderableType]:
     """Yield where ranks are on the network, and what a message of each axis takes there."""
-    facts = [f"dimensions {' x '.join(map(str, found.dims))}"] if found.dims else []
-    facts += [f"circuits of a node: {', '.join(f'{many} for {name}' for name, many in found.circuits)}"] * bool(
-        found.circuits
-    )
-    order = ", then ".join(found.order)
-    if found.is_moved:
-        facts.append(
-            f"next to each other {order}: {seconds(found.step_s)}, with ranks in the order of nodes "
-            f"{seconds(found.in_order_step_s)} (--rank-map FILE writes which machine has which ranks)"
-        )
-    elif len(found.order) > 1:
-        facts.append(f"next to each other {order}, as ranks are counted: no other placement saves 1 %")
-    yield Text(f"\nNetwork, {found.kind}: {'; '.join(facts) or 'ranks as they are counted'}")
+    yield Text(f"\n{network_in_words(found)}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("axis")
-    table.add_column("ranks", justify="right")
-    for name in ("where", "collective", "algorithm"):
-        table.add_column(name)
-    for name in ("MB", "takes"):
-        table.add_column(name, justify="right")
-    table.add_column("at once on the same wires")
+    for name, is_number in AXIS_COLUMNS.items():
+        table.add_column(name, justify="right" if is_number else "left")
     for axis in found.axes:
-        table.add_row(
-            axis.axis,
-            str(axis.ranks),
-            " x ".join(f"{many} ({name})" for name, many in axis.spans),
-            axis.collective.replace("_", "-"),
-            axis.algorithm,
-            f"{axis.message_bytes / 1e6:,.1f}",
-            seconds(axis.seconds),
-            ", ".join(axis.shares_with) or "-",
-        )
+        table.add_row(*axis_cells(axis))
     yield table
 
 

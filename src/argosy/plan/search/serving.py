@@ -250,7 +250,8 @@ class ServingSearch:
                     float(model.token_cache_bytes[index]) * asked.prompt * way.pp / float(costs.rates.nic_bytes_per_s)
                 )
                 alone = float(prefill_s[best])
-                ttft = alone * (1 + PREFILL_LOAD / (2 * (1 - PREFILL_LOAD))) + sent + token_s  # M/D/1, then one pass
+                waited = alone * (1 + PREFILL_LOAD / (2 * (1 - PREFILL_LOAD)))  # M/D/1
+                ttft = waited + sent + token_s + float(model.constants.request_s)
                 kept.append((index, replicas, prefill, self.ways[best].tp, ttft, token_s))
         if not kept:
             return []
@@ -335,6 +336,7 @@ class ServingSearch:
         if apart:
             alone = float(model.prefill_s(1.0, asked.prompt))
             sent = float(model.token_cache_bytes) * asked.prompt * way.pp / float(self.costs.rates.nic_bytes_per_s)
+            sent += float(model.constants.request_s)
             wait = (asked.ttft_s - sent) / alone - 1
             if wait <= 0:
                 return None
@@ -382,6 +384,7 @@ class ServingSearch:
             model.decode_parts(1.0, asked.prompt)
             if late == "further tokens"
             else model.pass_parts(float(asked.prompt), 1.0, asked.prompt / 2, 0.0)
+            | {"server": np.asarray(model.constants.request_s)}
         )
         shares = {name: float(np.broadcast_to(part, len(self.ways))[best]) for name, part in parts.items()}
         most = max(shares, key=lambda name: shares[name])
@@ -393,6 +396,7 @@ class ServingSearch:
             "exchange": "devices with a faster link, or a smaller tp",
             "overhead": "a newer engine, or --draft",
             "draft": "a cheaper draft",
+            "server": "--engine SGLang or TensorRT-LLM, or a server of your own that --learn has measured",
         }[most]
         raise UserError(
             f"nothing answers 95 of 100 requests within {_limits(asked)}, at any rate. Nearest is tp = {way.tp}, pp = "

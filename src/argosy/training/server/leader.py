@@ -22,6 +22,7 @@ from argosy.sync import messages as say
 from argosy.sync.deal import AppliedUpdate, Dealing, rate_of
 from argosy.sync.layout import ServerLayout
 from argosy.sync.ledger import UpdateLedger
+from argosy.training.evaluation import Score
 from argosy.training.schedule import learning_rate
 from argosy.training.server.shard import Refuses, ServerShard
 
@@ -216,8 +217,9 @@ class Leader:
         self._is_scored = message.version >= self._layout.updates
         if message.loss is None or message.bits_per_byte is None:
             return
-        self._metrics.write_evaluation(step, message.loss, message.bits_per_byte)
-        self._progress.evaluated(step, message.loss, message.bits_per_byte)
+        score = Score(message.loss, None, message.bits_per_byte, 0)
+        self._metrics.write_evaluation(step, score.line())
+        self._progress.evaluated(step, score.in_words())
 
     # ---- updates ------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,15 @@ const EVALUATIONS_UP_TO = 800;
 const EVALUATED_MS = 10000; // evaluations are rare: they are not asked for at each step
 /** What the user's code logged. */
 const isOwn = (key) => key.startsWith("user.");
-/** The metrics of tasks that evaluations scored, such as tasks.arc_easy.acc; their standard errors are no curves. */
+const TASK = "tasks.";
+/** The metrics of tasks that were scored, such as tasks.arc_easy.acc; their standard errors are no curves. */
 const tasksOf = (evaluations) => [
-  ...new Set(evaluations.flatMap((each) => Object.keys(each?.tasks ?? {}).filter((key) => !key.endsWith("_stderr")))),
+  ...new Set(
+    evaluations
+      .flatMap((each) => Object.keys(each?.tasks ?? {}))
+      .filter((key) => !key.endsWith("_stderr"))
+      .map((key) => TASK + key),
+  ),
 ];
 const POSITIONS = new Set(["step", "time_s", "first_sample"]); // they say where, not what
 const RECOVERED = new Set(["recovered", "resume", "migrated", "replan"]);
@@ -222,8 +228,9 @@ function curves(page, id, key, answer, evaluation, window_) {
       colour,
     });
   }
-  if (evaluation?.tasks?.[key]) {
-    const { step, mean } = within(evaluation.step, evaluation.tasks[key], window_);
+  const scores = key.startsWith(TASK) && evaluation?.tasks?.[key.slice(TASK.length)];
+  if (scores) {
+    const { step, mean } = within(...scores, window_);
     result.push({ ...about, name: several ? name : title(key), step, mean, points: true, isSparse: true });
   }
   return result;

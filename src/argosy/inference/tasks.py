@@ -1,0 +1,77 @@
+"""Scores of a trained model on tasks of lm-eval, under any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from argosy.inference.plans import plan_to_score
+from argosy.inference.rank_model import RankModel, model_to_score
+from argosy.inference.sampling import Sampling
+from argosy.inference.trained_model import SomeModel
+from argosy.inference.writing import TextWriter
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+from argosy.training.answers import TaskScores, WriteRequest
+from argosy.training.tasks import TaskScorer
+
+
+@dataclass(frozen=True)
+class TaskRequest:
+    """The tasks that are scored; see `TaskScorer`."""
+
+    names: list[str]
+    fewshot: int | None
+    limit: int
+    seq_len: int
+    trusts_code: bool
+
+
+def score_tasks(source: SomeModel, plan: Plan, world: World, asked: TaskRequest) -> TaskScores:
+    """Return the scores of tasks, computed under `plan`; all ranks call it, and get the same.
+
+    Raises: UserError if the plan cannot lay out the model, or a task cannot be scored.
+    """
+    scorer = TaskScorer(
+        asked.names,
+        source.tokenizer,
+        model_to_score(source, plan, world, asked.seq_len),
+        plan_to_score(plan, asked.seq_len).microbatch,
+        asked.seq_len,
+        world,
+        fewshot=asked.fewshot,
+        limit=asked.limit,
+        trusts_code=asked.trusts_code,
+        write=_Writer(source, plan, world),
+    )
+    return scorer.score(lambda number, batches: None)
+
+
+class _Writer:
+    """Has a model write texts. It is laid out anew for that, once a task asks for it: rows are computed in another way
+    than tokens one by one."""
+
+    def __init__(self, source: SomeModel, plan: Plan, world: World):
+        self._about = source, plan, world
+        self._writer: TextWriter | None = None
+
+    def __call__(self, texts: Sequence[WriteRequest]) -> list[str]:
+        """Return the texts; of a prompt that leaves no room in the context the beginning is left out."""
+        if self._writer is None:
+            model = RankModel(*self._about)
+            self._writer = TextWriter(self._about[0], lambda asked: model.sample(asked, lambda: False))
+        alike: dict[Sampling, list[int]] = {}
+        for number, text in enumerate(texts):
+            sampling = Sampling(text.max_tokens, text.temperature, text.top_p, stop=tuple(filter(None, text.stop)))
+            alike.setdefault(sampling, []).append(number)
+        found = [""] * len(texts)
+        for sampling, numbers in alike.items():
+            prompts = [self._tokens(texts[number].prompt, sampling.max_tokens) for number in numbers]
+            for number, completion in zip(numbers, self._writer.complete(prompts, sampling), strict=True):
+                found[number] = completion.text
+        return found
+
+    def _tokens(self, prompt: str, new: int) -> list[int]:
+        assert self._writer is not None
+        tokens = self._writer.tokenizer.encode(prompt) or [self._writer.tokenizer.eod_id]
+        return tokens[-max(1, self._writer.config.max_seq_len - new) :]

@@ -1,0 +1,49 @@
+"""A trained model is scored on tasks in one process and in several, and its folder keeps the scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import argosy
+from argosy.errors import UserError
+from argosy.inference.evaluate import FILE, evaluate_tasks
+from argosy.observe.events import read_lines
+from tasks import CHOICES, task_file
+
+pytestmark = pytest.mark.filterwarnings("ignore::argosy.errors.ArgosyWarning")  # few cores
+
+
+@pytest.fixture
+def run_dir(trained: Path) -> Path:
+    (trained / FILE).unlink(missing_ok=True)
+    return trained
+
+
+def test_scores_are_the_same_in_two_processes_and_kept_with_the_run(run_dir: Path, tmp_path: Path):
+    choices = task_file(tmp_path, "choices", "multiple_choice", CHOICES)
+    alone, together = (evaluate_tasks(run_dir, [str(choices)], seq_len=64, plan=plan) for plan in ("", "tp=2"))
+    assert alone == together
+    kept = read_lines(run_dir / FILE)
+    assert [(line["step"], line["tasks"], line["limit"]) for line in kept] == [(39, alone, 0)] * 2
+
+
+def test_a_task_in_which_the_model_writes_gets_its_likeliest_text(run_dir: Path, tmp_path: Path):
+    with argosy.load_model(run_dir) as model:
+        prompt = model.tokenizer.encode("def f0():")
+        (text,) = model.generate([prompt], max_tokens=6, temperature=0.0)
+    settings = "generation_kwargs:\n  max_gen_toks: 6\n  until: ['@@']\n"
+    more = f"  - metric: exact_match\n{settings}doc_to_target: {json.dumps(text)}\n"
+    file = task_file(tmp_path, "writes", "generate_until", more)
+    assert evaluate_tasks(run_dir, [str(file)], limit=1, seq_len=64)["writes"]["exact_match"] == 1.0
+
+
+def test_code_in_a_task_file_runs_for_those_alone_who_trust_it(run_dir: Path, tmp_path: Path):
+    (tmp_path / "tricks.py").write_text("def right(doc):\n    return doc['answer']\n")
+    file = task_file(tmp_path, "coded", "multiple_choice", CHOICES)
+    file.write_text(file.read_text().replace("doc_to_target: answer", "doc_to_target: !function tricks.right"))
+    with pytest.raises(UserError, match="brings code of its own"):
+        evaluate_tasks(run_dir, [str(file)], seq_len=64)
+    assert "acc" in evaluate_tasks(run_dir, [str(file)], seq_len=64, trust_code=True)["coded"]
