@@ -15,6 +15,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml constraints.txt README.md LICENSE /argosy/
+COPY docs /argosy/docs
 COPY src /argosy/src
 RUN pip install --no-cache-dir --constraint /argosy/constraints.txt "/argosy[parquet,zstd,tls,etcd,kubernetes,devices,store]"
 WORKDIR /data

@@ -19,6 +19,7 @@ help:
 	@echo "make test-docs  run the commands of the documents (a quarter of an hour)"
 	@echo "make cards     measure each model family against transformers; writes docs/families.md and .json"
 	@echo "make bench     the benchmarks, side by side with their peers"
+	@echo "make gpu       the first hour on a GPU: tests, parity, a 1B step beside peers, faults, probe, prediction, profile"
 	@echo "make bench-planner  the planner's predictions against published runs"
 	@echo "make package   the wheel and the sdist in dist/, the same bytes twice, tried outside the tree"
 	@echo "make pins      write constraints.txt anew for pyproject.toml; newer versions only with UPGRADE=--upgrade"
@@ -67,6 +68,9 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/prepare.py
+
+gpu: .venv/.dev
+	$(BIN)/python benchmarks/gpu_day.py
 
 bench-planner: .venv/.dev
 	$(BIN)/python benchmarks/planner/score.py

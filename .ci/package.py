@@ -18,7 +18,11 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TRIED = (["--version"], ["--help"], ["plan", "--model", "llama3-8b", "--cluster", "8xh100"], ["watch", "--help"])
+TRIED = (
+    *(["--version"], ["--help"], ["plan", "--model", "llama3-8b", "--cluster", "8xh100"], ["watch", "--help"]),
+    *(["docs", "--skill"], ["docs", "programs"], ["config", "schema", "--of", "status"], ["train", "--dry-run"]),
+)
+"""Calls that must work where the tree is not: page, presets, manual and schemas are in the wheel."""
 
 
 def main() -> None:
@@ -71,7 +75,7 @@ def try_wheel(wheel: Path, folder: Path) -> None:
     """Install the wheel in an environment of its own, and call it where the tree is not."""
     venv.create(folder, with_pip=True)
     pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
-    subprocess.run([*pip, f"{wheel}[watch]"], check=True)
+    subprocess.run([*pip, f"{wheel}[mcp]"], check=True)
     for words in TRIED:
         subprocess.run([folder / "bin" / "argosy", *words], cwd=folder, check=True, stdout=2)
 

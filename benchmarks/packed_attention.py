@@ -69,7 +69,7 @@ def one_step(step: int, seq_len: int) -> float:
     documents = torch.tensor(edges, dtype=torch.int32)
     q, k, v = (torch.randn(ROWS, seq_len, HEADS, HEAD_WIDTH, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
     began = time.perf_counter()
-    attention.packed_attention(q, k, v, documents).sum().backward()
+    attention.packed_attention(q, k, v, attention.Documents(documents, documents)).sum().backward()
     return time.perf_counter() - began
 
 

@@ -51,6 +51,8 @@ class Setting:
     """fp32 or bf16 (weights and optimizer stay fp32)."""
     threads: int = 2
     """CPU threads of the one process that computes."""
+    device: str = "cpu"
+    """cpu or cuda."""
     documents: bool = False
     """Pack documents of 200 tokens on average; only Argosy keeps their attention apart."""
 
@@ -91,6 +93,8 @@ class Turns:
         self._since = time.perf_counter()
 
     def step_done(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # not every contender waits for the device by itself
         self._seconds.append(time.perf_counter() - self._since)
         if len(self._seconds) == self._allowed:
             self._allowed = self.take(seconds=self._seconds)
@@ -135,8 +139,9 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
         train=TrainConfig(steps=1, global_batch=setting.batch),
         optimizer=OptimizerConfig(lr=LEARNING_RATE, grad_clip=MAX_NORM),
     )
-    keep_freed_memory()
-    world = World()
+    if setting.device == "cpu":
+        keep_freed_memory()
+    world = World(device=torch.device(setting.device, 0 if setting.device == "cuda" else None))
     plan = Plan.model_validate({"microbatch": setting.batch, "precision": setting.precision, "compile": compiled})
     model = apply(plan, run, world)
     _check(setting, (piece.value for piece in model.pieces))
@@ -215,8 +220,8 @@ def huggingface(setting: Setting, turns: Turns, compiled: bool) -> None:
         lr_scheduler_type="constant",
         torch_compile=compiled,
         bf16=setting.precision == "bf16",
-        use_cpu=True,
-        dataloader_pin_memory=False,
+        use_cpu=setting.device == "cpu",
+        dataloader_pin_memory=setting.device != "cpu",
         logging_strategy="no",
         save_strategy="no",
         report_to=[],
@@ -231,20 +236,21 @@ def matmuls(setting: Setting, turns: Turns) -> None:
     The model's are every linear layer's forward, gradient to the input, gradient to the weight, each on its own, into
     memory that is there already. Answers with FLOP/s, those of the shapes being all FLOPs over all seconds.
     """
-    dtype = DTYPES[setting.precision]
+    dtype, side = DTYPES[setting.precision], 1024 if setting.device == "cpu" else 8192
+    torch.set_default_device(setting.device)
     N, D, M, V = setting.tokens_per_step, setting.width, setting.ffn_width, setting.vocab_size
     layers = {(D, D): 4 * setting.layers, (D, M): 2 * setting.layers, (M, D): setting.layers, (D, V): 1}
     sizes = [(n, k, m) for a, b in layers for n, k, m in ((N, a, b), (N, b, a), (b, N, a))]
     counts = [count for count in layers.values() for _ in range(3)]
     flops = sum(2 * count * n * k * m for count, (n, k, m) in zip(counts, sizes, strict=True))
     operands = [_operands(layout, a, b, N, dtype) for a, b in layers for layout in range(3)]
-    square = tuple(torch.randn(1024, 1024).to(dtype) for _ in range(3))
+    square = tuple(torch.randn(side, side).to(dtype) for _ in range(3))
 
     allowed = turns.take(square=[], shapes=[])
     while True:
         rates: dict[str, list[float]] = {"square": [], "shapes": []}
         for _ in range(2 * allowed):
-            rates["square"] += [2 * 1024**3 / _matmul_s(*square) for _ in range(20)]
+            rates["square"] += [2 * side**3 / _matmul_s(*square) for _ in range(20)]
             seconds = sum(count * _matmul_s(*each) for count, each in zip(counts, operands, strict=True))
             rates["shapes"].append(flops / seconds)
         allowed = turns.take(**rates)
@@ -312,12 +318,14 @@ def _plain_loop(
     loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
 ) -> None:
     _check(setting, model.parameters())
+    model.to(setting.device)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, fused=True)
     called = torch.compile(model) if compiled else model
-    for rows in setting.batches():
+    for on_host in setting.batches():
+        rows = on_host.to(setting.device)
         with _precision(setting):
             loss = loss_of(called, rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
         loss.backward()
@@ -329,7 +337,7 @@ def _plain_loop(
 
 
 def _precision(setting: Setting) -> AbstractContextManager[Any]:
-    return nullcontext() if setting.precision == "fp32" else torch.autocast("cpu", DTYPES[setting.precision])
+    return nullcontext() if setting.precision == "fp32" else torch.autocast(setting.device, DTYPES[setting.precision])
 
 
 def _operands(layout: int, inputs: int, outputs: int, N: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -342,6 +350,8 @@ def _operands(layout: int, inputs: int, outputs: int, N: int, dtype: torch.dtype
 def _matmul_s(a: Tensor, b: Tensor, out: Tensor) -> float:
     began = time.perf_counter()
     torch.mm(a, b, out=out)
+    if out.is_cuda:
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 

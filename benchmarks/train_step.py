@@ -221,8 +221,9 @@ def _machine(threads: int) -> str:
 
     cpu = Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].splitlines()[0]
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = f"{torch.cuda.get_device_name()}; " if torch.cuda.is_available() else ""
     return (
-        f"{cpu}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()}; {threads} threads; "
+        f"{gpu}{cpu}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()}; {threads} threads; "
         f"Python {platform.python_version()}, torch {torch.__version__}."
     )
 

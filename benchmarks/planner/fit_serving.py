@@ -47,7 +47,7 @@ def main() -> None:
     kinds: Mapping[str, Callable[[ServingRow], str]] = {"strangers": _publisher, "known": _fold}
     spread = {}
     for kind, key in kinds.items():
-        errors = errors_without(table, key, offsets=kind == "known")
+        errors = errors_without(table, key, table, offsets=kind == "known")
         spread[kind] = _widths(table, errors, found)
     everywhere = np.ones(len(table), bool)
     starts = {

@@ -90,9 +90,9 @@ def score(rows: Sequence[ServingRow], few: int) -> dict[str, Any]:
     for name in sorted(set(makers)) if len(set(makers)) > 1 else ():
         result[name] = _figures(table.take(makers == name), errors[makers == name], std[makers == name])
     if known.any():
-        here = table.take(known)
+        here, learnt = table.take(known), _learnt()
         for name, key in (("without_engine", _engine), ("without_generation", generation)):
-            result[name] = _figures(here, errors_without(here, key), std[known])
+            result[name] = _figures(here, errors_without(here, key, learnt), std[known])
         kept = np.array([held_out(row) for row in table.rows]) & known
         if kept.any():
             scored = table.take(kept)
@@ -128,7 +128,7 @@ def learnt_from(table: ServingTable) -> Mask:
 
 def without_publishers(table: ServingTable, constants: ServingConstants, known: Mask) -> ServingConstants:
     """Return the constants, those of the known rows from a fit without their publisher."""
-    published = ServingTable([row for row in read(PUBLISHED)[0] if not held_out(row)])
+    published = _learnt()
     for name in sorted(set(table.publisher[known])):
         chosen = known & (table.publisher == name)
         found = fit(published.take(published.publisher != name)).of([table.rows[i] for i in np.flatnonzero(chosen)])
@@ -140,15 +140,21 @@ def without_publishers(table: ServingTable, constants: ServingConstants, known: 
     return constants
 
 
-def errors_without(table: ServingTable, key: Key, offsets: bool = False) -> Floats:
-    """Return log(predicted / measured) of each row, by a fit without all rows that have its key.
+def _learnt() -> ServingTable:
+    """Return the published rows that constants are fitted to."""
+    return ServingTable([row for row in read(PUBLISHED)[0] if not held_out(row)])
+
+
+def errors_without(table: ServingTable, key: Key, learnt: ServingTable, offsets: bool = False) -> Floats:
+    """Return log(predicted / measured) of each row, by a fit to those of `learnt` that have not its key.
 
     offsets: a publisher's own offset, learnt from its other rows, is taken into account.
     """
     keys, errors = np.array([key(row) for row in table.rows]), np.zeros(len(table))
+    of_learnt = np.array([key(row) for row in learnt.rows])
     for name in sorted(set(keys)):
         out = keys == name
-        found, scored = fit(table.take(~out)), table.take(out)
+        found, scored = fit(learnt.take(of_learnt != name)), table.take(out)
         constants = found.of(scored.rows)
         if offsets:
             shift = np.exp([found.publishers.get(row.publisher, 0.0) for row in scored.rows])

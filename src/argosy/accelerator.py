@@ -150,6 +150,22 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return seconds_between(start, end)
 
 
+# Between host and device
+
+
+def sent_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on `device`. An accelerator copies what is the host's in its own time, out of pinned memory: out
+    of any other the host would wait for all that the device has still to do."""
+    if is_accelerator(device) and not is_accelerator(tensor.device):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def sent_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory; an accelerator's is there once the device was waited for, and not before."""
+    return tensor.to(CPU, non_blocking=True) if is_accelerator(tensor.device) else tensor.clone()
+
+
 # Memory
 
 

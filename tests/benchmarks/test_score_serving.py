@@ -67,6 +67,15 @@ def test_rows_that_cannot_be_predicted_are_counted(tmp_path: Path) -> None:
     assert "device 'Abacus 9' is not in the catalogue" in found["skipped"]["why"]
 
 
+@pytest.mark.slow
+def test_a_few_published_rows_of_one_engine_are_predicted_without_it(tmp_path: Path) -> None:
+    """What is learnt from are the published rows, not those of the file."""
+    with PUBLISHED.open(newline="") as file:
+        few = [row for row in csv.DictReader(file) if row["source"].startswith("FasterTransformer")][:5]
+    found = json.loads(score(str(written(tmp_path / "few.csv", few)), "--json").stdout)
+    assert found["without_engine"]["e2e_latency"]["n"] == 5
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("a,b\n1,2\n", "line 1: no column source"), ("\udc80", "cannot be read")],

@@ -49,6 +49,7 @@ CALLS = {
     "design": "design {space}",
     "scaling": "scaling {results} --budget 1e21 --parameters 7e9 --tokens 140e9 --draws 3",
     "simulate": "simulate parity --plan dp_shard=2",
+    "simulate-cuda": "simulate parity --plan dp_shard=2 --device cuda",
     "docs": "docs skill",
     "docs-topics": "docs",
     "config-show": "config show",

@@ -30,8 +30,17 @@ def test_a_model_and_a_plan_are_enough(capsys: pytest.CaptureFixture[str], tmp_p
         (["--plan", "dp_shrad=2"], "did you mean dp_shard"),
         (["--model", "llama3.1-504b", "--plan", "tp=2"], "did you mean"),
         (["--plan", "dp_shard=2", "--cluster", "2xh1000"], "h100"),
+        (["--plan", "dp_shard=2", "--device", "cuda", "--trace", "x.json"], "--trace"),
     ],
 )
 def test_what_makes_no_sense_is_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_tells_where_the_host_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *TINY, "--plan", "dp_shard=2", "--device", "cuda", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["host_syncs_a_step"] == 2 and found["misplaced"] == found["races"] == []
+    places = {row["where"].partition(":")[0] for row in found["host_syncs"] if row["part"] == "step"}
+    assert places == {"training/step.py", "observe/clock.py"}

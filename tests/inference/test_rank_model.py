@@ -134,6 +134,24 @@ def numbers_held(world: World, plan: str) -> int:
     return RankModel(source("llama"), Plan.parse(plan), world).numbers_held
 
 
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "deepseek_v3", "gpt_oss"])
+def test_rows_of_a_batch_are_written_as_if_alone_and_as_without_a_cache(family: str):
+    model = RankModel(source(family), Plan(), World())
+
+    def written(rows: list[int], temperature: float) -> list[list[int]]:
+        prompts, limits = [PROMPTS[row] for row in rows], [LIMITS[row] for row in rows]
+        asked = SampleRequest(prompts, limits, rows, temperature, 0.9, [402])
+        steps = list(model.sample(asked, lambda: False))
+        return [[token for step in steps if (token := step[i]) is not None] for i in range(len(rows))]
+
+    for temperature in (0.0, 1.0):
+        together = written([0, 1, 2, 3, 4], temperature)
+        assert together == [written([row], temperature)[0] for row in range(5)]
+    for prompt, tokens in zip(PROMPTS, written([0, 1, 2, 3, 4], 0.0), strict=True):
+        logits = model.logits(torch.tensor([prompt + tokens]))
+        assert logits is not None and logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
 def test_an_adapter_changes_what_is_said():
     assert alone("dora")[1] != alone("llama")[1] and alone("dora_experts")[-1] != alone("mixtral")[-1]
 

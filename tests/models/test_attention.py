@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.models import attention
-from argosy.models.attention import cached_attention, causal_attention, packed_attention
+from argosy.models.attention import Documents, cached_attention, causal_attention, packed_attention
 
 ROWS = {
     "one document a row": [[12], [12], [12]],
@@ -28,8 +28,9 @@ def heads(q_heads: int, kv_heads: int, rows: int = 3, seq_len: int = 12) -> tupl
     return q, k, v
 
 
-def starts(rows: list[list[int]]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(itertools.chain(*rows))], dtype=torch.int32)
+def starts(rows: list[list[int]]) -> Documents:
+    where = torch.tensor([0, *itertools.accumulate(itertools.chain(*rows))], dtype=torch.int32)
+    return Documents(where, where)
 
 
 def by_hand(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from argosy.config.attention import AttentionConfig
 from argosy.config.model import ModelConfig
 from argosy.models import banded_attention as banded
-from argosy.models.attention import LayerCache, cached_attention, packed_attention
+from argosy.models.attention import Documents, LayerCache, cached_attention, packed_attention
 from argosy.models.attention_kernels import CPU_FLASH, PLAIN, Seen
 from argosy.plan.layer_spec import layer_spec
 
@@ -54,7 +54,8 @@ def test_results_and_gradients_are_those_of_a_mask(lengths, window, softcap, has
     monkeypatch.setattr(banded, "BLOCK", block)
     q, k, v, s = inputs()
     sinks = s if has_sinks else None
-    documents = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
+    starts = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
+    documents = Documents(starts, starts)
     found = packed_attention(q, k, v, documents, window, softcap, sinks)
     expected = by_hand(q, k, v, sinks, lengths, window, softcap)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.models.decoder import document_positions, document_starts, microbatches
+from argosy.models.attention import Documents
+from argosy.models.decoder import document_positions, microbatches
 
 END = 0
 ROWS = np.array([[1, 2, END, 3, 4], [5, 6, 7, 8, 9], [END, 1, 1, END, 2], [2, END, END, 1, 1]], np.int32)
@@ -36,8 +37,8 @@ def test_what_is_written_into_the_targets_does_not_reach_the_tokens(size):
 
 def test_a_mark_opens_a_document_and_so_does_a_row():
     (micro,) = microbatches(ROWS, 4, END, torch.device("cpu"))
-    assert micro.documents.tolist() == [0, 2, 4, 8, 11, 12, 13, 14, 16]
-    assert micro.documents.dtype == torch.int32
+    assert micro.documents.starts.tolist() == [0, 2, 4, 8, 11, 12, 13, 14, 16]
+    assert micro.documents.starts.dtype == torch.int32
 
 
 def test_positions_count_from_the_mark_and_from_the_row():
@@ -53,7 +54,7 @@ TOKENS = st.integers(1, 4).flatmap(
 @given(TOKENS)
 def test_documents_tile_the_batch(rows):
     tokens = torch.tensor(rows)
-    edges = document_starts(document_positions(tokens, END)).tolist()
+    edges = Documents.of(document_positions(tokens, END)).starts.tolist()
     assert edges == sorted(set(edges)) and edges[0] == 0 and edges[-1] == tokens.numel()
     flat = tokens.flatten().tolist()
     starts = set(edges[:-1])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from argosy.models.decoder import Decoder, document_starts
+from argosy.models.attention import Documents
+from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.loss import chunk_loss_and_gradient
 from argosy.plan.parameters import Stage
@@ -64,7 +65,7 @@ def test_the_future_does_not_reach_back(small, build):
 def test_a_document_does_not_reach_the_next(lengths, small, build):
     """Each document's logits are those it has alone: positions run on, but rotation is relative."""
     model, tokens_BT = build(small), tokens(rows=1)
-    documents = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    documents = Documents.of(torch.cat([torch.arange(length) for length in lengths])[None])
     packed = model(tokens_BT, documents=documents)
     start = 0
     for length in lengths:
@@ -76,8 +77,8 @@ def test_a_document_does_not_reach_the_next(lengths, small, build):
 def test_documents_follow_from_positions(small, build):
     model, tokens_BT = build(small), tokens()
     positions_BT = torch.cat([torch.arange(n) for n in (5, 19, 1, 22, 1)]).view(2, 24)
-    documents = document_starts(positions_BT)
-    assert documents.tolist() == [0, 5, 24, 25, 47, 48] and documents.dtype == torch.int32
+    documents = Documents.of(positions_BT)
+    assert documents.starts.tolist() == [0, 5, 24, 25, 47, 48] and documents.starts.dtype == torch.int32
     from_positions = model(tokens_BT, positions_BT=positions_BT)
     assert torch.equal(from_positions, model(tokens_BT, positions_BT=positions_BT, documents=documents))
     torch.testing.assert_close(from_positions, model(tokens_BT, documents=documents), rtol=1e-4, atol=1e-4)
@@ -86,7 +87,7 @@ def test_documents_follow_from_positions(small, build):
 
 def test_positions_say_how_far_tokens_are_apart(small, build):
     model, tokens_BT = build(small), tokens(rows=1)
-    documents, places = torch.tensor([0, 24], dtype=torch.int32), torch.arange(24)[None]
+    documents, places = Documents.of(torch.arange(24)[None]), torch.arange(24)[None]
     near, far = (model(tokens_BT, positions_BT=positions, documents=documents) for positions in (places // 2, places))
     assert torch.equal(near[:, :1], far[:, :1])
     assert (near - far).abs().max() > 0.01

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models import compiler
+from argosy.models import experts as experts_module
 from argosy.models.experts import (
     Load,
     MoE,
@@ -314,3 +315,18 @@ def test_settings_that_cannot_be_are_refused_with_what_to_do(settings, message):
 def test_a_model_without_a_layer_for_its_experts_is_refused():
     with pytest.raises(ValidationError, match=r"moe.first_dense_layers = 4 leaves none of layers = 4.*try 3 or less"):
         ModelConfig(layers=4, moe=MoEConfig(experts=8, first_dense_layers=4))
+
+
+def test_a_capacity_drops_the_same_pairs_where_the_host_does_not_ask_how_many(monkeypatch):
+    """On an accelerator they go to the last expert and count for nothing; here it does so on a CPU."""
+    found = []
+    for is_accelerator in (False, True):
+        monkeypatch.setattr(experts_module, "is_accelerator", lambda _, answer=is_accelerator: answer)
+        moe = layer(capacity_factor=0.6)
+        x = inputs()
+        y = moe(x)
+        y.square().sum().backward()
+        load = moe.take_load()
+        assert load[-1] > 0, "something is dropped"
+        found.append([y.detach(), x.grad, load, *(p.grad for p in moe.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)

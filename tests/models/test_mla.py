@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from argosy.config.attention import MLAConfig, RopeScaling
 from argosy.config.model import ModelConfig
-from argosy.models.attention import Attention, LayerCache
+from argosy.models.attention import Attention, Documents, LayerCache
 from argosy.models.mla import LatentAttention, LatentCache, attention_of, cache_of
 from argosy.models.rope import attention_scale, rotary_table, rotate
 from argosy.plan.layer_spec import layer_spec
@@ -52,8 +52,8 @@ def rotary(config: ModelConfig, rows: int = 2, start: int = 0, end: int = TOKENS
     return cos, sin
 
 
-def starts(rows: list[list[int]]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(itertools.chain(*rows))], dtype=torch.int32)
+def starts(rows: list[list[int]]) -> Documents:
+    return Documents.of(torch.cat([torch.arange(length) for length in itertools.chain(*rows)]))
 
 
 ROW_EACH = starts([[TOKENS], [TOKENS]])

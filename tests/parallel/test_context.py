@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from argosy.models import compiler
-from argosy.models.attention import AttentionCore, causal_attention, packed_attention
+from argosy.models.attention import AttentionCore, Documents, causal_attention, packed_attention
 from argosy.models.attention_kernels import CAUSAL, CPU_FLASH, CUDA_FLASH, PLAIN, WHOLE, Kernel, Seen, kernel_for
 from argosy.parallel.context import (
     RingAttention,
@@ -89,6 +89,7 @@ def test_the_gpu_kernel_takes_these_arguments_and_gives_these_shapes():
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
 
 
+@pytest.mark.gpu
 @NEEDS_CUDA
 @pytest.mark.parametrize("seen", [WHOLE, CAUSAL])
 def test_the_gpu_kernel_gives_the_plain_numbers(seen: Seen):
@@ -163,8 +164,9 @@ Result = tuple[Tensor, ...]
 """The output and the gradients of q, k, v."""
 
 
-def starts(rows: list[list[int]]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(itertools.chain(*rows))], dtype=torch.int32)
+def starts(rows: list[list[int]]) -> Documents:
+    where = torch.tensor([0, *itertools.accumulate(itertools.chain(*rows))], dtype=torch.int32)
+    return Documents(where, where)
 
 
 def inputs(q_heads: int, kv_heads: int, rows: int = 3, seq_len: int = SEQ_LEN) -> list[Tensor]:
@@ -174,14 +176,14 @@ def inputs(q_heads: int, kv_heads: int, rows: int = 3, seq_len: int = SEQ_LEN) -
     return [torch.randn(rows, seq_len, n, 8, generator=generator) for n in heads]
 
 
-def attend(core: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dy: Tensor, documents: Tensor) -> Result:
+def attend(core: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dy: Tensor, documents: Documents) -> Result:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     y = core(*leaves, documents)
     return y.detach(), *torch.autograd.grad(y, leaves, dy)
 
 
 def attend_to_shards(
-    world: World, core: str, whole: list[Tensor], documents: list[Tensor], wrapper: str = ""
+    world: World, core: str, whole: list[Tensor], documents: list[Documents], wrapper: str = ""
 ) -> list[Result]:
     """This rank's tokens of the results, for each of `documents`."""
     attention: Any = CORES[core](dist.group.WORLD)
@@ -207,7 +209,9 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 ULYSSES_WRAPPERS = [("ulysses", wrapper) for wrapper in WRAPPERS if wrapper != "compiled whole"]
 
 
-def assert_equal_whole(results: list[list[Result]], whole: list[Tensor], documents: list[Tensor], **tolerance: float):
+def assert_equal_whole(
+    results: list[list[Result]], whole: list[Tensor], documents: list[Documents], **tolerance: float
+):
     for of_ranks, d in zip(zip(*results, strict=True), documents, strict=True):
         expected = attend(packed_attention, *whole, d)
         for shards, reference in zip(zip(*of_ranks, strict=True), expected, strict=True):
@@ -285,7 +289,7 @@ def test_selective_recomputation_keeps_what_a_ring_found_and_sends_nothing_again
 
 def heads_over(world: World, core: str, q_heads: int, kv_heads: int) -> None:
     q, k, v, _ = (shard_sequence(x, world.rank, world.size) for x in inputs(q_heads, kv_heads, rows=1))
-    CORES[core](dist.group.WORLD)(q, k, v, torch.tensor([0, SEQ_LEN], dtype=torch.int32))
+    CORES[core](dist.group.WORLD)(q, k, v, starts([[SEQ_LEN]]))
 
 
 @pytest.mark.parametrize("core, q_heads, kv_heads", [("ulysses", 6, 6), ("ulysses", 12, 3), ("ring", 4, 3)])
@@ -299,7 +303,7 @@ def bytes_of_ring(world: World, tokens: int) -> tuple[int, int, int]:
     q, k, v, dy = (shard_sequence(x, world.rank, world.size) for x in inputs(4, 4, rows=1, seq_len=tokens * world.size))
     ring = RingAttention(dist.group.WORLD)
     with LiveBytes() as live:
-        y = ring(*(x.requires_grad_() for x in (q, k, v)), torch.tensor([0, tokens * world.size], dtype=torch.int32))
+        y = ring(*(x.requires_grad_() for x in (q, k, v)), starts([[tokens * world.size]]))
         kept, forward, live.most = live.now, live.most, 0
         torch.autograd.grad(y, (q, k, v), dy)
     return kept, forward, live.most

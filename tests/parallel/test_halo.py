@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.models.attention import packed_attention
+from argosy.models.attention import Documents, packed_attention
 from argosy.parallel.context import RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
 from argosy.parallel.halo import halos
 from argosy.parallel.world import World
@@ -26,7 +26,7 @@ def inputs() -> list[Tensor]:
     return [torch.randn(shape, generator=generator, requires_grad=True) for shape in [*shapes, (4,)]]
 
 
-def attend(world: World, core: str, documents: Tensor, window: int, softcap: float, dy: Tensor) -> list[Tensor]:
+def attend(world: World, core: str, documents: Documents, window: int, softcap: float, dy: Tensor) -> list[Tensor]:
     attention = (RingAttention if core == "ring" else UlyssesAttention)(dist.group.WORLD)
     *qkv, sinks = inputs()
     leaves = [*(shard_sequence(x, world.rank, world.size).detach().requires_grad_() for x in qkv), sinks]
@@ -41,7 +41,8 @@ def attend(world: World, core: str, documents: Tensor, window: int, softcap: flo
 def test_results_and_gradients_are_those_of_one_process(
     workers: WorkerPool, core: str, size: int, window: int, softcap: float, lengths: list[list[int]]
 ) -> None:
-    documents = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
+    starts = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
+    documents = Documents(starts, starts)
     dy = torch.randn(2, TOKENS, 4, 8, generator=torch.Generator().manual_seed(1))
     leaves = inputs()
     y = packed_attention(*leaves[:3], documents, window, softcap, leaves[3])

@@ -18,7 +18,7 @@ from tiny import model_config
 B, T = 4, 32
 FP32 = 4
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=GPU)]
+DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=[GPU, pytest.mark.gpu])]
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -98,3 +101,18 @@ def test_a_wrong_plan_of_a_live_run_is_found_with_the_better_one(disturbed: Call
     status = agent.found["tiny", "pipeline_bubble"]
     assert "next.plan" in agent.remedies["pipeline_bubble"]
     assert status["next"]["rule"] == "pipeline_bubble", status
+
+
+@pytest.mark.slow
+def test_the_inspector_of_the_protocol_reads_a_run(trained: Path) -> None:
+    npx = shutil.which("npx")
+    if npx is None:
+        pytest.skip("there is no npx")
+    server = [sys.executable, "-m", "argosy", "watch", str(trained.parent), "--mcp"]
+    asked = ["--method", "tools/call", "--tool-name", "status", "--tool-arg", f"run={trained.name}"]
+    words = [npx, "--yes", "@modelcontextprotocol/inspector", "--cli", *server, *asked]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=PATIENT_S)
+    if done.returncode and "npm" in done.stderr:
+        pytest.skip(f"npm has no inspector: {done.stderr.splitlines()[-1][:200]}")
+    status = json.loads(json.loads(done.stdout)["content"][0]["text"])
+    assert (status["folder"], status["state"], status["next"]["rule"]) == (str(trained), "finished", "finished")

@@ -65,7 +65,7 @@ def test_what_fills_a_short_batch_does_not_count_and_has_no_more_documents_than_
         evaluate(model, dataclasses.replace(held_out, windows=windows, end_of_document=mark), 4, World())
     for short in (seen[1], seen[3]):
         assert (short.targets_BT != IGNORED).sum(1).tolist() == [SEQ_LEN, 0, 0, 0]
-        assert len(short.documents) - 1 == 4  # as many as rows
+        assert short.documents.count == 4  # as many as rows
 
 
 def test_each_batch_is_announced_and_the_evaluation_ends_where_that_raises(held_out):

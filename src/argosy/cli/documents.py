@@ -93,6 +93,7 @@ DOCUMENTS = {
     "design": DocumentKind("argosy.plan.design.report:DesignRecord", "all that was found but the single points"),
     "scaling": DocumentKind("argosy.cli.scaling:ScalingAnswers", "the fit, and what it predicts"),
     "simulate": DocumentKind("argosy.simulate.simulate:SimulatedRecord", "a rank", is_many=True),
+    "simulate-cuda": DocumentKind("argosy.simulate.on_cuda:CudaRecord", "a rank, with `--device cuda`", is_many=True),
     "docs": DocumentKind("argosy.cli.docs:ManualPage", "the page"),
     "docs-topics": DocumentKind("argosy.cli.docs:ManualTopics", "the pages that there are, without TOPIC"),
     "config-show": DocumentKind("argosy.config.schema:RunConfig", "the run, resolved"),

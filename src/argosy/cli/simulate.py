@@ -7,12 +7,17 @@ from the rates and links of --cluster, and are a best case.
 --model PRESET, --global-batch N and --seq-len N are short for --model.preset, --train.global-batch and --data.seq-len.
 What the plan leaves open is chosen as for GPUs; without RUN, all other keys are those of the built-in demo.
 
+--device cuda runs the step on tensors of a GPU that is not there, and tells what no CPU shows: tensors on the wrong
+device (then it fails), each wait of the host for the device with its place in the code, and memory that two streams use
+with no event between. There are then no figures of memory, FLOPs, bytes and time.
+
 Examples:
   argosy simulate run.toml --plan "tp=2,dp_shard=4"     rank 0 of 8
   argosy simulate --model llama3-70b --plan "tp=8,pp=4,dp_shard=2" \\
       --global-batch 64 --seq-len 8192 --world-size 64
   argosy simulate run.toml --rank 5 --trace step.json   a timeline, for ui.perfetto.dev
   argosy simulate run.toml --all-stages --json          one rank of each pipeline stage, and the bubble between them
+  argosy simulate run.toml --device cuda --json         where the host would wait for a GPU
 """
 
 from __future__ import annotations
@@ -25,10 +30,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from argosy.cli.documents import write
 from argosy.cli.options import parse_run
-from argosy.errors import UserError
+from argosy.config.launch import DeviceType
+from argosy.errors import RunFailed, UserError
 from argosy.extend.trust import check_approved
 
 if TYPE_CHECKING:
+    from argosy.config.schema import RunConfig
+    from argosy.plan.plan import Plan
     from argosy.simulate.simulate import Simulated
 
 SHORT = {"--model": "--model.preset", "--global-batch": "--train.global-batch", "--seq-len": "--data.seq-len"}
@@ -56,6 +64,9 @@ class Options:
     8."""
     trace: Path | None = None
     """Write the timeline to this file, in the format of Chrome and Perfetto."""
+    device: DeviceType = "cpu"
+    """Device that the step is simulated on: cpu, for figures, or cuda, to tell where the host waits for a GPU, what is
+    misplaced and which streams race."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
@@ -75,6 +86,9 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--rank {options.rank}: there are ranks 0 to {plan.world_size - 1}. Try --rank 0.")
     cluster = named or nodes_for(plan.world_size)
     ranks = ranks_of_stages(plan, options.rank) if options.all_stages else [options.rank]
+    if options.device != "cpu":
+        _on_cuda(plan, run, ranks, options)
+        return
     found = simulate(plan, run, ranks, cluster, processes=len(os.sched_getaffinity(0)))
     if options.trace is not None:
         write_chrome_trace({one.rank: one.timeline for one in found}, options.trace)
@@ -82,6 +96,24 @@ def main(argv: list[str]) -> None:
         write("simulate", *(one.record() for one in found))
     else:
         print("\n\n".join([*map(_in_words, found), *cluster.device.caveats]))
+
+
+def _on_cuda(plan: Plan, run: RunConfig, ranks: list[int], options: Options) -> None:
+    """Print what each rank does on a GPU. Raises: UserError, or RunFailed if tensors of two devices meet."""
+    from argosy.accelerator import NVIDIA
+    from argosy.simulate.on_cuda import step_on_cuda
+
+    if options.device != NVIDIA:
+        raise UserError(f"--device {options.device}: a step is simulated on cpu or {NVIDIA}. Try --device {NVIDIA}.")
+    if options.trace is not None:
+        raise UserError("--trace: --device cuda has no times to draw. Leave out one of the two.")
+    found = [step_on_cuda(plan, run, rank) for rank in ranks]
+    if options.json:
+        write("simulate-cuda", *(one.record() for one in found))
+    else:
+        print("\n\n".join(map(str, found)))
+    if any(one.misplaced for one in found):
+        raise RunFailed("tensors of two devices meet in the step: it would fail on a GPU.")
 
 
 def _in_full(word: str) -> str:

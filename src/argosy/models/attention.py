@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from argosy.accelerator import CPU, sent_to
 from argosy.config.model import ModelConfig
 from argosy.models.banded_attention import banded_attention
 from argosy.models.compiler import outside_graphs
@@ -28,6 +30,41 @@ product and keeps it: without padding, kernels took a gigabyte after an hour, an
 # head, V of a value head
 
 
+@dataclass(frozen=True)
+class Documents:
+    """The places where documents start in the B*T tokens laid end to end, then B*T itself; int32. One always starts
+    where a row does."""
+
+    starts: Tensor
+    """On the tokens' device: the `cu_seqlens` of variable-length attention kernels."""
+    on_host: Tensor
+    """In host memory: for what is cut up by them. If that asked the device, the host would wait in each layer."""
+
+    @classmethod
+    def of(cls, positions_BT: Tensor) -> Documents:
+        """Return the documents of tokens with these places in them; positions on a GPU are waited for."""
+        starts = (positions_BT.flatten() == 0).nonzero().flatten()
+        on_device = F.pad(starts, (0, 1), value=positions_BT.numel()).to(torch.int32)
+        return cls(on_device, on_device.cpu())
+
+    @classmethod
+    def of_rows(cls, rows: int, length: int, device: torch.device) -> Documents:
+        """Return rows of one document each."""
+        on_host = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+        return cls(sent_to(device, on_host), on_host)
+
+    def in_chunks(self, chunk: int) -> Documents:
+        """Return each chunk of a document, counted from its start, as a document of its own."""
+        starts: list[int] = self.on_host.tolist()
+        cut = [place for start, end in pairwise(starts) for place in range(start, end, chunk)]
+        on_host = torch.tensor([*cut, starts[-1]], dtype=torch.int32)
+        return Documents(sent_to(self.starts.device, on_host), on_host)
+
+    @property
+    def count(self) -> int:
+        return self.on_host.shape[0] - 1
+
+
 class AttentionCore(Protocol):
     """The signature of `packed_attention`. Context parallelism puts in one that sees the other ranks' tokens too."""
 
@@ -36,7 +73,7 @@ class AttentionCore(Protocol):
         q_BTHE: Tensor,
         k_BTKE: Tensor,
         v_BTKE: Tensor,
-        documents: Tensor | None,
+        documents: Documents | None,
         window: int = 0,
         softcap: float = 0.0,
         sinks_H: Tensor | None = None,
@@ -101,7 +138,7 @@ class Attention(nn.Module):
         self,
         x_BTD: Tensor,
         places: tuple[Tensor, ...] | None,
-        documents: Tensor | None,
+        documents: Documents | None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """`places`: cosines and sines of these tokens, or a factor on their queries, None for neither; `documents`: see
@@ -160,26 +197,23 @@ def packed_attention(
     q_BTHE: Tensor,
     k_BTKE: Tensor,
     v_BTKE: Tensor,
-    documents: Tensor | None,
+    documents: Documents | None,
     window: int = 0,
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention inside each document and never across; returns [B, T, H, E].
 
-    `documents` holds where documents start in the B*T tokens laid end to end, then B*T itself (int32,
-    the `cu_seqlens` of variable-length attention kernels). A document always starts where a row does.
-
-    With None, none starts inside a row. The caller decides this before it enters compiled code: if compiled code
-    branched on the length of `documents`, which of its two paths such rows took would depend on what the process had
-    compiled before, and the last bits of the result would depend on it too.
+    With `documents` None, none starts inside a row. The caller decides this before it enters compiled code: if compiled
+    code branched on the length of `documents`, which of its two paths such rows took would depend on what the process
+    had compiled before, and the last bits of the result would depend on it too.
 
     `window`: a token sees as many tokens up to itself; 0: all of its document. `softcap`, `sinks_H`: as in
     `banded_attention`.
     """
     has_kernel = q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16)
     if softcap or sinks_H is not None or (window and not has_kernel):
-        starts = _row_starts(q_BTHE) if documents is None else documents
+        starts = _row_starts(q_BTHE, CPU) if documents is None else documents.on_host
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
         return banded_attention(q, k, v, starts, starts, window, softcap, sinks_H).view(q_BTHE.shape)
     if documents is None and not window:
@@ -190,24 +224,24 @@ def packed_attention(
         longest = q_BTHE.shape[1]  # an upper bound: the true maximum would make the host wait for the device
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
         gqa = q.shape[1] != k.shape[1]
-        starts = _row_starts(q_BTHE) if documents is None else documents
+        starts = _row_starts(q_BTHE, q.device) if documents is None else documents.starts
         y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(window - 1, 0), enable_gqa=gqa)
         assert isinstance(y, Tensor)  # a tuple only if the log-sum-exp is asked for
         return y.view(q_BTHE.shape)
     assert documents is not None
-    return _attention_by_document(q_BTHE, k_BTKE, v_BTKE, documents)
+    return _attention_by_document(q_BTHE, k_BTKE, v_BTKE, documents.on_host)
 
 
-def _row_starts(x_BTHE: Tensor) -> Tensor:
-    """Return where rows start, then their end: the `documents` of rows that are one document each."""
+def _row_starts(x_BTHE: Tensor, device: torch.device) -> Tensor:
+    """Return where rows start, then their end: where documents do if each row is one."""
     rows, length = x_BTHE.shape[:2]
-    return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=x_BTHE.device)
+    return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
 
 
 @outside_graphs  # lengths differ from batch to batch: each would be compiled again
-def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Tensor) -> Tensor:
+def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, starts: Tensor) -> Tensor:
     """Compute `packed_attention` without a variable-length kernel: one call for each run of equal lengths."""
-    runs = [(length, len(list(run))) for length, run in groupby(documents.diff().tolist())]
+    runs = [(length, len(list(run))) for length, run in groupby(starts.diff().tolist())]
     sizes = [length * count for length, count in runs]
     q, k, v = (x.flatten(0, 1).split(sizes) for x in (q_BTHE, k_BTKE, v_BTKE))
     multiple = PADDED_TO if q_BTHE.dtype == torch.bfloat16 else 1

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.accelerator import is_accelerator
+from argosy.accelerator import sent_to
 from argosy.config.model import ModelConfig
+from argosy.models.attention import Documents
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Norm, embedding, linear, local, norm
 from argosy.models.loss import (
@@ -54,8 +55,8 @@ class Microbatch:
     """The token after each token."""
     positions_BT: Tensor
     """Each token's place in its document."""
-    documents: Tensor
-    """The places where documents start (`attention.packed_attention`)."""
+    documents: Documents
+    """The documents of the rows."""
     counted: int
     """Targets that count, known without waiting for the device; of preferences, those of chosen answers."""
     sequences: Sequences | None = None
@@ -89,11 +90,12 @@ def microbatch_of(
 ) -> Microbatch:
     """Return the microbatch of these rows, int64 in host memory, on `device`."""
     counted = int((targets_BT != IGNORED).sum())
-    parts = (tokens_BT, targets_BT, positions_BT, document_starts(positions_BT))
-    if is_accelerator(device):
-        parts = tuple(part.pin_memory().to(device, non_blocking=True) for part in parts)  # type: ignore[assignment]
-        sequences = sequences and Sequences(*(part.pin_memory().to(device, non_blocking=True) for part in sequences))
-    return Microbatch(*parts, counted, sequences)
+    documents = Documents.of(positions_BT)
+    tokens_BT, targets_BT, positions_BT, starts = (
+        sent_to(device, part) for part in (tokens_BT, targets_BT, positions_BT, documents.starts)
+    )
+    sequences = sequences and Sequences(*(sent_to(device, part) for part in sequences))
+    return Microbatch(tokens_BT, targets_BT, positions_BT, Documents(starts, documents.on_host), counted, sequences)
 
 
 def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
@@ -114,7 +116,7 @@ class _Rows(NamedTuple):
     """The rows, as blocks know them."""
 
     places: dict[Places, tuple[Tensor, ...]]
-    documents: dict[int, Tensor | None]
+    documents: dict[int, Documents | None]
     """By the chunk of a layer, 0 without one: `documents` of `attention.packed_attention`."""
 
 
@@ -143,7 +145,7 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         places: tuple[Tensor, ...] | None,
-        documents: Tensor | None,
+        documents: Documents | None,
         cache: Cache | None = None,
     ) -> Tensor:
         h_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
@@ -219,7 +221,7 @@ class Decoder(nn.Module):
         x: Tensor,
         targets_BT: Tensor | None = None,
         positions_BT: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         cache: list[Cache] | None = None,
         sequences: Sequences | None = None,
         further_BTn2: Tensor | None = None,
@@ -231,8 +233,8 @@ class Decoder(nn.Module):
 
         `x` is tokens [B, T], or for a stage that is not the first the hidden states [B, T, D] of the stage before;
         a stage that is not the last gives hidden states. Targets of -100 do not count. `positions_BT` are the
-        tokens' places in their documents. `documents` is as in `attention.packed_attention`; without it, it is
-        computed from `positions_BT`, and the host waits for the device. Without both, every row is one document.
+        tokens' places in their documents. Without `documents` these are found in `positions_BT`, and the host waits for
+        the device. Without both, every row is one document.
         With `cache`, the tokens continue those that the cache has read. With `further_BTn2` (`mtp.further_tokens`) the
         loss's gradient, not its value, includes that of further tokens, by `mtp.loss_weight`.
         """
@@ -240,8 +242,8 @@ class Decoder(nn.Module):
         if positions_BT is None:
             positions_BT = torch.arange(start, start + x.shape[1], device=x.device).expand(x.shape[:2])
         if cache is None:
-            documents = document_starts(positions_BT) if documents is None else documents
-            if len(documents) == len(x) + 1:  # no document starts inside a row
+            documents = Documents.of(positions_BT) if documents is None else documents
+            if documents.count == len(x):  # no document starts inside a row
                 documents = None
         rows = self._rows(positions_BT, documents, cache)
         if self.stage.first:
@@ -275,7 +277,7 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(tokens_BT)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
-    def _rows(self, positions_BT: Tensor, documents: Tensor | None, cache: list[Cache] | None) -> _Rows:
+    def _rows(self, positions_BT: Tensor, documents: Documents | None, cache: list[Cache] | None) -> _Rows:
         """Return what blocks know of the rows, whose first tokens may be in a cache."""
         cached = cache[0].length if cache else None
         longest = cache[0].max_seq_len if cache else positions_BT.shape[1]
@@ -287,7 +289,9 @@ class Decoder(nn.Module):
         starts = {0: documents}
         for chunk in chunks if cached is None else ():
             if chunk and chunk < positions_BT.shape[1]:  # else no document has more than one
-                starts[chunk] = document_starts(positions_BT % chunk)
+                rows, length = positions_BT.shape
+                whole = documents or Documents.of_rows(rows, length, positions_BT.device)
+                starts[chunk] = whole.in_chunks(chunk)
         return _Rows(places, starts)
 
     def _block(self, layer: int, x: Tensor, rows: _Rows, cache: Cache | None = None) -> Tensor:
@@ -362,12 +366,6 @@ class Decoder(nn.Module):
                     known = self._tables[places] = place_table(places, 1 << (seq_len - 1).bit_length(), device)
             found[block.places] = known
         return found
-
-
-def document_starts(positions_BT: Tensor) -> Tensor:
-    """Return where documents start in the rows laid end to end, then B*T (int32); for `packed_attention`."""
-    starts = (positions_BT.flatten() == 0).nonzero().flatten()
-    return F.pad(starts, (0, 1), value=positions_BT.numel()).to(torch.int32)
 
 
 def _nothing(module: nn.Module) -> None:

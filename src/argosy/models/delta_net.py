@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import register_flop_formula
 
 from argosy.config.model import ModelConfig
+from argosy.models.attention import Documents
 from argosy.models.layers import linear, local, rms_norm
 from argosy.plan.layer_spec import DELTA_CHUNK as CHUNK
 from argosy.plan.parameters import delta_net_table
@@ -64,7 +65,12 @@ class DeltaCore(Protocol):
     """The signature of `delta_attention`. Context parallelism puts in one that exchanges tokens for heads."""
 
     def __call__(
-        self, streams: DeltaStreams, weights: DeltaWeights, documents: Tensor | None, key_width: int, recomputes: bool
+        self,
+        streams: DeltaStreams,
+        weights: DeltaWeights,
+        documents: Documents | None,
+        key_width: int,
+        recomputes: bool,
     ) -> Tensor: ...
 
 
@@ -107,7 +113,7 @@ class GatedDeltaNet(nn.Module):
         self,
         x_BTD: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        documents: Tensor | None,
+        documents: Documents | None,
         cache: DeltaCache | None = None,
     ) -> Tensor:
         """`rotary` is not used: the state has the order; `documents`: see `attention.packed_attention`."""
@@ -124,7 +130,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def delta_attention(
-    streams: DeltaStreams, weights: DeltaWeights, documents: Tensor | None, key_width: int, recomputes: bool
+    streams: DeltaStreams, weights: DeltaWeights, documents: Documents | None, key_width: int, recomputes: bool
 ) -> Tensor:
     """Return what the heads read, [B, T, H, V], from empty states at the starts of documents.
 
@@ -136,7 +142,7 @@ def delta_attention(
         y: Tensor = checkpoint(delta_attention, *inputs, use_reentrant=False, preserve_rng_state=False)
         return y
     rows, length = streams.q_BTP.shape[:2]
-    places_BT = None if documents is None else places_in(documents, rows, length)
+    places_BT = None if documents is None else places_in(documents.starts, rows, length)
     kernels = (weights.q_conv, weights.k_conv, weights.v_conv)
     q, k, v = (short_convolution(x, kernel, places_BT) for x, kernel in zip(streams[:3], kernels, strict=True))
     return chunked_delta_rule(*_heads(q, k, v, streams, weights, key_width), places_BT)[0].to(streams.q_BTP.dtype)
@@ -156,11 +162,10 @@ def cached_delta_attention(streams: DeltaStreams, weights: DeltaWeights, cache: 
     return y_BTHV.to(streams.q_BTP.dtype)
 
 
-def places_in(documents: Tensor, rows: int, length: int) -> Tensor:
-    """Return each token's place in its document, int32 [B, T], counted from 0."""
-    tokens = torch.arange(rows * length, dtype=torch.int32, device=documents.device)
-    starts = documents[torch.searchsorted(documents, tokens, right=True) - 1]
-    return (tokens - starts).view(rows, length)
+def places_in(starts: Tensor, rows: int, length: int) -> Tensor:
+    """Return each token's place in its document, int32 [B, T], counted from 0; `starts`: `Documents.starts`."""
+    tokens = torch.arange(rows * length, dtype=torch.int32, device=starts.device)
+    return (tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]).view(rows, length)
 
 
 def short_convolution(x_BTP: Tensor, kernel_P1W: Tensor, places_BT: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from argosy.accelerator import is_accelerator
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.compiler import outside_graphs
 from argosy.models.layers import Activation, FeedForward, gated, linear, local
@@ -322,17 +323,25 @@ class Experts(nn.Module):
         sorted_P, pairs_P = experts_BTK.flatten().sort(stable=True)
         places_P = inverse(pairs_P)
         counts_E = _run_edges(sorted_P, self.count).diff()
-        if self.may_drop:
+        if self.may_drop and not is_accelerator(x_BTD.device):
             pairs_P = pairs_P[: int(counts_E.sum())]
+        elif self.may_drop and self.exchange is at_home:
+            # How many are left only the device knows, and the host would wait for it in each layer: those without an
+            # expert go to the last one, and count for nothing.
+            weights_BTK = weights_BTK.masked_fill(experts_BTK == self.count, 0.0)
+            counts_E = torch.cat((counts_E[:-1], len(sorted_P) - counts_E[:-1].sum()[None]))
         x_PD = take_rows(x_BTD.flatten(0, 1), pairs_P // K, places_P.view(-1, K), self.may_drop)
         if self.weighs_inputs:
             weights_P1 = weights_BTK.to(x_BTD.dtype).flatten()[:, None]
             x_PD = x_PD * take_rows(weights_P1, pairs_P, places_P[:, None], self.may_drop)
         y_PD = self.exchange(x_PD, counts_E, self.compute)
-        y_PD = take_rows(y_PD, places_P, pairs_P[:, None], self.may_drop)
+        y_PD = take_rows(y_PD, places_P, pairs_P[: len(y_PD), None], self.may_drop)
+        y_BTKD = y_PD.view(*experts_BTK.shape, -1)
         if self.weighs_inputs:
-            return y_PD.view(*experts_BTK.shape, -1).sum(2)
-        return torch.einsum("btk,btkd->btd", weights_BTK.to(x_BTD.dtype), y_PD.view(*experts_BTK.shape, -1))
+            if self.may_drop:  # an input of zero has a bias for its output
+                y_BTKD = y_BTKD.masked_fill((experts_BTK == self.count)[..., None], 0.0)
+            return y_BTKD.sum(2)
+        return torch.einsum("btk,btkd->btd", weights_BTK.to(x_BTD.dtype), y_BTKD)
 
     def compute(self, x_PD: Tensor, counts_e: Tensor) -> Tensor:
         """Return the outputs of this rank's experts. Each takes the next `counts_e` (int64) of `x_PD`; a `Compute`."""
@@ -352,7 +361,8 @@ class Experts(nn.Module):
         sizes = [size for parameter in self.parameters() if parameter.ndim == 3 for size in local(parameter).shape[1:]]
         if x_PD.is_cuda and x_PD.dtype == torch.bfloat16 and x_PD.numel() and not any(size % 8 for size in sizes):
             return partial(grouped_matmul, counts_E=counts_e)
-        return partial(matmul_by_expert, counts=counts_e.tolist())
+        # Without a row there is nothing to ask a device for.
+        return partial(matmul_by_expert, counts=counts_e.tolist() if len(x_PD) else [0] * len(counts_e))
 
     def _product(self, x_PX: Tensor, name: str, matmul: Callable[[Tensor, Tensor], Tensor], counts_e: Tensor) -> Tensor:
         """Multiply each expert's rows by its matrix `name`, and by that matrix's adapter, if it has one."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
-from argosy.models.attention import Attention, AttentionCore, LayerCache, cached_attention, packed_attention
+from argosy.models.attention import Attention, AttentionCore, Documents, LayerCache, cached_attention, packed_attention
 from argosy.models.delta_net import DeltaCache, GatedDeltaNet
 from argosy.models.layers import linear, rms_norm
 from argosy.models.rope import attention_scale, rotate
@@ -90,7 +90,7 @@ class LatentAttention(nn.Module):
         self,
         x_BTD: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        documents: Tensor | None,
+        documents: Documents | None,
         cache: LatentCache | None = None,
     ) -> Tensor:
         """`rotary`: cosines and sines of these tokens, of width R; `documents`: see `packed_attention`."""

@@ -70,12 +70,10 @@ class Preference:
         chosen, rejected = _pairs(sums_BT, of)
         return torch.stack([self._loss(self, sums_BT, of), (chosen > rejected).sum()]).double()
 
-    def take_statistics(self) -> tuple[float, ...]:
-        """Return what `STATISTICS` names, summed over what was computed since the last call."""
+    def take_statistics(self) -> Tensor | None:
+        """Return what `STATISTICS` names, fp64, summed over what was computed since the last call; None of nothing."""
         taken, self._statistics = self._statistics, []
-        if not taken or not self.reports:
-            return (0.0,) * len(STATISTICS)
-        return tuple(torch.stack(taken).sum(0).tolist())
+        return torch.stack(taken).sum(0) if taken and self.reports else None
 
 
 STATISTICS = ("chosen", "rejected", "right", "chosen_reward", "rejected_reward")

@@ -116,7 +116,7 @@ class Optimizer:
         `load_state` is called with them.
         """
         slot = self._slots[piece.name]
-        steps = torch.tensor(float(slot.steps), device=piece.value.device)
+        steps = torch.full((), float(slot.steps), device=piece.value.device)
         with torch.no_grad():
             return {"step": steps, **slot.moments()}
 

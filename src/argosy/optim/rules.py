@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -46,8 +47,10 @@ class AdamW(UpdateRule):
         """Update all parameters that need no copies with one kernel; the others one at a time, to keep copies few."""
         for batch in _batches(slots):
             with opened(batch) as updates:
-                # The kernel increments a scalar of its own for each parameter, on the device.
-                steps = torch.tensor([float(u.step - 1) for u in updates], device=updates[0].weight.device)
+                # The kernel increments a scalar of its own for each parameter, on the device. They are filled there: a
+                # list of numbers would be copied to a GPU, and the host would wait for all that the GPU has to do.
+                counts, device = groupby(u.step - 1 for u in updates), updates[0].weight.device
+                steps = torch.cat([torch.full((len(list(some)),), float(step), device=device) for step, some in counts])
                 adamw(
                     [u.weight for u in updates],
                     [u.gradient for u in updates],

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from argosy.models.attention import packed_attention
+from argosy.models.attention import Documents, packed_attention
 from argosy.models.attention_kernels import CAUSAL, WHOLE, Kernel, add_sinks, gradient_of_sinks, kernel_for
 from argosy.models.compiler import outside_graphs
 from argosy.models.delta_net import DeltaStreams, DeltaWeights, delta_attention
@@ -132,14 +132,13 @@ class RingAttention:
         q_BTHE: Tensor,
         k_BTKE: Tensor,
         v_BTKE: Tensor,
-        documents: Tensor | None,
+        documents: Documents | None,
         window: int = 0,
         softcap: float = 0.0,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Return this rank's [B, T, H, E]; `documents` are those of the whole rows (see `packed_attention`).
 
-        The host waits for `documents`, once for all calls in a row with the same ones; do not change them in place.
         With a window, nothing goes round the ring: see `parallel.halo`.
         """
         if window:
@@ -147,7 +146,8 @@ class RingAttention:
         H, K = q_BTHE.shape[2], k_BTKE.shape[2]
         assert k_BTKE.shape == v_BTKE.shape
         assert H % K == 0, f"{K} key/value heads do not divide {H} query heads"
-        return _ring_attention(q_BTHE, k_BTKE, v_BTKE, documents, sinks_H, softcap, self._handle)[0]
+        starts = None if documents is None else documents.on_host
+        return _ring_attention(q_BTHE, k_BTKE, v_BTKE, starts, sinks_H, softcap, self._handle)[0]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, softcap: float
@@ -225,7 +225,7 @@ class UlyssesAttention:
         q_BTHE: Tensor,
         k_BTKE: Tensor,
         v_BTKE: Tensor,
-        documents: Tensor | None,
+        documents: Documents | None,
         window: int = 0,
         softcap: float = 0.0,
         sinks_H: Tensor | None = None,
@@ -261,7 +261,12 @@ class DeltaExchange:
 
     @outside_graphs  # exchanges at both ends; the arithmetic between is the same few operators for all layers
     def __call__(
-        self, streams: DeltaStreams, weights: DeltaWeights, documents: Tensor | None, key_width: int, recomputes: bool
+        self,
+        streams: DeltaStreams,
+        weights: DeltaWeights,
+        documents: Documents | None,
+        key_width: int,
+        recomputes: bool,
     ) -> Tensor:
         """Return this rank's [B, T, H, V]; `documents` are those of the whole rows (see `packed_attention`)."""
         n, rank = self._group.size(), self._group.rank()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from argosy.accelerator import sent_to
 from argosy.config.model import ModelConfig
 from argosy.models.adapters import LowRank
 from argosy.models.experts import Compute, Experts, Load, MoE, Rows, inverse, take_rows
@@ -41,7 +42,7 @@ class ExpertParallel:
         dist.all_to_all_single(received_ne, sent_ne.contiguous(), group=self._group)
         # The one time that the host waits for the device: a message's length must be known.
         send, receive = torch.stack((sent_ne.sum(1), received_ne.sum(1))).tolist()
-        x_QD = exchange_rows(x_PD, send, receive, self._group)
+        x_QD = exchange_rows(x_PD[: sum(send)], send, receive, self._group)  # what a capacity has dropped is left out
         order_Q = _by_expert(received_ne, sum(receive))
         places_Q = inverse(order_Q)
         y_QD = compute(take_rows(x_QD, order_Q, places_Q[:, None]), received_ne.sum(0))
@@ -148,10 +149,15 @@ def loads_of(mine: Mapping[int, MoE], config: ModelConfig, device: torch.device)
 
 
 def update_biases(mine: Mapping[int, MoE], loads: Tensor) -> None:
-    """Move the experts' biases by the loads of all ranks, on any device: the same on all ranks that have the layer."""
-    for layer, moe in mine.items():
-        if moe.router.weight.requires_grad:  # a frozen router keeps its biases
-            moe.update_bias(loads[layer, : loads.shape[1] // 2].to(moe.router.weight.device))
+    """Move the experts' biases by the loads of all ranks, in host memory: the same on all ranks that have the layer."""
+    moved = {
+        layer: moe for layer, moe in mine.items() if moe.router.bias is not None and moe.router.weight.requires_grad
+    }
+    if not moved:  # a frozen router keeps its biases
+        return
+    counts = sent_to(next(iter(moved.values())).router.weight.device, loads[:, : loads.shape[1] // 2].contiguous())
+    for layer, moe in moved.items():
+        moe.update_bias(counts[layer])
 
 
 def loads_by_layer(loads: Tensor, config: ModelConfig) -> dict[int, Load]:

@@ -89,8 +89,8 @@ def square_share(pieces: Sequence[PlacedPiece]) -> Tensor:
 def clip(pieces: Sequence[PlacedPiece], max_norm: float, norm: float) -> None:
     """Scale the gradients, whose global norm is `norm`, down to a norm of `max_norm` (0: leave them)."""
     if max_norm and pieces:
-        device = pieces[0].value.device
-        total = torch.tensor(norm, device=device)
+        # Filled on the device: a number that is copied there makes the host wait for it.
+        total = torch.full((), norm, device=pieces[0].value.device)
         # By default torch clips a simulator's tensors one by one, and real ones all at once.
         nn.utils.clip_grads_with_norm_([p.value for p in pieces], max_norm, total, foreach=True)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from argosy.models.attention import Documents
 from argosy.models.banded_attention import banded_attention
 from argosy.models.compiler import outside_graphs
 
@@ -54,7 +55,7 @@ def halo_attention(
     q_BTHE: Tensor,
     k_BTKE: Tensor,
     v_BTKE: Tensor,
-    documents: Tensor | None,
+    documents: Documents | None,
     group: dist.ProcessGroup,
     window: int,
     softcap: float,
@@ -67,7 +68,7 @@ def halo_attention(
     kv_BMKE = _WithHalos.apply(torch.cat((k_BTKE, v_BTKE), -1), group, window)
     k, v = kv_BMKE.flatten(0, 1).chunk(2, dim=-1)
     seq_len = tokens * group.size()
-    starts = list(range(0, rows * seq_len + 1, seq_len)) if documents is None else documents.tolist()
+    starts = list(range(0, rows * seq_len + 1, seq_len)) if documents is None else documents.on_host.tolist()
     q_starts, k_starts = _segments(starts, rows, seq_len, chunk, group, [_length(halo) for halo in mine])
     return banded_attention(q_BTHE.flatten(0, 1), k, v, q_starts, k_starts, window, softcap, sinks_H).view_as(q_BTHE)
 

@@ -131,8 +131,8 @@ class ParallelModel:
             rule.arm(len(batch), moment)
         return self._share(self._schedule.forward_backward(batch, scale, clock))
 
-    def square_of(self, micro: Microbatch, scale: float) -> float:
-        """Return this rank's share of the squared norm of one microbatch's gradient, and leave nothing behind of it.
+    def square_of(self, micro: Microbatch, scale: float) -> Tensor:
+        """Return this rank's share of the squared norm of one microbatch's gradient, fp64, no dims; leave no gradient.
 
         All ranks call it together, each data-parallel one with a microbatch of its own. The gradient is that of their
         mean loss times `scale`.
@@ -140,7 +140,7 @@ class ParallelModel:
         tokens = micro.targets_BT.numel() * self.dp
         self.forward_backward([micro], scale / tokens, StepClock(self.device))
         self.finish_gradients()
-        square = self.square_share().item()
+        square = self.square_share()
         self.zero_gradients()
         for moe in self.moes.values():
             moe.take_load()

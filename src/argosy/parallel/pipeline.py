@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.faults import fault
+from argosy.models.attention import Documents
 from argosy.models.decoder import Decoder, Microbatch
 from argosy.models.preference import Sequences
 from argosy.observe.clock import StepClock
@@ -116,8 +117,11 @@ class Pipeline:
             )
             for stage, part in parts.items()
         ]
+        self._documents: list[Documents] = []
+        """Those of the step's microbatches."""
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
         for part in parts.values():
+            part.register_forward_pre_hook(self._with_documents, with_kwargs=True)
             part.register_forward_hook(_await_backward)
 
     def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
@@ -150,7 +154,7 @@ class Pipeline:
         for stage, part in sorted(self._parts.items()):
             for i, micro in enumerate(batch):
                 x = self._input(stage, i, micro, local)
-                y = part(x, micro.targets_BT, micro.positions_BT, sequences=micro.sequences)
+                y = part(x, micro.targets_BT, micro.positions_BT, micro.documents, sequences=micro.sequences)
                 if part.stage.last:
                     found.append(y)
                 elif stage + 1 in self._parts:
@@ -180,6 +184,7 @@ class Pipeline:
         positions = torch.cat([micro.positions_BT for micro in batch])
         tokens = (torch.cat([micro.tokens_BT for micro in batch]),) if 0 in self._parts else ()
         losses: list[Tensor] = []
+        self._documents = [micro.documents for micro in batch]
         # The last stage computes the loss itself, in chunks, so it needs the targets in its forward.
         keywords: dict[str, Any] = {"targets_BT": targets, "positions_BT": positions}
         if (some := batch[0].sequences) is not None:
@@ -192,6 +197,17 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=targets.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / self._scale
+
+    def _with_documents(self, part: Decoder, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Add a microbatch's documents, of which each has as many as it has: torch cuts the others' keywords itself.
+
+        Which microbatch it is, is where its positions lie among those of all.
+        """
+        if len(args) > 1:
+            return None  # `outputs` gives them
+        positions_BT = keywords["positions_BT"]
+        number = positions_BT.storage_offset() // positions_BT.numel()
+        return args, {**keywords, "documents": self._documents[number]}
 
     def _schedule(self, microbatches: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class

@@ -28,7 +28,7 @@ from argosy.data.loader import OpenData, open_data
 from argosy.data.prepare import prepare
 from argosy.errors import UserError
 from argosy.files import sync
-from argosy.models.attention import causal_attention
+from argosy.models.attention import Documents, causal_attention
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.rope import place_table
@@ -224,7 +224,7 @@ def measure_layer_host(world: World, slice_s: float) -> float:
     decoder = Decoder(config)
     materialize(decoder, config, world.device, seed=0)
     x = torch.randn(1, 8, config.width, device=world.device)
-    documents = torch.tensor([0, 8], dtype=torch.int32, device=world.device)
+    documents = Documents.of_rows(1, 8, world.device)
     places = layer_spec(config, 0).places
     assert places is not None
     rotary = tuple(part[None] for part in place_table(places, 8, world.device))

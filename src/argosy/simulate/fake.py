@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class FakeMemoryMode(FakeTensorMode):
         if _is_known(func, args, kwargs):
             result = func(*args, **kwargs)
             if func.namespace == "c10d":
-                _answer_alike(func.name(), args)
+                answer_alike(func.name(), args)
             return result
         if func is torch.ops.aten._local_scalar_dense.default:
             if not args[0].is_floating_point():
@@ -56,11 +56,11 @@ class FakeMemoryMode(FakeTensorMode):
                 )
             return SOME_NUMBER
         if func is torch.ops.c10d.send.default:
-            return _work_that_holds(args[0])
+            return work_that_holds(args[0])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _work_that_holds(tensors: list[Tensor]) -> torch.ScriptObject:
+def work_that_holds(tensors: list[Tensor]) -> torch.ScriptObject:
     """Return the boxed result of a send: as with a real one, the sent tensors stay alive as long as it does."""
     done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     done.set_result(tensors)
@@ -81,7 +81,7 @@ def _is_known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return dtype is None or not dtype.is_floating_point
 
 
-def _answer_alike(collective: str, args: tuple[Any, ...]) -> None:
+def answer_alike(collective: str, args: tuple[Any, ...]) -> None:
     """Fill what a collective of real integers received, as if all ranks had the same ones.
 
     The only ones that one rank sends to one are the votes by which a pipeline's stages find out whether each of them
@@ -101,9 +101,13 @@ def _answer_alike(collective: str, args: tuple[Any, ...]) -> None:
         args[0].view(-1, *for_me.shape).copy_(for_me)
 
 
+ModeT = TypeVar("ModeT", bound=FakeTensorMode)
+
+
 @contextmanager
-def fake_memory() -> Iterator[FakeMemoryMode]:
-    """Make tensors without memory in this block. Two of torch's parts are told so, which no public switch does."""
+def fake_memory(mode: ModeT) -> Iterator[ModeT]:
+    """Turn `mode` on in this block. Two of torch's parts are told that tensors have no memory, which no public switch
+    does."""
     reset, propagate = FSDPParam.reset_sharded_param, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def reset_if_new(self: FSDPParam) -> None:
@@ -120,20 +124,24 @@ def fake_memory() -> Iterator[FakeMemoryMode]:
     with (
         replaced(FSDPParam, "reset_sharded_param", reset_if_new),
         replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_unseen),
-        FakeMemoryMode() as fake,
+        mode,
     ):
-        yield fake
+        yield mode
 
 
 @contextmanager
 def replaced(owner: type | ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Put `function` in the place of `owner`'s method or function `name` while this block runs."""
-    original = getattr(owner, name)
+    # As the owner itself has it: what getattr gives of a class would be bound to no instance any more.
+    originals = {name: vars(owner)[name]} if name in vars(owner) else {}
     setattr(owner, name, function)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if originals:
+            setattr(owner, name, originals[name])
+        else:
+            delattr(owner, name)  # it only inherits that
 
 
 @contextmanager

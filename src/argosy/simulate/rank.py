@@ -113,7 +113,7 @@ def _traced(plan: Plan, run: RunConfig, rank: int, microbatches: int | None, lay
     By default all, with their own numbers.
     """
     eager = plan.model_copy(update={"compile": False})
-    with fake_world(rank, plan.world_size) as world, fake_memory() as fake, Recorder() as recorder:
+    with fake_world(rank, plan.world_size) as world, fake_memory(FakeMemoryMode()) as fake, Recorder() as recorder:
         trace = _record(recorder, fake, eager, run, world, microbatches, layers)
     if layers is None:
         return trace
@@ -137,7 +137,7 @@ def _record(
         return stages if layers is None else {i: replace(stage, layers=layers) for i, stage in stages.items()}
 
     with _host_copies_labelled(recorder), _sums_beside(recorder):
-        model = apply(plan, run, world, partial(_without_values, run.data.seq_len), some_of_stages)
+        model = apply(plan, run, world, partial(without_values, run.data.seq_len), some_of_stages)
         for moe in model.moes.values():
             moe.router.choose = partial(even_choice, run.model.moe.experts_per_token)  # type: ignore[method-assign]
         recorder.label(
@@ -189,7 +189,7 @@ def even_choice(experts_per_token: int, scores_BTE: Tensor) -> Tensor:
     return (pairs % experts).view(*shape, experts_per_token)
 
 
-def _without_values(seq_len: int, model: Decoder, config: ModelConfig, device: torch.device, seed: int) -> None:
+def without_values(seq_len: int, model: Decoder, config: ModelConfig, device: torch.device, seed: int) -> None:
     model.to_empty(device=device)
     model.places_to(seq_len, device)  # the first step makes it, and later ones keep it
 

@@ -92,10 +92,11 @@ class PowerSGD(WithResidual):
 
     def _first_q(self, parts: list[_Part], bucket: BucketFacts, moment: Moment, device: torch.device) -> list[Tensor]:
         """Return the matrices to begin with: the last step's, or random ones, the same on all replicas."""
-        q = bucket.memory.kept.get("q")
-        if q is None or not q.any():
-            shape = sum(_q_elements(part) for part in parts)
-            q = torch.randn(shape, generator=bucket.generator(moment, device), device=device)
+        kept = bucket.memory.kept.get("q")
+        shape = sum(_q_elements(part) for part in parts)
+        q = torch.randn(shape, generator=bucket.generator(moment, device), device=device)
+        if kept is not None:  # what a gradient of zeros has left is no beginning; the host does not ask if it is that
+            q = torch.where(kept.any(), kept, q)
         flats = q.split([_q_elements(part) for part in parts])
         return [
             orthonormal(flat.view(part.segment.batch, part.segment.cols, part.rank))

@@ -100,7 +100,9 @@ class Quantised(WithResidual):
         return (levels.reshape(n, blocks, self._block) * scale_nK1).flatten(1)
 
 
-BITS = (1, 2, 4, 8, 16, 32, 64, 128)
+def _bits(device: torch.device) -> Tensor:
+    """Return 1, 2, 4, ..., 128: made on the device, as a list of numbers would be waited for."""
+    return 1 << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 class Sign(Quantised):
@@ -128,7 +130,7 @@ class Sign(Quantised):
         """Return uint8 [n, W]: a bit for each number, then the fp32 scales of their blocks."""
         x = x_nC.view(len(x_nC), -1, self._block)
         scale_nK = x.abs().mean(dim=2)
-        weights = torch.tensor(BITS, dtype=torch.uint8, device=x.device)
+        weights = _bits(x.device)
         bits = (x_nC.view(len(x_nC), -1, 8) >= 0).to(torch.uint8)
         packed = (bits * weights).sum(dim=2, dtype=torch.uint8)
         return torch.cat([packed, scale_nK.view(torch.uint8)], dim=1)
@@ -138,7 +140,7 @@ class Sign(Quantised):
         n, width = bytes_nW.shape
         blocks = width // (self._block // 8 + 4)
         packed, scales = bytes_nW.split([width - 4 * blocks, 4 * blocks], dim=1)
-        weights = torch.tensor(BITS, dtype=torch.uint8, device=packed.device)
+        weights = _bits(packed.device)
         signs = ((packed.unsqueeze(2) & weights) != 0).float().mul_(2).sub_(1)
         scale_nK1 = scales.contiguous().view(torch.float32).unsqueeze(2)
         return (signs.view(n, blocks, self._block) * scale_nK1).flatten(1)

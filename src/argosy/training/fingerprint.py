@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from argosy.accelerator import sent_to
 from argosy.data.order import key_of
 from argosy.errors import RunFailed
 from argosy.models.layers import local
@@ -110,7 +111,8 @@ class Fingerprints:
         names = tuple(replica.name for replica in replicas)
         if names != self._names:  # once at the start, and once when the first update has made the moments
             self._names = names
-            self._factors = torch.tensor([self._factor(replica) for replica in replicas], device=self._world.device)
+            factors = torch.tensor([self._factor(replica) for replica in replicas])
+            self._factors = sent_to(self._world.device, factors)
         return (_mixed(self._sums(replicas)) * self._factors).sum()
 
     def differ(self) -> bool:
@@ -180,7 +182,11 @@ class Fingerprints:
     def _sums(self, replicas: Iterable[Replica]) -> Tensor:
         device = self._world.device
         with torch.no_grad():
-            return torch.stack([sum_of_bits(replica.tensor).to(device, non_blocking=True) for replica in replicas])
+            sums = [sum_of_bits(replica.tensor) for replica in replicas]
+        if on_host := [number for number in sums if number.device != device]:  # an optimizer's that works there
+            sent = iter(sent_to(device, torch.stack(on_host)))
+            sums = [number if number.device == device else next(sent) for number in sums]
+        return torch.stack(sums)
 
     def _factor(self, replica: Replica) -> int:
         """Return a fingerprint's factor in the sum: the first holder counts as often as all others, against them."""

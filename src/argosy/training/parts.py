@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from argosy.config.identity import config_sha256
 from argosy.config.optimizer import OPTIMIZERS
@@ -112,8 +113,10 @@ class Parts:
 
     def has_signal(self) -> bool:
         """Return True once a signal came to any process. All ranks call it together."""
-        has_signal = torch.tensor(float(self.stop.number is not None), device=self.world.device)
-        return self.world.sum(has_signal).item() > 0
+        has_signal = torch.tensor(float(self.stop.number is not None))
+        if self.world.size > 1:  # in host memory: the host need not wait for what a GPU has still to do
+            dist.all_reduce(has_signal, group=self.world.host_group)
+        return has_signal.item() > 0
 
     def advance(self) -> None:
         """Show that a wait is no hang, and let a world that is over end meanwhile. Raises: WorldIsOver."""

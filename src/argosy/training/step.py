@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from argosy.accelerator import sent_to
 from argosy.config.schema import RunConfig
 from argosy.faults import fault
 from argosy.models.decoder import Microbatch
@@ -176,8 +177,8 @@ class Step:
                 for micro, scores_BT2 in zip(some, model.answer_scores(some) or (), strict=False):
                     assert micro.sequences is not None
                     is_other_BT = micro.sequences.kinds == MISMATCHED
-                    ratios_BT = scores_BT2[..., 0] - micro.sequences.reference
-                    total += torch.stack((ratios_BT[is_other_BT].sum(), is_other_BT.sum()))
+                    ratios_BT = torch.where(is_other_BT, scores_BT2[..., 0] - micro.sequences.reference, 0.0)
+                    total += torch.stack((ratios_BT.sum(), is_other_BT.sum()))
         with self._clock.time("communication"):
             ratio, count = self._world.sum(total)
         for preference in model.preferences:
@@ -187,14 +188,15 @@ class Step:
         self,
         loss: Tensor,
         requests: Callable[[], Requests] = Requests,
-        measure: Callable[[], Mapping[str, Sequence[float]]] = dict,
+        measure: Callable[[], Mapping[str, Sequence[float] | Tensor]] = dict,
     ) -> StepOutcome:
         """Tell all ranks what each of them found: one small all-reduce, from which all decide alike.
 
         It is the one place of a step where all ranks meet, and the one time that the host waits for the device. A rank
         enters it once its gradient is whole; what comes after it may rely on that for all ranks (`TrainState.pending`).
         `requests` gives what this process asks for after the step, and `measure` more numbers to sum, by name, the same
-        names with as many numbers on each rank; they are called once the gradient is whole.
+        names with as many numbers on each rank, on the host or (fp64, one dim) on the device; they are called once the
+        gradient is whole.
         """
         state, step = self.state, self.state.step
         with self._clock.time("optimizer"):
@@ -205,16 +207,16 @@ class Step:
         fault("exchange", step=step, rank=self._world.rank)
         is_wrong = self.checks.is_wrong(step, loss)
         measured = measure()
-        own = loss.new_tensor([number for some in measured.values() for number in some], dtype=torch.float64)
         with self._clock.time("communication"):
             loads = loads_of(state.model.moes, self._run.model, self._world.device)
-            votes = loss.new_tensor([*astuple(replace(requests(), retry=is_wrong))], dtype=torch.float64)
-            numbers = [loss.double().view(1), squares.view(1), limbs_of(fingerprint, loss.device), votes, own]
-            sums = self._world.sum(torch.cat(numbers if loads is None else [*numbers, loads.flatten()])).cpu()
+            votes = astuple(replace(requests(), retry=is_wrong))
+            mine = [loss.double().view(1), squares.view(1), limbs_of(fingerprint, loss.device)]
+            mine += _on_device(loss.device, votes, *measured.values())
+            sums = self._world.sum(torch.cat(mine if loads is None else [*mine, loads.flatten()])).cpu()
         self._check_world()
         head = 2 + LIMBS + len(votes)
         mean_loss, norm_squared, *rest = sums[:head].tolist()
-        end = head + len(own)
+        end = head + sum(map(len, measured.values()))
         named = iter(sums[head:end].tolist())
         return StepOutcome(
             loss=mean_loss,
@@ -267,3 +269,14 @@ class Step:
     def _moments(self) -> dict[str, Tensor]:
         pieces, optimizer = self.state.model.masters, self.state.optimizer
         return {f"{p.name}.{name}": tensor for p in pieces for name, tensor in optimizer.kept_of(p).items()}
+
+
+def _on_device(device: torch.device, *parts: Sequence[float] | Tensor) -> list[Tensor]:
+    """Return each part as fp64 on `device`, [n]; the host's numbers travel there in one copy."""
+    numbers = [number for part in parts if not isinstance(part, Tensor) for number in part]
+    sent = iter(
+        sent_to(device, torch.tensor(numbers, dtype=torch.float64)).split(
+            [len(part) for part in parts if not isinstance(part, Tensor)]
+        )
+    )
+    return [part if isinstance(part, Tensor) else next(sent) for part in parts]

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
@@ -134,7 +135,7 @@ class NoiseScale(Service):
         self._squares, self._pieces = model.own_squares or LocalSquares(), model.own_pieces
         self._device = model.device
         self._model, self._has_own = model, has_own_gradients(plan)
-        self._first = 0.0
+        self._first = torch.zeros(())
         """This rank's share of the squared norm of the first microbatch's gradient, where no rank has its own."""
         self._small, self._is_on = 0, False
         self._batch = 1
@@ -160,17 +161,18 @@ class NoiseScale(Service):
             self._small = at * self._plan.microbatch
             self._squares.arm(at, self._device)
 
-    def measure(self) -> tuple[float, ...]:
+    def measure(self) -> Sequence[float] | Tensor:
         """Return this rank's shares: of |G_b|^2, of |G_B|^2, and 1 / b; nothing in a step that is not due."""
         if not self._is_on:
             return ()
-        scale = self._state.scaler.scale
+        scale, inverse = self._state.scaler.scale, 1 / self._small
         if not self._has_own:
-            return (self._first / scale**2, self._model.square_share().item(), 1 / self._small)
-        share = square_share(self._pieces) if self._pieces else torch.zeros(())
-        # Gradients are of the sum over a part, over the number of tokens of the whole batch: the mean is larger.
-        of_mean = self._squares.take().item() * (self._batch / self._small / scale) ** 2 / self._plan.dp
-        return (of_mean, share.item(), 1 / self._small)
+            of_part, share = self._first / scale**2, self._model.square_share()
+        else:
+            share = square_share(self._pieces) if self._pieces else torch.zeros((), device=self._device)
+            # Gradients are of the sum over a part, over the number of tokens of the whole batch: the mean is larger.
+            of_part = self._squares.take() * (self._batch / self._small / scale) ** 2 / self._plan.dp
+        return torch.stack([of_part, share.double(), torch.full_like(share, inverse, dtype=torch.float64)])
 
     def after_exchange(self, outcome: StepOutcome, sums: Sequence[float]) -> None:
         """Estimate it from the sums."""

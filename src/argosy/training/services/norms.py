@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from argosy.accelerator import sent_to, sent_to_host
 from argosy.config.schema import RunConfig
 from argosy.optim.piece import Piece
 from argosy.parallel.model import ParallelModel
@@ -48,7 +49,9 @@ class LayerNorms(Service):
         self._place = {piece.name: (places[layer_of(piece.name)], piece.replicas) for piece in held}
         self._squares: dict[torch.device, Tensor] = {}
         """[kinds, layers], fp64, by the device that the squares are of."""
-        self._step, self._newest = -1, dict[str, dict[str, float]]()
+        self._step = -1
+        self._newest: Tensor | None = None
+        """[kinds, layers], in host memory."""
 
     def observer(self, step: int) -> LayerNorms | None:
         return self if self._every and (step + 1) % self._every == 0 else None
@@ -74,16 +77,16 @@ class LayerNorms(Service):
         shape, device = (len(KINDS), len(self.layers)), self._world.device
         total = torch.zeros(shape, dtype=torch.float64, device=device)
         for squares in self._squares.values():
-            total += squares.to(device)
-        norms = self._world.sum(total).sqrt().cpu()
+            total += sent_to(device, squares)
+        self._newest = sent_to_host(self._world.sum(total).sqrt())
         self._step = step
-        self._newest = {
-            layer: {kind: norms[row, place].item() for row, kind in enumerate(KINDS)}
-            for place, layer in enumerate(self.layers)
-        }
 
     def line(self, step: int) -> Mapping[str, Any]:
-        return {"norms": self._newest} if step == self._step else {}
+        """Return the norms of a step that was due. The step's clock has waited for the device by now."""
+        if step != self._step or self._newest is None:
+            return {}
+        of_layers = zip(self.layers, self._newest.T.tolist(), strict=True)
+        return {"norms": {layer: dict(zip(KINDS, norms, strict=True)) for layer, norms in of_layers}}
 
     def _add(self, kind: str, piece: Piece, tensor: Tensor) -> None:
         place, replicas = self._place[piece.name]

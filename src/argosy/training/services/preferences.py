@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from argosy.models.preference import STATISTICS
 from argosy.parallel.model import ParallelModel
 from argosy.training.parts import Parts
@@ -23,14 +26,16 @@ class Preferences(Service):
         self._model = model
         self._line: dict[str, Any] = {}
 
-    def measure(self) -> Sequence[float]:
+    def measure(self) -> Sequence[float] | Tensor:
         """Return this rank's share of the sums that `STATISTICS` names; nothing if no preferences are learned."""
         preferences = self._model.preferences
         if not preferences:
             return ()
-        taken = [preference.take_statistics() for preference in preferences]
+        found = [preference.take_statistics() for preference in preferences]
+        taken = [statistics for statistics in found if statistics is not None]
         is_first = self._model.meshes.rank("tp") == 0  # all ranks of a tp group have the same
-        return tuple(sum(numbers) * is_first for numbers in zip(*taken, strict=True))
+        nothing = torch.zeros(len(STATISTICS), dtype=torch.float64, device=self._model.device)
+        return torch.stack(taken).sum(0) if taken and is_first else nothing
 
     def after_exchange(self, outcome: StepOutcome, sums: Sequence[float]) -> None:
         if not sums:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from torch import Tensor
+
 from argosy.models.decoder import Microbatch
 from argosy.training.evaluation import Score
 from argosy.training.parts import Parts
@@ -35,8 +37,11 @@ class Service:
     def after_backward(self) -> None:
         """The gradients of this rank are there, not yet unscaled."""
 
-    def measure(self) -> Sequence[float]:
-        """Return numbers to sum over ranks in the step's one exchange: as many on each rank. Gradients are whole."""
+    def measure(self) -> Sequence[float] | Tensor:
+        """Return numbers to sum over ranks in the step's one exchange: as many on each rank. Gradients are whole.
+
+        What the device has computed stays there (fp64, one dim): to read it would make the host wait.
+        """
         return ()
 
     def after_exchange(self, outcome: StepOutcome, sums: Sequence[float]) -> None:

@@ -1,0 +1,232 @@
+"""The real step of one rank on a GPU that is not there: where the host waits for it, what is misplaced, what races."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from operator import floordiv
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from argosy.checkpoint.exchange import travels
+from argosy.checkpoint.shards import box_bytes, write_shard
+from argosy.config.schema import RunConfig
+from argosy.errors import UserError
+from argosy.models.decoder import microbatches
+from argosy.observe.clock import StepClock
+from argosy.observe.collectives import CommunicationMeter
+from argosy.parallel.apply import apply
+from argosy.parallel.expert import loads_by_layer
+from argosy.parallel.world import World, leave_world
+from argosy.plan.cost.exact_state import dp_rank_of
+from argosy.plan.plan import Plan
+from argosy.simulate.cuda_calls import FakeDevice, answered
+from argosy.simulate.cuda_tensors import seen_as_cuda
+from argosy.simulate.device_watch import DeviceFinding, DeviceWatch
+from argosy.simulate.fake import fake_memory
+from argosy.simulate.fake_cuda import CUDA, FakeCudaMode, MisplacedTensor
+from argosy.simulate.rank import without_values
+from argosy.training.evaluation import HeldOut, evaluate
+from argosy.training.records import Records
+from argosy.training.services.noise_scale import NoiseScale, check_can_estimate
+from argosy.training.services.norms import LayerNorms
+from argosy.training.state import TrainState
+from argosy.training.step import Step
+
+END_OF_DOCUMENT = 0
+WARM_UP = 2
+"""Steps that make what later ones keep: moments, pinned memory, compressors' residuals."""
+MOST_COPIED_BYTES = 2**26
+"""In-memory checkpoints of larger parts of the state are left out: they would take the host's memory."""
+
+
+@dataclass(frozen=True)
+class OnCuda:
+    """The findings of one rank's step on a GPU."""
+
+    rank: int
+    plan: str
+    host_syncs: Counter[DeviceFinding]
+    misplaced: Counter[DeviceFinding]
+    races: Counter[DeviceFinding]
+
+    def in_a_step(self) -> int:
+        """Return how often the host waits for the device in a step that has nothing due besides."""
+        return sum(count for finding, count in self.host_syncs.items() if finding.part == "step")
+
+    def __str__(self) -> str:
+        """In words."""
+        waits = f"the host waits for the device {self.in_a_step()} times in a step that has nothing due besides"
+        lines = [f"rank {self.rank} of {self.plan} on {CUDA}: {waits}"]
+        for name, some in (("misplaced", self.misplaced), ("waits", self.host_syncs), ("races", self.races)):
+            lines += [name] * bool(some)
+            lines += [f"  {count:>5} x {f.part:28} {f.where:32} {f.what}" for f, count in sorted(some.items())]
+        return "\n".join(lines + ["no races between streams"] * (not self.races))
+
+    def record(self) -> dict[str, Any]:
+        """For JSON, a `CudaRecord`."""
+        counts = {"host_syncs": self.host_syncs, "misplaced": self.misplaced, "races": self.races}
+        return {"rank": self.rank, "plan": self.plan, "host_syncs_a_step": self.in_a_step()} | {
+            name: [{**finding._asdict(), "count": count} for finding, count in sorted(some.items())]
+            for name, some in counts.items()
+        }
+
+
+@dataclass(frozen=True)
+class CudaFinding:
+    """Something that the step does on a GPU, and how often."""
+
+    part: str
+    """Part of the run: "step", "evaluation", ..."""
+    where: str
+    """File and line within `argosy`."""
+    what: str
+    count: int
+
+
+@dataclass(frozen=True)
+class CudaRecord:
+    """The findings of one rank's step on a GPU, as a program reads them."""
+
+    rank: int
+    plan: str
+    host_syncs_a_step: int
+    """Waits of the host in a step that has nothing due besides."""
+    host_syncs: list[CudaFinding]
+    """Waits of the host for the device."""
+    misplaced: list[CudaFinding]
+    """Tensors on another device than those that they meet."""
+    races: list[CudaFinding]
+    """Accesses of two streams to one memory, with no event between."""
+
+
+@contextmanager
+def fake_cuda(rank: int, size: int, watch: DeviceWatch) -> Iterator[World]:
+    """Be rank `rank` of `size` on a GPU that is not there, in this process alone."""
+    device = FakeDevice(watch)
+    mode = FakeCudaMode(watch, device)
+    with answered(device, watch), seen_as_cuda(watch, device):
+        if size > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        try:
+            host = dist.new_group(backend="fake") if size > 1 else None
+            if host is not None:
+                mode.host_groups.add(host.group_name)
+            with mode.calls, fake_memory(mode):
+                yield World(rank, size, CUDA, host)
+        finally:
+            leave_world()
+
+
+def step_on_cuda(plan: Plan, run: RunConfig, rank: int) -> OnCuda:
+    """Run the real step of rank `rank` under `plan` on fake tensors of a GPU; nothing is compiled.
+
+    Then once more with each thing that is due in some steps only: fingerprints, the noise scale, norms by layer; and an
+    evaluation. Raises: UserError if it cannot be simulated.
+    """
+    if run.train.objective != "pretrain":
+        raise UserError(
+            f'train.objective = "{run.train.objective}": --device cuda takes steps on text. Try train.objective = '
+            "pretrain, which has the same layers, or leave --device out."
+        )
+    watch = DeviceWatch()
+    try:
+        with fake_cuda(rank, plan.world_size, watch) as world:
+            _run(plan.model_copy(update={"compile": False}), run, world, watch)
+    except MisplacedTensor:
+        if not watch.misplaced:
+            raise
+    return OnCuda(rank, str(plan), watch.host_syncs, watch.misplaced, watch.races)
+
+
+def _run(plan: Plan, run: RunConfig, world: World, watch: DeviceWatch) -> None:
+    rank = _Rank(plan, run, world)
+    for _ in range(WARM_UP):
+        rank.step(is_all_due=True)
+    with watch.counting("step"):
+        rank.step()
+    with watch.counting("what is due now and then"):
+        rank.step(is_all_due=True)
+    with watch.counting("evaluation"):
+        rank.evaluate()
+    if rank.state_bytes() <= MOST_COPIED_BYTES:
+        with watch.counting("in-memory checkpoint"):
+            rank.copy_state()
+
+
+class _Rank:
+    """One rank: its model and state, and what takes part in its steps."""
+
+    def __init__(self, plan: Plan, run: RunConfig, world: World) -> None:
+        self._plan, self._run, self._world = plan, run, world
+        due = run.model_copy(
+            update={
+                "observe": run.observe.model_copy(update={"noise_scale_every_steps": 1, "norms_every_steps": 1}),
+                "resilience": run.resilience.model_copy(update={"fingerprint_every_steps": 1}),
+            }
+        )
+        try:
+            check_can_estimate(due, plan)
+        except UserError:  # not under this plan
+            due = due.model_copy(update={"observe": run.observe.model_copy(update={"norms_every_steps": 1})})
+        model = apply(plan, due, world, partial(without_values, run.data.seq_len))
+        self._state = TrainState.begin(model, plan, run)
+        axes, node = model.meshes.axis_of_groups(), partial(floordiv, 8)
+        self._clock = StepClock(world.device, communication=CommunicationMeter(axes, node, world.device))
+        plain = run
+        if run.resilience.fingerprint_every_steps > 1:
+            never = run.resilience.model_copy(update={"fingerprint_every_steps": 0})
+            plain = run.model_copy(update={"resilience": never})
+        self._plain, self._due = (Step(some, self._state, world, self._clock) for some in (plain, due))
+        # It reads the records of earlier runs when it starts, which it does not here.
+        self._noise = NoiseScale(due, plan, self._state, cast(Records, None))
+        self._norms = LayerNorms(due, model, world)
+
+    def step(self, is_all_due: bool = False) -> None:
+        """Do one step, from the batch to the log."""
+        step, state, number = self._due if is_all_due else self._plain, self._state, self._state.step
+        with self._clock.time("data"):
+            batch = microbatches(self._rows(), self._plan.microbatch, END_OF_DOCUMENT, self._world.device)
+        if is_all_due:
+            self._noise.before_forward(number, batch)
+        loss = step.forward_backward(batch)
+        outcome = step.exchange(loss, measure=lambda: {"noise": self._noise.measure() if is_all_due else ()})
+        if is_all_due:
+            self._noise.after_exchange(outcome, outcome.sums["noise"])
+        update = step.update(outcome, self._run.optimizer.lr)
+        step.apply(update, self._norms if is_all_due else None)
+        self._clock.lap()
+        self._norms.line(number)
+        if state.last_update is not None and state.last_update.loads is not None:
+            loads_by_layer(state.last_update.loads, self._run.model)
+
+    def evaluate(self) -> None:
+        """Score the model on as many rows as a step has."""
+        evaluate(self._state.model, HeldOut(self._rows(), 1.0, END_OF_DOCUMENT), self._plan.microbatch, self._world)
+
+    def state_bytes(self) -> int:
+        return sum(map(box_bytes, self._state.boxes()))
+
+    def copy_state(self) -> None:
+        """Copy this rank's part of the state into a file in memory, as in-memory checkpoints do."""
+        file = os.memfd_create("argosy-simulate")
+        try:
+            write_shard(file, {box: tensor for box, tensor in self._state.boxes().items() if travels(box)}, {})
+        finally:
+            os.close(file)
+
+    def _rows(self) -> npt.NDArray[np.int32]:
+        """Return this rank's rows of a step, each of three documents of unlike lengths."""
+        plan, run = self._plan, self._run
+        many = plan.microbatches_of(dp_rank_of(self._world.rank, plan), run.train.global_batch) * plan.microbatch
+        rows = np.ones((many, run.data.seq_len + 1), dtype=np.int32)
+        rows[:, run.data.seq_len // 3] = rows[:, run.data.seq_len // 2] = END_OF_DOCUMENT
+        return rows

@@ -1,0 +1,47 @@
+"""The script of the first hour on a GPU: it refuses without one, and its stages do what they say, here on a CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import gpu_day
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py"])
+    assert gpu_day.main() == 2
+    assert "torch sees no GPU here" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_stops_at_the_first_failure_and_keeps_what_was_said(tmp_path: Path) -> None:
+    def good(day: gpu_day.Day) -> None:
+        """Good."""
+        day.run("good", ["true"])
+
+    def bad(day: gpu_day.Day) -> None:
+        """Bad."""
+        day.run("bad", ["sh", "-c", "echo why; exit 3"])
+
+    assert gpu_day.run_all([good, bad, good], gpu_day.Day(tmp_path, 1)) == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert {name: one["state"] for name, one in summary.items()} == {"good": "passed", "bad": "failed"}
+    assert "exit code 3" in summary["bad"]["notes"][0]
+    assert (tmp_path / "bad.txt").read_text().endswith("why\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [gpu_day.versions, gpu_day.parity, gpu_day.faults], ids=lambda stage: stage.__name__)
+def test_stages_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: gpu_day.Stage) -> None:
+    monkeypatch.setattr(gpu_day, "DEVICE", "cpu")
+    assert gpu_day.run_all([stage], gpu_day.Day(tmp_path, 1)) == 0

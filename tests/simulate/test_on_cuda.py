@@ -1,0 +1,207 @@
+"""The step on a GPU that is not there: the host waits for it twice, no tensor is misplaced, and no streams race."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from argosy.accelerator import new_stream, on_stream
+from argosy.errors import UserError
+from argosy.models.layers import RMSNorm
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+from argosy.simulate.device_watch import DeviceWatch
+from argosy.simulate.on_cuda import OnCuda, fake_cuda, step_on_cuda
+from tiny import run_config
+
+MOE = {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "balance": "bias"}
+LATENT = {"q_rank": 12, "kv_rank": 8, "nope_width": 8, "rope_width": 4, "value_width": 8}
+DELTA = {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 6}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "deep": {"layers": 4},
+    "tied": {"tie_embeddings": True, "attention_bias": True, "qk_norm": True, "kv_heads": 1},
+    "experts": {"moe": MOE},
+    "losses": {"moe": {**MOE, "balance": "aux", "aux_coefficient": 0.01, "z_coefficient": 1e-3}},
+    "capacity": {"moe": {**MOE, "capacity_factor": 1.5}},
+    "latent": {"kv_heads": 4, "head_width": 4, "mla": LATENT},
+    "linear": {"attention": {"layers": ["linear", "full"]}, "delta_net": DELTA},
+    "window": {"attention": {"layers": ["sliding", "full"], "window": 16}},
+    "softcap": {"attention": {"softcap": 30.0}},
+    "sinks": {"attention": {"sinks": True}},
+    "mtp": {"mtp": {"modules": 1}},
+}
+MUON, LION, INT8 = ({"optimizer": keys} for keys in ({"kind": "muon"}, {"kind": "lion"}, {"state": "int8"}))
+QUICK: list[tuple[str, str, dict[str, Any]]] = [
+    ("dense", "precision=bf16", {}),
+    ("capacity", "dp_shard=2,zero=3,precision=bf16,recompute=full", {}),
+    ("window", "cp=2,precision=bf16", {}),
+    ("tied", "pp=2,tp=2,precision=fp16", {}),
+]
+SLOW: list[tuple[str, str, dict[str, Any]]] = [
+    *((model, "precision=bf16", {}) for model in MODELS),
+    ("dense", "precision=fp32", {}),
+    *((model, "tp=2,precision=bf16", {}) for model in ("experts", "latent", "linear", "softcap")),
+    *((model, "cp=2,precision=bf16", {}) for model in ("dense", "softcap", "linear", "sinks")),
+    *(("dense", f"dp_shard=2,zero={stage},precision=bf16", {}) for stage in range(4)),
+    *(("dense", f"recompute={how},precision=bf16", {}) for how in ("selective", "full")),
+    *(("dense", f"dp_replicate=2,precision=bf16,sync={way}", {}) for way in ("bf16", "int8", "int4", "topk", "sign")),
+    ("dense", "dp_replicate=2,precision=bf16,sync=powersgd", {}),
+    ("dense", "cp=2,context=ulysses,precision=bf16", {}),
+    ("dense", "dp_replicate=2,dp_shard=2,zero=3,precision=bf16,weights=bf16", {}),
+    ("dense", "dp_replicate=2,dp_shard=2,zero=1,precision=bf16", {}),
+    ("dense", "dp_shard=2,zero=2,offload=activations,precision=bf16", {}),
+    ("experts", "pp=2,precision=bf16", {}),
+    ("mtp", "pp=2,precision=bf16", {}),
+    *(("deep", f"pp=2,schedule={kind},precision=bf16", {}) for kind in ("interleaved_1f1b", "zbv", "dualpipev")),
+    *(("dense", "precision=bf16", keys) for keys in (MUON, LION, INT8)),
+]
+LOG, EXCHANGE = "observe/clock.py", "training/step.py"
+
+
+def on_cuda(model: str, plan: str, **sections: dict[str, Any]) -> OnCuda:
+    layout = Plan.parse(plan)
+    rows = layout.dp * (4 if layout.pp > 1 else 1)
+    run = run_config(Path("no data"), model=MODELS[model], train={"global_batch": rows}, **sections)
+    return step_on_cuda(layout, run, layout.world_size - 1)
+
+
+def waits(found: OnCuda) -> dict[str, int]:
+    """File -> waits of the host in a step."""
+    counts: dict[str, int] = {}
+    for finding, count in found.host_syncs.items():
+        if finding.part == "step":
+            file = finding.where.partition(":")[0]
+            counts[file] = counts.get(file, 0) + count
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "sections"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+)
+def test_the_host_waits_twice_in_a_step(model: str, plan: str, sections: dict[str, Any]) -> None:
+    found = on_cuda(model, plan, **sections)
+    assert waits(found) == {LOG: 1, EXCHANGE: 1}, found
+    assert not found.misplaced and not found.races, found
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "sections", "more"),
+    [
+        ("experts", "dp_shard=2,ep=2,zero=1,precision=bf16", {}, {"parallel/expert.py": 2}),  # one for each layer
+        pytest.param("dense", "offload=all,precision=bf16", {}, {"parallel/offload.py": 1}, marks=pytest.mark.slow),
+        pytest.param("dense", "dp_shard=2,zero=1", MUON, {"parallel/world.py": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_waits_oftener_is_known(model: str, plan: str, sections: dict[str, Any], more: dict[str, int]) -> None:
+    """docs/before-a-gpu.md names these."""
+    found = on_cuda(model, plan, **sections)
+    assert waits(found) == {LOG: 1, EXCHANGE: 1, **more}, found
+    assert not found.misplaced and not found.races, found
+
+
+def disturbed(monkeypatch: pytest.MonkeyPatch, how: Callable[[Tensor], object]) -> OnCuda:
+    """A step whose norms do something more with their input."""
+    forward = RMSNorm.forward
+
+    def both(norm: RMSNorm, x: Tensor) -> Tensor:
+        how(x)
+        return forward(norm, x)
+
+    monkeypatch.setattr(RMSNorm, "forward", both)
+    return on_cuda("dense", "precision=bf16")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x: float(x.detach().sum()),
+        lambda x: x.detach().cpu(),
+        lambda x: (x.detach() > 0).nonzero(),
+        lambda x: x.detach()[x.detach() > 0],
+        lambda x: bool((x.detach() > 0).all()),
+        lambda x: torch.tensor([1.0, 2.0], device=x.device),
+        lambda x: torch.ones(3).to(x.device, non_blocking=True),
+        lambda x: torch.cuda.synchronize(),
+    ],
+    ids=["item", "cpu", "nonzero", "mask", "comparison", "list", "pageable", "synchronize"],
+)
+def test_a_wait_is_counted_and_its_place_told(monkeypatch: pytest.MonkeyPatch, how: Callable[[Tensor], object]) -> None:
+    found = disturbed(monkeypatch, how)
+    assert found.in_a_step() == 2 + 5, "two norms a layer, and the last"
+    assert {f.where.partition(":")[0] for f in found.host_syncs if f.part == "step"} > {LOG, EXCHANGE}
+
+
+def test_a_tensor_on_the_wrong_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = disturbed(monkeypatch, lambda x: x + torch.ones(x.shape))
+    (finding,) = found.misplaced
+    assert "cpu" in finding.what and finding.where.endswith(".py:" + finding.where.rpartition(":")[2])
+
+
+def test_streams_race_unless_an_event_is_between() -> None:
+    def beside(waits: bool) -> DeviceWatch:
+        watch = DeviceWatch()
+        with fake_cuda(0, 1, watch) as world, watch.counting("test"):
+            x, stream = torch.zeros(8, device=world.device), new_stream(world.device)
+            if waits:
+                stream.wait_stream(torch.accelerator.current_stream(world.device))
+            with on_stream(stream):
+                x.add_(1)
+            if waits:
+                torch.accelerator.current_stream(world.device).wait_stream(stream)
+            x.mul_(2)
+        return watch
+
+    assert not beside(waits=True).races
+    assert sum(beside(waits=False).races.values()) == 2
+
+
+def test_memory_that_another_stream_still_uses_may_not_be_given_away() -> None:
+    def freed(tells: bool) -> DeviceWatch:
+        watch = DeviceWatch()
+        with fake_cuda(0, 1, watch) as world, watch.counting("test"):
+            x, stream = torch.zeros(8, device=world.device), new_stream(world.device)
+            stream.wait_stream(torch.accelerator.current_stream(world.device))
+            with on_stream(stream):
+                x.add_(1)
+            if tells:
+                x.record_stream(stream)
+            del x
+            torch.zeros(8, device=world.device)
+        return watch
+
+    assert not freed(tells=True).races
+    assert sum(freed(tells=False).races.values()) == 1
+
+
+def test_what_is_copied_to_the_host_is_not_there_before_the_device_was_waited_for() -> None:
+    def read(waits: bool) -> DeviceWatch:
+        watch = DeviceWatch()
+        with fake_cuda(0, 1, watch) as world, watch.counting("test"):
+            host = torch.zeros(8, device=world.device).to("cpu", non_blocking=True)
+            if waits:
+                torch.accelerator.synchronize(world.device)
+            host.add_(1)
+        return watch
+
+    assert not read(waits=True).races
+    assert sum(read(waits=False).races.values()) == 1
+
+
+def test_whole_numbers_on_the_device_keep_their_values() -> None:
+    with fake_cuda(1, 2, DeviceWatch()) as world:
+        assert isinstance(world, World) and world.device.type == "cuda"
+        counts = torch.tensor([3, 1, 2], device=world.device)
+        assert counts.cumsum(0).tolist() == [3, 4, 6]
+        assert torch.randn(3, device=world.device).sum().item() == 1.0
+
+
+def test_an_objective_over_answers_is_refused() -> None:
+    run = run_config(Path("no data"), train={"objective": "dpo"})
+    with pytest.raises(UserError, match=r"train.objective"):
+        step_on_cuda(Plan(), run, 0)
