@@ -49,6 +49,12 @@ class Options:
     """Write every figure to this file too."""
 
 
+def _changed(setting: Setting) -> dict[str, object]:
+    """Return what differs from the defaults: another checkout may not know the newest keys."""
+    usual = asdict(Setting())
+    return {key: value for key, value in asdict(setting).items() if value != usual[key]}
+
+
 class Contender:
     """One process that waits until it is its turn."""
 
@@ -66,7 +72,7 @@ class Contender:
         began = time.perf_counter()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (it lives as long as the process)
         self._process = subprocess.Popen(
-            [sys.executable, str(peers), kind, json.dumps(asdict(setting))],
+            [sys.executable, str(peers), kind, json.dumps(_changed(setting))],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
