@@ -39,6 +39,8 @@ class Keeper:
         self._run_dir, self._command = run_dir, command
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
+        self._pending: int | None = None
+        """A signal that came while the agent was being started."""
 
     def hold(self) -> int:
         """Return the exit code of the last agent; Retryable's if the run may go on when it is launched again."""
@@ -64,6 +66,8 @@ class Keeper:
     def _run(self) -> int:
         """Return the agent's exit code, 128 + the signal's number if that has ended it."""
         self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL)
+        if self._pending is not None:
+            self._process.send_signal(self._pending)
         code = self._process.wait()
         return 128 - code if code < 0 else code
 
@@ -71,6 +75,8 @@ class Keeper:
         self._is_stopped = True
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(number)
+        else:
+            self._pending = number
 
     @staticmethod
     def _ended(code: int, why: str) -> int:
