@@ -392,7 +392,7 @@ def rewrite_config(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r'model_type = "gpt2".*known are llama \(LlamaForCausalLM\), mistral'),
+        ({"model_type": "gpt2"}, r'model_type = "gpt2".*known are llama \(LlamaForCausalLM\), cwm'),
         ({"model_type": "drop"}, "model_type = null"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = .*not known"),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
