@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from argosy.chaos.campaign import descendants
+from argosy.chaos.campaign import children
 from argosy.observe.events import read_lines
 from argosy.training.bad_steps import Action
 from argosy.training.schedule import learning_rate_factor
@@ -66,14 +66,14 @@ def test_a_run_that_is_asked_to_stop_saves_once_and_at_its_end(trainer, tmp_path
 
 
 def test_a_trainer_that_fails_ends_its_writer_and_hands_its_counts_to_the_next(trainer):
-    survivor, before = Survivor(), set(descendants(os.getpid()))
+    survivor, before = Survivor(), set(children(os.getpid()))
     with pytest.raises(RuntimeError, match="peer"), trainer(survivor=survivor) as made:
         apply(made)
         made.parts.checkpointer.save(made.state, background=True)
-        writers = set(descendants(os.getpid())) - before
+        writers = set(children(os.getpid())) - before
         assert made.agreement.policy.decide(replace(GOOD, loss=math.nan)) is Action.RETRY
         raise RuntimeError("Connection closed by peer")
-    assert writers and not writers & set(descendants(os.getpid()))
+    assert writers and not writers & set(children(os.getpid()))
     assert survivor.state is made.state and survivor.last_save_s is not None
     after = trainer(survivor=survivor)
     assert after.state.step == 1
