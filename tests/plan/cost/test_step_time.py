@@ -120,7 +120,8 @@ def test_many_experts_in_small_microbatches_wait_for_the_host():
 
 def test_narrow_heads_are_slower():
     wide = work()
-    narrow = replace(wide, heads=wide.heads * 2, kv_heads=wide.kv_heads * 2, key_width=64, value_width=64)
+    widths = {"key_width": 64, "value_width": 64, "kv_width": 128, "core_width": 64}
+    narrow = replace(wide, heads=wide.heads * 2, kv_heads=wide.kv_heads * 2, **widths)
     layouts = Layouts.of([Plan.parse("dp_shard=64,precision=bf16")])
     of_wide, of_narrow = (StepModel(layouts, each, H100, System(), Constants()).predict() for each in (wide, narrow))
     assert of_narrow.ideal == pytest.approx(of_wide.ideal)
