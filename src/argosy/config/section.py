@@ -13,6 +13,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -26,6 +27,8 @@ from argosy.credentials import REMEDY, has_credentials
 
 _PARSES = threading.Lock()
 """Python 3.11 counts the depth of all threads' syntax trees in one place: SystemError (python/cpython#106905)."""
+TRIES = 5
+"""Times that a module is parsed at most: a thread of a library may do so at the same moment."""
 
 
 @cache
@@ -71,8 +74,15 @@ def _definitions(module: str) -> dict[str, ast.ClassDef]:
             elif isinstance(child, ast.stmt):
                 look(child, above)
 
-    look(ast.parse(inspect.getsource(sys.modules[module])), "")
+    look(_parsed(inspect.getsource(sys.modules[module])), "")
     return found
+
+
+def _parsed(source: str) -> ast.Module:
+    for _ in range(TRIES - 1):
+        with suppress(SystemError):
+            return ast.parse(source)
+    return ast.parse(source)
 
 
 class Section(BaseModel):
