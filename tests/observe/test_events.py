@@ -113,6 +113,13 @@ def test_steps_that_are_run_again_are_forgotten_with_their_evaluations(metrics, 
     assert steps(metrics, "validation_loss") == [step for step in (1, 3, 5) if step < resumed_at]
 
 
+def test_an_evaluation_that_came_late_hides_no_step_that_is_run_again_and_is_kept(metrics):
+    metrics.write({"step": 3, "validation_loss": 3.0})  # after the line of step 5
+    metrics.forget_from(4)
+    assert steps(metrics, "loss") == [0, 1, 2, 3]
+    assert steps(metrics, "validation_loss") == [1, 3, 3]
+
+
 def test_a_line_cut_off_by_a_kill_is_forgotten_too(metrics):
     with metrics.path.open("a") as file:
         file.write('{"step": 3, "lo')

@@ -124,16 +124,25 @@ def backwards(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 
 def forget_from(path: Path, step: int) -> None:
-    """Drop the lines of `step` and later of a file whose lines are in the order of their "step"."""
+    """Drop the lines of `step` and later of a file whose lines are in the order of their "step".
+
+    Evaluations alone may come late, after lines of later steps: those of earlier steps are kept.
+    """
     if not path.exists():
         return
+    late: list[tuple[int, dict[str, Any]]] = []
     with path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)
         for start, record in backwards(file):
-            if record is not None and record["step"] < step:
+            if record is None or record["step"] >= step:
+                end = start
+            elif "validation_loss" in record and "loss" not in record:
+                late.append((start, record))
+            else:
                 break
-            end = start
         file.truncate(end)
+        file.seek(end)
+        file.writelines(json.dumps(record).encode() + b"\n" for start, record in reversed(late) if start > end)
 
 
 def from_the_end(path: Path) -> Iterator[dict[str, Any]]:
