@@ -12,7 +12,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "src" / "argosy"
+ROOT = Path(__file__).parent.parent
+SOURCE, TESTS = ROOT / "src" / "argosy", ROOT / "tests"
 MOST_LINES = 450
 SHARED_NAMES = {
     "Options": "each command's options are called so: it is what `cli` looks for",
@@ -33,6 +34,18 @@ def names_defined_twice() -> list[str]:
             if isinstance(node, ast.ClassDef) and node.name not in SHARED_NAMES:
                 places[node.name].append(str(path.relative_to(SOURCE)))
     return [f"class {name} is defined in {', '.join(where)}" for name, where in places.items() if len(where) > 1]
+
+
+def tests_of_one_name() -> list[str]:
+    """Return a line for each module name that two folders of tests share where they are no packages.
+
+    pytest imports such a module by its bare name, and refuses the second one of a process.
+    """
+    places = defaultdict(list)
+    for path in sorted(TESTS.rglob("*.py")):
+        if path.name != "conftest.py" and not (path.parent / "__init__.py").exists():
+            places[path.name].append(str(path.relative_to(ROOT)))
+    return [f"{' and '.join(where)}: pytest imports one of them" for where in places.values() if len(where) > 1]
 
 
 def long_modules() -> list[str]:
@@ -78,6 +91,12 @@ def vague_subjects() -> list[str]:
 
 
 if __name__ == "__main__":
-    problems = [*names_defined_twice(), *long_modules(), *questions(), *vague_subjects()]
+    problems = [
+        *names_defined_twice(),
+        *tests_of_one_name(),
+        *long_modules(),
+        *questions(),
+        *vague_subjects(),
+    ]
     print("\n".join(problems) or "The house keeps its rules: names, lengths, docstrings, subjects.")
     sys.exit(bool(problems))

@@ -57,7 +57,7 @@ CALLS = {
     "config-presets": "config presets",
     "config-device": "config device mine --bf16-tflops 200 --memory-gb 32 --memory-gb-s 1000 --out {tmp}/mine.toml",
 }
-"""Document -> a call that prints it. Those that need processes of their own: tests/system/test_documents.py."""
+"""Document -> a call that prints it. Those that need processes of their own: tests/system/test_json.py."""
 DRY = (
     "train {run_file} --run-dir {tmp}/new",
     "launch {run_file} --run-dir {tmp}/new",
