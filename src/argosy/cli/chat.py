@@ -17,15 +17,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from argosy.cli.documents import write
-from argosy.cli.options import must_be_folder, parse
+from argosy.cli.options import must_be_folder_or_url, parse
 from argosy.config.counts import WholeCount
-from argosy.data.stores.store import is_url
 from argosy.errors import UserError
 from argosy.inference.sampling import Finish, Sampling
 from argosy.observe.terminal import printable, told_if_long
@@ -56,7 +54,7 @@ class Options:
     seed: int = 0
     """The same seed and the same messages give the same answers."""
     plan: str = ""
-    """Plan by which the model computes, such as "precision=bf16"; by default in fp32."""
+    """Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
@@ -77,8 +75,7 @@ def main(argv: list[str]) -> int:
     options = parse(argv, "argosy chat", Options)
     sampling = Sampling(options.max_tokens, options.temperature, options.top_p, options.seed)
     sampling.check(lambda key: f"--{key.replace('_', '-')}")
-    if not is_url(options.path):
-        must_be_folder(Path(options.path))
+    must_be_folder_or_url(options.path)
     with told_if_long("argosy chat: loading the model"):
         from argosy.inference.chat import ChatModel
         from argosy.inference.loaded_model import load_model

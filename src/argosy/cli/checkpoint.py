@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from argosy.cli.documents import DryRun, Written, show_dry_run, write
-from argosy.cli.options import ALL, SHORT, fitted, must_be_folder, parse
+from argosy.cli.options import ALL, SHORT, fitted, must_be_folder, must_be_folder_or_url, parse
 from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.screen import Progress
@@ -391,8 +391,7 @@ def _import(argv: list[str]) -> int:
       argosy checkpoint import lora-peft --base runs/qwen --out runs/lora
     """
     options = parse(argv, "argosy checkpoint import", Importing, inspect.getdoc(_import))
-    if not is_url(options.folder):
-        must_be_folder(Path(options.folder))
+    must_be_folder_or_url(options.folder)
     if options.dry_run:
         return _would_write(options)
     with Progress(enabled=True).during(f"importing {options.folder}"):

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from argosy.cli.documents import write
-from argosy.cli.options import must_be_folder, parse
+from argosy.cli.options import must_be_folder_or_url, parse
 from argosy.config.counts import WholeCount
-from argosy.data.stores.store import is_url
 from argosy.errors import UserError
 from argosy.inference.plans import plan_named
 from argosy.observe.report import task_in_words
 from argosy.observe.terminal import told_if_long
-from argosy.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -69,62 +67,46 @@ def main(argv: list[str]) -> None:
     if options.max_tokens < 1 or (options.seq_len or 1) < 1:
         raise UserError("--max-tokens and --seq-len must be at least 1.")
     plan = plan_named(options.plan)
-    if not is_url(options.path):
-        must_be_folder(Path(options.path))
-    if options.tasks:
-        _score_tasks(options, plan)
-        return
-    with told_if_long("argosy evaluate: reading the text and the model, and computing the loss"):
-        from argosy.inference.evaluate import evaluate
-        from argosy.inference.members import launched_world
-
-        with launched_world(plan) as world:
-            score = evaluate(
-                options.path,
-                options.data,
-                split=options.split,
-                max_tokens=options.max_tokens,
-                seq_len=options.seq_len,
-                plan=plan,
-                trust_code=options.trust_code,
-                world=world,
-            )
-    if world is not None and not world.is_first:
-        return
-    if options.json:
-        write("evaluate", score)
-        return
-    if score.accuracy is not None:
-        print(f"loss {score.loss:.4f} nats per pair   {score.accuracy:.2%} of pairs told apart")
-        return
-    print(
-        f"loss {score.loss:.4f} nats per token   perplexity {score.perplexity:.2f}   "
-        f"{score.bits_per_byte:.4f} bits per byte   ({score.tokens} tokens)"
-    )
-
-
-def _score_tasks(options: Options, plan: Plan) -> None:
-    if options.data is not None or options.split != "validation":
+    must_be_folder_or_url(options.path)
+    if options.tasks and (options.data is not None or options.split != "validation"):
         raise UserError("--data and --split are for held-out text, and --tasks have data of their own. Leave them out.")
-    with told_if_long("argosy evaluate: reading the tasks and the model, and scoring"):
-        from argosy.inference.evaluate import evaluate_tasks
+    measured = _tasks if options.tasks else _held_out_text
+    with told_if_long("argosy evaluate: reading the data and the model, and scoring"):
         from argosy.inference.members import launched_world
 
         with launched_world(plan) as world:
-            scores = evaluate_tasks(
-                options.path,
-                [name for name in options.tasks.split(",") if name],
-                fewshot=options.fewshot,
-                limit=options.task_limit,
-                seq_len=options.seq_len,
-                plan=plan,
-                trust_code=options.trust_code,
-                world=world,
-            )
+            how = {"seq_len": options.seq_len, "plan": plan, "trust_code": options.trust_code, "world": world}
+            document, values, words = measured(options, how)
     if world is not None and not world.is_first:
         return
     if options.json:
-        write("evaluate-tasks", *(ScoredTask(task, metrics) for task, metrics in scores.items()))
-        return
-    for task, metrics in scores.items():
-        print(task_in_words(task, metrics))
+        write(document, *values)
+    else:
+        print("\n".join(words))
+
+
+Measured = tuple[str, list[Any], list[str]]
+"""The name of a document, its values, and the same as lines for a person."""
+
+
+def _held_out_text(options: Options, how: dict[str, Any]) -> Measured:
+    from argosy.inference.evaluate import evaluate
+
+    score = evaluate(options.path, options.data, split=options.split, max_tokens=options.max_tokens, **how)
+    if score.accuracy is not None:
+        words = f"loss {score.loss:.4f} nats per pair   {score.accuracy:.2%} of pairs told apart"
+    else:
+        words = (
+            f"loss {score.loss:.4f} nats per token   perplexity {score.perplexity:.2f}   "
+            f"{score.bits_per_byte:.4f} bits per byte   ({score.tokens} tokens)"
+        )
+    return "evaluate", [score], [words]
+
+
+def _tasks(options: Options, how: dict[str, Any]) -> Measured:
+    from argosy.inference.evaluate import evaluate_tasks
+
+    names = [name for name in options.tasks.split(",") if name]
+    scores = evaluate_tasks(options.path, names, fewshot=options.fewshot, limit=options.task_limit, **how)
+    values = [ScoredTask(task, metrics) for task, metrics in scores.items()]
+    return "evaluate-tasks", values, [task_in_words(task, metrics) for task, metrics in scores.items()]

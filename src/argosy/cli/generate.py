@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from argosy.cli.documents import write
-from argosy.cli.options import must_be_folder, parse
+from argosy.cli.options import must_be_folder_or_url, parse
 from argosy.config.counts import WholeCount
-from argosy.data.stores.store import is_url
 from argosy.errors import UserError
 from argosy.files import read_at_most
 from argosy.inference.plans import plan_named
@@ -91,8 +90,7 @@ def main(argv: list[str]) -> None:
     if options.prompts is not None and options.prompt:
         raise UserError("--prompt and --prompts: give one of them.")
     plan = plan_named(options.plan)
-    if not is_url(options.path):
-        must_be_folder(Path(options.path))
+    must_be_folder_or_url(options.path)
     asked = [{"prompt": options.prompt}] if options.prompts is None else read_prompts(options.prompts)
     with ExitStack() as held:
         with told_if_long("argosy generate: loading the model"):

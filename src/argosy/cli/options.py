@@ -410,3 +410,11 @@ def must_be_folder(path: Path) -> None:
     """Raise UserError unless `path` is a folder: before torch is imported, which takes seconds."""
     if not path.is_dir():
         raise UserError(f"{path}: no such folder.")
+
+
+def must_be_folder_or_url(place: str) -> None:
+    """As `must_be_folder`, for what may be a URL as well, which is looked at later."""
+    from argosy.data.stores.store import is_url  # it loads what commands without a store do without
+
+    if not is_url(place):
+        must_be_folder(Path(place))

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from argosy.cli.documents import write
-from argosy.cli.options import must_be_folder, parse
-from argosy.data.stores.store import is_url, spelled
+from argosy.cli.options import must_be_folder_or_url, parse
+from argosy.data.stores.store import spelled
 from argosy.errors import UserError, missing_extra
 from argosy.observe.terminal import printable, told_if_long
 
@@ -48,7 +47,7 @@ class Options:
     template: str = ""
     """Chat template: a jinja file, or chatml; by default the one that comes with the model."""
     plan: str = ""
-    """Plan by which the model computes, such as "precision=bf16"; by default in fp32."""
+    """Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32."""
     trust_code: bool = False
     """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
     json: bool = False
@@ -78,8 +77,7 @@ def main(argv: list[str]) -> int:
         raise missing_extra(error.name or "starlette", "serve", "argosy serve") from None
     from argosy.watch.http import is_loopback, listening, new_token, token_of, url
 
-    if not is_url(options.path):
-        must_be_folder(Path(options.path))
+    must_be_folder_or_url(options.path)
     token = token_of(TOKEN) or ("" if is_loopback(options.host) else new_token())
     name = options.name or spelled(options.path).rstrip("/").rpartition("/")[2]
     with told_if_long("argosy serve: loading the model"):
