@@ -47,8 +47,9 @@ SPLITTING = tuple(name for name, rule in SCHEDULES.items() if rule.splits_backwa
 def split_layers(config: ModelConfig, seq_len: int, stages: int) -> tuple[range, ...]:
     """Return the layers of each stage, at least one each, such that the slowest stage is as fast as possible.
 
-    A layer costs its FLOPs; the last stage also computes the head and what follows the layers. The split is optimal (dynamic programming over where
-    the last stage begins); of equally good splits it is the one whose stages are most alike.
+    A layer costs its FLOPs; the last stage also computes the head and modules of multi-token prediction. The split is
+    optimal (dynamic programming over where the last stage begins); of equally good splits it is the one whose stages
+    are most alike.
     """
     import numpy as np  # a plan is read where nothing is computed, and NumPy takes a tenth of a second
 
