@@ -41,10 +41,17 @@ def stack(jobs: list[StackT]) -> StackT:
     """Return the jobs as one, each field an array with an element for each job; None where none has it."""
     import numpy as np
 
+    def together(values: list[Any]) -> Any:
+        if all(value is None for value in values):
+            return None
+        if isinstance(values[0], tuple):  # of groups, those that a job lacks have a share of nothing
+            groups = max(values, key=len)
+            rows = [[*value, *((1.0, *[0.0] * (len(group) - 1)) for group in groups[len(value) :])] for value in values]
+            return tuple(tuple(column) for column in np.array(rows, float).transpose(1, 2, 0)) if groups else ()
+        return np.array(values, float)
+
     kind = type(jobs[0])
-    values = {f.name: [getattr(job, f.name) for job in jobs] for f in fields(kind)}  # type: ignore[arg-type]
-    lacking = {name for name, each in values.items() if all(value is None for value in each)}
-    return kind(**{name: None if name in lacking else np.array(each, float) for name, each in values.items()})
+    return kind(**{f.name: together([getattr(job, f.name) for job in jobs]) for f in fields(kind)})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,9 @@ class Workload:
     """Tokens that a token attends to, on average over a sequence and the layers: half of a causal sequence."""
     cached_share: Numbers = 1
     """Share of a sequence whose keys and values a cache holds, on average over the layers: less with windows."""
+    kv_groups: tuple[tuple[Numbers, Numbers, Numbers], ...] = ()
+    """Of layers that differ in key/value heads: their number, and the share of all keys and values, and of those that a
+    cache holds, that such layers have. All others have `kv_heads`."""
     unprojected: Numbers = 0
     """Numbers of a layer's values that no projection computes, since they are its keys; the mean over layers."""
     gates: Numbers = 0
@@ -202,6 +212,17 @@ class Workload:
     def dense_layers(self) -> Numbers:
         """Layers without routed experts."""
         return self.layers - self.moe_layers
+
+    def kv_heads_on(self, tp: Numbers, cached: bool = False) -> Numbers:
+        """Return the key/value heads of a layer on one of `tp` ranks, which has at least one: the mean over keys and
+        values, or over those that a cache holds.
+
+        Shape: that of `tp`. A layer with fewer heads than ranks has each on several.
+        """
+        groups = [(heads, of_cache if cached else of_all) for heads, of_all, of_cache in self.kv_groups]
+        groups.append((self.kv_heads, 1 - sum(share for _, share in groups)))
+        copies = sum(share * ((tp > heads) * (tp / heads - 1) + 1) for heads, share in groups)
+        return self.kv_heads / tp * copies
 
     @property
     def delta_share(self) -> Numbers:
