@@ -1,14 +1,15 @@
 """The work of a step, as numbers that the cost model multiplies: the model's sizes and the batch.
 
-All fields are plain numbers, so that many jobs can be stacked into one of arrays and predicted in one go.
+All fields are plain numbers, or tuples of them, so that many jobs can be stacked into one of arrays
+(`quantities.stack`) and predicted in one go.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
@@ -33,25 +34,6 @@ if TYPE_CHECKING:
     """One number, or one for each of many jobs."""
 else:
     Numbers = float  # in a report there is one job: the schema of `argosy plan --json` is made from this
-
-StackT = TypeVar("StackT")
-
-
-def stack(jobs: list[StackT]) -> StackT:
-    """Return the jobs as one, each field an array with an element for each job; None where none has it."""
-    import numpy as np
-
-    def together(values: list[Any]) -> Any:
-        if all(value is None for value in values):
-            return None
-        if isinstance(values[0], tuple):  # of groups, those that a job lacks have a share of nothing
-            groups = max(values, key=len)
-            rows = [[*value, *((1.0, *[0.0] * (len(group) - 1)) for group in groups[len(value) :])] for value in values]
-            return tuple(tuple(column) for column in np.array(rows, float).transpose(1, 2, 0)) if groups else ()
-        return np.array(values, float)
-
-    kind = type(jobs[0])
-    return kind(**{f.name: together([getattr(job, f.name) for job in jobs]) for f in fields(kind)})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -396,7 +378,7 @@ def _is_read(name: str, table: Table) -> bool:
     return table[name].is_trained or (inner is not None and inner.is_trained)
 
 
-def _adapters(run: RunConfig, table: Table) -> dict[str, float]:
+def _adapters(run: RunConfig, table: Table) -> dict[str, Any]:
     """Return the figures of the run's adapter, by the workload's names."""
     parts = {name: p for name, p in table.items() if p.is_adapter}
     layers, moe = run.model.layers, run.model.moe
