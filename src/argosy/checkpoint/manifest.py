@@ -196,9 +196,7 @@ class CheckpointManifest:
 def _files(key: str, value: Any) -> dict[str, FileSum]:
     files = {name: _file_sum(f"{key}.{name}", file) for name, file in mapping(key, value).items()}
     if (name := foreign(files)) is not None:
-        raise MalformedRecord(
-            f"{key} names {shown(name)}, which a checkpoint of {len(files)} files does not have"
-        )
+        raise MalformedRecord(f"{key} names {shown(name)}, which a checkpoint of {len(files)} files does not have")
     return files
 
 
