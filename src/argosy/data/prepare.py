@@ -53,6 +53,8 @@ CHUNK_BYTES = 8_000_000
 """Text of one file of results."""
 
 LOCK = ".prepare.lock"
+BEGIN = "begin"
+"""Option of the manifest: the tokens that each document begins with."""
 
 OPTIONS = {
     "cpus_per_node": "--cpus",
@@ -311,6 +313,7 @@ def _options(config: PrepareConfig, extend: ExtendConfig) -> dict[str, Any]:
             "filters": _filter_options(config.filters),
         }
         | _row_options(config)
+        | ({BEGIN: brought.begin_ids} if brought and brought.begin_ids and not config.has_conversations else {})
         | ({"own_sources": sums} if (sums := checksums_of(config.input, extend.code)) else {})
     )
 
@@ -354,6 +357,8 @@ def _load_prepared(out: Path, options: dict[str, Any], extend: ExtendConfig) -> 
     manifest = Manifest.load(out)
     there = manifest.options
     changed = [key for key, value in options.items() if there.get(key) != value]
+    if BEGIN in changed and BEGIN not in there:  # prepared when nothing was put before documents; they stay so
+        changed.remove(BEGIN)
     if "own_sources" in changed and there.get("extend") == extend.checksums:  # as it was noted before
         changed.remove("own_sources")
     if changed:
