@@ -35,7 +35,7 @@ from argosy.plan.calibration import PARTS, part_of
 from argosy.plan.cost.estimate import count
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.plan.report.stops import count_of_stops, shown_stops, unlike
+from argosy.plan.report.explain import count_of_stops, shown_stops, unlike
 from argosy.plan.workload import parameters
 from argosy.watch.facts import RunFacts
 from argosy.watch.library import find_runs
