@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
-from argosy.plan.layer_sizes import mean_sizes
-from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds
+from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds, mean_sizes
 from argosy.plan.parameters import (
     Parameter,
     Stage,
