@@ -82,6 +82,7 @@ def test_paths_of_a_file_start_at_the_file(run_file, tmp_path, monkeypatch):
             [data.prepare]
             input = ["e/*.txt", "s3://bucket/f", "builtin:python"]
             tokenizer = "t.json"
+            chat_template = "chat.jinja"
             """
         )
     )
@@ -90,6 +91,8 @@ def test_paths_of_a_file_start_at_the_file(run_file, tmp_path, monkeypatch):
     assert run.data.prepare.input == (f"{tmp_path}/e/*.txt", "s3://bucket/f", "builtin:python")
     assert run.data.prepare.tokenizer == tmp_path / "t.json"
     assert run.data.prepare.out == tmp_path / "data/prepared"
+    assert run.data.prepare.chat_template == f"{tmp_path}/chat.jinja"
+    assert load(run_file('data.prepare.chat_template = "chatml"')).data.prepare.chat_template == "chatml"
 
 
 def test_paths_of_presets_and_overrides_start_in_the_current_folder(run_file, tmp_path, monkeypatch):

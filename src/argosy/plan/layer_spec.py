@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from argosy.config.attention import DeltaNetConfig, RopeScaling
 from argosy.config.model import ModelConfig, repeated
@@ -191,9 +192,9 @@ def names_of_heads(model: ModelConfig, heads: int, kv_heads: int) -> tuple[str, 
     return named[0], named[1]
 
 
-def mean_sizes(model: ModelConfig, seq_len: int) -> dict[str, float]:
+def mean_sizes(model: ModelConfig, seq_len: int) -> dict[str, Any]:
     """Return the sizes in which layers may differ, as means of such a kind that products of them are the mean
-    products: of queries, results, scores and cached bytes. `kv_heads` below the ranks of tp are an approximation then.
+    products: of queries, results, scores and cached bytes; and key/value heads by groups of layers, if they differ.
     """
     latent, mla = bool(model.mla.kv_rank), model.mla
     layers = [*range(model.layers), *range(model.layers, max(model.all_layers, 1))]
@@ -213,6 +214,14 @@ def mean_sizes(model: ModelConfig, seq_len: int) -> dict[str, float]:
     kv_numbers = mean(lambda spec: spec.kv_heads * (key(spec) + value(spec)))
     scores = sum(spec.mean_seen(seq_len) * spec.heads * (key(spec) + value(spec)) for spec in specs)
     cached = sum(spec.seen(seq_len) * spec.kv_heads * (key(spec) + value(spec)) for spec in specs)
+    groups = []
+    for heads_of_group in sorted({spec.kv_heads for spec in some}):
+        group = [spec for spec in some if spec.kv_heads == heads_of_group]
+        numbers = [heads_of_group * (key(spec) + value(spec)) for spec in group]
+        of_cache = sum(n * spec.seen(seq_len) for n, spec in zip(numbers, group, strict=True))
+        groups.append(
+            (float(heads_of_group), sum(numbers) / len(some) / kv_numbers, of_cache / cached if cached else 0.0)
+        )
     dense = [spec.ffn_width for spec in specs if not spec.has_experts] or [model.ffn_width]
     key_width, value_width = mean(lambda s: s.heads * key(s)) / heads, mean(lambda s: s.heads * value(s)) / heads
     return {
@@ -221,6 +230,7 @@ def mean_sizes(model: ModelConfig, seq_len: int) -> dict[str, float]:
         "key_width": key_width,
         "value_width": value_width,
         "kv_width": kv_numbers / kv_heads,
+        "kv_groups": tuple(groups) if len(groups) > 1 else (),
         "unprojected": mean(lambda spec: 0 if spec.has_values else spec.kv_heads * value(spec)),
         "core_width": mean(lambda s: (s.heads + s.kv_heads) * max(key(s), value(s))) / (heads + kv_heads),
         "attention_span": scores / len(specs) / (heads * (key_width + value_width)),

@@ -195,7 +195,8 @@ class ModelMatmul:
 
 def matmuls_of(work: Workload, tokens: float, logits: float, tp: float = 1) -> list[ModelMatmul]:
     """Return the multiplications with weights in a forward pass of `tokens`, of which `logits` go through the head."""
-    w: dict[str, float] = {name: float(np.asarray(value)) for name, value in vars(work).items()}
+    numbers = {name: value for name, value in vars(work).items() if name != "kv_groups"}
+    w: dict[str, float] = {name: float(np.asarray(value)) for name, value in numbers.items()}
     layers, width = w["layers"], w["width"]
     queries, values = w["heads"] * w["key_width"] / tp, w["heads"] * w["value_width"] / tp
     found: list[ModelMatmul] = []
@@ -209,7 +210,7 @@ def matmuls_of(work: Workload, tokens: float, logits: float, tp: float = 1) -> l
             ModelMatmul("latent up", layers, tokens, w["kv_rank"], w["heads"] / tp * (unrotated + w["value_width"])),
         ]
     else:
-        kv = max(1.0, w["kv_heads"] / tp) * (w["kv_width"] - w["unprojected"] / w["kv_heads"])
+        kv = float(np.asarray(work.kv_heads_on(tp))) * (w["kv_width"] - w["unprojected"] / w["kv_heads"])
         found.append(ModelMatmul("queries, keys, values", layers, tokens, width, queries + w["gates"] * values + kv))
     found.append(ModelMatmul("attention out", layers, tokens, values, width))
     up = w["ffn_matrices"] - 1
@@ -240,7 +241,7 @@ def attention_of(work: Workload, sequences: float, new: float, seen: float, tp: 
 
     The query heads that share keys are rows of one matrix.
     """
-    kv_heads = max(1.0, float(np.asarray(work.kv_heads)) / tp)
+    kv_heads = float(np.asarray(work.kv_heads_on(tp)))
     rows = new * float(np.asarray(work.heads)) / tp / kv_heads
     times = float(np.asarray(work.layers)) * kv_heads * sequences
     key, value = float(np.asarray(work.key_width)), float(np.asarray(work.value_width))
