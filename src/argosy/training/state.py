@@ -25,7 +25,7 @@ from argosy.parallel.peers import over, peers_of
 from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.precision.scaler import LossScaler
+from argosy.precision import LossScaler
 from argosy.training.bad_steps import BadStepCounts
 from argosy.training.outer_state import OuterState
 from argosy.training.sync_memory import Past, SyncMemory
