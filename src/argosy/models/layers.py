@@ -20,7 +20,7 @@ def local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor."""
     # Not `isinstance`: importing DTensor takes half a second, which a run that splits nothing need not wait for.
     # And of the class: the compiler finds no such attribute in a DTensor itself.
-    part: Tensor = parameter.to_local() if hasattr(type(parameter), "to_local") else parameter
+    part: Tensor = parameter.to_local() if hasattr(type(parameter), "to_local") else parameter  # type: ignore[attr-defined]
     return part
 
 
