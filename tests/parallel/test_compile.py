@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 
+from argosy.models import compiler
 from argosy.models.decoder import Decoder, Microbatch, microbatches
 from argosy.parallel.apply import compile_blocks
-from tiny import decoder
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
+from tiny import decoder, train_step
+
+EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 16}}
+WINDOW = {"attention": {"layers": ["sliding", "full"], "window": 16}}
 
 
 def batch(documents: int) -> Microbatch:
@@ -59,3 +68,45 @@ def test_a_plan_without_compile_leaves_the_blocks_alone():
     compile_blocks(model, enabled=False)
     with torch.compiler.set_stance("fail_on_recompile"):
         loss_and_gradients(model, batch(1))
+
+
+def graphs_by_step(world: World, plan: str, sections: dict[str, Any]) -> list[int]:
+    """The graphs that each step gives to the compiler, whose own work is left out: rows have ever other documents."""
+    torch.compiler.reset()
+    compiler.load()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def traced(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    layout, found = Plan.parse(plan), []
+    with patch("torch._inductor.compile_fx.compile_fx", traced):
+        step = train_step(world, layout, **sections)
+        for documents in (5, 6, 9, 3):
+            before = len(graphs)
+            rows = np.random.default_rng(documents).integers(1, 400, (8, 33)).astype(np.int32)
+            rows[:, np.linspace(1, 30, documents - 1).astype(int)] = 0
+            mine = rows[step.state.model.dp_rank * 8 // layout.dp :][: 8 // layout.dp]
+            batch = microbatches(mine, layout.microbatch, 0, torch.device("cpu"))
+            step.apply(step.update(step.exchange(step.forward_backward(batch)), learning_rate=1e-2))
+            found.append(len(graphs) - before)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "sections"),
+    [
+        ("microbatch=4", {"model": WINDOW}),
+        ("microbatch=4,recompute=full", {"lora": {"rank": 4}}),
+        ("tp=2,microbatch=4", {}),
+        ("pp=2,microbatch=2", {}),
+        ("cp=2,microbatch=2", {}),
+        ("dp_shard=2,zero=3,microbatch=2,recompute=full", {}),
+        ("dp_shard=2,ep=2,microbatch=2", {"model": EXPERTS}),
+    ],
+)
+def test_nothing_is_compiled_after_the_second_step(workers, plan, sections):
+    for first, *_, third, fourth in workers.run(Plan.parse(plan).world_size, graphs_by_step, plan, sections):
+        assert first > 0
+        assert third == fourth == 0

@@ -19,7 +19,8 @@ Activation = Callable[[Tensor], Tensor]
 def local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter: all of it, unless tensor or expert parallelism made it a DTensor."""
     # Not `isinstance`: importing DTensor takes half a second, which a run that splits nothing need not wait for.
-    part: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    # And of the class: the compiler finds no such attribute in a DTensor itself.
+    part: Tensor = parameter.to_local() if hasattr(type(parameter), "to_local") else parameter  # type: ignore[attr-defined]
     return part
 
 
