@@ -44,6 +44,7 @@ from argosy.models.rope import place_table
 from argosy.plan.layer_spec import RopeSpec, TemperatureSpec, layer_spec
 from argosy.plan.mup import logit_factor
 from argosy.plan.parameters import Stage, Table, block_table, layers_on, parameter_table
+from argosy.precision.packed import Packing
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,8 @@ class Decoder(nn.Module):
         self.stage = stage = stage or Stage(range(config.layers))
         #: Its parameters, and those of an adapter once it has one (`models.adapters`).
         self.table = table = parameter_table(config, stage)
+        #: How matrices are quantised (`models.frozen`), by name.
+        self.packings: dict[str, Packing] = {}
         with torch.device("meta"):
             # A tied head is the embedding itself. The weight has no second name: `to_empty` gives each name new memory,
             # which would cut the tie.

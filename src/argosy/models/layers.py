@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
 from argosy.plan.parameters import Table
+from argosy.precision.packed import Packed, Packing, multiply
 
 Activation = Callable[[Tensor], Tensor]
 """Computes each element from that element alone."""
@@ -21,6 +22,11 @@ def local(parameter: Tensor) -> Tensor:
     # Not `isinstance`: importing DTensor takes half a second, which a run that splits nothing need not wait for.
     part: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return part
+
+
+def held(parameter: Tensor, packing: Packing | None, dtype: torch.dtype) -> Tensor | Packed:
+    """Return this rank's part of a weight in `dtype`, or as it is packed, to be multiplied."""
+    return local(parameter).to(dtype) if packing is None else Packed(local(parameter), packing)
 
 
 class Linear(nn.Linear):
@@ -34,17 +40,19 @@ class Linear(nn.Linear):
 
     lora: nn.Module | None
     """The weight's adapter, if it has one (`models.adapters`)."""
+    packing: Packing | None = None
+    """How the weight is quantised, if it is (`models.frozen`)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True):
         super().__init__(inputs, outputs, bias)
         self.register_module("lora", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = local(self.weight).to(x.dtype)
+        weight = held(self.weight, self.packing, x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
-        if self.reduce is None and self.lora is None:
+        if self.reduce is None and self.lora is None and isinstance(weight, Tensor):
             return F.linear(x, weight, bias)
-        y: Tensor = F.linear(x, weight) if self.lora is None else self.lora(x, weight)
+        y: Tensor = multiply(x, weight) if self.lora is None else self.lora(x, weight)
         if self.reduce is not None:
             y = self.reduce(y)
         return y if bias is None else y + bias

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from argosy.config.optimizer import OptimizerConfig, settings_of
@@ -91,7 +91,10 @@ def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
         for name, parameter in run_table(run, stage, plan.tp).items():
             cut = local_shard_of(parameter, plan, rank)
             w = DTYPE_BYTES[weight_format(name, parameter, plan, run)]
-            parameters += w * (cut.chunk if plan.zero == 3 else cut.numel)
+            held, each = in_bytes(parameter, cut, plan, run), 1
+            if held is None:
+                held, each = cut, w
+            parameters += each * (held.chunk if plan.zero == 3 else held.numel)
             if not parameter.is_trained:
                 continue
             gradients += w * _gradient_elements(cut, plan)
@@ -105,6 +108,17 @@ def weight_format(name: str, parameter: Parameter, plan: Plan, run: RunConfig) -
     multiplied so: casting them once or each time gives the same numbers. A router is multiplied in fp32."""
     is_base = run.lora.rank and not parameter.is_adapter and len(parameter.shape) > 1 and ".router." not in name
     return "bf16" if is_base and plan.precision in ("bf16", "fp8") else plan.weights
+
+
+def in_bytes(parameter: Parameter, cut: LocalShard, plan: Plan, run: RunConfig) -> LocalShard | None:
+    """Return the shard of a quantised parameter as it is held (`lora.base`), with bytes in its last dim; None if it is
+    not quantised."""
+    if not (run.lora.is_quantised and parameter.is_linear):
+        return None
+    columns = parameter.shape[-1]
+    if parameter.tp_dim == len(parameter.shape) - 1:
+        columns = -(-columns // plan.tp)  # ranks with fewer have as many bytes
+    return replace(cut, local=(*cut.local[:-1], run.lora.row_bytes(columns)))
 
 
 def _gradient_elements(cut: LocalShard, plan: Plan) -> int:
