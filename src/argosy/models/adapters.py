@@ -44,9 +44,7 @@ class LowRank(nn.Module):
         self.magnitude = nn.Parameter(torch.empty(table["magnitude"].shape)) if "magnitude" in table else None
         self.scale = scale
 
-    def forward(
-        self, x: Tensor, weight: Tensor | Packed, product: Product = F.linear, each: Spread = itself
-    ) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor | Packed, product: Product = F.linear, each: Spread = itself) -> Tensor:
         """Return what the layer computes, without a bias; `weight` is this rank's part. Of experts, `each` gives every
         row what its expert has."""
         a, b = local(self.a), local(self.b)

@@ -21,6 +21,7 @@ from argosy.plan.parameters import (
     adapter_of,
     block_table,
     parameter_table,
+    quantised_shares,
     reached_layers,
     run_table,
     shared_width,
@@ -109,9 +110,8 @@ class Workload:
     delta_key_width: Numbers = 0
     delta_value_width: Numbers = 0
     trained_dense: Numbers = 1
-    """Share of the layers' matrices that is trained, routed experts apart: the rest is frozen."""
+    """Share of the layers' matrices that is trained, routed experts apart (they follow): the rest is frozen."""
     trained_experts: Numbers = 1
-    """The same of routed experts."""
     trained_embedding: Numbers = 1
     """1 if the embedding is trained."""
     trained_head: Numbers = 1
@@ -128,8 +128,7 @@ class Workload:
     """Parameters of a layer's adapters outside routed experts that tensor parallelism leaves whole on each rank."""
     adapter_cut: Numbers = 0
     """Those that it cuts."""
-    adapter_experts_whole: Numbers = 0
-    """The same of all routed experts."""
+    adapter_experts_whole: Numbers = 0  # the same of all routed experts
     adapter_experts_cut: Numbers = 0
     adapter_inputs: Numbers = 0
     """Numbers that a layer's adapters read for a token."""
@@ -139,6 +138,11 @@ class Workload:
     """Adapters that a token goes through in a layer."""
     scaled_outputs: Numbers = 0
     """Those of `adapter_outputs` that are multiplied by lengths (DoRA)."""
+    quantised_dense: Numbers = 0
+    """Share of the layers' matrices that is quantised, routed experts apart (`lora.base`)."""
+    quantised_experts: Numbers = 0
+    quantised_bytes: Numbers = 0
+    """Bytes of each number of those; 0: there are none."""
 
     @classmethod
     def of(cls, run: RunConfig) -> Workload:
@@ -153,6 +157,7 @@ class Workload:
         return replace(
             whole,
             **_adapters(run, table),
+            **quantised_shares(run, table),
             trained_dense=_share(dense, lambda name: table[name].is_trained),
             trained_experts=_share(experts, lambda name: table[name].is_trained),
             read_dense=_share(dense, lambda name: _is_read(name, table)),

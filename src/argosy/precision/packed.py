@@ -83,19 +83,22 @@ class Packing:
         codes = torch.bucketize(unit, between, out_int32=True).to(torch.uint8)
         return codes[:, 0::2] << 4 | codes[:, 1::2]
 
-    def unpack(self, packed: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers, [..., rows, columns], computed in fp32 and rounded to `dtype`."""
+    def unpack(self, packed: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+        """Return the numbers, [..., rows, columns], computed in fp32 and rounded to `dtype`; compiled, not before
+        there is `after`."""
         rows = packed.flatten(0, -2)
         if torch.compiler.is_compiling():  # then it is one kernel, and nothing lies between
-            return self._numbers(rows).to(dtype).view(*packed.shape[:-1], self.columns)
+            return self._numbers(rows, after).to(dtype).view(*packed.shape[:-1], self.columns)
         numbers = torch.empty(len(rows), self.columns, dtype=dtype, device=packed.device)
         for start in range(0, len(rows), step := max(1, AT_ONCE // self.row_bytes)):
             numbers[start : start + step] = self._numbers(rows[start : start + step])
         return numbers.view(*packed.shape[:-1], self.columns)
 
-    def _numbers(self, rows: Tensor) -> Tensor:
+    def _numbers(self, rows: Tensor, after: Tensor | None = None) -> Tensor:
         """Return the numbers of rows [R, bytes], fp32 [R, columns]."""
         scales, codes = rows[:, : 4 * self.blocks].view(torch.float32), rows[:, 4 * self.blocks :]
+        if after is not None:  # nothing is above infinity, but the compiler cannot know
+            codes = codes | (after[(0,) * after.ndim] > torch.inf).to(torch.uint8)
         if self.bits == 4:
             assert self.pairs is not None
             unit = F.embedding(codes.int(), self.pairs).view(-1, self.blocks, BASE_BLOCK)
@@ -143,7 +146,8 @@ class _Times(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (data,) = ctx.saved_tensors
-        return ctx.product(grad, ctx.packing.unpack(data, grad.dtype).mT), None, None, None
+        # Compiled, forward and backward are one graph: without `after` it would keep forward's numbers for backward.
+        return ctx.product(grad, ctx.packing.unpack(data, grad.dtype, after=grad).mT), None, None, None
 
 
 def multiply(x: Tensor, weight: Tensor | Packed, product: Product = F.linear) -> Tensor:

@@ -58,7 +58,15 @@ from argosy.config.model import ModelConfig
 from argosy.config.optimizer import settings_of
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SyncConfig
-from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, dp_rank_of, in_bytes, local_shard_of, place_of, stages_on
+from argosy.plan.cost.exact_state import (
+    DTYPE_BYTES,
+    LocalShard,
+    dp_rank_of,
+    in_bytes,
+    local_shard_of,
+    place_of,
+    stages_on,
+)
 from argosy.plan.layer_spec import halo_tokens, layer_spec
 from argosy.plan.parameters import Parameter, Stage, layers_on, reached_layers, run_table
 from argosy.plan.pipeline import SCHEDULES
