@@ -232,6 +232,44 @@ def test_weights_may_lie_in_a_hugging_face_folder(corpus: Path, tmp_path: Path) 
         train_in(World(), other, eager("microbatch=8"), tmp_path / "run")
 
 
+def test_quantised_weights_are_read_anew_and_merges_have_the_first(
+    workers: WorkerPool, corpus: Path, tmp_path: Path
+) -> None:
+    model = decoder()
+    hf.export_folder(model.config, model.state_dict(), tmp_path / "hf", dtype=torch.bfloat16)
+    keys = {"model": {**MODEL, "weights": tmp_path / "hf"}, "checkpoint": {"every_steps": 4}}
+    run, plan = run_config(corpus, **keys, lora={"rank": 4, "base": "nf4"}), eager("dp_shard=2,zero=3,precision=bf16")
+    whole, *_ = workers.run(2, train_in, run, plan, tmp_path / "whole")
+    workers.run(2, train_in, run, plan, tmp_path / "run", 5)
+    again, *_ = workers.run(2, train_in, run, plan, tmp_path / "run")
+    assert losses(again) == losses(whole)
+    files = list((tmp_path / "run").glob("checkpoints/step-*8/rank-*.safetensors"))
+    assert files and not any(b"attention.q.weight" in file.read_bytes() for file in files)
+
+    save_run(run, tmp_path / "run" / "run.toml")
+    shutil.copyfile(corpus / "tokenizer.json", tmp_path / "run" / "tokenizer.json")
+    export_adapter(tmp_path / "run", tmp_path / "peft")
+    import_adapter(tmp_path / "peft", tmp_path / "hf", tmp_path / "plain")
+    assert not open_checkpoint(tmp_path / "plain").run.lora.is_quantised
+    first, second = (open_checkpoint(tmp_path / name).model().state_dict() for name in ("run", "plain"))
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+
+
+def test_quantised_weights_of_a_run_are_the_same_on_every_mesh(
+    workers: WorkerPool, corpus: Path, tmp_path: Path
+) -> None:
+    model = {**MODEL, **WIDE}
+    base = run_config(corpus, model=model, train={"steps": 1}, evaluate={"every_steps": 0})
+    train_in(World(), base, eager("microbatch=8"), tmp_path / "base")
+    run = run_config(
+        corpus, model={**model, "weights": tmp_path / "base"}, lora={"rank": 4, "base": "nf4"}, train={"steps": 3}
+    )
+    alone = train_in(World(), run, eager("microbatch=8"), tmp_path / "alone")
+    for plan in ("tp=2", "pp=2"):
+        others, *_ = workers.run(2, train_in, run, eager(plan), tmp_path / plan)
+        assert losses(others) == pytest.approx(losses(alone), rel=1e-6)
+
+
 def test_an_adapter_of_another_shape_or_target_is_refused(corpus: Path, tmp_path: Path) -> None:
     run = run_config(corpus, lora={"rank": 2}, train={"steps": 2}, evaluate={"every_steps": 0})
     train_in(World(), run, eager("microbatch=8"), tmp_path)

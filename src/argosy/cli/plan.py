@@ -83,7 +83,7 @@ class Options:
     lora: WholeCount | None = None
     """Plan an adapter (LoRA) of this rank on all linear layers, beside frozen weights."""
     lora_base: Literal["auto", "nf4", "int8"] | None = None
-    """How these weights are held (`lora.base`): nf4 as QLoRA does."""
+    """Format in which these weights are held (`lora.base`): nf4 as QLoRA does."""
     price: tyro.conf.UseAppendAction[tuple[float, ...]] = ()
     """Price of an hour of one device, e.g. 2.49, in USD or the cluster file's currency; default: the range in
     the catalogue. One for all clusters, or one for each."""

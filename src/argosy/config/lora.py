@@ -39,7 +39,7 @@ class LoraConfig(Section):
     """First values of the inner matrix: within 1/sqrt(inputs), as PEFT and Schulman et al. 2025; or normal with a
     standard deviation of 1/rank. The outer one begins with zeros."""
     base: Literal["auto", "nf4", "int8"] = "auto"
-    """How the matrices of linear layers beside the adapter are held: auto: in bf16 where the plan multiplies in bf16,
+    """Format of the matrices of linear layers beside the adapter: auto: in bf16 where the plan multiplies in bf16,
     else as plan.weights says; nf4 (QLoRA, Dettmers et al. 2023) in 4.5 bits and int8 in 8.5 bits for each number, and
     dequantised wherever they are multiplied."""
 

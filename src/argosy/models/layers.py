@@ -41,7 +41,7 @@ class Linear(nn.Linear):
     lora: nn.Module | None
     """The weight's adapter, if it has one (`models.adapters`)."""
     packing: Packing | None = None
-    """How the weight is quantised, if it is (`models.frozen`)."""
+    """The way the weight is quantised, if it is (`models.frozen`)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True):
         super().__init__(inputs, outputs, bias)

@@ -44,7 +44,7 @@ class PlacedPiece(Piece):
     placements: tuple[Placement, ...] = ()
     """Its split, for each dimension of `mesh`."""
     packing: Packing | None = None
-    """How `value` is quantised, if it is: then it is bytes, and so are `shape` and `offset`."""
+    """The way `value` is quantised, if it is: then it is bytes, and so are `shape` and `offset`."""
 
     @property
     def numbers(self) -> Tensor:

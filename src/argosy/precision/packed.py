@@ -38,7 +38,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Packing:
-    """How one matrix, or a stack of experts' matrices, is packed: [..., rows, columns] as uint8 [..., rows, bytes]."""
+    """The way one matrix, or a stack of experts' matrices, is packed: [..., rows, columns] as uint8 [..., rows, bytes]."""
 
     def __init__(self, lora: LoraConfig, columns: int, first: int, whole: int, ranks: int = 1):
         """columns: those that this rank has, from the column `first` of the `whole`; ranks: those that share a row."""
@@ -48,12 +48,15 @@ class Packing:
         self.row_bytes = lora.row_bytes(-(-whole // ranks))
         #: NF4's numbers of both halves of a byte, fp32 [256, 2]; `to` makes them.
         self.pairs: Tensor | None = None
+        #: int32 [1]: or'ed with it, bytes become indices.
+        self.zero: Tensor | None = None
 
     def to(self, device: torch.device) -> None:
         """Make on `device` what unpacking needs there."""
         if self.bits == 4:
             levels = torch.tensor(NF4, device=device)
             self.pairs = torch.stack((levels.repeat_interleave(16), levels.repeat(16)), 1)
+        self.zero = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
     def blocks(self) -> int:
@@ -97,13 +100,15 @@ class Packing:
     def _numbers(self, rows: Tensor, after: Tensor | None = None) -> Tensor:
         """Return the numbers of rows [R, bytes], fp32 [R, columns]."""
         scales, codes = rows[:, : 4 * self.blocks].view(torch.float32), rows[:, 4 * self.blocks :]
+        zero = self.zero
         if after is not None:  # nothing is above infinity, but the compiler cannot know
-            codes = codes | (after[(0,) * after.ndim] > torch.inf).to(torch.uint8)
+            zero = (after[(0,) * after.ndim] > torch.inf).to(torch.int32).view(1)
+        assert zero is not None
         if self.bits == 4:
             assert self.pairs is not None
-            unit = F.embedding(codes.int(), self.pairs).view(-1, self.blocks, BASE_BLOCK)
+            unit = F.embedding(codes | zero, self.pairs).view(-1, self.blocks, BASE_BLOCK)
         else:
-            unit = codes.view(torch.int8).view(-1, self.blocks, BASE_BLOCK) / STEPS
+            unit = (codes.view(torch.int8) | zero).view(-1, self.blocks, BASE_BLOCK) / STEPS
         return (unit * scales.unsqueeze(-1)).flatten(1)[:, : self.columns]
 
 

@@ -210,10 +210,10 @@ class Checkpointer:
         weights, packed = state.base() if is_beside else state.weights(), state.packed_base()
         if is_model_folder(folder):
             sha256 = self._world.share_first(lambda: check_folder(folder, self._base_sha256), str) if is_beside else ""
-            fill_from_folder(weights | packed, folder)
+            fill_from_folder({**weights, **packed}, folder)
         else:
             checkpoint = self._world.share_first(lambda: find_weights(folder, self._base_sha256), Checkpoint)
-            _check_fits(_but_a_new_score(weights | packed, checkpoint), checkpoint, SIZES_OF_WEIGHTS)
+            _check_fits(_but_a_new_score({**weights, **packed}, checkpoint), checkpoint, SIZES_OF_WEIGHTS)
             load_into(weights, checkpoint)
             fill_from_checkpoint(packed, checkpoint)
             sha256 = checkpoint.manifest.sha256

@@ -81,6 +81,16 @@ class LocalShard:
         """Shape of this rank's share, without padding."""
         return (_chunk_of(self.local[0], self.ranks, self.rank), *self.local[1:])
 
+    def in_bytes(self, parameter: Parameter, plan: Plan, run: RunConfig) -> LocalShard | None:
+        """Return the shard of a quantised parameter as it is held (`lora.base`), with bytes in its last dim; None if
+        it is not quantised."""
+        if not (run.lora.is_quantised and parameter.is_linear):
+            return None
+        columns = parameter.shape[-1]
+        if parameter.tp_dim == len(parameter.shape) - 1:
+            columns = -(-columns // plan.tp)  # ranks with fewer have as many bytes
+        return replace(self, local=(*self.local[:-1], run.lora.row_bytes(columns)))
+
 
 def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
     """Return the bytes of the state on global rank `rank` when gradients have been summed; exact, padding included."""
@@ -91,7 +101,7 @@ def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
         for name, parameter in run_table(run, stage, plan.tp).items():
             cut = local_shard_of(parameter, plan, rank)
             w = DTYPE_BYTES[weight_format(name, parameter, plan, run)]
-            held, each = in_bytes(parameter, cut, plan, run), 1
+            held, each = cut.in_bytes(parameter, plan, run), 1
             if held is None:
                 held, each = cut, w
             parameters += each * (held.chunk if plan.zero == 3 else held.numel)
@@ -108,17 +118,6 @@ def weight_format(name: str, parameter: Parameter, plan: Plan, run: RunConfig) -
     multiplied so: casting them once or each time gives the same numbers. A router is multiplied in fp32."""
     is_base = run.lora.rank and not parameter.is_adapter and len(parameter.shape) > 1 and ".router." not in name
     return "bf16" if is_base and plan.precision in ("bf16", "fp8") else plan.weights
-
-
-def in_bytes(parameter: Parameter, cut: LocalShard, plan: Plan, run: RunConfig) -> LocalShard | None:
-    """Return the shard of a quantised parameter as it is held (`lora.base`), with bytes in its last dim; None if it is
-    not quantised."""
-    if not (run.lora.is_quantised and parameter.is_linear):
-        return None
-    columns = parameter.shape[-1]
-    if parameter.tp_dim == len(parameter.shape) - 1:
-        columns = -(-columns // plan.tp)  # ranks with fewer have as many bytes
-    return replace(cut, local=(*cut.local[:-1], run.lora.row_bytes(columns)))
 
 
 def _gradient_elements(cut: LocalShard, plan: Plan) -> int:

@@ -58,15 +58,7 @@ from argosy.config.model import ModelConfig
 from argosy.config.optimizer import settings_of
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SyncConfig
-from argosy.plan.cost.exact_state import (
-    DTYPE_BYTES,
-    LocalShard,
-    dp_rank_of,
-    in_bytes,
-    local_shard_of,
-    place_of,
-    stages_on,
-)
+from argosy.plan.cost.exact_state import DTYPE_BYTES, LocalShard, dp_rank_of, local_shard_of, place_of, stages_on
 from argosy.plan.layer_spec import halo_tokens, layer_spec
 from argosy.plan.parameters import Parameter, Stage, layers_on, reached_layers, run_table
 from argosy.plan.pipeline import SCHEDULES
@@ -228,7 +220,7 @@ def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         )
         padded = cut.ranks * cut.chunk
         if cut.ranks > 1 and plan.zero == 3:
-            times, packed = _times_gathered(plan, run, rank, name), in_bytes(parameter, cut, plan, run)
+            times, packed = _times_gathered(plan, run, rank, name), cut.in_bytes(parameter, plan, run)
             size = gathered * padded if packed is None else cut.ranks * packed.chunk
             yield Collective(shard, "all_gather", times * size, cut.ranks)
         if not parameter.is_trained:

@@ -45,7 +45,7 @@ class Question:
     lora: int | None = None
     """Rank of an adapter that is trained beside the weights."""
     lora_base: str | None = None
-    """How these are held: `lora.base`."""
+    """Format of these: `lora.base`."""
     objective: Objective = "time"
     fix: str = ""
     top: int = 10
