@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.config.lora import LoraConfig
+from argosy.config.train import LoraConfig
 from argosy.precision.packed import NF4, STEPS, Packed, Packing
 
 BASES = ("nf4", "int8")

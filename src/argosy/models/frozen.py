@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from argosy.config.lora import LoraConfig
+from argosy.config.train import LoraConfig
 from argosy.models.decoder import Decoder
 from argosy.models.experts import Experts
 from argosy.models.initialize import offset_of

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.config.lora import BASE_BITS, BASE_BLOCK, LoraConfig
+from argosy.config.train import BASE_BITS, BASE_BLOCK, LoraConfig
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
