@@ -280,3 +280,12 @@ def test_an_adapter_of_another_shape_or_target_is_refused(corpus: Path, tmp_path
     wrong = run.model_copy(update={"lora": run.lora.model_copy(update={"targets": ("q", "atention.k")})})
     with pytest.raises(UserError, match=r'lora.targets: "atention.k" matches no linear layer.*attention.k'):
         check_parameters(wrong)
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [({"base": "nf4"}, "weights that are trained are not quantised"), ({"rank": 4, "base": "int4"}, "'nf4' or 'int8'")],
+)
+def test_a_base_that_cannot_be_is_refused(lora: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run_config(Path("no data"), lora=lora)

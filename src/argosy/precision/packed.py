@@ -38,7 +38,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Packing:
-    """The way one matrix, or a stack of experts' matrices, is packed: [..., rows, columns] as uint8 [..., rows, bytes]."""
+    """The way one matrix or a stack of matrices is packed: [..., rows, columns] as uint8 [..., rows, bytes]."""
 
     def __init__(self, lora: LoraConfig, columns: int, first: int, whole: int, ranks: int = 1):
         """columns: those that this rank has, from the column `first` of the `whole`; ranks: those that share a row."""
