@@ -36,6 +36,8 @@ COLUMNS = (
 TIMES = ("ttft", "tpot", "e2e_latency")
 """Metrics that bars hold for; others are throughputs, in tokens/s."""
 MODELS = Path(__file__).parent / "serving_models.csv"
+"""Sizes of models. Of layers that hold a mixer or a feed-forward each (Nemotron Nano), two count as one, and what Mamba
+layers have more is in the width of feed-forwards without experts."""
 MOST_SEQUENCES = 2048
 """Sequences at a time where a source says "max": TensorRT-LLM's default."""
 PUBLISHERS = ("docs.vultr", "docs.nvidia.com/nim", "buildkite", "ROCm", "dstackai")
@@ -57,7 +59,7 @@ class Source:
     requests: float = 0.0
     """Requests of a measurement, those first together that it keeps on the way; 0: not said."""
     rounds: float = 0.0
-    """The same over those on the way at a time."""
+    """The same over those on the way at a time; 1: all come at once."""
 
 
 SOURCES = {
@@ -68,10 +70,11 @@ SOURCES = {
     r"FasterTransformer": Source(fixed=True),
     r"lmdeploy a100": Source(fixed=True),
     r"TensorRT-LLM v0": Source((0, 5), fixed=True),
-    r"TensorRT-LLM v1": Source((1, 0)),
+    r"TensorRT-LLM v1": Source((1, 0), fixed=True),
     r"NIM 1\.": Source((0, 17)),
     r"docs.vultr": Source(requests=400),
     r"gpustack.*latency": Source(requests=100),
+    r"gpustack.*all requests at once": Source(rounds=1),
     r"InferenceX": Source(rounds=10),
     r"Llama3\.3-70B-ROCm": Source(rounds=2),
     r"ROCm/vllm": Source((0, 6), fixed=True),
@@ -79,6 +82,13 @@ SOURCES = {
     r"vllm/performance-benchmark/builds/9515": Source((0, 6), fixed=True),
 }
 """Beginning of a source, or a part of it -> what it says."""
+MAXIMUM_LOAD = {
+    (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,
+    (1024, 1024): 3000, (1024, 8192): 1500, (1024, 32768): 1000, (2048, 128): 3000, (2048, 2048): 1500,
+    (5000, 500): 1500, (8192, 1024): 1500, (20000, 2000): 1000, (32768, 1024): 1000,
+}  # fmt: skip
+"""Tokens of prompts and answers -> requests of TensorRT-LLM's "maximum load" (its perf-overview.md): all are alike and
+come at once, so that they are answered in turns, of which the last is rarely full."""
 DEVICES = {
     "a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "a100-sxm": "a100-80", "h100": "h100-sxm",
     "h100-80gb": "h100-sxm", "h100-sxm": "h100-sxm", "h200-sxm": "h200", "mi250": "mi250x-oam",
@@ -181,9 +191,8 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
     pp = pp or 1.0
     own_attention = "dp" in re.split(r"[ -]", cell["precision"].lower()) and work.experts > 0
     replicas = devices if own_attention else max(1.0, devices / (tp * pp))
-    sequences = (
-        float(MOST_SEQUENCES) if cell["batch_or_concurrency"] == "max" else _number(cell, "batch_or_concurrency")
-    )
+    is_maximum = cell["batch_or_concurrency"] == "max"
+    sequences = _in_a_turn(prompt, output, replicas) if is_maximum else _number(cell, "batch_or_concurrency")
     if not sequences:
         raise Skip("batch_or_concurrency is not known")
     if metric == "output_throughput_per_gpu":
@@ -194,7 +203,7 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
     sequences = min(sequences, source.requests or sequences)
     formats, rates = _formats(cell, device, engine, bits)
     # A replica has what the busiest one gets, at most its default.
-    here = min(sequences / replicas, MOST_SEQUENCES) if cell["batch_or_concurrency"] != "max" else sequences
+    here = sequences if is_maximum else min(sequences / replicas, MOST_SEQUENCES)
     return ServingRow(
         line=line,
         publisher=publisher_of(cell["source"]),
@@ -213,6 +222,12 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         value=value,
         cells=tuple(cell[key] for key in COLUMNS),
     )
+
+
+def _in_a_turn(prompt: float, output: float | None, replicas: float) -> float:
+    """Return the sequences that a replica answers at a time at most, if all requests of maximum load come at once."""
+    requests = MAXIMUM_LOAD.get((prompt, output), 0.0) / replicas or float(MOST_SEQUENCES)
+    return requests / np.ceil(requests / MOST_SEQUENCES)
 
 
 def _first_share(source: Source, sequences: float) -> float:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,15 @@ def test_files_that_are_no_table_are_refused(tmp_path: Path, text: str, message:
     done = score(str(path))
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+def test_rows_of_requests_that_all_come_at_once_are_read_so(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCORE.parent))
+    read = import_module("serving_rows").read(PUBLISHED)[0]
+    maximum = [row.traffic for row in read if "TensorRT-LLM v1" in row.cells[0] and row.replicas == 1]
+    assert all(traffic.together for traffic in maximum)
+    assert {traffic.sequences for traffic in maximum if traffic.prompt in (2048, 5000)} == {
+        1500
+    }  # or 3000 in two turns
+    at_once = [row.traffic.first for row in read if "all requests at once" in row.cells[0]]
+    assert at_once and set(at_once) == {1.0}

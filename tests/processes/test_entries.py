@@ -72,7 +72,7 @@ def test_none_is_overlooked():
     }  # fmt: skip
     assert {module.removeprefix("argosy.") for module in CHILDREN} == {
         "processes.fork_server", "checkpoint.writer", "data.worker", "supervise.coordinator",
-        "resilience.replanner", "sinks.follower", "sinks.worker", "sync.main",
+        "resilience.replanner", "sinks.follower", "sinks.worker", "sync.process",
         "training.server.main", "argosy",
     }  # fmt: skip
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from argosy.config.sync import SyncConfig
-from argosy.sync.topk import FIRST_DENSITY, density_at
+from argosy.sync.compressors import FIRST_DENSITY, density_at
 
 
 def test_without_steps_to_fall_in_it_is_the_same_in_all() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from argosy.errors import RunFailed
-from argosy.precision.scaler import LossScaler
+from argosy.precision import LossScaler
 from argosy.training import agreement as module
 from argosy.training.agreement import MOST_RETRIES, Waiting
 from argosy.training.bad_steps import Action

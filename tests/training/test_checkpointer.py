@@ -25,7 +25,7 @@ from argosy.observe.screen import Progress
 from argosy.optim.optimizer import Optimizer
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
-from argosy.precision.scaler import LossScaler
+from argosy.precision import LossScaler
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.state import TrainState
 from checkpoint.saving import flip_a_bit, rewrite

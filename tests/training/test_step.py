@@ -8,7 +8,7 @@ import torch
 
 from argosy.models.decoder import microbatches
 from argosy.parallel.world import World
-from argosy.precision.scaler import LossScaler
+from argosy.precision import LossScaler
 from argosy.training.step import Requests, StepOutcome
 from argosy.training.stop import WorldIsOver
 from tiny import decoder, eager, gradients, train_step

@@ -20,7 +20,7 @@ from argosy.models import hf
 from argosy.parallel.world import World
 from argosy.sinks.sink import evaluation_values
 from argosy.sweep.trials import metric_of
-from argosy.training.answers import TaskScores, answer_scores, packed
+from argosy.training.rows import TaskScores, answer_scores, packed
 from argosy.training.stop import StoppedEarly
 from argosy.training.tasks import TaskScorer
 from argosy.watch.reader import RunReader

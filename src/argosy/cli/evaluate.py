@@ -19,7 +19,7 @@ from argosy.cli.documents import write
 from argosy.cli.options import must_be_folder_or_url, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
-from argosy.inference.plans import plan_named
+from argosy.inference.trained_model import plan_named
 from argosy.observe.report import task_in_words
 from argosy.observe.terminal import told_if_long
 

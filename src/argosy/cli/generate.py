@@ -24,8 +24,8 @@ from argosy.cli.options import must_be_folder_or_url, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
 from argosy.files import read_at_most
-from argosy.inference.plans import plan_named
 from argosy.inference.sampling import Prompt, Sampling
+from argosy.inference.trained_model import plan_named
 from argosy.observe.terminal import printable, told_if_long
 
 if TYPE_CHECKING:

@@ -11,8 +11,20 @@ A run file names the file that this stands in: `[extend] files = ["mine.py"]`. O
 the plain function that it was: it can be imported and tested as any other.
 """
 
-from argosy.extend.register import callback, family, loss, metric, optimizer, sink, source
-from argosy.extend.views import POINTS, Loss, Point, Run, Update
+from argosy.extend.register import (
+    POINTS,
+    Loss,
+    Point,
+    Run,
+    Update,
+    callback,
+    family,
+    loss,
+    metric,
+    optimizer,
+    sink,
+    source,
+)
 
 __all__ = [
     "POINTS",

@@ -16,8 +16,7 @@ from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.tokenizer import usage_of
 from argosy.errors import UserError
-from argosy.inference.huggingface import refuse_existing, write_run
-from argosy.inference.model_card import cards_of
+from argosy.inference.huggingface import cards_of, refuse_existing, write_run
 from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import peft_adapter
 from argosy.models.lazy_weights import HeldWeights

@@ -9,15 +9,14 @@ from typing import Literal
 
 from argosy.errors import UserError
 from argosy.inference.members import open_together, score_in_processes, score_tasks_in_processes
-from argosy.inference.plans import plan_named, run_to_score
 from argosy.inference.rank_model import EvaluateRequest, score
 from argosy.inference.tasks import TaskRequest, score_tasks
-from argosy.inference.trained_model import TrainedModel, default_device
+from argosy.inference.trained_model import TrainedModel, default_device, plan_named, run_to_score
 from argosy.observe.events import JsonLines
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.answers import TaskScores
 from argosy.training.evaluation import Score
+from argosy.training.rows import TaskScores
 
 LONGEST = 4096
 """Tokens of the longest question, where the model's context is longer."""

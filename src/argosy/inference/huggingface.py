@@ -1,31 +1,43 @@
-"""Export a run's model to a Hugging Face folder, and import one as a run: tensor by tensor, whatever its size."""
+"""Export a run's model to a Hugging Face folder, and import one as a run: tensor by tensor, whatever its size.
+
+The README.md of an exported model says what its run knows of itself, with the front matter that the hub reads.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import yaml
+from pydantic import ValidationError
 
 from argosy.checkpoint.adapter import open_weights
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.weights import write_weights
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
+from argosy.credentials import redact
 from argosy.data.manifest import TOKENIZER
-from argosy.data.tokenizer import BASE_CARD, usage_of
+from argosy.data.stores.store import spelled
+from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import StorageError, UserError
-from argosy.files import commit_folder, make_folder
-from argosy.inference.model_card import cards_of
-from argosy.inference.trained_model import open_checkpoint, run_of_folder
+from argosy.files import commit_folder, make_folder, read_at_most
+from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import hf
 from argosy.models.compressed import COMPRESSIONS
 from argosy.models.gguf_file import GgufType, export_gguf
 from argosy.models.lazy_weights import LazyWeights
 from argosy.models.own_family import load_family
+from argosy.observe.events import from_the_end
+from argosy.observe.panel import duration
+from argosy.observe.report import Report
+from argosy.plan.workload import parameters
 
 ExportDtype = Literal["stored", "fp32", "bf16", "fp16"]
 DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -152,3 +164,159 @@ def write_run(
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+HUB, HUB_DATA = "hf://", "hf://datasets/"
+MOST_BYTES = 2**24
+"""No report or README of ours is larger."""
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def cards_of(found: TrainedModel, kind: str, license_name: str = "", overwrite: bool = False) -> dict[str, bytes]:
+    """Return README.md, and that of the weights that the run started from, if it came with them.
+
+    A README.md in the run's folder is the user's, and taken as it is. Weights that were imported and not trained keep
+    the README that they came with, or none. kind: the format, as `export --format` has it. license_name: as the hub
+    names it. overwrite: write the card all the same.
+    """
+    files = {
+        name: read_at_most(found.run_dir / name, MOST_BYTES)
+        for name in (CARD, BASE_CARD)
+        if (found.run_dir / name).is_file()
+    }
+    if overwrite or CARD not in files:
+        if not found.checkpoint.step and not overwrite:
+            return {CARD: files[BASE_CARD]} if BASE_CARD in files else {}
+        files[CARD] = _card(found, kind, license_name, BASE_CARD in files).encode()
+    return files
+
+
+def _card(found: TrainedModel, kind: str, license_name: str, has_base: bool) -> str:
+    report = _report(found)
+    sections = {
+        "Model": _model(found, kind),
+        "Data": _data(found),
+        "Training": _training(found),
+        "Results": _results(found, report),
+        "Time, energy and cost": _costs(report),
+    }
+    front = yaml.safe_dump(_front_matter(found, kind, license_name), sort_keys=False, allow_unicode=True)
+    blocks = [f"---\n{front}---", f"# {_plain(found.run.name)}", _first_sentence(found, has_base)]
+    for title, rows in sections.items():
+        if rows:
+            lines = [f"| {name} | {_plain(value)} |" for name, value in rows.items() if value not in ("", None)]
+            blocks.append("\n".join([f"## {title}\n", "| | |", "|---|---|", *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _front_matter(found: TrainedModel, kind: str, license_name: str) -> dict[str, Any]:
+    front: dict[str, Any] = {"license": license_name or "unknown"}
+    base = spelled(found.run.model.weights or "")
+    if (name := base.removeprefix(HUB).partition("@")[0]) and base.startswith(HUB) and _REPOSITORY.fullmatch(name):
+        front |= {"base_model": name, "base_model_relation": "adapter" if kind == "peft" else "finetune"}
+    datasets = ["/".join(place.removeprefix(HUB_DATA).split("/")[:2]).partition("@")[0] for place in _hub_data(found)]
+    if datasets := [name for name in dict.fromkeys(datasets) if _REPOSITORY.fullmatch(name)]:
+        front["datasets"] = datasets
+    front["library_name"] = kind if kind in ("gguf", "peft") else "transformers"
+    return front | {"pipeline_tag": "text-generation", "tags": ["argosy"]}
+
+
+def _hub_data(found: TrainedModel) -> Iterator[str]:
+    return (place for place in map(spelled, found.run.data.prepare.input) if place.startswith(HUB_DATA))
+
+
+def _first_sentence(found: TrainedModel, has_base: bool) -> str:
+    run = found.run
+    how = {"pretrain": "on text", "sft": "on conversations"}.get(run.train.objective, f"by {run.train.objective}")
+    if run.model.weights is None and not found.checkpoint.step and not run.lora.rank:
+        return f"Weights of a {run.model.family} model, imported by [Argosy](https://pypi.org/project/argosy/)."
+    start = "from random weights" if run.model.weights is None else f"from `{_shown(run.model.weights)}`"
+    kept = f" What that model's authors say of it is in [{BASE_CARD}]({BASE_CARD})." if has_base else ""
+    return f"A {run.model.family} model, trained {how} {start} by [Argosy](https://pypi.org/project/argosy/).{kept}"
+
+
+def _model(found: TrainedModel, kind: str) -> dict[str, Any]:
+    model, lora = found.run.model, found.run.lora
+    return {
+        "parameters": f"{parameters(model):,}",
+        "layers, width, vocabulary": f"{model.layers}, {model.width}, {model.vocab_size}",
+        "context": f"{model.max_seq_len:,} tokens",
+        "adapter": f"{lora.kind}, rank {lora.rank}, alpha {lora.alpha:g}" if lora.rank else "",
+        "format": kind,
+    }
+
+
+def _data(found: TrainedModel) -> dict[str, Any]:
+    data = found.run.data
+    sources = [
+        f"`{_shown(name)}`" + ("" if len(data.sources) == 1 else f" × {w:g}") for name, w in data.sources.items()
+    ]
+    return {
+        "input": ", ".join(f"`{_shown(place)}`" for place in data.prepare.input),
+        "prepared": ", ".join(sources),
+    }
+
+
+def _training(found: TrainedModel) -> dict[str, Any]:
+    run, manifest = found.run, found.checkpoint.manifest
+    if not manifest.step:
+        return {}
+    return {
+        "objective": run.train.objective,
+        "steps": f"{manifest.step:,}",
+        "tokens": f"{manifest.tokens:,}",
+        "batch": f"{run.train.global_batch} sequences of {run.data.seq_len} tokens",
+        "optimizer": f"{run.optimizer.kind}, learning rate {run.optimizer.lr:g}, {run.schedule.kind} schedule",
+        "plan": f"`{manifest.plan}`",
+    }
+
+
+def _results(found: TrainedModel, report: Report | None) -> dict[str, Any]:
+    step = found.checkpoint.step
+    loss, score = None, dict[str, Any]()
+    for line in from_the_end(found.run_dir / "metrics.jsonl"):
+        if int(line.get("step", step)) < step:  # later steps are not this checkpoint's
+            score = score or (line if "validation_loss" in line else {})
+            loss = line.get("loss")
+            if loss is not None:
+                break
+    if report is not None and report.validation:
+        score = {"validation_loss": report.validation["loss"], **report.validation}
+    return {
+        "training loss": "" if loss is None else f"{loss:.4f} nats per token",
+        "validation loss": f"{score['validation_loss']:.4f} nats per token" if score else "",
+        "bits per byte": f"{score['bits_per_byte']:.4f}" if score.get("bits_per_byte") is not None else "",
+    }
+
+
+def _costs(report: Report | None) -> dict[str, Any]:
+    if report is None:
+        return {}
+    return {
+        "devices": report.device,
+        "software": report.software,
+        "time of steps": duration(report.seconds["step"]),
+        "time since the first start": duration(report.wall_s),
+        "throughput": f"{report.tokens_per_s:,.0f} tokens per second",
+        "energy and cost": report.energy.in_words().removeprefix("energy: ") if report.energy else "",
+    }
+
+
+def _report(found: TrainedModel) -> Report | None:
+    """Return the run's report, if it is that of this checkpoint."""
+    try:
+        report = Report.model_validate(json.loads(read_at_most(found.run_dir / "report.json", MOST_BYTES)))
+    except (OSError, ValueError, ValidationError):  # the run goes on, was stopped hard, or is of another version
+        return None
+    return report if report.steps == found.checkpoint.step else None
+
+
+def _shown(place: str | Path) -> str:
+    """Return a place as others may read it: without credentials, a path of this machine by its last name."""
+    text = spelled(place)
+    return redact(text) if "://" in text or text.startswith("builtin:") else Path(text).name
+
+
+def _plain(text: object) -> str:
+    """Return text that stays in its cell."""
+    return " ".join(str(text).replace("|", "\\|").replace("<", "&lt;").split())

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from argosy.errors import UserError
 from argosy.inference.members import InProcesses, open_together
-from argosy.inference.plans import plan_named, run_of_rows
 from argosy.inference.rank_model import RankModel, SampleRequest
 from argosy.inference.sampling import Prompt, Sampling
-from argosy.inference.trained_model import default_device
+from argosy.inference.trained_model import default_device, plan_named, run_of_rows
 from argosy.inference.writing import TextWriter
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan

@@ -32,8 +32,8 @@ from argosy.parallel.world import World, join_world, leave_world
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
-from argosy.training.answers import TaskScores
 from argosy.training.evaluation import Score
+from argosy.training.rows import TaskScores
 
 MEMBER = ForkEntry("argosy.inference.members")
 """A process that holds a part of a model."""

@@ -24,8 +24,7 @@ from argosy.data.stores.source import open_source
 from argosy.data.stores.store import is_url
 from argosy.data.tokenizer import how_to_prepare
 from argosy.errors import UserError
-from argosy.inference.plans import plan_of_rows, plan_to_score, run_of_rows, run_to_score
-from argosy.inference.trained_model import SomeModel
+from argosy.inference.trained_model import SomeModel, plan_of_rows, plan_to_score, run_of_rows, run_to_score
 from argosy.models.decoder import Decoder
 from argosy.models.generate import choose, sample_rows
 from argosy.models.mla import Cache

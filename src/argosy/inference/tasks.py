@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from argosy.inference.plans import plan_to_score
 from argosy.inference.rank_model import RankModel, model_to_score
 from argosy.inference.sampling import Sampling
-from argosy.inference.trained_model import SomeModel
+from argosy.inference.trained_model import SomeModel, plan_to_score
 from argosy.inference.writing import TextWriter
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.answers import TaskScores, WriteRequest
+from argosy.training.rows import TaskScores, WriteRequest
 from argosy.training.tasks import TaskScorer
 
 

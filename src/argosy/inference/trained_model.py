@@ -1,4 +1,7 @@
-"""A trained model where it lies: a run's checkpoint, or a Hugging Face folder; its run, tokenizer and weights."""
+"""A trained model where it lies: a run's checkpoint, or a Hugging Face folder; its run, tokenizer and weights.
+
+The plan by which a model is used, not trained, is made here (`plan_to_use`): not all of a plan counts then.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from argosy.checkpoint.load import problem_of
 from argosy.checkpoint.store import Checkpoint
 from argosy.config.data import DataConfig
 from argosy.config.load import load
+from argosy.config.model import MTPConfig
 from argosy.config.schema import RunConfig
+from argosy.config.train import LoraConfig, TrainConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.stores.store import spelled
@@ -28,6 +33,8 @@ from argosy.extend.trust import approve
 from argosy.models.decoder import Decoder
 from argosy.models.hf import CONFIG, import_folder
 from argosy.models.lazy_weights import LazyWeights
+from argosy.plan.plan import Plan, said_in
+from argosy.plan.rules import first_problem
 
 GENERATION = "generation_config.json"
 
@@ -180,3 +187,68 @@ def ends_of_text(model: SomeModel) -> frozenset[int]:
     named = ends if isinstance(ends, list) else [ends]
     vocabulary = range(model.run.model.vocab_size)
     return frozenset([model.tokenizer.eod_id, *(t for t in named if type(t) is int and t in vocabulary)])
+
+
+BATCH_TOKENS = 4096
+"""Tokens of held-out text that a rank scores at once, unless a window has more."""
+LAYOUT = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "context", "layers", "precision", "weights"}
+"""Keys of a plan that say how a model is laid out and computes; the others are for training."""
+
+
+def plan_named(text: str | Plan) -> Plan:
+    """Return the plan that a user writes down; "" is one device. Raises: UserError, also for `auto`."""
+    if isinstance(text, Plan):
+        return text
+    if said_in(text).is_auto:
+        raise UserError(f'plan = "{text}": nothing is planned for a model that is only used. Name axes, such as tp=2.')
+    return Plan.parse(text)
+
+
+def plan_to_use(plan: Plan) -> Plan:
+    """Return `plan` with what counts for a model that is not trained: stages one after the other, and no ZeRO but of
+    the parameters.
+
+    Raises: UserError for fp8, whose matmuls need many tokens.
+    """
+    if plan.precision == "fp8":
+        raise UserError(f'plan = "{plan}": precision = fp8 is for training. Use precision=bf16.')
+    said = plan.model_dump(include=LAYOUT)
+    if plan.stages != plan.pp:
+        said.pop("layers")  # it says so of more stages
+    return Plan(**{**said, "zero": 3 if plan.zero == 3 else 0, "compile": False})
+
+
+def plan_of_rows(plan: Plan) -> Plan:
+    """Return `plan_to_use` where ranks that share a sequence in training take rows of their own."""
+    used = plan_to_use(plan)
+    return used.model_copy(update={"dp_shard": used.dp_shard * used.cp, "cp": 1})
+
+
+def plan_to_score(plan: Plan, seq_len: int) -> Plan:
+    """Return `plan_to_use` with as many windows of so many tokens at once as a rank scores."""
+    return plan_to_use(plan).model_copy(update={"microbatch": max(1, BATCH_TOKENS // seq_len)})
+
+
+def run_of_rows(run: RunConfig, plan: Plan) -> RunConfig:
+    """Return the run of a model that is laid out by `plan_of_rows`. Raises: UserError if it cannot be."""
+    used = plan_of_rows(plan)
+    return _run_to_use(run, used, 2 * used.tp, plan)
+
+
+def run_to_score(run: RunConfig, plan: Plan, seq_len: int) -> RunConfig:
+    """Return the run of a model that is laid out by `plan_to_score`. Raises: UserError if it cannot be."""
+    return _run_to_use(run, plan_to_score(plan, seq_len), seq_len, plan)
+
+
+def _run_to_use(run: RunConfig, plan: Plan, seq_len: int, said: Plan) -> RunConfig:
+    """Return `run` with what its model needs to be used under `plan`: whole weights, no modules of multi-token
+    prediction, and a batch that the ranks can deal out.
+    """
+    model = run.model.model_copy(update={"mtp": MTPConfig()})
+    train = TrainConfig(steps=1, global_batch=plan.dp * plan.microbatch * plan.stages)
+    data = run.data.model_copy(update={"seq_len": seq_len})
+    sections = {"model": model, "train": train, "data": data, "lora": LoraConfig(), "sites": ()}
+    used = run.model_copy(update=sections)
+    if problem := first_problem(plan, used):
+        raise UserError(f'plan = "{said}": {problem}')
+    return used

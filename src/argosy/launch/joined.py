@@ -19,7 +19,6 @@ from argosy.errors import ArgosyError
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
-from argosy.launch.ending import ending_in_words
 from argosy.launch.resolve import check_profile, resolve
 from argosy.launch.sites import settle_site
 from argosy.observe.collectives import sequence_numbers
@@ -32,13 +31,14 @@ from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import World, join_world, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.processes.supervisor import supervised
-from argosy.sinks.processes import follower_of
+from argosy.sinks.follower import follower_of
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import node_name
 from argosy.supervise.scratch import scratch_folder
 from argosy.supervise.worker import work
 from argosy.sync.process import exchange_of
 from argosy.training.stop import StopSignal
+from argosy.watch.status import ending_in_words
 
 LINE_LOOK_S = 0.5
 """Seconds between two looks of the reader for a line that is due."""

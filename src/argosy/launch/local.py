@@ -24,7 +24,6 @@ from argosy.errors import RunFailed, UserError
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
-from argosy.launch.ending import ending_in_words
 from argosy.launch.resolve import check_profile, resolve, with_known_sizes
 from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
@@ -42,6 +41,7 @@ from argosy.supervise.agent import Agent, node_name, process_name
 from argosy.supervise.node_workers import WORKER, WORKERS_IMPORTS
 from argosy.supervise.place import check_place
 from argosy.sync.layout import is_server
+from argosy.watch.status import ending_in_words
 from argosy.watch.terminal import FolderView
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.config.optimizer import ParameterSettings
-from argosy.precision.int8 import (
+from argosy.precision import (
     SIGNED,
     UNSIGNED,
     Places,

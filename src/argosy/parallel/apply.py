@@ -41,7 +41,7 @@ from argosy.plan.cost.exact_state import stages_on, weight_format
 from argosy.plan.parameters import Stage, inside, run_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import PLAN, Plan
-from argosy.precision.fp8 import use_fp8
+from argosy.precision import use_fp8
 
 
 def load() -> None:

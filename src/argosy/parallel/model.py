@@ -30,8 +30,8 @@ from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.plan.sync import is_summed_exactly
 from argosy.sync.compressor import Moment
+from argosy.sync.compressors import COMPRESSORS
 from argosy.sync.lane import Lane
-from argosy.sync.table import COMPRESSORS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """The dtype of the arithmetic around matmuls, by the plan's word."""

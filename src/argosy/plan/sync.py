@@ -1,6 +1,6 @@
 """The ways for replicas to agree, by the plan's word `sync`: the one table of plan, planner, probe and trainer.
 
-A compressor is a row of `COMPRESSORS` here, which says what it costs, and a class in `sync.table`, which does it.
+A compressor is a row of `COMPRESSORS` here, which says what it costs, and a class in `sync.compressors`, which does it.
 Bytes: with S numbers in a bucket, n replicas, blocks of b numbers and rank r, a bucket sends
 
     word        collective                size

@@ -38,7 +38,7 @@ from argosy.plan.layer_spec import layer_spec
 from argosy.plan.parameters import block_table
 from argosy.plan.sync import COMPRESSED
 from argosy.sync.compressor import BucketFacts, Compressor, Moment, Segment
-from argosy.sync.table import COMPRESSORS
+from argosy.sync.compressors import COMPRESSORS
 
 SAMPLE_S = 2e-3
 """Calls are timed together for at least this long: one alone may be shorter than a wait for the device."""

@@ -26,7 +26,7 @@ from argosy.processes.channel import Gone
 from argosy.processes.fork_server import ForkServer
 from argosy.processes.supervisor import RestartPolicy, Restarts, Supervisor
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
-from argosy.sinks.processes import follower_of
+from argosy.sinks.follower import follower_of
 from argosy.supervise import messages as say
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.generation_store import STORE, GenerationStore, store_file

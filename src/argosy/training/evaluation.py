@@ -26,8 +26,7 @@ from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.answers import TaskScores
-from argosy.training.rows import compared_microbatches, microbatches_of
+from argosy.training.rows import TaskScores, compared_microbatches, microbatches_of
 from argosy.training.tasks import TaskScorer
 
 BASELINE_TOKENS = 20_000_000

@@ -14,7 +14,7 @@ import numpy as np
 
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError, missing_extra
-from argosy.training.answers import Request, TaskScores, WriteRequest
+from argosy.training.rows import Request, TaskScores, WriteRequest
 
 try:
     import lm_eval

@@ -37,10 +37,10 @@ from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.plan.sync import OF_SITES
 from argosy.plan.workload import Workload, parameters
-from argosy.training.answers import TaskScores
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery
+from argosy.training.rows import TaskScores
 from argosy.training.state import StepUpdate
 from argosy.training.step import StepOutcome
 from argosy.training.summary import headline, write_report

@@ -27,6 +27,7 @@ from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.precision.packed import Packed
 from argosy.precision.scaler import LossScaler
+from argosy.precision import LossScaler
 from argosy.training.bad_steps import BadStepCounts
 from argosy.training.outer_state import OuterState
 from argosy.training.sync_memory import Past, SyncMemory

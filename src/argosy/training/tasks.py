@@ -17,7 +17,7 @@ from argosy.data.packing import Words
 from argosy.data.tokenizer import Tokenizer
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
-from argosy.training.answers import Request, TaskScores, WriteRequest, answer_scores, packed
+from argosy.training.rows import Request, TaskScores, WriteRequest, answer_scores, packed
 
 if TYPE_CHECKING:  # the first rank imports it when it is needed: it takes seconds
     from argosy.training.harness import Harness

@@ -18,8 +18,8 @@ from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.plan.sync import LOCAL, WITH_SERVERS
 from argosy.training.agreement import Agreement
+from argosy.training.batches import ReferenceScorer
 from argosy.training.parts import Parts
-from argosy.training.references import ReferenceScorer
 from argosy.training.rounds import Rounds
 from argosy.training.schedule import Pace, learning_rate
 from argosy.training.servers import Servers

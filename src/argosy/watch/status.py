@@ -7,15 +7,19 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
 
 from argosy.engines.record import LaunchedJob
-from argosy.errors import UserError
+from argosy.errors import ArgosyWarning, UserError
 from argosy.observe.panel import duration
+from argosy.observe.report import Report
+from argosy.observe.terminal import printable
 from argosy.plan.cost.estimate import count, seconds
 from argosy.watch.alerts import Alert
 from argosy.watch.conclusions import Conclusions, conclusions_of
@@ -355,3 +359,18 @@ def _beside(figure: Expected, write: Any) -> str:
     planned = f"planned {write(figure.planned[1])}" if figure.planned else ""
     measured = write(figure.measured) if figure.measured is not None else ""
     return ", ".join(part for part in (measured, planned) if part)
+
+
+def ending_in_words(run_dir: Path, report: Report) -> str:
+    """Return the status of a run that has finished, without what to do next, and its report."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ArgosyWarning)  # this command has shown them
+            reader = RunReader(run_dir)
+            reader.refresh()
+            status = status_of(reader)
+        what_next = ("next:", f"  {status.next.command}")
+        head = [line for line in in_text(status) if not line.startswith(what_next)]
+    except Exception as problem:  # whatever the folder holds: the run is done, and its report is what counts
+        head = [f"no status: {type(problem).__name__}: {problem}"[:200]]
+    return "\n".join([*map(printable, head), report.in_words()])

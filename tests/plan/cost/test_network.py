@@ -21,7 +21,7 @@ from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.sync import COMPRESSED, COMPRESSORS
 from argosy.plan.workload import Workload
-from argosy.sync.table import COMPRESSORS as CLASSES
+from argosy.sync.compressors import COMPRESSORS as CLASSES
 
 NODE = replace(Rates.of_device(find_device("h100")), link_bytes_per_s=400e9, nic_bytes_per_s=50e9, reduction_gain=1.0)
 FREE = Constants(link=1.0, nic=1.0, latency=1e-30, hop=1e-30)

@@ -1,8 +1,7 @@
 """Services take part in steps and decide nothing of them: a file each, and a word in `SERVICES`."""
 
 from argosy.training.services.noise_scale import NoiseScale
-from argosy.training.services.norms import LayerNorms
-from argosy.training.services.preferences import Preferences
+from argosy.training.services.norms import LayerNorms, Preferences
 from argosy.training.services.profiling import Profiling
 from argosy.training.services.rebalance import Rebalance
 from argosy.training.services.service import Service

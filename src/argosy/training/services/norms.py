@@ -1,13 +1,13 @@
-"""Norms of weights, gradients and updates, by layer, in steps that are due.
+"""Services that only measure: norms of weights, gradients and updates, by layer, in steps that are due; and how well
+the model tells preferred answers from others.
 
-Each rank adds up the squares of what it holds, divided by the number of ranks that hold the same; one small all-reduce
-after the update makes sums of them. What is trained does not change by a bit: the optimizer does the same, parameter by
-parameter, so that only one of them is copied at a time.
-"""
+For norms each rank adds up the squares of what it holds, divided by the number of ranks that hold the same; one small
+all-reduce after the update makes sums of them. What is trained does not change by a bit: the optimizer does the same,
+parameter by parameter, so that only one of them is copied at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from argosy.accelerator import sent_to, sent_to_host
 from argosy.config.schema import RunConfig
+from argosy.models.preference import STATISTICS
 from argosy.optim.piece import Piece
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.parameters import parameter_table
 from argosy.training.parts import Parts
 from argosy.training.services.service import Service
+from argosy.training.step import StepOutcome
 
 KINDS = ("weight", "gradient", "update")
 """weight: before the update; gradient: before clipping; update: what the weights have changed by."""
@@ -96,3 +98,41 @@ class LayerNorms(Service):
         # In fp32: the norm of a bf16 tensor would be rounded to bf16.
         norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
         self._squares[tensor.device][KINDS.index(kind), place] += norm.double().square() / replicas
+
+
+class Preferences(Service):
+    """Sums rewards over ranks: beta times the log-probability of an answer, or its ratio to the reference."""
+
+    @classmethod
+    def of(cls, parts: Parts) -> Preferences:
+        return cls(parts.state.model)
+
+    def __init__(self, model: ParallelModel):
+        self._model = model
+        self._line: dict[str, Any] = {}
+
+    def measure(self) -> Sequence[float] | Tensor:
+        """Return this rank's share of the sums that `STATISTICS` names; nothing if no preferences are learned."""
+        preferences = self._model.preferences
+        if not preferences:
+            return ()
+        found = [preference.take_statistics() for preference in preferences]
+        taken = [statistics for statistics in found if statistics is not None]
+        is_first = self._model.meshes.rank("tp") == 0  # all ranks of a tp group have the same
+        nothing = torch.zeros(len(STATISTICS), dtype=torch.float64, device=self._model.device)
+        return torch.stack(taken).sum(0) if taken and is_first else nothing
+
+    def after_exchange(self, outcome: StepOutcome, sums: Sequence[float]) -> None:
+        if not sums:
+            return
+        of = dict(zip(STATISTICS, sums, strict=True))
+        chosen, rejected = max(of["chosen"], 1.0), max(of["rejected"], 1.0)
+        self._line = {
+            "chosen_reward": of["chosen_reward"] / chosen,
+            "rejected_reward": of["rejected_reward"] / rejected,
+        }
+        if self._model.preferences[0].compares_pairs:
+            self._line["reward_accuracy"] = of["right"] / chosen
+
+    def line(self, step: int) -> Mapping[str, Any]:
+        return self._line

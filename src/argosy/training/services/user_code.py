@@ -194,7 +194,7 @@ class Now:
 
 
 class UserView:
-    """`extend.Run`: what user code sees, to read. `extend.views` says what each attribute is."""
+    """`extend.Run`: what user code sees, to read. `extend.register` says what each attribute is."""
 
     def __init__(self, name: str, folder: Path, world: World, state: TrainState, now: Now):
         self._name, self._folder, self._world, self._state, self._now = name, folder, world, state, now

@@ -14,7 +14,7 @@ import pytest
 
 from argosy.config.observe import SinksConfig
 from argosy.observe.events import Events
-from argosy.sinks.processes import SINK_RESTARTS, SupervisedSink
+from argosy.sinks.follower import SINK_RESTARTS, SupervisedSink
 from run_folder import RunFolder
 from waiting import wait_until
 

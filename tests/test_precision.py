@@ -5,8 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from argosy.precision.int8 import BLOCK, SIGNED, UNSIGNED, dequantize, noise, places, quantize, round_to_bf16
+from argosy.errors import UserError
+from argosy.models.layers import FeedForward
+from argosy.plan.parameters import feed_forward_table
+from argosy.precision import (
+    BLOCK,
+    SIGNED,
+    UNSIGNED,
+    LossScaler,
+    check_fp8,
+    dequantize,
+    noise,
+    places,
+    quantize,
+    round_to_bf16,
+    takes_fp8,
+    use_fp8,
+)
 
 CPU = torch.device("cpu")
 
@@ -150,3 +167,115 @@ def test_rows_have_the_codes_of_the_whole(code):
 
 def test_memory_is_a_byte_for_each_element_and_a_scale_for_each_block():
     assert quantize(torch.ones(4, 512), SIGNED).nbytes == 4 * 512 + 4 * 2 * 4
+
+
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_overflow_halves_the_scale_and_drops_the_step(norm):
+    scaler = LossScaler(scale=8.0)
+    assert not scaler.update(norm)
+    assert scaler.scale == 4.0
+
+
+def test_scale_grows_after_as_many_good_steps_in_a_row():
+    scaler = LossScaler(scale=8.0, growth_steps=3)
+    for norm in (1.0, 1.0, float("inf"), 1.0, 1.0):
+        scaler.update(norm)
+    assert scaler.scale == 4.0
+    assert scaler.update(1.0)
+    assert scaler.scale == 8.0
+
+
+def test_scale_does_not_fall_below_its_floor():
+    scaler = LossScaler(scale=4.0, floor=2.0)
+    assert not scaler.is_at_floor
+    for _ in range(5):
+        scaler.update(float("inf"))
+    assert scaler.scale == 2.0 and scaler.is_at_floor
+
+
+def test_scale_does_not_rise_above_its_ceiling_nor_resume_there():
+    higher, scaler = (LossScaler(4.0, growth_steps=1, ceiling=ceiling) for ceiling in (64.0, 16.0))
+    for _ in range(9):
+        higher.update(1.0)
+        scaler.update(1.0)
+    assert (higher.scale, scaler.scale) == (64.0, 16.0)
+    scaler.load_state(higher.state())
+    assert scaler.scale == 16.0
+
+
+def test_resumed_scaler_grows_when_the_first_would_have():
+    first, resumed = LossScaler(growth_steps=4), LossScaler(growth_steps=4)
+    for _ in range(3):
+        first.update(1.0)
+    resumed.load_state(first.state())
+    for scaler in (first, resumed):
+        scaler.update(1.0)
+    assert first.scale == resumed.scale == 2.0**17
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def pretend(monkeypatch, capability: tuple[int, int], torchao: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object() if torchao else None)
+
+
+def test_cpu_is_refused():
+    with pytest.raises(UserError, match=r"this one is cpu\. Try precision=bf16"):
+        check_fp8(torch.device("cpu"))
+
+
+def test_older_gpu_is_refused_by_name(monkeypatch):
+    pretend(monkeypatch, (8, 0), torchao=True)
+    with pytest.raises(UserError, match=r"NVIDIA A100 \(compute capability 8\.0\)"):
+        check_fp8(CUDA)
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch):
+    pretend(monkeypatch, (9, 0), torchao=False)
+    with pytest.raises(UserError, match=r"argosy\[fp8\]"):
+        check_fp8(CUDA)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_newer_gpu_with_the_package_is_taken(monkeypatch, capability):
+    pretend(monkeypatch, capability, torchao=True)
+    check_fp8(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "taken"),
+    [
+        ("blocks.0.mlp.up", nn.Linear(32, 64), True),
+        ("blocks.0.mlp.up", nn.Linear(32, 60), False),
+        ("blocks.0.mlp.up", nn.Linear(30, 64), False),
+        ("blocks.0.mlp.router", nn.Linear(32, 64), False),
+        ("head", nn.Linear(32, 64), False),
+        ("blocks.0.norm", nn.LayerNorm(32), False),
+    ],
+)
+def test_hidden_linear_layers_of_fitting_sizes_take_fp8(name, module, taken):
+    assert takes_fp8(module, name) is taken
+
+
+def test_model_without_such_layers_is_refused():
+    with pytest.raises(UserError, match="multiples of 16"):
+        use_fp8(nn.Sequential(nn.Linear(3, 5)), torch.device("cpu"), emulate=True)
+
+
+def test_converted_layers_round_and_keep_their_parameters():
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    layer = FeedForward(feed_forward_table(64, 128))
+    before = dict(layer.named_parameters())
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = layer(x).detach()
+    use_fp8(layer, torch.device("cpu"), emulate=True)
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert 1e-3 < (y - expected).norm() / expected.norm() < 0.15
+    y.sum().backward()
+    after = dict(layer.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+    assert all(parameter.grad.dtype == torch.float32 for parameter in after.values())

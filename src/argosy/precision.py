@@ -1,27 +1,35 @@
-"""Optimizer moments in eight bits: a scale for each block, and a tiny float for each element; and stochastic rounding.
+"""Number formats in training: optimizer moments in eight bits, stochastic rounding, loss scaling, matmuls in fp8.
 
-As in Dettmers et al. 2022 ("8-bit optimizers via block-wise quantization") blocks have 256 elements and steps are
-finer near zero. The code differs in two ways. It is that of a float (3 mantissa bits), so it needs no table. And
-rounding may be stochastic, up or down at random, so that errors average out over steps (Gupta et al. 2015): a second
-moment with beta2 = 0.999 moves by 0.1 % in a step, which is less than half of any eight-bit step, so rounding to the
-nearest would never move it. bf16 weights without an fp32 copy are rounded in the same way.
+Moments in eight bits have a scale for each block, and a tiny float for each element. As in Dettmers et al. 2022 ("8-bit
+optimizers via block-wise quantization") blocks have 256 elements and steps are finer near zero. The code differs in two
+ways. It is that of a float (3 mantissa bits), so it needs no table. And rounding may be stochastic, up or down at
+random, so that errors average out over steps (Gupta et al. 2015): a second moment with beta2 = 0.999 moves by 0.1 % in
+a step, which is less than half of any eight-bit step, so rounding to the nearest would never move it. bf16 weights
+without an fp32 copy are rounded in the same way.
 
 Blocks lie along rows, so that a matrix cut by rows, or at multiples of 256 columns, has the same codes as the whole.
 The random bits are a hash of seed, step, tensor and the element's place in the *whole* tensor. So they are the same on
 every mesh and after a resume, and no generator's state has to be saved.
+
+For fp16 the loss is scaled (Micikevicius et al. 2018): gradients too small for fp16 are scaled up. Linear layers
+multiply in fp8 through torchao.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from argosy.accelerator import capability, device_name, has_fp8
+from argosy.errors import UserError, missing_extra
 
 Places = tuple[Tensor, ...]
 """For each dim of a local part, the int32 offsets of its indices in the whole. Their broadcast sum is the place."""
@@ -149,3 +157,105 @@ def _blocks(x: Tensor) -> Tensor:
 def _rows(blocks: Tensor, shape: torch.Size) -> Tensor:
     """Undo `_blocks`."""
     return blocks.flatten(1)[:, : shape[-1]].reshape(shape)
+
+
+class LossScaler:
+    """Finds the largest power of two by which the loss can be multiplied without overflow of the gradients.
+
+    Every factor is a power of two, so scaling and unscaling round nothing. The decision uses the norm of all gradients
+    of all ranks, so it is the same on every rank without another collective. With `growth_steps` = 0 the scale is fixed
+    and not part of the state: a run that continues in another precision starts with its own scale.
+    """
+
+    def __init__(self, scale: float = 2.0**16, growth_steps: int = 2000, floor: float = 1.0, ceiling: float = 2.0**24):
+        self.scale = scale
+        """The factor of the loss, and the divisor of the gradients and their norm."""
+        self._growth_steps, self._floor, self._ceiling = growth_steps, floor, ceiling
+        self._good_steps = 0
+
+    def update(self, gradient_norm: float) -> bool:
+        """Return True if the gradients may be applied. If not, halve the scale; after `growth_steps` good, double it.
+
+        `gradient_norm`: global norm of the gradients, scaled or not. It matters only if it is finite.
+        """
+        if not math.isfinite(gradient_norm):
+            self.scale = max(self.scale / 2, self._floor)
+            self._good_steps = 0
+            return False
+        self._good_steps += 1
+        if self._good_steps == self._growth_steps:
+            self.scale = min(self.scale * 2, self._ceiling)
+            self._good_steps = 0
+        return True
+
+    @property
+    def is_at_floor(self) -> bool:
+        """True if the scale cannot fall further: then the model overflows, whatever the scale."""
+        return self.scale <= self._floor
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state for a checkpoint: scalars on the CPU; nothing for a fixed scale."""
+        if not self._growth_steps:
+            return {}
+        return {
+            "scale": torch.tensor(self.scale, dtype=torch.float64),
+            "good_steps": torch.tensor(self._good_steps, dtype=torch.int64),
+        }
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state` returned."""
+        if not self._growth_steps:
+            return
+        self.scale = min(float(state["scale"]), self._ceiling)
+        self._good_steps = int(state["good_steps"])
+
+
+MULTIPLE = 16
+"""Both sizes of a weight in an fp8 matmul must be multiples of this."""
+SKIPPED = ("embedding", "head", "router")
+"""Modules, by the last part of their name, that stay as they are: errors in logits and in routing cost most."""
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise UserError if `device` cannot multiply in fp8, or torchao is not installed."""
+    able = capability(device)
+    name = device_name(device)
+    where = f"{name} (compute capability {able[0]}.{able[1]})" if any(able) else name
+    if not has_fp8(device):
+        raise UserError(
+            f"plan: precision = fp8 needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, Blackwell); "
+            f"this one is {where}. Try precision=bf16."
+        )
+    if importlib.util.find_spec("torchao") is None:
+        raise missing_extra("torchao", "fp8", "plan: precision = fp8")
+
+
+def takes_fp8(module: nn.Module, name: str) -> bool:
+    """Return True if a module can multiply in fp8: it is linear, its sizes fit, and it is not one of `SKIPPED`."""
+    return (
+        isinstance(module, nn.Linear)
+        and module.in_features % MULTIPLE == 0
+        and module.out_features % MULTIPLE == 0
+        and name.rpartition(".")[2] not in SKIPPED
+    )
+
+
+def use_fp8(model: nn.Module, device: torch.device, emulate: bool = False) -> None:
+    """Make the model's linear layers multiply in fp8, scaled by tensor; weights keep their dtype and their names.
+
+    Call it before anything else lays the model out. `emulate`: round to fp8 but multiply as before, which any device
+    can do. Raises: UserError as `check_fp8` does, if no layer has sizes that fp8 can take, or if tensor parallelism has
+    cut the weights: torchao's layers take only whole ones.
+    """
+    if not emulate:
+        check_fp8(device)
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        raise UserError("plan: precision = fp8 does not go with tp > 1. Try tp=1, more dp_shard, or precision=bf16.")
+    if not any(takes_fp8(module, name) for name, module in model.named_modules()):
+        raise UserError(
+            f"plan: precision = fp8 finds no linear layer whose sizes are multiples of {MULTIPLE}. "
+            "Try precision=bf16, or other model.width and model.ffn_width."
+        )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, module_filter_fn=takes_fp8, config=Float8LinearConfig(emulate=emulate))

@@ -11,15 +11,15 @@ import pytest
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SiteConfig, SyncConfig
-from argosy.sync import links, main
+from argosy.sync import links, process
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     folder = tmp_path / "sites" / "oslo"
     folder.mkdir(parents=True)
     monkeypatch.setattr(links, "BIND_S", 0.0)
-    monkeypatch.setattr(main, "channel_to_parent", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["main", str(folder)])
+    monkeypatch.setattr(process, "channel_to_parent", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["process", str(folder)])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         both = {"oslo": address, "lyon": "127.0.0.1:1"}
@@ -27,7 +27,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         run = RunConfig(name="two", site="oslo", sites=sites, sync=SyncConfig(tls=False))
         save_run(run, folder / "run.toml")
         with pytest.raises(SystemExit) as ended:
-            main.main()
+            process.main()
     out, _ = capfd.readouterr()
     assert ended.value.code == 2
     assert f"sites: oslo cannot listen at {address} (Address already in use). Is the run training there already?" in out

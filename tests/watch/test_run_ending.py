@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.launch import ending
-from argosy.launch.ending import ending_in_words
 from argosy.observe.report import Report
+from argosy.watch.status import ending_in_words
 from run_folder import RunFolder
 
 REPORT = Report(
@@ -34,5 +33,5 @@ def test_the_status_heads_the_report(run: RunFolder) -> None:
 
 
 def test_a_status_that_fails_does_not_fail_the_run(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "status_of", lambda reader: 1 / 0)
+    monkeypatch.setattr("argosy.watch.status.status_of", lambda reader: 1 / 0)
     assert ending_in_words(run.path, REPORT).splitlines()[:1] == ["no status: ZeroDivisionError: division by zero"]
