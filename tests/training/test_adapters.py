@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from argosy.models.packed import Packing
 from peft import PeftModel
 
 from argosy.config.dump import save_run
@@ -26,7 +27,6 @@ from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import Plan
-from argosy.precision.packed import Packing
 from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
 from transformers_models import load_theirs
 from workers import WorkerPool

@@ -24,8 +24,8 @@ from argosy.errors import UserError
 from argosy.files import make_folder, sync
 from argosy.models.hf import import_folder
 from argosy.models.lazy_weights import LazyWeights
+from argosy.models.packed import Packed
 from argosy.models.tensor_file import TensorToWrite, write_tensors
-from argosy.precision.packed import Packed
 
 MODEL = "model."
 """Prefix of the names of weights in checkpoints."""

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from argosy.config.train import LoraConfig
 from argosy.models.layers import local
+from argosy.models.packed import Packed, Product, multiply
 from argosy.plan.parameters import Table, adapter_of, inside
-from argosy.precision.packed import Packed, Product, multiply
 
 # M inputs, N outputs, r rank; experts have one more dim in front
 

@@ -31,6 +31,7 @@ from argosy.models.loss import (
 )
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
+from argosy.models.packed import Packing
 from argosy.models.preference import (
     Answers,
     Preference,
@@ -44,7 +45,6 @@ from argosy.models.rope import place_table
 from argosy.plan.layer_spec import RopeSpec, TemperatureSpec, layer_spec
 from argosy.plan.mup import logit_factor
 from argosy.plan.parameters import Stage, Table, block_table, layers_on, parameter_table
-from argosy.precision.packed import Packing
 
 
 @dataclass(frozen=True)

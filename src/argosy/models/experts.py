@@ -21,8 +21,8 @@ from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.compiler import outside_graphs
 from argosy.models.layers import Activation, FeedForward, gated, held, linear, local
 from argosy.models.own_family import activation_of
+from argosy.models.packed import Packing, multiply
 from argosy.plan.parameters import Table, dense_table, inside, moe_table
-from argosy.precision.packed import Packing, multiply
 
 # B rows, T tokens of a row (those that this rank has), D model width, F hidden width of an expert
 # E experts, e of them on this rank, K experts of a token, P pairs of a token and one of its experts, sorted by expert

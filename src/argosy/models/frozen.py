@@ -1,4 +1,4 @@
-"""Quantises the matrices beside an adapter: each rank those that it has (`lora.base`, `precision.packed`)."""
+"""Quantises the matrices beside an adapter: each rank those that it has (`lora.base`, `models.packed`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from argosy.models.decoder import Decoder
 from argosy.models.experts import Experts
 from argosy.models.initialize import offset_of
 from argosy.models.layers import Linear, local
-from argosy.precision.packed import Packing
+from argosy.models.packed import Packing
 
 
 def quantise(model: Decoder, lora: LoraConfig) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from argosy.config.model import ModelConfig
 from argosy.models.decoder import Decoder
 from argosy.models.layers import local
+from argosy.models.packed import Packed, Packing
 from argosy.plan.mup import initial_factor
 from argosy.plan.parameters import Parameter
-from argosy.precision.packed import Packed, Packing
 
 Draw = Callable[[Tensor, int], Tensor]
 """Indices (int64) and a parameter's key -> a random number (fp32) for each."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
+from argosy.models.packed import Packed, Packing, multiply
 from argosy.plan.parameters import Table
-from argosy.precision.packed import Packed, Packing, multiply
 
 Activation = Callable[[Tensor], Tensor]
 """Computes each element from that element alone."""

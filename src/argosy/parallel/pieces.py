@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import offset_of
 from argosy.models.layers import local
+from argosy.models.packed import Packed, Packing
 from argosy.optim.piece import Piece
 from argosy.parallel.mesh import Meshes
-from argosy.precision.packed import Packed, Packing
 
 if TYPE_CHECKING:  # importing it takes half a second, and a run that splits nothing does without
     from torch.distributed.tensor import DTensor

@@ -15,6 +15,7 @@ from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
+from argosy.models.packed import Packed
 from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor
@@ -25,8 +26,6 @@ from argosy.parallel.peers import over, peers_of
 from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.precision.packed import Packed
-from argosy.precision.scaler import LossScaler
 from argosy.precision import LossScaler
 from argosy.training.bad_steps import BadStepCounts
 from argosy.training.outer_state import OuterState

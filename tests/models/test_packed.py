@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.config.train import LoraConfig
-from argosy.precision.packed import NF4, STEPS, Packed, Packing
+from argosy.models.packed import NF4, STEPS, Packed, Packing
 
 BASES = ("nf4", "int8")
 
