@@ -64,10 +64,17 @@ FROZEN = {
     "experts, frozen": ("*.experts", "*.router", "head"),
     "dense, all but the head frozen": ("embedding", "blocks.*"),
 }
-ADAPTERS = {"an adapter": {"rank": 3}, "an adapter of experts": {"rank": 3, "kind": "dora"}}
+ADAPTERS = {
+    "an adapter": {"rank": 3},
+    "an adapter of experts": {"rank": 3, "kind": "dora"},
+    "beside NF4": {"rank": 3, "base": "nf4"},
+    "beside int8 experts": {"rank": 3, "base": "int8"},
+}
 MODELS |= {
     "an adapter": UNEVEN,
     "an adapter of experts": MODELS["experts"],
+    "beside NF4": UNEVEN,
+    "beside int8 experts": MODELS["experts"],
     "dense, the bottom frozen": UNEVEN,
     "dense, all but the head frozen": UNEVEN,
     "tied, frozen here and there": MODELS["tied, biased, one key/value head"],
@@ -79,6 +86,9 @@ PLANS = [
     ("an adapter", "tp=2,dp_shard=2,zero=1,precision=bf16"),
     ("an adapter", "pp=2"),
     ("an adapter of experts", "dp_shard=4,ep=2,zero=3"),
+    ("beside NF4", "dp_shard=2,zero=3,precision=bf16"),
+    ("beside NF4", "tp=2,dp_shard=2,zero=1,precision=bf16"),
+    ("beside int8 experts", "dp_shard=4,ep=2,zero=3"),
     *(("dense, the bottom frozen", f"dp_shard=4,zero={stage}") for stage in range(4)),
     *(("dense, all but the head frozen", plan) for plan in ("dp_shard=4,zero=3", "tp=2", "pp=2,dp_shard=2,zero=3")),
     ("dense, the bottom frozen", "pp=2"),

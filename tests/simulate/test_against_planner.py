@@ -76,9 +76,14 @@ FROZEN = [
 ]
 ADAPTERS = [
     ("llama3-8b", "microbatch=2", "lora"),
+    pytest.param("mixtral-8x7b", "dp_shard=4,ep=4,zero=1", "int8", marks=pytest.mark.slow),
     *(
         pytest.param("llama3-8b", plan, "lora", marks=pytest.mark.slow)
         for plan in ("dp_shard=8", "dp_shard=8,zero=1", "recompute=selective", "tp=4", "pp=4")
+    ),
+    *(
+        pytest.param("llama3-8b", plan, "nf4", marks=pytest.mark.slow)
+        for plan in ("microbatch=2", "dp_shard=8,recompute=full", "pp=4")
     ),
     pytest.param("llama3-8b", "dp_shard=8,zero=1", "dora", marks=pytest.mark.slow),
     pytest.param("llama3-8b", "recompute=full", "dora", marks=pytest.mark.slow),
@@ -92,11 +97,13 @@ ROWS = [
 
 
 def run_of(preset: str, frozen: Sequence[str], modules: int = 0) -> RunConfig:
-    """A few layers of the published sizes; `frozen` may be the kind of an adapter."""
+    """A few layers of the published sizes; `frozen` may be the kind of an adapter, or
+    of the weights beside it."""
     keys = {"model.layers": 8 if preset == "llama3-8b" else 4, "model.vocab_size": 32000, "model.mtp.modules": modules}
     sections = {"data.seq_len": 4096, "train.global_batch": 16, "train.frozen": list(frozen)}
     if isinstance(frozen, str):
-        sections |= {"train.frozen": [], "lora.rank": 16, "lora.kind": frozen}
+        key = "lora.kind" if frozen in ("lora", "dora") else "lora.base"
+        sections |= {"train.frozen": [], "lora.rank": 16, key: frozen}
     return load("demo", {"model.preset": preset, **keys, **sections})
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from argosy.models.packed import Packing
 from peft import PeftModel
 
 from argosy.config.dump import save_run
+from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.inference.adapters import adapters_in, export_adapter, import_adapter, merge_checkpoint
 from argosy.inference.evaluate import evaluate
@@ -23,6 +25,7 @@ from argosy.models import hf, peft_adapter
 from argosy.models.decoder import microbatches
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
+from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import Plan
 from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
 from transformers_models import load_theirs
@@ -46,7 +49,15 @@ CASES: dict[str, dict[str, Any]] = {
     # Those that the class does not store in one tensor with others.
     "delta": {"rank": 4, "targets": ("out", "gate_in", "beta_in", "decay_in", "v", "o", "down")},
 }
-MODELS = {"experts": EXPERTS, "delta": DELTA}
+QUANTISED = {
+    "nf4": {"rank": 4, "base": "nf4"},
+    "int8": {"rank": 4, "base": "int8", "kind": "dora"},
+    "nf4 experts": {"rank": 4, "base": "nf4", "targets": ("q", "o", "experts.down")},
+}
+CASES |= QUANTISED
+# Tensor parallelism over two ranks cuts between blocks of 64 numbers.
+WIDE = {"layers": 2, "width": 128, "head_width": 32, "ffn_width": 128}
+MODELS = {"experts": EXPERTS, "delta": DELTA, "nf4": WIDE, "int8": WIDE, "nf4 experts": {**EXPERTS, "width": 128}}
 
 
 def sections(case: str) -> dict[str, dict[str, Any]]:
@@ -69,6 +80,17 @@ def trained(world: World, plan: str, case: str) -> tuple[list[float], dict[str, 
     return said, {piece.name: piece.gather(piece.value.detach()).clone().numpy() for piece in pieces}
 
 
+def as_quantised(run: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights with the numbers that the quantised ones stand for."""
+    found = dict(weights)
+    for name, parameter in parameter_table(run.model).items():
+        if parameter.is_linear:
+            packing = Packing(run.lora, parameter.shape[-1], 0, parameter.shape[-1])
+            packing.to(torch.device("cpu"))
+            found[name] = packing.unpack(packing.pack(weights[name]), torch.float32)
+    return found
+
+
 @cache
 def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same by PEFT, from the same start, which it reads from a folder of ours; its end we read from one of its."""
@@ -76,6 +98,8 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     start = apply(Plan(compile=False, microbatch=8), run, World())
     adapter = {piece.name: piece.value for piece in start.pieces}
     base = decoder(**sections(case)["model"])
+    if run.lora.is_quantised:
+        base.load_state_dict(as_quantised(run, base.state_dict()))
     folder = Path(TEMPORARY.name) / case
     hf.export_folder(run.model, base.state_dict(), folder / "base", dtype=torch.float32)
     peft_adapter.export_adapter(run.model, run.lora, adapter, base.state_dict(), folder / "adapter")
@@ -92,7 +116,7 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         adam.step()
         adam.zero_grad()
         said += [loss.item(), norm.item()]
-    if case == "experts":  # PEFT saves those that transformers 5 has fused under other names
+    if "experts" in case:  # PEFT saves those that transformers 5 has fused under other names
         return said, {}
     theirs.save_pretrained(folder / "trained")
     lora, tensors = peft_adapter.import_adapter(folder / "trained", run.model, base.state_dict())
@@ -114,6 +138,12 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         ("experts", "ep=2,dp_shard=2"),
         ("delta", "tp=2"),
         ("delta", "cp=2,recompute=selective"),
+        ("nf4", "microbatch=4,recompute=full"),
+        ("nf4", "tp=2,recompute=selective"),
+        ("nf4", "pp=2"),
+        ("nf4", "dp_shard=2,zero=3"),
+        ("int8", "tp=2"),
+        ("nf4 experts", "ep=2,dp_shard=2,zero=3"),
     ],
     ids=str,
 )
@@ -125,7 +155,9 @@ def test_an_adapter_trains_as_in_peft(workers: WorkerPool, case: str, plan: str)
         for name in trained_there.keys() & parts.keys():
             torch.testing.assert_close(torch.from_numpy(parts[name]), trained_there[name], rtol=1e-3, atol=1e-5)
         assert not trained_there or first.keys() | trained_there.keys() >= parts.keys()
-        assert all(torch.equal(torch.from_numpy(parts[name]), first[name]) for name in first.keys() & parts.keys())
+        plain = {name for name in first.keys() & parts.keys() if parts[name].dtype != np.uint8}
+        assert all(torch.equal(torch.from_numpy(parts[name]), first[name]) for name in plain)
+        assert (plain < first.keys()) == (case in QUANTISED or "pp" in plan)
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, corpus: Path, tmp_path: Path) -> None:
@@ -200,6 +232,44 @@ def test_weights_may_lie_in_a_hugging_face_folder(corpus: Path, tmp_path: Path) 
         train_in(World(), other, eager("microbatch=8"), tmp_path / "run")
 
 
+def test_quantised_weights_are_read_anew_and_merges_have_the_first(
+    workers: WorkerPool, corpus: Path, tmp_path: Path
+) -> None:
+    model = decoder()
+    hf.export_folder(model.config, model.state_dict(), tmp_path / "hf", dtype=torch.bfloat16)
+    keys = {"model": {**MODEL, "weights": tmp_path / "hf"}, "checkpoint": {"every_steps": 4}}
+    run, plan = run_config(corpus, **keys, lora={"rank": 4, "base": "nf4"}), eager("dp_shard=2,zero=3,precision=bf16")
+    whole, *_ = workers.run(2, train_in, run, plan, tmp_path / "whole")
+    workers.run(2, train_in, run, plan, tmp_path / "run", 5)
+    again, *_ = workers.run(2, train_in, run, plan, tmp_path / "run")
+    assert losses(again) == losses(whole)
+    files = list((tmp_path / "run").glob("checkpoints/step-*8/rank-*.safetensors"))
+    assert files and not any(b"attention.q.weight" in file.read_bytes() for file in files)
+
+    save_run(run, tmp_path / "run" / "run.toml")
+    shutil.copyfile(corpus / "tokenizer.json", tmp_path / "run" / "tokenizer.json")
+    export_adapter(tmp_path / "run", tmp_path / "peft")
+    import_adapter(tmp_path / "peft", tmp_path / "hf", tmp_path / "plain")
+    assert not open_checkpoint(tmp_path / "plain").run.lora.is_quantised
+    first, second = (open_checkpoint(tmp_path / name).model().state_dict() for name in ("run", "plain"))
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
+
+
+def test_quantised_weights_of_a_run_are_the_same_on_every_mesh(
+    workers: WorkerPool, corpus: Path, tmp_path: Path
+) -> None:
+    model = {**MODEL, **WIDE}
+    base = run_config(corpus, model=model, train={"steps": 1}, evaluate={"every_steps": 0})
+    train_in(World(), base, eager("microbatch=8"), tmp_path / "base")
+    run = run_config(
+        corpus, model={**model, "weights": tmp_path / "base"}, lora={"rank": 4, "base": "nf4"}, train={"steps": 3}
+    )
+    alone = train_in(World(), run, eager("microbatch=8"), tmp_path / "alone")
+    for plan in ("tp=2", "pp=2"):
+        others, *_ = workers.run(2, train_in, run, eager(plan), tmp_path / plan)
+        assert losses(others) == pytest.approx(losses(alone), rel=1e-6)
+
+
 def test_an_adapter_of_another_shape_or_target_is_refused(corpus: Path, tmp_path: Path) -> None:
     run = run_config(corpus, lora={"rank": 2}, train={"steps": 2}, evaluate={"every_steps": 0})
     train_in(World(), run, eager("microbatch=8"), tmp_path)
@@ -210,3 +280,12 @@ def test_an_adapter_of_another_shape_or_target_is_refused(corpus: Path, tmp_path
     wrong = run.model_copy(update={"lora": run.lora.model_copy(update={"targets": ("q", "atention.k")})})
     with pytest.raises(UserError, match=r'lora.targets: "atention.k" matches no linear layer.*attention.k'):
         check_parameters(wrong)
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [({"base": "nf4"}, "weights that are trained are not quantised"), ({"rank": 4, "base": "int4"}, "'nf4' or 'int8'")],
+)
+def test_a_base_that_cannot_be_is_refused(lora: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run_config(Path("no data"), lora=lora)

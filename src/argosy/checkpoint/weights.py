@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box, Misfit, cover
 from argosy.checkpoint.checksums import FileSum, shard_name
-from argosy.checkpoint.load import Held, check_all_there
+from argosy.checkpoint.load import Held, check_all_there, opened
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import Checkpoint
 from argosy.data.stores.store import spelled
@@ -23,6 +24,7 @@ from argosy.errors import UserError
 from argosy.files import make_folder, sync
 from argosy.models.hf import import_folder
 from argosy.models.lazy_weights import LazyWeights
+from argosy.models.packed import Packed
 from argosy.models.tensor_file import TensorToWrite, write_tensors
 
 MODEL = "model."
@@ -82,7 +84,7 @@ def folder_weights(place: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> 
     return weights
 
 
-def fill_from_folder(parts: Mapping[Box, Tensor], place: str | Path) -> None:
+def fill_from_folder(parts: Mapping[Box, Tensor | Packed], place: str | Path) -> None:
     """Fill this rank's parts of the weights from a Hugging Face folder or its URL, of which no more is read.
 
     Raises: UserError, before any is filled, if one is not there or has another shape.
@@ -90,12 +92,29 @@ def fill_from_folder(parts: Mapping[Box, Tensor], place: str | Path) -> None:
     fill(parts, folder_weights(place, {box.name.removeprefix(MODEL): box.whole for box in parts}))
 
 
+def fill_from_checkpoint(parts: Mapping[Box, Tensor | Packed], checkpoint: Checkpoint) -> None:
+    """The same from a checkpoint. Raises: UserError, before any is filled, if one is missing or has another shape."""
+    with opened(checkpoint) as held:
+        shapes = {box.name.removeprefix(MODEL): box.whole for box in parts}
+        fill(parts, CheckpointWeights(checkpoint, held, shapes))
+
+
 @torch.no_grad()
-def fill(parts: Mapping[Box, Tensor], weights: LazyWeights) -> None:
-    """Fill this rank's parts of the weights in place, whatever their dtypes, and read no more than these."""
+def fill(parts: Mapping[Box, Tensor | Packed], weights: LazyWeights) -> None:
+    """Fill this rank's parts of the weights in place, whatever their dtypes, and read no more than these; those that
+    are quantised some rows at a time."""
     for box, part in parts.items():
-        if part.numel() and box.name.removeprefix(MODEL) in weights:
-            part.copy_(weights.part(box.name.removeprefix(MODEL), box.offset, box.shape))
+        name = box.name.removeprefix(MODEL)
+        if not math.prod(box.shape) or name not in weights:
+            continue
+        if isinstance(part, Packed):
+            part.read(partial(_rows, weights, name, box))
+        else:
+            part.copy_(weights.part(name, box.offset, box.shape))
+
+
+def _rows(weights: LazyWeights, name: str, box: Box, first: int, count: int) -> Tensor:
+    return weights.part(name, (box.offset[0] + first, *box.offset[1:]), (count, *box.shape[1:]))
 
 
 def write_weights(run_dir: Path, manifest: CheckpointManifest, weights: LazyWeights) -> Checkpoint:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -79,10 +79,11 @@ class Options:
     tokens: Count | None = None
     """Tokens to train on, e.g. 15T; default: the run's, or 20 for each active parameter."""
     finetune: Count | None = None
-    """Plan fine-tuning on a data set of so many tokens, e.g. 50M: 2 epochs, and with a model 128 sequences of 4096
-    tokens a step."""
+    """Plan fine-tuning on so many tokens, e.g. 50M: 2 epochs, and with a model 128 sequences of 4096 tokens a step."""
     lora: WholeCount | None = None
     """Plan an adapter (LoRA) of this rank on all linear layers, beside frozen weights."""
+    lora_base: Literal["auto", "nf4", "int8"] | None = None
+    """Format in which these weights are held (`lora.base`): nf4 as QLoRA does."""
     price: tyro.conf.UseAppendAction[tuple[float, ...]] = ()
     """Price of an hour of one device, e.g. 2.49, in USD or the cluster file's currency; default: the range in
     the catalogue. One for all clusters, or one for each."""
@@ -211,7 +212,7 @@ def _request(options: Options, cluster: str | None, price: float | None = None) 
     """Return the request about one cluster, or without one about this machine. Raises: UserError."""
     from argosy.plan.report.request import Question, of_model, of_run
 
-    names = ("global_batch", "seq_len", "tokens", "finetune", "lora", "objective", "fix", "top")
+    names = ("global_batch", "seq_len", "tokens", "finetune", "lora", "lora_base", "objective", "fix", "top")
     given = {name: getattr(options, name) for name in names}
     if options.serve and options.model is not None:
         given["seq_len"] = (options.prompt_len or PROMPT_LEN) + (options.output_len or OUTPUT_LEN)
@@ -267,8 +268,7 @@ def _run(source: str, asked: Question) -> RunConfig:
     """Return the run as `argosy train` would have it, as far as that is known before it has prepared its data."""
     from argosy.launch.resolve import with_known_sizes
 
-    sizes = {"train.global_batch": asked.global_batch, "data.seq_len": asked.seq_len, "lora.rank": asked.lora}
-    return with_known_sizes(load(source, {key: size for key, size in sizes.items() if size is not None}))
+    return with_known_sizes(load(source, asked.keys))
 
 
 def _devices_here(run: RunConfig) -> Devices:

@@ -6,6 +6,7 @@ to, `lora` a low-rank adapter that is trained in place of the weights.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -191,6 +192,9 @@ class PreferenceConfig(Section):
 
 
 ALL_LINEAR = "all-linear"
+BASE_BLOCK = 64
+"""Numbers of a row that share a scale, where the weights beside an adapter are quantised (Dettmers et al. 2023)."""
+BASE_BITS = {"nf4": 4, "int8": 8}
 
 
 class LoraConfig(Section):
@@ -213,10 +217,33 @@ class LoraConfig(Section):
     """First values of the inner matrix: within 1/sqrt(inputs), as PEFT and Schulman et al. 2025; or normal with a
     standard deviation of 1/rank. The outer one begins with zeros."""
 
+    base: Literal["auto", "nf4", "int8"] = "auto"
+    """Format of the matrices of linear layers beside the adapter: auto: in bf16 where the plan multiplies in bf16,
+    else as plan.weights says; nf4 (QLoRA, Dettmers et al. 2023) in 4.5 bits and int8 in 8.5 bits for each number, and
+    dequantised wherever they are multiplied."""
+
+    @model_validator(mode="after")
+    def _only_what_is_not_trained_is_quantised(self) -> Self:
+        if self.base != "auto" and not self.rank:
+            raise ValueError(
+                f'base = "{self.base}" with rank = 0: weights that are trained are not quantised; set rank = 16, say, '
+                'or base = "auto"'
+            )
+        return self
+
     @property
     def scale(self) -> float:
         """The factor on the adapter's part."""
         return self.alpha / (self.rank**0.5 if self.kind == "rslora" else self.rank)
+
+    @property
+    def is_quantised(self) -> bool:
+        """True if the matrices beside the adapter are held in fewer bits than they are multiplied in."""
+        return self.rank > 0 and self.base in BASE_BITS
+
+    def row_bytes(self, columns: int) -> int:
+        """Return the bytes of a quantised row: of each block that it begins, an fp32 scale and the codes."""
+        return math.ceil(columns / BASE_BLOCK) * (4 + BASE_BLOCK * BASE_BITS[self.base] // 8)
 
     def has_target(self, module: str) -> bool:
         """Return True if a linear layer of this name, such as blocks.0.attention.q, gets an adapter."""

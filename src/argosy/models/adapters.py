@@ -12,14 +12,13 @@ from torch.nn import functional as F
 
 from argosy.config.train import LoraConfig
 from argosy.models.layers import local
+from argosy.models.packed import Packed, Product, multiply
 from argosy.plan.parameters import Table, adapter_of, inside
 
 # M inputs, N outputs, r rank; experts have one more dim in front
 
 PARTS = ("a", "b", "magnitude")
 """The parts of an adapter, by their names in the table: inner and outer matrix, and what only DoRA has."""
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Inputs and a weight -> outputs: `F.linear`, or of each expert its own rows."""
 Spread = Callable[[Tensor], Tensor]
 """Numbers of each output [N], or of each expert's [e, N] -> what the rows are multiplied by."""
 
@@ -45,11 +44,11 @@ class LowRank(nn.Module):
         self.magnitude = nn.Parameter(torch.empty(table["magnitude"].shape)) if "magnitude" in table else None
         self.scale = scale
 
-    def forward(self, x: Tensor, weight: Tensor, product: Product = F.linear, each: Spread = itself) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor | Packed, product: Product = F.linear, each: Spread = itself) -> Tensor:
         """Return what the layer computes, without a bias; `weight` is this rank's part. Of experts, `each` gives every
         row what its expert has."""
         a, b = local(self.a), local(self.b)
-        y = product(x, weight) + product(product(x, a.to(x.dtype)), b.to(x.dtype)) * self.scale
+        y = multiply(x, weight, product) + product(product(x, a.to(x.dtype)), b.to(x.dtype)) * self.scale
         if self.magnitude is None:
             return y
         with torch.no_grad():
@@ -59,7 +58,7 @@ class LowRank(nn.Module):
 
 
 def lengths(
-    weight: Tensor, a: Tensor, b: Tensor, scale: float, sum_squares: Callable[[Tensor], Tensor] | None = None
+    weight: Tensor | Packed, a: Tensor, b: Tensor, scale: float, sum_squares: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the lengths of the rows of W + scale B A, and of W; fp32 [N], without making the sum.
 

@@ -31,6 +31,7 @@ from argosy.models.loss import (
 )
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
+from argosy.models.packed import Packing
 from argosy.models.preference import (
     Answers,
     Preference,
@@ -180,6 +181,8 @@ class Decoder(nn.Module):
         self.stage = stage = stage or Stage(range(config.layers))
         #: Its parameters, and those of an adapter once it has one (`models.adapters`).
         self.table = table = parameter_table(config, stage)
+        #: How matrices are quantised (`models.frozen`), by name.
+        self.packings: dict[str, Packing] = {}
         with torch.device("meta"):
             # A tied head is the embedding itself. The weight has no second name: `to_empty` gives each name new memory,
             # which would cut the tie.

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from argosy.accelerator import is_accelerator
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.compiler import outside_graphs
-from argosy.models.layers import Activation, FeedForward, gated, linear, local
+from argosy.models.layers import Activation, FeedForward, gated, held, linear, local
 from argosy.models.own_family import activation_of
+from argosy.models.packed import Packing, multiply
 from argosy.plan.parameters import Table, dense_table, inside, moe_table
 
 # B rows, T tokens of a row (those that this rank has), D model width, F hidden width of an expert
@@ -314,6 +315,8 @@ class Experts(nn.Module):
             self.register_parameter(name, bias)
         for name in ("gate", "up", "down"):
             self.register_module(f"{name}_lora", None)  # `models.adapters` may put one here
+        #: How matrices are quantised, if they are (`models.frozen`), by name.
+        self.packings: dict[str, Packing] = {}
         self.exchange: Exchange = at_home
 
     @outside_graphs  # each expert's number of tokens differs from batch to batch
@@ -358,7 +361,9 @@ class Experts(nn.Module):
     def _matmul(self, x_PD: Tensor, counts_e: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         """Return what multiplies each expert's rows by its matrix."""
         # The kernels take rows of whole 16 bytes, and at least one row.
-        sizes = [size for parameter in self.parameters() if parameter.ndim == 3 for size in local(parameter).shape[1:]]
+        stacks = [(name, local(p).shape) for name, p in self.named_parameters() if p.ndim == 3]
+        sizes = [shape[1] for _, shape in stacks]
+        sizes += [self.packings[name].columns if name in self.packings else shape[2] for name, shape in stacks]
         if x_PD.is_cuda and x_PD.dtype == torch.bfloat16 and x_PD.numel() and not any(size % 8 for size in sizes):
             return partial(grouped_matmul, counts_E=counts_e)
         # Without a row there is nothing to ask a device for.
@@ -366,9 +371,10 @@ class Experts(nn.Module):
 
     def _product(self, x_PX: Tensor, name: str, matmul: Callable[[Tensor, Tensor], Tensor], counts_e: Tensor) -> Tensor:
         """Multiply each expert's rows by its matrix `name`, and by that matrix's adapter, if it has one."""
-        weight, adapter = local(self.get_parameter(name)).to(x_PX.dtype), self._modules[f"{name}_lora"]
+        weight = held(self.get_parameter(name), self.packings.get(name), x_PX.dtype)
+        adapter = self._modules[f"{name}_lora"]
         if adapter is None:
-            return matmul(x_PX, weight)
+            return multiply(x_PX, weight, matmul)
         each = partial(torch.repeat_interleave, repeats=counts_e, dim=0, output_size=len(x_PX))
         y: Tensor = adapter(x_PX, weight, matmul, each)
         return y

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from argosy.config.model import ModelConfig
 from argosy.models.decoder import Decoder
 from argosy.models.layers import local
+from argosy.models.packed import Packed, Packing
 from argosy.plan.mup import initial_factor
 from argosy.plan.parameters import Parameter
 
@@ -32,9 +34,31 @@ def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed:
     _give_memory(model, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fill_initial(local(parameter), name, model.table[name], offset_of(parameter), config, seed)
+            whole, offset, packing = model.table[name], offset_of(parameter), model.packings.get(name)
+            if packing is None:
+                fill_initial(local(parameter), name, whole, offset, config, seed)
+            else:
+                part = partial(_initial_rows, name, whole, offset, packing, local(parameter).shape, config, seed)
+                Packed(local(parameter), packing).read(part)
         for buffer in model.buffers():
             buffer.zero_()
+
+
+def _initial_rows(
+    name: str,
+    whole: Parameter,
+    offset: Sequence[int],
+    packing: Packing,
+    shape: Sequence[int],
+    config: ModelConfig,
+    seed: int,
+    first: int,
+    count: int,
+) -> Tensor:
+    """Return rows of a quantised parameter's initial values; offset, shape: of its bytes."""
+    rows = torch.empty(count, *shape[1:-1], packing.columns)
+    fill_initial(rows, name, whole, (offset[0] + first, *offset[1:-1], packing.first), config, seed)
+    return rows
 
 
 def _give_memory(model: Decoder, device: torch.device) -> None:

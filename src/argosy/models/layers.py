@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
+from argosy.models.packed import Packed, Packing, multiply
 from argosy.plan.parameters import Table
 
 Activation = Callable[[Tensor], Tensor]
@@ -24,6 +25,11 @@ def local(parameter: Tensor) -> Tensor:
     return part
 
 
+def held(parameter: Tensor, packing: Packing | None, dtype: torch.dtype) -> Tensor | Packed:
+    """Return this rank's part of a weight in `dtype`, or as it is packed, to be multiplied."""
+    return local(parameter).to(dtype) if packing is None else Packed(local(parameter), packing)
+
+
 class Linear(nn.Linear):
     """`nn.Linear` that casts its weight to the input's dtype: fp32 master weights, bf16 arithmetic.
 
@@ -35,17 +41,19 @@ class Linear(nn.Linear):
 
     lora: nn.Module | None
     """The weight's adapter, if it has one (`models.adapters`)."""
+    packing: Packing | None = None
+    """The way the weight is quantised, if it is (`models.frozen`)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True):
         super().__init__(inputs, outputs, bias)
         self.register_module("lora", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = local(self.weight).to(x.dtype)
+        weight = held(self.weight, self.packing, x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
-        if self.reduce is None and self.lora is None:
+        if self.reduce is None and self.lora is None and isinstance(weight, Tensor):
             return F.linear(x, weight, bias)
-        y: Tensor = F.linear(x, weight) if self.lora is None else self.lora(x, weight)
+        y: Tensor = multiply(x, weight) if self.lora is None else self.lora(x, weight)
         if self.reduce is not None:
             y = self.reduce(y)
         return y if bias is None else y + bias

@@ -23,6 +23,7 @@ from argosy.models.adapters import add_adapters
 from argosy.models.decoder import Block, Decoder
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.experts import Experts, moe_layers
+from argosy.models.frozen import quantise
 from argosy.models.initialize import materialize
 from argosy.models.own_family import load_family
 from argosy.models.own_loss import own_loss
@@ -119,6 +120,8 @@ def lay_out(
         if plan.precision == "fp8":
             use_fp8(model, world.device)
         split_model(model, plan, run, meshes, splits_tokens)
+        if run.lora.is_quantised:
+            quantise(model, run.lora)
         freeze(model)
         blocks = [(int(layer), block) for layer, block in model.blocks.items()]
         apply_recompute(blocks, plan.recompute, plan.recompute_every, plan.compile)
@@ -132,6 +135,8 @@ def lay_out(
             keep_gathered = plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
             dense = _fsdp_mesh(meshes, "replicate", "shard", ours)
             shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered)
+        for packing in model.packings.values():
+            packing.to(world.device)
         materialize(model, run.model, world.device, run.seed)
     return meshes, parts
 

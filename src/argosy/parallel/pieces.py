@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import offset_of
 from argosy.models.layers import local
+from argosy.models.packed import Packed, Packing
 from argosy.optim.piece import Piece
 from argosy.parallel.mesh import Meshes
 
@@ -42,6 +43,13 @@ class PlacedPiece(Piece):
     """The ranks that share the whole; None if this one has it all."""
     placements: tuple[Placement, ...] = ()
     """Its split, for each dimension of `mesh`."""
+    packing: Packing | None = None
+    """The way `value` is quantised, if it is: then it is bytes, and so are `shape` and `offset`."""
+
+    @property
+    def numbers(self) -> Tensor:
+        """`value`, or the numbers that it stands for, fp32."""
+        return self.value if self.packing is None else Packed(self.value, self.packing).float()
 
     @property
     def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -99,6 +107,7 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[PlacedPiece]:
             replicas=replicas,
             mesh=mesh,
             placements=placements,
+            packing=model.packings.get(name),
         )
 
 

@@ -11,6 +11,7 @@ planner follow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -150,6 +151,22 @@ def linear_names(model: ModelConfig) -> list[str]:
 def trained_shapes(run: RunConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter of the whole decoder that the run trains, by name."""
     return {name: parameter.shape for name, parameter in run_table(run).items() if parameter.is_trained}
+
+
+def quantised_shares(run: RunConfig, table: Table) -> dict[str, float]:
+    """Return what of the layers' matrices is quantised (`lora.base`), as the workload calls it: the shares outside and
+    inside of routed experts, and the bytes of each of their numbers."""
+    if not run.lora.is_quantised:
+        return {}
+    matrices = [p for n, p in table.items() if n.startswith("blocks.") and len(p.shape) > 1 and not p.is_adapter]
+    linear = [p for p in matrices if p.is_linear]
+    size = sum(math.prod(p.shape[:-1]) * run.lora.row_bytes(p.shape[-1]) for p in linear)
+    dense = sum(math.prod(p.shape) for p in matrices if not p.is_expert)
+    return {
+        "quantised_dense": sum(math.prod(p.shape) for p in linear if not p.is_expert) / dense,
+        "quantised_experts": float(run.model.moe.experts > 0),
+        "quantised_bytes": size / sum(math.prod(p.shape) for p in linear),
+    }
 
 
 def layers_on(model: ModelConfig, stage: Stage) -> tuple[int, ...]:

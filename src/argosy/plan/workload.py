@@ -21,6 +21,7 @@ from argosy.plan.parameters import (
     adapter_of,
     block_table,
     parameter_table,
+    quantised_shares,
     reached_layers,
     run_table,
     shared_width,
@@ -100,9 +101,8 @@ class Workload:
     delta_key_width: Numbers = 0
     delta_value_width: Numbers = 0
     trained_dense: Numbers = 1
-    """Share of the layers' matrices that is trained, routed experts apart: the rest is frozen."""
+    """Share of the layers' matrices that is trained, routed experts apart (they follow): the rest is frozen."""
     trained_experts: Numbers = 1
-    """The same of routed experts."""
     trained_embedding: Numbers = 1
     """1 if the embedding is trained."""
     trained_head: Numbers = 1
@@ -119,8 +119,7 @@ class Workload:
     """Parameters of a layer's adapters outside routed experts that tensor parallelism leaves whole on each rank."""
     adapter_cut: Numbers = 0
     """Those that it cuts."""
-    adapter_experts_whole: Numbers = 0
-    """The same of all routed experts."""
+    adapter_experts_whole: Numbers = 0  # the same of all routed experts
     adapter_experts_cut: Numbers = 0
     adapter_inputs: Numbers = 0
     """Numbers that a layer's adapters read for a token."""
@@ -130,6 +129,10 @@ class Workload:
     """Adapters that a token goes through in a layer."""
     scaled_outputs: Numbers = 0
     """Those of `adapter_outputs` that are multiplied by lengths (DoRA)."""
+    quantised_dense: Numbers = 0
+    """Share of the layers' matrices that is quantised, routed experts apart (they follow), and each number's bytes."""
+    quantised_experts: Numbers = 0
+    quantised_bytes: Numbers = 0
 
     @classmethod
     def of(cls, run: RunConfig) -> Workload:
@@ -143,7 +146,7 @@ class Workload:
         embedding = table["embedding.weight"].is_trained
         return replace(
             whole,
-            **_adapters(run, table),
+            **_adapters(run, table) | quantised_shares(run, table),
             trained_dense=_share(dense, lambda name: table[name].is_trained),
             trained_experts=_share(experts, lambda name: table[name].is_trained),
             read_dense=_share(dense, lambda name: _is_read(name, table)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.store import Checkpoint, Choice
-from argosy.checkpoint.weights import MODEL, SCORE, fill_from_folder
+from argosy.checkpoint.weights import MODEL, SCORE, fill_from_checkpoint, fill_from_folder
 from argosy.checkpoint.writer import Upkeep
 from argosy.config.schema import CheckpointConfig
 from argosy.data.stores.model_folder import is_model_folder
@@ -207,14 +207,15 @@ class Checkpointer:
         """Read only the weights, from a checkpoint, run or Hugging Face folder at `folder`: of a run with an adapter,
         those beside it, which must be those that the adapter has been trained with. Raises: UserError."""
         is_beside = state.model.has_adapter
-        weights = state.base() if is_beside else state.weights()
+        weights, packed = state.base() if is_beside else state.weights(), state.packed_base()
         if is_model_folder(folder):
             sha256 = self._world.share_first(lambda: check_folder(folder, self._base_sha256), str) if is_beside else ""
-            fill_from_folder(weights, folder)
+            fill_from_folder({**weights, **packed}, folder)
         else:
             checkpoint = self._world.share_first(lambda: find_weights(folder, self._base_sha256), Checkpoint)
-            _check_fits(_but_a_new_score(weights, checkpoint), checkpoint, SIZES_OF_WEIGHTS)
+            _check_fits(_but_a_new_score({**weights, **packed}, checkpoint), checkpoint, SIZES_OF_WEIGHTS)
             load_into(weights, checkpoint)
+            fill_from_checkpoint(packed, checkpoint)
             sha256 = checkpoint.manifest.sha256
         state.model.after_update()
         if is_beside:
@@ -322,13 +323,13 @@ class Checkpointer:
             )
 
 
-def _but_a_new_score(weights: dict[Box, Any], checkpoint: Checkpoint) -> dict[Box, Any]:
+def _but_a_new_score(weights: Mapping[Box, Any], checkpoint: Checkpoint) -> dict[Box, Any]:
     """Return `weights` without the head of a reward model, if the checkpoint is of a model without one."""
     has_one = any(box.name == MODEL + SCORE for box in boxes_in(checkpoint))
     return {box: part for box, part in weights.items() if has_one or box.name != MODEL + SCORE}
 
 
-def _check_fits(weights: dict[Box, Any], checkpoint: Checkpoint, remedy: str = SAME_MODEL) -> None:
+def _check_fits(weights: Mapping[Box, Any], checkpoint: Checkpoint, remedy: str = SAME_MODEL) -> None:
     problems = missing_from(weights, checkpoint)
     if problems:
         raise UserError(f"{checkpoint.folder} is of another model: {first_of(problems)}.\n  {remedy}")

@@ -15,6 +15,7 @@ from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
+from argosy.models.packed import Packed
 from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor
@@ -170,8 +171,20 @@ class TrainState:
         return mine if self.model.has_adapter else mine | self.base()
 
     def base(self) -> dict[Box, Tensor]:
-        """Return this rank's part of what the run does not train, and of the model's buffers, as `weights` does."""
-        return _weights(self.model.frozen) | wholes(self.model.buffers(), "model.")
+        """Return this rank's part of what the run does not train, and of the model's buffers, as `weights` does; but
+        for what is quantised (`packed_base`)."""
+        plain = (piece for piece in self.model.frozen if piece.packing is None)
+        return _weights(plain) | wholes(self.model.buffers(), "model.")
+
+    def packed_base(self) -> dict[Box, Packed]:
+        """Return the quantised weights of this rank's part, to fill: their boxes are those of the numbers."""
+        found: dict[Box, Packed] = {}
+        for piece in self.model.frozen:
+            if (packing := piece.packing) is not None:
+                whole, offset = (*piece.shape[:-1], packing.whole), (*piece.offset[:-1], packing.first)
+                shape = (*piece.value.shape[:-1], packing.columns)
+                found[Box(f"model.{piece.name}", "", whole, offset, shape)] = Packed(piece.value.detach(), packing)
+        return found
 
     def boxes(self, past: Past | None = None) -> dict[Box, Tensor]:
         """Return all tensors of this rank's part: plain, most of them live, to copy, or to fill (then `restored`).

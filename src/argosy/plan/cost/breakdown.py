@@ -123,6 +123,11 @@ class RankSizes:
         experts = layers * moe * work.expert_parameters / plans.ep / self.expert_tp
         return layers * ((dense - whole) / plans.tp + whole), experts
 
+    def quantised(self, layers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return those of `parameters` that are quantised."""
+        dense, experts = self.parameters(layers)
+        return dense * self.work.quantised_dense, experts * self.work.quantised_experts
+
     def adapters(self, layers: Numbers) -> tuple[Numbers, Numbers]:
         """Return the same of the adapter, where one is trained beside the weights."""
         plans, work = self.plans, self.work

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from argosy.config.optimizer import OptimizerConfig, settings_of
@@ -81,6 +81,16 @@ class LocalShard:
         """Shape of this rank's share, without padding."""
         return (_chunk_of(self.local[0], self.ranks, self.rank), *self.local[1:])
 
+    def in_bytes(self, parameter: Parameter, plan: Plan, run: RunConfig) -> LocalShard | None:
+        """Return the shard of a quantised parameter as it is held (`lora.base`), with bytes in its last dim; None if
+        it is not quantised."""
+        if not (run.lora.is_quantised and parameter.is_linear):
+            return None
+        columns = parameter.shape[-1]
+        if parameter.tp_dim == len(parameter.shape) - 1:
+            columns = -(-columns // plan.tp)  # ranks with fewer have as many bytes
+        return replace(self, local=(*self.local[:-1], run.lora.row_bytes(columns)))
+
 
 def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
     """Return the bytes of the state on global rank `rank` when gradients have been summed; exact, padding included."""
@@ -91,7 +101,10 @@ def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:
         for name, parameter in run_table(run, stage, plan.tp).items():
             cut = local_shard_of(parameter, plan, rank)
             w = DTYPE_BYTES[weight_format(name, parameter, plan, run)]
-            parameters += w * (cut.chunk if plan.zero == 3 else cut.numel)
+            held, each = cut.in_bytes(parameter, plan, run), 1
+            if held is None:
+                held, each = cut, w
+            parameters += each * (held.chunk if plan.zero == 3 else held.numel)
             if not parameter.is_trained:
                 continue
             gradients += w * _gradient_elements(cut, plan)

@@ -84,7 +84,7 @@ class LayerModel(RankSizes):
         work = self.work
         moe = work.moe_layers / work.layers
         mlp = self._feed_forward() * (1 - moe) + self.mixture * moe
-        return self._attention() + mlp + self._adapters() + self._around()
+        return self._attention() + mlp + self._adapters() + self._dequantised() + self._around()
 
     def _matmul(self, m: Numbers, k: Numbers, n: Numbers, rate: Numbers | None = None) -> LayerTime:
         """Return the forward of a matmul, with the conversions to a narrow format."""
@@ -187,6 +187,11 @@ class LayerModel(RankSizes):
         moved = tokens * (work.adapter_inputs + 3 * work.adapter_outputs + 2 * work.scaled_outputs) / tp
         moving = self._moving(moved)
         return replace(moving, pointwise=np.maximum(moving.pointwise, flops / self.matmul_flops_per_s))
+
+    def _dequantised(self) -> LayerTime:
+        """Return the dequantising of a layer's matrices, whatever the number of tokens: bytes read, numbers written."""
+        numbers = sum(self.quantised(1.0))
+        return self._moving(numbers * (1 + self.work.quantised_bytes / self.activation_bytes))
 
     def _moving(self, elements: Numbers) -> LayerTime:
         """Return pointwise operations that read or write so many elements of memory."""

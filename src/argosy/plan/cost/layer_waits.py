@@ -188,8 +188,10 @@ class WaitModel(LayerModel):
         beside, beside_experts = self.adapters(1.0)
         trained = dense * self.work.trained_dense + beside, experts * self.work.trained_experts + beside_experts
         groups = self.shard_group, self.expert_shard_group
-        for parameters, summed, group in zip((dense, experts), trained, groups, strict=True):
-            gather = gather_s(parameters * self.activation_bytes, group) * gathers
+        sizes = zip((dense, experts), self.quantised(1.0), trained, groups, strict=True)
+        for parameters, packed, summed, group in sizes:
+            size = (parameters - packed) * self.activation_bytes + packed * self.work.quantised_bytes
+            gather = gather_s(size, group) * gathers
             both = gather + times * gather_s(summed * system.reduced_bytes, group)
             moved = moved + np.where(parameters > 0, both, 0.0)
         room = np.maximum(0.0, compute - self.taken_s(self.shard_group))

@@ -120,6 +120,8 @@ class MemoryModel(RankSizes):
         weight_bytes = np.where(plans.is_("weights", "bf16"), 2.0, system.weight_bytes)
         adapter = np.where(plans.zero == 3, self._shared(beside, beside_experts), beside + beside_experts)
         base_bytes = np.where(self._has_adapter & ~plans.is_("precision", "fp32", "fp16"), 2.0, weight_bytes)
+        packed_dense, packed_experts = self.quantised(layers)
+        packed = np.where(plans.zero == 3, self._shared(packed_dense, packed_experts), packed_dense + packed_experts)
         saved = np.where(self._has_adapter, self._shared(beside, beside_experts), share)
         in_flight = self._in_flight(first, layers)
         kept = work.reached * in_flight * self._kept
@@ -132,7 +134,7 @@ class MemoryModel(RankSizes):
         update = np.maximum(0.0, mine * system.update_bytes - comes_and_goes)
         first_held = system.checks_gradients * trained * system.gradient_bytes
         used = Footprint(
-            weights=held * base_bytes + adapter * weight_bytes,
+            weights=(held - packed) * base_bytes + packed * work.quantised_bytes + adapter * weight_bytes,
             gradients=first_held
             + self._beside(kept, summed * system.gradient_bytes, trained_ends * system.gradient_bytes),
             optimizer=np.where(self.offloads_optimizer, 0.0, mine * system.moment_bytes + update),
@@ -260,7 +262,8 @@ class MemoryModel(RankSizes):
         plans = self.plans
         is_cast = ~plans.is_("precision", "fp32") & plans.is_("weights", "fp32") & ~plans.shards_parameters
         is_cast = is_cast & (~self._has_adapter | plans.is_("precision", "fp16"))
-        return np.where(self.eager & is_cast, sum(self.parameters(1.0)) * self.activation_bytes, 0.0)
+        cast = sum(self.parameters(1.0)) - sum(self.quantised(1.0))
+        return np.where(self.eager & is_cast, cast * self.activation_bytes, 0.0)
 
     @cached_property
     def moved(self) -> Numbers:
@@ -305,7 +308,9 @@ class MemoryModel(RankSizes):
         gradients = self.tokens * self.activation_bytes * (2 * work.width + 2 * widest)
         matrix = work.width * np.maximum(dense / plans.tp, work.heads * work.value_width / plans.tp)
         between = self.tokens * self._delta_between * (work.delta_layers > 0)
-        return again + gradients + between + matrix * (self.activation_bytes + 4)
+        stack = work.quantised_experts * work.experts * work.width * work.expert_ffn_width / plans.ep / self.expert_tp
+        matrix = np.maximum(matrix * (self.activation_bytes + 4), stack * self.activation_bytes)
+        return again + gradients + between + matrix
 
     def _received(self) -> Numbers:
         """Return the bytes that a rank's stages receive, for each microbatch of the step, and hold in buffers."""
@@ -346,8 +351,10 @@ class MemoryModel(RankSizes):
         """
         plans = self.plans
         dense, experts = self.parameters(1.0)
-        parameters = np.where(plans.pp > 1, layers, np.minimum(2, layers)) * (dense + experts)
+        packed = sum(self.quantised(1.0))
+        gathered = (dense + experts - packed) * self.activation_bytes + packed * self.work.quantised_bytes
+        gathered = np.where(plans.pp > 1, layers, np.minimum(2, layers)) * gathered
         trained = dense * self.work.trained_dense + experts * self.work.trained_experts + trained_ends
         trained = trained + sum(self.adapters(1.0))
         gradients = np.where(self._adds_up, 0, trained * self.system.gradient_bytes)
-        return np.where(plans.shards_parameters, parameters * self.activation_bytes + gradients, 0.0)
+        return np.where(plans.shards_parameters, gathered + gradients, 0.0)

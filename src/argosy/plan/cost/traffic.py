@@ -220,8 +220,9 @@ def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         )
         padded = cut.ranks * cut.chunk
         if cut.ranks > 1 and plan.zero == 3:
-            times = _times_gathered(plan, run, rank, name)
-            yield Collective(shard, "all_gather", times * gathered * padded, cut.ranks)
+            times, packed = _times_gathered(plan, run, rank, name), cut.in_bytes(parameter, plan, run)
+            size = gathered * padded if packed is None else cut.ranks * packed.chunk
+            yield Collective(shard, "all_gather", times * size, cut.ranks)
         if not parameter.is_trained:
             continue
         if cut.ranks > 1:

@@ -44,6 +44,8 @@ class Question:
     """Tokens of a data set to fine-tune on, in place of `tokens`."""
     lora: int | None = None
     """Rank of an adapter that is trained beside the weights."""
+    lora_base: str | None = None
+    """Format of these: `lora.base`."""
     objective: Objective = "time"
     fix: str = ""
     top: int = 10
@@ -51,6 +53,17 @@ class Question:
     """It is about serving, for which the batch says nothing."""
     price: float | None = None
     """Price of an hour of one device, in the cluster's currency; None: the cluster's, or the catalogue's."""
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """Keys of the run file that are asked for, with their values."""
+        values = {
+            "data.seq_len": self.seq_len,
+            "train.global_batch": self.global_batch,
+            "lora.rank": self.lora,
+            "lora.base": self.lora_base,
+        }
+        return {key: value for key, value in values.items() if value is not None}
 
 
 def of_model(model: str | ModelConfig, cluster: str, asked: Question, name: str = "") -> PlanRequest:
@@ -158,10 +171,8 @@ def _run_of_model(
         batch = devices if asked.serving else law
         if not asked.serving:
             of_batch.append(f"Assumed: --global-batch {batch} ({why}).")
-    sizes: dict[str, object] = {"data.seq_len": seq_len, "train.global_batch": batch}
-    if asked.lora is not None:
-        sizes["lora.rank"] = asked.lora
-    whole = load(None, chosen | sizes, overrides_mark="--")
+    sizes = {"data.seq_len": seq_len, "train.global_batch": batch}
+    whole = load(None, chosen | asked.keys | sizes, overrides_mark="--")
     return whole.model_copy(update={"model": run.model}), assumed + more, of_batch
 
 

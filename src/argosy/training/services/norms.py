@@ -63,7 +63,7 @@ class LayerNorms(Service):
         """Take the squares of gradients, and of weights that no update comes to."""
         self._squares = {}
         for piece in self._frozen:
-            self._add("weight", piece, piece.value)
+            self._add("weight", piece, piece.numbers)
         for piece in self._pieces:
             if piece.value.grad is not None:
                 self._add("gradient", piece, piece.value.grad)

@@ -213,9 +213,11 @@ class UserView:
     validation_loss = property(lambda self: self._now.validation_loss)
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return this rank's parts of the parameters, by name: live tensors, local shapes."""
+        """Return this rank's parts of the parameters, by name: live tensors, local shapes; without those that are
+        quantised (`lora.base`)."""
         model = self._state.model
-        return {piece.name: piece.value.detach() for piece in (*model.pieces, *model.frozen)}
+        pieces = (*model.pieces, *model.frozen)
+        return {piece.name: piece.value.detach() for piece in pieces if piece.packing is None}
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients of `weights()` where they are whole and not clipped, else nothing."""

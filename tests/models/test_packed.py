@@ -1,0 +1,95 @@
+"""Packed matrices have the numbers of NF4 and of int8 in blocks, however they are cut, and backward keeps no others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from argosy.config.train import LoraConfig
+from argosy.models.packed import NF4, STEPS, Packed, Packing
+
+BASES = ("nf4", "int8")
+
+
+def packing(base: str, columns: int, first: int = 0, whole: int = 0, ranks: int = 1) -> Packing:
+    lora = LoraConfig.model_validate({"rank": 1, "base": base})
+    made = Packing(lora, columns, first, whole or columns, ranks)
+    made.to(torch.device("cpu"))
+    return made
+
+
+def drawn(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+
+
+def by_definition(numbers: Tensor, base: str) -> Tensor:
+    """Each number's nearest, block by block, in fp64; the codes are those of bitsandbytes 0.50.2, bit for bit."""
+    levels = torch.tensor(NF4, dtype=torch.float64) if base == "nf4" else torch.arange(-STEPS, STEPS + 1) / STEPS
+    found = []
+    for block in numbers.split(64, -1):
+        scale = block.abs().amax(-1, keepdim=True)
+        distance = (block.double() / scale.double()).unsqueeze(-1) - levels
+        found.append(levels[distance.abs().argmin(-1)] * scale)
+    return torch.cat(found, -1).float()
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("columns", [256, 100])
+def test_each_number_is_the_nearest(base: str, columns: int) -> None:
+    numbers = drawn(40, columns)
+    how = packing(base, columns)
+    packed = how.pack(numbers)
+    assert packed.shape == (40, -(-columns // 64) * (36 if base == "nf4" else 68))
+    back = how.unpack(packed, torch.float32)
+    torch.testing.assert_close(back, by_definition(numbers, base), rtol=1e-6, atol=1e-7)
+    assert torch.equal(how.pack(back), packed)
+    assert not how.unpack(how.pack(torch.zeros(2, columns)), torch.float32).any()
+
+
+def test_codes_lie_as_those_of_bitsandbytes() -> None:
+    # quantize_4bit(x, blocksize=64, quant_type="nf4") of these numbers: the first of two in the upper half.
+    numbers = torch.tensor([-1.0, 1.0, 0.0, 0.5, -0.3, 0.09] + 58 * [0.0])[None] * 3
+    packed = packing("nf4", 64).pack(numbers)[0]
+    assert packed[:4].clone().view(torch.float32).item() == 3.0
+    assert packed[4:8].tolist() == [0x0F, 0x7C, 0x48, 0x77]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_parts_have_the_numbers_of_the_whole(base: str) -> None:
+    numbers = drawn(8, 256)
+    whole = packing(base, 256).unpack(packing(base, 256).pack(numbers), torch.float32)
+    for first in (0, 128):
+        part = packing(base, 128, first, 256, ranks=2)
+        assert torch.equal(
+            part.unpack(part.pack(numbers[:, first : first + 128]), torch.float32), whole[:, first:][:, :128]
+        )
+    assert torch.equal(packing(base, 256).pack(numbers)[3:], packing(base, 256).pack(numbers[3:]))
+    read = Packed(torch.zeros_like(packing(base, 256).pack(numbers)), packing(base, 256))
+    read.read(lambda first, count: numbers[first : first + count])
+    assert torch.equal(read.float(), whole)
+
+
+@pytest.mark.parametrize(("base", "compiled"), [("nf4", False), ("int8", False), ("nf4", True)])
+def test_backward_keeps_the_bytes_alone(base: str, compiled: bool) -> None:
+    numbers, how = drawn(48, 128), packing(base, 128)
+    weight = Packed(how.pack(numbers), how)
+    inputs = drawn(5, 128).requires_grad_()
+
+    def outputs(x: Tensor) -> Tensor:
+        return weight.times(x, F.linear).sin()
+
+    if compiled:  # min-cut partitioning, as before inductor's own code
+        outputs = torch.compile(outputs, backend="aot_eager_decomp_partition", fullgraph=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        found = outputs(inputs)
+    found.sum().backward()
+    assert any(tensor.dtype == torch.uint8 for tensor in kept)
+    assert not any(tensor.is_floating_point() and tensor.numel() >= numbers.numel() for tensor in kept)
+    plain = inputs.detach().clone().requires_grad_()
+    wanted = F.linear(plain, weight.float()).sin()
+    wanted.sum().backward()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(inputs.grad, plain.grad)
