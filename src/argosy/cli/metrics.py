@@ -43,7 +43,7 @@ class Options:
     to_step: Annotated[int | None, tyro.conf.arg(name="to")] = None
     """Last step."""
     format: Literal["csv", "json", "parquet"] | None = None
-    """Format of the table: csv, json (an object a line) or parquet, which needs --out. Without it csv; with --json, json."""
+    """csv, json (an object a line) or parquet, which needs --out. Not given: csv; with --json, json."""
     out: Path | None = None
     """A file to write the table to, instead of printing it."""
     json: bool = False
@@ -69,7 +69,9 @@ def main(argv: list[str]) -> None:
     if form == "parquet" and options.out is None:
         raise UserError("--format parquet: a binary file, which is not printed. Name one: --out metrics.parquet")
     if options.json and options.out is None and form != "json":
-        raise UserError(f"--format {form}: with --json, JSON is printed. Leave one out, or name a file: --out metrics.csv")
+        raise UserError(
+            f"--format {form}: with --json, JSON is printed. Leave one out, or name a file: --out metrics.csv"
+        )
     from argosy.watch.columns import STEP
     from argosy.watch.query import table_of_steps
     from argosy.watch.reader import RunReader
