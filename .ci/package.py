@@ -40,26 +40,30 @@ TESTED = (
 def main() -> None:
     """Build twice, compare, install, try."""
     with tempfile.TemporaryDirectory() as folder:
-        first, second = (build(Path(folder) / name) for name in ("first", "second"))
+        head = ["git", "-C", ROOT, "rev-parse", "HEAD"]
+        commit = subprocess.run(head, stdout=subprocess.PIPE, check=True).stdout.decode().strip()
+        first, second = (build(commit, Path(folder) / name) for name in ("first", "second"))
         if first != second:
             sys.exit(f"two builds differ: {[name for name in first if first[name] != second.get(name)]}")
         dist = ROOT / "dist"
         dist.mkdir(exist_ok=True)
         for name, content in first.items():
             (dist / name).write_bytes(content)
-        try_package(*(dist / name for name in sorted(first)), Path(folder) / "elsewhere")
+        try_package(*(dist / name for name in sorted(first)), commit, Path(folder) / "elsewhere")
     for name, content in first.items():
         print(f"dist/{name}  sha256 {hashlib.sha256(content).hexdigest()}")
 
 
-def build(folder: Path) -> dict[str, bytes]:
-    """Return the wheel and the sdist of the last commit, by their names."""
+def build(commit: str, folder: Path) -> dict[str, bytes]:
+    """Return the wheel and the sdist of a commit, by their names."""
     source, out = folder / "source", folder / "dist"
     git = ["git", "-C", str(ROOT)]
-    archive = subprocess.run([*git, "archive", "HEAD"], stdout=subprocess.PIPE, check=True).stdout
+    archive = subprocess.run([*git, "archive", commit], stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(source, filter="data")
-    epoch = subprocess.run([*git, "log", "-1", "--format=%ct"], stdout=subprocess.PIPE, check=True).stdout.decode()
+    epoch = subprocess.run(
+        [*git, "log", "-1", "--format=%ct", commit], stdout=subprocess.PIPE, check=True
+    ).stdout.decode()
     environment = {**os.environ, "SOURCE_DATE_EPOCH": epoch.strip()}
     subprocess.run([sys.executable, "-m", "build", "--outdir", out, source], env=environment, check=True, stdout=2)
     for path in out.glob("*.tar.gz"):
@@ -83,7 +87,7 @@ def fix(sdist: Path, epoch: int) -> None:
             new.addfile(plain, io.BytesIO(text))
 
 
-def try_package(wheel: Path, sdist: Path, folder: Path) -> None:
+def try_package(wheel: Path, sdist: Path, commit: str, folder: Path) -> None:
     """Install the wheel in an environment of its own; use it, and test it with the sdist's tests, without the tree."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
@@ -92,9 +96,8 @@ def try_package(wheel: Path, sdist: Path, folder: Path) -> None:
     subprocess.run([python, "-m", "twine", "check", "--strict", wheel, sdist], check=True, stdout=2)
     argosy = folder / "bin" / "argosy"
     version = subprocess.run([argosy, "--version"], cwd=folder, stdout=subprocess.PIPE, check=True).stdout.decode()
-    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], stdout=subprocess.PIPE, check=True).stdout.decode()
-    if f"({head[:8]}), torch " not in version:
-        sys.exit(f"argosy --version says {version!r}, and the commit is {head}")
+    if f"({commit[:8]}), torch " not in version:
+        sys.exit(f"argosy --version says {version!r}, and the commit is {commit}")
     for words in TRIED:
         print("$ argosy", *words, file=sys.stderr, flush=True)
         subprocess.run([argosy, *words], cwd=folder, check=True, stdout=2)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+import itertools
 
-from argosy.data.packing import START, TRAINED, Packer, Words
+import numpy as np
+import torch
+from torch import Tensor
+
+from argosy.data.packing import ID_MASK, START, TRAINED, Packer, Words, sequences_in
+from argosy.models.decoder import Decoder
 
 VOCABULARY = 400
 SEQ_LEN = 32
@@ -31,3 +36,28 @@ def rows_of(units: list[Words], seq_len: int = SEQ_LEN) -> np.ndarray:
     rows = [row for unit in units for row in packer.add(unit)] + packer.flush()
     stream = np.concatenate([word for row in rows for word in row] + [np.zeros(1, np.int32)])
     return np.stack([stream[i : i + seq_len + 1] for i in range(0, len(stream) - 1, seq_len)])
+
+
+def scores(model: Decoder, row: np.ndarray) -> list[tuple[int, Tensor, int]]:
+    """Of each sequence of a row, alone in the model: its kind, its answer's log-probability or score, its tokens."""
+    found = []
+    kinds = sequences_in(row[None]).kinds[0]
+    starts = [*np.flatnonzero(row[:-1] & START), len(row) - 1]
+    for begin, end in itertools.pairwise(starts):
+        words = torch.from_numpy(row[begin:end].astype(np.int64))
+        if kinds[begin]:
+            ids, learned = words & ID_MASK, words[1:] & TRAINED != 0
+            outputs = model(ids[None])[0]
+            if model.score is not None:
+                value = outputs[-1, 0]
+            else:
+                value = outputs[:-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[learned].sum()
+            found.append((int(kinds[begin]), value, int(learned.sum())))
+    return found
+
+
+@torch.no_grad()
+def reference_of(model: Decoder, rows: np.ndarray) -> np.ndarray:
+    found = [[float(logp) for _, logp, _ in scores(model, row)] for row in rows]
+    most = max(map(len, found))
+    return np.array([[*some, *[0.0] * (most - len(some))] for some in found], np.float32)

@@ -242,15 +242,14 @@ PLANNED = ("one process", "tp", "pp", "ep", "cp", "ulysses", "zero 3")
 
 def table(cards: dict[str, Card]) -> str:
     """Return the cards as a table."""
-    columns = ("model_type", "class", *ERRORS, *FLAGS, *RATIOS)
+    columns = ("model_type", "class", *ERRORS, "other than transformers")
     rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for family, card in cards.items():
         errors = [f"{card[name]:.0e}" for name in ERRORS]
-        whole = ["same" if card[name] else "**other**" for name in FLAGS]
-        counted = ["same" if abs(card[name] - 1) < 1e-9 else f"{card[name]:.6f}" for name in RATIOS]
-        rows.append(
-            "| " + " | ".join([f"`{family}`", family_entry(family).architecture, *errors, *whole, *counted]) + " |"
-        )
+        other = [f"**{name}**" for name in FLAGS if not card[name]]
+        other += [f"**{name}** x {card[name]:.6f}" for name in RATIOS if abs(card[name] - 1) >= 1e-9]
+        cells = [f"`{family}`", family_entry(family).architecture, *errors, ", ".join(other)]
+        rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 

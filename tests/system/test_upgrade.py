@@ -43,7 +43,8 @@ def test_data_a_run_file_and_a_run_of_an_older_version_go_on(folder: Folder, old
         out, err = process.communicate(timeout=PATIENT_S)
         assert process.returncode == 0, f"{out}\n{err}"
 
-    (folder.path / "text.py").write_text("".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))[:99]))
+    sources = sorted((ROOT / "src").rglob("*.py"))[:99]
+    (folder.path / "text.py").write_text("".join(path.read_text() for path in sources))
     folder.corpus = folder.path / "data"
     with_older("prepare", "text.py", "--out", folder.corpus, "--vocab-size", 300)
     constant = ("--schedule.kind", "constant")  # so that a longer run repeats the shorter one's steps

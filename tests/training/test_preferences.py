@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 
 from argosy.config.data import PrepareConfig
 from argosy.config.dump import save_run
-from argosy.data.packing import ID_MASK, MISMATCHED, REJECTED, START, TRAINED, Words, sequences_in
+from argosy.data.packing import ID_MASK, MISMATCHED, REJECTED, START, TRAINED, Words
 from argosy.data.prepare import prepare
 from argosy.data.shards import TokenSource
 from argosy.data.tokenizer import train
@@ -31,7 +31,7 @@ from argosy.models import hf
 from argosy.models.decoder import Decoder
 from argosy.parallel.world import World
 from argosy.training.rows import compared_microbatches
-from chats import SEQ_LEN, rows_of
+from chats import SEQ_LEN, reference_of, rows_of, scores
 from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
 from workers import WorkerPool
 
@@ -92,31 +92,6 @@ def trained(world: World, plan: str, objective: str, model: dict[str, Any]) -> l
         step.apply(step.update(outcome, LR_OF.get(objective, LR)))
         said += [outcome.loss, outcome.gradient_norm]
     return said
-
-
-def scores(model: Decoder, row: np.ndarray) -> list[tuple[int, Tensor, int]]:
-    """Of each sequence of a row, alone in the model: its kind, its answer's log-probability or score, its tokens."""
-    found = []
-    kinds = sequences_in(row[None]).kinds[0]
-    starts = [*np.flatnonzero(row[:-1] & START), len(row) - 1]
-    for begin, end in itertools.pairwise(starts):
-        words = torch.from_numpy(row[begin:end].astype(np.int64))
-        if kinds[begin]:
-            ids, learned = words & ID_MASK, words[1:] & TRAINED != 0
-            outputs = model(ids[None])[0]
-            if model.score is not None:
-                value = outputs[-1, 0]
-            else:
-                value = outputs[:-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[learned].sum()
-            found.append((int(kinds[begin]), value, int(learned.sum())))
-    return found
-
-
-@torch.no_grad()
-def reference_of(model: Decoder, rows: np.ndarray) -> np.ndarray:
-    found = [[float(logp) for _, logp, _ in scores(model, row)] for row in rows]
-    most = max(map(len, found))
-    return np.array([[*some, *[0.0] * (most - len(some))] for some in found], np.float32)
 
 
 def published(objective: str, model: Decoder, rows: np.ndarray, known: np.ndarray) -> Tensor:

@@ -4,7 +4,7 @@ A space is a file (docs/design.md): a device's figures, each one value or a list
 the planner's formulas; nothing is run.
 
 Examples:
-  argosy design examples/design.toml                     138,240 devices, in less than a minute
+  argosy design examples/design.toml                     118,656 devices, in about a minute
   argosy design examples/design.toml --json
   argosy design mine.toml --csv points.csv --plots build/plots
   argosy design examples/design-a100-to-b200.toml        what of a speed-up comes from where
