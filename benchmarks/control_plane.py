@@ -36,15 +36,14 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from argosy.checkpoint.owner import name_of
+from argosy.checkpoint.fence import name_of
 from argosy.config.dump import save_run
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.observe.events import read_lines
 from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
 from argosy.processes.child import Child
-from argosy.processes.connection import Connection
-from argosy.processes.messages import decoded, encoded
+from argosy.processes.connection import Connection, decoded, encoded
 from argosy.processes.secret import call, secret_of
 from argosy.resilience.node_health import Health
 from argosy.supervise import messages as say

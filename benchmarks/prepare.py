@@ -38,7 +38,7 @@ def main() -> None:
         config = PrepareConfig(input=("builtin:python",), max_text_bytes=text_bytes, tokenizer=tokenizer)
         files = find_files(config.input).files
         train(sample_texts(files, config, 5_000_000), 8192, tokenizer)
-        texts = [d.text for d in DocumentReader(files, "text", "skip", text_bytes).read()]
+        texts = [d.text for d in DocumentReader(files, "skip", text_bytes).read()]
         print(f"{text_bytes / 1e6:.0f} MB, {len(texts)} documents, {len(os.sched_getaffinity(0))} cores")
         rates: dict[str, float] = {}
         for number in range(ROUNDS):  # taken in turns, so that all meet the same machine

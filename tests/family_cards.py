@@ -1,7 +1,7 @@
 """A card for each family: how far a drawn model here is from the same one in transformers, and what comes through.
 
 python tests/family_cards.py 8 2             draw 8 configurations of each family, 2 of them also under plans of two
-                                             processes; write docs/families.json and the tables
+                                             processes; write docs/families.json and the table
 python tests/family_cards.py 8 2 llama phi3  only of these; the others' cards stay
 """
 
@@ -237,31 +237,20 @@ ERRORS, FLAGS, RATIOS = (
     ("config", "weights", "index"),
     ("parameters", "flops"),
 )
-PLANNED = ("one process", "tp", "pp", "ep", "cp", "ulysses", "zero 3")
 
 
-def table(cards: dict[str, Card]) -> str:
-    """Return the cards as a table."""
-    columns = ("model_type", "class", *ERRORS, "other than transformers")
+def table(cards: dict[str, Card], under: dict[str, dict[str, Card]]) -> str:
+    """Return the cards as a table, with the largest errors under plans: of logits, of gradients, of ten losses."""
+    columns = ("model_type", "class", *ERRORS, "under plans", "differs")
     rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for family, card in cards.items():
         errors = [f"{card[name]:.0e}" for name in ERRORS]
-        other = [f"**{name}**" for name in FLAGS if not card[name]]
-        other += [f"**{name}** x {card[name]:.6f}" for name in RATIOS if abs(card[name] - 1) >= 1e-9]
-        cells = [f"`{family}`", family_entry(family).architecture, *errors, ", ".join(other)]
+        planned = worst(list(under[family].values()))
+        differs = [f"**{name}**" for name in FLAGS if not card[name]]
+        differs += [f"**{name}** x {card[name]:.6f}" for name in RATIOS if abs(card[name] - 1) >= 1e-9]
+        together = " ".join(f"{planned[name]:.0e}" for name in ("logits", "gradients", "losses"))
+        cells = [f"`{family}`", family_entry(family).architecture, *errors, together, ", ".join(differs)]
         rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
-
-
-def table_of_plans(cards: dict[str, dict[str, Card]]) -> str:
-    """Return the errors under plans as a table: of logits, of gradients, of ten losses."""
-    rows = ["| model_type | " + " | ".join(PLANNED) + " |", "|---" * (len(PLANNED) + 1) + "|"]
-    for family, under in cards.items():
-        cells = [
-            " ".join(f"{under[n][k]:.0e}" for k in ("logits", "gradients", "losses")) if n in under else ""
-            for n in PLANNED
-        ]
-        rows.append(f"| `{family}` | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
@@ -282,12 +271,8 @@ def main(draws: int, planned: int, families: Sequence[str]) -> None:
     record = {"draws": draws, "cards": cards, "draws_under_plans": planned, "under_plans": under}
     (DOCS / "families.json").write_text(json.dumps(record, indent=1) + "\n")
     page = DOCS / "families.md"
-    text = page.read_text()
-    for mark, rows in (("cards", table(cards)), ("plans", table_of_plans(under))):
-        text = re.sub(
-            f"<!-- {mark} -->.*<!-- {mark} -->", f"<!-- {mark} -->\n{rows}\n<!-- {mark} -->", text, flags=re.S
-        )
-    page.write_text(text)
+    whole = f"<!-- cards -->\n{table(cards, under)}\n<!-- cards -->"
+    page.write_text(re.sub("<!-- cards -->.*<!-- cards -->", whole, page.read_text(), flags=re.S))
 
 
 if __name__ == "__main__":

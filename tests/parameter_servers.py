@@ -13,7 +13,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SiteConfig
 from argosy.parallel.world import World
-from argosy.processes.messages import WireRecord
+from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout
 from argosy.sync.links import Links, keys_of

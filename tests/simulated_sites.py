@@ -16,7 +16,7 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.observe.events import Events, read_lines
-from argosy.processes.messages import BadMessage, WireRecord
+from argosy.processes.connection import BadMessage, WireRecord
 from argosy.sync.exchange import SiteExchange
 from argosy.sync.layout import Sites, at_site
 from argosy.sync.ledger import RoundLedger, dealt_in

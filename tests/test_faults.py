@@ -18,7 +18,7 @@ import torch
 from argosy import faults
 from argosy.errors import UserError
 from argosy.faults import arm, fault, parse
-from argosy.processes.patience import process_state
+from argosy.processes.child import process_state
 from waiting import PATIENT_S, wait_until
 
 

@@ -84,7 +84,9 @@ def steps_of_trl(
     trainer, config, more = TRAINERS[objective]
     more = more | {THEIR_NAMES.get(k, k): v for k, v in preference.items() if SETTINGS[k] == objective}
     if objective == "reward":  # its collator takes whole sequences
-        examples = [{side: one["prompt_ids"] + one[side] for side in ("chosen_ids", "rejected_ids")} for one in examples]
+        examples = [
+            {side: one["prompt_ids"] + one[side] for side in ("chosen_ids", "rejected_ids")} for one in examples
+        ]
     if objective in {"simpo", "orpo"}:  # these take texts, and drop what is beside them when they have made tokens
         examples = [{"prompt": "", "chosen": "", "rejected": "", "tokens": one} for one in examples]
     with TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from argosy.processes import patience
+from argosy.processes import child
 
 PATIENT_S = 300.0
 """What is waited for comes much sooner, but on a machine that has other things to do."""
@@ -32,5 +32,5 @@ def wait_until(
         assert found[0] or process is None or process.poll() is None, ("the process ended", story())
         return found[0]
 
-    assert patience.wait_until(holds, seconds, every_s=0.01), ("waited too long", story())
+    assert child.wait_until(holds, seconds, every_s=0.01), ("waited too long", story())
     return found[0]

@@ -36,7 +36,7 @@ from argosy.plan.cost.estimate import INTERVAL_Z
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.layouts import Layouts
-from argosy.plan.workload import stack
+from argosy.plan.quantities import stack
 
 Floats = NDArray[np.float64]
 Figures = Mapping[str, Mapping[str, Any]]

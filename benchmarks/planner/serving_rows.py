@@ -24,7 +24,8 @@ from argosy.plan.cost.inference import Formats, Latencies, ReplicaCut, ServingLo
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine
 from argosy.plan.hardware.devices import Device, Format, find_device
-from argosy.plan.workload import Workload, stack
+from argosy.plan.quantities import stack
+from argosy.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 

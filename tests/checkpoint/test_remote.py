@@ -11,8 +11,7 @@ import pytest
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import DamagedCheckpoint, file_sum, signed
-from argosy.checkpoint.fence import Fenced
-from argosy.checkpoint.owner import NAME_FILE, OWNER
+from argosy.checkpoint.fence import NAME_FILE, OWNER, Fenced
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError

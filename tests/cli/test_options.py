@@ -9,10 +9,9 @@ import tyro
 
 from argosy import cli
 from argosy.cli.options import ESSENTIAL, fitted, parse, parse_run, parse_section
-from argosy.config.counts import Count, WholeCount
 from argosy.config.data import PrepareConfig
 from argosy.config.load import load
-from argosy.config.section import dotted
+from argosy.config.section import Count, WholeCount, dotted
 from argosy.errors import UserError
 
 

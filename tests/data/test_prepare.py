@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from argosy.config.extend import ExtendConfig
 from argosy.data import prepare as module
 from argosy.data.crew import PrepareProgress
 from argosy.data.documents import InputPiece
-from argosy.data.manifest import TOKENIZER, Manifest, verify
+from argosy.data.manifest import NAME, TOKENIZER, Manifest, verify
 from argosy.data.prepare import prepare
 from argosy.data.shards import TokenSource
 from argosy.data.sources import find_files
@@ -29,6 +30,7 @@ from argosy.engines.local import Local
 from argosy.engines.record import LaunchedJob
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from data.conftest import TEXTS
+from tokenizers_with_marks import begun_tokenizer
 from waiting import PATIENT_S
 
 DOCUMENTS = [f"{text}# {i * i}\n" * (i % 7 + 1) for i, text in enumerate(TEXTS)]
@@ -124,6 +126,23 @@ def test_other_options_on_the_same_folder_are_refused(config: PrepareConfig) -> 
     prepare(config)
     with pytest.raises(UserError, match=r"other options \(shard_tokens = 1500 there, 9 here\)\. Choose another `out`"):
         prepare(changed(config, shard_tokens=9))
+
+
+def test_documents_of_before_keep_beginning_with_nothing(
+    config: PrepareConfig, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    """Data that were prepared before BOS was written are taken as they are; a new folder has it."""
+    begun = begun_tokenizer(tokenizer_json, tmp_path / "begun.json")
+    config = changed(config, tokenizer=begun)
+    manifest = prepare(config)
+    assert manifest.options["begin"] == Tokenizer.load(begun).begin_ids
+    first = TokenSource(config.out, "train").tokens(0, 1)
+    assert first.tolist() == manifest.options["begin"]
+    path = config.out / NAME
+    facts = json.loads(path.read_text())
+    del facts["options"]["begin"]
+    path.write_text(json.dumps(facts))
+    assert "begin" not in prepare(config).options
 
 
 def test_foreign_shards_are_not_overwritten(config: PrepareConfig) -> None:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from argosy.data import tokenizer as engines
 from argosy.data.tokenizer import END_OF_DOCUMENT, Encoder, Tokenizer, choose_engine, encode_function, train
 from argosy.errors import ArgosyWarning, UserError
 from data.conftest import TEXTS
+from tokenizers_with_marks import begun_tokenizer
 
 
 def test_training_twice_gives_the_same_file(tokenizer_json: Path, tmp_path: Path) -> None:
@@ -106,6 +108,20 @@ def test_documents_end_in_the_end_of_document_token(tokenizer_json: Path) -> Non
     assert batch.tokens.tolist() == [token for text in texts for token in (*tokenizer.encode(text), tokenizer.eod_id)]
     assert batch.lengths.tolist() == [len(tokenizer.encode(text)) + 1 for text in texts]
     assert batch.text_bytes.tolist() == [5, 1, 6] and batch.tokens.dtype == np.uint16
+
+
+def test_a_text_begins_as_its_tokenizer_has_texts_begin(tokenizer_json: Path, tmp_path: Path) -> None:
+    begun = begun_tokenizer(tokenizer_json, tmp_path / "begun.json")
+    tokenizer, plain = Tokenizer.load(begun), Tokenizer.load(tokenizer_json)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(begun))
+    bos = tokenizer.special_tokens["<|begin|>"]
+    assert tokenizer.begin_ids == [bos] and plain.begin_ids == []
+    assert tokenizer.encode_prompt("def f") == theirs("def f").input_ids == [bos, *plain.encode("def f")]
+    assert plain.encode_prompt("def f") == [plain.eod_id, *plain.encode("def f")]
+    batch = Encoder(begun, "huggingface", np.dtype("<u2"), 0.0).encode(["def f", "", "x"])
+    texts = [[bos, *plain.encode(text), plain.eod_id] for text in ("def f", "", "x")]
+    assert batch.tokens.tolist() == [token for text in texts for token in text]
+    assert batch.lengths.tolist() == [len(text) for text in texts]
 
 
 def test_held_out_share_is_the_one_asked_for_and_follows_the_text(tokenizer_json: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from argosy.checkpoint.adapter import MergedWeights, adapter_shapes
-from argosy.config.lora import LoraConfig
 from argosy.config.schema import RunConfig
+from argosy.config.train import LoraConfig
 from argosy.errors import UserError
 from argosy.inference.rank_model import RankModel, SampleRequest, score
 from argosy.models.decoder import Decoder

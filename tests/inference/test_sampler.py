@@ -15,7 +15,7 @@ from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.inference.sampler import Sampler
-from argosy.resilience.detect import memory
+from argosy.resilience.detect import node
 from argosy.sinks.worker import about
 
 PROMPT = "class "
@@ -92,7 +92,7 @@ def test_the_text_that_the_run_ends_with_is_the_last(folder):
 
 
 def test_a_model_that_would_take_the_memory_of_training_writes_nothing(folder, monkeypatch):
-    little = memory.MemoryReading(available_bytes=1000, limit_bytes=2000, oom_kills=0, machine_oom_kills=0)
+    little = node.MemoryReading(available_bytes=1000, limit_bytes=2000, oom_kills=0, machine_oom_kills=0)
     monkeypatch.setattr("argosy.inference.sampler.read_memory", lambda: little)
     sampler = Sampler(about(folder, {}))
     sampler.events([verified(40)])

@@ -21,6 +21,7 @@ VIEW = RunView(
     record=RECORD, losses=[(step, 8 / (1 + step / 20)) for step in range(140)], validation=[(99, 3.9), (119, 3.55)],
     parts=PARTS, predicted_parts={**PARTS, "rest": 0.003}, predicted_step_s=0.393, predicted_memory_bytes=290e6,
     ranks={0: 0.3, 1: 0.31, 2: 0.4},
+    stops=[("9 seen, 0.41 expected (0 to 1)", "yellow"), *[(f"HBM {k}, 0.05 expected", "") for k in range(20)]],
     events=[(1.7e9, "saved step 100", "green"), (1.7e9, "worker 1 died: it\nis", "red")],
 )  # fmt: skip
 
@@ -51,6 +52,12 @@ def test_it_says_where_the_run_is():
 def test_measured_and_predicted_parts_are_drawn_on_one_scale():
     time, plan = (line for line in text(VIEW).splitlines() if line.split()[:1] in (["time"], ["plan"]))
     assert time.count("█") / plan.count("█") == pytest.approx(0.402 / 0.393, rel=0.03)
+
+
+def test_stops_of_as_many_components_as_have_room_are_shown():
+    assert " stops   9 seen, 0.41 expected (0 to 1); HBM 0, 0.05 expected\n" in text(VIEW, columns=80)
+    assert "HBM 1" not in text(VIEW, columns=80)
+    assert "; HBM 9, 0.05 expected\n" in text(VIEW, columns=80, rows=40)
 
 
 def test_what_it_does_now_and_who_stands_still_are_said():

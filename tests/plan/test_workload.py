@@ -9,8 +9,10 @@ import pytest
 
 from argosy.config.layers import preset_names
 from argosy.config.load import load
+from argosy.plan.layer_spec import layer_spec
 from argosy.plan.parameters import parameter_table, trained_shapes
-from argosy.plan.workload import Workload, active_parameters, matmul_parameters, stack, train_flops_per_token
+from argosy.plan.quantities import stack
+from argosy.plan.workload import Workload, active_parameters, matmul_parameters, train_flops_per_token
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))
@@ -39,6 +41,30 @@ def test_a_stack_has_the_figures_of_each():
     ]
     together = stack(works)
     assert np.asarray(together.matrix_parameters).tolist() == [work.matrix_parameters for work in works]
+
+
+MIXED = {
+    "model.preset": "llama3-8b", "model.layers": 6, "model.attention.kv_heads": [2, 8, 1],
+    "model.attention.layers": ["full", "sliding", "sliding"], "model.attention.window": 128,
+}  # fmt: skip
+
+
+def test_heads_that_several_ranks_have_are_counted_layer_by_layer():
+    model = load("demo", MIXED).model
+    work, alike = (
+        Workload.of_model(each, 512, 16) for each in (model, load("demo", {"model.preset": "llama3-8b"}).model)
+    )
+    tp = np.array([1, 2, 4, 8, 16])
+    layers = [layer_spec(model, layer) for layer in range(model.layers)]
+    of_layers = np.array([np.maximum(1, spec.kv_heads / tp) * 2 * spec.head_width for spec in layers])
+    cached = np.array([[spec.seen(512) / 512] for spec in layers])
+    for found in (work, stack([alike, work])):
+        on_rank, in_cache = (np.asarray([found.kv_heads_on(n, cached=c) for n in tp]) for c in (False, True))
+        if found is not work:
+            assert on_rank[:, 0].tolist() == np.maximum(1, 8 / tp).tolist()
+            on_rank, in_cache = on_rank[:, 1], in_cache[:, 1]
+        assert on_rank * work.kv_width == pytest.approx(of_layers.mean(0))
+        assert in_cache * work.kv_width * work.cached_share == pytest.approx((of_layers * cached).mean(0))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from argosy.processes import connection as module
 from argosy.processes.connection import FRAME_BYTES, Connection
 from argosy.processes.connection import call as connect
-from argosy.processes.secret import MAGIC, Handshake, call, listen
-from argosy.processes.tls import certificate_of
+from argosy.processes.secret import MAGIC, Handshake, call, certificate_of, listen
 from waiting import PATIENT_S
 
 SECRET = b"s" * 32

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from argosy.processes.ray_process import tied
+from argosy.processes.ray_cluster import tied
 from waiting import wait_until
 
 STARTER = """
 import subprocess, sys
-from argosy.processes.ray_process import tied
+from argosy.processes.ray_cluster import tied
 process = subprocess.Popen(tied(["sleep", "60"]))
 print(process.pid, flush=True)
 process.wait()

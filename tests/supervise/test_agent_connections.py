@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from argosy.processes.messages import TEXT_CHARS
-from argosy.processes.secret import call
-from argosy.processes.tls import certificate_of
+from argosy.processes.connection import TEXT_CHARS
+from argosy.processes.secret import call, certificate_of
 from argosy.supervise import agent_connections as module
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import AgentConnections

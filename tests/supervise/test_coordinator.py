@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from argosy.checkpoint.fence import begin_generation, newest_generation
-from argosy.checkpoint.owner import name_of
+from argosy.checkpoint.fence import begin_generation, name_of, newest_generation
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.observe.events import read_lines

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from argosy.checkpoint.owner import name_of
+from argosy.checkpoint.fence import name_of
 from argosy.config.dump import save_run
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.processes.messages import TEXT_CHARS, BadMessage, decoded, encoded
+from argosy.processes.connection import TEXT_CHARS, BadMessage, decoded, encoded
 from argosy.resilience.detect.finding import WorkerSeen
 from argosy.resilience.node_health import Health, Wrong
 from argosy.supervise import messages as say

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from argosy.observe.heartbeat import HeartbeatReading
-from argosy.processes.messages import decoded, encoded
+from argosy.processes.connection import decoded, encoded
 from argosy.resilience.detect.finding import Sample, WorkerSeen
 from argosy.supervise.messages import FROM_AGENT, NodeHeartbeat
 from argosy.supervise.node_report import NodeReport, NodeReporter

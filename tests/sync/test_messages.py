@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.processes.messages import BadMessage
+from argosy.processes.connection import BadMessage
 from argosy.sync.messages import FROM_PART, FROM_SITE, PushPiece, Standing, StandingNotice, gives_way, packed, unpacked
 
 NAMES = ("A", "B")

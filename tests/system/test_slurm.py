@@ -170,6 +170,32 @@ def test_a_run_is_launched_followed_stopped_and_launched_again(launched, undistu
 
 
 @pytest.mark.slow
+def test_the_processes_of_a_launched_run_are_where_the_map_of_a_plan_says(launched, folder, monkeypatch):
+    """Each rank's process is one that the slurmd of its host has started."""
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=0.2")
+    (folder.path / "network.toml").write_text(NETWORK)
+    folder.argosy("plan", "--model", "llama3-8b", "--cluster", "network.toml", "--rank-map", "ranks.txt")
+    hosts = (folder.path / "ranks.txt").read_text().split()
+    assert sorted(set(hosts)) == ["n1", "n2", "n3"]
+    hosts = ["n3", "n1", "n2"]  # in an order that nothing but the map gives
+    (folder.path / "ranks.txt").write_text("\n".join(hosts))
+    options = ("--plan", "dp_replicate=3", "--train.global-batch", "6", "--train.steps", "1000")
+    launch(launched, "--nodes", "3", *options, "--launch.rank-map", "ranks.txt")
+    wait_until(lambda: launched.steps() > 2, PATIENT_S, story=lambda: log(launched))
+    of_nodes = launched.folder.documents("stacks", "runs/tiny", here=False)
+    nodes = {worker["rank"]: node_of(worker["pid"]) for seen in of_nodes for worker in seen["workers"]}
+    assert nodes == dict(enumerate(hosts))
+
+
+def node_of(pid: int) -> str:
+    """Return the node whose slurmd has started this process."""
+    environment = dict(
+        word.split("=", 1) for word in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in word
+    )
+    return environment["SLURMD_NODENAME"]
+
+
+@pytest.mark.slow
 def test_a_job_whose_time_is_over_is_requeued_until_the_run_has_ended(launched, undisturbed, monkeypatch):
     """SLURM lets a job that is requeued wait for two minutes."""
     monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=1")

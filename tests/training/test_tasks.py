@@ -6,12 +6,17 @@ import json
 import math
 from pathlib import Path
 
+import lm_eval
 import pytest
 import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import PreTrainedTokenizerFast
 
 from argosy.data.manifest import TOKENIZER
-from argosy.data.tokenizer import Tokenizer
+from argosy.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from argosy.errors import UserError
+from argosy.models import hf
 from argosy.parallel.world import World
 from argosy.sinks.sink import evaluation_values
 from argosy.sweep.trials import metric_of
@@ -21,8 +26,11 @@ from argosy.training.tasks import TaskScorer
 from argosy.watch.reader import RunReader
 from tasks import ANSWERS, CHOICES, task_file
 from tiny import EAGER, decoder, eager, laid_out, losses, run_config, train_in
+from tokenizers_with_marks import begun_tokenizer
+from transformers_models import load_theirs
 
 SEQ_LEN = 64
+BITS = "  - metric: bits_per_byte\n  - metric: word_perplexity\ndoc_to_target: question\n"
 PLANS = ["microbatch=2", "tp=2", "pp=2,microbatch=2", "cp=2", "dp_shard=2,zero=3", "cp=2,tp=2"]
 
 
@@ -102,8 +110,7 @@ def test_a_request_that_is_longer_than_a_row_loses_its_beginning():
 
 
 def test_texts_are_scored_as_a_whole(tmp_path, corpus):
-    more = "  - metric: bits_per_byte\n  - metric: word_perplexity\ndoc_to_target: question\n"
-    file = task_file(tmp_path, "texts", "loglikelihood_rolling", more)
+    file = task_file(tmp_path, "texts", "loglikelihood_rolling", BITS)
     found = scored(World(), "microbatch=2", [str(file)], corpus)["texts"]
     tokenizer, model, nats, letters = Tokenizer.load(corpus / TOKENIZER), decoder(), 0.0, 0
     for i in range(12):
@@ -111,6 +118,21 @@ def test_texts_are_scored_as_a_whole(tmp_path, corpus):
         nats -= log_probability(model, [tokenizer.eod_id], tokenizer.encode(text))
         letters += len(text)
     assert found["bits_per_byte"] == pytest.approx(nats / letters / math.log(2), rel=1e-5)
+
+
+def test_scores_after_a_beginning_are_those_of_lm_eval(tmp_path, corpus, choices):
+    names = [str(choices), str(task_file(tmp_path, "texts", "loglikelihood_rolling", BITS))]
+    begun, model = begun_tokenizer(corpus / TOKENIZER, tmp_path / TOKENIZER), decoder(vocab_size=408)
+    tokenizer = Tokenizer.load(begun)
+    laid = laid_out(World(), EAGER, data={"seq_len": SEQ_LEN}, model={"vocab_size": 408})
+    found = TaskScorer(names, tokenizer, laid, 2, SEQ_LEN, World()).score(lambda *_: None)
+    hf.export_folder(model.config, model.state_dict(), tmp_path / "hf", dtype=torch.float32)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(begun), bos_token="<|begin|>", eos_token=END_OF_DOCUMENT)
+    theirs.pad_token = END_OF_DOCUMENT
+    peer = HFLM(load_theirs(tmp_path / "hf"), tokenizer=theirs, max_length=SEQ_LEN, batch_size=2, device="cpu")
+    scores = lm_eval.evaluate(peer, TaskManager(include_defaults=False).load(names), bootstrap_iters=0)["results"]
+    for task, metric in (("choices", "acc"), ("choices", "acc_norm"), ("texts", "bits_per_byte")):
+        assert found[task][metric] == pytest.approx(scores[task][f"{metric},none"], rel=1e-5)
 
 
 def test_a_signal_ends_it_on_all_ranks(workers, corpus, choices):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import sys
 import termios
@@ -18,6 +19,7 @@ from argosy.observe.heartbeat import Heartbeat
 from argosy.plan.plan import Plan
 from argosy.watch import terminal
 from argosy.watch.terminal import Curve, FolderView
+from watched import BEGAN_S, H100, start
 
 PREDICTED = """
 [prediction]
@@ -97,6 +99,26 @@ def test_events_of_all_processes_stand_in_order_each_once(tmp_path):
     for _ in range(2):
         words = [words for _, words, _ in folder.look().events]
     assert words == ["saved after 100 steps", "worker 1 died: signal SIGKILL", "the kernel killed it"]
+
+
+def test_stops_are_shown_beside_the_expected_ones_by_component(tmp_path):
+    Plan(dp_shard=64).save(tmp_path / "plan.toml")
+    folder, rank, launcher = (
+        FolderView(tmp_path),
+        *(JsonLines(tmp_path / "events" / f"{process}.jsonl") for process in ("rank-0", "launcher")),
+    )
+    rank.write(start(hardware=H100))
+    assert folder.look().stops == []
+    for number, why in enumerate(("CUDA error: uncorrectable ECC error encountered", "signal SIGKILL"), start=1):
+        at_s = BEGAN_S + number * 720_000
+        launcher.write({"time_s": at_s, "event": "worker_died", "rank": 1, "exit_code": 1, "why": why})
+        rank.write(start(step=number, at_s=at_s + 60.0, hardware=H100))
+        rank.write({"time_s": at_s + 61, "event": "start"})  # a line that says less than it should
+    folder = FolderView(tmp_path)
+    (in_all, style), (first, style_of_first), *others = folder.look().stops
+    assert in_all.startswith("2 seen, ") and in_all.endswith(" expected (0 to 2)") and not style
+    assert first.startswith("HBM 1, ") and not style_of_first
+    assert others and all(re.fullmatch(r"[\w ,]+ 0, [\d.]+ expected", words) for words, _ in others)
 
 
 def test_files_that_are_damaged_are_not_shown(tmp_path):

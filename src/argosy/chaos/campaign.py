@@ -17,7 +17,7 @@ from pathlib import Path
 
 from argosy.errors import Retryable
 from argosy.observe.heartbeat import HeartbeatReading, read_heartbeat
-from argosy.processes.patience import process_state
+from argosy.processes.child import process_state
 from argosy.supervise.scratch import SCRATCH
 
 TICK_S = 0.05

@@ -29,7 +29,7 @@ from argosy.checkpoint.store import committed
 from argosy.errors import UserError
 from argosy.faults import VARIABLE
 from argosy.observe.events import each_line
-from argosy.processes.patience import wait_until
+from argosy.processes.child import wait_until
 from argosy.supervise.scratch import SCRATCH
 
 Range = tuple[int, int]

@@ -17,8 +17,8 @@ from argosy.checkpoint.load import opened, problem_of
 from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import Checkpoint
 from argosy.checkpoint.weights import MODEL, CheckpointWeights, fill, folder_weights
-from argosy.config.lora import LoraConfig
 from argosy.config.schema import RunConfig
+from argosy.config.train import LoraConfig
 from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.stores.store import spelled
 from argosy.errors import UserError

@@ -2,6 +2,18 @@
 
 Each generation writes in folders of its own name. When the next one begins, these lose their names: so a process that
 has just asked `check_generation`, and stood still since, has nothing to commit when it wakes.
+
+Generations are numbered by claims: numbers that are taken in order, each by one process at most, as files of one
+folder. A claim is *open* from the moment it is taken until a later number is. All of it is safe with processes that
+stand still at any point and for any time, and with several machines on one NFS:
+
+- Taking a number is an exclusive create (O_EXCL), which the file's server decides, NFS from version 3 on.
+- Closing a claim changes its content. Opening a file asks the server whether it has changed (close-to-open), so that
+  a process on another machine that looks at its own claim sees it at once; a listing of names may be a minute old.
+- Creating a file makes a client forget its listing of that folder, so the listing after it is new.
+
+A folder's owner, here and in another place, is a name that the run's folder keeps under every path. It tells nodes of
+different runs apart, and runs of one name that copy their checkpoints to one place.
 """
 
 from __future__ import annotations
@@ -9,13 +21,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from argosy.checkpoint.claims import Claims, Taken
-from argosy.errors import ArgosyError
-from argosy.files import PARTIAL, atomic_write
+from argosy.checkpoint.checksums import RECORD_BYTES, checked, signed
+from argosy.errors import ArgosyError, UserError
+from argosy.files import PARTIAL, atomic_write, kept_text, make_folder, sync_folder
 
 CLAIMS = ".generations"
 """Folder in the run's folder: the claims of its generations, of which the newest is in force."""
@@ -122,3 +136,168 @@ def _number_in(path: Path) -> int:
         return int(path.read_text())
     except FileNotFoundError:
         return 0
+
+
+CLOSED = b"closed\n"
+"""Content of a claim below which all are closed too."""
+
+
+class Taken(Exception):
+    """Another process has taken this number, or a later one."""
+
+
+class Claims:
+    """The claims in one folder, which exists from the first one on."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def newest(self) -> int:
+        """Return the highest number that was taken; 0 if none was. It may be closed. Raises: OSError."""
+        return max(self._numbers(), default=0)
+
+    def owner(self, number: int) -> str:
+        """Return the owner of an open claim; "" if it is closed, given up, being taken or free. Raises: OSError."""
+        try:
+            content = self._path(number).read_bytes()
+        except FileNotFoundError:
+            return ""
+        return "" if content == CLOSED else content.decode(errors="replace")
+
+    def is_taken(self, number: int) -> bool:
+        """True if somebody took the number, also if its claim is closed. Raises: OSError."""
+        return self._path(number).exists()
+
+    def take(self, number: int, owner: str) -> None:
+        """Take a number for `owner`, which is not empty, and close all lower ones; then all that is on the disk.
+
+        Return at once if this owner has it already. Raises: Taken; OSError.
+        """
+        make_folder(self._folder)
+        try:
+            descriptor = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            if self.owner(number) != owner:
+                raise Taken(f"{number} was taken by another process") from None
+        else:
+            _write(descriptor, owner.encode())
+            sync_folder(self._folder)
+        # Whoever stood still on the way here while others went on finds out now. Had it been the create, its number
+        # is one that nobody may use; had it been the write, that opened a claim which others had closed.
+        if (newest := self.newest()) > number:
+            self.give_up(number)
+            raise Taken(f"{newest} was taken before {number}")
+        self._close_below(number)
+
+    def give_up(self, number: int) -> None:
+        """Take the owner's name off a claim; its number stays taken. Raises: OSError."""
+        self._replace(number, b"")
+
+    def _close_below(self, number: int) -> None:
+        """Close all claims below `number` that are not closed.
+
+        The lowest is closed first: so those that are not closed come last, also if this process is killed meanwhile.
+        """
+        left = []
+        for lower in sorted((n for n in self._numbers() if n < number), reverse=True):
+            if self._path(lower).read_bytes() == CLOSED:
+                break
+            left.append(lower)
+        for lower in reversed(left):
+            self._replace(lower, CLOSED)
+
+    def _replace(self, number: int, content: bytes) -> None:
+        with suppress(FileNotFoundError):
+            _write(os.open(self._path(number), os.O_WRONLY), content)
+
+    def _numbers(self) -> list[int]:
+        try:
+            return [int(path.name) for path in self._folder.iterdir() if path.name.isdecimal()]
+        except FileNotFoundError:
+            return []
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}"
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    """Replace a file's content by way of none, put it on the disk, and close the descriptor."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, content)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+NAME_FILE = ".name"
+"""File in the run's folder."""
+OWNER = "owner.json"
+"""File beside the copies of a run's checkpoints."""
+LONGEST = 64
+"""Letters of a name."""
+WRITE_S = 2.0
+"""Longest wait for a file that is empty: another process has just created it."""
+
+
+def name_of(run_dir: Path) -> str:
+    """Return a name that no other folder has; it is made up at the first call and kept in the folder.
+
+    Raises: UserError if what the folder has is no name.
+    """
+    name = kept_text(run_dir / NAME_FILE, lambda: uuid.uuid4().hex, most_chars=LONGEST + 2).strip()
+    if len(name) > LONGEST or not name.isprintable():
+        raise UserError(f"{run_dir / NAME_FILE}: must hold at most {LONGEST} letters. Delete it to have it made anew.")
+    return name
+
+
+def claim(fs: Any, folder: str, run_dir: Path) -> None:
+    """Make `folder` of the fsspec file system `fs` that of the run in `run_dir`, unless it is that of another run.
+
+    Of two runs that claim it at the same moment one is refused if the file system can create a file exclusively (mode
+    "xb" of fsspec's `open`: disks, and stores with conditional writes). Elsewhere the one that writes last has it, and
+    the other is refused when it asks again, which it does before each copy.
+
+    Raises: UserError if it is that of another run, or its owner.json is something else.
+    """
+    path, name = f"{folder}/{OWNER}", name_of(run_dir)
+    owner = _owner(fs, path)
+    if owner is None:
+        fs.makedirs(folder, exist_ok=True)
+        data = signed({"run": name})
+        try:
+            with fs.open(path, "xb") as file:
+                file.write(data)
+        except FileExistsError:
+            if _owner(fs, path) is None:  # who began to write it has died
+                fs.pipe_file(path, data)
+        except (NotImplementedError, TypeError, ValueError):  # that file system does not know the mode
+            fs.pipe_file(path, data)
+        owner = _owner(fs, path)
+    if owner != name:
+        raise UserError(
+            f"{path}: the checkpoints there are of another run of this name (its folder's {NAME_FILE} holds {owner}, "
+            f"that of {run_dir} holds {name}). Give this run another name with --name, or another checkpoint.remote. "
+            f"To go on with that run in this folder, which must have no checkpoints of its own, write {owner} to "
+            f"{run_dir / NAME_FILE} first."
+        )
+
+
+def _owner(fs: Any, path: str) -> str | None:
+    """Return the name in the owner's file; None if there is no such file, or it stays empty."""
+    until_s = time.monotonic() + WRITE_S
+    while True:
+        fs.invalidate_cache()
+        try:
+            data = fs.cat_file(path, start=0, end=RECORD_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        if data:
+            break
+        if time.monotonic() > until_s:
+            return None
+        time.sleep(0.05)
+    name = checked(data, path).get("run")
+    if not isinstance(name, str) or not name or len(name) > LONGEST or not name.isprintable():
+        raise UserError(f"{path}: names no run. Move it away if the checkpoints beside it are of this run.")
+    return name

@@ -1,20 +1,109 @@
-"""A checkpoint's manifest: what a checkpoint holds, and the checksum of each of its files."""
+"""A checkpoint's manifest: what a checkpoint holds, and the checksum of each of its files.
+
+It comes from outside when it is read: each value is checked, and Malformed names the key and the value. By hand, not
+with pydantic: each rank has a process that writes its checkpoints, and it is to start in a moment.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from argosy.checkpoint import record as records
 from argosy.checkpoint.checksums import FileSum, checked, foreign, signed
 from argosy.checkpoint.fence import OLD_NAME
 from argosy.checkpoint.history import History
-from argosy.checkpoint.record import MalformedRecord
 from argosy.errors import UserError
+
+MOST = 2**63 - 1
+"""The largest whole number that is taken."""
+SHOWN = 60
+"""Letters of a wrong value that are shown."""
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+Reader = Callable[[str, Any], Any]
+
+
+class MalformedRecord(ValueError):
+    """A record does not have the values that it must have."""
+
+
+def whole(key: str, value: Any) -> int:
+    """Return a whole number from 0 to MOST."""
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise _wrong(key, value, "a whole number from 0 to 2^63 - 1")
+    return value
+
+
+def number(key: str, value: Any, most: float) -> float:
+    """Return a number from 0 to `most`."""
+    if type(value) not in (int, float) or not 0 <= value <= most or not math.isfinite(value):
+        raise _wrong(key, value, f"a number from 0 to {most}")
+    return float(value)
+
+
+def text(key: str, value: Any) -> str:
+    """Return a string."""
+    if not isinstance(value, str):
+        raise _wrong(key, value, "a string")
+    return value
+
+
+def sha256(key: str, value: Any) -> str:
+    """Return 64 hexadecimal digits."""
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        raise _wrong(key, value, "a SHA-256, 64 hexadecimal digits")
+    return value
+
+
+def flag(key: str, value: Any) -> bool:
+    """Return true or false."""
+    if not isinstance(value, bool):
+        raise _wrong(key, value, "true or false")
+    return value
+
+
+def mapping(key: str, value: Any) -> dict[str, Any]:
+    """Return a mapping."""
+    if not isinstance(value, dict):
+        raise _wrong(key, value, "a mapping")
+    return value
+
+
+def entries(key: str, value: Any, *names: str) -> list[Any]:
+    """Return the values of a mapping that has exactly these names."""
+    found = mapping(key, value)
+    if set(found) != set(names):
+        raise _wrong(key, value, f"a mapping of {', '.join(names)}")
+    return [found[name] for name in names]
+
+
+def pairs(key: str, value: Any, first: Reader, second: Reader) -> tuple[tuple[Any, Any], ...]:
+    """Return a list of pairs."""
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in value
+    ):
+        raise _wrong(key, value, "a list of pairs")
+    return tuple((first(key, a), second(key, b)) for a, b in value)
+
+
+def shown(value: Any) -> str:
+    """Return a value as messages show it: not more than the beginning of a long one."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python does not spell out numbers of more than 4,300 digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _wrong(key: str, value: Any, wanted: str) -> MalformedRecord:
+    return MalformedRecord(f"{shown(key)[1:-1]} = {shown(value)}, and must be {wanted}")
+
 
 FORMAT = 2
 LATEST_S = 253_402_300_799
@@ -66,7 +155,7 @@ class CheckpointManifest:
             record = {"generation": record[OLD_NAME], **{k: v for k, v in record.items() if k != OLD_NAME}}
         given = {key: READ[key](key, value) for key, value in record.items() if key in READ}
         if unknown := set(record) - set(READ):
-            raise MalformedRecord(f"{records.shown(min(unknown))} is no key of a manifest")
+            raise MalformedRecord(f"{shown(min(unknown))} is no key of a manifest")
         if missing := REQUIRED - set(record):
             raise MalformedRecord(f"{sorted(missing)[0]} is missing")
         return cls(**given)
@@ -90,7 +179,7 @@ class CheckpointManifest:
         record = checked(data, path)
         if record.get("format") != FORMAT:
             raise UserError(
-                f"{path}: format = {records.shown(record.get('format'))}, and this version reads checkpoints of format "
+                f"{path}: format = {shown(record.get('format'))}, and this version reads checkpoints of format "
                 f"{FORMAT}. Go on with the version that wrote it, or start anew with another --run-dir."
             )
         try:
@@ -105,42 +194,40 @@ class CheckpointManifest:
 
 
 def _files(key: str, value: Any) -> dict[str, FileSum]:
-    files = {name: _file_sum(f"{key}.{name}", file) for name, file in records.mapping(key, value).items()}
+    files = {name: _file_sum(f"{key}.{name}", file) for name, file in mapping(key, value).items()}
     if (name := foreign(files)) is not None:
-        raise MalformedRecord(
-            f"{key} names {records.shown(name)}, which a checkpoint of {len(files)} files does not have"
-        )
+        raise MalformedRecord(f"{key} names {shown(name)}, which a checkpoint of {len(files)} files does not have")
     return files
 
 
 def _file_sum(key: str, value: Any) -> FileSum:
-    size, sha256 = records.entries(key, value, "bytes", "sha256")
-    return FileSum(records.whole(f"{key}.bytes", size), records.sha256(f"{key}.sha256", sha256))
+    size, digest = entries(key, value, "bytes", "sha256")
+    return FileSum(whole(f"{key}.bytes", size), sha256(f"{key}.sha256", digest))
 
 
 def _history(key: str, value: Any) -> History:
-    depth, ended, world = records.entries(key, value, "depth", "ended", "world")
+    depth, ended, world = entries(key, value, "depth", "ended", "world")
     return History(
-        records.whole(f"{key}.depth", depth),
-        records.pairs(f"{key}.ended", ended, records.text, records.whole),
-        records.text(f"{key}.world", world),
+        whole(f"{key}.depth", depth),
+        pairs(f"{key}.ended", ended, text, whole),
+        text(f"{key}.world", world),
     )
 
 
-READ: dict[str, records.Reader] = {
-    "format": records.whole,
-    "step": records.whole,
-    "tokens": records.whole,
-    "saved_at_s": lambda key, value: records.number(key, value, LATEST_S),
-    "skipped": lambda key, value: records.pairs(key, value, records.whole, records.whole),
-    "rounds": records.whole,
+READ: dict[str, Reader] = {
+    "format": whole,
+    "step": whole,
+    "tokens": whole,
+    "saved_at_s": lambda key, value: number(key, value, LATEST_S),
+    "skipped": lambda key, value: pairs(key, value, whole, whole),
+    "rounds": whole,
     "history": _history,
-    "plan": records.text,
-    "data_identity": records.text,
-    "config_sha256": records.text,
-    "base_sha256": records.sha256,
-    "has_optimizer": records.flag,
-    "generation": records.whole,
+    "plan": text,
+    "data_identity": text,
+    "config_sha256": text,
+    "base_sha256": sha256,
+    "has_optimizer": flag,
+    "generation": whole,
     "files": _files,
 }
 """Key of a record -> what checks and reads its value."""

@@ -21,8 +21,8 @@ from argosy.checkpoint.checksums import (
     step_name,
     step_of,
 )
+from argosy.checkpoint.fence import claim
 from argosy.checkpoint.manifest import CheckpointManifest
-from argosy.checkpoint.owner import claim
 from argosy.checkpoint.store import MANIFEST, Checkpoint
 from argosy.credentials import REMEDY, has_credentials
 from argosy.errors import ArgosyError, UserError

@@ -27,8 +27,7 @@ from argosy.faults import fault
 from argosy.parallel.peers import over, peers_of
 from argosy.parallel.world import World
 from argosy.processes.channel import Gone
-from argosy.processes.child import Child
-from argosy.processes.patience import Patience
+from argosy.processes.child import Child, Patience
 
 HUNG_S = 300.0
 """A writer is given up once it has told of no progress, its own or of parts it waits for, for so long while it is

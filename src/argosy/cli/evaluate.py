@@ -17,7 +17,7 @@ import tyro
 
 from argosy.cli.documents import write
 from argosy.cli.options import must_be_folder_or_url, parse
-from argosy.config.counts import WholeCount
+from argosy.config.section import WholeCount
 from argosy.errors import UserError
 from argosy.inference.plans import plan_named
 from argosy.observe.report import task_in_words

@@ -20,12 +20,11 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 import tyro
 from pydantic.fields import FieldInfo
 
-from argosy.config.counts import IS_COUNT, count_of
 from argosy.config.layers import RENAMED, Setting, Source, new_key
 from argosy.config.load import OPTION_MARK, build, load, origin_of
 from argosy.config.problems import suggestion
 from argosy.config.schema import RunConfig
-from argosy.config.section import Key, Section, dotted, key_fields, key_of, meanings, value_type
+from argosy.config.section import IS_COUNT, Key, Section, count_of, dotted, key_fields, key_of, meanings, value_type
 from argosy.errors import UserError
 
 LOOKS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)

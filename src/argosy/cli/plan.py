@@ -40,8 +40,8 @@ import tyro
 from argosy.cli.documents import write
 from argosy.cli.options import parse
 from argosy.cli.plan_jobs import refuse_other_options, schedule_jobs, write_text
-from argosy.config.counts import Count, WholeCount
 from argosy.config.load import load
+from argosy.config.section import Count, WholeCount
 from argosy.errors import UserError
 from argosy.observe.terminal import told_if_long
 from argosy.plan.hardware.clusters import Cluster
@@ -284,7 +284,7 @@ def _priced(options: Options) -> list[tuple[str, float | None]]:
 
 
 def _limit_s(limit: str) -> float:
-    from argosy.config.counts import seconds_of
+    from argosy.config.section import seconds_of
 
     try:
         return seconds_of(limit)

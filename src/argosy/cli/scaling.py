@@ -23,7 +23,7 @@ import tyro
 
 from argosy.cli.documents import write
 from argosy.cli.options import parse
-from argosy.config.counts import Count
+from argosy.config.section import Count
 from argosy.errors import UserError
 from argosy.plan.scaling_law import BootstrapEstimate, fit_scaling_law
 

@@ -32,7 +32,7 @@ from argosy.errors import UserError
 from argosy.files import atomic_write, open_regular
 from argosy.observe.stacks import in_words
 from argosy.observe.terminal import printable
-from argosy.processes.patience import wait_until
+from argosy.processes.child import wait_until
 from argosy.supervise.stack_gatherer import FOLDER, REQUEST, NodeStacks
 
 LOOK_S = 0.1

@@ -6,11 +6,11 @@ import hashlib
 import json
 from typing import Any
 
-from argosy.config.lora import LoraConfig
 from argosy.config.model import MuPConfig
 from argosy.config.observe import AlertsConfig
 from argosy.config.schema import RunConfig
 from argosy.config.section import dotted, flatten
+from argosy.config.train import LoraConfig
 from argosy.errors import UserError
 
 MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.epochs",

@@ -158,6 +158,8 @@ def _settled(key: Key, value: object, folder: Path) -> object:
             return [_settled_stage(stage, folder) for stage in value]
         case ((("data", "prepare", "input") | ("extend", "files")), list() | tuple()):
             return [_absolute(path, folder) for path in value]
+        case ("data", "prepare", "chat_template"), str() if Path(value).suffix:  # the name of a built-in one has none
+            return _absolute(value, folder)
     is_path = key in key_fields(RunConfig) and value_type(key_fields(RunConfig)[key]) is Path
     return _absolute(value, folder) if is_path else value
 

@@ -13,16 +13,18 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from argosy.config.counts import DURATION, count_of, seconds_of
 from argosy.config.section import (
+    DURATION,
     Key,
     Section,
+    count_of,
     dotted,
     element_of,
     key_fields,
     key_of,
     limits,
     meanings,
+    seconds_of,
     sections,
     value_type,
 )

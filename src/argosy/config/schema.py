@@ -23,14 +23,12 @@ from pydantic import (
 from argosy.config.data import DataConfig
 from argosy.config.extend import ExtendConfig
 from argosy.config.launch import LaunchConfig
-from argosy.config.lora import LoraConfig
 from argosy.config.model import FAMILIES, UNGATED, ModelConfig
 from argosy.config.observe import ObserveConfig
 from argosy.config.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
-from argosy.config.preference import PreferenceConfig
 from argosy.config.section import Section
 from argosy.config.sync import SiteConfig, SyncConfig, check_fragments, check_sites
-from argosy.config.train import LOSSES, TrainConfig
+from argosy.config.train import LOSSES, LoraConfig, PreferenceConfig, TrainConfig
 from argosy.extend.declared import Declaration
 
 

@@ -1,19 +1,26 @@
-"""The run file's table `train`: the length of a run, and its batch, which may grow while it goes on."""
+"""The run file's tables `train`, `preference` and `lora`: the length of a run, its batch, and what is learned.
+
+The batch may grow while a run goes on. `preference` holds what the objectives that learn from preferences can be set
+to, `lora` a low-rank adapter that is trained in place of the weights.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 import tyro
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.data import Objective
 from argosy.config.extend import one_of_or_own
 from argosy.config.section import Section
+from argosy.errors import UserError
 
 
 class BatchStage(Section):
@@ -153,3 +160,79 @@ class TrainConfig(Section):
     def batches(self) -> BatchSizes:
         """The batch of each step, and the samples before it."""
         return BatchSizes(self.global_batch, tuple((s.until_step, s.global_batch) for s in self.batch_ramp))
+
+
+BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1}
+"""The published beta of each objective: Rafailov et al. 2023 (section 6), TRL's of IPO, Meng et al. 2024 (section 4),
+Hong et al. 2024 (its lambda, section 6.1), Ethayarajh et al. 2024 (section 4.3)."""
+
+
+class PreferenceConfig(Section):
+    """Strength with which preferences are followed (docs/fine-tuning.md)."""
+
+    beta: NonNegativeFloat = 0.0
+    """dpo, ipo, kto: how much it costs to leave the reference; simpo: scale of the reward; orpo: weight of the odds
+    ratio. 0: 0.1, of simpo 2."""
+    margin: NonNegativeFloat = 1.0
+    """simpo: by how much the chosen side's reward should be higher (half of beta: Meng et al. 2024)."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
+    """dpo: share of pairs whose sides are thought to be swapped."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """kto: weight of desirable answers."""
+    centring: NonNegativeFloat = 0.0
+    """reward: weight of the squared sum of a pair's scores, which keeps their mean near 0 (Eisenstein et al. 2023, and
+    TRL's center_rewards_coefficient, with 0.01)."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """kto: weight of undesirable answers; with many more of one kind, raise the weight of the other."""
+
+    def beta_of(self, objective: str) -> float:
+        """Return beta, or the published one; of a score, which is no log-probability, it is 1."""
+        return 1.0 if objective == "reward" else self.beta or BETAS[objective]
+
+
+ALL_LINEAR = "all-linear"
+
+
+class LoraConfig(Section):
+    """A low-rank adapter (LoRA, Hu et al. 2021): model.weights stay as they are, and two narrow matrices beside each
+    target are trained. rank = 0: there is none, and the weights are trained."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapter: each target of N outputs and M inputs gets rank * (N + M) parameters."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's part is multiplied by alpha / rank. With 32 the best learning rate hardly depends on the rank
+    (Schulman et al. 2025, "LoRA Without Regret")."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_LINEAR,)
+    """Linear layers that get an adapter: all-linear (of blocks, experts included; Dettmers et al. 2023 and Schulman et
+    al. 2025 find that attention alone is worse), or names such as "q", "attention.*", "blocks.0.mlp.down"; * stands for
+    any characters."""
+    kind: Literal["lora", "rslora", "dora"] = "lora"
+    """lora; rslora: the factor is alpha / sqrt(rank) (Kalajdzievski 2023); dora: the length of each output's weights
+    is trained apart from their direction (Liu et al. 2024)."""
+    init: Literal["uniform", "gaussian"] = "uniform"
+    """First values of the inner matrix: within 1/sqrt(inputs), as PEFT and Schulman et al. 2025; or normal with a
+    standard deviation of 1/rank. The outer one begins with zeros."""
+
+    @property
+    def scale(self) -> float:
+        """The factor on the adapter's part."""
+        return self.alpha / (self.rank**0.5 if self.kind == "rslora" else self.rank)
+
+    def has_target(self, module: str) -> bool:
+        """Return True if a linear layer of this name, such as blocks.0.attention.q, gets an adapter."""
+        return any(_matches(module, target) for target in self.targets)
+
+
+def _matches(module: str, target: str) -> bool:
+    return target == ALL_LINEAR or fnmatchcase(module, target) or fnmatchcase(module, f"*.{target}")
+
+
+def check_targets(lora: LoraConfig, modules: Collection[str]) -> None:
+    """Check `lora.targets` against the names of all linear layers. Raises: UserError if one matches none."""
+    for target in lora.targets if lora.rank else ():
+        if not any(_matches(module, target) for module in modules):
+            near = get_close_matches(target, sorted({m.split(".", 2)[-1] for m in modules}), n=3, cutoff=0.0)
+            raise UserError(
+                f'lora.targets: "{target}" matches no linear layer. The nearest names are {", ".join(near)}; '
+                f'"{ALL_LINEAR}" takes all.'
+            )

@@ -65,6 +65,17 @@ class Filters:
         return next((why for rule in self._rules if (why := rule(text, url))), "")
 
 
+def absolute(config: FiltersConfig) -> FiltersConfig:
+    """Return the table with paths that hold on every machine."""
+    urls, words = config.blocked_urls, config.blocked_words
+    return config.model_copy(
+        update={
+            "blocked_urls": urls if urls in ("", OWN_LISTS) else str(Path(urls).absolute()),
+            "blocked_words": words and words.absolute(),
+        }
+    )
+
+
 def list_checksums(config: FiltersConfig) -> dict[str, str]:
     """Return the SHA-256 of each list, since the result depends on what it holds. Raises: UserError."""
     lists = [("blocked_urls", config.blocked_urls), ("blocked_words", config.blocked_words)]

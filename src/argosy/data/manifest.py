@@ -27,6 +27,8 @@ from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
 
 NAME = "manifest.json"
 TOKENIZER = "tokenizer.json"
+BEGIN = "begin"
+"""Option: the tokens that each document begins with."""
 
 SETTINGS = (
     *("vocab_size", "field", "validation_fraction", "max_text_bytes", "shard_tokens", "on_bad_input"),

@@ -26,8 +26,8 @@ from argosy.data.chat_template import TEMPLATE, ChatTemplate
 from argosy.data.crew import Meter, PrepareProgress, Report, Workers
 from argosy.data.cutting import Cutter, DocumentPosition, Journal, fingerprint
 from argosy.data.documents import PIECE_BYTES, InputPiece, Tally, cut_input, sample_texts
-from argosy.data.filters import OWN_LISTS, Filters, key_maker, list_checksums, parts_of
-from argosy.data.manifest import NAMES_KEPT, TOKENIZER, Manifest, RowFormat, Shard, SplitName
+from argosy.data.filters import Filters, absolute, key_maker, list_checksums, parts_of
+from argosy.data.manifest import BEGIN, NAMES_KEPT, TOKENIZER, Manifest, RowFormat, Shard, SplitName
 from argosy.data.packing import Packer
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, checksums_of, find_files
@@ -213,7 +213,7 @@ def _job(
             update={
                 "out": config.out.absolute(),
                 "tokenizer": None,
-                "filters": _absolute(config.filters),
+                "filters": absolute(config.filters),
                 "chat_template": "",
             }
         ),
@@ -224,17 +224,6 @@ def _job(
         dtype="int32" if config.has_conversations else token_dtype(tokenizer.vocab_size).name,
         chunk_bytes=CHUNK_BYTES,
         batch_chars=BATCH_CHARS,
-    )
-
-
-def _absolute(config: FiltersConfig) -> FiltersConfig:
-    """Return the table with paths that hold on every machine."""
-    urls, words = config.blocked_urls, config.blocked_words
-    return config.model_copy(
-        update={
-            "blocked_urls": urls if urls in ("", OWN_LISTS) else str(Path(urls).absolute()),
-            "blocked_words": words and words.absolute(),
-        }
     )
 
 
@@ -311,6 +300,7 @@ def _options(config: PrepareConfig, extend: ExtendConfig) -> dict[str, Any]:
             "filters": _filter_options(config.filters),
         }
         | _row_options(config)
+        | ({BEGIN: brought.begin_ids} if brought and brought.begin_ids and not config.has_conversations else {})
         | ({"own_sources": sums} if (sums := checksums_of(config.input, extend.code)) else {})
     )
 
@@ -354,6 +344,7 @@ def _load_prepared(out: Path, options: dict[str, Any], extend: ExtendConfig) -> 
     manifest = Manifest.load(out)
     there = manifest.options
     changed = [key for key, value in options.items() if there.get(key) != value]
+    changed = [key for key in changed if key != BEGIN or key in there]  # nothing was put before documents earlier
     if "own_sources" in changed and there.get("extend") == extend.checksums:  # as it was noted before
         changed.remove("own_sources")
     if changed:

@@ -121,6 +121,9 @@ class Tokenizer:
         """SHA-256 of the file."""
         self.eod_id = self._find_end(where)
         """The token that ends a document: the first of END_NAMES that exists."""
+        self.begin_ids = self._find_begin()
+        """Tokens that begin a text: what the file's post-processor puts before one (BOS of Llama, Mistral and Gemma);
+        none of a tokenizer that is trained here."""
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -147,6 +150,11 @@ class Tokenizer:
         """Return the ids of `text`, with nothing added before or after."""
         return self._engine.encode(text, add_special_tokens=False).ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a text that is to be continued, begun as documents are: with `begin_ids`, or else with the
+        end of the document before."""
+        return [*(self.begin_ids or [self.eod_id]), *self.encode(text)]
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, by the library's fastest method, which computes no offsets."""
         return [e.ids for e in self._engine.encode_batch_fast(texts, add_special_tokens=False)]
@@ -164,6 +172,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._engine.decode(ids)
+
+    def _find_begin(self) -> list[int]:
+        bare, begun = (self._engine.encode(".", add_special_tokens=added).ids for added in (False, True))
+        at = next((at for at in range(len(begun)) if bare and begun[at : at + len(bare)] == bare), 0)
+        return begun[:at]
 
     def _find_end(self, where: str) -> int:
         for name in END_NAMES:
@@ -215,12 +228,12 @@ Ragged = tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Documents as tokens, each followed by the end-of-document token."""
+    """Documents as tokens, each between the tokenizer's `begin_ids` and the end-of-document token."""
 
     tokens: npt.NDArray[Any]
     """Tokens of all documents, end to end."""
     lengths: npt.NDArray[np.int64]
-    """Number of tokens of each document, its end included."""
+    """Number of tokens of each document, its beginning and end included."""
     text_bytes: npt.NDArray[np.int64]
     """UTF-8 bytes of each document."""
     held_out: npt.NDArray[np.bool_]
@@ -249,15 +262,19 @@ class Encoder:
 
     def __init__(self, tokenizer: Path, engine: EngineName, dtype: np.dtype[Any], validation_fraction: float):
         self._encode = encode_function(tokenizer, engine)
-        self._eod_id = Tokenizer.load(tokenizer).eod_id
+        loaded = Tokenizer.load(tokenizer)
+        self._begin_ids, self._eod_id = loaded.begin_ids, loaded.eod_id
         self._dtype, self._validation_fraction = dtype, validation_fraction
 
     def encode(self, texts: Sequence[str]) -> EncodedBatch:
         ids, lengths = self._encode(texts)
-        raw = [text.encode() for text in texts]
+        raw, around = [text.encode() for text in texts], [*self._begin_ids, self._eod_id]
+        ends = np.cumsum(lengths)
+        places = np.repeat(ends - lengths, len(around))
+        places[len(around) - 1 :: len(around)] = ends
         return EncodedBatch(
-            tokens=np.insert(ids, np.cumsum(lengths), self._eod_id).astype(self._dtype),
-            lengths=lengths + 1,
+            tokens=np.insert(ids, places, np.tile(around, len(texts))).astype(self._dtype),
+            lengths=lengths + len(around),
             text_bytes=np.array([len(text) for text in raw], np.int64),
             held_out=np.array([is_held_out(text, self._validation_fraction) for text in raw], np.bool_),
         )

@@ -11,7 +11,7 @@ from argosy.checkpoint.adapter import adapter_shapes, check_folder, find_weights
 from argosy.checkpoint.load import opened
 from argosy.checkpoint.weights import CheckpointWeights
 from argosy.config.load import load
-from argosy.config.lora import LoraConfig
+from argosy.config.train import LoraConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.tokenizer import usage_of

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from argosy.config.lora import LoraConfig
 from argosy.config.model import MTPConfig
 from argosy.config.schema import RunConfig
-from argosy.config.train import TrainConfig
+from argosy.config.train import LoraConfig, TrainConfig
 from argosy.errors import UserError
 from argosy.plan.plan import Plan, said_in
 from argosy.plan.rules import first_problem

@@ -15,7 +15,7 @@ from argosy.checkpoint.checksums import step_name
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.observe.events import JsonLines, forget_from
-from argosy.plan.hardware.host_memory import read_memory
+from argosy.plan.hardware.local_machine import read_memory
 from argosy.plan.workload import parameters
 from argosy.sinks.sink import About, Record, Sink
 

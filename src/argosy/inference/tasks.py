@@ -73,5 +73,6 @@ class _Writer:
 
     def _tokens(self, prompt: str, new: int) -> list[int]:
         assert self._writer is not None
-        tokens = self._writer.tokenizer.encode(prompt) or [self._writer.tokenizer.eod_id]
+        tokenizer = self._writer.tokenizer
+        tokens = [*tokenizer.begin_ids, *tokenizer.encode(prompt)] or [tokenizer.eod_id]
         return tokens[-max(1, self._writer.config.max_seq_len - new) :]

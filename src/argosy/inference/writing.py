@@ -77,12 +77,12 @@ class TextWriter:
         return (piece for rows in batches for piece in self._batch(rows, ids, sampling))
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of a prompt; those of a text begin with the token that ends the document before.
+        """Return the token ids of a prompt; those of a text begin as documents do (`encode_prompt`).
 
         Raises: UserError for ids that the model does not know, or none.
         """
         if isinstance(prompt, str):
-            return [self.tokenizer.eod_id, *self.tokenizer.encode(prompt)]
+            return self.tokenizer.encode_prompt(prompt)
         if not prompt:
             raise UserError('a prompt without tokens: give at least one, or the text "" for a new document.')
         self.check_ids(min(prompt), max(prompt), "a prompt")

@@ -13,7 +13,7 @@ from argosy.config.launch import DeviceType, LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import ArgosyWarning, RunFailed, UserError
 from argosy.observe.terminal import print_message
-from argosy.plan.hardware.host_memory import host_memory_bytes
+from argosy.plan.hardware.local_machine import host_memory_bytes
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, processes_of
 from argosy.processes.channel import Gone

@@ -20,9 +20,8 @@ from argosy.errors import ArgosyError, Interrupted, RunFailed
 from argosy.parallel.encoding import ErrorRecord, from_text, to_text
 from argosy.parallel.world import WorldSeat
 from argosy.processes.channel import Channel, Data, Gone, Message
-from argosy.processes.child import ForkEntry
+from argosy.processes.child import ForkEntry, Patience
 from argosy.processes.fork_server import ForkServer
-from argosy.processes.patience import Patience
 
 LINGER_S = 1.0
 """Seconds to wait for more news after an error: a process may report a lost peer before the peer's death shows."""

@@ -26,8 +26,7 @@ from argosy.errors import ArgosyError, Interrupted, Retryable, UserError
 from argosy.files import made_folder
 from argosy.launch.requeue import decide
 from argosy.plan.search.auto import processes_of
-from argosy.processes.ray_cluster import Share, connect, node_and_address, reserve
-from argosy.processes.ray_process import THREADS, OwnedProcess, ProcessEvent
+from argosy.processes.ray_cluster import THREADS, OwnedProcess, ProcessEvent, Share, connect, node_and_address, reserve
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the command of a job, with its number among other things."""

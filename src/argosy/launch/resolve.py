@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from argosy.checkpoint import store
 from argosy.config.data import PrepareConfig, row_kind
-from argosy.config.lora import check_targets
 from argosy.config.optimizer import check_patterns
 from argosy.config.schema import RunConfig
+from argosy.config.train import check_targets
 from argosy.data.crew import PrepareProgress
 from argosy.data.loader import OpenData, open_data
 from argosy.data.manifest import NAME as MANIFEST
@@ -28,8 +28,7 @@ from argosy.errors import UserError, first_error
 from argosy.observe.screen import Progress
 from argosy.plan.cost.estimate import GIB
 from argosy.plan.hardware.devices import is_path
-from argosy.plan.hardware.host_memory import host_memory_bytes, process_memory_bytes
-from argosy.plan.hardware.local_machine import cluster_of
+from argosy.plan.hardware.local_machine import cluster_of, host_memory_bytes, process_memory_bytes
 from argosy.plan.parameters import linear_names, run_table
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, costs_of, machine_for

@@ -20,8 +20,7 @@ from typing import Any, TextIO
 
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import DamagedCheckpoint
-from argosy.checkpoint.fence import CLAIMS, OLD_FILES
-from argosy.checkpoint.owner import NAME_FILE
+from argosy.checkpoint.fence import CLAIMS, NAME_FILE, OLD_FILES
 from argosy.checkpoint.store import Checkpoint, committed
 from argosy.config.dump import save_run
 from argosy.config.extend import ExtendConfig
@@ -38,8 +37,8 @@ from argosy.launch.devices import check_compiler
 from argosy.launch.resolve import check_memory
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on
+from argosy.processes.secret import FOLDER as TLS
 from argosy.processes.secret import NAME as SECRET
-from argosy.processes.tls import FOLDER as TLS
 from argosy.supervise.lease.lease import FOLDER as COORDINATORS
 from argosy.supervise.nodes import HANDOVER_FILE as MEMBERSHIP
 from argosy.sync.layout import SITES, home_of, site_folder

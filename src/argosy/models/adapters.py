@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.config.lora import LoraConfig
+from argosy.config.train import LoraConfig
 from argosy.models.layers import local
 from argosy.plan.parameters import Table, adapter_of, inside
 

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from argosy.config.lora import ALL_LINEAR, LoraConfig
 from argosy.config.model import ModelConfig
+from argosy.config.train import ALL_LINEAR, LoraConfig
 from argosy.errors import StorageError, UserError
 from argosy.files import commit_folder, read_at_most
 from argosy.models.hf_names import Conversion, pieces_of

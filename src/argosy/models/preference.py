@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.config.preference import PreferenceConfig
+from argosy.config.train import PreferenceConfig
 from argosy.models.loss import ChunkLoss, gradients_times, token_losses, weighted_gradients
 
 # B rows, T tokens of a row, N tokens that a rank has (of B rows, its part of each), D model width, V vocabulary

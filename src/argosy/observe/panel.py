@@ -48,6 +48,8 @@ class RunView:
     """Rank -> seconds of its own work in a step, the mean of the last ones: a slow rank shows here."""
     standing_s: Mapping[int, float] = field(default_factory=dict)
     """Rank -> for how long it has made no progress, for those that stand still."""
+    stops: Sequence[tuple[str, str]] = ()
+    """(words, style) of the stops so far beside the expected ones: of all, then of each component."""
     events: Sequence[tuple[float, str, str]] = ()
     """(seconds since 1970, words, style), the newest last."""
 
@@ -202,6 +204,7 @@ def panel(view: RunView, columns: int, rows: int) -> list[Text]:
         *_chart(view, width, height=6 if is_tall else 4),
         *_times(view, width),
         *_ranks(view, width),
+        *_stops(view, width, most=4 if is_tall else 1),
         *_events(view, count=5 if is_tall else 3),
     ]
     for line in lines:
@@ -351,6 +354,18 @@ def _slow(view: RunView) -> tuple[str, str]:
     if median and slowest >= SLOW * median:
         return f"rank {rank} is slow: {slowest / median - 1:.0%} above the median", "yellow"
     return f"own work {seconds(median)}, the slowest {seconds(slowest)}", "bright_black"
+
+
+def _stops(view: RunView, width: int, most: int) -> list[Text]:
+    """Return the stops, as many components to a line as have room."""
+    lines: list[Text] = []
+    for words, style in view.stops:
+        if lines and lines[-1].cell_len + len(words) + 2 <= width:
+            lines[-1].append("; ")
+        else:
+            lines.append(Text(f"{'' if lines else ' stops':<{LABEL}}", "bright_black"))
+        lines[-1].append(words, style)
+    return lines[:most]
 
 
 def _events(view: RunView, count: int) -> list[Text]:

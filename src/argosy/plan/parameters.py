@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from argosy.config.lora import LoraConfig
 from argosy.config.model import ModelConfig
 from argosy.config.optimizer import is_frozen
 from argosy.config.schema import RunConfig
+from argosy.config.train import LoraConfig
 from argosy.plan.layer_spec import layer_spec
 
 Initial = Literal["normal", "into_residual", "ones", "zeros", "uniform", "gaussian", "log_rates"]
 """Initial values: N(0, init_std); the same over sqrt(2 * layers), for projections into the residual stream, so that
 its variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3); a constant; those of an adapter's
-inner matrix (`config.lora`), of which "uniform" is also that of a short convolution; or the logarithms of U(0.01, 16)
+inner matrix (`config.train`), of which "uniform" is also that of a short convolution; or the logarithms of U(0.01, 16)
 (Gated DeltaNet, Mamba 2)."""
 
 OUTPUTS, INPUTS = 0, 1

@@ -7,7 +7,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
-from argosy.config.model import ModelConfig
+from argosy.config.model import ModelConfig, MTPConfig
+from argosy.plan.layer_spec import layer_kinds
 from argosy.plan.workload import train_flops_per_token
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
@@ -46,16 +47,16 @@ SPLITTING = tuple(name for name, rule in SCHEDULES.items() if rule.splits_backwa
 def split_layers(config: ModelConfig, seq_len: int, stages: int) -> tuple[range, ...]:
     """Return the layers of each stage, at least one each, such that the slowest stage is as fast as possible.
 
-    A layer costs its FLOPs; the last stage also computes the head. The split is optimal (dynamic programming over where
-    the last stage begins); of equally good splits it is the one whose stages are most alike.
+    A layer costs its FLOPs; the last stage also computes the head and modules of multi-token prediction. The split is
+    optimal (dynamic programming over where the last stage begins); of equally good splits it is the one whose stages
+    are most alike.
     """
     import numpy as np  # a plan is read where nothing is computed, and NumPy takes a tenth of a second
 
-    upto = np.array(
-        [train_flops_per_token(config.model_copy(update={"layers": n}), seq_len) for n in range(config.layers + 1)]
-    )
+    of_layers = _flops_of_layers(config, seq_len)
+    upto = np.cumsum([0.0, *of_layers])
     cost = upto[None, :] - upto[:, None]  # of a stage from its first layer [rows] to before its end [columns]
-    cost[:, -1] += upto[0]
+    cost[:, -1] += round(train_flops_per_token(config, seq_len)) - sum(of_layers)
     after_first = np.triu(np.ones(cost.shape, bool), 1)
 
     # Of the first `stage` stages over n layers [n]: the slowest, the sum of squares, and where each begins.
@@ -72,6 +73,21 @@ def split_layers(config: ModelConfig, seq_len: int, stages: int) -> tuple[range,
             equal[n].append([*begins[first], first])
         begins = [min(some, default=[]) for some in equal]
     return tuple(range(first, end) for first, end in pairwise([*begins[-1], config.layers]))
+
+
+def _flops_of_layers(config: ModelConfig, seq_len: int) -> list[int]:
+    """Return each layer's FLOPs per token. They are whole numbers, so that equal splits cost exactly the same."""
+    alone = config.model_copy(update={"mtp": MTPConfig()})
+
+    def upto(layers: int) -> float:
+        return train_flops_per_token(alone.model_copy(update={"layers": layers}), seq_len)
+
+    found = [0] * config.layers
+    for alike in layer_kinds(config).values():
+        flops = round(upto(alike[0] + 1) - upto(alike[0]))
+        for layer in alike:
+            found[layer] = flops
+    return found
 
 
 def stages_of_rank(rank: int, pp: int, per_rank: int, v_shaped: bool) -> list[int]:

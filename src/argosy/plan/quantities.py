@@ -1,12 +1,13 @@
 """A plan's arithmetic: ratios and divisors, and the quantities that follow from its keys.
 
 These are written with +, *, // and comparisons, and no `if`, so that they serve one plan (`plan.plan`) and columns of
-plans (`plan.layouts`) alike."""
+plans (`plan.layouts`) alike; and columns of jobs."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields
 from functools import cache, lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -125,3 +126,23 @@ class Quantities(Generic[NumberT]):
     def microbatches(self: Any, global_batch: int) -> NumberT:
         """Return the microbatches that a data-parallel rank runs in a step; with `shares`, the rank that runs most."""
         return global_batch // (self.portions * self.microbatch) * self.most_portions
+
+
+StackT = TypeVar("StackT")
+
+
+def stack(jobs: list[StackT]) -> StackT:
+    """Return the jobs as one, each field an array with an element for each job; None where none has it."""
+    import numpy as np
+
+    def together(values: list[Any]) -> Any:
+        if all(value is None for value in values):
+            return None
+        if isinstance(values[0], tuple):  # of groups, those that a job lacks have a share of nothing
+            groups = max(values, key=len)
+            rows = [[*value, *((1.0, *[0.0] * (len(group) - 1)) for group in groups[len(value) :])] for value in values]
+            return tuple(tuple(column) for column in np.array(rows, float).transpose(1, 2, 0)) if groups else ()
+        return np.array(values, float)
+
+    kind = type(jobs[0])
+    return kind(**{f.name: together([getattr(job, f.name) for job in jobs]) for f in fields(kind)})  # type: ignore[arg-type]

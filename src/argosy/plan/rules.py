@@ -12,7 +12,7 @@ from operator import or_
 from typing import Any
 
 from argosy.config.schema import RunConfig
-from argosy.plan.layer_sizes import dense_widths, head_counts, names_of_heads
+from argosy.plan.layer_spec import dense_widths, head_counts, names_of_heads
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
 from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan

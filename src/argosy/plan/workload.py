@@ -1,19 +1,19 @@
 """The work of a step, as numbers that the cost model multiplies: the model's sizes and the batch.
 
-All fields are plain numbers, so that many jobs can be stacked into one of arrays and predicted in one go.
+All fields are plain numbers, or tuples of them, so that many jobs can be stacked into one of arrays
+(`quantities.stack`) and predicted in one go.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
-from argosy.plan.layer_sizes import mean_sizes
-from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds
+from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds, mean_sizes
 from argosy.plan.parameters import (
     Parameter,
     Stage,
@@ -33,18 +33,6 @@ if TYPE_CHECKING:
     """One number, or one for each of many jobs."""
 else:
     Numbers = float  # in a report there is one job: the schema of `argosy plan --json` is made from this
-
-StackT = TypeVar("StackT")
-
-
-def stack(jobs: list[StackT]) -> StackT:
-    """Return the jobs as one, each field an array with an element for each job; None where none has it."""
-    import numpy as np
-
-    kind = type(jobs[0])
-    values = {f.name: [getattr(job, f.name) for job in jobs] for f in fields(kind)}  # type: ignore[arg-type]
-    lacking = {name for name, each in values.items() if all(value is None for value in each)}
-    return kind(**{name: None if name in lacking else np.array(each, float) for name, each in values.items()})
 
 
 @dataclass(frozen=True)
@@ -79,6 +67,9 @@ class Workload:
     """Tokens that a token attends to, on average over a sequence and the layers: half of a causal sequence."""
     cached_share: Numbers = 1
     """Share of a sequence whose keys and values a cache holds, on average over the layers: less with windows."""
+    kv_groups: tuple[tuple[Numbers, Numbers, Numbers], ...] = ()
+    """Of layers that differ in key/value heads: their number, and the share of all keys and values, and of those that a
+    cache holds, that such layers have. All others have `kv_heads`."""
     unprojected: Numbers = 0
     """Numbers of a layer's values that no projection computes, since they are its keys; the mean over layers."""
     gates: Numbers = 0
@@ -202,6 +193,17 @@ class Workload:
     def dense_layers(self) -> Numbers:
         """Layers without routed experts."""
         return self.layers - self.moe_layers
+
+    def kv_heads_on(self, tp: Numbers, cached: bool = False) -> Numbers:
+        """Return the key/value heads of a layer on one of `tp` ranks, which has at least one: the mean over keys and
+        values, or over those that a cache holds.
+
+        Shape: that of `tp`. A layer with fewer heads than ranks has each on several.
+        """
+        groups = [(heads, of_cache if cached else of_all) for heads, of_all, of_cache in self.kv_groups]
+        groups.append((self.kv_heads, 1 - sum(share for _, share in groups)))
+        copies = sum(share * ((tp > heads) * (tp / heads - 1) + 1) for heads, share in groups)
+        return self.kv_heads / tp * copies
 
     @property
     def delta_share(self) -> Numbers:
@@ -375,7 +377,7 @@ def _is_read(name: str, table: Table) -> bool:
     return table[name].is_trained or (inner is not None and inner.is_trained)
 
 
-def _adapters(run: RunConfig, table: Table) -> dict[str, float]:
+def _adapters(run: RunConfig, table: Table) -> dict[str, Any]:
     """Return the figures of the run's adapter, by the workload's names."""
     parts = {name: p for name, p in table.items() if p.is_adapter}
     layers, moe = run.model.layers, run.model.moe

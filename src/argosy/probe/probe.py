@@ -27,8 +27,7 @@ from argosy.parallel.encoding import decode, encode
 from argosy.parallel.world import World, join_world, leave_world
 from argosy.plan.hardware.clusters import Cluster, NetworkTier, NodeGroup
 from argosy.plan.hardware.devices import Device, Efficiencies, PeakFlops, find_device
-from argosy.plan.hardware.host_memory import host_memory_bytes
-from argosy.plan.hardware.local_machine import device_named
+from argosy.plan.hardware.local_machine import device_named, host_memory_bytes
 from argosy.plan.hardware.measurements import CollectiveRate, Measurements, Operation, four_digits
 from argosy.plan.search.auto import Devices
 from argosy.probe.collectives import MESSAGES, measure_collectives

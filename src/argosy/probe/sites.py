@@ -26,7 +26,7 @@ from argosy.launch.sites import check_addresses
 from argosy.observe.screen import Progress
 from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.measurements import Measurements, four_digits
-from argosy.processes.messages import WireRecord
+from argosy.processes.connection import WireRecord
 from argosy.sync.ledger import SiteName
 from argosy.sync.links import Links, open_links
 from argosy.sync.messages import AHEAD_BYTES, PIECE_BYTES, VERSION, Ping, Refusal, SiteHello

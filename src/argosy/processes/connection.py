@@ -4,6 +4,9 @@ Nothing that comes is used before the other end has proven that it knows the run
 marked with a keyed hash of its bytes and its number, so that none can be changed, added, repeated or left out on the
 way; TLS with a certificate that follows from the secret does that by itself, for a fraction of the time
 (benchmarks/transport.py). No call waits: what cannot be sent at once is kept and sent later.
+
+A message is a class of its own (`WireRecord`), checked when it arrives. It travels as JSON. Bytes, where a message has
+some, travel behind it, as its sender and its receiver frame them.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from argosy.errors import first_error
 from argosy.processes.secret import PROOF_BYTES, Handshake, Keys, Stranger
 
 Address = tuple[str, int]
@@ -268,3 +274,34 @@ def raise_limit() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # where there is no limit, macOS allows no number
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+TEXT_CHARS = 20_000
+"""Longer explanations, with what a program printed in them, are cut."""
+
+Text = Annotated[str, BeforeValidator(lambda text: text[:TEXT_CHARS] if isinstance(text, str) else text)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+M = TypeVar("M")
+
+
+class BadMessage(Exception):
+    """A frame is no message, or one that nobody may send."""
+
+
+class WireRecord(BaseModel):
+    """Base of the messages and their parts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def encoded(message: WireRecord) -> bytes:
+    """Return a message as JSON, without a line break in it."""
+    return message.model_dump_json().encode()
+
+
+def decoded(data: bytes, kinds: TypeAdapter[M]) -> M:
+    """Return the message that `encoded` made of one of `kinds`. Raises: BadMessage."""
+    try:
+        return kinds.validate_json(data)
+    except ValidationError as problem:
+        raise BadMessage(first_error(problem)) from None

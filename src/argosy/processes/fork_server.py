@@ -27,8 +27,7 @@ from typing import Any, NoReturn
 
 from argosy.errors import STOP_SIGNALS
 from argosy.processes.channel import Channel, Gone, Message
-from argosy.processes.child import CHANNEL, PARENT, PARENT_S, Child, ForkEntry, channel_to_parent
-from argosy.processes.patience import STOPPED_S, Patience
+from argosy.processes.child import CHANNEL, PARENT, PARENT_S, STOPPED_S, Child, ForkEntry, Patience, channel_to_parent
 
 RENDEZVOUS = ForkEntry("argosy.processes.rendezvous")
 """The process that holds the store in which the members of a world find each other."""

@@ -13,8 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from argosy.processes.channel import Gone, Message
-from argosy.processes.child import Child
-from argosy.processes.patience import STOPPED_S, Patience
+from argosy.processes.child import STOPPED_S, Child, Patience
 
 KEEP_S = 0.5
 """Time between two looks at a child by a thread, in a process that has no loop for it."""

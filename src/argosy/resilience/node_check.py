@@ -28,7 +28,7 @@ from torch import Tensor
 
 from argosy.accelerator import count_here, free_bytes, kind_of, numbered, synchronize
 from argosy.faults import fault
-from argosy.plan.hardware.host_memory import read_memory
+from argosy.plan.hardware.local_machine import read_memory
 from argosy.processes.child import channel_to_parent
 from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
 

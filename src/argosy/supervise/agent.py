@@ -13,8 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
-from argosy.checkpoint.fence import GENERATION
-from argosy.checkpoint.owner import name_of
+from argosy.checkpoint.fence import GENERATION, name_of
 from argosy.checkpoint.store import how_to_go_on
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig

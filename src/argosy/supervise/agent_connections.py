@@ -12,8 +12,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 
-from argosy.processes.connection import Connection
-from argosy.processes.messages import BadMessage, WireRecord, decoded, encoded
+from argosy.processes.connection import BadMessage, Connection, WireRecord, decoded, encoded
 from argosy.processes.secret import listen
 from argosy.supervise.messages import FROM_AGENT, AgentHello, FromAgent
 

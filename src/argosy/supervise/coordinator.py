@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from argosy.checkpoint.fence import Fenced, begin_generation, newest_generation
-from argosy.checkpoint.owner import name_of
+from argosy.checkpoint.fence import Fenced, begin_generation, name_of, newest_generation
 from argosy.config.launch import read_rank_map
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
@@ -27,8 +26,7 @@ from argosy.observe.events import Events
 from argosy.observe.heartbeat import LAST_STEPS
 from argosy.plan.plan import Plan
 from argosy.processes.connection import raise_limit
-from argosy.processes.secret import secret_of
-from argosy.processes.tls import server_context
+from argosy.processes.secret import secret_of, server_context
 from argosy.resilience.node_health import Health, NodeRates
 from argosy.resilience.replanner import Replanner
 from argosy.supervise import messages as say

@@ -21,11 +21,9 @@ from argosy.config.schema import RunConfig
 from argosy.errors import Retryable, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
-from argosy.processes.connection import Address, Connection, call
-from argosy.processes.messages import BadMessage, decoded, encoded
-from argosy.processes.secret import FILE, VALUE, secret_of
+from argosy.processes.connection import Address, BadMessage, Connection, call, decoded, encoded
+from argosy.processes.secret import FILE, VALUE, client_context, secret_of
 from argosy.processes.secret import call as handshake
-from argosy.processes.tls import client_context
 from argosy.supervise.messages import EVERY_S, FROM_COORDINATOR, FromAgent, FromCoordinator
 from argosy.supervise.place import place_of
 

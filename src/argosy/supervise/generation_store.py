@@ -16,8 +16,8 @@ from pathlib import Path
 
 from argosy.errors import RunFailed
 from argosy.processes.channel import Channel, Gone
+from argosy.processes.child import STOPPED_S, Patience
 from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
-from argosy.processes.patience import STOPPED_S, Patience
 from argosy.processes.supervisor import RestartPolicy, Restarts
 
 STORE = "store"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, TypeAdapter, model_validator
 
 from argosy.observe.heartbeat import LAST_STEPS
-from argosy.processes.messages import Count, Text, WireRecord
+from argosy.processes.connection import Count, Text, WireRecord
 from argosy.resilience.node_health import Health
 from argosy.supervise.node_report import NodeReport, Step
 from argosy.supervise.nodes import RankState
@@ -47,7 +47,7 @@ class AgentHello(WireRecord):
 
     kind: Literal["hello"] = "hello"
     folder: str
-    """Name of the run's folder, unlike any other's (`checkpoint.owner`)."""
+    """Name of the run's folder, unlike any other's (`checkpoint.fence`)."""
     name: NodeName
     host: Host
     """The address at which the other nodes reach it."""

@@ -13,8 +13,8 @@ from typing import Annotated
 from pydantic import Field, FiniteFloat
 
 from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
-from argosy.processes.messages import Count
-from argosy.processes.patience import process_state
+from argosy.processes.child import process_state
+from argosy.processes.connection import Count
 from argosy.resilience.detect.finding import WorkerSeen
 
 Rank = Count

@@ -24,9 +24,8 @@ from argosy.observe.node_metrics import NodeMetrics
 from argosy.observe.screen import SCREEN
 from argosy.observe.terminal import print_message
 from argosy.processes.channel import Gone
-from argosy.processes.child import ForkEntry
+from argosy.processes.child import STOPPED, ForkEntry, process_state
 from argosy.processes.fork_server import ForkServer
-from argosy.processes.patience import STOPPED, process_state
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.hang import JoiningWatch, Newcomer
 from argosy.resilience.detect.node import NodeWatch

@@ -21,7 +21,7 @@ from typing import Any
 from argosy.files import atomic_write
 from argosy.observe import stacks
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
-from argosy.processes.patience import process_state
+from argosy.processes.child import process_state
 from argosy.supervise.nodes import RankState, WorkerProcess
 
 FOLDER, REQUEST = "stacks", "request.json"

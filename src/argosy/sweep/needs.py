@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from argosy.config.schema import RunConfig
 from argosy.launch.resolve import with_known_sizes
 from argosy.plan.cost.prediction import predict
-from argosy.plan.hardware.host_memory import host_memory_bytes
-from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
+from argosy.plan.hardware.local_machine import DetectedHardware, host_memory_bytes, machine_at_hand
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.sweep.config import Parallel
 

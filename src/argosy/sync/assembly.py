@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from argosy.files import atomic_write, sync
-from argosy.processes.messages import WireRecord
+from argosy.processes.connection import WireRecord
 from argosy.sync.average import Reduced, reduce_slice, slices_of
 from argosy.sync.layout import Sites
 from argosy.sync.ledger import Line

@@ -23,7 +23,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
 from argosy.observe.events import Events
-from argosy.processes.messages import BadMessage
+from argosy.processes.connection import BadMessage
 from argosy.sync import messages as say
 from argosy.sync.assembly import Assembly, Proposal, read_piece
 from argosy.sync.average import RetainedAverages, distances, encode_file, slices_of

@@ -29,11 +29,9 @@ from pydantic import TypeAdapter
 from argosy.config.launch import host_and_port, interface_of
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError, missing_extra
-from argosy.processes.connection import FRAME_BYTES, Address, Connection, call
-from argosy.processes.messages import BadMessage, WireRecord
+from argosy.processes.connection import FRAME_BYTES, Address, BadMessage, Connection, WireRecord, call
+from argosy.processes.secret import Certificate, listen, secret_of
 from argosy.processes.secret import call as called
-from argosy.processes.secret import listen, secret_of
-from argosy.processes.tls import Certificate
 from argosy.sync.messages import Hello, M, Ping, Refusal, packed, unpacked
 
 FIRST, LAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)

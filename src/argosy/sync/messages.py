@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, TypeAdapter
 
 from argosy.config.sync import MOST_LOCAL_STEPS
-from argosy.processes.messages import Count, Text, WireRecord, decoded, encoded
+from argosy.processes.connection import Count, Text, WireRecord, decoded, encoded
 from argosy.sync.ledger import AnyFloat, Chain, Crc, Line, Ranges, SiteName, Tokens
 
 VERSION = 5

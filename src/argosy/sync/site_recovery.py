@@ -21,7 +21,7 @@ from functools import partial
 
 from argosy.files import atomic_write
 from argosy.observe.events import Events
-from argosy.processes.messages import BadMessage, WireRecord
+from argosy.processes.connection import BadMessage, WireRecord
 from argosy.sync import messages as say
 from argosy.sync.assembly import PulledFile, Wanted
 from argosy.sync.average import has_average

@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from argosy.config.preference import PreferenceConfig
 from argosy.config.schema import RunConfig
+from argosy.config.train import PreferenceConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.packing import ID_MASK, TRAINED, is_packed, sequences_in, unpack, without_rejected
 from argosy.data.shards import BadShard, TokenSource, spread_windows

@@ -69,12 +69,18 @@ class Harness(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The token between documents, which stands for an empty context."""
+        """The token between documents."""
         return self._tokenizer.eod_id
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands for an empty context."""
+        return [self._tokenizer.eod_id, *self._tokenizer.begin_ids][-1]
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the tokens of a text."""
-        return self._tokenizer.encode(string)
+        """Return the tokens of a text; of one that begins (None), with what the tokenizer puts before it."""
+        begin = self._tokenizer.begin_ids if add_special_tokens in (None, True) else []
+        return [*begin, *self._tokenizer.encode(string)]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **_: Any

@@ -187,7 +187,7 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
     assert choice is not None
     model = load_decoder(run, choice.checkpoint, torch.device("cpu"), torch.float32)
     prompt = run.evaluate.sample_prompt or ""
-    ids = [data.eod_id, *data.tokenizer.encode(prompt)]
+    ids = data.tokenizer.encode_prompt(prompt)
     room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))
     written = sample_tokens(model, ids, room, temperature=0.8, top_p=0.95, seed=run.seed, stop=(data.eod_id,))
     return prompt + data.tokenizer.decode(list(written))

@@ -27,7 +27,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from argosy.errors import UserError
-from argosy.plan.report.stops import shown_stops
+from argosy.plan.report.explain import shown_stops
 from argosy.watch import overview, rank_view, steps
 from argosy.watch.conclusions import conclusions_of
 from argosy.watch.library import Library, OpenRun, Unreadable, run_folder

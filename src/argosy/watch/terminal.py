@@ -19,6 +19,8 @@ from heapq import merge
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyError, UserError
@@ -33,10 +35,14 @@ from argosy.plan.calibration import PARTS, part_of
 from argosy.plan.cost.estimate import count
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
+from argosy.plan.report.explain import count_of_stops, shown_stops, unlike
 from argosy.plan.workload import parameters
+from argosy.watch.facts import RunFacts
 from argosy.watch.library import find_runs
 from argosy.watch.linefile import tells_of_the_run
 from argosy.watch.reader import RECENT_STEPS, Part, RunFiles
+from argosy.watch.rules.components import stops_so_far
+from argosy.watch.rules.planner import Planner
 from argosy.watch.timeline import in_words
 
 HISTORY_BYTES = 2**22
@@ -46,6 +52,8 @@ CURVE_POINTS = 8192
 SLOW = 3.0
 """A step that took so many times the median compiled or was disturbed."""
 SHOWN_EVENTS = 8
+ODD_STOPS = "yellow"
+"""Colour of stops that are more or fewer than nine times of ten."""
 SHARE = 0.05
 """Most of a processor that goes into reading other files than the metrics: there may be thousands."""
 STANDS_S = 10.0
@@ -79,6 +87,7 @@ class FolderView(RunFiles):
         self._refresh_at_s = 0.0
         self._progress: dict[int, tuple[Hashable, float]] = {}
         self._own: dict[str, tuple[int, dict[int, tuple[float, int]]]] = {}
+        self._stops: list[tuple[str, str]] = []
         self.heartbeats: Path | None = None
         """The folder of this machine's heartbeats, once it is known."""
 
@@ -87,6 +96,7 @@ class FolderView(RunFiles):
         began_s = time.monotonic()
         if began_s >= self._refresh_at_s:
             self.refresh()
+            self._stops = self._stops_so_far()
             ended_s = time.monotonic()
             self._refresh_at_s = ended_s + (ended_s - began_s) / SHARE
         else:
@@ -110,6 +120,7 @@ class FolderView(RunFiles):
             predicted_memory_bytes=float(prediction.memory_bytes.mid) if prediction else None,
             ranks=ranks,
             standing_s=standing,
+            stops=self._stops,
             events=self.told()[-SHOWN_EVENTS:],
         )
 
@@ -134,6 +145,26 @@ class FolderView(RunFiles):
             elif (evaluation := evaluation_line(line)) is not None and "validation_loss" in evaluation:
                 self._validation.add(evaluation["step"], evaluation["validation_loss"])
         return bool(new)
+
+    def _stops_so_far(self) -> list[tuple[str, str]]:
+        """Return words and style of the stops of the run and of each component, those that were seen first."""
+        signs = {"time_s": np.array([line["time_s"] for line in self.recent_steps if "time_s" in line], dtype=float)}
+        facts = RunFacts(time.time(), run=self.run, plan=self.plan, steps=signs, events=self.events)
+        found = None
+        with suppress(ArgosyError, KeyError, TypeError, ValueError):  # events of another version
+            found = stops_so_far(facts, Planner(facts))
+        shown = shown_stops(found.components) if found else []
+        if found is None or not (found.seen or shown):
+            return []
+        low, mid, high = found.expected
+        in_all = f"{found.seen} seen, {count_of_stops(mid)} expected ({low:.0f} to {high:.0f})"
+        return [
+            (in_all, ODD_STOPS if not low <= found.seen <= high else ""),
+            *(
+                (f"{c.called} {c.seen or 0}, {count_of_stops(c.expected)} expected", ODD_STOPS if unlike(c) else "")
+                for c in sorted(shown, key=lambda c: -(c.seen or 0))
+            ),
+        ]
 
     def _steady(self) -> list[dict[str, Any]]:
         """Return the last steps without those that were much slower than the others."""

@@ -46,7 +46,12 @@ def test_the_example_is_scheduled_and_drawn(capsys, tmp_path):
     said, page = capsys.readouterr().out, (tmp_path / "jobs.html").read_text()
     for name in ("base", "long-context", "small", "ablation"):
         assert name in said and name in page and f"--name {name}" in said
-    assert "█" in said and "<svg" in page and "http" not in page.replace("http-equiv", "")
+    assert (
+        "█" in said
+        and "<svg" in page
+        and "base: deadline +30.0 h" in page
+        and "http" not in page.replace("http-equiv", "")
+    )
 
 
 def test_jobs_follow_each_other_and_say_what_lateness_costs(capsys, tmp_path):

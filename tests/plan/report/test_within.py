@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.config.counts import seconds_of
+from argosy.config.section import seconds_of
 from argosy.errors import UserError
 from argosy.plan.report.report import PlanRequest
 from argosy.plan.report.request import Question, of_model

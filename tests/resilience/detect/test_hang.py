@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
-from argosy.processes.patience import process_state
+from argosy.processes.child import process_state
 from argosy.resilience.detect.finding import Sample, WorkerSeen
 from argosy.resilience.detect.hang import MIN_AUTO_S, OTHERS_S, HangDetector, JoiningWatch, Newcomer, Waits, blame
 from resilience.detect.samples import World

@@ -17,7 +17,7 @@ import pytest
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.observe.events import read_lines
-from argosy.processes.messages import WireRecord
+from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout
 from argosy.sync.messages import packed

@@ -144,7 +144,7 @@ class ServingModel:
     def token_cache_bytes(self) -> Floats:
         """Bytes of a token's cache on one device of each stage, all its layers; with windows, on average."""
         work = self.work
-        whole = np.maximum(1, work.kv_heads / self.cut.tp) * work.kv_width
+        whole = work.kv_heads_on(self.cut.tp, cached=True) * work.kv_width
         of_layer = np.where(np.asarray(work.kv_rank) > 0, work.kv_rank + work.rope_width, whole)
         layers = self.cached_layers * work.cached_share
         return np.asarray(of_layer * self.formats.cache_bytes * layers / self.cut.pp, float)

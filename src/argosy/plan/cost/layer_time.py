@@ -98,7 +98,7 @@ class LayerModel(RankSizes):
     def _attention(self) -> LayerTime:
         work, plans, tokens = self.work, self.plans, self.tokens
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
-        kv = np.maximum(1, work.kv_heads / plans.tp) * (work.kv_width - work.unprojected / work.kv_heads)
+        kv = work.kv_heads_on(plans.tp) * (work.kv_width - work.unprojected / work.kv_heads)
         plain = self._matmul(tokens, work.width, queries + work.gates * values + kv)
         down, up = self._matmul(tokens, work.width, work.q_rank), self._matmul(tokens, work.q_rank, queries)
         direct = self._matmul(tokens, work.width, queries)

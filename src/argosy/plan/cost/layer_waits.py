@@ -126,7 +126,7 @@ class WaitModel(LayerModel):
     @property
     def keys_and_values(self) -> Numbers:
         plans, work = self.plans, self.work
-        kv_elements = np.maximum(1, work.kv_heads / plans.tp) * 2 * work.core_width
+        kv_elements = work.kv_heads_on(plans.tp) * 2 * work.core_width
         return self.tokens * kv_elements * self.activation_bytes
 
     @property

@@ -177,7 +177,7 @@ class MemoryModel(RankSizes):
         """Elements for a token: queries, keys, values, the result of attention, and latents."""
         plans, work = self.plans, self.work
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
-        kv = np.maximum(1, work.kv_heads / plans.tp) * work.kv_width
+        kv = work.kv_heads_on(plans.tp) * work.kv_width
         latent = np.where(work.kv_rank > 0, 2 * (work.q_rank + work.kv_rank) + work.rope_width, 0)
         attention = queries + work.gates * values + kv + values + latent
         of_result = np.where(self.eager, 2 + 16 / self.activation_bytes, 3) * work.delta_heads * work.delta_value_width

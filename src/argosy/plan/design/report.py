@@ -13,8 +13,18 @@ import numpy as np
 
 from argosy.plan.cost.estimate import count, percent, seconds
 from argosy.plan.design import charts
-from argosy.plan.design.bottlenecks import Stop, effects, rows_along, serving_along, training_along, where_it_stops
-from argosy.plan.design.matmuls import ModelMatmul, attention_of, matmuls_of, seconds_of_matmuls
+from argosy.plan.design.bottlenecks import (
+    ModelMatmul,
+    Stop,
+    attention_of,
+    effects,
+    matmuls_of,
+    rows_along,
+    seconds_of_matmuls,
+    serving_along,
+    training_along,
+    where_it_stops,
+)
 from argosy.plan.design.points import Floats, Points
 from argosy.plan.design.space import DesignSpace
 from argosy.plan.design.speedup import Speedup, speedups

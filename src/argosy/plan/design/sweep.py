@@ -26,7 +26,7 @@ from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.design.points import Floats, Points
 from argosy.plan.design.space import ServeSpace, TrainSpace
 from argosy.plan.hardware.devices import Format
-from argosy.plan.layer_sizes import tensor_parts
+from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.layouts import Layouts, column_of
 from argosy.plan.plan import Plan
 from argosy.plan.report.request import Question, of_model

@@ -295,9 +295,10 @@ def find_device(name: str) -> Device:
     if is_path(name):
         return Device.load(Path(name).expanduser())
     plain = name.strip().lower().replace("_", "-").replace(" ", "-")
-    names = device_names()
-    found = names.get(plain) or {_joined(known): preset for known, preset in names.items()}.get(_joined(plain))
+    likely_first = sorted(preset_names("devices"), key=lambda preset: not preset.startswith(plain[:3]))
+    found = next((preset for preset in likely_first if _joined(plain) in map(_joined, _names_of(preset))), None)
     if found is None:
+        names = device_names()
         choices = sorted(names) if get_close_matches(plain, names) else preset_names("devices")
         raise UserError(
             f"no device is called {name!r}; {near_names(plain, choices)} Or write its data sheet's figures to "
@@ -314,14 +315,15 @@ def is_path(name: str) -> bool:
     return name.endswith(".toml") or "/" in name
 
 
-@cache
 def device_names() -> dict[str, str]:
     """Return every name and alias of the catalogue -> the name of its preset."""
-    names = {name: name for name in preset_names("devices")}
-    for preset in list(names):
-        table = tomllib.loads(preset_path("devices", preset).read_text())
-        names |= dict.fromkeys(table.get("aliases", ()), preset)
-    return names
+    return {name: preset for preset in preset_names("devices") for name in _names_of(preset)}
+
+
+@cache
+def _names_of(preset: str) -> tuple[str, ...]:
+    """Return a preset's name and its aliases."""
+    return (preset, *tomllib.loads(preset_path("devices", preset).read_text()).get("aliases", ()))
 
 
 @cache

@@ -23,8 +23,9 @@ HEADS = (
     *("deadline", "in time", "late", "late costs"),
 )
 """Columns of the table; the last one, the price of devices, is headed by the currency."""
-WIDTH, LABEL, ROW = 900, 150, 34
-"""Sizes of the page's chart in pixels: its width, room for names, a row's height."""
+WIDTH, LABEL, LAST, ROW = 900, 150, 50, 34
+"""Sizes of the page's chart in pixels: its width, room for names, for the last time's label, a row's height."""
+LEGEND = "a bar is as high as the job's share of the cluster"
 TICKS = (HOUR, 2 * HOUR, 6 * HOUR, 12 * HOUR, DAY, 2 * DAY, 5 * DAY, 10 * DAY, 30 * DAY, 90 * DAY, 365 * DAY)
 
 
@@ -48,7 +49,7 @@ def show(found: JobSchedule, console: Console | None = None) -> None:
             bar.append(_bar(job, devices, span_s, wide), "red" if job.late_s else "blue")
             line(bar)
         line(f"{'':<{names}}  {_axis(span_s, wide)}", "dim")
-    line("  |: the deadline; a bar is as high as the job's share of the cluster\n", "dim")
+    line(f"  |: the deadline; {LEGEND}\n", "dim")
     console.print(_figures(found), highlight=False, crop=False)
     line("\nCommands, for the clusters' own schedulers:")
     for text in _commands(found):
@@ -140,6 +141,7 @@ def page(found: JobSchedule) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head>\n<body><h1>{escape(title)}</h1>{charts}"
+        f'<p class="quiet">A line before or behind a bar is its deadline; {LEGEND}.</p>'
         f'<h2>Jobs</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
         f"<h2>Commands, for the clusters' own schedulers</h2><pre>{commands}</pre></body></html>\n"
     )
@@ -147,7 +149,7 @@ def page(found: JobSchedule) -> str:
 
 def _chart(jobs: Sequence[ScheduledJob], devices: int, span_s: float) -> str:
     def x(at_s: float) -> float:
-        return LABEL + at_s / span_s * (WIDTH - LABEL)
+        return LABEL + at_s / span_s * (WIDTH - LABEL - LAST)
 
     parts, bottom = [], ROW * len(jobs)
     for at_s in _ticks(span_s):
@@ -168,5 +170,8 @@ def _chart(jobs: Sequence[ScheduledJob], devices: int, span_s: float) -> str:
             )
         if job.deadline_s is not None and job.deadline_s <= span_s:
             at = x(job.deadline_s)
-            parts.append(f'<line class="range" x1="{at:.1f}" x2="{at:.1f}" y1="{row * ROW}" y2="{low}"/>')
+            parts.append(
+                f"<g><title>{escape(job.name)}: deadline {after_now(job.deadline_s)}</title>"
+                f'<line class="range" x1="{at:.1f}" x2="{at:.1f}" y1="{row * ROW}" y2="{low}"/></g>'
+            )
     return f'<svg viewBox="0 0 {WIDTH} {bottom + 24}" width="{WIDTH}" role="img">{"".join(parts)}</svg>'

@@ -7,16 +7,17 @@ from html import escape
 
 from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
 from argosy.plan.cost.heterogeneous import UnevenSplit
-from argosy.plan.report.explain import MEANING, MEMORY_MEANING
-from argosy.plan.report.network import AXIS_COLUMNS, NetworkReport, axis_cells, network_in_words
-from argosy.plan.report.report import PlanReport
-from argosy.plan.report.stops import (
+from argosy.plan.report.explain import (
+    MEANING,
+    MEMORY_MEANING,
     burn_in_in_words,
     count_of_stops,
     shown_stops,
     spares_in_words,
     stops_in_words,
 )
+from argosy.plan.report.network import AXIS_COLUMNS, NetworkReport, axis_cells, network_in_words
+from argosy.plan.report.report import PlanReport
 from argosy.plan.report.terminal import HOLDERS, LEAST_SHOWN, headline, prices, search_line
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers

@@ -8,11 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from argosy.config.counts import count_of, seconds_of
 from argosy.config.layers import Source, table_layer
 from argosy.config.lines import read_toml
 from argosy.config.load import build
-from argosy.config.section import Section
+from argosy.config.section import Section, count_of, seconds_of
 
 
 def _duration(value: object) -> object:

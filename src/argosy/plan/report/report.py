@@ -21,9 +21,16 @@ from argosy.plan.cost.updates import in_words, with_workers
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Objective, Plan, has_workers
-from argosy.plan.report.explain import Sensitivity, binding, sensitivities, sums_in_words, ways_to_agree
+from argosy.plan.report.explain import (
+    Reliability,
+    Sensitivity,
+    binding,
+    reliability,
+    sensitivities,
+    sums_in_words,
+    ways_to_agree,
+)
 from argosy.plan.report.network import NetworkReport, network_report
-from argosy.plan.report.stops import Reliability, reliability
 from argosy.plan.search.candidates import Candidate, WholeRunModel, rounder, row_of
 from argosy.plan.search.search import (
     OFFLOADS,

@@ -12,10 +12,16 @@ from rich.text import Text
 
 from argosy.errors import UserError
 from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
-from argosy.plan.report.explain import MEANING, MEMORY_MEANING
+from argosy.plan.report.explain import (
+    MEANING,
+    MEMORY_MEANING,
+    burn_in_in_words,
+    spares_in_words,
+    stops_in_words,
+    stops_table,
+)
 from argosy.plan.report.network import AXIS_COLUMNS, NetworkReport, axis_cells, network_in_words
 from argosy.plan.report.report import PlanReport, PlanRequest, describe, plan_report
-from argosy.plan.report.stops import burn_in_in_words, spares_in_words, stops_in_words, stops_table
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 

@@ -31,7 +31,7 @@ from argosy.plan.cost.inference import (
 from argosy.plan.cost.scheduler import SimulatedReplica
 from argosy.plan.cost.serving_constants import ServingEngine, fitted_serving, spread_of
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.layer_sizes import tensor_parts
+from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.quantities import divisors
 from argosy.plan.search.space import Pins
 from argosy.plan.serving_calibration import SHIFTED, shifted

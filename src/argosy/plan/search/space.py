@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from argosy.errors import UserError
 from argosy.plan.check import nearest
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.layer_sizes import tensor_parts
+from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.layouts import WORDS, Layouts, column_of
 from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
 from argosy.plan.plan import AXES, Plan, words_of

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from argosy.observe.heartbeat import HeartbeatReading, Phase
-from argosy.processes.patience import STOPPED
+from argosy.processes.child import STOPPED
 from argosy.resilience.detect.finding import Finding, Flags, Sample, Times, WorkerSeen
 
 POINT_TO_POINT = ("mesh_pp",)

@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from argosy.checkpoint.owner import name_of
+from argosy.checkpoint.fence import name_of
 from argosy.config.launch import LeaseUrl
 from argosy.supervise.lease.etcd import EtcdLease
 from argosy.supervise.lease.kubernetes import KubernetesLease

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from argosy.checkpoint.claims import Claims, Taken
+from argosy.checkpoint.fence import Claims, Taken
 from argosy.processes.connection import Address
 
 TTL_S = 8.0

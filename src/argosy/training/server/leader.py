@@ -17,7 +17,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed
 from argosy.observe.events import Events, Metrics
 from argosy.observe.screen import Progress
-from argosy.processes.messages import WireRecord
+from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.deal import AppliedUpdate, Dealing, rate_of
 from argosy.sync.layout import ServerLayout

@@ -31,7 +31,7 @@ from argosy.observe.events import Events
 from argosy.observe.screen import Progress
 from argosy.processes.channel import Gone
 from argosy.processes.child import channel_to_parent, messages
-from argosy.processes.messages import WireRecord
+from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.layout import AGAIN, ServerLayout
 from argosy.sync.links import Links, keys_of, listener_at

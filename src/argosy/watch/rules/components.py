@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from argosy.plan.cost.estimate import Estimate, count, percent, seconds, within
 from argosy.plan.cost.reliability import ExpectedStops, FailureRates
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.report.stops import count_of_stops, unlike
+from argosy.plan.report.explain import count_of_stops, unlike
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.watch.facts import Event, RunFacts
 from argosy.watch.rules.outages import Outage, failures

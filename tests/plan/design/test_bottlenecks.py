@@ -7,7 +7,7 @@ import pytest
 from pytest import approx
 from tests.plan.design.conftest import Load
 
-from argosy.plan.design.matmuls import attention_of, matmuls_of, seconds_of_matmuls
+from argosy.plan.design.bottlenecks import attention_of, matmuls_of, seconds_of_matmuls
 from argosy.plan.design.points import Points
 from argosy.plan.report.request import Question, of_model
 from argosy.plan.workload import Workload
