@@ -30,6 +30,7 @@ CALLS = {
     "compare": "compare {run} {run}",
     "metrics": "metrics {run} --columns all --every 5",
     "metrics-keys": "metrics {run}",
+    "metrics-out": "metrics {run} --columns loss --out {tmp}/metrics.csv --format csv",
     "logs": "logs {run}",
     "prepare": "prepare {corpus}/manifest.json --out {tmp}/data --vocab-size 300 --processes 1",
     "checkpoint-list": "checkpoint list {run}",

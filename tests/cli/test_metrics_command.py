@@ -24,13 +24,17 @@ def test_metrics_are_csv_json_lines_or_parquet(runs: Path, capsys: pytest.Captur
     words = ["metrics", str(runs / "good"), "--columns", "step,loss", "--every", "2"]
     assert main(words) == 0
     assert capsys.readouterr().out == "step,loss\n0,3.0\n2,3.0\n4,3.0\n"
-    assert main([*words, "--format", "json"]) == 0
-    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [0, 2, 4]
+    lines = '{"step": 0.0, "loss": 3.0}\n{"step": 2.0, "loss": 3.0}\n{"step": 4.0, "loss": 3.0}\n'
+    for json_words in (["--format", "json"], ["--json"], ["--json", "--format", "json"]):
+        assert main([*words, *json_words]) == 0
+        assert capsys.readouterr().out == lines
     path = runs / "out.parquet"
     assert main([*words, "--format", "parquet", "--out", str(path)]) == 0
     import pyarrow.parquet
 
     assert pyarrow.parquet.read_table(path).to_pydict() == {"step": [0, 2, 4], "loss": [3.0, 3.0, 3.0]}
+    assert main([*words, "--json", "--format", "csv", "--out", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["out"] == str(path) and path.read_text().startswith("step,loss\n0,3.0\n")
     assert main(["metrics", str(runs / "good"), "--json"]) == 0
     assert "loss" in json.loads(capsys.readouterr().out)["keys"]
 
@@ -42,6 +46,11 @@ def test_what_cannot_be_is_refused(runs: Path, capsys: pytest.CaptureFixture[str
     assert main(["metrics", str(runs / "good"), *words]) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("argosy: --")
+
+
+def test_csv_is_not_printed_where_json_is_asked_for(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["metrics", str(runs / "good"), "--columns", "loss", "--json", "--format", "csv"]) == 2
+    assert "--format csv: with --json, JSON is printed" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_runs_are_chosen_and_ordered(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

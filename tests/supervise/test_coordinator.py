@@ -191,12 +191,14 @@ def test_a_node_that_was_lost_while_the_coordinator_was_stopped_is_missed_soon_a
     assert not events(tmp_path, "finish")
 
 
-def test_an_agent_that_comes_back_after_the_end_is_told_of_it(come):
+def test_an_agent_that_comes_back_after_the_end_is_told_of_it_and_none_that_leaves_then_is_lost(come, tmp_path):
     a, b = begun(come)
     for agent in (a, b):
         agent.say("done", slot=0)
     assert b.hears("finish")["exit_code"] == 0
+    b.close()
     assert come("b").hello(in_generation(1, rank=1)).hears("finish")["exit_code"] == 0
+    assert not events(tmp_path, "agent_left")
 
 
 def test_a_node_that_comes_twice_is_there_once(come):

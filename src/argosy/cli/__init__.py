@@ -57,6 +57,7 @@ LETTERS = {"█": "#", "…": "...", "–": "-"}
 """Signs that are printed -> what stands for them in an encoding that lacks them."""
 IN_LETTERS = "argosy-letters"
 BROKEN_PIPE = 128 + 13
+COMMIT_DIGITS = 8
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,26 +115,40 @@ def _main(argv: list[str]) -> int:
 
 
 def _version() -> str:
-    """Return the version, with the commit of a checkout, and those of torch and Python."""
+    """Return the version, with the commit that it was built from, and those of torch and Python."""
     import platform
-    import subprocess
-    from contextlib import suppress
     from importlib.metadata import PackageNotFoundError, version
-    from pathlib import Path
 
     from argosy import __version__
 
-    source = Path(__file__).parents[3]
-    commit = ""
-    if (source / ".git").exists():
-        git = ["git", "-C", str(source), "describe", "--always", "--dirty", "--exclude=*"]
-        with suppress(OSError):
-            commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = _commit()
     try:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "none"
     return f"argosy {__version__}{commit and f' ({commit})'}, torch {torch}, Python {platform.python_version()}"
+
+
+def _commit() -> str:
+    """Return the commit of this checkout or package, shortened; empty if nothing says it."""
+    import json
+    import subprocess
+    from contextlib import suppress
+    from importlib.metadata import PackageNotFoundError, distribution
+    from pathlib import Path
+
+    source = Path(__file__).parents[3]
+    if (source / ".git").exists():
+        git = ["git", "-C", str(source), "describe", "--always", f"--abbrev={COMMIT_DIGITS}", "--dirty", "--exclude=*"]
+        with suppress(OSError):
+            return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = (Path(__file__).parents[1] / "COMMIT").read_text(encoding="utf-8").strip()
+    if commit.startswith("$"):  # it was not built from a `git archive`: pip may have cloned it, and then says what
+        commit = ""
+        with suppress(PackageNotFoundError):
+            origin = json.loads(distribution("argosy").read_text("direct_url.json") or "{}")
+            commit = origin.get("vcs_info", {}).get("commit_id", "")
+    return commit[:COMMIT_DIGITS]
 
 
 def _run(name: str, argv: list[str]) -> int:

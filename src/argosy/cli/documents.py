@@ -57,6 +57,7 @@ DOCUMENTS = {
     "compare": DocumentKind("argosy.compare.side_by_side:Comparison", "both runs"),
     "metrics": DocumentKind("argosy.cli.metrics:StepRow", "a step: its number by column", is_many=True),
     "metrics-keys": DocumentKind("argosy.cli.metrics:MetricsKeys", "the columns that there are, without `--columns`"),
+    "metrics-out": DocumentKind("argosy.cli.documents:Written", "the file that was written, with `--out`"),
     "logs": DocumentKind("argosy.cli.logs:LogLine", "a line that was printed", is_many=True),
     "stop": DocumentKind("argosy.cli.stop:StoppedJob", "a job that was told to end", is_many=True),
     "sweep": DocumentKind("argosy.sweep.result:SweepRecord", "the trials, and the best"),

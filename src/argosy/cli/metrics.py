@@ -5,7 +5,7 @@ Steps are counted from 0. What a step did not measure, or was not finite, is emp
 Examples:
   argosy metrics runs/demo                                        the keys that there are
   argosy metrics runs/demo --columns step,loss,lr --every 10      CSV
-  argosy metrics runs/demo --columns step,loss --from 1000 --format json
+  argosy metrics runs/demo --columns step,loss --from 1000 --json
   argosy metrics runs/demo --columns step,validation_loss         evaluations, at their steps
   argosy metrics runs/demo --columns all --format parquet --out demo.parquet
 """
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import tyro
 
-from argosy.cli.documents import lines_of, write
+from argosy.cli.documents import Written, lines_of, write
 from argosy.cli.options import parse
 from argosy.errors import ArgosyWarning, UserError, missing_extra
 from argosy.files import atomic_write
@@ -42,12 +42,12 @@ class Options:
     """First step."""
     to_step: Annotated[int | None, tyro.conf.arg(name="to")] = None
     """Last step."""
-    format: Literal["csv", "json", "parquet"] = "csv"
-    """csv, json (an object a line) or parquet, which needs --out."""
+    format: Literal["csv", "json", "parquet"] | None = None
+    """csv, json (an object a line) or parquet, which needs --out. Not given: csv; with --json, json."""
     out: Path | None = None
-    """A file to write, instead of printing."""
+    """A file to write the table to, instead of printing it."""
     json: bool = False
-    """The same as --format json; without --columns, a list of the keys."""
+    """Print JSON, as every command does: the table, the list of keys, or with --out the file's name; errors too."""
 
 
 StepRow: TypeAlias = dict[str, float | None]
@@ -63,11 +63,15 @@ class MetricsKeys:
 
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy metrics", Options)
-    form = "json" if options.json else options.format
+    form = options.format or ("json" if options.json else "csv")
     if options.every < 1:
         raise UserError(f"--every = {options.every}: at least 1 is needed, such as --every 10.")
     if form == "parquet" and options.out is None:
         raise UserError("--format parquet: a binary file, which is not printed. Name one: --out metrics.parquet")
+    if options.json and options.out is None and form != "json":
+        raise UserError(
+            f"--format {form}: with --json, JSON is printed. Leave one out, or name a file: --out metrics.csv"
+        )
     from argosy.watch.columns import STEP
     from argosy.watch.query import table_of_steps
     from argosy.watch.reader import RunReader
@@ -84,23 +88,32 @@ def main(argv: list[str]) -> None:
             print("\n".join(keys))
         return
     table = table_of_steps(reader, names, options.from_step, options.to_step, options.every)
-    if form == "parquet":
-        _write_parquet(options.out or Path(), table)
-    elif options.out is None and form == "json":
+    if options.out is not None:
+        _write_table(options.out, table, form)
+        if options.json:
+            write("metrics-out", Written(str(options.out)))
+    elif form == "json":
         write("metrics", *_rows(table))
     else:
-        text = io.StringIO(newline="")
-        if form == "json":
-            text.writelines(f"{line}\n" for line in lines_of("metrics", *_rows(table)))
-        else:
-            writer = csv.writer(text, lineterminator="\n")
-            writer.writerow(table)
-            writer.writerows(zip(*table.values(), strict=True))
-        if options.out is None:
-            print(text.getvalue(), end="")
-            return
-        with atomic_write(options.out) as file:
-            file.write(text.getvalue().encode())
+        print(_text_of(table, form), end="")
+
+
+def _write_table(path: Path, table: dict[str, list[Any]], form: str) -> None:
+    if form == "parquet":
+        _write_parquet(path, table)
+        return
+    with atomic_write(path) as file:
+        file.write(_text_of(table, form).encode())
+
+
+def _text_of(table: dict[str, list[Any]], form: str) -> str:
+    if form == "json":
+        return "".join(f"{line}\n" for line in lines_of("metrics", *_rows(table)))
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(table)
+    writer.writerows(zip(*table.values(), strict=True))
+    return text.getvalue()
 
 
 def _rows(table: dict[str, list[Any]]) -> Iterator[StepRow]:

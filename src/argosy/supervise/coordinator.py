@@ -154,7 +154,8 @@ class Coordinator:
         return is_done or time.monotonic() - self._alone_since > self._alone_s
 
     def _on_left(self, name: str, why: str) -> None:
-        self._events.write("agent_left", node=name, why=why)
+        if self._finish is None and not self._is_stopping:  # else it leaves because the run ends
+            self._events.write("agent_left", node=name, why=why)
         self._rates.remove(name)
         self._membership.left(name, why)
 
