@@ -46,7 +46,7 @@ from argosy.config.model import ModelConfig
 from argosy.models.attention import Documents
 from argosy.models.decoder import Decoder
 from argosy.parallel.apply import compile_blocks
-from argosy.precision.fp8 import use_fp8
+from argosy.precision import use_fp8
 
 SIZES: dict[str, Any] = {
     "layers": 2,
