@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from argosy.models.packed import Packing
 from peft import PeftModel
 
 from argosy.config.dump import save_run
@@ -23,6 +22,7 @@ from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.resolve import check_parameters
 from argosy.models import hf, peft_adapter
 from argosy.models.decoder import microbatches
+from argosy.models.packed import Packing
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.plan.parameters import parameter_table
