@@ -26,7 +26,7 @@ from argosy.plan.cost.exact_state import (
 from argosy.plan.parameters import Parameter, parameter_table
 from argosy.plan.plan import Plan
 from argosy.plan.workload import parameters
-from argosy.precision import int8
+from argosy.precision import BLOCK
 
 SMALL = ModelConfig(layers=4, width=64, heads=8, kv_heads=2, head_width=8, ffn_width=96, vocab_size=203)
 
@@ -116,7 +116,7 @@ def test_moments_take_what_the_optimizer_keeps(kind, state, name, shape, expecte
 
 def test_moments_and_blocks_are_those_of_the_optimizer():
     assert {name: len(rule.moments) for name, rule in RULES.items()} == MOMENTS
-    assert INT8_BLOCK == int8.BLOCK
+    assert INT8_BLOCK == BLOCK
 
 
 def test_the_arithmetic_needs_no_torch():
