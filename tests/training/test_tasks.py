@@ -6,12 +6,8 @@ import json
 import math
 from pathlib import Path
 
-import lm_eval
 import pytest
 import torch
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-from transformers import PreTrainedTokenizerFast
 
 from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import END_OF_DOCUMENT, Tokenizer
@@ -121,6 +117,11 @@ def test_texts_are_scored_as_a_whole(tmp_path, corpus):
 
 
 def test_scores_after_a_beginning_are_those_of_lm_eval(tmp_path, corpus, choices):
+    import lm_eval  # seconds, for which collecting need not wait
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerFast
+
     names = [str(choices), str(task_file(tmp_path, "texts", "loglikelihood_rolling", BITS))]
     begun, model = begun_tokenizer(corpus / TOKENIZER, tmp_path / TOKENIZER), decoder(vocab_size=408)
     tokenizer = Tokenizer.load(begun)
