@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +23,8 @@ DOCUMENTS = [
     *sorted((ROOT / "docs/clusters").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SCORE = re.compile(r"^\| `runs/(\w+)` \|.*\| (\d+) % \|$", re.MULTILINE)
+"""A row of a table that states the score of a run which the document's commands have made."""
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -38,6 +42,7 @@ WITH_COMMANDS = [
 
 @pytest.mark.parametrize("document", WITH_COMMANDS)
 def test_the_commands_of_a_document_work_in_order(document: Path, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for language, name, text in blocks(document):
         if name:
             (tmp_path / name).write_text(text)
@@ -46,10 +51,15 @@ def test_the_commands_of_a_document_work_in_order(document: Path, tmp_path: Path
                 run(line.removeprefix("$ "), tmp_path)
         elif language == "python":
             run_python(text, tmp_path)
+    scores = {name: float(stated) / 100 for name, stated in SCORE.findall(document.read_text())}
+    for name, stated in scores.items():
+        *_, last = (tmp_path / "runs" / name / "scores.jsonl").read_text().splitlines()
+        assert next(iter(json.loads(last)["tasks"].values()))["exact_match"] == pytest.approx(stated, abs=0.15), name
 
 
 def run(command: str, folder: Path) -> None:
     command = re.sub(r"^argosy\b", f"{sys.executable} -m argosy", command)
+    command = re.sub(r"^python\b", sys.executable, command)
     done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
@@ -73,7 +83,10 @@ def test_links_to_files_lead_somewhere(document: Path) -> None:
 
 @pytest.mark.parametrize(
     "example",
-    [path for path in sorted((ROOT / "examples").glob("*.toml")) if path.name != "jobs.toml"],  # of several runs
+    [
+        *(path for path in sorted((ROOT / "examples").glob("*.toml")) if path.name != "jobs.toml"),  # of several runs
+        ROOT / "examples" / "fine-tuning" / "base.toml",  # the others there begin with a run's weights
+    ],
     ids=lambda p: p.name,
 )
 def test_examples_are_valid_files(example: Path) -> None:
