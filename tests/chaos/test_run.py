@@ -92,7 +92,8 @@ def test_faults_are_injected_and_the_run_is_watched_until_its_end(tmp_path):
     run.run()
     assert run.exit_code == 0 and run.starts == 1
     (injected,) = run.injected  # a run without a coordinator cannot lose it
-    assert injected.fault.kind == "kill" and injected.pid in run.workers_seen and injected.step >= 3
+    assert injected.fault.kind == "kill" and injected.pid in run.workers_seen
+    assert 0 <= injected.step < STEPS
     outcome = chaos.outcome_of(injected, chaos.events_of(run.run_dir), run, run.began_s)
     assert outcome.seen_s is not None and outcome.seen_s < 1.0
     assert outcome.again_s is not None and outcome.seen_s < outcome.again_s < 10
