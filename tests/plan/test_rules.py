@@ -13,6 +13,7 @@ from any_plans import ANY_PLAN, any_run, run
 from argosy.plan import rules
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
+from argosy.plan.rule import Rule
 from argosy.plan.rules import RULES, breaks_any, first_problem
 
 SITES = {"sites": [{"name": "A"}, {"name": "B"}]}
@@ -155,6 +156,7 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         {"model": {"moe": {"experts": 8}}},
         "plan.precision = fp8 with experts",
     ),
+    (rules.adapters_are_not_in_fp8, "precision=fp8", {"lora": {"rank": 4}}, "its layers know no adapters"),
     (rules.number_formats_go_together, "precision=fp16,weights=bf16", {}, "plan.weights = bf16 with precision = fp16"),
     (
         rules.recomputed_experts_are_gathered_alike,
@@ -222,6 +224,10 @@ def test_a_rule_refuses_with_the_values_and_what_they_break(rule, plan, sections
     problem = rule(Plan.parse(plan), run(**sections))
     assert problem is not None and words in problem
     assert first_problem(Plan.parse(plan), run(**sections)) == problem  # and no rule before it is broken too
+
+
+def test_each_rule_is_applied():
+    assert {rule for rule in vars(rules).values() if isinstance(rule, Rule)} == set(RULES)
 
 
 def test_no_rule_is_without_a_case():

@@ -404,6 +404,7 @@ RULES: tuple[Rule, ...] = (
     experts_are_dealt_out,
     recomputed_experts_are_gathered_alike,
     number_formats_go_together,
+    adapters_are_not_in_fp8,
     sites_agree_now_and_then,
     compressed_sums_have_replicas,
     compressed_sums_are_not_checked,
@@ -413,7 +414,6 @@ RULES: tuple[Rule, ...] = (
     servers_train_all_weights_and_score_no_tasks,
     sites_have_no_state_but_weights,
 )
-
 
 OF_MICROBATCHES = (batch_is_dealt_out, schedule_admits_the_microbatches, schedule_admits_every_share)
 """Rules that another microbatch may satisfy."""
