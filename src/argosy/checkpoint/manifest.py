@@ -133,8 +133,8 @@ class CheckpointManifest:
     config_sha256: str = ""
     """SHA-256 of the run file, without keys that may change when a run goes on (`config.identity`)."""
     base_sha256: str = ""
-    """Of an adapter's checkpoint: the SHA-256 of the weights beside it, which it leaves out: that of their checkpoint's
-    manifest, or what tells their Hugging Face folder from others (`models.hf.weights_sha256`)."""
+    """SHA-256 of the weights that an adapter's checkpoint leaves out: that of their checkpoint's manifest, or what
+    tells their Hugging Face folder from others (`models.hf.weights_sha256`)."""
     has_optimizer: bool
     """False for imported weights: good for generate, evaluate and model.weights, not to resume from."""
     generation: int = 0

@@ -82,7 +82,7 @@ class AdapterFacts:
     lora: LoraConfig
     weights: Path | None
     step: int | None
-    """Of its newest checkpoint; None before the first."""
+    """Step of its newest checkpoint; None before the first."""
     bytes: int
 
     def to_record(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from argosy.training.rows import TaskScores
 LONGEST = 4096
 """Tokens of the longest question, where the model's context is longer."""
 FILE = "scores.jsonl"
-"""Of a run's folder: a line for each time that tasks were scored."""
+"""File in a run's folder with a line for each time that tasks were scored."""
 
 
 def evaluate(

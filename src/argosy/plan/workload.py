@@ -69,8 +69,8 @@ class Workload:
     cached_share: Numbers = 1
     """Share of a sequence whose keys and values a cache holds, on average over the layers: less with windows."""
     kv_groups: tuple[tuple[Numbers, Numbers, Numbers], ...] = ()
-    """Of layers that differ in key/value heads: their number, and the share of all keys and values, and of those that a
-    cache holds, that such layers have. All others have `kv_heads`."""
+    """Groups of layers that differ in key/value heads: their number of heads, and the share of all keys and values, and
+    of those that a cache holds, that such layers have. All others have `kv_heads`."""
     unprojected: Numbers = 0
     """Numbers of a layer's values that no projection computes, since they are its keys; the mean over layers."""
     gates: Numbers = 0

@@ -208,7 +208,7 @@ def main() -> None:
 
 
 KILL_RESTARTS = RestartPolicy(most_failures=5)
-"""Of a process that was killed; one that ended otherwise is not started again."""
+"""Restarts of a process that was killed; one that ended otherwise is not started again."""
 POLL_S = 0.1
 NEWS_WAIT_S = 10.0
 """Longest wait of a question for news."""

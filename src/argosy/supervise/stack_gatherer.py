@@ -50,7 +50,7 @@ class NodeStacks:
     why: str
     """"asked for", or why a world was broken off."""
     workers: list[dict[str, Any]]
-    """Of each process: rank, pid, generation, step, phase, seconds in it, and its stack, as faulthandler writes it."""
+    """Each process: rank, pid, generation, step, phase, seconds in it, and its stack, as faulthandler writes it."""
 
 
 @dataclass

@@ -102,7 +102,7 @@ class SiteHello(Hello):
 
     standing: Standing = Standing()
     cluster: str = ""
-    """Of a probe: the site's devices."""
+    """Devices of the site, in a probe."""
 
 
 class StandingNotice(WireRecord):
@@ -132,7 +132,7 @@ class ProposalNotice(WireRecord):
     chain: Chain
     attempt: Count
     weights: Annotated[dict[SiteName, Tokens], Field(min_length=1)]
-    """Of those who take part, in the order of the run file."""
+    """Tokens of each site that takes part, in the order of the run file."""
 
 
 class SliceSummed(WireRecord, ser_json_inf_nan="constants"):

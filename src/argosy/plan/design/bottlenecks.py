@@ -50,7 +50,7 @@ class Stop:
 
     value: Any
     seconds: float
-    """Of a step in training; between two tokens in serving."""
+    """Time of a step in training, or between two tokens in serving."""
     parts: dict[str, float]
     """Share of those seconds by what they are spent on."""
     elasticity: dict[str, float]
