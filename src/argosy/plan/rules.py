@@ -17,8 +17,94 @@ from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
 from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
 from argosy.plan.quantities import around, divisors, lowest, numbers_of
-from argosy.plan.rule import Plans, Rule, rule
 from argosy.plan.sync import COMPRESSED, OF_SITES, WITH_SERVERS
+
+Plans = Any
+"""A `Plan` or `Layouts`: both have these columns, as numbers or arrays. mypy cannot type arithmetic on that union."""
+Breaks = Callable[[Plans, RunConfig], Any]
+"""Returns True, or a mask of plans, where a rule is broken; only arithmetic and & | ~, so that it serves both."""
+
+
+class Rule:
+    """A rule. Called with a plan and a run, it returns None, or an explanation of how the plan breaks the rule."""
+
+    def __init__(self, breaks: Breaks, words: Callable[[Plan, RunConfig], str]):
+        self.breaks, self.words, self.__name__ = breaks, words, words.__name__
+
+    def __call__(self, plan: Plan, run: RunConfig) -> str | None:
+        return self.words(plan, run) if self.breaks(plan, run) else None
+
+
+RULES: list[Rule] = []
+"""All rules, in the order in which they are asked: the first that a plan breaks is the one that is told."""
+
+
+def rule(breaks: Breaks) -> Callable[[Callable[[Plan, RunConfig], str]], Rule]:
+    """Make a rule of `breaks` and the decorated function, which explains a plan that breaks it; add it to `RULES`."""
+
+    def made(words: Callable[[Plan, RunConfig], str]) -> Rule:
+        RULES.append(Rule(breaks, words))
+        return RULES[-1]
+
+    return made
+
+
+def _of_ratio(key: str, broken: Callable[[Plans, RunConfig, tuple[int, ...]], Any]) -> Breaks:
+    """Return what is broken where the plan says this ratio, given its numbers; nothing where it does not."""
+    return lambda p, run: reduce(or_, (said & broken(p, run, numbers) for said, numbers in p.numbers(key)), False)
+
+
+@rule(_of_ratio("shares", lambda p, run, numbers: (p.dp == 1) | (p.dp % len(numbers) != 0)))
+def shares_are_of_ranks(plan: Plan, run: RunConfig) -> str:
+    if plan.dp == 1:
+        return f"plan.shares = {plan.shares}, and there is one data-parallel rank, which has all of it. Leave it out."
+    return (
+        f"plan.shares = {plan.shares} has {len(numbers_of(plan.shares))} numbers, which do not divide the {plan.dp} "
+        "data-parallel ranks: give one for each rank, or for each of equal blocks of ranks, such as replicas."
+    )
+
+
+def _differ_in_a_replica(p: Plans, run: RunConfig) -> Any:
+    found: Any = False
+    for said, numbers in p.numbers("shares"):
+        many = len(numbers)
+        block = p.dp // many
+        whole = p.dp_shard % (block + (block == 0)) == 0  # of a replica are several numbers
+        across = (block % p.dp_shard != 0) & (whole ^ True)
+        found = found | (said & across)
+        for together in (size for size in range(2, many + 1) if many % size == 0):
+            if any(len(set(numbers[i : i + together])) > 1 for i in range(0, many, together)):
+                found = found | (said & (p.dp_shard == together * block))
+    return found & ((p.zero == 3) | (p.ep > 1))
+
+
+@rule(_differ_in_a_replica)
+def ranks_that_gather_together_are_alike(plan: Plan, run: RunConfig) -> str:
+    remedy = "Use zero=2, or let dp_replicate separate what is unlike"
+    if plan.dp_replicate > 1:
+        remedy += f", with a number for each of its {plan.dp_replicate} replicas"
+    if plan.ep > 1:
+        what = f"plan.ep = {plan.ep}: ranks that exchange tokens with each other's experts"
+        remedy = remedy.replace("Use zero=2, or let", "Let")
+    else:
+        what = f"plan.zero = 3: ranks that gather each layer's parameters together, dp_shard = {plan.dp_shard} of them,"
+    return f"plan.shares = {plan.shares} with {what} run as many microbatches. {remedy}."
+
+
+@rule(
+    _of_ratio(
+        "layers",
+        lambda p, run, numbers: (p.stages != len(numbers)) | (p.pp == 1) | (sum(numbers) != run.model.layers),
+    )
+)
+def stages_have_the_layers(plan: Plan, run: RunConfig) -> str:
+    said = f"plan.layers = {plan.layers}"
+    if plan.pp == 1:
+        return f"{said} with plan.pp = 1: it says how many layers each pipeline stage has. Leave it out."
+    numbers = numbers_of(plan.layers)
+    if len(numbers) != plan.stages:
+        return f"{said} has {len(numbers)} numbers, and the pipeline has {plan.stages} stages: give one for each."
+    return f"{said} adds up to {sum(numbers)}, and model.layers = {run.model.layers}. Change one of the numbers."
 
 
 @rule(lambda p, run: run.train.global_batch % (p.portions * p.microbatch) != 0)
@@ -129,6 +215,36 @@ def schedule_admits_the_microbatches(plan: Plan, run: RunConfig) -> str:
     return f"{problem} {remedy}: try {below} or {above}."
 
 
+def cannot_run(p: Plans, microbatches: Any) -> Any:
+    """Return True where the pipeline's schedule cannot run so many microbatches."""
+    rounds = microbatches // p.pp
+    too_few = p.is_("schedule", "1f1b", "dualpipev") & (microbatches < p.stages)
+    uneven = p.is_("schedule", *INTERLEAVED) & (microbatches % (rounds + (rounds == 0)) != 0)
+    return (p.pp > 1) & (too_few | uneven)
+
+
+def _cannot_run_a_share(p: Plans, run: RunConfig) -> Any:
+    found: Any = False
+    of_portion = run.train.global_batch // (p.portions * p.microbatch)
+    for said, numbers in p.numbers("shares"):
+        for share in set(lowest(numbers)):
+            found = found | (said & cannot_run(p, of_portion * share))
+    return found
+
+
+@rule(_cannot_run_a_share)
+def schedule_admits_every_share(plan: Plan, run: RunConfig) -> str:
+    of_portion = run.train.global_batch // (plan.portions * plan.microbatch)
+    each = [of_portion * share for share in lowest(numbers_of(plan.shares))]
+    wrong = next(n for n in each if cannot_run(plan, n))
+    needs = f"at least {plan.stages}, its stages" if wrong < plan.stages else f"a multiple of {plan.pp}"
+    return (
+        f"plan.shares = {plan.shares} gives pipelines {', '.join(map(str, each))} microbatches, and plan.schedule = "
+        f"{plan.schedule} with plan.pp = {plan.pp} cannot run {wrong}: it takes {needs}. Try shares that are more "
+        "alike, a smaller plan.microbatch, or schedule=gpipe."
+    )
+
+
 @rule(
     lambda p, run: (
         (p.pp > 1)
@@ -194,103 +310,21 @@ def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
     return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
 
 
-# ---- uneven shares: who may have more microbatches than others, and how many a pipeline can run ----
+@rule(lambda p, run: p.is_("precision", "fp8") & (run.lora.rank > 0))
+def adapters_are_not_in_fp8(plan: Plan, run: RunConfig) -> str:
+    return f"lora.rank = {run.lora.rank} with plan.precision = fp8: its layers know no adapters. Try precision=bf16."
 
 
-def _cannot_be_dealt(p: Plans, run: RunConfig) -> Any:
-    found: Any = False
-    for said, numbers in p.numbers("shares"):
-        found = found | (said & ((p.dp == 1) | (p.dp % len(numbers) != 0)))
-    return found
-
-
-@rule(_cannot_be_dealt)
-def shares_are_of_ranks(plan: Plan, run: RunConfig) -> str:
-    if plan.dp == 1:
-        return f"plan.shares = {plan.shares}, and there is one data-parallel rank, which has all of it. Leave it out."
-    return (
-        f"plan.shares = {plan.shares} has {len(numbers_of(plan.shares))} numbers, which do not divide the {plan.dp} "
-        "data-parallel ranks: give one for each rank, or for each of equal blocks of ranks, such as replicas."
-    )
-
-
-def _differ_in_a_replica(p: Plans, run: RunConfig) -> Any:
-    found: Any = False
-    for said, numbers in p.numbers("shares"):
-        many = len(numbers)
-        block = p.dp // many
-        whole = p.dp_shard % (block + (block == 0)) == 0  # of a replica are several numbers
-        across = (block % p.dp_shard != 0) & (whole ^ True)
-        found = found | (said & across)
-        for together in (size for size in range(2, many + 1) if many % size == 0):
-            if any(len(set(numbers[i : i + together])) > 1 for i in range(0, many, together)):
-                found = found | (said & (p.dp_shard == together * block))
-    return found & ((p.zero == 3) | (p.ep > 1))
-
-
-@rule(_differ_in_a_replica)
-def ranks_that_gather_together_are_alike(plan: Plan, run: RunConfig) -> str:
-    remedy = "Use zero=2, or let dp_replicate separate what is unlike"
-    if plan.dp_replicate > 1:
-        remedy += f", with a number for each of its {plan.dp_replicate} replicas"
-    if plan.ep > 1:
-        what = f"plan.ep = {plan.ep}: ranks that exchange tokens with each other's experts"
-        remedy = remedy.replace("Use zero=2, or let", "Let")
-    else:
-        what = f"plan.zero = 3: ranks that gather each layer's parameters together, dp_shard = {plan.dp_shard} of them,"
-    return f"plan.shares = {plan.shares} with {what} run as many microbatches. {remedy}."
-
-
-def _are_not_the_layers(p: Plans, run: RunConfig) -> Any:
-    found: Any = False
-    for said, numbers in p.numbers("layers"):
-        wrong = (p.stages != len(numbers)) | (p.pp == 1) | (sum(numbers) != run.model.layers)
-        found = found | (said & wrong)
-    return found
-
-
-@rule(_are_not_the_layers)
-def stages_have_the_layers(plan: Plan, run: RunConfig) -> str:
-    said = f"plan.layers = {plan.layers}"
-    if plan.pp == 1:
-        return f"{said} with plan.pp = 1: it says how many layers each pipeline stage has. Leave it out."
-    numbers = numbers_of(plan.layers)
-    if len(numbers) != plan.stages:
-        return f"{said} has {len(numbers)} numbers, and the pipeline has {plan.stages} stages: give one for each."
-    return f"{said} adds up to {sum(numbers)}, and model.layers = {run.model.layers}. Change one of the numbers."
-
-
-def cannot_run(p: Plans, microbatches: Any) -> Any:
-    """Return True where the pipeline's schedule cannot run so many microbatches."""
-    rounds = microbatches // p.pp
-    too_few = p.is_("schedule", "1f1b", "dualpipev") & (microbatches < p.stages)
-    uneven = p.is_("schedule", *INTERLEAVED) & (microbatches % (rounds + (rounds == 0)) != 0)
-    return (p.pp > 1) & (too_few | uneven)
-
-
-def _cannot_run_a_share(p: Plans, run: RunConfig) -> Any:
-    found: Any = False
-    of_portion = run.train.global_batch // (p.portions * p.microbatch)
-    for said, numbers in p.numbers("shares"):
-        for share in set(lowest(numbers)):
-            found = found | (said & cannot_run(p, of_portion * share))
-    return found
-
-
-@rule(_cannot_run_a_share)
-def schedule_admits_every_share(plan: Plan, run: RunConfig) -> str:
-    of_portion = run.train.global_batch // (plan.portions * plan.microbatch)
-    each = [of_portion * share for share in lowest(numbers_of(plan.shares))]
-    wrong = next(n for n in each if cannot_run(plan, n))
-    needs = f"at least {plan.stages}, its stages" if wrong < plan.stages else f"a multiple of {plan.pp}"
-    return (
-        f"plan.shares = {plan.shares} gives pipelines {', '.join(map(str, each))} microbatches, and plan.schedule = "
-        f"{plan.schedule} with plan.pp = {plan.pp} cannot run {wrong}: it takes {needs}. Try shares that are more "
-        "alike, a smaller plan.microbatch, or schedule=gpipe."
-    )
-
-
-# ---- how replicas and sites agree: compressed sums, sums in tiers, sites ----
+@rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))
+def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
+    if not run.sites and plan.has_servers:
+        return NO_WORKERS
+    if not run.sites:
+        return (
+            f"plan.sync = {plan.sync}, and the run has no [[sites]]: it says how sites agree. Name two sites or more "
+            "(docs/sites.md), or leave sync out."
+        )
+    return NOT_OF_SITES.format(plan.sync)
 
 
 def _has_no_replicas(p: Plans) -> Any:
@@ -347,18 +381,6 @@ def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
     )
 
 
-@rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))
-def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
-    if not run.sites and plan.has_servers:
-        return NO_WORKERS
-    if not run.sites:
-        return (
-            f"plan.sync = {plan.sync}, and the run has no [[sites]]: it says how sites agree. Name two sites or more "
-            "(docs/sites.md), or leave sync out."
-        )
-    return NOT_OF_SITES.format(plan.sync)
-
-
 @rule(lambda p, run: p.is_("sync", *WITH_SERVERS) & p.is_("precision", "fp16"))
 def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str:
     return (
@@ -373,11 +395,6 @@ def servers_train_all_weights_and_score_no_tasks(plan: Plan, run: RunConfig) -> 
     return f"{key} is not supported with plan.sync = async. Remove it, or use sites (sync=local, sync=diloco)."
 
 
-@rule(lambda p, run: p.is_("precision", "fp8") & (run.lora.rank > 0))
-def adapters_are_not_in_fp8(plan: Plan, run: RunConfig) -> str:
-    return f"lora.rank = {run.lora.rank} with plan.precision = fp8: its layers know no adapters. Try precision=bf16."
-
-
 @rule(lambda p, run: p.is_("sync", *OF_SITES) & (run.model.moe.experts > 0) & (run.model.moe.balance == "bias"))
 def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
     return (
@@ -385,35 +402,6 @@ def sites_have_no_state_but_weights(plan: Plan, run: RunConfig) -> str:
         'are no weights that sites agree on. Use balance = "aux".'
     )
 
-
-RULES: tuple[Rule, ...] = (
-    shares_are_of_ranks,
-    ranks_that_gather_together_are_alike,
-    stages_have_the_layers,
-    batch_is_dealt_out,
-    heads_are_dealt_out,
-    delta_heads_are_dealt_out,
-    feed_forward_is_dealt_out,
-    tokens_are_dealt_out,
-    ulysses_has_heads,
-    every_stage_has_a_layer,
-    schedule_is_of_several_stages,
-    schedule_admits_the_microbatches,
-    schedule_admits_every_share,
-    split_backward_is_eager,
-    experts_are_dealt_out,
-    recomputed_experts_are_gathered_alike,
-    number_formats_go_together,
-    adapters_are_not_in_fp8,
-    sites_agree_now_and_then,
-    compressed_sums_have_replicas,
-    compressed_sums_are_not_checked,
-    tiers_divide_the_replicas,
-    tiers_hold_whole_sets_of_experts,
-    asynchronous_gradients_have_no_loss_scale,
-    servers_train_all_weights_and_score_no_tasks,
-    sites_have_no_state_but_weights,
-)
 
 OF_MICROBATCHES = (batch_is_dealt_out, schedule_admits_the_microbatches, schedule_admits_every_share)
 """Rules that another microbatch may satisfy."""
