@@ -30,8 +30,7 @@ from argosy.config.sync import SiteConfig
 from argosy.plan.calibration import reconcile
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.prediction import predict
-from argosy.plan.cost.sites import bytes_of_step, exchange_s
-from argosy.plan.cost.updates import updates_of
+from argosy.plan.cost.sites import bytes_of_step, exchange_s, updates_of
 from argosy.plan.hardware.clusters import Cluster, Factor, SiteLink
 from argosy.plan.plan import Plan
 from thin_link_model import MODEL, ROWS, TOKENS, configuration

@@ -16,8 +16,8 @@ from argosy.checkpoint import store
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
-from argosy.plan.cost.outer_traffic import sent_in_turn
 from argosy.plan.parameters import parameter_table
+from argosy.plan.sync import sent_in_turn
 from argosy.sync.deal import merged
 from commands import Folder
 

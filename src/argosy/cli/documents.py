@@ -89,7 +89,7 @@ DOCUMENTS = {
     "plan-within": DocumentKind("argosy.plan.report.within:Within", "a cluster, with `--within`", is_many=True),
     "plan-serve": DocumentKind("argosy.plan.report.serving_report:ServingReport", "ways to serve, with `--serve`"),
     "plan-run": DocumentKind("argosy.watch.resize:Resizing", "ways to go on, of a run's folder"),
-    "plan-jobs": DocumentKind("argosy.plan.report.job_schedule:JobSchedule", "the schedule, with `--jobs`"),
+    "plan-jobs": DocumentKind("argosy.plan.report.jobs:JobSchedule", "the schedule, with `--jobs`"),
     "plan-learn": DocumentKind("argosy.plan.calibration:LearntFactors", "the factors, with `--learn`"),
     "design": DocumentKind("argosy.plan.design.report:DesignRecord", "all that was found but the single points"),
     "scaling": DocumentKind("argosy.cli.scaling:ScalingAnswers", "the fit, and what it predicts"),

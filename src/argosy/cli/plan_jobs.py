@@ -28,8 +28,7 @@ def schedule_jobs(
     request_about: returns the planner's request about these options on a cluster.
     """
     from argosy.plan.report import gantt
-    from argosy.plan.report.job_schedule import scheduled
-    from argosy.plan.report.jobs import JobsFile
+    from argosy.plan.report.jobs import JobsFile, scheduled
 
     def request_of(job: JobSpec, place: ClusterSpec) -> PlanRequest:
         sizes = {"tokens": job.tokens, "seq_len": job.seq_len, "global_batch": job.global_batch}

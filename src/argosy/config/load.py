@@ -30,7 +30,9 @@ from argosy.config.layers import (
     preset_names,
     preset_path,
     run_layer,
+    table_layer,
 )
+from argosy.config.lines import read_toml
 from argosy.config.model import ModelConfig
 from argosy.config.problems import ELSEWHERE, KeyPlace, Problem, problem_of, shown, suggestion
 from argosy.config.schema import RunConfig
@@ -132,6 +134,12 @@ def build(schema: type[SectionT], entries: Layer, below: Mapping[Key, Setting] =
         lines = [*map(str, problems[:MOST_PROBLEMS]), *([f"... and {more} more problems"] if more else [])]
         raise UserError("\n".join(lines))
     return config
+
+
+def build_file(schema: type[SectionT], path: Path) -> SectionT:
+    """Read a file that has the keys of `schema`. Raises: UserError that names every wrong key, with its line."""
+    table, lines = read_toml(path)
+    return build(schema, table_layer(table, schema, Source(str(path), lines)))
 
 
 def _unknown_key(key: Key, entry: Setting, schema: type[Section]) -> Problem:

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from argosy.plan.cost.outer_traffic import BLOCK
+from argosy.plan.sync import BLOCK
 from argosy.sync.layout import Sites
 from argosy.sync.ledger import Line
 from argosy.sync.wire import WireFormat

@@ -5,7 +5,7 @@ fragment's numbers, as one vector, under any plan.
 
 Streaming DiLoCo found 4 bits to cost no loss (Douillard et al. 2025, section 3.3). What was rounded away is not sent
 later: the next change is measured from the weights that all sites agreed on, so it contains what was lost. Fragments
-take turns (`plan.cost.outer_traffic`). One has everything.
+take turns (`plan.sync`). One has everything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.plan.cost.outer_traffic import BLOCK, BLOCK_BYTES, fragments_of
+from argosy.plan.sync import BLOCK, BLOCK_BYTES, fragments_of
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]

@@ -25,8 +25,7 @@ from argosy.plan.cost.constants import COMPILER_BYTES, Constants, constants_of, 
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
 from argosy.plan.cost.fabric import Fabric
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
-from argosy.plan.cost.network import Compression
-from argosy.plan.cost.placement import Placements, Placer, placed_in_order
+from argosy.plan.cost.network import Compression, Placements, Placer, placed_in_order
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.dealing import pipeline_s

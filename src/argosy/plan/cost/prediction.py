@@ -15,9 +15,8 @@ from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate, seconds
 from argosy.plan.cost.exact_state import state_bytes
-from argosy.plan.cost.sites import bytes_of_step, rounds_of
+from argosy.plan.cost.sites import bytes_of_step, rounds_of, sent_bytes, updates_of
 from argosy.plan.cost.traffic import traffic
-from argosy.plan.cost.updates import sent_bytes, updates_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan

@@ -12,9 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from argosy.config.layers import Source, table_layer
-from argosy.config.lines import read_toml
-from argosy.config.load import build
+from argosy.config.load import build_file
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.plan.cost.inference import CACHES, WEIGHTS
@@ -292,5 +290,4 @@ class DesignSpace(Section):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a space from a file. Raises: UserError that names every wrong key, with its line."""
-        table, lines = read_toml(path)
-        return build(cls, table_layer(table, cls, Source(str(path), lines)))
+        return build_file(cls, path)

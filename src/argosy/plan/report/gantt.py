@@ -11,7 +11,7 @@ from rich.text import Text
 
 from argosy.plan.cost.estimate import DAY, HOUR, count, percent, seconds, within
 from argosy.plan.report.html import STYLE
-from argosy.plan.report.job_schedule import JobSchedule, ScheduledJob, after_now
+from argosy.plan.report.jobs import JobSchedule, ScheduledJob, after_now
 from argosy.plan.report.terminal import PIPE_WIDTH
 
 BARS = " ▁▂▃▄▅▆▇█"

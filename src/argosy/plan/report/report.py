@@ -16,8 +16,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import Goodput, price_per_device_h
 from argosy.plan.cost.estimate import GIB, Estimate, count, gib, percent, seconds, table_in_html
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
-from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, site_count, within_site
-from argosy.plan.cost.updates import in_words, with_workers
+from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, site_count, updates_in_words, with_workers, within_site
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Objective, Plan, has_workers
@@ -311,7 +310,7 @@ def _notes(request: PlanRequest, economy: WholeRunModel, plan: Plan, inside_s: f
     if not request.cluster.uniform:
         notes.append(f"All plans wait for the slowest device, {request.cluster.device.name}. {BY_SPEED}")
     if economy.is_asynchronous:
-        notes.append(in_words(request.run, economy.cluster, inside_s))
+        notes.append(updates_in_words(request.run, economy.cluster, inside_s))
     elif site_count(request.cluster) > 1:
         notes.append(_of_rounds(economy, inside_s) if costs.run.sites else ONE_WORLD)
     return [*notes, *request.cluster.device.caveats]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argosy.config.sync import OuterConfig
-from argosy.plan.cost.outer_traffic import fragments_of, sent_in_run, sent_in_turn
+from argosy.plan.sync import fragments_of, sent_in_run, sent_in_turn
 
 SHAPES = {"embedding.weight": (256, 8), **{f"blocks.{i}.w": (256, 4) for i in range(4)}, "norm.weight": (8,)}
 
