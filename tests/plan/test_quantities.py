@@ -6,7 +6,7 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.plan.plan import Plan
-from argosy.plan.quantities import ratio_of
+from argosy.plan.quantities import factorizations, ratio_of
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,8 @@ def test_a_plan_with_shares_survives_text_and_file(tmp_path):
     plan.save(tmp_path / "plan.toml")
     assert Plan.parse(str(plan)) == plan == Plan.load(tmp_path / "plan.toml")
     assert "shares" not in str(Plan.parse("dp_replicate=2"))
+
+
+def test_factorizations_are_all_ordered_products():
+    assert sorted(factorizations(4, 2)) == [(1, 4), (2, 2), (4, 1)]
+    assert len(factorizations(64, 3)) == 28

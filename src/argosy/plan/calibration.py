@@ -28,6 +28,7 @@ from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.hardware.clusters import Category, Cluster, Factor
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import PROBED, device_named, resized
+from argosy.plan.hardware.measurements import four_digits
 from argosy.plan.plan import Plan
 from argosy.plan.workload import Numbers
 
@@ -328,7 +329,7 @@ def _factors(
     scatter = np.sqrt((FREEDOM + ((misses / std) ** 2).sum()) / (FREEDOM + len(misses)))
     logs, deviations, _ = _posterior(design, known, measured, std * max(1.0, scatter))
     return {
-        name: Factor(value=_short(np.exp(log)), std=_short(np.exp(log) * deviation))
+        name: Factor(value=four_digits(np.exp(log)), std=four_digits(np.exp(log) * deviation))
         for name, log, deviation in zip(names, logs, deviations, strict=True)
         if deviation < TOLD * PRIOR_STD
     }
@@ -346,7 +347,3 @@ def _posterior(design: Floats, known: Floats, measured: Floats, std: Floats) -> 
         move = np.linalg.solve(curvature, slopes.T @ (misses / std**2) - prior @ logs)
         logs = logs + np.clip(move, -LONGEST_MOVE, LONGEST_MOVE)
     return logs, np.sqrt(np.diag(np.linalg.inv(curvature))), misses
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")

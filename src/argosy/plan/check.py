@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,7 @@ from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.plan import Plan
-from argosy.plan.quantities import divisors, neighbours
+from argosy.plan.quantities import divisors, factorizations, neighbours
 from argosy.plan.rules import first_problem
 
 
@@ -72,7 +72,7 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
 
     choices = (
         (*sizes, ep, microbatch, shares, layers)
-        for sizes in _factorizations(plan.world_size, len(axes) - 1)
+        for sizes in factorizations(plan.world_size, len(axes) - 1)
         for ep in {1, plan.ep, *neighbours(plan.ep, divisors(max(1, run.model.moe.experts)))}
         for microbatch in {1, plan.microbatch}
         for shares in {"", plan.shares}
@@ -83,13 +83,3 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
         for choice in sorted(choices, key=distance)
     )
     return list(islice((other for other in others if first_problem(other, run) is None), many))
-
-
-def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write `number` as a product of that many factors, in order."""
-    if factors == 1:
-        yield (number,)
-        return
-    for first in divisors(number):
-        for rest in _factorizations(number // first, factors - 1):
-            yield (first, *rest)

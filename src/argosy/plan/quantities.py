@@ -53,6 +53,13 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
+def factorizations(number: int, factors: int) -> list[tuple[int, ...]]:
+    """Return all ways to write `number` as a product of that many factors, in order."""
+    if factors == 1:
+        return [(number,)]
+    return [(first, *rest) for first in divisors(number) for rest in factorizations(number // first, factors - 1)]
+
+
 def neighbours(size: int, good: list[int]) -> list[int]:
     """Return the sorted `good` sizes next to `size`: the largest up to it, and the smallest from it on."""
     below, above = [n for n in good if n <= size], [n for n in good if n >= size]

@@ -15,7 +15,7 @@ import torch
 from argosy.files import atomic_write
 from argosy.plan.cost.collectives import Group, all_reduce_s, all_to_all_s, gather_s, send_s
 from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.cost_model import first_of
+from argosy.plan.cost.estimate import first_of
 from argosy.plan.cost.fabric import Fabric
 from argosy.plan.cost.network import group_of
 from argosy.plan.cost.rates import Rates

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
@@ -30,10 +29,9 @@ from argosy.plan.report.explain import (
     shown_stops,
     spares_in_words,
     stops_in_words,
-    stops_table,
 )
 from argosy.plan.report.report import PlanRequest
-from argosy.plan.report.terminal import PIPE_WIDTH
+from argosy.plan.report.terminal import console_of, figures_table, stops_table
 from argosy.plan.report.within import best_by_size
 from argosy.plan.search.candidates import grown
 from argosy.plan.search.replan import REPLAN_S
@@ -245,9 +243,7 @@ def resizing_of(reader: RunReader, others: Sequence[tuple[str, Cluster]], limit_
 
 def show(found: Resizing, folder: Path, console: Console | None = None) -> None:
     """Print a row for each way to go on, and the recommendation."""
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console = console_of(console)
 
     def line(text: str, style: str = "") -> None:
         console.print(printable(text), style=style, highlight=False, soft_wrap=True, markup=False)
@@ -255,9 +251,8 @@ def show(found: Resizing, folder: Path, console: Console | None = None) -> None:
     limit = "" if found.limit_s is None else f", to be done within {seconds(found.limit_s)}"
     line(f"{folder}: {found.steps_left} steps are left{limit}", "bold")
     line("")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("", "devices", "step", "left (nine times of ten)", "device-hours", "cost", "plan"):
-        table.add_column(name, justify="left" if name in ("", "plan") else "right", no_wrap=True)
+    figures = ("devices", "step", "left (nine times of ten)", "device-hours", "cost")
+    table = figures_table("", *figures, "plan", words=("", "plan"))
     for option in found.options:
         table.add_row(*map(printable, _row(option, option is found.recommended)))
     console.print(table, highlight=False, crop=False)

@@ -12,7 +12,7 @@ from argosy.config.load import load
 from argosy.plan.cost.collectives import Group, all_reduce_s, all_reduces, all_to_all_s, gather_s, send_s, shared
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.fabric import ORDERS, Arrangement, factors
+from argosy.plan.cost.fabric import ORDERS, Arrangement
 from argosy.plan.cost.network import group_of
 from argosy.plan.cost.rates import Rates
 from argosy.plan.hardware.clusters import Cluster
@@ -212,8 +212,3 @@ def replace_taken(model):
             return 0.0
 
     return Apart(model.plans, model.work, model.rates, model.system, model.constants, model.compression)
-
-
-def test_factors_are_all_ordered_products():
-    assert sorted(factors(4, 2)) == [(1, 4), (2, 2), (4, 1)]
-    assert len(factors(64, 3)) == 28

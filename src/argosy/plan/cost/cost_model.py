@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.breakdown import Factors
 from argosy.plan.cost.constants import COMPILER_BYTES, Constants, constants_of, memory_std, time_std
+from argosy.plan.cost.estimate import first_of
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
 from argosy.plan.cost.fabric import Fabric
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
@@ -33,7 +34,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import RATIOS, Layouts, column_of
 from argosy.plan.plan import Plan, Precision
 from argosy.plan.quantities import numbers_of
-from argosy.plan.workload import Numbers, Workload
+from argosy.plan.workload import Workload
 
 ONCE_A_STEP = ("gradients", "optimizer", "other")
 """Categories that do not grow with a rank's layers and microbatches."""
@@ -155,10 +156,6 @@ class UnevenTimes:
 def repeated_s(time: StepTime) -> float:
     """Return the seconds of a step's microbatches on one rank, without the bubble."""
     return sum(first_of(getattr(time, f.name)) for f in fields(time) if f.name not in (*ONCE_A_STEP, "bubble"))
-
-
-def first_of(values: Numbers) -> float:
-    return float(np.atleast_1d(values)[0])
 
 
 Floats = NDArray[np.float64]
@@ -311,6 +308,10 @@ class CostModel:
         raw = _in_chunks(plans, lambda some: self.step_model(some).predict(), StepTime)
         time = raw.calibrated(self.factors)
         return self._by_speed(plans, time) if self.kinds else time
+
+    def step_s(self, plan: Plan) -> float:
+        """Return the seconds of one plan's step."""
+        return first_of(self.predict_time(Layouts.of([plan])).total)
 
     def placements(self, plans: Layouts) -> Placements | None:
         """Return how each plan's ranks are placed on the network; None if its topology is not known."""

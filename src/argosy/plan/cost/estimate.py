@@ -69,6 +69,10 @@ def plain(values: NDArray[np.float64]) -> Numbers:
     return values if np.ndim(values) else float(values)
 
 
+def first_of(values: Numbers) -> float:
+    return float(np.ravel(values)[0])
+
+
 GIB = 2**30
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 

@@ -34,11 +34,12 @@ from numpy.typing import NDArray
 
 from argosy.plan.cost.collectives import WIRE, Group
 from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.estimate import first_of
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.topology import Level, Topology
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.quantities import divisors
+from argosy.plan.quantities import factorizations
 from argosy.plan.workload import Numbers
 
 PARTS = ("dp_shard", "dp_replicate", "pp")
@@ -136,7 +137,7 @@ class Fabric:
     def _shapes(self) -> list[tuple[int, ...]]:
         """Return the tori that the blocks of a site can be put together to, the most even ones first."""
         block = self.topology.block
-        cut = factors(self.devices // math.prod(block), len(block))
+        cut = factorizations(self.devices // math.prod(block), len(block))
         shapes = {tuple(many * size for many, size in zip(each, block, strict=True)) for each in cut}
         return sorted(shapes, key=lambda dims: (max(dims), dims))[:MOST_SHAPES]
 
@@ -344,7 +345,10 @@ class Fabric:
             for place, size in enumerate(np.ravel(each)[0] for each in self.dims):
                 many = 1.0
                 for digits in self._digits(ranks, stride, 1):
-                    low, high = max(_one(digits.start), first), min(_one(digits.start * digits.size), first * size)
+                    low, high = (
+                        max(first_of(digits.start), first),
+                        min(first_of(digits.start * digits.size), first * size),
+                    )
                     many *= max(1.0, high / low)
                 found.append((f"dimension {place + 1} of {size}", round(many)))
                 first *= size
@@ -352,7 +356,7 @@ class Fabric:
         inside = min(max(node // stride, 1), ranks)
         digits_beyond = self._digits(ranks, stride, self.unit)
         units = [("node", float(inside))]
-        units += [(level.name, inside * _one(_ranks_in(level.devices, digits_beyond))) for level in self.levels]
+        units += [(level.name, inside * first_of(_ranks_in(level.devices, digits_beyond))) for level in self.levels]
         for name, many in [*units, ("network", float(ranks))]:
             found.append((name, round(many / before)))
             before = many
@@ -363,15 +367,19 @@ class Fabric:
         units = np.arange(max(1, plan.world_size // self.unit))
         found = np.zeros(len(units), np.int64)
         for begin, end, start in zip(self.bounds, self.bounds[1:], self.starts, strict=False):
-            low, high = (max(1, round(_one(value)) // self.unit) for value in (begin, end))
-            found += units % high // low * (round(_one(start)) // self.unit)
+            low, high = (max(1, round(first_of(value)) // self.unit) for value in (begin, end))
+            found += units % high // low * (round(first_of(start)) // self.unit)
         if self.topology.dims:
             found = self._in_order_of_file(found)
         return [int(unit) * per_unit + n for unit in found for n in range(per_unit)]
 
     def _in_order_of_file(self, machines: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the numbers of machines if dimensions are counted as the file has them, not as ranks fill them."""
-        filled, left, places = [round(_one(size)) for size in self.dims], list(self.topology.dims), machines * self.unit
+        filled, left, places = (
+            [round(first_of(size)) for size in self.dims],
+            list(self.topology.dims),
+            machines * self.unit,
+        )
         strides = np.concatenate([[1], np.cumprod(left)])
         found = np.zeros_like(machines)
         for size in filled:
@@ -382,20 +390,9 @@ class Fabric:
         return found // self.unit
 
 
-def _one(values: Numbers) -> float:
-    return float(np.ravel(values)[0])
-
-
 def _ranks_in(devices: int, digits: Sequence[Digits]) -> Numbers:
     """Return how many ranks beyond their node lie in a unit of so many devices."""
     found: Numbers = 1.0
     for each in digits:
         found = found * np.clip(np.floor(devices / each.start), 1, each.size)
     return found
-
-
-def factors(number: int, many: int) -> list[tuple[int, ...]]:
-    """Return all ordered ways to write a number as a product of `many` factors."""
-    if many == 1:
-        return [(number,)]
-    return [(n, *rest) for n in divisors(number) for rest in factors(number // n, many - 1)]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.cost.cost_model import CostModel, first_of
+from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.estimate import first_of
 from argosy.plan.dealing import deal, layers_of_stages
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan

@@ -30,7 +30,6 @@ Values = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_listed)]
 Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 RATES = ("bf16_flops_per_s", "fp8_flops_per_s", "fp4_flops_per_s")
-SILICON = ("node", "die_area_mm2", "dies", "cache_bytes")
 UNITS: dict[str, tuple[tuple[float, float], str]] = {
     **dict.fromkeys(RATES, (FLOPS, "FLOP/s (989 TFLOP/s are 989e12)")),
     "memory_bytes": (MEMORY_BYTES, "bytes (80 GiB are 85_899_345_920)"),

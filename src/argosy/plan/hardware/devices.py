@@ -16,9 +16,9 @@ from datetime import date
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.layers import Source, near_names, preset_names, preset_path, table_layer
 from argosy.config.lines import read_toml
@@ -26,7 +26,7 @@ from argosy.config.load import build
 from argosy.config.optimizer import Fraction
 from argosy.config.section import Section
 from argosy.errors import UserError
-from argosy.plan.hardware.technology import Silicon
+from argosy.plan.hardware.technology import Keys, Silicon
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """Number format of a matmul's inputs."""
@@ -46,8 +46,6 @@ FLOPS_PER_JOULE = 1e14
 """More than ten times what B200 has in fp4: above are kilowatts that were taken for watts."""
 MOST_OF_A_LINK = {"ring_busbw_bytes_per_s": 1.0, "nvls_busbw_bytes_per_s": 2.0}
 """Bus bandwidth over that of the link: a ring sends all of it; where the switch sums, half is sent by it."""
-
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: tuple(names) if isinstance(names, list) else names)]
 
 
 class PeakFlops(Section):
@@ -89,7 +87,7 @@ class Device(Section):
 
     name: str
     """Name in the catalogue."""
-    aliases: Names = ()
+    aliases: Keys = ()
     """Other names, in lower case."""
     vendor: str
     """Maker."""
@@ -151,7 +149,7 @@ class Device(Section):
     you know it; none: the catalogue of failures (`plan.cost.reliability`)."""
     never_run: bool = False
     """True if no run on it, ours or published, has ever been compared with predictions for it."""
-    assumed: Names = ()
+    assumed: Keys = ()
     """Keys whose values nobody published for this device."""
     source: str
     """Sources of the figures."""

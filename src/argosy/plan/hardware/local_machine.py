@@ -137,8 +137,7 @@ def resized(cluster: Cluster, processes: int) -> Cluster:
         ),
         "measured": cluster.measured and _resized(cluster.measured, share, alone),
     }
-    # Not a model_copy: that would keep the cached properties of the old devices.
-    return Cluster(**({name: getattr(cluster, name) for name in Cluster.model_fields} | changed))
+    return cluster.changed(**changed)
 
 
 def _scaled(rates: PeakFlops, share: float) -> PeakFlops:

@@ -7,9 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-from rich.table import Table
-
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.constants import Constants
@@ -28,7 +25,6 @@ from argosy.plan.cost.reliability import (
 from argosy.plan.cost.sites import ExchangeCost, exchange_bytes, outer_exchanges, within_site
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.search.search import MORE, SearchResult, best_to_run
 from argosy.plan.search.space import Pins
@@ -95,9 +91,9 @@ def sensitivities(costs: CostModel, plan: Plan, found: SearchResult | None = Non
         f"{tenth} speed of the host": (r, replace(c, host=c.host / more)),
         f"-{MORE:.0%} latency of collectives".replace("%", " %"): (r, replace(c, latency=c.latency * (1 - MORE))),
     }
-    now = _step_s(costs, plan)
+    now = costs.step_s(plan)
     changes = [
-        Sensitivity(what, _step_s(replace(costs, rates=rates, constants=constants), plan) / now - 1)
+        Sensitivity(what, replace(costs, rates=rates, constants=constants).step_s(plan) / now - 1)
         for what, (rates, constants) in trials.items()
     ]
     if found is not None and math.isfinite(found.roomier_step_s):
@@ -109,10 +105,6 @@ def sensitivities(costs: CostModel, plan: Plan, found: SearchResult | None = Non
 def binding(changes: list[Sensitivity]) -> str:
     """Return what the step time depends on most: the thing of which a tenth more helps most."""
     return changes[0].what.split(" ", 2)[2]
-
-
-def _step_s(costs: CostModel, plan: Plan) -> float:
-    return float(np.asarray(costs.predict_time(Layouts.of([plan])).total)[0])
 
 
 WHERE = {
@@ -243,21 +235,6 @@ def count_of_stops(count: float) -> str:
     if count < 0.001:
         return "under 0.001" if count > 0 else "0"
     return f"{count:.0f}" if count >= 10 else f"{count:.2g}" if count >= 0.01 else f"{count:.3f}"
-
-
-def stops_table(components: Sequence[ExpectedStops]) -> Table:
-    """Return expected stops by component, beside those that were seen if somebody looked."""
-    looked = any(each.seen is not None for each in components)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("component")
-    for name in ("expected", "nine times of ten", *("seen",) * looked):
-        table.add_column(name, justify="right")
-    if looked:
-        table.add_column("")
-    for each in shown_stops(components):
-        seen = (str(each.seen or 0), unlike(each)) if looked else ()
-        table.add_row(each.called, count_of_stops(each.expected), f"{each.low:.0f} to {each.high:.0f}", *seen)
-    return table
 
 
 def shown_stops(components: Sequence[ExpectedStops]) -> list[ExpectedStops]:

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from argosy.plan.cost.estimate import DAY, HOUR, count, percent, seconds, within
-from argosy.plan.report.html import STYLE
+from argosy.plan.report.html import document
 from argosy.plan.report.jobs import JobSchedule, ScheduledJob, after_now
-from argosy.plan.report.terminal import PIPE_WIDTH
+from argosy.plan.report.terminal import console_of, figures_table
 
 BARS = " ▁▂▃▄▅▆▇█"
 """A bar is as high as the job's share of the cluster."""
@@ -31,9 +31,7 @@ TICKS = (HOUR, 2 * HOUR, 6 * HOUR, 12 * HOUR, DAY, 2 * DAY, 5 * DAY, 10 * DAY, 3
 
 def show(found: JobSchedule, console: Console | None = None) -> None:
     """Print the chart, the figures of each job, and the commands by their time."""
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console = console_of(console)
     names = max(len(job.name) for job in found.jobs)
     wide = max(LEAST_BAR, min(MOST_BAR, console.width - names - 4))
     span_s = _span_s(found)
@@ -102,9 +100,7 @@ def _span_s(found: JobSchedule) -> float:
 
 
 def _figures(found: JobSchedule) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in (*HEADS, found.currency):
-        table.add_column(name, justify="left" if name in ("job", "cluster") else "right", no_wrap=True)
+    table = figures_table(*HEADS, found.currency, words=("job", "cluster"))
     for job in found.jobs:
         table.add_row(*_row(job))
     return table
@@ -137,13 +133,12 @@ def page(found: JobSchedule) -> str:
         + _chart([job for job in found.jobs if job.cluster == name], devices, _span_s(found))
         for name, devices in found.clusters.items()
     )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head>\n<body><h1>{escape(title)}</h1>{charts}"
+    return document(
+        title,
+        f"<h1>{escape(title)}</h1>{charts}"
         f'<p class="quiet">A line before or behind a bar is its deadline; {LEGEND}.</p>'
         f'<h2>Jobs</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
-        f"<h2>Commands, for the clusters' own schedulers</h2><pre>{commands}</pre></body></html>\n"
+        f"<h2>Commands, for the clusters' own schedulers</h2><pre>{commands}</pre>",
     )
 
 

@@ -62,10 +62,15 @@ def page(report: PlanReport) -> str:
         sections += ["<h2>Step time against memory: no other plan is better in both</h2>" + _scatter(report)]
         sections += [_choices(report, report.pareto)]
     sections += ["<h2>What stops the whole run</h2>" + _stops(report), *_outlooks(report)]
+    return document(headline(report), "\n" + "\n".join(sections) + "\n")
+
+
+def document(title: str, body: str) -> str:
+    """Return a whole page that loads nothing from elsewhere."""
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(headline(report))}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(sections) + "\n</body></html>\n"
+        f"<style>{STYLE}</style></head>\n<body>{body}</body></html>\n"
     )
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from argosy.errors import UserError
 from argosy.plan.cost.collectives import Group, all_reduce_s, all_reduces, all_to_all_s, gather_s, send_s, shared
-from argosy.plan.cost.cost_model import CostModel, first_of
-from argosy.plan.cost.estimate import seconds
+from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.estimate import first_of, seconds
 from argosy.plan.cost.fabric import ORDERS, PARTS, Fabric
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.hardware.clusters import Cluster
@@ -111,14 +111,10 @@ def network_report(costs: CostModel, plan: Plan) -> NetworkReport | None:
         dims=way.dims,
         circuits=tuple((name, many) for name, many, size in zip(PARTS, way.circuits, sizes, strict=False) if size > 1),
         is_moved=way != placed.ways[0],
-        step_s=_step_s(costs, rows),
-        in_order_step_s=_step_s(in_order, rows),
+        step_s=costs.step_s(plan),
+        in_order_step_s=in_order.step_s(plan),
         axes=tuple(_axes(model, plan, model.rates.fabric)),
     )
-
-
-def _step_s(costs: CostModel, rows: Layouts) -> float:
-    return first_of(costs.predict_time(rows).total)
 
 
 def _sizes(fabric: Fabric, plan: Plan) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -12,13 +12,16 @@ from rich.text import Text
 
 from argosy.errors import UserError
 from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
+from argosy.plan.cost.reliability import ExpectedStops
 from argosy.plan.report.explain import (
     MEANING,
     MEMORY_MEANING,
     burn_in_in_words,
+    count_of_stops,
+    shown_stops,
     spares_in_words,
     stops_in_words,
-    stops_table,
+    unlike,
 )
 from argosy.plan.report.network import AXIS_COLUMNS, NetworkReport, axis_cells, network_in_words
 from argosy.plan.report.report import PlanReport, PlanRequest, describe, plan_report
@@ -39,10 +42,24 @@ PIPE_WIDTH = 200
 """Characters in a line if the output is no terminal."""
 
 
-def show(report: PlanReport, console: Console | None = None) -> None:
+def console_of(console: Console | None) -> Console:
+    """Return the console to print to, `console` or the usual one; wide where it is no terminal."""
     console = console or Console()
     if not console.is_terminal:
         console.width = PIPE_WIDTH
+    return console
+
+
+def figures_table(*columns: str, words: Collection[str] = (), wraps: bool = False) -> Table:
+    """Return a table without lines, and without a head if no columns are named. All but `words` are figures."""
+    table = Table(box=None, show_header=bool(columns), pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in words else "right", no_wrap=not wraps)
+    return table
+
+
+def show(report: PlanReport, console: Console | None = None) -> None:
+    console = console_of(console)
     console.print(Group(*_parts(report, console.width)), highlight=False, crop=False)
 
 
@@ -81,10 +98,8 @@ def search_line(report: PlanReport) -> str:
 def _choices(report: PlanReport, choices: tuple[Candidate, ...], width: int) -> Iterator[RenderableType]:
     """Yield the table of plans; where they do not fit into its lines, they follow it by number, one in a line."""
     is_narrow = width < FIGURES_WIDTH + max(len(choice.plan) for choice in choices)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("step", "GiB", "MFU", "tokens/s", "devices", "run", report.currency, "kWh"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("plan", no_wrap=True)
+    figures = ("step", "GiB", "MFU", "tokens/s", "devices", "run", report.currency, "kWh")
+    table = figures_table(*figures, "plan", words=("plan",))
     for number, choice in enumerate(choices, 1):
         run = choice.run
         table.add_row(
@@ -124,7 +139,7 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
             ),
             style="red",
         )
-    facts = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    facts = figures_table()
     facts.add_row("step", within(choice.step_s, seconds), "within the interval nine times of ten")
     facts.add_row("memory", f"{within(choice.memory_bytes, gib)} GiB", f"of {gib(report.memory_bytes)} GiB")
     facts.add_row("whole run", within(run.time_s, seconds), f"{within(run.device_hours, count)} device-hours")
@@ -153,7 +168,7 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
     yield Text("\nMemory of the rank that needs most, GiB:")
     yield _bars(about.memory, MEMORY_MEANING, gib)
     yield Text(f"\nThe step time depends most on {about.binding}:")
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table = figures_table()
     for change in about.sensitivities:
         if abs(change.change) >= LEAST_CHANGE:
             table.add_row(change.what, percent(change.change, signed=True), change.note)
@@ -163,6 +178,17 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
     yield Text(f"\nWhat stops the whole run: {stops_in_words(about.reliability)}:")
     yield stops_table(about.reliability.components)
     yield Text(f"By the catalogue {burn_in_in_words(about.reliability.burn_in)}.", style="dim")
+
+
+def stops_table(components: Sequence[ExpectedStops]) -> Table:
+    """Return expected stops by component, beside those that were seen if somebody looked."""
+    looked = any(each.seen is not None for each in components)
+    figures = ("component", "expected", "nine times of ten", *("seen", "") * looked)
+    table = figures_table(*figures, words=("component", ""), wraps=True)
+    for each in shown_stops(components):
+        seen = (str(each.seen or 0), unlike(each)) if looked else ()
+        table.add_row(each.called, count_of_stops(each.expected), f"{each.low:.0f} to {each.high:.0f}", *seen)
+    return table
 
 
 def prices(report: PlanReport) -> str:
@@ -183,9 +209,8 @@ def _money(value: Numbers) -> str:
 def _network(found: NetworkReport) -> Iterator[RenderableType]:
     """Yield where ranks are on the network, and what a message of each axis takes there."""
     yield Text(f"\n{network_in_words(found)}")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, is_number in AXIS_COLUMNS.items():
-        table.add_column(name, justify="right" if is_number else "left")
+    words = [name for name, is_number in AXIS_COLUMNS.items() if not is_number]
+    table = figures_table(*AXIS_COLUMNS, words=words, wraps=True)
     for axis in found.axes:
         table.add_row(*axis_cells(axis))
     yield table
@@ -194,7 +219,7 @@ def _network(found: NetworkReport) -> Iterator[RenderableType]:
 def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Numbers], str]) -> Table:
     whole = sum(values.values())
     longest = max(values.values())
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table = figures_table()
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -218,9 +243,7 @@ def _outlooks(report: PlanReport) -> Iterator[RenderableType]:
             yield Text(f'  {seconds(split.step_s)} a step with "{split.plan}": {shares}')
     if report.exchanges:
         yield Text("\nSites that sum gradients in every step (H = 1), or agree every H steps (sync=diloco):")
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in ("H", "GiB a step and site", "step"):
-            table.add_column(name, justify="right")
+        table = figures_table("H", "GiB a step and site", "step", wraps=True)
         table.add_column(Text("[sync], of a run with [[sites]]"))
         for way in report.exchanges:
             keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in way.sync.items())
@@ -265,9 +288,7 @@ def _answer(named: str, request: PlanRequest) -> OnCluster:
 
 def show_side_by_side(found: Sequence[OnCluster], console: Console | None = None) -> None:
     """Print one row for each cluster, below them its best plan, or why it has none."""
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console = console_of(console)
     reports = [one.report for one in found if one.report is not None]
     question = headline(reports[0]).replace(f" on {reports[0].cluster};", ";")
     assumed = list(dict.fromkeys(line for report in reports for line in report.assumed))

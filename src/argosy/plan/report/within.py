@@ -13,7 +13,7 @@ from argosy.errors import UserError
 from argosy.plan.cost.estimate import count, seconds, within
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.report import PlanRequest, describe, searched
-from argosy.plan.report.terminal import PIPE_WIDTH
+from argosy.plan.report.terminal import console_of, figures_table
 from argosy.plan.search.candidates import Candidate, best_of_each, counts_up_to, fewest, grown
 
 MOST_DEVICES = 2**18
@@ -199,9 +199,7 @@ MOST_SIZES = 10
 
 def show_within(found: Sequence[Within], about: str, assumed: Sequence[str], console: Console | None = None) -> None:
     """Print a row for each cluster, or for one the sizes around its answer; then plans, and what is recommended."""
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console = console_of(console)
 
     def line(text: str, style: str = "") -> None:
         console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
@@ -225,7 +223,9 @@ def show_within(found: Sequence[Within], about: str, assumed: Sequence[str], con
 
 
 def _of_several(found: Sequence[Within]) -> Table:
-    table = _table("cluster", "devices", "of", "run (nine times of ten)", "device-hours", "cost", "kWh")
+    table = figures_table(
+        "cluster", "devices", "of", "run (nine times of ten)", "device-hours", "cost", "kWh", words=("cluster",)
+    )
     for each in found:
         shown = each.fewest or each.fastest
         if shown is None:
@@ -242,7 +242,7 @@ def _of_several(found: Sequence[Within]) -> Table:
 
 
 def _of_one(found: Within) -> Table:
-    table = _table("devices", "run (nine times of ten)", "device-hours", "cost", "kWh", "")
+    table = figures_table("devices", "run (nine times of ten)", "device-hours", "cost", "kWh", "", words=("",))
     for size in _around(found):
         mark = "the fewest in time" if size is found.fewest else "nine times of ten" if size is found.surely else ""
         table.add_row(str(size.devices), *_figures(size, found.currency), mark)
@@ -268,14 +268,6 @@ def _figures(shown: Candidate, currency: str, late: str = "") -> tuple[str, ...]
         f"{within(run.money, count)} {currency}" if run.money else "?",
         count(run.energy_kwh.mid) if run.energy_kwh else "?",
     )
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, name in enumerate(columns):
-        is_words = name in ("cluster", "") and (number == 0 or not name)
-        table.add_column(name, justify="left" if is_words else "right", no_wrap=True)
-    return table
 
 
 def _recommendation(best: Within, found: Sequence[Within]) -> str:

@@ -6,8 +6,6 @@ import math
 import warnings
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from argosy.config.launch import USUAL_ACCELERATOR, DeviceType
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, UserError
@@ -17,7 +15,6 @@ from argosy.plan.cost.heterogeneous import uneven_splits
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, own_part, resized
-from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import NUMERICS, Plan, Precision, said_in, with_sync, words_of
 from argosy.plan.quantities import divisors
@@ -179,7 +176,7 @@ def _dealt_by_speed(costs: CostModel, found: SearchResult, plan: Plan) -> Plan:
     """Return the best plan that deals work out by the speed of devices, if it beats `plan`, which does so evenly."""
     if not costs.kinds:
         return plan
-    even_s = float(np.asarray(costs.predict_time(Layouts.of([plan])).total)[0])
+    even_s = costs.step_s(plan)
     rows = found.best(found.step_s, MESHES_SPLIT)
     splits = uneven_splits(costs, [plan, *(found.plans.plan(int(row)) for row in rows)])
     best = min(splits, key=lambda split: split.step_s, default=None)
