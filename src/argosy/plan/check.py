@@ -10,7 +10,7 @@ from typing import Any
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.plan import Plan
+from argosy.plan.plan import AXES, MESH, Plan
 from argosy.plan.quantities import divisors, factorizations, neighbours
 from argosy.plan.rules import first_problem
 
@@ -60,8 +60,7 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
     Of equally near plans, those that keep the microbatch come first, then those with more data parallelism, because it
     asks least of the model.
     """
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-    sizes_here = tuple(getattr(plan, axis) for axis in axes)
+    sizes_here = tuple(getattr(plan, axis) for axis in MESH)
 
     def distance(choice: tuple[Any, ...]) -> tuple[float, ...]:
         *sizes, shares, layers = choice
@@ -72,14 +71,14 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
 
     choices = (
         (*sizes, ep, microbatch, shares, layers)
-        for sizes in factorizations(plan.world_size, len(axes) - 1)
+        for sizes in factorizations(plan.world_size, len(AXES))
         for ep in {1, plan.ep, *neighbours(plan.ep, divisors(max(1, run.model.moe.experts)))}
         for microbatch in {1, plan.microbatch}
         for shares in {"", plan.shares}
         for layers in {"", plan.layers}
     )
     others = (
-        plan.model_copy(update=dict(zip((*axes, "microbatch", "shares", "layers"), choice, strict=True)))
+        plan.model_copy(update=dict(zip((*MESH, "microbatch", "shares", "layers"), choice, strict=True)))
         for choice in sorted(choices, key=distance)
     )
     return list(islice((other for other in others if first_problem(other, run) is None), many))

@@ -40,6 +40,7 @@ PLAN = "ARGOSY_PLAN"
 """Environment variable: the plan that a fork server prepares itself for (`parallel.apply.load`)."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
+MESH = (*AXES, "ep")
 NUMERICS = ("precision", "weights", "reduce", "sync", "compile")
 """Keys of a plan that change the numbers of training; the others change only the order in which numbers are summed."""
 

@@ -327,11 +327,11 @@ def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
     return NOT_OF_SITES.format(plan.sync)
 
 
-def _has_no_replicas(p: Plans) -> Any:
-    return (p.dp_replicate == 1) & ((p.zero != 0) | (p.dp_shard * p.cp == 1))
-
-
-@rule(lambda p, run: _has_no_replicas(p) & p.is_("sync", *COMPRESSED))
+@rule(
+    lambda p, run: (
+        p.is_("sync", *COMPRESSED) & (p.dp_replicate == 1) & ((p.zero != 0) | (p.dp_shard * p.cp == 1))  # no replicas
+    )
+)
 def compressed_sums_have_replicas(plan: Plan, run: RunConfig) -> str:
     return (
         f"plan.sync = {plan.sync} with plan.dp_replicate = 1: it says how replicas of the state sum their gradients, "

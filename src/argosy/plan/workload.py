@@ -417,7 +417,6 @@ def matmul_parameters(model: ModelConfig) -> int:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Return the number of all parameters."""
     return sum(times * math.prod(parameter.shape) for parameter, times in _parameters(model))
 
 

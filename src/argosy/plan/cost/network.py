@@ -36,7 +36,7 @@ from argosy.plan.cost.fabric import Arrangement, Fabric, Far
 from argosy.plan.cost.rates import Rates
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import WORDS, Layouts, column_of
-from argosy.plan.plan import Plan
+from argosy.plan.plan import MESH, Plan
 from argosy.plan.sync import COMPRESSORS, SITE_BYTES
 from argosy.plan.workload import Numbers, Workload
 
@@ -131,7 +131,7 @@ def _by_word(plans: Layouts, values: Mapping[str, Numbers], otherwise: float) ->
 
 WORTH = 0.01
 """Share of a step that moving ranks must save."""
-OF_MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "context", "precision", "weights", "reduce")
+OF_MESH = (*MESH, "zero", "context", "precision", "weights", "reduce")
 """Keys of a plan by which it is placed."""
 StepSeconds = Callable[[Layouts, Fabric], NDArray[np.float64]]
 

@@ -128,17 +128,12 @@ class RoundCosts:
         return plain((self.sums * self.sum_s + self.alone_steps * np.asarray(self.alone_s)) / steps)
 
 
-def site_count(cluster: Cluster) -> int:
-    """Return the number of sites that share a job; 1 if all devices are in one place."""
-    return len(cluster.sites)
-
-
 def within_site(costs: CostModel, cluster: Cluster) -> CostModel:
     """Return the cost model of one site: its part of the batch on as many devices as the smallest site has.
 
     Raises: UserError if the batch cannot be shared out.
     """
-    sites, run = site_count(cluster), costs.run
+    sites, run = len(cluster.sites), costs.run
     if has_workers(run):
         return costs.on(run, min(cluster.sites.values()))  # each worker computes whole batches
     batch, left_over = divmod(run.train.global_batch, sites)
@@ -153,7 +148,7 @@ def within_site(costs: CostModel, cluster: Cluster) -> CostModel:
 
 def exchange_bytes(costs: CostModel, cluster: Cluster) -> float:
     """Return the bytes that each site sends to sum all gradients once."""
-    return _sent(costs, site_count(cluster), WEIGHT_BYTES)
+    return _sent(costs, len(cluster.sites), WEIGHT_BYTES)
 
 
 def bytes_of_step(run: RunConfig) -> float:
@@ -169,7 +164,7 @@ def bytes_of_step(run: RunConfig) -> float:
 
 def round_bytes(costs: CostModel, cluster: Cluster) -> float:
     """Return the bytes of numbers that each site sends in a round of one fragment, as `sync.wire` has them."""
-    return _sent(costs, site_count(cluster), WIRE_BYTES[costs.run.sync.wire]) / costs.run.sync.fragments
+    return _sent(costs, len(cluster.sites), WIRE_BYTES[costs.run.sync.wire]) / costs.run.sync.fragments
 
 
 def round_s(costs: CostModel, cluster: Cluster) -> float:
@@ -212,7 +207,7 @@ def exchange_s(costs: CostModel, cluster: Cluster, inner_step_s: Numbers = 0.0) 
         return 0.0
     if costs.run.sites:
         return rounds_of(costs, cluster, inner_step_s).step_s
-    return between_sites_s(exchange_bytes(costs, cluster), cluster, 2 * (site_count(cluster) - 1))
+    return between_sites_s(exchange_bytes(costs, cluster), cluster, 2 * (len(cluster.sites) - 1))
 
 
 def outer_exchanges(costs: CostModel, cluster: Cluster, plan: Plan, inner_step_s: float) -> list[ExchangeCost]:
@@ -232,7 +227,7 @@ def _parts_s(costs: CostModel, cluster: Cluster, wire: Wire, fragments: int = 1)
     if not cluster.links:
         return 0.0, 0.0, 0.0
     numbers = float(costs.workload.trained_parameters) / fragments
-    sent = _sent(costs, site_count(cluster), WIRE_BYTES[wire]) / fragments
+    sent = _sent(costs, len(cluster.sites), WIRE_BYTES[wire]) / fragments
     travels_s = ROUND_S + between_sites_s(FRAMING * sent, cluster, 2 * ROUND_TRIPS)
     return RANKS_NUMBER_S * numbers, EXCHANGE_NUMBER_S * numbers + EXCHANGE_BYTE_S * sent, travels_s
 

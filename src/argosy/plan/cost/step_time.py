@@ -110,7 +110,6 @@ class StepModel(WaitModel):
     """Seconds of a step, for plans of one workload on one kind of cluster, or of as many as there are plans."""
 
     def predict(self) -> StepTime:
-        """Return the seconds of a step by category."""
         plans, work, constants = self.plans, self.work, self.constants
         m = self.microbatches
         layer, again = self.mean_layer, self.recomputed_s

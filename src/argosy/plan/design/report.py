@@ -119,35 +119,16 @@ def _passes(
         tp, size = float(layout.tp[0]), float(layout.microbatch[0])
         tokens = size * training.asked.seq_len / float(layout.cp[0])
         span = float(np.asarray(work.attention_span))
-        yield (
-            "training",
-            number_format,
-            [
-                *matmuls_of(work, tokens, tokens, tp),
-                *attention_of(work, size, training.asked.seq_len / float(layout.cp[0]), span, tp),
-            ],
-        )
+        attention = attention_of(work, size, training.asked.seq_len / float(layout.cp[0]), span, tp)
+        yield "training", number_format, [*matmuls_of(work, tokens, tokens, tp), *attention]
     if serving is not None and served is not None and served.way[row] >= 0:
         weights, degree, sequences = served.ways[served.way[row]]
         wanted, work = weights if weights in ("fp8", "fp4") else "bf16", serving.costs.workload
         asked, tp = serving.asked, float(degree)
-        yield (
-            "prefill",
-            wanted,
-            [
-                *matmuls_of(work, asked.prompt, 1, tp),
-                *attention_of(work, 1, asked.prompt, asked.prompt / 2, tp),
-            ],
-        )
-        context = asked.prompt + asked.output / 2
-        yield (
-            "decode",
-            wanted,
-            [
-                *matmuls_of(work, sequences, sequences, tp),
-                *attention_of(work, sequences, 1, context, tp),
-            ],
-        )
+        attention = attention_of(work, 1, asked.prompt, asked.prompt / 2, tp)
+        yield "prefill", wanted, [*matmuls_of(work, asked.prompt, 1, tp), *attention]
+        attention = attention_of(work, sequences, 1, asked.prompt + asked.output / 2, tp)
+        yield "decode", wanted, [*matmuls_of(work, sequences, sequences, tp), *attention]
 
 
 def _bounds(
@@ -256,7 +237,6 @@ def as_record(report: DesignReport) -> DesignRecord:
 
 
 def _row(report: DesignReport, row: int) -> dict[str, Any]:
-    """Return one point: its figures, and what it does."""
     points, trained, served = report.points, report.trained, report.served
     found: dict[str, Any] = dict(points.values(row))
     half = points.computed("bf16")
@@ -317,7 +297,6 @@ def _binding(report: DesignReport) -> dict[str, list[str]]:
 
 
 def in_words(report: DesignReport, top: int = 10) -> str:
-    """Return the report as text."""
     points, trained = report.points, report.trained
     lines = [
         f"{report.space.name}: {len(points):,} devices from {points.base.name} on, in {report.took_s:.1f} s",

@@ -296,7 +296,6 @@ class ServingSweep:
         return ServingModel(self.costs.workload, rates, ReplicaCut(tp), formats, self.constants)
 
     def swept(self) -> Served:
-        """Return the serving on every point."""
         points, asked, n = self.points, self.asked, len(self.points)
         score, way = np.full(n, -np.inf), np.full(n, -1)
         kept = np.full((3, n), np.nan)

@@ -320,7 +320,6 @@ def device_names() -> dict[str, str]:
 
 @cache
 def _names_of(preset: str) -> tuple[str, ...]:
-    """Return a preset's name and its aliases."""
     return (preset, *tomllib.loads(preset_path("devices", preset).read_text()).get("aliases", ()))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
-from argosy.plan.cost.heterogeneous import UnevenSplit
 from argosy.plan.report.explain import (
     MEANING,
     MEMORY_MEANING,
@@ -18,7 +17,7 @@ from argosy.plan.report.explain import (
 )
 from argosy.plan.report.network import AXIS_COLUMNS, NetworkReport, axis_cells, network_in_words
 from argosy.plan.report.report import PlanReport
-from argosy.plan.report.terminal import HOLDERS, LEAST_SHOWN, headline, prices, search_line
+from argosy.plan.report.terminal import LEAST_SHOWN, headline, prices, search_line, shares_in_words
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 
@@ -261,7 +260,11 @@ def _stops(report: PlanReport) -> str:
 def _outlooks(report: PlanReport) -> list[str]:
     parts = []
     if report.uneven:
-        lines = "".join(f"<li>{_split(split)}</li>" for split in report.uneven)
+        lines = "".join(
+            f"<li>{seconds(split.step_s)} a step with <code>{escape(split.plan)}</code>: "
+            f"{escape(shares_in_words(split))}</li>"
+            for split in report.uneven
+        )
         parts.append(f"<h2>Work dealt out by the speed of devices</h2><ul>{lines}</ul>")
     if report.exchanges:
         rows = "".join(
@@ -274,10 +277,3 @@ def _outlooks(report: PlanReport) -> list[str]:
             f"<table><tr><th>H</th><th>GiB a step and site</th><th>step</th><th>plan</th></tr>{rows}</table>"
         )
     return parts
-
-
-def _split(split: UnevenSplit) -> str:
-    shares = "; ".join(
-        f"{s.holders} {HOLDERS[split.what]} on {s.device}: {s.range} {split.what} each" for s in split.shares
-    )
-    return f"{seconds(split.step_s)} a step with <code>{escape(split.plan)}</code>: {escape(shares)}"

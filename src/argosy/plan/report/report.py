@@ -16,7 +16,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import Goodput, price_per_device_h
 from argosy.plan.cost.estimate import GIB, Estimate, count, gib, percent, seconds, table_in_html
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
-from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, site_count, updates_in_words, with_workers, within_site
+from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, updates_in_words, with_workers, within_site
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Objective, Plan, has_workers
@@ -166,6 +166,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
     explained = request.given or found.plans.plan(int(best[0]))
     explanation = _explain(economy, explained, found, is_best=request.given is None)
     front = found.pareto()
+    shown = [found.plans.plan(int(row)) for row in dict.fromkeys([*best, *front])]
     inside_s = sum(costs.predict_time(Layouts.of([explained])).by_category(0).values())
     return PlanReport(
         model=model_name(run.model, run.name),
@@ -187,7 +188,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         choices=economy.choices(found.plans[best]),
         pareto=economy.choices(found.plans[front]),
         explanation=explanation,
-        uneven=() if economy.sites > 1 else _uneven(costs, found, [*best, *front]),
+        uneven=() if economy.sites > 1 else tuple(uneven_splits(costs, shown)),
         exchanges=() if economy.is_asynchronous else ways_to_agree(run, cluster, request.pins or {}),
         notes=tuple(_notes(request, economy, explained, inside_s)),
         network=network_report(costs, explained),
@@ -212,7 +213,8 @@ def searched(
             problem = problem or str(error)
         else:
             if len(found):
-                return tried, _whole_runs(tried, costs), found
+                tokens = tried.tokens or TOKENS_PER_PARAMETER * float(active_parameters(tried.run.model))
+                return tried, WholeRunModel(tried.run, _with_workers(tried), costs, tokens), found
             problem = problem or _nothing_fits(tried, costs, found, counts)
         if not tried.assumed_batch or tried.run.train.global_batch == 1:
             raise UserError("\n  ".join([problem, *request.assumed]))
@@ -235,23 +237,12 @@ def _costs(request: PlanRequest) -> CostModel:
     """Return the cost model of the devices that have one plan: all, or those of a site."""
     run, cluster = request.run, _with_workers(request)
     whole = CostModel.of(run, cluster)
-    return within_site(whole, cluster) if run.sites and site_count(cluster) > 1 else whole
-
-
-def _whole_runs(request: PlanRequest, costs: CostModel) -> WholeRunModel:
-    run, cluster = request.run, _with_workers(request)
-    tokens = request.tokens or TOKENS_PER_PARAMETER * float(active_parameters(run.model))
-    return WholeRunModel(run, cluster, costs, tokens)
+    return within_site(whole, cluster) if run.sites and len(cluster.sites) > 1 else whole
 
 
 def _with_workers(request: PlanRequest) -> Cluster:
     """Return the cluster of the request; of an asynchronous run, with a site for each worker."""
     return with_workers(request.cluster, request.run) if has_workers(request.run) else request.cluster
-
-
-def _uneven(costs: CostModel, found: SearchResult, rows: Sequence[int]) -> tuple[UnevenSplit, ...]:
-    """Return the best uneven shares on these plans; none on devices that are alike."""
-    return tuple(uneven_splits(costs, [found.plans.plan(int(row)) for row in dict.fromkeys(rows)]))
 
 
 def _explain(economy: WholeRunModel, plan: Plan, found: SearchResult, is_best: bool) -> Explanation:
@@ -311,7 +302,7 @@ def _notes(request: PlanRequest, economy: WholeRunModel, plan: Plan, inside_s: f
         notes.append(f"All plans wait for the slowest device, {request.cluster.device.name}. {BY_SPEED}")
     if economy.is_asynchronous:
         notes.append(updates_in_words(request.run, economy.cluster, inside_s))
-    elif site_count(request.cluster) > 1:
+    elif len(request.cluster.sites) > 1:
         notes.append(_of_rounds(economy, inside_s) if costs.run.sites else ONE_WORLD)
     return [*notes, *request.cluster.device.caveats]
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from argosy.errors import UserError
 from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
+from argosy.plan.cost.heterogeneous import UnevenSplit
 from argosy.plan.cost.reliability import ExpectedStops
 from argosy.plan.report.explain import (
     MEANING,
@@ -232,15 +233,16 @@ def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Nu
     return table
 
 
+def shares_in_words(split: UnevenSplit) -> str:
+    many = HOLDERS[split.what]
+    return "; ".join(f"{s.holders} {many} on {s.device}: {s.range} {split.what} each" for s in split.shares)
+
+
 def _outlooks(report: PlanReport) -> Iterator[RenderableType]:
     if report.uneven:
         yield Text("\nWork dealt out by the speed of devices:")
         for split in report.uneven:
-            shares = "; ".join(
-                f"{share.holders} {HOLDERS[split.what]} on {share.device}: {share.range} {split.what} each"
-                for share in split.shares
-            )
-            yield Text(f'  {seconds(split.step_s)} a step with "{split.plan}": {shares}')
+            yield Text(f'  {seconds(split.step_s)} a step with "{split.plan}": {shares_in_words(split)}')
     if report.exchanges:
         yield Text("\nSites that sum gradients in every step (H = 1), or agree every H steps (sync=diloco):")
         table = figures_table("H", "GiB a step and site", "step", wraps=True)

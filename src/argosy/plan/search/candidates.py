@@ -16,7 +16,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import Goodput, WholeRun, checkpoint_cost, goodput, whole_run
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.rates import in_precision
-from argosy.plan.cost.sites import exchange_s, site_count, within_site
+from argosy.plan.cost.sites import exchange_s, within_site
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Objective, has_workers
@@ -52,9 +52,9 @@ class WholeRunModel:
         self.run, self.cluster, self.costs, self.tokens = run, cluster, costs, tokens
         self.is_asynchronous = has_workers(run)
         if self.is_asynchronous:  # while each worker makes a step, all of them train on so much
-            batch = run.train.global_batch * site_count(cluster)
+            batch = run.train.global_batch * len(cluster.sites)
             self.run = run.model_copy(update={"train": run.train.model_copy(update={"global_batch": batch})})
-        self.sites = site_count(cluster) if run.sites else 1
+        self.sites = len(cluster.sites) if run.sites else 1
         """Sites that each have a plan of their own, and agree in rounds; else all devices are one world."""
 
     def between_sites_s(self, step_s: Numbers) -> Numbers:

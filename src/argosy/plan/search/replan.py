@@ -71,7 +71,7 @@ def replan(run: RunConfig, plan: Plan, machine: Cluster, processes: int) -> Repl
     """
     if processes < 1:
         raise UserError("no process is left. Start some, and run the same command again.")
-    kept = _numerics(plan)
+    kept: Pins = {key: (getattr(plan, key),) for key in NUMERICS}
     freest, pinned = _best(run, plan, machine, processes, kept), _pinned(run)
     for given_up in range(len(GIVEN_UP)):
         pins = {key: values for key, values in pinned.items() if not any(key in keys for keys in GIVEN_UP[:given_up])}
@@ -120,11 +120,6 @@ def worth_migrating(predicted_now_s: float, predicted_new_s: float, steps_left: 
     if not math.isfinite(saved_s):
         return False
     return saved_s >= LEAST_GAIN * predicted_now_s and saved_s * steps_left > MIGRATIONS_WORTH * migration_s
-
-
-def _numerics(plan: Plan) -> Pins:
-    """Return the keys that decide the numbers of training, as in the plan in force."""
-    return {key: (getattr(plan, key),) for key in NUMERICS}
 
 
 def _alike(found: SearchResult, plan: Plan) -> SearchResult:

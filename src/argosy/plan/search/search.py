@@ -22,7 +22,7 @@ from argosy.plan.cost.estimate import GIB, Estimate
 from argosy.plan.cost.memory_model import Footprint
 from argosy.plan.cost.step_time import StepTime
 from argosy.plan.layouts import WORDS, Ints, Layouts
-from argosy.plan.plan import Plan
+from argosy.plan.plan import MESH, Plan
 from argosy.plan.rules import breaks_any
 from argosy.plan.search.space import Pins, Space, columns_of, crossed, joined
 
@@ -123,7 +123,7 @@ class SearchResult:
     def best(self, score: Floats, many: int) -> NDArray[np.int64]:
         """Return the rows with the lowest score, one for each mesh; of equal ones the leanest."""
         order = np.lexsort((self.memory_bytes, score))
-        axes = np.stack([getattr(self.plans, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")])
+        axes = np.stack([getattr(self.plans, axis) for axis in MESH])
         _, first = np.unique(axes[:, order], axis=1, return_index=True)
         return order[np.sort(first)[:many]]
 
@@ -229,7 +229,7 @@ def nearest_that_fits(plan: Plan, found: SearchResult) -> int | None:
     if not len(found):
         return None
     wanted, plans = Layouts.of([plan]), found.plans
-    sizes = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "microbatch")
+    sizes = (*MESH, "microbatch")
     doublings = sum(np.abs(np.log2(getattr(plans, key) / getattr(wanted, key))) for key in sizes)
     others = [f.name for f in fields(plans) if f.name not in sizes]
     differ = sum((getattr(plans, key) != getattr(wanted, key)) * 0.5 for key in others)

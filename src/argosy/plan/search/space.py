@@ -22,7 +22,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.layouts import WORDS, Layouts, column_of
 from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
-from argosy.plan.plan import AXES, Plan, words_of
+from argosy.plan.plan import AXES, MESH, Plan, words_of
 from argosy.plan.quantities import divisors
 from argosy.plan.rules import OF_MICROBATCHES, breaks_any, first_problem
 
@@ -71,7 +71,7 @@ class Space:
 
     def meshes(self, devices: int) -> Table:
         """Return the ways to lay the axes over so many devices, with ZeRO stage and kind of context parallelism."""
-        keys = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "context")
+        keys = (*MESH, "zero", "context")
         rows = list(self._meshes(devices))
         context = WORDS["context"]
         numbers = np.array([(*row[:-1], context.index(row[-1])) for row in rows], np.int64).reshape(-1, len(keys))
