@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,12 +22,14 @@ from argosy.inference.evaluate import evaluate
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.resolve import check_parameters
 from argosy.models import hf, peft_adapter
+from argosy.models.adapters import is_kept, mask_keys, mask_keys_of_layer
 from argosy.models.decoder import microbatches
 from argosy.models.packed import Packing
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.plan.parameters import parameter_table
 from argosy.plan.plan import Plan
+from argosy.training.rows import with_mask_keys
 from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
 from transformers_models import load_theirs
 from workers import WorkerPool
@@ -44,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": {"rank": 4},
     "rslora": {"rank": 4, "kind": "rslora", "alpha": 8.0, "targets": ("attention.*", "blocks.1.mlp.down")},
     "dora": {"rank": 4, "kind": "dora"},
+    "dropout": {"rank": 4, "dropout": 0.25},
+    "dora dropout": {"rank": 4, "kind": "dora", "dropout": 0.25},
     # PEFT has one inner matrix for the gates and the other inputs of experts, which it keeps in one tensor.
     "experts": {"rank": 4, "targets": ("q", "o", "experts.down")},
     # Those that the class does not store in one tensor with others.
@@ -70,9 +75,11 @@ def trained(world: World, plan: str, case: str) -> tuple[list[float], dict[str, 
     layout, said = eager(plan), []
     step = train_step(world, layout, **sections(case))
     model = step.state.model
-    rows = ROWS[layout.rows_of(model.dp_rank, len(ROWS))]
-    for _ in range(STEPS):
-        outcome = step.exchange(step.forward_backward(microbatches(rows, layout.microbatch, 0, world.device)))
+    rows, run = ROWS[layout.rows_of(model.dp_rank, len(ROWS))], run_config(Path("no data"), **sections(case))
+    for number in range(STEPS):
+        micros = microbatches(rows, layout.microbatch, 0, world.device)
+        micros = with_mask_keys(micros, run, number, layout.rows_of(model.dp_rank, len(ROWS)).start)
+        outcome = step.exchange(step.forward_backward(micros))
         step.apply(step.update(outcome, LR))
         said += [outcome.loss, outcome.gradient_norm]
     model.settle()
@@ -88,6 +95,32 @@ def as_quantised(run: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str, 
             packing = Packing(run.lora, parameter.shape[-1], 0, parameter.shape[-1])
             packing.to(torch.device("cpu"))
             found[name] = packing.unpack(packing.pack(weights[name]), torch.float32)
+    return found
+
+
+class Draw(torch.nn.Module):
+    """PEFT's dropout with the masks of ours, which no other library draws."""
+
+    keys: torch.Tensor
+
+    def __init__(self, layer: int, name: str, dropout: float):
+        super().__init__()
+        self.layer, self.salt, self.dropout = layer, zlib.crc32(f"{name}.lora".encode()) & (2**31 - 1), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = mask_keys_of_layer(self.keys, self.layer)
+        return x * is_kept(keys, self.salt, range(x.shape[-1]), self.dropout) / (1 - self.dropout)
+
+
+def put_masks_into(theirs: torch.nn.Module, dropout: float) -> list[Draw]:
+    """Put our masks in place of PEFT's dropouts, and return them."""
+    ours = {"self_attn": "attention", "mlp": "mlp"}
+    found: list[Draw] = []
+    for name, module in theirs.named_modules():
+        if name.endswith(".lora_dropout") and dropout:
+            *_, layer, part, linear, _ = name.split(".")
+            module["default"] = Draw(int(layer), f"{ours[part]}.{linear.removesuffix('_proj')}", dropout)
+            found.append(module["default"])
     return found
 
 
@@ -108,7 +141,10 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     assert sum(parameter.numel() for parameter in left) == sum(tensor.numel() for tensor in adapter.values())
     adam = torch.optim.AdamW(left, lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
     tokens, said = torch.from_numpy(ROWS.astype(np.int64)), []
-    for _ in range(STEPS):
+    draws = put_masks_into(theirs, run.lora.dropout)
+    for number in range(STEPS):
+        for draw in draws:
+            draw.keys = mask_keys(run.seed, number, 0, *tokens[:, :-1].shape)
         logits = theirs(tokens[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
@@ -135,6 +171,12 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         ("rslora", "tp=2"),
         ("dora", "tp=2,microbatch=4"),
         ("dora", "dp_shard=2,zero=3"),
+        ("dropout", "microbatch=8"),
+        ("dropout", "tp=2,microbatch=4"),
+        ("dropout", "pp=2,recompute=full"),
+        ("dropout", "cp=2"),
+        ("dropout", "dp_shard=2,zero=3"),
+        ("dora dropout", "tp=2"),
         ("experts", "ep=2,dp_shard=2"),
         ("delta", "tp=2"),
         ("delta", "cp=2,recompute=selective"),
@@ -164,7 +206,12 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, corpus: Path, tm
     base = run_config(corpus, train={"steps": 2}, evaluate={"every_steps": 0}, checkpoint={"every_steps": 1})
     train_in(World(), base, eager("microbatch=8"), tmp_path / "base")
     beside = {"weights": tmp_path / "base" / "checkpoints" / "step-00000001"}
-    run = run_config(corpus, model={**MODEL, **beside}, lora={"rank": 4, "kind": "dora"}, checkpoint={"every_steps": 4})
+    run = run_config(
+        corpus,
+        model={**MODEL, **beside},
+        lora={"rank": 4, "kind": "dora", "dropout": 0.1},
+        checkpoint={"every_steps": 4},
+    )
     whole, *_ = workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "whole")
     workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "stopped", 3)
     again, *_ = workers.run(2, train_in, run, eager("dp_shard=2,zero=1"), tmp_path / "stopped")

@@ -217,6 +217,9 @@ class LoraConfig(Section):
     """First values of the inner matrix: within 1/sqrt(inputs), as PEFT and Schulman et al. 2025; or normal with a
     standard deviation of 1/rank. The outer one begins with zeros."""
 
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that are zeros in a training step, drawn anew for each token and target (Hu et al.
+    2021). The draws follow from seed, step, row and token alone. Not on experts."""
     base: Literal["auto", "nf4", "int8"] = "auto"
     """Format of the matrices of linear layers beside the adapter: auto: in bf16 where the plan multiplies in bf16,
     else as plan.weights says; nf4 (QLoRA, Dettmers et al. 2023) in 4.5 bits and int8 in 8.5 bits for each number, and
@@ -255,7 +258,8 @@ def _matches(module: str, target: str) -> bool:
 
 
 def check_targets(lora: LoraConfig, modules: Collection[str]) -> None:
-    """Check `lora.targets` against the names of all linear layers. Raises: UserError if one matches none."""
+    """Check `lora.targets` against the names of all linear layers. Raises: UserError if one matches none, or one
+    that is of experts with `lora.dropout`."""
     for target in lora.targets if lora.rank else ():
         if not any(_matches(module, target) for module in modules):
             near = get_close_matches(target, sorted({m.split(".", 2)[-1] for m in modules}), n=3, cutoff=0.0)
@@ -263,3 +267,9 @@ def check_targets(lora: LoraConfig, modules: Collection[str]) -> None:
                 f'lora.targets: "{target}" matches no linear layer. The nearest names are {", ".join(near)}; '
                 f'"{ALL_LINEAR}" takes all.'
             )
+    experts = [module for module in modules if ".experts." in module and lora.has_target(module)]
+    if lora.rank and lora.dropout and experts:
+        raise UserError(
+            f"lora.dropout = {lora.dropout:g}: lora.targets has experts ({experts[0]}), whose adapters drop nothing. "
+            'Set lora.dropout = 0, or name targets beside experts, such as "attention.*".'
+        )

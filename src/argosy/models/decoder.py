@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from argosy.accelerator import sent_to
 from argosy.config.model import ModelConfig
+from argosy.models.adapters import MASKS, mask_keys_of_layer
 from argosy.models.attention import Documents
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Norm, embedding, linear, local, norm
@@ -66,6 +67,8 @@ class Microbatch:
     """Pairs, or answers that were judged."""
     further_BTn2: Tensor | None = None
     """Inputs and targets of multi-token prediction (`mtp.further_tokens`), where it is trained."""
+    mask_keys_BT: Tensor | None = None
+    """What `lora.dropout` draws from (`adapters.mask_keys`), of whole rows."""
 
 
 def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
@@ -119,6 +122,8 @@ class _Rows(NamedTuple):
     places: dict[Places, tuple[Tensor, ...]]
     documents: dict[int, Documents | None]
     """By the chunk of a layer, 0 without one: `documents` of `attention.packed_attention`."""
+    mask_keys: Tensor | None = None
+    """Those of the tokens that this rank computes, int64 [B, t]."""
 
 
 # B batch, T tokens, D model width, V vocabulary
@@ -148,7 +153,10 @@ class Block(nn.Module):
         places: tuple[Tensor, ...] | None,
         documents: Documents | None,
         cache: Cache | None = None,
+        mask_keys: Tensor | None = None,
     ) -> Tensor:
+        if mask_keys is not None:
+            MASKS.of_block = mask_keys
         h_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
         y_BTD = self.attention(h_BTD, places, documents, cache)
         if self.attention_post_norm is not None:
@@ -160,6 +168,8 @@ class Block(nn.Module):
         if self.mlp_post_norm is not None:
             y_BTD = self.mlp_post_norm(y_BTD)
         x_BTD = x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
+        if mask_keys is not None:
+            MASKS.of_block = None
         return x_BTD if self.layer_scale is None else x_BTD * local(self.layer_scale).to(x_BTD.dtype)
 
 
@@ -228,6 +238,7 @@ class Decoder(nn.Module):
         cache: list[Cache] | None = None,
         sequences: Sequences | None = None,
         further_BTn2: Tensor | None = None,
+        mask_keys_BT: Tensor | None = None,
     ) -> Tensor:
         """Return logits [B, T, V] in the compute dtype, or with `targets_BT` the summed loss (fp32 scalar).
 
@@ -239,7 +250,8 @@ class Decoder(nn.Module):
         tokens' places in their documents. Without `documents` these are found in `positions_BT`, and the host waits for
         the device. Without both, every row is one document.
         With `cache`, the tokens continue those that the cache has read. With `further_BTn2` (`mtp.further_tokens`) the
-        loss's gradient, not its value, includes that of further tokens, by `mtp.loss_weight`.
+        loss's gradient, not its value, includes that of further tokens, by `mtp.loss_weight`. With `mask_keys_BT`
+        adapters drop inputs.
         """
         start = cache[0].length if cache else 0
         if positions_BT is None:
@@ -249,6 +261,8 @@ class Decoder(nn.Module):
             if documents.count == len(x):  # no document starts inside a row
                 documents = None
         rows = self._rows(positions_BT, documents, cache)
+        if mask_keys_BT is not None:
+            rows = rows._replace(mask_keys=self.my_tokens(mask_keys_BT))
         if self.stage.first:
             self.before_use(self.embedding)  # type: ignore[arg-type]
             x = self._embedded(x)
@@ -301,7 +315,10 @@ class Decoder(nn.Module):
         block = self.blocks[str(layer)]
         assert isinstance(block, Block)
         places = None if block.places is None else rows.places[block.places]
-        y: Tensor = block(x, places, rows.documents.get(block.chunk, rows.documents[0]), cache)
+        about = (places, rows.documents.get(block.chunk, rows.documents[0]), cache)
+        if rows.mask_keys is not None:
+            about = (*about, mask_keys_of_layer(rows.mask_keys, layer))  # type: ignore[assignment]
+        y: Tensor = block(x, *about)
         return y
 
     def _scaled(self, x: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def export_adapter(
         "base_model_name_or_path": base_name,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "target_modules": sorted(_short(list(ranks), left_out)),
         "rank_pattern": {name: factor * lora.rank for name, factor in factors.items()},
         "alpha_pattern": {name: factor**root * lora.alpha for name, factor in factors.items()},

@@ -77,6 +77,7 @@ class Sequential:
     def _loss(self, micro: Microbatch) -> Tensor:
         more: dict[str, Any] = {} if micro.sequences is None else {"sequences": micro.sequences}
         more |= {} if micro.further_BTn2 is None else {"further_BTn2": micro.further_BTn2}
+        more |= {} if micro.mask_keys_BT is None else {"mask_keys_BT": micro.mask_keys_BT}
         loss: Tensor = self._model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents, **more)
         return loss
 
@@ -192,6 +193,8 @@ class Pipeline:
             keywords["sequences"] = Sequences(*(torch.cat(part) for part in zip(*parts, strict=True)))
         if (further := [micro.further_BTn2 for micro in batch if micro.further_BTn2 is not None]) and self._has_last:
             keywords["further_BTn2"] = torch.cat(further)
+        if keys := [micro.mask_keys_BT for micro in batch if micro.mask_keys_BT is not None]:
+            keywords["mask_keys_BT"] = torch.cat(keys)
         target = targets if self._has_last else None
         self._schedule(len(batch)).step(*tokens, **keywords, target=target, losses=losses, return_outputs=False)
         if not losses:

@@ -22,6 +22,7 @@ from argosy.models.adapters import LowRank
 from argosy.models.attention import Attention
 from argosy.models.decoder import Decoder
 from argosy.models.delta_net import GatedDeltaNet
+from argosy.models.initialize import offset_of
 from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
 from argosy.models.loss import IGNORED, ChunkLoss
 from argosy.models.mla import LatentAttention
@@ -149,6 +150,7 @@ def sums(linear: Linear, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
         linear.reduce = tokens.reduce
         if isinstance(linear.lora, LowRank):
             linear.lora.sum_squares = partial(sum_over_ranks, group=mesh.get_group())
+            linear.lora.first_input = offset_of(linear.weight)[-1]
 
 
 def gathers(module: nn.Module, mesh: DeviceMesh, tokens: SequenceParallel) -> None:

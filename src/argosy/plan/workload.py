@@ -127,8 +127,8 @@ class Workload:
     """Numbers that they add to for a token."""
     adapters: Numbers = 0
     """Adapters that a token goes through in a layer."""
-    scaled_outputs: Numbers = 0
-    """Those of `adapter_outputs` that are multiplied by lengths (DoRA)."""
+    adapter_kept: Numbers = 0
+    """Numbers that they keep besides: outputs that are multiplied by lengths (DoRA), inputs that dropout leaves."""
     quantised_dense: Numbers = 0
     """Share of the layers' matrices that is quantised, routed experts apart (they follow), and each number's bytes."""
     quantised_experts: Numbers = 0
@@ -403,7 +403,7 @@ def _adapters(run: RunConfig, table: Table) -> dict[str, Any]:
         "adapter_inputs": numbers("a", -1),
         "adapter_outputs": numbers("b", -2),
         "adapters": numbers("a", -2) / max(1, run.lora.rank),
-        "scaled_outputs": numbers("magnitude", -1),
+        "adapter_kept": numbers("magnitude", -1) + (numbers("a", -1) if run.lora.dropout else 0),
     }
 
 

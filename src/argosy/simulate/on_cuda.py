@@ -45,6 +45,7 @@ from argosy.simulate.fake_cuda import CUDA, META, FakeCudaMode, MisplacedTensor,
 from argosy.simulate.rank import without_values
 from argosy.training.evaluation import HeldOut, evaluate
 from argosy.training.records import Records
+from argosy.training.rows import with_mask_keys
 from argosy.training.services.noise_scale import NoiseScale, check_can_estimate
 from argosy.training.services.norms import LayerNorms
 from argosy.training.state import TrainState
@@ -331,6 +332,7 @@ class _Rank:
         step, state, number = self._due if is_all_due else self._plain, self._state, self._state.step
         with self._clock.time("data"):
             batch = microbatches(self._rows(), self._plan.microbatch, END_OF_DOCUMENT, self._world.device)
+            batch = with_mask_keys(batch, self._run, number, first_row=0)
         if is_all_due:
             self._noise.before_forward(number, batch)
         loss = step.forward_backward(batch)

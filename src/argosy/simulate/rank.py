@@ -28,6 +28,7 @@ from argosy.plan.plan import Plan
 from argosy.simulate.fake import FakeMemoryMode, fake_memory, fake_world, replaced
 from argosy.simulate.record import Pass, Recorder, Trace
 from argosy.simulate.repeat import grown, layers_alike
+from argosy.training.rows import with_mask_keys
 from argosy.training.state import StepUpdate, TrainState
 from argosy.training.step import Step
 
@@ -170,7 +171,7 @@ def _make_what_is_kept(step: Step, run: RunConfig, recorder: Recorder) -> None:
 def _batch(plan: Plan, run: RunConfig, world: World, fake: FakeMemoryMode) -> list[Microbatch]:
     many = plan.microbatches_of(dp_rank_of(world.rank, plan), run.train.global_batch) * plan.microbatch
     rows = np.ones((many, run.data.seq_len + 1), dtype=np.int32)
-    batch = microbatches(rows, plan.microbatch, 0, world.device)
+    batch = with_mask_keys(microbatches(rows, plan.microbatch, 0, world.device), run, step=0, first_row=0)
     # Nothing depends on tokens but numbers; on where documents start, shapes do.
     return [
         replace(

@@ -28,7 +28,7 @@ from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.sync.deal import SiteOrder
-from argosy.training.rows import compared_microbatches, microbatches_of, scores_of_rows
+from argosy.training.rows import compared_microbatches, microbatches_of, scores_of_rows, with_mask_keys
 from argosy.training.state import TrainState
 
 
@@ -58,14 +58,14 @@ class Batches:
 
         rows = self._read(step, waiting)
         self._tell(step)
-        return self._microbatches(rows, self._loader, step)
+        return self._microbatches(rows, self._loader, step, self._state.model.dp_rank)
 
     def of_rank(self, rank: int, step: int) -> list[Microbatch]:
         """Return the share of data-parallel rank `rank`."""
         loader = self._loader.of(self._rows_of(rank))
         rows = loader.read(step)
         loader.close()
-        return self._microbatches(rows, loader, step)
+        return self._microbatches(rows, loader, step, rank)
 
     def samples(self, step: int) -> list[Range]:
         """Return the ranges of the step's samples, those of all ranks, among all samples."""
@@ -162,12 +162,14 @@ class Batches:
     def _rows_of(self, rank: int) -> slice:
         return self._plan.rows_of(rank, self._run.train.global_batch)
 
-    def _microbatches(self, rows: np.ndarray, loader: Loader, step: int) -> list[Microbatch]:
-        train, device = self._run.train, self._world.device
+    def _microbatches(self, rows: np.ndarray, loader: Loader, step: int, rank: int) -> list[Microbatch]:
+        train, device, size = self._run.train, self._world.device, self._plan.microbatch
         if train.has_preferences:
             known = None if self.references is None else self.references.of(loader.places(step))
-            return compared_microbatches(rows, self._plan.microbatch, device, train.objective == "kto", known)
-        return microbatches_of(rows, self._plan.microbatch, self._data.eod_id, self._world.device)
+            micros = compared_microbatches(rows, size, device, train.objective == "kto", known)
+        else:
+            micros = microbatches_of(rows, size, self._data.eod_id, device)
+        return with_mask_keys(micros, self._run, step, self._rows_of(rank).start)
 
     def _numbers(self, step: int) -> Range:
         """Return the range of the step's samples, counted without those that are skipped."""

@@ -12,7 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from argosy.accelerator import sent_to
+from argosy.config.schema import RunConfig
 from argosy.data.packing import START, TRAINED, Words, is_packed, sequences_in, unpack
+from argosy.models.adapters import mask_keys
 from argosy.models.decoder import Microbatch, microbatch_of, microbatches
 from argosy.models.preference import CHOSEN, REJECTED, Sequences
 from argosy.parallel.model import ParallelModel
@@ -64,6 +67,20 @@ def _compared(rows: np.ndarray, values: np.ndarray, device: torch.device, is_jud
     is_chosen = found.kinds == CHOSEN
     answers = is_chosen | (found.kinds == REJECTED) if is_judged else is_chosen
     return replace(micro, answers=int(answers.sum()), counted=int(found.lengths[is_chosen].sum()))
+
+
+def with_mask_keys(micros: list[Microbatch], run: RunConfig, step: int, first_row: int) -> list[Microbatch]:
+    """Return the microbatches of a step with what `lora.dropout` draws from; `first_row` is their first one's among
+    those of the whole batch."""
+    if not run.lora.dropout:
+        return micros
+    found = []
+    for micro in micros:
+        rows, tokens = micro.positions_BT.shape
+        keys_BT = sent_to(micro.positions_BT.device, mask_keys(run.seed, step, first_row, rows, tokens))
+        found.append(replace(micro, mask_keys_BT=keys_BT))
+        first_row += rows
+    return found
 
 
 def _tensor(array: np.ndarray) -> Tensor:

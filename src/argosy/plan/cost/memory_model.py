@@ -237,7 +237,7 @@ class MemoryModel(RankSizes):
         hidden = (4 + system.kept_widths) * work.width / self.sequence_ranks + self._inputs
         elements = hidden + self._attention + self._feed_forward(work.ffn_matrices)
         masks = system.dropout * 2 * DROPOUT_BYTES * work.width / self.sequence_ranks
-        elements = elements - self._not_read + work.adapter_rank * work.adapters + work.scaled_outputs / self.plans.tp
+        elements = elements - self._not_read + work.adapter_rank * work.adapters + work.adapter_kept / self.plans.tp
         return self.tokens * (elements * self.activation_bytes + masks + self._scores)
 
     @cached_property
