@@ -21,7 +21,7 @@ from argosy.sync.exchange import SiteExchange
 from argosy.sync.layout import Sites, at_site
 from argosy.sync.ledger import RoundLedger, dealt_in
 from argosy.sync.links import SILENT_S
-from argosy.sync.messages import FROM_SITE, FromSite, packed, unpacked
+from argosy.sync.messages import FROM_SITE, FromSite, framed, unframed
 
 TURN_S = 0.1
 H, ROWS = 2, 2
@@ -67,7 +67,7 @@ class Wires:
         for name, frame in heard:
             if name in self.sites:
                 try:
-                    said.append((name, *unpacked(frame, FROM_SITE)))
+                    said.append((name, *unframed(frame, FROM_SITE)))
                 except BadMessage as problem:
                     self.refuse(name, str(problem))
         return [one for one in said if not self._country.is_lost(*one)]
@@ -79,7 +79,7 @@ class Wires:
     def tell(self, name: str, message: WireRecord, data: bytes = b"") -> None:
         if name not in self.sites:
             return
-        frame = packed(message, data)
+        frame = framed(message, data)
         if self._country.is_joined(self._me, name):
             self._send_again(name)
             self._country.sites[name].wires.inbox.append((self._me, frame))

@@ -16,7 +16,7 @@ import pytest
 from argosy.observe import screen as module
 from argosy.observe import terminal
 from argosy.observe.panel import RunView
-from argosy.observe.screen import SCREEN, Line, Progress, Screen, packed, read_lines_of
+from argosy.observe.screen import SCREEN, Line, Progress, Screen, as_line, read_lines_of
 from argosy.observe.terminal import print_message
 from argosy.watch.terminal import FolderView, duration
 from waiting import wait_until
@@ -73,7 +73,7 @@ def test_workers_say_it_through_what_they_print(monkeypatch, capsys):
 def test_a_message_that_is_damaged_is_left_out():
     surface = Recorder()
     with Screen(surface, FolderView) as screen:
-        for line in ("\x1b_argosy {half", "\x1b_argosy [1]\x1b\\", packed({"say": 3}), packed({"unknown": 1})):
+        for line in ("\x1b_argosy {half", "\x1b_argosy [1]\x1b\\", as_line({"say": 3}), as_line({"unknown": 1})):
             screen.printed(line)
     assert surface.lines == []
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from argosy.sync import assembly
-from argosy.sync.messages import FromSite, LineNotice, packed
+from argosy.sync.messages import FromSite, LineNotice, framed
 from dealt_samples import assert_each_sample_once
 from simulated_sites import AtOnce, Country
 from wrong_messages import altered
@@ -265,7 +265,7 @@ def test_wrong_messages_of_a_site_of_the_run_end_no_exchange(country: Callable[.
     said: dict[str, list[bytes]] = {}
 
     def note(_: str, message: FromSite, data: bytes) -> bool:
-        said.setdefault(message.kind, []).append(packed(message, data))
+        said.setdefault(message.kind, []).append(framed(message, data))
         return False
 
     run.is_lost = note
@@ -300,7 +300,7 @@ def test_a_line_that_goes_with_the_checksum_and_with_nothing_else_is_refused(cou
         line = last.model_copy(update={"round": 3, **wrong})
         line = line.model_copy(update={"chain": line.chained(last.chain)})
         site.wires.refusals.clear()
-        site.wires.inbox.append(("B", packed(LineNotice(line=line))))
+        site.wires.inbox.append(("B", framed(LineNotice(line=line))))
         run.turn()
         assert "the line of round 3 does not follow" in site.wires.refusals[0], wrong
         run.until(lambda: "B" in site.wires.sites)

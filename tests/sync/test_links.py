@@ -22,8 +22,8 @@ from argosy.sync.messages import (
     FromSite,
     LineRequest,
     SiteHello,
-    packed,
-    unpacked,
+    framed,
+    unframed,
 )  # fmt: skip
 
 SECRET = b"s" * 64
@@ -44,7 +44,7 @@ class Stranger:
         self.heard: list[FromSite] = []
 
     def turn(self) -> None:
-        self.heard += [unpacked(frame, FROM_SITE)[0] for frame in self.connection.take()]
+        self.heard += [unframed(frame, FROM_SITE)[0] for frame in self.connection.take()]
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_one_whose_certificate_follows_from_another_secret_is_told_so() -> None:
     assert refusals and refusals[0].startswith("TLS: ") and "the same secret (ARGOSY_SECRET_FILE)" in refusals[0]
 
 
-@pytest.mark.parametrize("frame", [b"\xff\xfe", b"[]\n", b'{"kind":"hello"}\n', packed(LineRequest(round=1))])
+@pytest.mark.parametrize("frame", [b"\xff\xfe", b"[]\n", b'{"kind":"hello"}\n', framed(LineRequest(round=1))])
 def test_nonsense_ends_the_conversation(told: Callable[..., Any], frame: bytes) -> None:
     refusals, _, links = told(frame)
     assert refusals and not links.sites
@@ -197,6 +197,6 @@ def test_strangers_are_told_of_once_a_host_and_reason_and_not_without_end(monkey
     assert [who for who, _ in refusals] == ["127.0.0.1"] * 2
     assert "does not know this run's secret" in refusals[0][1] and "is no message" in refusals[1][1]
     monkeypatch.setattr("argosy.sync.links.MOST_REFUSALS", 2)
-    come(SECRET, packed(LineRequest(round=1)))
+    come(SECRET, framed(LineRequest(round=1)))
     assert len(refusals) == 2
     links.close()

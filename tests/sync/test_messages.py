@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.processes.connection import BadMessage
-from argosy.sync.messages import FROM_PART, FROM_SITE, PushPiece, Standing, StandingNotice, gives_way, packed, unpacked
+from argosy.sync.messages import FROM_PART, FROM_SITE, PushPiece, Standing, StandingNotice, framed, gives_way, unframed
 
 NAMES = ("A", "B")
 TOKENS = st.integers(0, 5)
@@ -17,7 +17,7 @@ TOKENS = st.integers(0, 5)
 
 def test_what_is_said_is_understood() -> None:
     said = StandingNotice(standing=Standing(rounds=3, chain="c" * 16, tokens=12, reached=2, adopts=True))
-    assert unpacked(packed(said), FROM_SITE) == (said, b"")
+    assert unframed(framed(said), FROM_SITE) == (said, b"")
 
 
 @given(TOKENS, TOKENS)
@@ -35,7 +35,7 @@ def test_who_stands_still_since_it_gave_way_is_not_given_way_to(a: int, later: i
 
 def test_a_piece_comes_back_with_its_bytes() -> None:
     said = PushPiece(lease="a-1", at=3)
-    assert unpacked(packed(said, b"num\nbers"), FROM_PART) == (said, b"num\nbers")
+    assert unframed(framed(said, b"num\nbers"), FROM_PART) == (said, b"num\nbers")
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_a_piece_comes_back_with_its_bytes() -> None:
 )
 def test_anything_else_is_malformed(frame: bytes) -> None:
     with pytest.raises(BadMessage):
-        unpacked(frame, FROM_PART)
+        unframed(frame, FROM_PART)

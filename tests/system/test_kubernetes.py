@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from commands import Folder
 from kubernetes_cluster import WHERE_FROM, Cluster, cluster
 from matrix import ONE_THREAD, PLANS, Disturbed
 from pages import PAGES, try_all
+from waiting import wait_until
 
 pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: pip install 'argosy[dev]'")
 pytestmark = pytest.mark.skipif(not kubernetes_cluster.is_installed(), reason=WHERE_FROM)
@@ -50,16 +50,14 @@ def state(run: Disturbed) -> dict[str, Any]:
     return found
 
 
-def wait(run: Disturbed, is_so: Callable[[], Any], seconds: float = 90) -> None:
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end, run.folder.argosy("logs", "runs/tiny")
-        time.sleep(0.3)
+def wait(run: Disturbed, is_so: Callable[[], Any]) -> None:
+    wait_until(is_so, story=lambda: run.folder.argosy("logs", "runs/tiny"))
 
 
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_is_launched_followed_stopped_and_launched_again(run, api, undisturbed, monkeypatch, again):
     """`again`: it is launched a second time too, and runs to its end."""
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@forward:seconds=0.8")  # not at its end before a slow `stop` comes
     assert "launched tiny on kubernetes: job tiny-" in launch(run, "--train.steps", "40")
     assert " on kubernetes is " in launch(run, code=2)
     wait(run, lambda: run.steps() >= 4)
@@ -88,7 +86,7 @@ def test_a_pod_that_is_evicted_saves_and_another_takes_its_place(run, api, undis
     launch(run, "--train.steps", "40")
     wait(run, lambda: run.steps() >= 4)
     api.evict(1)
-    wait(run, lambda: state(run)["state"] == "finished", seconds=150)
+    wait(run, lambda: state(run)["state"] == "finished")
     assert len([pod for pod in api.pods.values() if pod.index == 1]) == 2
     assert len([pod for pod in api.pods.values() if pod.index == 0]) == 1
     assert len(run.events("generation")) == 2

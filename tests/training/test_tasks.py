@@ -16,7 +16,7 @@ from argosy.models import hf
 from argosy.parallel.world import World
 from argosy.sinks.sink import evaluation_values
 from argosy.sweep.trials import metric_of
-from argosy.training.rows import TaskScores, answer_scores, packed
+from argosy.training.rows import TaskScores, request_rows, scores_of_rows
 from argosy.training.stop import StoppedEarly
 from argosy.training.tasks import TaskScorer
 from argosy.watch.reader import RunReader
@@ -76,9 +76,9 @@ def test_a_task_scores_the_same_under_every_plan(workers, corpus, choices, plan)
 
 
 def whole_scores(world: World, plan: str, requests: list[tuple[list[int], list[int]]]) -> list[tuple[float, float]]:
-    rows, places = packed(requests, SEQ_LEN, filler=0)
+    rows, places = request_rows(requests, SEQ_LEN, filler=0)
     model = laid_out(world, eager(plan), data={"seq_len": SEQ_LEN})
-    scores = answer_scores(model, len(rows), rows.__getitem__, 2, world, lambda *_: None, is_judged=True)
+    scores = scores_of_rows(model, len(rows), rows.__getitem__, 2, world, lambda *_: None, is_judged=True)
     return [tuple(scores[place].tolist()) for place in places]
 
 
@@ -99,7 +99,7 @@ def test_log_probabilities_and_likeliest_tokens_are_those_of_the_logits(workers,
 
 
 def test_a_request_that_is_longer_than_a_row_loses_its_beginning():
-    rows, places = packed([([1] * 50 + [2] * 20, [3, 4]), ([5], [6])], SEQ_LEN, filler=0)
+    rows, places = request_rows([([1] * 50 + [2] * 20, [3, 4]), ([5], [6])], SEQ_LEN, filler=0)
     whole = whole_scores(World(), "microbatch=2", [([1] * 50 + [2] * 20, [3, 4]), ([1] * 42 + [2] * 20, [3, 4])])
     assert rows.shape == (2, SEQ_LEN + 1) and places == [(0, 0), (1, 0)]
     assert whole[0] == pytest.approx(whole[1])

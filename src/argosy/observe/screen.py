@@ -65,7 +65,7 @@ class RunFolder(Protocol):
         """Return the run as it is now."""
 
 
-def packed(message: dict[str, Any]) -> str:
+def as_line(message: dict[str, Any]) -> str:
     """Return a message as a line that a process can print."""
     return f"{MARK}{json.dumps(message, default=str)}{END}\n"
 
@@ -298,7 +298,7 @@ class Progress:
             terminal.owner.take(message)
         else:
             with suppress(OSError):  # the reader is gone, and this process goes with it
-                sys.stdout.write(packed(message))
+                sys.stdout.write(as_line(message))
                 sys.stdout.flush()
         return True
 

@@ -32,7 +32,7 @@ from argosy.errors import UserError, missing_extra
 from argosy.processes.connection import FRAME_BYTES, Address, BadMessage, Connection, WireRecord, call
 from argosy.processes.secret import Certificate, listen, secret_of
 from argosy.processes.secret import call as called
-from argosy.sync.messages import Hello, M, Ping, Refusal, packed, unpacked
+from argosy.sync.messages import Hello, M, Ping, Refusal, framed, unframed
 
 FIRST, LAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
 """Validity of the certificate, which is part of what must be the same everywhere."""
@@ -72,7 +72,7 @@ class Link:
         self.connection = Connection(connected, handshake(links.secret), links.selector, self, tls, tls is None)
 
     def send(self, message: WireRecord, data: bytes | memoryview = b"") -> None:
-        frame = packed(message, data)
+        frame = framed(message, data)
         assert len(frame) <= FRAME_BYTES
         self.connection.send(frame, is_bulk=bool(data))
 
@@ -188,7 +188,7 @@ class Links(Generic[M]):
         for frame in frames:
             link.heard_s = time.monotonic()
             try:
-                message, data = unpacked(frame, self._kinds)
+                message, data = unframed(frame, self._kinds)
             except BadMessage as problem_of_it:
                 self._refuse(link, f"what it says is no message ({problem_of_it})")
                 return heard

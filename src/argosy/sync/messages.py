@@ -27,11 +27,12 @@ Norms = Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1, max_l
 M = TypeVar("M")
 
 
-def packed(message: WireRecord, data: bytes | memoryview = b"") -> bytes:
+def framed(message: WireRecord, data: bytes | memoryview = b"") -> bytes:
+    """Return the frame of a message and the bytes that come with it."""
     return b"".join([encoded(message), b"\n", data])
 
 
-def unpacked(frame: bytes, kinds: TypeAdapter[M]) -> tuple[M, bytes]:
+def unframed(frame: bytes, kinds: TypeAdapter[M]) -> tuple[M, bytes]:
     """Return the message of a frame, one of `kinds`, and the bytes behind it. Raises: BadMessage."""
     head, _, data = frame.partition(b"\n")
     return decoded(head, kinds), data

@@ -28,7 +28,7 @@ from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
 from argosy.sync.deal import SiteOrder
-from argosy.training.rows import answer_scores, compared_microbatches, microbatches_of
+from argosy.training.rows import compared_microbatches, microbatches_of, scores_of_rows
 from argosy.training.state import TrainState
 
 
@@ -261,7 +261,7 @@ class ReferenceScorer:
             self._progress.doing(f"scoring answers before training, batch {number} of {batches}")
 
         how = (self._microbatch, self._world, before_batch)
-        return answer_scores(self._model, windows, read, *how, is_judged=self._is_judged)[..., 0].copy()
+        return scores_of_rows(self._model, windows, read, *how, is_judged=self._is_judged)[..., 0].copy()
 
     def _summed(self, table: Table) -> Table:
         return self._world.sum(torch.from_numpy(table).to(self._world.device)).cpu().numpy()

@@ -90,7 +90,7 @@ TaskScores = dict[str, dict[str, float]]
 """Task -> metric -> value. A metric that lm-eval computes after a filter is called METRIC/FILTER."""
 
 
-def answer_scores(
+def scores_of_rows(
     model: ParallelModel,
     rows: int,
     read: Callable[[np.ndarray], np.ndarray],
@@ -124,7 +124,7 @@ def answer_scores(
     return world.sum(torch.from_numpy(table).to(world.device)).cpu().numpy()
 
 
-def packed(requests: Sequence[Request], seq_len: int, filler: int) -> tuple[Words, list[tuple[int, int]]]:
+def request_rows(requests: Sequence[Request], seq_len: int, filler: int) -> tuple[Words, list[tuple[int, int]]]:
     """Return rows of requests, int32 [n, seq_len + 1], and the row of each request and its place among those there.
 
     A request is a sequence of its own, whose continuation is learned (`data.packing`); of one that is longer than a

@@ -17,7 +17,7 @@ from argosy.data.packing import Words
 from argosy.data.tokenizer import Tokenizer
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
-from argosy.training.rows import Request, TaskScores, WriteRequest, answer_scores, packed
+from argosy.training.rows import Request, TaskScores, WriteRequest, request_rows, scores_of_rows
 
 if TYPE_CHECKING:  # the first rank imports it when it is needed: it takes seconds
     from argosy.training.harness import Harness
@@ -104,7 +104,7 @@ class TaskScorer:
 
     def _score_requests(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         """Return the log-probability of each continuation, and True if each of its tokens is the likeliest."""
-        rows, places = packed(requests, self._seq_len, self._filler)
+        rows, places = request_rows(requests, self._seq_len, self._filler)
         scores = self._together(_Work(rows=len(rows)), lambda: self._score_rows(rows))
         return [(float(scores[place][0]), not scores[place][1]) for place in places]
 
@@ -123,10 +123,10 @@ class TaskScorer:
             raise
 
     def _score_rows(self, rows: Words) -> np.ndarray:
-        """Return `answer_scores` of rows int32 [n, T+1], which are the sum of what the ranks give."""
+        """Return `scores_of_rows` of rows int32 [n, T+1], which are the sum of what the ranks give."""
         rows = self._world.sum(torch.from_numpy(rows).to(self._world.device)).cpu().numpy()
         about = (self._microbatch, self._world, self._before_batch)
-        return answer_scores(self._model, len(rows), rows.__getitem__, *about, is_judged=True)
+        return scores_of_rows(self._model, len(rows), rows.__getitem__, *about, is_judged=True)
 
 
 def _given(found: TaskScores, problem: Exception | None) -> TaskScores:

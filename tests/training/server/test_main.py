@@ -20,7 +20,7 @@ from argosy.observe.events import read_lines
 from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout
-from argosy.sync.messages import packed
+from argosy.sync.messages import framed
 from argosy.training.server.main import ParameterServer
 from parameter_servers import Peer, asynchronous, serving, work
 from wrong_messages import altered
@@ -77,7 +77,7 @@ def test_wrong_messages_of_a_worker_end_no_server(
     luck, run = random.Random(seed), asynchronous(corpus, 2)
     with serving(run, tmp_path):
         with worker(run, tmp_path) as peer:
-            said = [json.loads(packed(message)) for message in said_by_a_worker(peer.hello)]
+            said = [json.loads(framed(message)) for message in said_by_a_worker(peer.hello)]
             for name in ("server-1", "server-2"):
                 for _ in range(40):
                     peer.meet(name)
