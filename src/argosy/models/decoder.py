@@ -68,7 +68,7 @@ class Microbatch:
     further_BTn2: Tensor | None = None
     """Inputs and targets of multi-token prediction (`mtp.further_tokens`), where it is trained."""
     mask_keys_BT: Tensor | None = None
-    """What `lora.dropout` draws from (`adapters.mask_keys`), of whole rows."""
+    """The numbers that `lora.dropout` draws from (`adapters.mask_keys`), of whole rows."""
 
 
 def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
