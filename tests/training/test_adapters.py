@@ -327,6 +327,9 @@ def test_an_adapter_of_another_shape_or_target_is_refused(corpus: Path, tmp_path
     wrong = run.model_copy(update={"lora": run.lora.model_copy(update={"targets": ("q", "atention.k")})})
     with pytest.raises(UserError, match=r'lora.targets: "atention.k" matches no linear layer.*attention.k'):
         check_parameters(wrong)
+    wrong = run.model_copy(update={"lora": run.lora.model_copy(update={"targets": ('["nothing_proj"]',)})})
+    with pytest.raises(UserError, match=r"matches no linear layer"):
+        check_parameters(wrong)
 
 
 @pytest.mark.parametrize(

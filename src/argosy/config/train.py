@@ -7,11 +7,11 @@ to, `lora` a low-rank adapter that is trained in place of the weights.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
@@ -254,7 +254,11 @@ class LoraConfig(Section):
 
 
 def _matches(module: str, target: str) -> bool:
-    return target == ALL_LINEAR or fnmatchcase(module, target) or fnmatchcase(module, f"*.{target}")
+    if target == ALL_LINEAR:
+        return True
+    # Not fnmatch: a list in quotes, '["nothing_proj"]', would be a set of characters, and match a layer `o`.
+    pattern = ".*".join(re.escape(part) for part in target.split("*"))
+    return re.fullmatch(rf"(.*\.)?{pattern}", module) is not None
 
 
 def check_targets(lora: LoraConfig, modules: Collection[str]) -> None:
