@@ -74,6 +74,13 @@ def _give_memory(model: Decoder, device: torch.device) -> None:
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
+def box_of(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Return the part of a tensor of this shape that begins at `offset`, without copying it."""
+    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
+
+
 def offset_of(parameter: Tensor) -> tuple[int, ...]:
     """Return where this rank's part of `parameter` begins in the whole, for each dim.
 

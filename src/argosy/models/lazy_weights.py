@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from argosy.models.hf_names import Conversion
+from argosy.models.initialize import box_of
 from argosy.models.quantised import Stored
 from argosy.models.tensor_file import DTYPES
 
@@ -76,7 +77,7 @@ class HeldWeights(LazyWeights):
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """See `LazyWeights`."""
-        return _box(self._tensors[name].detach(), offset, shape).cpu()
+        return box_of(self._tensors[name].detach(), offset, shape).cpu()
 
     def dtype(self, name: str) -> torch.dtype:
         """See `LazyWeights`."""
@@ -101,13 +102,13 @@ class FolderWeights(LazyWeights):
             return self._together(piece, name)
         first, count = offset[0], shape[0]
         if piece.rows == "together":
-            return _box(self._together(piece, name), offset, shape)
+            return box_of(self._together(piece, name), offset, shape)
         if piece.rows == "alone":
             ours = piece.to_ours([self._stored[piece.theirs[0]].read(first, count)])
-            return _box(ours[piece.ours.index(name)], (0, *offset[1:]), shape)
+            return box_of(ours[piece.ours.index(name)], (0, *offset[1:]), shape)
         out = torch.empty(tuple(shape), dtype=self.dtype(name))
         for row, theirs in zip(out, piece.theirs[first : first + count], strict=True):
-            row.copy_(_box(self._stored[theirs].read(offset[1], shape[1]), (0, *offset[2:]), shape[1:]))
+            row.copy_(box_of(self._stored[theirs].read(offset[1], shape[1]), (0, *offset[2:]), shape[1:]))
         return out
 
     def dtype(self, name: str) -> torch.dtype:
@@ -127,9 +128,3 @@ class FolderWeights(LazyWeights):
         if not self._last[1]:
             self._last = None
         return self._together(piece, name) if tensor is None else tensor
-
-
-def _box(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole

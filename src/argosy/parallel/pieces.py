@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.models.decoder import Decoder
-from argosy.models.initialize import offset_of
+from argosy.models.initialize import box_of, offset_of
 from argosy.models.layers import local
 from argosy.models.packed import Packed, Packing
 from argosy.optim.piece import Piece
@@ -101,7 +101,7 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[PlacedPiece]:
             cut=frozenset(dim for axis, dim in parts.items() if mesh is not None and mesh.size(axis) > 1),
             gather=partial(_gather, mesh=mesh, placements=placements, shape=shape, last_first=sharing is not None),
             group=meshes.stage,
-            scatter=partial(_box, offset=tuple(offset), shape=value.shape),
+            scatter=partial(box_of, offset=tuple(offset), shape=value.shape),
             parameter=parameter,
             offset=tuple(offset),
             replicas=replicas,
@@ -125,12 +125,6 @@ def _gather(
         placements = (*placements[:axis], Replicate(), *placements[axis + 1 :])
         whole = whole.redistribute(placements=placements)
     return whole.to_local()
-
-
-def _box(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dim, start, size)
-    return whole
 
 
 def _wrap(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

@@ -101,7 +101,7 @@ class Plan(Section, Quantities[int]):
     def __str__(self) -> str:
         """Write the axes that are not 1, and what `auto` would otherwise choose; `parse` reads the same plan."""
         said = self.model_dump(exclude_defaults=True) | self.model_dump(include={"microbatch", "precision"})
-        words = [f"{key}={_word(said[key])}" for key in type(self).model_fields if key in said]
+        words = [f"{key}={word_of(said[key])}" for key in type(self).model_fields if key in said]
         return ",".join(words)
 
     @classmethod
@@ -289,9 +289,10 @@ def _number(word: str) -> int | str:
         return word
 
 
-def _word(value: object) -> str:
+def word_of(value: object) -> str:
+    """Return a value as the text of a plan has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _toml(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else _word(value)
+    return f'"{value}"' if isinstance(value, str) else word_of(value)

@@ -22,7 +22,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.layouts import WORDS, Layouts, column_of
 from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
-from argosy.plan.plan import AXES, MESH, Plan, words_of
+from argosy.plan.plan import AXES, MESH, Plan, word_of, words_of
 from argosy.plan.quantities import divisors
 from argosy.plan.rules import OF_MICROBATCHES, breaks_any, first_problem
 
@@ -198,7 +198,7 @@ class Space:
     def why_none(self) -> str:
         """Explain why there is no plan at all: the first rule that the plainest plan breaks, and a remedy."""
         devices = self.costs.devices
-        fixed = ",".join(f"{key}={'|'.join(map(_word, values))}" for key, values in self.pins.items())
+        fixed = ",".join(f"{key}={'|'.join(map(word_of, values))}" for key, values in self.pins.items())
         where = f'--fix "{fixed}": ' if fixed else f"no plan for {devices} devices: "
         axes = {axis: min(self.pins[axis]) for axis in AXES if axis in self.pins}
         product = math.prod(axes.values())
@@ -248,10 +248,6 @@ class Space:
 
     def _keeps(self, plan: Plan) -> bool:
         return all(getattr(plan, key) in values for key, values in self.pins.items())
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def table_of(keys: Sequence[str], rows: Sequence[tuple[int, ...]]) -> Table:
