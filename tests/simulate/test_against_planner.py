@@ -87,10 +87,6 @@ ADAPTERS = [
     ),
     pytest.param("llama3-8b", "dp_shard=8,zero=1", "dora", marks=pytest.mark.slow),
     pytest.param("llama3-8b", "recompute=full", "dora", marks=pytest.mark.slow),
-    *(
-        pytest.param("llama3-8b", plan, "dropout", marks=pytest.mark.slow)
-        for plan in ("microbatch=2", "recompute=full", "tp=4", "pp=4")
-    ),
 ]
 ROWS = [
     *((*row, ()) for row in QUICK),
@@ -107,8 +103,7 @@ def run_of(preset: str, frozen: Sequence[str], modules: int = 0) -> RunConfig:
     sections = {"data.seq_len": 4096, "train.global_batch": 16, "train.frozen": list(frozen)}
     if isinstance(frozen, str):
         key = "lora.kind" if frozen in ("lora", "dora") else "lora.base"
-        more = {"lora.dropout": 0.1} if frozen == "dropout" else {key: frozen}
-        sections |= {"train.frozen": [], "lora.rank": 16, **more}
+        sections |= {"train.frozen": [], "lora.rank": 16, key: frozen}
     return load("demo", {"model.preset": preset, **keys, **sections})
 
 

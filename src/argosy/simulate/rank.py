@@ -178,6 +178,7 @@ def _batch(plan: Plan, run: RunConfig, world: World, fake: FakeMemoryMode) -> li
             micro,
             tokens_BT=fake.from_tensor(micro.tokens_BT).clone(),
             targets_BT=fake.from_tensor(micro.targets_BT).clone(),
+            mask_keys_BT=None if micro.mask_keys_BT is None else fake.from_tensor(micro.mask_keys_BT).clone(),
         )
         for micro in batch
     ]
