@@ -46,7 +46,7 @@ class SampleRequest:
     """Rows to continue."""
 
     prompts: list[list[int]]
-    """Of at least one token each."""
+    """Each of at least one token."""
     limits: list[int]
     """The most new tokens of each row."""
     seeds: list[int]

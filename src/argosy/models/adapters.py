@@ -118,15 +118,14 @@ class LowRank(nn.Module):
         a, b = local(self.a), local(self.b)
         kept = self._dropped(x)
         plain, added = multiply(x, weight, product), product(product(kept, a.to(x.dtype)), b.to(x.dtype)) * self.scale
-        y = plain + added
         if self.magnitude is None:
-            return y
+            return plain + added
         with torch.no_grad():
             length, begun = lengths(weight, a, b, self.scale, self.sum_squares)
         growth = (begun + local(self.magnitude).float()) / length
         factor = each(growth.to(x.dtype))
         if kept is x:
-            return y * factor
+            return (plain + added) * factor
         # As PEFT: what the lengths add is computed from the inputs that are left, what was there before from all.
         return plain + multiply(kept, weight, product) * (factor - 1) + added * factor
 

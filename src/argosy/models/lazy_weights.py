@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -22,13 +23,13 @@ class LazyWeights(Mapping[str, Tensor]):
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
         self._shapes = shapes
 
+    @abstractmethod
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return the box of a weight that begins at `offset`, on the CPU, in its stored dtype."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that a weight is stored in."""
-        raise NotImplementedError
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a weight's shape."""

@@ -177,7 +177,7 @@ class Batches:
 
 
 Table = np.ndarray
-"""Of one source: fp32 [windows, most answers of a row]."""
+"""A table of one source: fp32 [windows, most answers of a row]."""
 
 
 class References:

@@ -12,7 +12,7 @@ from rich.text import Text
 from argosy.plan.cost.estimate import DAY, HOUR, count, percent, seconds, within
 from argosy.plan.report.html import document
 from argosy.plan.report.jobs import JobSchedule, ScheduledJob, after_now
-from argosy.plan.report.terminal import console_of, figures_table
+from argosy.plan.report.terminal import console_of, figures_table, line_printer
 
 BARS = " ▁▂▃▄▅▆▇█"
 """A bar is as high as the job's share of the cluster."""
@@ -32,12 +32,10 @@ TICKS = (HOUR, 2 * HOUR, 6 * HOUR, 12 * HOUR, DAY, 2 * DAY, 5 * DAY, 10 * DAY, 3
 def show(found: JobSchedule, console: Console | None = None) -> None:
     """Print the chart, the figures of each job, and the commands by their time."""
     console = console_of(console)
+    line = line_printer(console)
     names = max(len(job.name) for job in found.jobs)
     wide = max(LEAST_BAR, min(MOST_BAR, console.width - names - 4))
     span_s = _span_s(found)
-
-    def line(text: str | Text, style: str = "") -> None:
-        console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
     line(headline(found), "bold")
     for name, devices in found.clusters.items():

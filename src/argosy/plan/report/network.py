@@ -32,7 +32,7 @@ class AxisOnNetwork:
     """The one of the network's algorithms that takes least; ring where there is one only."""
     message_bytes: float
     seconds: float
-    """Of one such message, with all groups of the axis at it."""
+    """Seconds of one such message, with all groups of the axis at it."""
     shares_with: tuple[str, ...]
     """Axes whose messages pass the same wires."""
 

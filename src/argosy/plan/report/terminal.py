@@ -51,6 +51,15 @@ def console_of(console: Console | None) -> Console:
     return console
 
 
+def line_printer(console: Console) -> Callable[..., None]:
+    """Return what prints a text, and a style if it is given, as it is: no markup, and no line is broken."""
+
+    def line(text: str | Text, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+    return line
+
+
 def figures_table(*columns: str, words: Collection[str] = (), wraps: bool = False) -> Table:
     """Return a table without lines, and without a head if no columns are named. All but `words` are figures."""
     table = Table(box=None, show_header=bool(columns), pad_edge=False, padding=(0, 2, 0, 0))

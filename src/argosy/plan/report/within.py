@@ -13,7 +13,7 @@ from argosy.errors import UserError
 from argosy.plan.cost.estimate import count, seconds, within
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.report import PlanRequest, describe, searched
-from argosy.plan.report.terminal import console_of, figures_table
+from argosy.plan.report.terminal import console_of, figures_table, line_printer
 from argosy.plan.search.candidates import Candidate, best_of_each, counts_up_to, fewest, grown
 
 MOST_DEVICES = 2**18
@@ -21,7 +21,7 @@ MOST_DEVICES = 2**18
 
 
 OPEN_MORE = 4
-"""Of a device named alone, so many times as many as are enough are looked at, to be sure too."""
+"""A device named alone is looked at in so many times as many as are enough, to be sure too."""
 FEW_NODES = 64
 """Nodes that are looked at where no number is known to do."""
 
@@ -200,9 +200,7 @@ MOST_SIZES = 10
 def show_within(found: Sequence[Within], about: str, assumed: Sequence[str], console: Console | None = None) -> None:
     """Print a row for each cluster, or for one the sizes around its answer; then plans, and what is recommended."""
     console = console_of(console)
-
-    def line(text: str, style: str = "") -> None:
-        console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+    line = line_printer(console)
 
     tokens = next(each.tokens for each in found if not each.problem)
     line(f"{about}, {count(tokens)} tokens, within {seconds(found[0].within_s)}", "bold")
