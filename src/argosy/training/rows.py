@@ -15,8 +15,8 @@ from torch import Tensor
 from argosy.accelerator import sent_to
 from argosy.config.schema import RunConfig
 from argosy.data.packing import START, TRAINED, Words, is_packed, sequences_in, unpack
-from argosy.models.adapters import mask_keys
 from argosy.models.decoder import Microbatch, microbatch_of, microbatches
+from argosy.models.dropout import mask_keys
 from argosy.models.preference import CHOSEN, REJECTED, Sequences
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
