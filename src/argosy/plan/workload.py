@@ -130,9 +130,8 @@ class Workload:
     adapter_kept: Numbers = 0
     """Numbers that they keep besides: outputs that are multiplied by lengths (DoRA)."""
     dropped_whole: Numbers = 0
-    """Inputs that dropout leaves, and they keep, which each tensor-parallel rank has all of."""
+    """Inputs that dropout leaves, and they keep: those that each tensor-parallel rank has whole, and the others."""
     dropped_cut: Numbers = 0
-    """Those of which it has a part."""
     quantised_dense: Numbers = 0
     """Share of the layers' matrices that is quantised, routed experts apart (they follow), and each number's bytes."""
     quantised_experts: Numbers = 0
@@ -147,7 +146,7 @@ class Workload:
         table = run_table(run)
         matrices = {n: p for n, p in table.items() if n.startswith("blocks.") and len(p.shape) > 1 and not p.is_adapter}
         dense, experts = ({n: p for n, p in matrices.items() if p.is_expert == of} for of in (False, True))
-        embedding = table["embedding.weight"].is_trained
+        head = "score" if run.model.score else "embedding" if run.model.tie_embeddings else "head"
         return replace(
             whole,
             **_adapters(run, table) | quantised_shares(run, table),
@@ -155,8 +154,8 @@ class Workload:
             trained_experts=_share(experts, lambda name: table[name].is_trained),
             read_dense=_share(dense, lambda name: _is_read(name, table, run)),
             read_experts=_share(experts, lambda name: _is_read(name, table, run)),
-            trained_embedding=embedding,
-            trained_head=_is_head_trained(run, table),
+            trained_embedding=table["embedding.weight"].is_trained,
+            trained_head=table[f"{head}.weight"].is_trained,
             reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.all_layers,
         )
 
@@ -371,12 +370,6 @@ def _share(parameters: Table, counts: Callable[[str], bool]) -> float:
     """Return the share of the elements that are in parameters whose name counts; 1 if there are no parameters."""
     sizes = {name: math.prod(parameter.shape) for name, parameter in parameters.items()}
     return sum(size for name, size in sizes.items() if counts(name)) / sum(sizes.values()) if sizes else 1.0
-
-
-def _is_head_trained(run: RunConfig, table: Table) -> bool:
-    if run.model.score:
-        return table["score.weight"].is_trained
-    return table["embedding.weight" if run.model.tie_embeddings else "head.weight"].is_trained
 
 
 def _is_read(name: str, table: Table, run: RunConfig) -> bool:
