@@ -345,21 +345,20 @@ class Decoder(nn.Module):
         softcap = self.config.logit_softcap
         if sequences is not None:
             rows = rows_at_once(local(weight_VD), longest)
-            about = (x.flatten(0, 1), local(weight_VD), targets_N)
+            about = x.flatten(0, 1), local(weight_VD)
             starts_BT, ends_BT = (
                 self.my_tokens(part) if self.score is None else self.my_stretch(self.my_tokens(part))
                 for part in (sequences.starts, last_tokens(sequences.starts))
             )
-            if self.score is None and not torch.is_grad_enabled():
-                judge = with_misses(of_chunk, self.is_likeliest)
-                return answer_scores(*about, starts_BT, sequences, self.sum_over_tokens, judge, rows, softcap)
             where = (starts_BT.flatten(), ends_BT.flatten() if self.score is not None else None)
             answers = Answers(targets_N, *where, sequences, self.sum_over_tokens, of_chunk, rows, softcap)
             if not torch.is_grad_enabled():
-                values_BT = answer_values(*about[:2], answers)
+                if self.score is None:
+                    return answer_scores(*about, answers._replace(of_chunk=with_misses(of_chunk, self.is_likeliest)))
+                values_BT = answer_values(*about, answers)
                 return torch.stack([values_BT, torch.zeros_like(values_BT)], -1)
             assert self.preference is not None
-            return preference_loss(*about[:2], answers, self.preference)
+            return preference_loss(*about, answers, self.preference)
         return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest, softcap)
 
     @property

@@ -245,7 +245,7 @@ class ParallelModel:
         return self._share(self._schedule.loss([self._mine(micro) for micro in batch]))
 
     @torch.no_grad()
-    def answer_scores(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
+    def score_batch(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
         """Return `models.preference.answer_scores` of the batch's `sequences`, fp32 [B, T, 2] of each microbatch: the
         log-probability of each answer, and its tokens that are not the likeliest. Of a reward model: its score, and 0.
 
