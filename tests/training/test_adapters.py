@@ -23,7 +23,7 @@ from argosy.launch.resolve import check_parameters
 from argosy.models import compiler, hf, peft_adapter
 from argosy.models.decoder import microbatches
 from argosy.models.dropout import is_kept, mask_keys, mask_keys_of_layer, salt_of
-from argosy.models.packed import Packing
+from argosy.models.quantised_weight import QuantisationScheme
 from argosy.parallel.apply import apply, lay_out
 from argosy.parallel.recompute import RecomputeMode
 from argosy.parallel.world import World
@@ -109,9 +109,9 @@ def as_quantised(run: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str, 
     found = dict(weights)
     for name, parameter in parameter_table(run.model).items():
         if parameter.is_linear:
-            packing = Packing(run.lora, parameter.shape[-1], 0, parameter.shape[-1])
-            packing.to(torch.device("cpu"))
-            found[name] = packing.unpack(packing.pack(weights[name]), torch.float32)
+            scheme = QuantisationScheme(run.lora, parameter.shape[-1], 0, parameter.shape[-1])
+            scheme.to(torch.device("cpu"))
+            found[name] = scheme.dequantise(scheme.quantise(weights[name]), torch.float32)
     return found
 
 

@@ -15,7 +15,7 @@ from argosy.models.decoder import Block, Decoder
 from argosy.models.dropout import AdapterDropout, salt_of
 from argosy.models.layers import local
 from argosy.models.mtp import PredictionModule
-from argosy.models.packed import Packed, Product, multiply
+from argosy.models.quantised_weight import Product, QuantisedWeight, multiply
 from argosy.plan.parameters import Table, adapter_of, inside
 
 # M inputs, N outputs, r rank; experts have one more dim in front
@@ -50,7 +50,9 @@ class LowRank(nn.Module):
         self.magnitude = nn.Parameter(torch.empty(table["magnitude"].shape)) if "magnitude" in table else None
         self.scale, self.dropout, self.salt = scale, dropout, salt
 
-    def forward(self, x: Tensor, weight: Tensor | Packed, product: Product = F.linear, each: Spread = itself) -> Tensor:
+    def forward(
+        self, x: Tensor, weight: Tensor | QuantisedWeight, product: Product = F.linear, each: Spread = itself
+    ) -> Tensor:
         """Return what the layer computes, without a bias; `weight` is this rank's part. Of experts, `each` gives every
         row what its expert has."""
         a, b = local(self.a), local(self.b)
@@ -69,7 +71,11 @@ class LowRank(nn.Module):
 
 
 def lengths(
-    weight: Tensor | Packed, a: Tensor, b: Tensor, scale: float, sum_squares: Callable[[Tensor], Tensor] | None = None
+    weight: Tensor | QuantisedWeight,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    sum_squares: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the lengths of the rows of W + scale B A, and of W; fp32 [N], without making the sum.
 

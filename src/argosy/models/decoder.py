@@ -32,7 +32,6 @@ from argosy.models.loss import (
 )
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
-from argosy.models.packed import Packing
 from argosy.models.preference import (
     Answers,
     Preference,
@@ -42,6 +41,7 @@ from argosy.models.preference import (
     last_tokens,
     preference_loss,
 )
+from argosy.models.quantised_weight import QuantisationScheme
 from argosy.models.rope import place_table
 from argosy.plan.layer_spec import RopeSpec, TemperatureSpec, layer_spec
 from argosy.plan.mup import logit_factor
@@ -196,7 +196,7 @@ class Decoder(nn.Module):
         #: Its parameters, and those of an adapter once it has one (`models.adapters`).
         self.table = table = parameter_table(config, stage)
         #: How matrices are quantised (`models.frozen`), by name.
-        self.packings: dict[str, Packing] = {}
+        self.schemes: dict[str, QuantisationScheme] = {}
         with torch.device("meta"):
             # A tied head is the embedding itself. The weight has no second name: `to_empty` gives each name new memory,
             # which would cut the tie.

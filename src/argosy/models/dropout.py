@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from argosy.models.packed import AT_ONCE
+from argosy.models.quantised_weight import AT_ONCE
 
 # B rows, T tokens, F features
 

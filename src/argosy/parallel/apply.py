@@ -135,8 +135,8 @@ def lay_out(
             keep_gathered = plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
             dense = _fsdp_mesh(meshes, "replicate", "shard", ours)
             shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered)
-        for packing in model.packings.values():
-            packing.to(world.device)
+        for scheme in model.schemes.values():
+            scheme.to(world.device)
         materialize(model, run.model, world.device, run.seed)
     return meshes, parts
 
