@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -385,3 +386,20 @@ def test_an_adapter_of_another_shape_or_target_is_refused(corpus: Path, tmp_path
 def test_a_base_that_cannot_be_is_refused(lora: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         run_config(Path("no data"), lora=lora)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"lora_dropout": 1.0}, "lora_dropout = 1.0: it must be a number from 0 to below 1"),
+        ({"lora_dropout": "0.1"}, "lora_dropout = '0.1': it must be"),
+        ({"r": 0}, "r = 0, lora_alpha = 8: both must be positive"),
+        ({"use_dora": True, "use_rslora": True}, "go one at a time"),
+    ],
+)
+def test_settings_of_peft_that_cannot_be_are_refused(tmp_path: Path, said: dict[str, Any], words: str) -> None:
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **said}
+    (tmp_path / peft_adapter.CONFIG).write_text(json.dumps(settings))
+    (tmp_path / peft_adapter.TENSORS).touch()
+    with pytest.raises(UserError, match=words):
+        peft_adapter.import_adapter(tmp_path, decoder().config, {})
