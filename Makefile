@@ -51,6 +51,7 @@ lint: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/python .ci/house.py
+	$(BIN)/python -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 docs: .venv/.dev
 # By way of another file: a failure would leave the document empty.

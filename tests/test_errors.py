@@ -52,7 +52,11 @@ def test_an_error_that_is_not_ours_is_a_failed_run():
             'plan = "tp=3" (--plan) is for 3 processes. Try plan = "auto".',
             {"key": "plan", "value": '"tp=3"', "file": None},
         ),
-        ("--lr: unknown option.", {"file": None, "line": None, "key": None, "remedy": None}),
+        ("--lr: unknown option.", {"file": None, "line": None, "key": "--lr", "value": None, "remedy": None}),
+        ("--since x: no such event. Try 10m.", {"key": "--since", "value": "x", "remedy": "Try 10m."}),
+        ("--model and --run both name a model: give one of them.", {"key": "--model", "value": None}),
+        ("nowhere: no such folder. Name a run's.", {"file": "nowhere", "key": None, "remedy": "Name a run's."}),
+        ("no command 'trian'; did you mean train?", {"file": None, "key": None, "remedy": "did you mean train?"}),
     ],
 )
 def test_a_program_reads_what_an_error_names(text, named):

@@ -79,9 +79,13 @@ class ArgosyWarning(UserWarning):
         super().__init__(redact(message))
 
 
-PLACE = re.compile(r"(?P<file>(?!-)[^\s:]*[/.][^\s:]*)(:(?P<line>\d+))?: ")
+PLACE = re.compile(
+    r"(?P<file>(?!-)([^\s:]*[/.][^\s:]*|[^\s:]+(?=: (no such|not a |neither |a file))))(:(?P<line>\d+)(:\d+)?)?: "
+)
 SETTING = re.compile(r"(?P<key>(--)?[A-Za-z][\w.-]*) = (?P<value>\"[^\"]*\"|'[^']*'|[^\s,;:]*[^\s,;:.])")
-SENTENCE_END = re.compile(r"[.:!?] (?=[A-Z`])")
+OPTION = re.compile(r"(?P<key>--[A-Za-z][\w.-]*)(?:(?: (?P<value>[^\s:]+))?:)? ")
+"""An option at the beginning of a message, with or without its value."""
+REMEDY = re.compile(r"(?:[.:!?] (?=[A-Z`])|; (?=did you mean|there are:))")
 
 
 @dataclass(frozen=True)
@@ -97,13 +101,15 @@ class ErrorDocument:
     """A key of the file, or an option."""
     value: str | None = None
     remedy: str | None = None
-    """The thing to do: the message from its second sentence on."""
+    """The thing to do: the message from its second sentence on, or what is near to a wrong name."""
 
 
 def record_of_error(error: ArgosyError) -> ErrorDocument:
     """Return the record of an error."""
     text = str(error)
-    place, setting, end = PLACE.match(text), SETTING.search(text), SENTENCE_END.search(text)
+    place, end = PLACE.match(text), REMEDY.search(text)
+    first_line, _, _ = text.partition("\n")  # what follows quotes a file
+    setting = SETTING.search(first_line) or OPTION.match(text)
     return ErrorDocument(
         error=text,
         exit_code=error.exit_code,

@@ -49,6 +49,13 @@ def test_the_list_says_what_is_verified_and_what_is_damaged(run_dir, capsys):
     assert rows[2]["bytes"] == shard.stat().st_size > 3000 and rows[2]["tokens"] == 3_000_000
 
 
+@pytest.mark.parametrize("action", ["list", "verify"])
+def test_a_folder_that_has_a_manifest_and_no_step_in_its_name_is_refused(run_dir, action):
+    folder = store.step_folder(run_dir, 1).rename(run_dir / "copy")
+    with pytest.raises(UserError, match=r"copy: not a checkpoint.*step-00000100"):
+        main([action, str(folder)])
+
+
 def test_what_was_changed_since_it_was_verified_is_not_called_verified(run_dir, capsys):
     verified = store.committed(run_dir)[2]
     damaged = verified.folder / next(iter(verified.manifest.files))

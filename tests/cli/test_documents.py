@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,27 @@ DRY = (
     "checkpoint prune {copy} --keep-last 1",
     "checkpoint export {run} --out {tmp}/dry",
     "checkpoint import {hf} --out {tmp}/dry",
+    "probe --out {tmp}/cluster.toml",
 )
-"""Calls that start, write or delete something, and with --dry-run do not."""
+"""Calls that start, write or delete something, and with --dry-run do not; of `stop` and `checkpoint merge`:
+tests/system/test_json.py."""
+STARTS_NOTHING = {
+    **dict.fromkeys(("runs", "status", "compare", "metrics", "logs", "stacks", "docs", "plan", "design"), "reads"),
+    **dict.fromkeys(("scaling", "simulate", "checkpoint-list", "checkpoint-verify"), "reads"),
+    **dict.fromkeys(("config-show", "config-schema", "config-presets", "config-device"), "prints, or writes one file"),
+    **dict.fromkeys(
+        ("generate", "chat", "evaluate", "parity", "replay"), "computes while one waits, and keeps nothing"
+    ),
+    **dict.fromkeys(("watch", "serve"), "answers until Ctrl-C, and keeps nothing"),
+}
+"""Command -> why it has no --dry-run."""
 WITH_PROCESSES = {
     "train", "launch", "stop", "sweep", "chaos", "parity", "replay", "stacks", "probe", "watch", "plan-run",
     "chat", "serve", "plan-learn", "checkpoint-merge",
 }  # fmt: skip
+TESTS = Path(__file__).parents[1]
+IN_PROCESSES = ("system/test_json.py", "inference/test_chat.py", "inference/test_openai_server.py")
+"""Tests that print the documents of `WITH_PROCESSES`."""
 HOW = "give each line of its --json a type in argosy/cli/documents.py and print it with `write`, then add a call here"
 
 
@@ -119,16 +135,34 @@ def ask(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> Callable
     return give
 
 
-def test_every_command_has_a_document_and_every_document_a_test(capsys):
+def all_commands(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Every command, those with actions joined with each."""
     commands = []
     for name in COMMANDS:
         main([name, "--help-all"]) if name in ("checkpoint", "config") else None
         actions = re.match(r"usage: argosy \w+ \{([\w,]+)\}", capsys.readouterr().out)
         commands += [f"{name}-{action}" for action in actions[1].split(",")] if actions else [name]
-    for command in commands:
+    return commands
+
+
+def test_what_starts_or_deletes_something_has_a_dry_run(capsys):
+    tried = {"-".join(call.split()[: 1 + call.startswith("checkpoint")]) for call in DRY} | {"stop", "checkpoint-merge"}
+    for command in all_commands(capsys):
+        with suppress(SystemExit):
+            main([*command.split("-"), "--help-all"])
+        has_one = "--dry-run" in capsys.readouterr().out
+        assert has_one == (command in tried), f"{command}: try its --dry-run in DRY"
+        assert has_one != (command in STARTS_NOTHING), f"{command}: give it --dry-run, or say in STARTS_NOTHING why not"
+
+
+def test_every_command_has_a_document_and_every_document_a_test(capsys):
+    for command in all_commands(capsys):
         assert command in DOCUMENTS, f"argosy {command.replace('-', ' ')} has no document: {HOW}"
     for document in DOCUMENTS.keys() - {"dry-run"}:
         assert (document in CALLS) != (document in WITH_PROCESSES), f"no test prints the document {document!r}: {HOW}"
+    others = "".join((TESTS / name).read_text() for name in IN_PROCESSES)
+    for document in WITH_PROCESSES:
+        assert re.search(rf'(ask|schema_of)\(\s*"{document}"', others), f"no test of {IN_PROCESSES} prints {document!r}"
 
 
 @pytest.mark.parametrize("document", CALLS)

@@ -1,6 +1,5 @@
 """The `argosy` command itself: what it starts, how it ends."""
 
-import json
 import os
 import re
 import signal
@@ -203,20 +202,3 @@ def test_an_encoding_that_lacks_letters_gets_others_and_no_traceback(command, tm
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"##" in done.stdout or b'sample_prompt = "?"' in done.stdout
     assert done.stdout.isascii()
-
-
-WRONG = ["--nonsense", "--nonsense 3", "nowhere/at/all", "--json=perhaps", "\x1b[31m", "-z", "--run-dir", "a b c d"]
-
-
-@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
-def test_a_wrong_call_of_a_program_gets_one_object_and_a_code(command, tmp_path, monkeypatch, capsys):
-    """Eight wrong calls of each command."""
-    monkeypatch.chdir(tmp_path)
-    for words in WRONG:
-        if command == "watch" and words == "--run-dir":
-            continue  # it would serve the page
-        code = cli.main([command, *words.split(), "--nothing-such", "--json"])
-        out = capsys.readouterr().out
-        found = json.loads(out)
-        assert code == found["exit_code"] == 2 and found["error"], (words, out)
-    assert not list(tmp_path.iterdir())

@@ -15,6 +15,7 @@ from argosy.engines.local import Local, job_of
 from argosy.engines.record import FOLDER, LaunchedJob
 from argosy.errors import UserError
 from argosy.files import LOCK
+from waiting import wait_until
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 
@@ -42,6 +43,7 @@ def process(request: pytest.FixtureRequest, run: Path) -> Iterator[subprocess.Po
     else:
         path = "runs/a run" if request.param == "relative" else str(run)
         started = trains("--run-dir", path, cwd=folder, shell=request.param == "shell")
+    wait_until(Path(f"/proc/{started.pid}/cmdline").read_bytes)  # it is empty while the program is being loaded
     yield started
     started.kill()
     started.wait()

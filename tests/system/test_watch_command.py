@@ -109,6 +109,14 @@ def test_a_token_of_one_s_own_is_asked_for_on_this_machine_too(folder: Folder, w
     assert len(answer(address, "/api/runs", Authorization="Bearer my-own-and-long-token")) == 1
 
 
+def test_who_may_start_and_stop_runs_needs_a_token_on_this_machine_too(folder: Folder, watch: Watch) -> None:
+    Made(steps=3).write(folder.path / "runs/tiny")
+    address = watch("--mcp-http", "--allow", "stop")
+    assert "token=" in address
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        answer(address.partition("?")[0], "/api/runs")
+
+
 def test_a_port_that_is_taken_is_passed_over_unless_it_was_asked_for(folder: Folder, watch: Watch) -> None:
     Made(steps=3).write(folder.path / "runs" / "demo")
     ports = [urllib.parse.urlsplit(watch()).port for _ in range(2)]

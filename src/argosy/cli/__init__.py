@@ -14,7 +14,7 @@ import warnings
 from importlib import import_module
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import TextIO
+from typing import Any, TextIO
 
 COMMANDS = {
     "train": "train a model; without a run file, the built-in demo",
@@ -152,15 +152,20 @@ def _commit() -> str:
 
 
 def _run(name: str, argv: list[str]) -> int:
+    from dataclasses import replace
+
     from argosy.credentials import redact
     from argosy.errors import ArgosyError, ArgosyWarning, ErrorDocument, UserError, record_of_error
-    from argosy.observe.terminal import print_message
+    from argosy.observe.terminal import print_message, printable
 
     def tell(record: ErrorDocument) -> int:
         if "--json" in (name, *argv):
             from argosy.cli.documents import write
 
-            write("error", record)
+            texts: dict[str, Any] = {
+                key: printable(value) for key, value in vars(record).items() if isinstance(value, str)
+            }
+            write("error", replace(record, **texts))  # it may quote a file
         return record.exit_code
 
     warnings.simplefilter("default", ArgosyWarning)  # each text once

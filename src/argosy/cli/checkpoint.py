@@ -245,10 +245,18 @@ def _list_adapters(options: Looking) -> int:
 
 
 def _checkpoints(path: Path) -> Sequence[Checkpoint]:
-    """Return the committed checkpoints of a run's folder, or the one that `path` is."""
+    """Return the committed checkpoints of a run's folder, or the one that `path` is.
+
+    Raises: UserError if its name is no step: a copy under another name, or prepared data.
+    """
+    from argosy.checkpoint.checksums import step_of
     from argosy.checkpoint.store import MANIFEST, Checkpoint, committed
 
-    return [Checkpoint(path)] if (path / MANIFEST).exists() else committed(path)
+    if not (path / MANIFEST).exists():
+        return committed(path)
+    if step_of(path.resolve().name) is None:
+        raise UserError(f"{path}: not a checkpoint. The folder of one has its step as its name, such as step-00000100.")
+    return [Checkpoint(path.resolve())]
 
 
 def _line(row: ListedCheckpoint) -> str:

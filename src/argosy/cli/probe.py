@@ -10,6 +10,7 @@ Examples:
   argosy probe --model llama3-8b --out dgx.toml     the shapes of another model
   argosy probe --run run.toml --processes 4         those of a run, and its data if they are prepared
   torchrun --nproc-per-node 8 --nnodes 2 ... -m argosy probe --model llama3-8b
+  argosy probe --dry-run                            what it would measure and write
   argosy probe --run run.toml --site oslo           the links to the run's other sites, where the same is typed
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from argosy.cli.documents import write
+from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import parse
 from argosy.errors import UserError
 
@@ -47,6 +48,8 @@ class Options:
     """The cluster file to write, or with --site to add to. Its disk is the one that is measured."""
     minutes: float = 5.0
     """About how long the probe may take; with --site, how long it waits for the others."""
+    dry_run: bool = False
+    """Say what would be measured and written, and do neither."""
     json: bool = False
     """Print JSON: the cluster."""
 
@@ -58,11 +61,14 @@ def main(argv: list[str]) -> None:
     from argosy.plan.hardware.devices import find_device
 
     run = load(options.run, _overrides(options))
+    if options.device is not None:
+        find_device(options.device)  # what is wrong with the command is said before torch is imported
+    if options.dry_run:
+        show_dry_run(_would(options, run), options.json)
+        return
     if options.site:
         _probe_links(run, options)
         return
-    if options.device is not None:
-        find_device(options.device)  # what is wrong with the command is said before torch is imported
     from argosy.probe.probe import ProbeRequest, catalogue_device, find_probed, probe_here, probe_joined
 
     devices = find_probed(run.launch)
@@ -84,6 +90,22 @@ def main(argv: list[str]) -> None:
         write("probe", cluster)
     else:
         print(f"{_in_words(cluster)}\nwrote {options.out}")
+
+
+def _would(options: Options, run: RunConfig) -> DryRun:
+    """Return what would be done."""
+    from argosy.config.load import model_name
+
+    if options.site:
+        what = (
+            f"wait {options.minutes:g} minutes at most for the other sites of {run.name}, and measure the links to them"
+        )
+        return DryRun((what, f"add them to {options.out}"))
+    processes = f"{options.processes} processes" if options.processes else "a process a device"
+    would = (
+        f"start {processes}, and measure for about {options.minutes:g} minutes the shapes of {model_name(run.model)}"
+    )
+    return DryRun((would, f"write {options.out}"))
 
 
 def _probe_links(run: RunConfig, options: Options) -> None:

@@ -1,8 +1,8 @@
 """Show runs in a web page: while they train, afterwards, or copies of them.
 
 Without a name, all runs under the folder `runs` are shown, side by side. Only this machine can open the page unless
---host says otherwise; then the address that is printed holds a token, and nobody gets in without it. From elsewhere,
-an SSH tunnel does as well: ssh -L 8765:127.0.0.1:8765 MACHINE.
+--host says otherwise; then, and with --allow, the address that is printed holds a token, and nobody gets in without it.
+From elsewhere, an SSH tunnel does as well: ssh -L 8765:127.0.0.1:8765 MACHINE.
 
 Nothing is written to a run's folder, and a run does not notice that it is watched. /metrics is for Prometheus.
 
@@ -19,6 +19,8 @@ Examples:
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import warnings
 import webbrowser
 from dataclasses import dataclass
@@ -86,9 +88,7 @@ def main(argv: list[str]) -> int:
     allowed = _allowed(options)
     if options.mcp:
         _need_mcp()
-        from argosy.watch.mcp_server import server_of_runs
-
-        server_of_runs(root, allowed).run("stdio")
+        _speak_over_pipes(root, allowed)
         return 0
     try:
         import msgspec  # noqa: F401
@@ -105,7 +105,8 @@ def main(argv: list[str]) -> int:
         from argosy.watch.mcp_server import server_of_runs
 
         mcp = server_of_runs(root, allowed)
-    token = token_of(TOKEN) or ("" if is_loopback(options.host) else new_token())
+    # All users of a machine reach its loopback addresses; who starts and stops runs must be the one who said --allow.
+    token = token_of(TOKEN) or ("" if is_loopback(options.host) and not allowed else new_token())
     with listening(options.host, options.port) as listener:
         address = url(listener, options.host, token)
         if options.json:
@@ -130,6 +131,24 @@ def _allowed(options: Options) -> list[Allowed]:
     if words and not (options.mcp or options.mcp_http):
         raise UserError("--allow: it says what agents may do; give --mcp or --mcp-http as well.")
     return [known[word] for word in dict.fromkeys(words)]
+
+
+def _speak_over_pipes(root: Path, allowed: list[Allowed]) -> None:
+    """Answer an agent until it closes the pipe. Raises: BrokenPipeError if it does not read its answers any more."""
+    from argosy.watch.mcp_server import server_of_runs
+
+    if sys.stdin.isatty():
+        print(
+            "argosy watch --mcp: for an agent, which starts it and writes to its stdin; Ctrl-C ends it", file=sys.stderr
+        )
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would wait for the thread that reads stdin
+    is_dead = False
+    try:
+        server_of_runs(root, allowed).run("stdio")
+    except* BrokenPipeError:
+        is_dead = True
+    if is_dead:
+        raise BrokenPipeError
 
 
 def _need_mcp() -> None:

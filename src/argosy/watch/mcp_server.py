@@ -24,7 +24,7 @@ from mcp.types import ToolAnnotations
 
 from argosy.config.layers import preset_names
 from argosy.config.load import RUN_FILE
-from argosy.errors import UserError
+from argosy.errors import ArgosyError
 from argosy.observe.terminal import printable
 from argosy.watch import manual, overview, query
 from argosy.watch.conclusions import conclusions_of
@@ -36,6 +36,8 @@ Allowed = Literal["start", "stop", "replan"]
 MOST_ROWS, MOST_EVENTS, MOST_RUNS, MOST_LINES = 500, 100, 100, 200
 LONGEST_TEXT = 500
 """Characters of a text of a run's folder that an answer holds."""
+LONGEST_MESSAGE = 2000
+"""Characters of a message that says what is wrong with a call."""
 COMMAND_S = 120.0
 """A command that takes longer is ended, and the tool says so."""
 REHEARSED_S = 600.0
@@ -127,14 +129,17 @@ class RunTools:
     def plan(self, model: str, cluster: str, options: list[str] | None = None) -> dict[str, Any]:
         """Rank layouts for a model preset on a cluster such as "8xh100" or "64xh200": step time, memory, cost.
 
-        options: more of `argosy plan`'s, each such as "--train.global-batch=512" or "--seq-len=8192".
+        options: more of `argosy plan`'s, each such as "--global-batch=512", "--seq-len=8192" or "--within=30d".
         """
         if model not in preset_names("models"):
             raise ToolError(f"model {model[:60]!r}: no preset. There are: {', '.join(preset_names('models'))}")
         if not PRESET.fullmatch(cluster):
             raise ToolError(f"cluster {cluster[:60]!r}: name a preset or devices, such as 8xh100")
-        if wrong := [each for each in options or () if not OPTION.fullmatch(each)]:
-            raise ToolError(f"options: {wrong[0][:60]!r} is none. Write each as --name=value, of a number or a word")
+        for option in options or ():
+            written = OPTION.fullmatch(option)
+            if written is None or written["name"] not in PLAN_OPTIONS:
+                known = ", ".join(PLAN_OPTIONS)
+                raise ToolError(f"options: {option[:60]!r} is none. Write each as --name=value, of these: {known}")
         return self._command("plan", "--model", model, "--cluster", cluster, *(options or ()), "--json")
 
     def docs(self, topic: str = "") -> str:
@@ -183,7 +188,7 @@ class RunTools:
         except subprocess.TimeoutExpired:
             raise ToolError(f"argosy {words[0]} took more than {COMMAND_S:.0f} s, and was ended") from None
         if done.returncode:
-            raise ToolError(_short(done.stderr or done.stdout or f"exit code {done.returncode}", 2000))
+            raise ToolError(_short(done.stderr or done.stdout or f"exit code {done.returncode}", LONGEST_MESSAGE))
         return done.stdout
 
     def _command(self, *words: str) -> dict[str, Any]:
@@ -191,13 +196,34 @@ class RunTools:
         return found
 
     def _folder(self, run: str) -> Path:
-        return run_folder(self._root, run)
+        return run_folder(self._root, self._id(run))
 
     def _ask(self, run: str, question: Callable[[OpenRun], Any]) -> Any:
-        return _plain(self._library.ask(run, question))
+        return _plain(self._library.ask(self._id(run), question))
+
+    def _id(self, run: str) -> str:
+        """Return the id of the run that an answer calls so: control codes in a folder's name are not shown as such."""
+        return next((each for each in self._library.ids() if _short(each) == run), run)
 
 
-OPTION = re.compile(r"--[a-z][a-z0-9.-]*(=[A-Za-z0-9._,+:-]*)?")
+OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(=[A-Za-z0-9._,+:|= -]*)?")
+PLAN_OPTIONS = (
+    *(
+        "global-batch",
+        "seq-len",
+        "tokens",
+        "finetune",
+        "lora",
+        "lora-base",
+        "price",
+        "within",
+        "objective",
+        "fix",
+        "top",
+    ),
+    *("serve", "prompt-len", "output-len", "rate", "ttft-ms", "tpot-ms", "engine", "weights", "kv-cache", "draft"),
+)
+"""Options of `argosy plan` that neither read nor write a file, and of which the answer is one object."""
 PLAN = re.compile(r"[a-z0-9_=,.:]+")
 EVENT_KEYS = ("time_s", "event", "process", "step", "words", "cost_s", "cause")
 READING = ("runs", "status", "metrics", "events", "advice", "logs", "compare", "plan", "docs")
@@ -230,14 +256,14 @@ def server_of_runs(root: Path, allowed: Sequence[Allowed] = ()) -> MCPServer:
 
 
 def _answered(tool: Callable[..., Any], error: type[Exception]) -> Callable[..., str]:
-    """Return the tool with its answer as text: JSON, or a page; a UserError becomes an answer that says so."""
+    """Return the tool with its answer as text: JSON, or a page; an ArgosyError becomes an answer that says so."""
 
     @wraps(tool)
     def answer(*words: Any, **named: Any) -> str:
         try:
             found = tool(*words, **named)
-        except UserError as problem:
-            raise error(printable(str(problem))) from None
+        except ArgosyError as problem:
+            raise error(_short(str(problem), LONGEST_MESSAGE)) from None
         return found if isinstance(found, str) else json.dumps(found)
 
     answer.__annotations__ = {**tool.__annotations__, "return": str}

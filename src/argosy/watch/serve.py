@@ -171,7 +171,8 @@ def make_app(
     """
     api = Api(Library(root))
     # The middleware has looked at Host and token already, for all paths.
-    agents = None if mcp is None else mcp.streamable_http_app(json_response=True, transport_security=None, host="")
+    # Stateless: a client that dies leaves no session behind.
+    agents = None if mcp is None else mcp.streamable_http_app(json_response=True, stateless_http=True, host="")
     routes = [
         *api.routes(),
         *(agents.routes if agents is not None else ()),

@@ -4,6 +4,7 @@ do next. `argosy status` prints it, and the report and the page's head say the s
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -38,7 +39,9 @@ TREND_Z = 3.0
 """A loss falls or rises if both means differ by so many standard errors of their difference."""
 MOST_CHANGES, MOST_ALERTS = 5, 3
 LONGEST_TEXT = 160
-"""Characters of a sentence that comes from the run's folder: all of them stay under 2 kB."""
+"""Characters of a sentence that comes from the run's folder."""
+MOST_BYTES = 1999
+"""Of a status as JSON: of one that is longer, texts are cut, and fewer alerts and events named."""
 AGO = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -136,9 +139,9 @@ class RunSummary(BaseModel):
     cost_so_far: float | None = None
     forecast: ForecastStatus | None = None
     alerts: list[AlertStatus] = []
-    """Those that stand, the newest first; at most 3."""
+    """Those that stand, the newest first; at most 3, or 1 where texts are long."""
     changes: list[RunChange] = []
-    """Events since `--since`, or the last ones; the newest 5."""
+    """Events since `--since`, or the last ones; the newest 5, or fewer where texts are long."""
     more_changes: int = 0
     """Events before these, since `--since`."""
     event: str = ""
@@ -159,7 +162,7 @@ def status_of(reader: RunReader, since: str = "") -> RunSummary:
     new = [event for event in events if event["time_s"] > since_s]
     alerts = standing_of(found.alerts)
     measured = memory(reader)["measured_total"]
-    return RunSummary(
+    summary = RunSummary(
         run=_short(shown["name"]),
         folder=str(reader.folder),
         state=reader.state,
@@ -185,6 +188,36 @@ def status_of(reader: RunReader, since: str = "") -> RunSummary:
         event=f"{reader.events[-1]['time_s']:.3f}" if reader.events else "",
         next=next_action(reader, alerts, found.advice),
     )
+    return _fitted(summary, since)
+
+
+def _fitted(summary: RunSummary, since: str) -> RunSummary:
+    """Return the summary with its texts as short, and lists as few, as it takes for its JSON to have `MOST_BYTES`."""
+    for longest, most in ((LONGEST_TEXT, MOST_CHANGES), (80, MOST_CHANGES), (40, MOST_ALERTS), (20, 1)):
+        alerts = [
+            alert.model_copy(
+                update={
+                    "why": _short(alert.why, longest),
+                    "subject": _short(alert.subject, longest),
+                    "evidence": {_short(key, longest): value for key, value in alert.evidence.items()},
+                }
+            )
+            for alert in summary.alerts[:most]
+        ]
+        changes = summary.changes[-most:]
+        fitted = summary.model_copy(
+            update={
+                "run": _short(summary.run, longest),
+                "why": _short(summary.why, longest),
+                "alerts": alerts,
+                "more_changes": summary.more_changes + (len(summary.changes) - len(changes) if since else 0),
+                "changes": [each.model_copy(update={"words": _short(each.words, longest)}) for each in changes],
+                "next": summary.next.model_copy(update={"do": _short(summary.next.do, longest)}),
+            }
+        )
+        if len(json.dumps(fitted.model_dump())) <= MOST_BYTES:
+            break
+    return fitted
 
 
 def since_time_s(events: Iterable[Event], since: str, now_s: float) -> float:
