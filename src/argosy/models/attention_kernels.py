@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 PADDED_TO = 32
-"""On a CPU, causal squares in bf16 are padded to a multiple of this many tokens. oneDNN makes a kernel for each shape of
-a bf16 product and keeps it: without padding, kernels of all lengths of documents took a gigabyte after an hour, and half
-of attention's time to make."""
+"""On a CPU, causal squares in bf16 are padded to a multiple of this many tokens. oneDNN makes a kernel for each shape
+of a bf16 product and keeps it: without padding, kernels of all lengths of documents took a gigabyte after an hour, and
+half of attention's time to make."""
 
 # B batch, T queries, S keys, H query heads, K key/value heads, G query heads for each of those, E head width
 

@@ -77,7 +77,7 @@ def _blocks(q_starts: Sequence[int], k_starts: Sequence[int], window: int, most:
         first_q, first_k = q_all.stop, k_all.stop
 
 
-class _Work(NamedTuple):
+class _Cut(NamedTuple):
     blocks: list[_Block]
     kernel: Kernel
     is_plain: bool
@@ -86,7 +86,7 @@ class _Work(NamedTuple):
     @classmethod
     def of(
         cls, q: Tensor, sinks: Tensor | None, q_starts: Tensor, k_starts: Tensor, window: int, softcap: float
-    ) -> _Work:
+    ) -> _Cut:
         uncut = q.device.type == "cpu" and not softcap and not window  # then the kernel cuts by itself
         most = max(1, q.shape[0]) if uncut else BLOCK
         blocks = list(_blocks(q_starts.tolist(), k_starts.tolist(), window, most))
@@ -114,13 +114,13 @@ def _banded_attention(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    work = _Work.of(q, sinks, q_starts, k_starts, window, softcap)
-    y_NHE = q.new_empty(q.shape, dtype=work.dtype_of(q))
+    cut = _Cut.of(q, sinks, q_starts, k_starts, window, softcap)
+    y_NHE = q.new_empty(q.shape, dtype=cut.dtype_of(q))
     lse_NH = q.new_empty(q.shape[:2], dtype=torch.float32)
-    ours = work.in_format(q, k, v)
-    for block in work.blocks:
+    ours = cut.in_format(q, k, v)
+    for block in cut.blocks:
         q_, k_, v_ = (block.take(x, keys=i > 0) for i, x in enumerate(ours))
-        y, lse_BHT = work.kernel.forward(q_, k_, v_, block.seen)
+        y, lse_BHT = cut.kernel.forward(q_, k_, v_, block.seen)
         block.take(y_NHE).copy_(y)
         block.take(lse_NH).copy_(lse_BHT.transpose(1, 2))
     if sinks is not None:
@@ -142,13 +142,13 @@ def _banded_attention_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    work = _Work.of(q, sinks, q_starts, k_starts, window, softcap)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=work.dtype_of(x), device=x.device) for x in (q, k, v))
-    ours = work.in_format(dy.contiguous(), q, k, v, y)
-    for block in work.blocks:
+    cut = _Cut.of(q, sinks, q_starts, k_starts, window, softcap)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=cut.dtype_of(x), device=x.device) for x in (q, k, v))
+    ours = cut.in_format(dy.contiguous(), q, k, v, y)
+    for block in cut.blocks:
         dy_, q_, k_, v_, y_ = (block.take(x, keys=i in (2, 3)) for i, x in enumerate(ours))
         lse_BHT = block.take(lse).transpose(1, 2)
-        parts = work.kernel.backward(dy_, q_, k_, v_, y_, lse_BHT, block.seen)
+        parts = cut.kernel.backward(dy_, q_, k_, v_, y_, lse_BHT, block.seen)
         for i, (total, part) in enumerate(zip((dq, dk, dv), parts, strict=True)):
             block.take(total, keys=i > 0).add_(part)
     if sinks is None:
