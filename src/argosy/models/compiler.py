@@ -37,6 +37,16 @@ def is_loaded() -> bool:
     return "torch._dynamo" in sys.modules and not _outside_graphs
 
 
+def varies(*tensors: torch.Tensor) -> None:
+    """Tell the compiler, if it is loaded, that these tensors' lengths differ from batch to batch.
+
+    Otherwise it compiles for the first length, and for any at the second.
+    """
+    if is_loaded():
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
 def load() -> None:
     """Load the compiler; before anything is compiled.
 
