@@ -149,7 +149,7 @@ def test_what_starts_or_deletes_something_has_a_dry_run(capsys):
     for command in all_commands(capsys):
         with suppress(SystemExit):
             main([*command.split("-"), "--help-all"])
-        has_one = "--dry-run" in capsys.readouterr().out
+        has_one = re.search(r"^\W*--dry-run\b", capsys.readouterr().out, re.M) is not None
         assert has_one == (command in tried), f"{command}: try its --dry-run in DRY"
         assert has_one != (command in STARTS_NOTHING), f"{command}: give it --dry-run, or say in STARTS_NOTHING why not"
 
