@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.models import attention
+from argosy.models import attention, attention_kernels
 from argosy.parallel.world import keep_freed_memory
 
 ROWS, HEADS, HEAD_WIDTH, CUTS = 4, 6, 64, 2
@@ -56,7 +56,7 @@ def begin(multiple: int) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     if multiple:
-        attention.PADDED_TO = multiple
+        attention_kernels.PADDED_TO = multiple
     else:
         attention.packed_attention = masked_attention
 

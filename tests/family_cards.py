@@ -33,7 +33,7 @@ from argosy.models.experts import moe_layers
 from argosy.parallel.world import World
 from argosy.plan.layer_spec import DELTA_CHUNK, layer_spec
 from argosy.plan.workload import Workload, parameters
-from drawn_families import DRAWN, Draw, draw_config, family_entry, random_model
+from drawn_families import DRAWN, Draw, draw_config, random_model
 from families_in_worlds import END_OF_DOCUMENT, by_transformers, errors, plans_of, under_plan, under_plans
 from tiny import eager
 from workers import WorkerPool
@@ -240,18 +240,19 @@ ERRORS, FLAGS, RATIOS = (
 
 
 def table(cards: dict[str, Card], under: dict[str, dict[str, Card]]) -> str:
-    """Return the cards as a table, with the largest errors under plans: of logits, of gradients, of ten losses."""
-    columns = ("model_type", "class", *ERRORS, "under plans", "differs")
-    rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    """Return the cards as a table: the largest error of each family in one process and under plans, and what differs.
+
+    The column of what differs is left out if nothing does.
+    """
+    rows = [["model_type", "one process", "under plans", "differs"], ["---"] * 4]
     for family, card in cards.items():
-        errors = [f"{card[name]:.0e}" for name in ERRORS]
-        planned = worst(list(under[family].values()))
+        largest = (max(card[name] for name in ERRORS), max(worst(list(under[family].values())).values()))
         differs = [f"**{name}**" for name in FLAGS if not card[name]]
         differs += [f"**{name}** x {card[name]:.6f}" for name in RATIOS if abs(card[name] - 1) >= 1e-9]
-        together = " ".join(f"{planned[name]:.0e}" for name in ("logits", "gradients", "losses"))
-        cells = [f"`{family}`", family_entry(family).architecture, *errors, together, ", ".join(differs)]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        rows.append([f"`{family}`", *(f"{value:.0e}" for value in largest), ", ".join(differs)])
+    if not any(cells[-1] for cells in rows[2:]):
+        rows = [cells[:-1] for cells in rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
 
 
 def main(draws: int, planned: int, families: Sequence[str]) -> None:

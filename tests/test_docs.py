@@ -102,6 +102,21 @@ def test_the_page_on_extensions_has_each_example_as_it_is(example: Path) -> None
     assert ("python", example.name, example.read_text()) in blocks(ROOT / "docs" / "extending.md")
 
 
+def test_the_files_to_touch_exist_and_define_what_is_named() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    touched = page[page.index("## If you want to add X") : page.index("## How data flows")]
+    places = {path: _place(path) for path in re.findall(r"`(\w[\w./-]*(?:/[\w-]*|\.(?:py|toml|csv)))`", touched)}
+    assert len(places) > 70
+    assert [path for path, place in places.items() if not place.exists()] == []
+    defined = re.findall(r"`(\w+)` of `([\w./-]+\.py)`", touched)
+    assert ("ENGINES", "engines/table.py") in defined
+    assert [(name, path) for name, path in defined if not re.search(rf"\b{name}\b", places[path].read_text())] == []
+
+
+def _place(path: str) -> Path:
+    return ROOT / path if (ROOT / path).exists() else ROOT / "src" / "argosy" / path
+
+
 def test_make_targets_that_documents_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document in DOCUMENTS:

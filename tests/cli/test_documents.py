@@ -18,7 +18,6 @@ from tests.plan.report.test_jobs import SMALL
 from argosy.cli import COMMANDS, main
 from argosy.cli.documents import DOCUMENTS, schema_of, write
 from argosy.training.evaluation import Score
-from argosy.watch.manual import page
 from commands import RUN_FILE
 from tasks import CHOICES, task_file
 
@@ -170,7 +169,9 @@ def test_numbers_that_are_not_finite_are_null(capsys):
     Draft202012Validator(schema_of("evaluate")).validate(found)
 
 
-def test_the_manual_lists_every_document():
-    rows = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page("programs"), re.M)
-    listed = {name: kind.about + "; any number of lines" * kind.is_many for name, kind in DOCUMENTS.items()}
-    assert dict(rows) == listed, "docs/programs.md"
+def test_help_lists_every_document(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit):
+        main(["config", "schema", "--help"])
+    rows = re.findall(r"^  ([\w-]+)  +(.*)$", capsys.readouterr().out.partition("Documents:\n")[2], re.M)
+    assert dict(rows) == {name: kind.about + "; any number of lines" * kind.is_many for name, kind in DOCUMENTS.items()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from argosy.models import attention
 from argosy.models.attention import Documents, cached_attention, causal_attention, packed_attention
 
 ROWS = {
@@ -67,14 +67,14 @@ def test_packed_documents_attend_as_if_each_were_alone(rows, kv_heads):
 
 def test_in_bf16_documents_are_padded_to_few_lengths_and_attend_as_if_they_were_not(monkeypatch):
     rows = [[100], [32, 1, 67], [31, 33, 36]]
-    lengths = set()
+    lengths, kernel = set(), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-    def spy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert q.shape[1] == k.shape[1] == v.shape[1]
-        lengths.add(q.shape[1])
-        return causal_attention(q, k, v)
+    def spy(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        assert q.shape[2] == k.shape[2] == v.shape[2]
+        lengths.add(q.shape[2])
+        return kernel(q, k, v, **settings)
 
-    monkeypatch.setattr(attention, "causal_attention", spy)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", spy)
     wide = heads(4, 2, seq_len=100)
     weights = torch.randn(wide[0].shape, generator=torch.Generator().manual_seed(1))
     together = packed_attention(*(x.bfloat16() for x in wide), starts(rows)).float()

@@ -40,7 +40,7 @@ def test_compiled_blocks_give_the_losses_and_gradients_of_eager_ones_and_are_not
     compile_blocks(compiled, enabled=True)
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
         compiled(batch(1).tokens_BT)  # or the blocks would not be compiled at all
-    for documents in (1, 5, 6, 7):  # torch takes a few before it believes that the number varies
+    for documents in (1, 5):  # none starts inside a row, and some do
         _compare(loss_and_gradients(compiled, batch(documents)), loss_and_gradients(eager, batch(documents)))
     with torch.compiler.set_stance("fail_on_recompile"):
         _compare(loss_and_gradients(compiled, batch(9)), loss_and_gradients(eager, batch(9)))

@@ -87,6 +87,10 @@ ADAPTERS = [
     ),
     pytest.param("llama3-8b", "dp_shard=8,zero=1", "dora", marks=pytest.mark.slow),
     pytest.param("llama3-8b", "recompute=full", "dora", marks=pytest.mark.slow),
+    *(
+        pytest.param("llama3-8b", plan, "dropout", marks=pytest.mark.slow)
+        for plan in ("microbatch=2", "recompute=full", "recompute=selective", "tp=4", "pp=4")
+    ),
 ]
 ROWS = [
     *((*row, ()) for row in QUICK),
@@ -98,12 +102,13 @@ ROWS = [
 
 def run_of(preset: str, frozen: Sequence[str], modules: int = 0) -> RunConfig:
     """A few layers of the published sizes; `frozen` may be the kind of an adapter, or
-    of the weights beside it."""
+    of the weights beside it, or "dropout"."""
     keys = {"model.layers": 8 if preset == "llama3-8b" else 4, "model.vocab_size": 32000, "model.mtp.modules": modules}
     sections = {"data.seq_len": 4096, "train.global_batch": 16, "train.frozen": list(frozen)}
     if isinstance(frozen, str):
         key = "lora.kind" if frozen in ("lora", "dora") else "lora.base"
-        sections |= {"train.frozen": [], "lora.rank": 16, key: frozen}
+        more = {"lora.dropout": 0.1} if frozen == "dropout" else {key: frozen}
+        sections |= {"train.frozen": [], "lora.rank": 16, **more}
     return load("demo", {"model.preset": preset, **keys, **sections})
 
 

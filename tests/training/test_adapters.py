@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-import zlib
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,13 +21,14 @@ from argosy.inference.adapters import adapters_in, export_adapter, import_adapte
 from argosy.inference.evaluate import evaluate
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.resolve import check_parameters
-from argosy.models import hf, peft_adapter
-from argosy.models.adapters import is_kept, mask_keys, mask_keys_of_layer
+from argosy.models import compiler, hf, peft_adapter
 from argosy.models.decoder import microbatches
-from argosy.models.packed import Packing
-from argosy.parallel.apply import apply
+from argosy.models.dropout import is_kept, mask_keys, mask_keys_of_layer, salt_of
+from argosy.models.quantised_weight import QuantisationScheme
+from argosy.parallel.apply import apply, lay_out
+from argosy.parallel.recompute import RecomputeMode
 from argosy.parallel.world import World
-from argosy.plan.parameters import parameter_table
+from argosy.plan.parameters import adapter_of, parameter_table
 from argosy.plan.plan import Plan
 from argosy.training.rows import with_mask_keys
 from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
@@ -43,6 +44,15 @@ DELTA = {
     "attention": {"layers": ["linear", "full"], "gate": True, "rotary_width": 2},
     "delta_net": {"key_heads": 2, "value_heads": 4, "key_width": 8, "value_width": 6},
 }  # fmt: skip
+LATENT = {
+    "family": "deepseek_v3", "layers": 2, "kv_heads": 4,
+    "mla": {"kv_rank": 16, "q_rank": 24, "rope_width": 8, "nope_width": 16, "value_width": 16},
+    "moe": {
+        "experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "first_dense_layers": 1, "router": "sigmoid",
+        "aux_coefficient": 0.0,
+    },
+    "mtp": {"modules": 1},
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"rank": 4},
     "rslora": {"rank": 4, "kind": "rslora", "alpha": 8.0, "targets": ("attention.*", "blocks.1.mlp.down")},
@@ -52,7 +62,8 @@ CASES: dict[str, dict[str, Any]] = {
     # PEFT has one inner matrix for the gates and the other inputs of experts, which it keeps in one tensor.
     "experts": {"rank": 4, "targets": ("q", "o", "experts.down")},
     # Those that the class does not store in one tensor with others.
-    "delta": {"rank": 4, "targets": ("out", "gate_in", "beta_in", "decay_in", "v", "o", "down")},
+    "delta": {"rank": 4, "dropout": 0.25, "targets": ("out", "gate_in", "beta_in", "decay_in", "v", "o", "down")},
+    "latent": {"rank": 4, "dropout": 0.25, "targets": ("attention.*", "shared.*", "mlp.down", "projection")},
 }
 QUANTISED = {
     "nf4": {"rank": 4, "base": "nf4"},
@@ -62,7 +73,14 @@ QUANTISED = {
 CASES |= QUANTISED
 # Tensor parallelism over two ranks cuts between blocks of 64 numbers.
 WIDE = {"layers": 2, "width": 128, "head_width": 32, "ffn_width": 128}
-MODELS = {"experts": EXPERTS, "delta": DELTA, "nf4": WIDE, "int8": WIDE, "nf4 experts": {**EXPERTS, "width": 128}}
+MODELS = {
+    "experts": EXPERTS,
+    "delta": DELTA,
+    "latent": LATENT,
+    "nf4": WIDE,
+    "int8": WIDE,
+    "nf4 experts": {**EXPERTS, "width": 128},
+}
 
 
 def sections(case: str) -> dict[str, dict[str, Any]]:
@@ -92,9 +110,9 @@ def as_quantised(run: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str, 
     found = dict(weights)
     for name, parameter in parameter_table(run.model).items():
         if parameter.is_linear:
-            packing = Packing(run.lora, parameter.shape[-1], 0, parameter.shape[-1])
-            packing.to(torch.device("cpu"))
-            found[name] = packing.unpack(packing.pack(weights[name]), torch.float32)
+            scheme = QuantisationScheme(run.lora, parameter.shape[-1], 0, parameter.shape[-1])
+            scheme.to(torch.device("cpu"))
+            found[name] = scheme.dequantise(scheme.quantise(weights[name]), torch.float32)
     return found
 
 
@@ -103,24 +121,24 @@ class Draw(torch.nn.Module):
 
     keys: torch.Tensor
 
-    def __init__(self, layer: int, name: str, dropout: float):
+    def __init__(self, adapter: str, dropout: float):
         super().__init__()
-        self.layer, self.salt, self.dropout = layer, zlib.crc32(f"{name}.lora".encode()) & (2**31 - 1), dropout
+        _, layer, place = adapter.split(".", 2)
+        self.layer, self.salt, self.dropout = int(layer), salt_of(place), dropout
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         keys = mask_keys_of_layer(self.keys, self.layer)
         return x * is_kept(keys, self.salt, range(x.shape[-1]), self.dropout) / (1 - self.dropout)
 
 
-def put_masks_into(theirs: torch.nn.Module, dropout: float) -> list[Draw]:
+def put_masks_into(theirs: torch.nn.Module, run: RunConfig) -> list[Draw]:
     """Put our masks in place of PEFT's dropouts, and return them."""
-    ours = {"self_attn": "attention", "mlp": "mlp"}
-    found: list[Draw] = []
-    for name, module in theirs.named_modules():
-        if name.endswith(".lora_dropout") and dropout:
-            *_, layer, part, linear, _ = name.split(".")
-            module["default"] = Draw(int(layer), f"{ours[part]}.{linear.removesuffix('_proj')}", dropout)
-            found.append(module["default"])
+    modules, found = dict(theirs.named_modules()), list[Draw]()
+    for module in peft_adapter.peft_modules(run.model) if run.lora.dropout else ():
+        dropouts = modules.get(f"{peft_adapter.PREFIX}{module.name}.lora_dropout")
+        if dropouts is not None:
+            dropouts["default"] = Draw(adapter_of(module.ours[0]), run.lora.dropout)
+            found.append(dropouts["default"])
     return found
 
 
@@ -141,7 +159,7 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     assert sum(parameter.numel() for parameter in left) == sum(tensor.numel() for tensor in adapter.values())
     adam = torch.optim.AdamW(left, lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
     tokens, said = torch.from_numpy(ROWS.astype(np.int64)), []
-    draws = put_masks_into(theirs, run.lora.dropout)
+    draws = put_masks_into(theirs, run)
     for number in range(STEPS):
         for draw in draws:
             draw.keys = mask_keys(run.seed, number, 0, *tokens[:, :-1].shape)
@@ -156,7 +174,7 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         return said, {}
     theirs.save_pretrained(folder / "trained")
     lora, tensors = peft_adapter.import_adapter(folder / "trained", run.model, base.state_dict())
-    assert run_config(Path("no data"), lora=lora.model_dump()).lora.scale == run.lora.scale
+    assert (lora.scale, lora.dropout) == (run.lora.scale, run.lora.dropout)
     return said, tensors
 
 
@@ -200,6 +218,33 @@ def test_an_adapter_trains_as_in_peft(workers: WorkerPool, case: str, plan: str)
         plain = {name for name in first.keys() & parts.keys() if parts[name].dtype != np.uint8}
         assert all(torch.equal(torch.from_numpy(parts[name]), first[name]) for name in plain)
         assert (plain < first.keys()) == (case in QUANTISED or "pp" in plan)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,recompute=full,microbatch=2"])
+def test_latent_attention_and_further_tokens_drop_what_one_process_drops(workers: WorkerPool, plan: str) -> None:
+    alone, _ = trained(World(), "microbatch=8", "latent")
+    for said, _ in workers.run(2, trained, plan, "latent"):
+        assert said == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks_drop_the_same_and_are_whole(mode: RecomputeMode) -> None:
+    run, found = run_config(Path("no data"), **sections("dropout")), []
+    for is_compiled in (False, True):
+        _, parts = lay_out(Plan(compile=False, recompute=mode), run, World())
+        (micro,) = with_mask_keys(microbatches(ROWS[:2], 2, 0, torch.device("cpu")), run, 0, 0)
+        adapter = {name: p for name, p in parts[0].named_parameters() if p.requires_grad}
+        for name, parameter in adapter.items():
+            if name.endswith(".b"):
+                torch.nn.init.ones_(parameter)
+        if is_compiled:
+            compiler.load()
+            parts[0].blocks["1"].compile(backend="aot_eager", fullgraph=True)
+        text = (micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents)
+        loss = parts[0](*text, mask_keys_BT=micro.mask_keys_BT)
+        loss.backward()
+        found.append([loss, *(parameter.grad for parameter in adapter.values())])
+    torch.testing.assert_close(*found)
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, corpus: Path, tmp_path: Path) -> None:
@@ -341,3 +386,20 @@ def test_an_adapter_of_another_shape_or_target_is_refused(corpus: Path, tmp_path
 def test_a_base_that_cannot_be_is_refused(lora: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         run_config(Path("no data"), lora=lora)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"lora_dropout": 1.0}, "lora_dropout = 1.0: it must be a number from 0 to below 1"),
+        ({"lora_dropout": "0.1"}, "lora_dropout = '0.1': it must be"),
+        ({"r": 0}, "r = 0, lora_alpha = 8: both must be positive"),
+        ({"use_dora": True, "use_rslora": True}, "go one at a time"),
+    ],
+)
+def test_settings_of_peft_that_cannot_be_are_refused(tmp_path: Path, said: dict[str, Any], words: str) -> None:
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **said}
+    (tmp_path / peft_adapter.CONFIG).write_text(json.dumps(settings))
+    (tmp_path / peft_adapter.TENSORS).touch()
+    with pytest.raises(UserError, match=words):
+        peft_adapter.import_adapter(tmp_path, decoder().config, {})

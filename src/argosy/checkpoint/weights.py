@@ -24,7 +24,7 @@ from argosy.errors import UserError
 from argosy.files import make_folder, sync
 from argosy.models.hf import import_folder
 from argosy.models.lazy_weights import LazyWeights
-from argosy.models.packed import Packed
+from argosy.models.quantised_weight import QuantisedWeight
 from argosy.models.tensor_file import TensorToWrite, write_tensors
 
 MODEL = "model."
@@ -84,7 +84,7 @@ def folder_weights(place: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> 
     return weights
 
 
-def fill_from_folder(parts: Mapping[Box, Tensor | Packed], place: str | Path) -> None:
+def fill_from_folder(parts: Mapping[Box, Tensor | QuantisedWeight], place: str | Path) -> None:
     """Fill this rank's parts of the weights from a Hugging Face folder or its URL, of which no more is read.
 
     Raises: UserError, before any is filled, if one is not there or has another shape.
@@ -92,7 +92,7 @@ def fill_from_folder(parts: Mapping[Box, Tensor | Packed], place: str | Path) ->
     fill(parts, folder_weights(place, {box.name.removeprefix(MODEL): box.whole for box in parts}))
 
 
-def fill_from_checkpoint(parts: Mapping[Box, Tensor | Packed], checkpoint: Checkpoint) -> None:
+def fill_from_checkpoint(parts: Mapping[Box, Tensor | QuantisedWeight], checkpoint: Checkpoint) -> None:
     """The same from a checkpoint. Raises: UserError, before any is filled, if one is missing or has another shape."""
     with opened(checkpoint) as held:
         shapes = {box.name.removeprefix(MODEL): box.whole for box in parts}
@@ -100,14 +100,14 @@ def fill_from_checkpoint(parts: Mapping[Box, Tensor | Packed], checkpoint: Check
 
 
 @torch.no_grad()
-def fill(parts: Mapping[Box, Tensor | Packed], weights: LazyWeights) -> None:
+def fill(parts: Mapping[Box, Tensor | QuantisedWeight], weights: LazyWeights) -> None:
     """Fill this rank's parts of the weights in place, whatever their dtypes, and read no more than these; those that
     are quantised some rows at a time."""
     for box, part in parts.items():
         name = box.name.removeprefix(MODEL)
         if not math.prod(box.shape) or name not in weights:
             continue
-        if isinstance(part, Packed):
+        if isinstance(part, QuantisedWeight):
             part.read(partial(_rows, weights, name, box))
         else:
             part.copy_(weights.part(name, box.offset, box.shape))

@@ -25,6 +25,7 @@ from argosy.cli.options import parse_run
 from argosy.config.identity import check_repeatable
 from argosy.errors import UserError
 from argosy.extend.trust import check_approved
+from argosy.faults import POINTS, VARIABLE
 from argosy.observe.terminal import lasting_output
 
 
@@ -39,7 +40,7 @@ class Options:
     every_s: float = 60.0
     """Seconds between faults, on average."""
     kinds: tuple[str, ...] = ()
-    """kill, stop, point, writer, coordinator, fork_server, store, term, launcher; none given: all."""
+    """Kinds of faults, as above; none given: all."""
     folder: Path | None = None
     """Folder of both trainings; runs/NAME-chaos if not given."""
     trust_code: bool = False
@@ -52,7 +53,7 @@ class Options:
 
 @lasting_output()
 def main(argv: list[str]) -> int:
-    options, run = parse_run(argv, "argosy chaos", Options)
+    options, run = parse_run(argv, "argosy chaos", Options, _about())
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
     check_repeatable(run, run.name)
@@ -80,6 +81,15 @@ def main(argv: list[str]) -> int:
     else:
         print(report.in_words())
     return 0 if report.is_passed else 1
+
+
+def _about() -> str:
+    """Return the description in --help: the kinds of faults, and the fault points, as the code has them."""
+    from argosy.chaos.campaign import KINDS
+
+    kinds = "\n".join(f"  {name:<11}  {kind.about}" for name, kind in KINDS.items())
+    points = "\n".join(f"  {name:<11}  {where}" for name, where in POINTS.items())
+    return f"{__doc__}\nKinds of faults:\n{kinds}\n\nFault points of {VARIABLE}:\n{points}"
 
 
 def _would(folder: Path, options: Options) -> DryRun:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeAlias
 
 import tyro
 
-from argosy.cli.documents import Written, schema_of, write
+from argosy.cli.documents import DOCUMENTS, Written, schema_of, write
 from argosy.cli.options import ALL, SHORT, fitted, parse, parse_run
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer, preset_names, preset_path
@@ -49,7 +49,7 @@ class SchemaOptions(Options):
     """Options of `argosy config schema`."""
 
     of: str = "run"
-    """run: run files; else a document that a command prints with --json (`argosy docs programs` lists them)."""
+    """run: run files; else one of these documents, which commands print with --json."""
 
 
 JsonSchema: TypeAlias = dict[str, Any]
@@ -146,7 +146,9 @@ def _schema(argv: list[str]) -> None:
       argosy config schema > run.schema.json
       argosy config schema --of status
     """
-    options = parse(argv, "argosy config schema", SchemaOptions, inspect.getdoc(_schema))
+    listed = [f"  {name:<24}  {each.about}{'; any number of lines' * each.is_many}" for name, each in DOCUMENTS.items()]
+    about = "\n".join([f"{inspect.getdoc(_schema)}\n\nDocuments:", *listed])
+    options = parse(argv, "argosy config schema", SchemaOptions, about)
     schema = RunConfig.model_json_schema() if options.of == "run" else schema_of(options.of)
     if options.json:
         write("config-schema", schema)

@@ -15,16 +15,12 @@ from torch.nn import functional as F
 from argosy.accelerator import CPU, sent_to
 from argosy.config.model import ModelConfig
 from argosy.models.banded_attention import banded_attention
-from argosy.models.compiler import outside_graphs
+from argosy.models.compiler import outside_graphs, varies
 from argosy.models.layers import linear, local, norm, plain_rms_norm
 from argosy.models.rope import rotate
 from argosy.plan.layer_spec import LayerSpec, layer_spec
 from argosy.plan.mup import query_factor
 from argosy.plan.parameters import attention_table
-
-PADDED_TO = 32
-"""On a CPU, bf16 documents are padded to a multiple of this many tokens. oneDNN makes a kernel for each shape of a bf16
-product and keeps it: without padding, kernels took a gigabyte after an hour, and half of attention's time to make."""
 
 # B batch, T tokens, S tokens in the cache, D model width, H query heads, K key/value heads, E width of a query or key
 # head, V of a value head
@@ -39,6 +35,9 @@ class Documents:
     """On the tokens' device: the `cu_seqlens` of variable-length attention kernels."""
     on_host: Tensor
     """In host memory: for what is cut up by them. If that asked the device, the host would wait in each layer."""
+
+    def __post_init__(self) -> None:
+        varies(self.starts, self.on_host)
 
     @classmethod
     def of(cls, positions_BT: Tensor) -> Documents:
@@ -212,7 +211,8 @@ def packed_attention(
     `banded_attention`.
     """
     has_kernel = q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16)
-    if softcap or sinks_H is not None or (window and not has_kernel):
+    by_document = documents is not None and q_BTHE.device.type == "cpu"  # one operator, which the compiler takes whole
+    if softcap or sinks_H is not None or (window and not has_kernel) or by_document:
         starts = _row_starts(q_BTHE, CPU) if documents is None else documents.on_host
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
         return banded_attention(q, k, v, starts, starts, window, softcap, sinks_H).view(q_BTHE.shape)
@@ -244,18 +244,11 @@ def _attention_by_document(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, start
     runs = [(length, len(list(run))) for length, run in groupby(starts.diff().tolist())]
     sizes = [length * count for length, count in runs]
     q, k, v = (x.flatten(0, 1).split(sizes) for x in (q_BTHE, k_BTKE, v_BTKE))
-    multiple = PADDED_TO if q_BTHE.dtype == torch.bfloat16 else 1
     parts = []
     for i, (length, count) in enumerate(runs):
-        rows = (_padded(x[i].unflatten(0, (count, length)), multiple) for x in (q, k, v))
-        parts.append(causal_attention(*rows)[:, :length].flatten(0, 1))
+        rows = (x[i].unflatten(0, (count, length)) for x in (q, k, v))
+        parts.append(causal_attention(*rows).flatten(0, 1))
     return torch.cat(parts).view(q_BTHE.shape)
-
-
-def _padded(x_BTHE: Tensor, multiple: int) -> Tensor:
-    """Append zeros, which no token before them sees, until the length is a multiple of `multiple`."""
-    missing = -x_BTHE.shape[1] % multiple
-    return F.pad(x_BTHE, (0, 0, 0, 0, 0, missing)) if missing else x_BTHE  # padding by nothing would copy
 
 
 def causal_attention(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:

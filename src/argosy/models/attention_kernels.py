@@ -11,6 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+PADDED_TO = 32
+"""On a CPU, causal squares in bf16 are padded to a multiple of this many tokens. oneDNN makes a kernel for each shape
+of a bf16 product and keeps it: without padding, kernels of all lengths of documents took a gigabyte after an hour, and
+half of attention's time to make."""
 
 # B batch, T queries, S keys, H query heads, K key/value heads, G query heads for each of those, E head width
 
@@ -70,22 +76,36 @@ def kernel_for(q_BTHE: Tensor, softcap: float = 0.0, has_bands: bool = False) ->
 
 
 def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-    q_BHTE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q, k, v))
+    length, missing = q.shape[1], _missing(q, seen)
+    q_BHTE, k_BKSE, v_BKSE = (_lengthened(x, missing).transpose(1, 2) for x in (q, k, v))
     causal, mask = _cpu_mask(q, k, seen)
     y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BHTE, k_BKSE, v_BKSE, is_causal=causal, attn_mask=mask
     )
-    return y.transpose(1, 2), lse
+    return y.transpose(1, 2)[:, :length], lse[..., :length]
 
 
 def _cpu_flash_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen
 ) -> tuple[Tensor, Tensor, Tensor]:
+    length, missing = q.shape[1], _missing(q, seen)
     causal, mask = _cpu_mask(q, k, seen)
-    dy, q, k, v, y = (x.transpose(1, 2) for x in (dy, q, k, v, y))
+    dy, q, k, v, y = (_lengthened(x, missing).transpose(1, 2) for x in (dy, q, k, v, y))
+    lse = F.pad(lse, (0, missing)) if missing else lse
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = (x.transpose(1, 2) for x in backward(dy, q, k, v, y, lse, 0.0, causal, attn_mask=mask))
+    gradients = backward(dy, q, k, v, y, lse, 0.0, causal, attn_mask=mask)
+    dq, dk, dv = (x.transpose(1, 2)[:, :length] if missing else x.transpose(1, 2) for x in gradients)
     return dq, dk, dv
+
+
+def _missing(q_BTHE: Tensor, seen: Seen) -> int:
+    """Return the tokens by which a square is lengthened."""
+    return -q_BTHE.shape[1] % PADDED_TO if seen == CAUSAL and q_BTHE.dtype == torch.bfloat16 else 0
+
+
+def _lengthened(x_BTHE: Tensor, missing: int) -> Tensor:
+    """Append zeros, which no token before them sees."""
+    return F.pad(x_BTHE, (0, 0, 0, 0, 0, missing)) if missing else x_BTHE  # padding by nothing would copy
 
 
 def _cpu_mask(q_BTHE: Tensor, k_BSKE: Tensor, seen: Seen) -> tuple[bool, Tensor | None]:

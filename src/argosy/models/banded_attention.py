@@ -1,4 +1,4 @@
-"""Causal attention with a window, a soft-cap on scores or sinks, where no fused kernel has these.
+"""Causal attention inside documents, with a window, a soft-cap on scores or sinks, where no fused kernel has these.
 
 One operator, so that the compiler takes it as it is and selective recomputation keeps its result alone. It is computed
 block by block: a windowed layer costs what its window costs, and no more scores exist than those of a block.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from argosy.models.attention_kernels import CAUSAL, Seen, add_sinks, gradient_of_sinks, kernel_for
+from argosy.models.attention_kernels import CAUSAL, Kernel, Seen, add_sinks, gradient_of_sinks, kernel_for
 
 # N queries and M keys of all rows and documents laid end to end, H query heads, K key/value heads, E head width
 
@@ -77,10 +77,30 @@ def _blocks(q_starts: Sequence[int], k_starts: Sequence[int], window: int, most:
         first_q, first_k = q_all.stop, k_all.stop
 
 
-def _plan(q: Tensor, q_starts: Tensor, k_starts: Tensor, window: int, softcap: float) -> list[_Block]:
-    uncut = q.device.type == "cpu" and not softcap and not window  # then the kernel cuts by itself
-    most = max(1, q.shape[0]) if uncut else BLOCK
-    return list(_blocks(q_starts.tolist(), k_starts.tolist(), window, most))
+class _Cut(NamedTuple):
+    blocks: list[_Block]
+    kernel: Kernel
+    is_plain: bool
+    """True if each block is a causal square of keys that no other block has, and nothing changes its scores."""
+
+    @classmethod
+    def of(
+        cls, q: Tensor, sinks: Tensor | None, q_starts: Tensor, k_starts: Tensor, window: int, softcap: float
+    ) -> _Cut:
+        uncut = q.device.type == "cpu" and not softcap and not window  # then the kernel cuts by itself
+        most = max(1, q.shape[0]) if uncut else BLOCK
+        blocks = list(_blocks(q_starts.tolist(), k_starts.tolist(), window, most))
+        has_bands = any(block.seen != CAUSAL for block in blocks)
+        plain = not has_bands and not softcap and sinks is None
+        return cls(blocks, kernel_for(q, softcap, has_bands), plain)
+
+    def in_format(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors as the kernel gets them: on a CPU in fp32 unless plain (`attention_kernels.PADDED_TO`)."""
+        return tuple(x.float() if x.device.type == "cpu" and not self.is_plain else x for x in tensors)
+
+    def dtype_of(self, x: Tensor) -> torch.dtype:
+        """Return the dtype in which the blocks' results for `x` are put together."""
+        return x.dtype if self.is_plain else torch.float32
 
 
 @torch.library.custom_op("argosy::banded_attention", mutates_args=())
@@ -94,24 +114,18 @@ def _banded_attention(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    y_NHE = q.new_zeros(q.shape, dtype=torch.float32)
-    lse_NH = q.new_zeros(q.shape[:2], dtype=torch.float32)
-    blocks = _plan(q, q_starts, k_starts, window, softcap)
-    kernel = kernel_for(q, softcap, has_bands=any(block.seen != CAUSAL for block in blocks))
-    ours = _in_format(q, k, v)
-    for block in blocks:
+    cut = _Cut.of(q, sinks, q_starts, k_starts, window, softcap)
+    y_NHE = q.new_empty(q.shape, dtype=cut.dtype_of(q))
+    lse_NH = q.new_empty(q.shape[:2], dtype=torch.float32)
+    ours = cut.in_format(q, k, v)
+    for block in cut.blocks:
         q_, k_, v_ = (block.take(x, keys=i > 0) for i, x in enumerate(ours))
-        y, lse_BHT = kernel.forward(q_, k_, v_, block.seen)
+        y, lse_BHT = cut.kernel.forward(q_, k_, v_, block.seen)
         block.take(y_NHE).copy_(y)
         block.take(lse_NH).copy_(lse_BHT.transpose(1, 2))
     if sinks is not None:
         y_NHE, lse_NH = (x[0] for x in add_sinks(y_NHE[None], lse_NH[None], sinks))
     return y_NHE.to(q.dtype), lse_NH
-
-
-def _in_format(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors as kernels get them: on a CPU in fp32 (see `attention.PADDED_TO`)."""
-    return tuple(x.float() if x.device.type == "cpu" else x for x in tensors)
 
 
 @torch.library.custom_op("argosy::banded_attention_backward", mutates_args=())
@@ -128,14 +142,13 @@ def _banded_attention_backward(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    blocks = _plan(q, q_starts, k_starts, window, softcap)
-    kernel = kernel_for(q, softcap, has_bands=any(block.seen != CAUSAL for block in blocks))
-    ours = _in_format(dy.contiguous(), q, k, v, y)
-    for block in blocks:
+    cut = _Cut.of(q, sinks, q_starts, k_starts, window, softcap)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=cut.dtype_of(x), device=x.device) for x in (q, k, v))
+    ours = cut.in_format(dy.contiguous(), q, k, v, y)
+    for block in cut.blocks:
         dy_, q_, k_, v_, y_ = (block.take(x, keys=i in (2, 3)) for i, x in enumerate(ours))
         lse_BHT = block.take(lse).transpose(1, 2)
-        parts = kernel.backward(dy_, q_, k_, v_, y_, lse_BHT, block.seen)
+        parts = cut.kernel.backward(dy_, q_, k_, v_, y_, lse_BHT, block.seen)
         for i, (total, part) in enumerate(zip((dq, dk, dv), parts, strict=True)):
             block.take(total, keys=i > 0).add_(part)
     if sinks is None:

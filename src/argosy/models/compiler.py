@@ -37,6 +37,16 @@ def is_loaded() -> bool:
     return "torch._dynamo" in sys.modules and not _outside_graphs
 
 
+def varies(*tensors: torch.Tensor) -> None:
+    """Tell the compiler, if it is loaded, that these tensors' lengths differ from batch to batch.
+
+    Otherwise it compiles for the first length, and for any at the second.
+    """
+    if is_loaded():
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
 def load() -> None:
     """Load the compiler; before anything is compiled.
 
@@ -45,6 +55,8 @@ def load() -> None:
     """
     os.environ.setdefault(CACHE_DIR, str(CACHE))  # importing the compiler sets it to a folder of /tmp
     importlib.import_module("torch._dynamo")
+    # A block tells its dropout which tokens it computes; a graph that recomputes it has them still.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # no public name
 
     if os.environ[CACHE_DIR] == default_cache_dir():  # another package has imported the compiler

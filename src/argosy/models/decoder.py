@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from argosy.accelerator import sent_to
 from argosy.config.model import ModelConfig
-from argosy.models.adapters import MASKS, mask_keys_of_layer
 from argosy.models.attention import Documents
+from argosy.models.dropout import AdapterDropout, mask_keys_of_layer
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Norm, embedding, linear, local, norm
 from argosy.models.loss import (
@@ -32,7 +32,6 @@ from argosy.models.loss import (
 )
 from argosy.models.mla import Cache, attention_of, cache_of
 from argosy.models.mtp import PredictionModule, with_gradient_of
-from argosy.models.packed import Packing
 from argosy.models.preference import (
     Answers,
     Preference,
@@ -42,6 +41,7 @@ from argosy.models.preference import (
     last_tokens,
     preference_loss,
 )
+from argosy.models.quantised_weight import QuantisationScheme
 from argosy.models.rope import place_table
 from argosy.plan.layer_spec import RopeSpec, TemperatureSpec, layer_spec
 from argosy.plan.mup import logit_factor
@@ -68,7 +68,7 @@ class Microbatch:
     further_BTn2: Tensor | None = None
     """Inputs and targets of multi-token prediction (`mtp.further_tokens`), where it is trained."""
     mask_keys_BT: Tensor | None = None
-    """The numbers that `lora.dropout` draws from (`adapters.mask_keys`), of whole rows."""
+    """The numbers that `lora.dropout` draws from (`dropout.mask_keys`), of whole rows."""
 
 
 def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
@@ -122,8 +122,11 @@ class _Rows(NamedTuple):
     places: dict[Places, tuple[Tensor, ...]]
     documents: dict[int, Documents | None]
     """By the chunk of a layer, 0 without one: `documents` of `attention.packed_attention`."""
-    mask_keys: Tensor | None = None
+    mask_keys: Tensor | None
     """Those of the tokens that this rank computes, int64 [B, t]."""
+
+    def mask_keys_of(self, layer: int) -> Tensor | None:
+        return None if self.mask_keys is None else mask_keys_of_layer(self.mask_keys, layer)
 
 
 # B batch, T tokens, D model width, V vocabulary
@@ -131,6 +134,9 @@ class _Rows(NamedTuple):
 
 class Block(nn.Module):
     """Attention and feed-forward, each added to the residual stream, with norms where `model.norms` places them."""
+
+    dropout: AdapterDropout | None = None
+    """That of its adapters, if they drop (`models.adapters`)."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -155,8 +161,8 @@ class Block(nn.Module):
         cache: Cache | None = None,
         mask_keys: Tensor | None = None,
     ) -> Tensor:
-        if mask_keys is not None:
-            MASKS.of_block = mask_keys
+        if self.dropout is not None:
+            self.dropout.keys_BT = mask_keys
         h_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
         y_BTD = self.attention(h_BTD, places, documents, cache)
         if self.attention_post_norm is not None:
@@ -168,8 +174,6 @@ class Block(nn.Module):
         if self.mlp_post_norm is not None:
             y_BTD = self.mlp_post_norm(y_BTD)
         x_BTD = x_BTD + (y_BTD if self.scale == 1.0 else y_BTD * self.scale)
-        if mask_keys is not None:
-            MASKS.of_block = None
         return x_BTD if self.layer_scale is None else x_BTD * local(self.layer_scale).to(x_BTD.dtype)
 
 
@@ -192,7 +196,7 @@ class Decoder(nn.Module):
         #: Its parameters, and those of an adapter once it has one (`models.adapters`).
         self.table = table = parameter_table(config, stage)
         #: How matrices are quantised (`models.frozen`), by name.
-        self.packings: dict[str, Packing] = {}
+        self.schemes: dict[str, QuantisationScheme] = {}
         with torch.device("meta"):
             # A tied head is the embedding itself. The weight has no second name: `to_empty` gives each name new memory,
             # which would cut the tie.
@@ -260,9 +264,7 @@ class Decoder(nn.Module):
             documents = Documents.of(positions_BT) if documents is None else documents
             if documents.count == len(x):  # no document starts inside a row
                 documents = None
-        rows = self._rows(positions_BT, documents, cache)
-        if mask_keys_BT is not None:
-            rows = rows._replace(mask_keys=self.my_tokens(mask_keys_BT))
+        rows = self._rows(positions_BT, documents, cache, mask_keys_BT)
         if self.stage.first:
             self.before_use(self.embedding)  # type: ignore[arg-type]
             x = self._embedded(x)
@@ -283,7 +285,9 @@ class Decoder(nn.Module):
         for i, (name, module) in enumerate(self.mtp.items()):
             assert isinstance(module, PredictionModule)
             tokens_BT, further_BT = further_BTn2[:, :, i].unbind(-1)
-            x = self._block(int(name), module.joined(self._embedded(tokens_BT), x), rows)
+            keys = rows.mask_keys_of(int(name))
+            x = module.joined(self._embedded(tokens_BT), x, None if keys is None else self.my_stretch(keys))
+            x = self._block(int(name), x, rows)
             x = module.norm(x)
             losses.append(self._loss(x, further_BT))
         self.further_losses_n = torch.stack(losses).detach()
@@ -294,7 +298,13 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(tokens_BT)
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
-    def _rows(self, positions_BT: Tensor, documents: Documents | None, cache: list[Cache] | None) -> _Rows:
+    def _rows(
+        self,
+        positions_BT: Tensor,
+        documents: Documents | None,
+        cache: list[Cache] | None,
+        mask_keys_BT: Tensor | None,
+    ) -> _Rows:
         """Return what blocks know of the rows, whose first tokens may be in a cache."""
         cached = cache[0].length if cache else None
         longest = cache[0].max_seq_len if cache else positions_BT.shape[1]
@@ -309,16 +319,14 @@ class Decoder(nn.Module):
                 rows, length = positions_BT.shape
                 whole = documents or Documents.of_rows(rows, length, positions_BT.device)
                 starts[chunk] = whole.in_chunks(chunk)
-        return _Rows(places, starts)
+        return _Rows(places, starts, None if mask_keys_BT is None else self.my_tokens(mask_keys_BT))
 
     def _block(self, layer: int, x: Tensor, rows: _Rows, cache: Cache | None = None) -> Tensor:
         block = self.blocks[str(layer)]
         assert isinstance(block, Block)
         places = None if block.places is None else rows.places[block.places]
-        about = (places, rows.documents.get(block.chunk, rows.documents[0]), cache)
-        if rows.mask_keys is not None:
-            about = (*about, mask_keys_of_layer(rows.mask_keys, layer))  # type: ignore[assignment]
-        y: Tensor = block(x, *about)
+        documents = rows.documents.get(block.chunk, rows.documents[0])
+        y: Tensor = block(x, places, documents, cache, rows.mask_keys_of(layer))
         return y
 
     def _scaled(self, x: Tensor) -> Tensor:
@@ -337,21 +345,20 @@ class Decoder(nn.Module):
         softcap = self.config.logit_softcap
         if sequences is not None:
             rows = rows_at_once(local(weight_VD), longest)
-            about = (x.flatten(0, 1), local(weight_VD), targets_N)
+            about = x.flatten(0, 1), local(weight_VD)
             starts_BT, ends_BT = (
                 self.my_tokens(part) if self.score is None else self.my_stretch(self.my_tokens(part))
                 for part in (sequences.starts, last_tokens(sequences.starts))
             )
-            if self.score is None and not torch.is_grad_enabled():
-                judge = with_misses(of_chunk, self.is_likeliest)
-                return answer_scores(*about, starts_BT, sequences, self.sum_over_tokens, judge, rows, softcap)
             where = (starts_BT.flatten(), ends_BT.flatten() if self.score is not None else None)
             answers = Answers(targets_N, *where, sequences, self.sum_over_tokens, of_chunk, rows, softcap)
             if not torch.is_grad_enabled():
-                values_BT = answer_values(*about[:2], answers)
+                if self.score is None:
+                    return answer_scores(*about, answers._replace(of_chunk=with_misses(of_chunk, self.is_likeliest)))
+                values_BT = answer_values(*about, answers)
                 return torch.stack([values_BT, torch.zeros_like(values_BT)], -1)
             assert self.preference is not None
-            return preference_loss(*about[:2], answers, self.preference)
+            return preference_loss(*about, answers, self.preference)
         return summed_cross_entropy(x.flatten(0, 1), local(weight_VD), targets_N, of_chunk, longest, softcap)
 
     @property

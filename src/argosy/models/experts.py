@@ -21,7 +21,7 @@ from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.compiler import outside_graphs
 from argosy.models.layers import Activation, FeedForward, gated, held, linear, local
 from argosy.models.own_family import activation_of
-from argosy.models.packed import Packing, multiply
+from argosy.models.quantised_weight import QuantisationScheme, multiply
 from argosy.plan.parameters import Table, dense_table, inside, moe_table
 
 # B rows, T tokens of a row (those that this rank has), D model width, F hidden width of an expert
@@ -316,7 +316,7 @@ class Experts(nn.Module):
         for name in ("gate", "up", "down"):
             self.register_module(f"{name}_lora", None)  # `models.adapters` may put one here
         #: How matrices are quantised, if they are (`models.frozen`), by name.
-        self.packings: dict[str, Packing] = {}
+        self.schemes: dict[str, QuantisationScheme] = {}
         self.exchange: Exchange = at_home
 
     @outside_graphs  # each expert's number of tokens differs from batch to batch
@@ -363,7 +363,7 @@ class Experts(nn.Module):
         # The kernels take rows of whole 16 bytes, and at least one row.
         stacks = [(name, local(p).shape) for name, p in self.named_parameters() if p.ndim == 3]
         sizes = [shape[1] for _, shape in stacks]
-        sizes += [self.packings[name].columns if name in self.packings else shape[2] for name, shape in stacks]
+        sizes += [self.schemes[name].columns if name in self.schemes else shape[2] for name, shape in stacks]
         if x_PD.is_cuda and x_PD.dtype == torch.bfloat16 and x_PD.numel() and not any(size % 8 for size in sizes):
             return partial(grouped_matmul, counts_E=counts_e)
         # Without a row there is nothing to ask a device for.
@@ -371,7 +371,7 @@ class Experts(nn.Module):
 
     def _product(self, x_PX: Tensor, name: str, matmul: Callable[[Tensor, Tensor], Tensor], counts_e: Tensor) -> Tensor:
         """Multiply each expert's rows by its matrix `name`, and by that matrix's adapter, if it has one."""
-        weight = held(self.get_parameter(name), self.packings.get(name), x_PX.dtype)
+        weight = held(self.get_parameter(name), self.schemes.get(name), x_PX.dtype)
         adapter = self._modules[f"{name}_lora"]
         if adapter is None:
             return multiply(x_PX, weight, matmul)

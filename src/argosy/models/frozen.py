@@ -1,4 +1,4 @@
-"""Quantises the matrices beside an adapter: each rank those that it has (`lora.base`, `models.packed`)."""
+"""Quantises the matrices beside an adapter: each rank those that it has (`lora.base`, `models.quantised_weight`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from argosy.models.decoder import Decoder
 from argosy.models.experts import Experts
 from argosy.models.initialize import offset_of
 from argosy.models.layers import Linear, local
-from argosy.models.packed import Packing
+from argosy.models.quantised_weight import QuantisationScheme
 
 
 def quantise(model: Decoder, lora: LoraConfig) -> None:
@@ -24,18 +24,18 @@ def quantise(model: Decoder, lora: LoraConfig) -> None:
             continue
         owner, _, own = name.rpartition(".")
         module = model.get_submodule(owner)
-        packing = model.packings[name] = _packing_of(parameter, lora)
-        module.register_parameter(own, _packed(parameter, packing))
+        scheme = model.schemes[name] = _scheme_of(parameter, lora)
+        module.register_parameter(own, _bytes_for(parameter, scheme))
         if isinstance(module, Experts):
-            module.packings[own] = packing
+            module.schemes[own] = scheme
         else:
             assert isinstance(module, Linear), name
-            module.packing = packing
+            module.scheme = scheme
 
 
-def _packing_of(parameter: Tensor, lora: LoraConfig) -> Packing:
+def _scheme_of(parameter: Tensor, lora: LoraConfig) -> QuantisationScheme:
     ranks = _ranks_over_columns(parameter)
-    return Packing(lora, local(parameter).shape[-1], offset_of(parameter)[-1], parameter.shape[-1], ranks)
+    return QuantisationScheme(lora, local(parameter).shape[-1], offset_of(parameter)[-1], parameter.shape[-1], ranks)
 
 
 def _ranks_over_columns(parameter: Tensor) -> int:
@@ -47,14 +47,14 @@ def _ranks_over_columns(parameter: Tensor) -> int:
     return ranks
 
 
-def _packed(parameter: Tensor, packing: Packing) -> nn.Parameter:
+def _bytes_for(parameter: Tensor, scheme: QuantisationScheme) -> nn.Parameter:
     """Return the parameter of bytes in place of one of numbers, cut alike."""
-    part = torch.empty(*local(parameter).shape[:-1], packing.row_bytes, dtype=torch.uint8, device=parameter.device)
+    part = torch.empty(*local(parameter).shape[:-1], scheme.row_bytes, dtype=torch.uint8, device=parameter.device)
     if not hasattr(parameter, "to_local"):
         return nn.Parameter(part, requires_grad=False)
     from torch.distributed.tensor import DTensor
 
-    shape = torch.Size((*parameter.shape[:-1], packing.row_bytes * _ranks_over_columns(parameter)))
+    shape = torch.Size((*parameter.shape[:-1], scheme.row_bytes * _ranks_over_columns(parameter)))
     strides = torch.empty(shape, device="meta").stride()
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     whole = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=strides)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from argosy.config.model import ModelConfig
 from argosy.models.decoder import Decoder
 from argosy.models.layers import local
-from argosy.models.packed import Packed, Packing
+from argosy.models.quantised_weight import QuantisationScheme, QuantisedWeight
 from argosy.plan.mup import initial_factor
 from argosy.plan.parameters import Parameter
 
@@ -34,12 +34,12 @@ def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed:
     _give_memory(model, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole, offset, packing = model.table[name], offset_of(parameter), model.packings.get(name)
-            if packing is None:
+            whole, offset, scheme = model.table[name], offset_of(parameter), model.schemes.get(name)
+            if scheme is None:
                 fill_initial(local(parameter), name, whole, offset, config, seed)
             else:
-                part = partial(_initial_rows, name, whole, offset, packing, local(parameter).shape, config, seed)
-                Packed(local(parameter), packing).read(part)
+                part = partial(_initial_rows, name, whole, offset, scheme, local(parameter).shape, config, seed)
+                QuantisedWeight(local(parameter), scheme).read(part)
         for buffer in model.buffers():
             buffer.zero_()
 
@@ -48,7 +48,7 @@ def _initial_rows(
     name: str,
     whole: Parameter,
     offset: Sequence[int],
-    packing: Packing,
+    scheme: QuantisationScheme,
     shape: Sequence[int],
     config: ModelConfig,
     seed: int,
@@ -56,8 +56,8 @@ def _initial_rows(
     count: int,
 ) -> Tensor:
     """Return rows of a quantised parameter's initial values; offset, shape: of its bytes."""
-    rows = torch.empty(count, *shape[1:-1], packing.columns)
-    fill_initial(rows, name, whole, (offset[0] + first, *offset[1:-1], packing.first), config, seed)
+    rows = torch.empty(count, *shape[1:-1], scheme.columns)
+    fill_initial(rows, name, whole, (offset[0] + first, *offset[1:-1], scheme.first), config, seed)
     return rows
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
-from argosy.models.packed import Packed, Packing, multiply
+from argosy.models.quantised_weight import QuantisationScheme, QuantisedWeight, multiply
 from argosy.plan.parameters import Table
 
 Activation = Callable[[Tensor], Tensor]
@@ -25,9 +25,9 @@ def local(parameter: Tensor) -> Tensor:
     return part
 
 
-def held(parameter: Tensor, packing: Packing | None, dtype: torch.dtype) -> Tensor | Packed:
-    """Return this rank's part of a weight in `dtype`, or as it is packed, to be multiplied."""
-    return local(parameter).to(dtype) if packing is None else Packed(local(parameter), packing)
+def held(parameter: Tensor, scheme: QuantisationScheme | None, dtype: torch.dtype) -> Tensor | QuantisedWeight:
+    """Return this rank's part of a weight in `dtype`, or as it is quantised, to be multiplied."""
+    return local(parameter).to(dtype) if scheme is None else QuantisedWeight(local(parameter), scheme)
 
 
 class Linear(nn.Linear):
@@ -41,7 +41,7 @@ class Linear(nn.Linear):
 
     lora: nn.Module | None
     """The weight's adapter, if it has one (`models.adapters`)."""
-    packing: Packing | None = None
+    scheme: QuantisationScheme | None = None
     """The way the weight is quantised, if it is (`models.frozen`)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True):
@@ -49,7 +49,7 @@ class Linear(nn.Linear):
         self.register_module("lora", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = held(self.weight, self.packing, x.dtype)
+        weight = held(self.weight, self.scheme, x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
         if self.reduce is None and self.lora is None and isinstance(weight, Tensor):
             return F.linear(x, weight, bias)

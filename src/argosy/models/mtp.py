@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from argosy.config.model import ModelConfig
+from argosy.models.dropout import AdapterDropout
 from argosy.models.layers import linear, norm
 from argosy.models.loss import IGNORED
 from argosy.plan.parameters import prediction_table
@@ -21,6 +22,9 @@ from argosy.plan.parameters import prediction_table
 class PredictionModule(nn.Module):
     """Parameters of a module besides its block: norms of both inputs, their projection, the norm before the head."""
 
+    dropout: AdapterDropout | None = None
+    """That of the projection's adapter, if it drops (`models.adapters`)."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         table = prediction_table(config)
@@ -29,8 +33,10 @@ class PredictionModule(nn.Module):
         self.projection = linear(table, "projection")
         self.norm = norm(table, "norm", config)
 
-    def joined(self, embedded_BTD: Tensor, hidden_BTD: Tensor) -> Tensor:
+    def joined(self, embedded_BTD: Tensor, hidden_BTD: Tensor, mask_keys_BT: Tensor | None = None) -> Tensor:
         """Return the input of the module's block: the embedding comes first, as in the published weights."""
+        if self.dropout is not None:
+            self.dropout.keys_BT = mask_keys_BT
         both = torch.cat((self.embedding_norm(embedded_BTD), self.hidden_norm(hidden_BTD)), -1)
         joined: Tensor = self.projection(both)
         return joined

@@ -252,8 +252,11 @@ def _settings(said: Mapping[str, Any], file: Path) -> LoraConfig:
         raise UserError(f"{file}: r = {rank!r}, lora_alpha = {alpha!r}: both must be positive numbers.")
     if said.get("use_dora") and said.get("use_rslora"):
         raise UserError(f"{file}: use_dora and use_rslora go one at a time. Merge it with PEFT first.")
+    dropout: Any = said.get("lora_dropout") or 0.0
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise UserError(f"{file}: lora_dropout = {dropout!r}: it must be a number from 0 to below 1.")
     kind = "dora" if said.get("use_dora") else "rslora" if said.get("use_rslora") else "lora"
-    return LoraConfig(rank=rank, alpha=float(alpha), kind=kind)
+    return LoraConfig(rank=rank, alpha=float(alpha), kind=kind, dropout=float(dropout))
 
 
 def _take(

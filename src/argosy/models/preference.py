@@ -185,23 +185,14 @@ class Answers(NamedTuple):
     softcap: float
 
 
-def answer_scores(
-    x_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    starts_BT: Tensor,
-    of: Sequences,
-    sum_over_tokens: Callable[[Tensor], Tensor],
-    of_chunk: ChunkLoss,
-    rows: int,
-    softcap: float,
-) -> Tensor:
+def answer_scores(x_ND: Tensor, weight_VD: Tensor, answers: Answers) -> Tensor:
     """Return the log-probability of each answer, and how many of its tokens are not the likeliest, where its sequence
-    begins; fp32 [B, T, 2]. starts_BT: of this rank's tokens. of_chunk: as `with_misses` makes it."""
-    scores_BT2 = token_losses(x_ND, weight_VD, targets_N, of_chunk, rows, softcap).view(*starts_BT.shape, 2)
-    sums_BT2 = torch.zeros_like(of.reference)[..., None].repeat(1, 1, 2)
+    begins; fp32 [B, T, 2]. answers: its `of_chunk` as `with_misses` makes it."""
+    scores_N2 = token_losses(x_ND, weight_VD, answers.targets_N, answers.of_chunk, answers.rows, answers.softcap)
+    sums_BT2 = torch.zeros_like(answers.of.reference)[..., None].repeat(1, 1, 2)
+    starts_BT, scores_BT2 = answers.starts_N.view(len(sums_BT2), -1), scores_N2.view(len(sums_BT2), -1, 2)
     sums_BT2.scatter_add_(1, starts_BT[..., None].expand_as(scores_BT2), scores_BT2)
-    return sum_over_tokens(sums_BT2) * sums_BT2.new_tensor([-1.0, 1.0])
+    return answers.sum_over_tokens(sums_BT2) * sums_BT2.new_tensor([-1.0, 1.0])
 
 
 def answer_values(x_ND: Tensor, weight_VD: Tensor, answers: Answers) -> Tensor:

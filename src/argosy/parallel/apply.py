@@ -135,8 +135,8 @@ def lay_out(
             keep_gathered = plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
             dense = _fsdp_mesh(meshes, "replicate", "shard", ours)
             shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered)
-        for packing in model.packings.values():
-            packing.to(world.device)
+        for scheme in model.schemes.values():
+            scheme.to(world.device)
         materialize(model, run.model, world.device, run.seed)
     return meshes, parts
 
@@ -173,13 +173,19 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, spli
         rows = SplitRows(group, unshard_sequence, partial(shard_sequence, rank=rank, size=plan.cp))
     if (group := meshes.group("tp")) is not None:
         rank = meshes.rank("tp")
-        rows = SplitRows(group, partial(torch.cat, dim=1), lambda x: x.chunk(plan.tp, dim=1)[rank], around=rows)
+        stretch = partial(_stretch_of, rank, plan.tp)
+        rows = SplitRows(group, partial(torch.cat, dim=1), stretch, around=rows)
+        if splits_tokens:
+            model.my_stretch = stretch
         if model.score is not None and splits_tokens:  # logits are of all tokens on each rank, scores of its own
-            model.my_stretch = lambda x: x.chunk(plan.tp, dim=1)[rank]
             groups = [other for other in (meshes.group("cp"), group) if other is not None]
             model.sum_over_tokens = partial(_summed_over, groups)
     for moe in moe_layers(model):
         moe.rows = rows or moe.rows
+
+
+def _stretch_of(rank: int, ranks: int, x_BT: Tensor) -> Tensor:
+    return x_BT.chunk(ranks, dim=1)[rank]
 
 
 def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:

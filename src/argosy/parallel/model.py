@@ -124,7 +124,7 @@ class ParallelModel:
         experts in balance, which are sums over all tokens; None: `scale`. Returns this rank's share of the summed loss:
         over all ranks the shares add up to it. The sums of gradients over ranks are under way until `finish_gradients`.
         """
-        batch = [self._mine(micro, self._further) for micro in batch]
+        batch = [self._mine(micro, trains=True) for micro in batch]
         for moe in self.moes.values():
             moe.loss_weight = float(scale) if balance_scale is None else balance_scale
         for rule in self._rules:
@@ -169,7 +169,7 @@ class ParallelModel:
         for rule in self._sums:
             rule.hold()
         unread = StepClock(self.device)
-        batch = [self._mine(micro, self._further) for micro in batch]
+        batch = [self._mine(micro, trains=True) for micro in batch]
         total = self._schedule.forward_backward(batch, loss_scale / tokens, unread)
         return (total / tokens).item(), int(sum(rule.let_go() for rule in self._sums))
 
@@ -245,7 +245,7 @@ class ParallelModel:
         return self._share(self._schedule.loss([self._mine(micro) for micro in batch]))
 
     @torch.no_grad()
-    def answer_scores(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
+    def score_batch(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:
         """Return `models.preference.answer_scores` of the batch's `sequences`, fp32 [B, T, 2] of each microbatch: the
         log-probability of each answer, and its tokens that are not the likeliest. Of a reward model: its score, and 0.
 
@@ -264,17 +264,19 @@ class ParallelModel:
     def _share(self, loss: Tensor) -> Tensor:
         return loss if self._reports else torch.zeros_like(loss)
 
-    def _mine(self, micro: Microbatch, further: int = 0) -> Microbatch:
+    def _mine(self, micro: Microbatch, trains: bool = False) -> Microbatch:
         """Return the tokens that this rank of a cp group computes, with the positions and documents of whole rows.
 
-        further: so many modules of multi-token prediction are trained.
+        trains: False leaves out what only training has, further tokens and dropout.
         """
         tokens, targets = self._take_mine(micro.tokens_BT), self._take_mine(micro.targets_BT)
-        ahead = None
-        if further:
-            whole = further_tokens(micro.tokens_BT, micro.targets_BT, micro.positions_BT, further)
-            ahead = self._take_mine(whole).contiguous()
-        return replace(micro, tokens_BT=tokens, targets_BT=targets, further_BTn2=ahead)
+        mine = replace(micro, tokens_BT=tokens, targets_BT=targets)
+        if not trains:
+            return replace(mine, mask_keys_BT=None)
+        if not self._further:
+            return mine
+        whole = further_tokens(micro.tokens_BT, micro.targets_BT, micro.positions_BT, self._further)
+        return replace(mine, further_BTn2=self._take_mine(whole).contiguous())
 
 
 def _need(sums: Sequence[Callable[[], GradientSum | None]], module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import box_of, offset_of
 from argosy.models.layers import local
-from argosy.models.packed import Packed, Packing
+from argosy.models.quantised_weight import QuantisationScheme, QuantisedWeight
 from argosy.optim.piece import Piece
 from argosy.parallel.mesh import Meshes
 
@@ -43,13 +43,13 @@ class PlacedPiece(Piece):
     """The ranks that share the whole; None if this one has it all."""
     placements: tuple[Placement, ...] = ()
     """Its split, for each dimension of `mesh`."""
-    packing: Packing | None = None
+    scheme: QuantisationScheme | None = None
     """The way `value` is quantised, if it is: then it is bytes, and so are `shape` and `offset`."""
 
     @property
     def numbers(self) -> Tensor:
         """`value`, or the numbers that it stands for, fp32."""
-        return self.value if self.packing is None else Packed(self.value, self.packing).float()
+        return self.value if self.scheme is None else QuantisedWeight(self.value, self.scheme).float()
 
     @property
     def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -107,7 +107,7 @@ def pieces_of(model: Decoder, meshes: Meshes) -> Iterator[PlacedPiece]:
             replicas=replicas,
             mesh=mesh,
             placements=placements,
-            packing=model.packings.get(name),
+            scheme=model.schemes.get(name),
         )
 
 

@@ -51,8 +51,8 @@ def apply_recompute(
     block). Names of parameters stay as they are, gradients are bit for bit the same, random numbers are repeated.
 
     Blocks may be compiled with their own `compile()`, before or after this: the compiler then sees what to recompute.
-    It can only do so with blocks that it takes whole. Others (whose attention exchanges messages, or on a CPU has
-    documents inside rows) run eagerly, or with "full" and `compiled` in compiled parts.
+    It can only do so with blocks that it takes whole. Others (whose attention exchanges messages) run eagerly, or with
+    "full" and `compiled` in compiled parts.
     """
     if mode == "none":
         return

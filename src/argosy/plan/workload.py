@@ -7,7 +7,7 @@ All fields are plain numbers, or tuples of them, so that many jobs can be stacke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -128,7 +128,10 @@ class Workload:
     adapters: Numbers = 0
     """Adapters that a token goes through in a layer."""
     adapter_kept: Numbers = 0
-    """Numbers that they keep besides: outputs that are multiplied by lengths (DoRA), inputs that dropout leaves."""
+    """Numbers that they keep besides: outputs that are multiplied by lengths (DoRA)."""
+    dropped_whole: Numbers = 0
+    """Inputs that dropout leaves, and they keep: those that each tensor-parallel rank has whole, and the others."""
+    dropped_cut: Numbers = 0
     quantised_dense: Numbers = 0
     """Share of the layers' matrices that is quantised, routed experts apart (they follow), and each number's bytes."""
     quantised_experts: Numbers = 0
@@ -143,16 +146,16 @@ class Workload:
         table = run_table(run)
         matrices = {n: p for n, p in table.items() if n.startswith("blocks.") and len(p.shape) > 1 and not p.is_adapter}
         dense, experts = ({n: p for n, p in matrices.items() if p.is_expert == of} for of in (False, True))
-        embedding = table["embedding.weight"].is_trained
+        head = "score" if run.model.score else "embedding" if run.model.tie_embeddings else "head"
         return replace(
             whole,
             **_adapters(run, table) | quantised_shares(run, table),
             trained_dense=_share(dense, lambda name: table[name].is_trained),
             trained_experts=_share(experts, lambda name: table[name].is_trained),
-            read_dense=_share(dense, lambda name: _is_read(name, table)),
-            read_experts=_share(experts, lambda name: _is_read(name, table)),
-            trained_embedding=embedding,
-            trained_head=_is_head_trained(run, table),
+            read_dense=_share(dense, lambda name: _is_read(name, table, run)),
+            read_experts=_share(experts, lambda name: _is_read(name, table, run)),
+            trained_embedding=table["embedding.weight"].is_trained,
+            trained_head=table[f"{head}.weight"].is_trained,
             reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.all_layers,
         )
 
@@ -369,13 +372,9 @@ def _share(parameters: Table, counts: Callable[[str], bool]) -> float:
     return sum(size for name, size in sizes.items() if counts(name)) / sum(sizes.values()) if sizes else 1.0
 
 
-def _is_head_trained(run: RunConfig, table: Table) -> bool:
-    if run.model.score:
-        return table["score.weight"].is_trained
-    return table["embedding.weight" if run.model.tie_embeddings else "head.weight"].is_trained
-
-
-def _is_read(name: str, table: Table) -> bool:
+def _is_read(name: str, table: Table, run: RunConfig) -> bool:
+    if run.lora.dropout:  # then the adapter reads what dropout leaves
+        return table[name].is_trained
     inner = table.get(f"{adapter_of(name)}.a")
     return table[name].is_trained or (inner is not None and inner.is_trained)
 
@@ -389,9 +388,9 @@ def _adapters(run: RunConfig, table: Table) -> dict[str, Any]:
         some = (p for p in parts.values() if (p.is_expert, p.tp_dim is not None) == (is_expert, is_cut))
         return sum(math.prod(p.shape) for p in some) / layers
 
-    def numbers(part: str, dim: int) -> float:
+    def numbers(part: str, dim: int, is_cut: Collection[bool] = (False, True)) -> float:
         """Numbers of a token at this dim of these parts; an expert's count as often as a token goes to one."""
-        of_part = (p for name, p in parts.items() if name.endswith(f".{part}"))
+        of_part = (p for n, p in parts.items() if n.endswith(f".{part}") and (p.tp_dim is not None) in is_cut)
         return sum((moe.experts_per_token if p.is_expert else 1) * p.shape[dim] for p in of_part) / layers
 
     return {
@@ -403,7 +402,9 @@ def _adapters(run: RunConfig, table: Table) -> dict[str, Any]:
         "adapter_inputs": numbers("a", -1),
         "adapter_outputs": numbers("b", -2),
         "adapters": numbers("a", -2) / max(1, run.lora.rank),
-        "adapter_kept": numbers("magnitude", -1) + (numbers("a", -1) if run.lora.dropout else 0),
+        "adapter_kept": numbers("magnitude", -1),
+        "dropped_whole": numbers("a", -1, [False]) if run.lora.dropout else 0,
+        "dropped_cut": numbers("a", -1, [True]) if run.lora.dropout else 0,
     }
 
 

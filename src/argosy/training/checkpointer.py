@@ -207,15 +207,15 @@ class Checkpointer:
         """Read only the weights, from a checkpoint, run or Hugging Face folder at `folder`: of a run with an adapter,
         those beside it, which must be those that the adapter has been trained with. Raises: UserError."""
         is_beside = state.model.has_adapter
-        weights, packed = state.base() if is_beside else state.weights(), state.packed_base()
+        weights, quantised = state.base() if is_beside else state.weights(), state.quantised_base()
         if is_model_folder(folder):
             sha256 = self._world.share_first(lambda: check_folder(folder, self._base_sha256), str) if is_beside else ""
-            fill_from_folder({**weights, **packed}, folder)
+            fill_from_folder({**weights, **quantised}, folder)
         else:
             checkpoint = self._world.share_first(lambda: find_weights(folder, self._base_sha256), Checkpoint)
-            _check_fits(_but_a_new_score({**weights, **packed}, checkpoint), checkpoint, SIZES_OF_WEIGHTS)
+            _check_fits(_but_a_new_score({**weights, **quantised}, checkpoint), checkpoint, SIZES_OF_WEIGHTS)
             load_into(weights, checkpoint)
-            fill_from_checkpoint(packed, checkpoint)
+            fill_from_checkpoint(quantised, checkpoint)
             sha256 = checkpoint.manifest.sha256
         state.model.after_update()
         if is_beside:

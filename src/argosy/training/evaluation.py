@@ -234,7 +234,7 @@ def _score_of_pairs(
         rows = windows[start : start + batch]
         filled = np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)])
         micros = compared_microbatches(filled, microbatch, world.device, is_judged=False)
-        for number, scores_BT2 in enumerate(model.answer_scores(micros) or ()):
+        for number, scores_BT2 in enumerate(model.score_batch(micros) or ()):
             of, count = micros[number].sequences, max(0, len(rows) - number * microbatch)
             assert of is not None
             total += preference.compared(scores_BT2[:count, :, 0], Sequences(*(part[:count] for part in of)))

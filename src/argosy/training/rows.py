@@ -15,8 +15,8 @@ from torch import Tensor
 from argosy.accelerator import sent_to
 from argosy.config.schema import RunConfig
 from argosy.data.packing import START, TRAINED, Words, is_packed, sequences_in, unpack
-from argosy.models.adapters import mask_keys
 from argosy.models.decoder import Microbatch, microbatch_of, microbatches
+from argosy.models.dropout import mask_keys
 from argosy.models.preference import CHOSEN, REJECTED, Sequences
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
@@ -130,7 +130,7 @@ def scores_of_rows(
         before_batch(number + 1, batches)
         some = mine[number * size : (number + 1) * size]
         batch = read(np.concatenate([some, np.zeros(size - len(some), np.int64)]))
-        scored = model.answer_scores(compared_microbatches(batch, microbatch, world.device, is_judged))
+        scored = model.score_batch(compared_microbatches(batch, microbatch, world.device, is_judged))
         if scored is not None:
             scores, kinds = torch.cat(scored).cpu().numpy(), sequences_in(batch).kinds
             found += [(int(row), scores[i, np.flatnonzero(kinds[i])]) for i, row in enumerate(some)]

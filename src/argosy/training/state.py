@@ -15,7 +15,7 @@ from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.shards import part_box, wholes
 from argosy.config.schema import RunConfig
 from argosy.data.order import Range
-from argosy.models.packed import Packed
+from argosy.models.quantised_weight import QuantisedWeight
 from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor
@@ -172,18 +172,18 @@ class TrainState:
 
     def base(self) -> dict[Box, Tensor]:
         """Return this rank's part of what the run does not train, and of the model's buffers, as `weights` does; but
-        for what is quantised (`packed_base`)."""
-        plain = (piece for piece in self.model.frozen if piece.packing is None)
+        for what is quantised (`quantised_base`)."""
+        plain = (piece for piece in self.model.frozen if piece.scheme is None)
         return _weights(plain) | wholes(self.model.buffers(), "model.")
 
-    def packed_base(self) -> dict[Box, Packed]:
+    def quantised_base(self) -> dict[Box, QuantisedWeight]:
         """Return the quantised weights of this rank's part, to fill: their boxes are those of the numbers."""
-        found: dict[Box, Packed] = {}
+        found: dict[Box, QuantisedWeight] = {}
         for piece in self.model.frozen:
-            if (packing := piece.packing) is not None:
-                whole, offset = (*piece.shape[:-1], packing.whole), (*piece.offset[:-1], packing.first)
-                shape = (*piece.value.shape[:-1], packing.columns)
-                found[Box(f"model.{piece.name}", "", whole, offset, shape)] = Packed(piece.value.detach(), packing)
+            if (scheme := piece.scheme) is not None:
+                whole, offset = (*piece.shape[:-1], scheme.whole), (*piece.offset[:-1], scheme.first)
+                box = Box(f"model.{piece.name}", "", whole, offset, (*piece.value.shape[:-1], scheme.columns))
+                found[box] = QuantisedWeight(piece.value.detach(), scheme)
         return found
 
     def boxes(self, past: Past | None = None) -> dict[Box, Tensor]:

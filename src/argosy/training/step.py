@@ -174,7 +174,7 @@ class Step:
         with self._clock.time("forward"):
             for start in range(0, len(batch), model.microbatches_at_once):
                 some = batch[start : start + model.microbatches_at_once]
-                for micro, scores_BT2 in zip(some, model.answer_scores(some) or (), strict=False):
+                for micro, scores_BT2 in zip(some, model.score_batch(some) or (), strict=False):
                     assert micro.sequences is not None
                     is_other_BT = micro.sequences.kinds == MISMATCHED
                     ratios_BT = torch.where(is_other_BT, scores_BT2[..., 0] - micro.sequences.reference, 0.0)

@@ -184,7 +184,8 @@ class LayerModel(RankSizes):
         backward for one in forward, as pointwise operations about have."""
         work, tokens, tp = self.work, self.tokens, self.plans.tp
         flops = 2 * tokens * work.adapter_rank * (work.adapter_inputs + work.adapter_outputs) / tp
-        moved = tokens * (work.adapter_inputs + 3 * work.adapter_outputs + 2 * work.adapter_kept) / tp
+        cut = work.adapter_inputs + 3 * work.adapter_outputs + 2 * (work.adapter_kept + work.dropped_cut)
+        moved = tokens * (cut / tp + 2 * work.dropped_whole)
         moving = self._moving(moved)
         return replace(moving, pointwise=np.maximum(moving.pointwise, flops / self.matmul_flops_per_s))
 

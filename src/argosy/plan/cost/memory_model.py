@@ -237,7 +237,8 @@ class MemoryModel(RankSizes):
         hidden = (4 + system.kept_widths) * work.width / self.sequence_ranks + self._inputs
         elements = hidden + self._attention + self._feed_forward(work.ffn_matrices)
         masks = system.dropout * 2 * DROPOUT_BYTES * work.width / self.sequence_ranks
-        elements = elements - self._not_read + work.adapter_rank * work.adapters + work.adapter_kept / self.plans.tp
+        elements = elements - self._not_read + work.adapter_rank * work.adapters
+        elements = elements + (work.adapter_kept + work.dropped_cut) / self.plans.tp + work.dropped_whole
         return self.tokens * (elements * self.activation_bytes + masks + self._scores)
 
     @cached_property
@@ -309,7 +310,11 @@ class MemoryModel(RankSizes):
         matrix = work.width * np.maximum(dense / plans.tp, work.heads * work.value_width / plans.tp)
         between = self.tokens * self._delta_between * (work.delta_layers > 0)
         stack = work.quantised_experts * work.experts * work.width * work.expert_ffn_width / plans.ep / self.expert_tp
-        matrix = np.maximum(matrix * (self.activation_bytes + 4), stack * self.activation_bytes)
+        # Beside an adapter a matrix is neither cast nor has a gradient; DoRA takes its lengths in fp32.
+        as_held = self._has_adapter & (work.adapter_kept == 0) & (work.quantised_dense == 0)
+        as_held = as_held & ~plans.is_("precision", "fp16") & ~plans.shards_parameters
+        matrix = np.where(as_held, 0.0, matrix * (self.activation_bytes + 4))
+        matrix = np.maximum(matrix, stack * self.activation_bytes)
         return again + gradients + between + matrix
 
     def _received(self) -> Numbers:

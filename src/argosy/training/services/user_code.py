@@ -217,7 +217,7 @@ class UserView:
         quantised (`lora.base`)."""
         model = self._state.model
         pieces = (*model.pieces, *model.frozen)
-        return {piece.name: piece.value.detach() for piece in pieces if piece.packing is None}
+        return {piece.name: piece.value.detach() for piece in pieces if piece.scheme is None}
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the gradients of `weights()` where they are whole and not clipped, else nothing."""

@@ -1,4 +1,4 @@
-"""Packed matrices have the numbers of NF4 and of int8 in blocks, however they are cut, and backward keeps no others."""
+"""Quantised matrices have the numbers of NF4 and int8 in blocks, however they are cut; backward keeps no others."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.config.train import LoraConfig
-from argosy.models.packed import NF4, STEPS, Packed, Packing
+from argosy.models.quantised_weight import NF4, STEPS, QuantisationScheme, QuantisedWeight
 
 BASES = ("nf4", "int8")
 
 
-def packing(base: str, columns: int, first: int = 0, whole: int = 0, ranks: int = 1) -> Packing:
+def scheme(base: str, columns: int, first: int = 0, whole: int = 0, ranks: int = 1) -> QuantisationScheme:
     lora = LoraConfig.model_validate({"rank": 1, "base": base})
-    made = Packing(lora, columns, first, whole or columns, ranks)
+    made = QuantisationScheme(lora, columns, first, whole or columns, ranks)
     made.to(torch.device("cpu"))
     return made
 
@@ -39,54 +39,54 @@ def by_definition(numbers: Tensor, base: str) -> Tensor:
 @pytest.mark.parametrize("columns", [256, 100])
 def test_each_number_is_the_nearest(base: str, columns: int) -> None:
     numbers = drawn(40, columns)
-    how = packing(base, columns)
-    packed = how.pack(numbers)
-    assert packed.shape == (40, -(-columns // 64) * (36 if base == "nf4" else 68))
-    back = how.unpack(packed, torch.float32)
+    how = scheme(base, columns)
+    quantised = how.quantise(numbers)
+    assert quantised.shape == (40, -(-columns // 64) * (36 if base == "nf4" else 68))
+    back = how.dequantise(quantised, torch.float32)
     torch.testing.assert_close(back, by_definition(numbers, base), rtol=1e-6, atol=1e-7)
-    assert torch.equal(how.pack(back), packed)
-    assert not how.unpack(how.pack(torch.zeros(2, columns)), torch.float32).any()
+    assert torch.equal(how.quantise(back), quantised)
+    assert not how.dequantise(how.quantise(torch.zeros(2, columns)), torch.float32).any()
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_what_lies_between_is_small_on_a_cpu(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix of fp32 beside each packed one would take what packing saves."""
-    how, sizes = packing(base, 1024), list[int]()
+    """A matrix of fp32 beside each quantised one would take what quantising saves."""
+    how, sizes = scheme(base, 1024), list[int]()
     numbers_of = how._numbers
     monkeypatch.setattr(how, "_numbers", lambda rows: (sizes.append(rows.numel()), numbers_of(rows))[1])
-    packed = how.pack(drawn(2048, 1024))
-    whole = how.unpack(packed, torch.float32)
-    assert max(sizes) <= 2**18 < packed.numel() == sum(sizes)
-    assert torch.equal(whole, numbers_of(packed))
+    quantised = how.quantise(drawn(2048, 1024))
+    whole = how.dequantise(quantised, torch.float32)
+    assert max(sizes) <= 2**18 < quantised.numel() == sum(sizes)
+    assert torch.equal(whole, numbers_of(quantised))
 
 
 def test_codes_lie_as_those_of_bitsandbytes() -> None:
     # quantize_4bit(x, blocksize=64, quant_type="nf4") of these numbers: the first of two in the upper half.
     numbers = torch.tensor([-1.0, 1.0, 0.0, 0.5, -0.3, 0.09] + 58 * [0.0])[None] * 3
-    packed = packing("nf4", 64).pack(numbers)[0]
-    assert packed[:4].clone().view(torch.float32).item() == 3.0
-    assert packed[4:8].tolist() == [0x0F, 0x7C, 0x48, 0x77]
+    quantised = scheme("nf4", 64).quantise(numbers)[0]
+    assert quantised[:4].clone().view(torch.float32).item() == 3.0
+    assert quantised[4:8].tolist() == [0x0F, 0x7C, 0x48, 0x77]
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_parts_have_the_numbers_of_the_whole(base: str) -> None:
     numbers = drawn(8, 256)
-    whole = packing(base, 256).unpack(packing(base, 256).pack(numbers), torch.float32)
+    whole = scheme(base, 256).dequantise(scheme(base, 256).quantise(numbers), torch.float32)
     for first in (0, 128):
-        part = packing(base, 128, first, 256, ranks=2)
+        part = scheme(base, 128, first, 256, ranks=2)
         assert torch.equal(
-            part.unpack(part.pack(numbers[:, first : first + 128]), torch.float32), whole[:, first:][:, :128]
+            part.dequantise(part.quantise(numbers[:, first : first + 128]), torch.float32), whole[:, first:][:, :128]
         )
-    assert torch.equal(packing(base, 256).pack(numbers)[3:], packing(base, 256).pack(numbers[3:]))
-    read = Packed(torch.zeros_like(packing(base, 256).pack(numbers)), packing(base, 256))
+    assert torch.equal(scheme(base, 256).quantise(numbers)[3:], scheme(base, 256).quantise(numbers[3:]))
+    read = QuantisedWeight(torch.zeros_like(scheme(base, 256).quantise(numbers)), scheme(base, 256))
     read.read(lambda first, count: numbers[first : first + count])
     assert torch.equal(read.float(), whole)
 
 
 @pytest.mark.parametrize(("base", "compiled"), [("nf4", False), ("int8", False), ("nf4", True)])
 def test_backward_keeps_the_bytes_alone(base: str, compiled: bool) -> None:
-    numbers, how = drawn(48, 128), packing(base, 128)
-    weight = Packed(how.pack(numbers), how)
+    numbers, how = drawn(48, 128), scheme(base, 128)
+    weight = QuantisedWeight(how.quantise(numbers), how)
     inputs = drawn(5, 128).requires_grad_()
 
     def outputs(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ fp32, not quantised a second time: blocks of scales would cross rows.
 A row of a matrix is a row of bytes, its scales and then its codes. So whatever cuts rows, as ZeRO does, cuts bytes
 alike, and a matrix cut by rows or at multiples of 64 columns has the same numbers as the whole. It is plain PyTorch, so
 that it runs and compiles on any device, and torch's own tools see what it computes; bitsandbytes and torchao, which
-give the same codes, pack neither by rows nor for DTensors of every axis.
+give the same codes, quantise neither by rows nor for DTensors of every axis.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ NF4 = (
 STEPS = 127
 """int8's codes reach from -STEPS to STEPS."""
 AT_ONCE = {"cpu": 2**18}
-"""Bytes that are packed or unpacked at once, by device: what lies between stays in a core's caches, and is small beside
-the matrix."""
+"""Bytes that are computed at once, by device: what lies between stays in a core's caches, and is small beside the
+matrix."""
 ELSEWHERE_AT_ONCE = 2**22
 """On other devices, where each call takes time."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """Inputs and a weight -> outputs: `F.linear`, or of each expert its own rows."""
 
 
-class Packing:
-    """The way one matrix or a stack of matrices is packed: [..., rows, columns] as uint8 [..., rows, bytes]."""
+class QuantisationScheme:
+    """The way one matrix or a stack of matrices is quantised: [..., rows, columns] as uint8 [..., rows, bytes]."""
 
     def __init__(self, lora: LoraConfig, columns: int, first: int, whole: int, ranks: int = 1):
         """columns: those that this rank has, from the column `first` of the `whole`; ranks: those that share a row."""
@@ -55,7 +55,7 @@ class Packing:
         self.zero: Tensor | None = None
 
     def to(self, device: torch.device) -> None:
-        """Make on `device` what unpacking needs there."""
+        """Make on `device` what dequantising needs there."""
         if self.bits == 4:
             levels = torch.tensor(NF4, device=device)
             self.pairs = torch.stack((levels.repeat_interleave(16), levels.repeat(16)), 1)
@@ -66,19 +66,19 @@ class Packing:
         """Blocks of a row."""
         return self.row_bytes // (4 + BASE_BLOCK * self.bits // 8)
 
-    def pack(self, numbers: Tensor) -> Tensor:
-        """Return [..., rows, columns] packed, to the nearest; a block of zeros has zeros for its codes."""
+    def quantise(self, numbers: Tensor) -> Tensor:
+        """Return [..., rows, columns] quantised, to the nearest; a block of zeros has zeros for its codes."""
         rows = numbers.flatten(0, -2)
-        packed = torch.empty(len(rows), self.row_bytes, dtype=torch.uint8, device=numbers.device)
-        for start in range(0, len(rows), step := max(1, _at_once(rows) // self.row_bytes)):
+        quantised = torch.empty(len(rows), self.row_bytes, dtype=torch.uint8, device=numbers.device)
+        for start in range(0, len(rows), step := max(1, at_once(rows) // self.row_bytes)):
             some = F.pad(rows[start : start + step].float(), (0, self.blocks * BASE_BLOCK - self.columns))
             blocks = some.view(-1, self.blocks, BASE_BLOCK)
             scales = blocks.abs().amax(-1)
             unit = blocks / scales.where(scales > 0, 1.0).unsqueeze(-1)
-            into = packed[start : start + step]
+            into = quantised[start : start + step]
             into[:, : 4 * self.blocks] = scales.view(torch.uint8)
             into[:, 4 * self.blocks :] = self._codes(unit.flatten(1))
-        return packed.view(*numbers.shape[:-1], self.row_bytes)
+        return quantised.view(*numbers.shape[:-1], self.row_bytes)
 
     def _codes(self, unit: Tensor) -> Tensor:
         """Return the bytes of numbers between -1 and 1."""
@@ -89,16 +89,16 @@ class Packing:
         codes = torch.bucketize(unit, between, out_int32=True).to(torch.uint8)
         return codes[:, 0::2] << 4 | codes[:, 1::2]
 
-    def unpack(self, packed: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+    def dequantise(self, quantised: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
         """Return the numbers, [..., rows, columns], computed in fp32 and rounded to `dtype`; compiled, not before
         there is `after`."""
-        rows = packed.flatten(0, -2)
+        rows = quantised.flatten(0, -2)
         if torch.compiler.is_compiling():  # then it is one kernel, and nothing lies between
-            return self._numbers(rows, after).to(dtype).view(*packed.shape[:-1], self.columns)
-        numbers = torch.empty(len(rows), self.columns, dtype=dtype, device=packed.device)
-        for start in range(0, len(rows), step := max(1, _at_once(rows) // self.row_bytes)):
+            return self._numbers(rows, after).to(dtype).view(*quantised.shape[:-1], self.columns)
+        numbers = torch.empty(len(rows), self.columns, dtype=dtype, device=quantised.device)
+        for start in range(0, len(rows), step := max(1, at_once(rows) // self.row_bytes)):
             numbers[start : start + step] = self._numbers(rows[start : start + step])
-        return numbers.view(*packed.shape[:-1], self.columns)
+        return numbers.view(*quantised.shape[:-1], self.columns)
 
     def _numbers(self, rows: Tensor, after: Tensor | None = None) -> Tensor:
         """Return the numbers of rows [R, bytes], fp32 [R, columns]."""
@@ -115,53 +115,54 @@ class Packing:
         return (unit * scales.unsqueeze(-1)).flatten(1)[:, : self.columns]
 
 
-def _at_once(numbers: Tensor) -> int:
+def at_once(numbers: Tensor) -> int:
+    """Return how many bytes, or numbers, are computed at once on the device of these."""
     return AT_ONCE.get(numbers.device.type, ELSEWHERE_AT_ONCE)
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Packed numbers, and how they are packed: what stands for a weight where it is multiplied or filled."""
+class QuantisedWeight:
+    """Quantised numbers, and how they are quantised: what stands for a weight where it is multiplied or filled."""
 
     data: Tensor
-    packing: Packing
+    scheme: QuantisationScheme
 
     def float(self) -> Tensor:
         """Return the numbers, fp32."""
-        return self.packing.unpack(self.data, torch.float32)
+        return self.scheme.dequantise(self.data, torch.float32)
 
     def times(self, x: Tensor, product: Product) -> Tensor:
-        """Return product(x, weight) in the dtype of `x`. Autograd keeps the packed weight alone, and has no gradient
+        """Return product(x, weight) in the dtype of `x`. Autograd keeps the quantised weight alone, and has no gradient
         of it."""
-        y: Tensor = _Times.apply(x, self.data, self.packing, product)
+        y: Tensor = _Times.apply(x, self.data, self.scheme, product)
         return y
 
     def read(self, part: Callable[[int, int], Tensor]) -> None:
-        """Fill it: `part` gives so many rows (of a stack: matrices) from the first, which are packed one after the
+        """Fill it: `part` gives so many rows (of a stack: matrices) from the first, which are quantised one after the
         other."""
-        each = max(1, self.packing.columns * self.data[:1, ..., 0].numel())
-        for start in range(0, len(self.data), step := max(1, 4 * _at_once(self.data) // each)):
+        each = max(1, self.scheme.columns * self.data[:1, ..., 0].numel())
+        for start in range(0, len(self.data), step := max(1, 4 * at_once(self.data) // each)):
             count = min(step, len(self.data) - start)
             numbers = part(start, count).to(self.data.device)
-            self.data[start : start + count] = self.packing.pack(numbers)
+            self.data[start : start + count] = self.scheme.quantise(numbers)
 
 
 class _Times(torch.autograd.Function):
     """product(x, weight), where a product with the transposed weight gives the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, data: Tensor, packing: Packing, product: Product) -> Tensor:
+    def forward(ctx: Any, x: Tensor, data: Tensor, scheme: QuantisationScheme, product: Product) -> Tensor:
         ctx.save_for_backward(data)
-        ctx.packing, ctx.product = packing, product
-        return product(x, packing.unpack(data, x.dtype))
+        ctx.scheme, ctx.product = scheme, product
+        return product(x, scheme.dequantise(data, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (data,) = ctx.saved_tensors
         # Compiled, forward and backward are one graph: without `after` it would keep forward's numbers for backward.
-        return ctx.product(grad, ctx.packing.unpack(data, grad.dtype, after=grad).mT), None, None, None
+        return ctx.product(grad, ctx.scheme.dequantise(data, grad.dtype, after=grad).mT), None, None, None
 
 
-def multiply(x: Tensor, weight: Tensor | Packed, product: Product = F.linear) -> Tensor:
-    """Return product(x, weight), whether the weight is packed or not."""
-    return weight.times(x, product) if isinstance(weight, Packed) else product(x, weight)
+def multiply(x: Tensor, weight: Tensor | QuantisedWeight, product: Product = F.linear) -> Tensor:
+    """Return product(x, weight), whether the weight is quantised or not."""
+    return weight.times(x, product) if isinstance(weight, QuantisedWeight) else product(x, weight)
