@@ -147,7 +147,7 @@ def test_answers_with_weight_0_are_read_and_not_learned() -> None:
 
 def test_a_template_is_found_beside_the_tokenizer(tokenizer_json: Path, tmp_path: Path) -> None:
     (tmp_path / TOKENIZER).write_bytes(tokenizer_json.read_bytes())
-    with pytest.raises(UserError, match=r"has no chat template.*Give chat_template: a jinja file, or chatml"):
+    with pytest.raises(UserError, match=r"has no chat template.*Give `chat_template`: a jinja file, or chatml"):
         ChatTemplate.load(tmp_path)
     settings = {"chat_template": LLAMA_3, "bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))

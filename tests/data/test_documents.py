@@ -91,7 +91,7 @@ def test_broken_input_is_counted_by_kind(write: Any) -> None:
     ("name", "data", "message"),
     [
         ("a.txt", b"ab\xffc", r"a\.txt, byte 2: broken UTF-8"),
-        ("a.jsonl", b'{"text": "x"}\n{"text"', r"a\.jsonl, line 2 .*: broken JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"', r"a\.jsonl, line 2, column 8 .*: broken JSON"),
         ("a.jsonl", b'{"text": "x", "n": ' + b"9" * 5000 + b"}", r"a\.jsonl, line 1 .*4300 digits.*: broken JSON"),
         (
             "a.jsonl",

@@ -123,9 +123,39 @@ def test_bad_lines_are_counted_or_refused_with_their_place(config: PrepareConfig
     words = manifest.in_words()
     for said in ("broken JSON", "roles in a wrong order", "an empty answer", "a special token in a message"):
         assert f"1 conversation with {said} skipped" in words
+    chats = tmp_path / "chats.jsonl"
+    _, *places = words.splitlines()
+    assert f"  {chats}, line 11, column 43 (Unterminated string starting at): broken JSON" in places
+    assert f"  {chats}, line 31: messages[1] says nothing: empty answer" in places
+    assert [place for place in places if place.startswith(f"  {chats}, line 41: message 0 spells <|endoftext|>")]
+    assert len(places) == 4
     strict = config.model_copy(update={"out": tmp_path / "strict", "on_bad_input": "refuse"})
     with pytest.raises(UserError, match=r"chats\.jsonl, line 11.*broken JSON"):
         prepare(strict)
+
+
+def test_the_first_places_of_many_bad_lines_are_kept(config: PrepareConfig, tmp_path: Path) -> None:
+    lines = [json.dumps(chat(n)) if n % 20 else "{" for n in range(GOOD)]
+    (tmp_path / "chats.jsonl").write_text("\n\n".join(lines))
+    manifest = prepare(config)
+    assert manifest.skipped == {"broken JSON": GOOD // 20}
+    where = f"{tmp_path / 'chats.jsonl'}, line %d, column 2 (Expecting property name enclosed in double quotes)"
+    assert manifest.skipped_at == {"broken JSON": tuple(where % line for line in (1, 41, 81))}
+    assert prepare(config.model_copy(update={"out": tmp_path / "two", "processes": 2})) == manifest
+
+
+def test_nothing_left_is_told_by_its_reasons(config: PrepareConfig, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": []}\n')
+    with pytest.raises(
+        UserError, match=rf"^{chats}: no conversation is left .*first {chats}, line 1: .*Mend the first"
+    ):
+        prepare(config)
+    long = chat(1)["messages"]
+    long[1]["content"] = "word " * 200
+    chats.write_text(json.dumps({"messages": long}))
+    with pytest.raises(UserError, match=r"\(1 x longer than seq_len\)\. Raise seq_len = 96, or shorten them\.$"):
+        prepare(config)
 
 
 def test_long_conversations_end_after_an_earlier_answer(config: PrepareConfig, tmp_path: Path) -> None:

@@ -48,6 +48,18 @@ def test_each_number_is_the_nearest(base: str, columns: int) -> None:
     assert not how.dequantise(how.quantise(torch.zeros(2, columns)), torch.float32).any()
 
 
+@pytest.mark.parametrize("base", BASES)
+def test_what_lies_between_is_small_on_a_cpu(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix of fp32 beside each quantised one would take what quantising saves."""
+    how, sizes = scheme(base, 1024), list[int]()
+    numbers_of = how._numbers
+    monkeypatch.setattr(how, "_numbers", lambda rows: (sizes.append(rows.numel()), numbers_of(rows))[1])
+    quantised = how.quantise(drawn(2048, 1024))
+    whole = how.dequantise(quantised, torch.float32)
+    assert max(sizes) <= 2**18 < quantised.numel() == sum(sizes)
+    assert torch.equal(whole, numbers_of(quantised))
+
+
 def test_codes_lie_as_those_of_bitsandbytes() -> None:
     # quantize_4bit(x, blocksize=64, quant_type="nf4") of these numbers: the first of two in the upper half.
     numbers = torch.tensor([-1.0, 1.0, 0.0, 0.5, -0.3, 0.09] + 58 * [0.0])[None] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -9,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from argosy.models import hf
 from commands import Folder
+from tiny import decoder
 
 Refused = Callable[..., str]
 
@@ -101,6 +105,62 @@ def test_broken_records_are_skipped_and_counted_by_default(folder: Folder) -> No
     text = folder.argosy_here("prepare", "mixed.jsonl", "--out", "out", "--vocab-size", "300", "--json")
     assert '"skipped"' in text
     assert text.count("1") >= 2
+
+
+@pytest.fixture
+def base(folder: Folder) -> tuple[str, ...]:
+    """The options of a model to fine-tune: a Hugging Face folder, without a chat template."""
+    model = decoder()
+    hf.export_folder(model.config, model.state_dict(), folder.path / "hf", dtype=torch.float32)
+    shutil.copy(folder.corpus / "tokenizer.json", folder.path / "hf")
+    return ("train", "--model.weights", "hf", "--data.prepare.input", "chats.jsonl", "--lora.rank", "2")
+
+
+GOOD = {"prompt": "1?", "completion": "2", "chosen": "2", "rejected": "no"}
+TALK = [{"role": role, "content": f"the {role}"} for role in ("user", "assistant") * 2]
+HIDES = "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last else '' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("bad", "options", "said"),
+    [
+        ({"messages": TALK}, ("--data.prepare.chat-template", "hides.jinja"), ("line 31: the chat template writes",)),
+        ({"messages": TALK[1:]}, (), ("line 31: messages: message 0 is of the assistant", "roles in a wrong order")),
+        ({"prompt": "1?", "completion": " "}, (), ("line 31", "says nothing: empty answer")),
+        ({**GOOD, "rejected": "2"}, ("--train.objective", "dpo"), ("line 31", "equal sides")),
+        ("{", (), ("line 31, column 2", "broken JSON")),
+    ],
+    ids=["template", "roles", "empty", "equal", "broken"],
+)
+def test_a_bad_conversation_is_refused_by_its_line(
+    folder: Folder,
+    refused: Refused,
+    base: tuple[str, ...],
+    bad: object,
+    options: tuple[str, ...],
+    said: tuple[str, ...],
+) -> None:
+    lines = [json.dumps(GOOD)] * 30 + [bad if isinstance(bad, str) else json.dumps(bad)]
+    (folder.path / "chats.jsonl").write_text("\n".join(lines))
+    (folder.path / "hides.jinja").write_text(HIDES)
+    usual = ("--train.objective", "sft", "--data.prepare.chat-template", "chatml")
+    said = (f"argosy: {folder.path / 'chats.jsonl'}, ", *said, "leave such input out: --data.prepare.on-bad-input skip")
+    refused(*base, *usual, "--data.prepare.on-bad-input", "refuse", *options, said=said)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), ("hf: it has no chat template", "Give --data.prepare.chat-template: a jinja file, or chatml.")),
+        (("--data.prepare.chat-template", "chatml", "--lora.targets", "qq"), ('lora.targets: "qq" matches no linear',)),
+    ],
+    ids=["no template", "targets"],
+)
+def test_a_model_that_cannot_be_tuned_so_is_refused_before_data_are_prepared(
+    folder: Folder, refused: Refused, base: tuple[str, ...], options: tuple[str, ...], said: tuple[str, ...]
+) -> None:
+    (folder.path / "chats.jsonl").write_text(json.dumps(GOOD))
+    refused(*base, "--train.objective", "sft", *options, said=said)
 
 
 def test_a_parquet_file_without_the_column_is_refused_with_those_it_has(folder: Folder, refused: Refused) -> None:

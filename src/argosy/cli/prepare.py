@@ -18,7 +18,6 @@ Examples:
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 import warnings
@@ -30,7 +29,7 @@ import tyro
 
 from argosy.cli.documents import DryRun, show_dry_run, write
 from argosy.cli.options import parse_section
-from argosy.config.data import DataConfig, PrepareConfig
+from argosy.config.data import DataConfig, PrepareConfig, by_option
 from argosy.config.extend import ExtendConfig
 from argosy.config.launch import ClusterOptions, EngineName, LaunchOptions
 from argosy.config.layers import Setting, Source
@@ -84,18 +83,10 @@ def main(argv: list[str]) -> None:
     try:
         _prepare(options, config)
     except (UserError, DataError, RunFailed) as error:
-        raise type(error)(_by_option(str(error))) from None
+        raise type(error)(by_option(str(error))) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _by_option(text: str) -> str:
-    """Return the message with this command's options in place of the keys of a run file."""
-    keys = "|".join(PrepareConfig.model_fields)
-    text = re.sub(r"\binput = ", "", text)
-    text = re.sub(rf"\b({keys}) = ", lambda key: f"--{key[1].replace('_', '-')} ", text)
-    return re.sub(rf"`({keys})`", lambda key: f"--{key[1].replace('_', '-')}", text)
 
 
 def _prepare(options: Options, config: Positional) -> None:
@@ -139,7 +130,7 @@ def _prepare(options: Options, config: Positional) -> None:
         write("prepare", manifest)
         return
     if made_of := manifest.in_words():
-        print(f"{folder}: {made_of}")
+        print(printable(f"{folder}: {made_of}"))
     splits = ", ".join(f"{name} {_tokens(manifest.tokens(name))}" for name in manifest.splits)
     checked = "; every byte matches its checksum" if options.verify else ""
     print(f"{folder}: {splits}; vocabulary {manifest.vocab_size}{checked}")

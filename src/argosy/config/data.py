@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -184,6 +185,23 @@ def check_conversations(config: PrepareConfig) -> None:
         duplicates=config.filters.duplicates
     ):
         raise ValueError('filters judge text, not conversations; only filters.duplicates = "drop_exact" works on them')
+
+
+def by_option(text: str, of_run: bool = False) -> str:
+    """Return a message of `prepare` with options of the command line in place of its keys.
+
+    of_run: those of `argosy train`, not of `argosy prepare`.
+    """
+    places = {"seq_len": "data.seq_len", "objective": "train.objective"}
+
+    def option(key: str) -> str:
+        place = places.get(key, f"data.prepare.{key}") if of_run else key
+        return f"--{place.replace('_', '-')}"
+
+    keys = "|".join(PrepareConfig.model_fields)
+    text = re.sub(r"\binput = ", "", text)
+    text = re.sub(rf"(?<![\w.])({keys}) = ", lambda found: f"{option(found[1])} ", text)
+    return re.sub(rf"`({keys})`", lambda found: option(found[1]), text)
 
 
 class DataStage(Section):

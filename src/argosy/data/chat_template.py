@@ -70,12 +70,12 @@ class ChatTemplate:
     def __init__(self, text: str, special: dict[str, str], where: str):
         import jinja2
 
-        self._special, self._where = special, where
+        self._special = special
         self.text = text
         try:
             self._template = _environment().from_string(text)
         except jinja2.TemplateError as error:
-            raise UserError(f"{where}: not a chat template ({error}). Restore it, or give chat_template.") from None
+            raise UserError(f"{where}: not a chat template ({error}). Restore it, or give another.") from None
         self.marks_answers = "generation" in text and BEGIN in self._try_marks()
 
     def _try_marks(self) -> str:
@@ -101,11 +101,11 @@ class ChatTemplate:
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         found = _marked(marked) if self.marks_answers else self._by_prefixes(text, messages, tools, numbers)
         if len(found) != len(numbers):
-            raise BadRecord(NOT_FOUND, f"{self._where} marks {len(found)} answers, and there are {len(numbers)}")
+            raise BadRecord(NOT_FOUND, f"the chat template marks {len(found)} answers, and there are {len(numbers)}")
         for number, (begin, end) in zip(numbers, found, strict=True):
             said = messages[number]["content"].strip()
             if end <= begin or said not in text[begin:end]:
-                raise BadRecord(NOT_FOUND, f"{self._where} does not show where the answer in message {number} is")
+                raise BadRecord(NOT_FOUND, f"the chat template does not show where the answer in message {number} is")
         learned = [
             place
             for number, place in zip(numbers, found, strict=True)
@@ -126,8 +126,8 @@ class ChatTemplate:
             if not whole.startswith(prompt) or not text.startswith(whole):
                 raise BadRecord(
                     NOT_FOUND,
-                    f"{self._where} writes message {number} in another way when others follow; mark answers in it by "
-                    "{% generation %} ... {% endgeneration %}",
+                    f"the chat template writes message {number} in another way when others follow; mark answers in it "
+                    "by {% generation %} ... {% endgeneration %}",
                 )
             end = len(whole)
             said = whole[len(prompt) :]
@@ -149,10 +149,10 @@ class ChatTemplate:
                 messages=messages, tools=tools, documents=None, add_generation_prompt=opens_answer, **self._special
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
-            raise BadRecord(REFUSED, f"{self._where}: {error}") from None
+            raise BadRecord(REFUSED, f"the chat template: {error}") from None
 
     @classmethod
-    def load(cls, folder: Path, given: str = "", key: str = "chat_template") -> ChatTemplate:
+    def load(cls, folder: Path, given: str = "", key: str = "`chat_template`") -> ChatTemplate:
         """Load the template beside the tokenizer.json of `folder`, or the file or built-in one that `given` names.
 
         key: the setting that gives it, in messages.
@@ -177,7 +177,7 @@ class ChatTemplate:
             text = named.get("default")
         if not isinstance(text, str):
             raise UserError(
-                f"tokenizer = {folder}: it has no chat template ({TEMPLATE}, or chat_template in {SETTINGS}, beside "
+                f"{folder}: it has no chat template ({TEMPLATE}, or chat_template in {SETTINGS}, beside "
                 f"{TOKENIZER}). Give {key}: a jinja file, or {' or '.join(BUILT_IN)}."
             )
         return cls(text, special, str(beside / SETTINGS))

@@ -30,6 +30,9 @@ MOST_FILES = 1000
 """Files of a piece at most: even empty ones take time to open."""
 SPLITTABLE = (".jsonl", ".ndjson", ".parquet")
 """Kinds of files that a worker can read a part of, if they are not compressed as a whole."""
+PLACES_KEPT = 3
+"""Places of skipped input that are kept, of each kind."""
+MOST_PLACE_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -93,15 +96,26 @@ class Tally:
     text_bytes: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     """Input that is no text: kind -> count."""
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Kind -> file and line, or byte, of the first of them."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Text that a filter left out: why -> count."""
     truncated: int = 0
     """Conversations whose last turns were left out."""
 
+    def skip(self, bad: BadInput) -> None:
+        """Count input that is skipped."""
+        self.skipped[bad.kind] += 1
+        known = self.places.get(bad.kind, ())
+        if len(known) < PLACES_KEPT:
+            self.places[bad.kind] = (*known, bad.where[:MOST_PLACE_CHARS])
+
     def __add__(self, other: Tally) -> Tally:
+        kinds = self.places | other.places
         return Tally(
             self.text_bytes + other.text_bytes,
             self.skipped + other.skipped,
+            {kind: (*self.places.get(kind, ()), *other.places.get(kind, ()))[:PLACES_KEPT] for kind in kinds},
             self.dropped + other.dropped,
             self.truncated + other.truncated,
         )
@@ -154,8 +168,6 @@ class DocumentReader:
         """Files up to that document's; those after max_text_bytes are not read."""
         self.number = 0
         """Texts of the piece that were read, good or not."""
-        self.first_bad: BadInput | None = None
-        """The first input that was skipped; None if it was empty, or all was good."""
 
     def read(self, piece: InputPiece | None = None, start: int = 0) -> Iterator[Document]:
         """Yield the documents of a piece (all of the input if there is none), from number `start` on."""
@@ -180,8 +192,7 @@ class DocumentReader:
         if isinstance(found, BadInput):
             if self._on_bad_input == "refuse":
                 raise UserError(f"{found.where}: {found.kind}. Mend it, or leave such input out: on_bad_input = skip.")
-            self.tally.skipped[found.kind] += 1
-            self.first_bad = self.first_bad or found
+            self.tally.skip(found)
             return ""
         if not found.data:
             self.tally.skipped[EMPTY] += 1

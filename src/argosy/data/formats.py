@@ -33,6 +33,8 @@ CHUNK_BYTES = 2**20
 """Bytes that are read at once."""
 ROWS_AT_ONCE = 1024
 """Most rows of a Parquet file that are unpacked at once."""
+MOST_COUNTED_BYTES = 64 * 2**20
+"""Bytes before a part of a file in which lines are counted to say where something is wrong in the part."""
 MOST_TIMES_SMALLER = 100
 """Text is hardly ever compressed to less than a hundredth."""
 
@@ -162,12 +164,17 @@ def _read_jsonl(
     stream: BinaryIO, name: str, fields: Fields, most_bytes: int, within: Span
 ) -> Iterator[Text | BadInput]:
     without: int | None = 0 if within[0] == 0 else None  # records without the field, as long as there was no other
-    after = f" after byte {within[0]}" if within[0] else ""
+    before: int | None = 0 if within[0] == 0 else None  # lines before this part, once they are counted
     for number, raw in enumerate(_lines_within(stream, name, most_bytes, within), 1):
         line = raw.removeprefix(BOM_UTF8) if number == 1 and within[0] == 0 else raw
         if not line.strip():
             continue
-        found = _record_text(line, f"{name}, line {number}{after}", fields)
+        found = _record_text(line, fields)
+        if isinstance(found, BadInput):
+            if before is None and within[0] <= MOST_COUNTED_BYTES:
+                before = _lines_before(stream, within[0])
+            line_name = f"line {number} after byte {within[0]}" if before is None else f"line {before + number}"
+            found = BadInput(found.kind, f"{name}, {line_name}{found.where}")
         if without is not None:
             without = without + 1 if isinstance(found, BadInput) and found.kind == NO_FIELD else None
         if without == MOST_WITHOUT_FIELD and isinstance(found, BadInput):
@@ -175,6 +182,16 @@ def _read_jsonl(
                 f"{found.where}: {NO_FIELD}, nor in any record before. Set `field` to the one with the text"
             )
         yield found
+
+
+def _lines_before(stream: BinaryIO, end: int) -> int:
+    """Count the lines that begin before this byte."""
+    at, left, lines, last = stream.tell(), end, 0, b"\n"
+    stream.seek(0)
+    while left and (chunk := stream.read(min(left, CHUNK_BYTES))):
+        lines, left, last = lines + chunk.count(b"\n"), left - len(chunk), chunk[-1:]
+    stream.seek(at)
+    return lines + (last != b"\n")
 
 
 def _lines_within(stream: BinaryIO, name: str, most_bytes: int, within: Span) -> Iterator[bytes]:
@@ -210,21 +227,31 @@ def _lines(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes]:
         yield bytes(begun)
 
 
-def _record_text(line: bytes, where: str, fields: Fields) -> Text | BadInput:
+def _record_text(line: bytes, fields: Fields) -> Text | BadInput:
+    """Return the text of a record; what is bad is said as it goes on after the line's name."""
+    record = _parsed(line)
+    if isinstance(record, BadInput):
+        return record
+    if fields.document_of is not None:
+        return _document(record, "", fields.document_of)
+    if fields.text not in record:
+        return BadInput(NO_FIELD, f", field {fields.text!r} (the record has {_listed(record)})")
+    url = record.get(fields.url) if fields.url else None
+    return _field_text(record[fields.text], f", field {fields.text!r}", url if isinstance(url, str) else "")
+
+
+def _parsed(line: bytes) -> Record | BadInput:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return BadInput(BROKEN_UTF8, f"{where}, byte {error.start} of the line")
+        return BadInput(BROKEN_UTF8, f", byte {error.start} of the line")
+    except json.JSONDecodeError as error:
+        return BadInput(BROKEN_JSON, f", column {error.colno} ({error.msg})")
     except (ValueError, RecursionError) as error:  # Python reads no number of more than 4,300 digits
-        return BadInput(BROKEN_JSON, f"{where} ({error})")
+        return BadInput(BROKEN_JSON, f" ({error})")
     if not isinstance(record, dict):
-        return BadInput(NOT_TEXT, f"{where} (a {type(record).__name__}, not a record)")
-    if fields.document_of is not None:
-        return _document(record, where, fields.document_of)
-    if fields.text not in record:
-        return BadInput(NO_FIELD, f"{where}, field {fields.text!r} (the record has {_listed(record)})")
-    url = record.get(fields.url) if fields.url else None
-    return _field_text(record[fields.text], f"{where}, field {fields.text!r}", url if isinstance(url, str) else "")
+        return BadInput(NOT_TEXT, f" (a {type(record).__name__}, not a record)")
+    return record
 
 
 def _document(record: Record, where: str, document_of: Callable[[Record], str]) -> Text | BadInput:

@@ -117,6 +117,8 @@ class Manifest(_Record):
     """The options of `prepare` on which the result depends; empty for adopted shards."""
     skipped: dict[str, Count] = {}
     """Input that was skipped: kind -> count."""
+    skipped_at: dict[str, tuple[str, ...]] = {}
+    """Kind -> where the first of it is: file and line."""
     dropped: dict[str, Count] = {}
     """Documents that filters left out: why -> count."""
     files: Count | None = None
@@ -162,6 +164,7 @@ class Manifest(_Record):
     def in_words(self, option: str = "--extensions") -> str:
         """Return what was made of the input: documents, files that were left out, what was skipped; "" if unknown.
 
+        A line; more, indented, for places of what was skipped.
         option: the command's, that reads files of other extensions.
         """
         if self.files is None:
@@ -193,7 +196,8 @@ class Manifest(_Record):
                 kinds[why.partition(":")[0]] += count
             listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
             parts.append(f"{_plural(kinds.total(), what)} dropped: {listed}")
-        return "; ".join(parts)
+        places = [f"\n  {where}: {kind}" for kind, found in sorted(self.skipped_at.items()) for where in found]
+        return "; ".join(parts) + "".join(places)
 
     @property
     def identity(self) -> str:

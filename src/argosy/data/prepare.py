@@ -126,6 +126,7 @@ def prepare(
             dtype=job.dtype,
             options=options,
             skipped=dict(end.before.skipped),
+            skipped_at=end.before.places,
             dropped=dict(sorted(end.before.dropped.items())),
             files=end.files,
             files_after_limit=len(found.files) - end.files,
@@ -178,7 +179,7 @@ def _tokenize(
     """Write all documents to shards: workers make tokens of them, and this process puts those in order."""
     config, at = job.config, journal.next
     limit = config.max_text_bytes or sys.maxsize
-    tally, start, skip, files, first_bad = at.before, at.start, at.document, at.files, None
+    tally, start, skip, files = at.before, at.start, at.document, at.files
     waiting = deque[tuple[PrepareTask, int]]()  # results that are not in finished shards yet
     packer = partial(Packer, config.seq_len, filler) if config.has_conversations else lambda: None
     with Cutter(config.out, np.dtype(job.dtype), config.shard_tokens, journal, packer) as cutter:
@@ -189,12 +190,12 @@ def _tokenize(
             while waiting and (waiting[0][0].number, waiting[0][1]) < (journal.next.piece, journal.next.chunk):
                 stages.folder.drop(*waiting.popleft())
             meter.count(batch.after(skip))
-            first_bad, tally = first_bad or chunk.facts["first_bad"], tally + counts
+            tally = tally + counts
             start, skip = 0 if chunk.is_last else chunk.end, 0
             if tally.text_bytes >= limit:
                 break
         if not meter.progress.documents:
-            raise _no_text(config, tally, first_bad)
+            raise _no_text(config, tally)
         return cutter.finish(DocumentPosition(pieces, before=tally, files=files), config.validation_fraction > 0)
 
 
@@ -405,22 +406,21 @@ def _total_text_bytes(files: Sequence[InputFile], config: PrepareConfig) -> int 
     return min(sum(size or 0 for size in sizes), config.max_text_bytes or sys.maxsize)
 
 
-def _no_text(config: PrepareConfig, tally: Tally, first_bad: Sequence[str] | None) -> UserError:
+def _no_text(config: PrepareConfig, tally: Tally) -> UserError:
+    named = ", ".join(config.input)
     skipped = ", ".join(f"{count} x {kind}" for kind, count in tally.skipped.items())
-    if first_bad is not None:
-        skipped += f"; first {first_bad[1]}: {first_bad[0]}"
+    for kind, (first, *_) in list(tally.places.items())[:1]:
+        skipped += f"; first {first}: {kind}"
+    dropped = ", ".join(f"{count} x {why}" for why, count in tally.dropped.items())
     if config.has_conversations:
-        listed = [skipped] if skipped else []
-        listed += [f"{count} x {why}" for why, count in tally.dropped.items()]
-        return UserError(
-            f"input = {list(config.input)}: no conversation is left of it ({'; '.join(listed) or 'it is empty'}). Mend "
-            f"the first, or raise seq_len = {config.seq_len} if they are longer."
-        )
+        why = "; ".join(filter(None, (skipped, dropped))) or "it is empty"
+        remedy = " Mend the first." if skipped else ""
+        remedy += f" Raise seq_len = {config.seq_len}, or shorten them." if tally.dropped else ""
+        return UserError(f"{named}: no conversation is left of it ({why}).{remedy or ' Name another file.'}")
     if tally.dropped:
-        dropped = ", ".join(f"{count} x {why}" for why, count in tally.dropped.items())
-        return UserError(f"input = {list(config.input)}: all text was left out ({dropped}). Relax the filters.")
+        return UserError(f"{named}: all text was left out ({dropped}). Relax the filters.")
     return UserError(
-        f"input = {list(config.input)}: there is no text in it" + (f" (skipped: {skipped})" if skipped else "") + ". "
+        f"{named}: there is no text in it" + (f" (skipped: {skipped})" if skipped else "") + ". "
         "Name files with text in UTF-8, and in `field` the field or column that holds it."
     )
 

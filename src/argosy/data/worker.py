@@ -167,6 +167,7 @@ class Stages:
         tally = Tally(
             int(batch.text_bytes.sum()),
             Counter(chunk.facts["skipped"]),
+            {kind: tuple(places) for kind, places in chunk.facts["places"].items()},
             Counter(chunk.facts["dropped"]),
             chunk.facts.get("truncated", 0),
         )
@@ -251,12 +252,11 @@ class Stages:
             counts, self._encoder.counts = self._encoder.counts, Counter()
             tally.truncated = counts.pop(TRUNCATED, 0)
             tally.dropped += counts
-        bad = reader.first_bad
         return {
             "skipped": dict(tally.skipped),
+            "places": tally.places,
             "dropped": dict(tally.dropped),
             "truncated": tally.truncated,
-            "first_bad": bad and [bad.kind, bad.where],
         }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from argosy.checkpoint import store
-from argosy.config.data import PrepareConfig, row_kind
+from argosy.config.data import PrepareConfig, by_option, row_kind
 from argosy.config.optimizer import check_patterns
 from argosy.config.schema import RunConfig
 from argosy.config.train import check_targets
@@ -24,8 +24,9 @@ from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.stores.store import is_url, spelled, upload
 from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_of
-from argosy.errors import UserError, first_error
+from argosy.errors import DataError, RunFailed, UserError, first_error
 from argosy.observe.screen import Progress
+from argosy.observe.terminal import printable
 from argosy.plan.cost.estimate import GIB
 from argosy.plan.hardware.devices import is_path
 from argosy.plan.hardware.local_machine import cluster_of, host_memory_bytes, process_memory_bytes
@@ -44,6 +45,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
     run = _with_objective(run)
     _check_tokenizer_to_prepare(run)
+    check_parameters(run)
     run = _with_data(run, progress)
     data = open_data(run.data, run.seed, run.train.batches)
     _check_objective(run, data)
@@ -56,7 +58,6 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
-    check_parameters(run)
     if run.lora.rank:
         run = _beside_weights(run)
     return _with_length(run, data), data
@@ -137,7 +138,10 @@ def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
     def show(state: PrepareProgress) -> None:
         progress.note(str(state), last=state.stage == "done")
 
-    return prepare(run.data.prepare, show, run.extend)
+    try:
+        return prepare(run.data.prepare, show, run.extend)
+    except (UserError, DataError, RunFailed) as error:
+        raise type(error)(by_option(str(error), of_run=True)) from None
 
 
 def _with_objective(run: RunConfig) -> RunConfig:
@@ -212,7 +216,7 @@ def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
             upload(run.data.prepare.out, run.data.prepare.remote)
         if not is_prepared:
             progress.close()
-            progress.say(f"{run.data.prepare.out}: {manifest.in_words('--data.prepare.extensions')}")
+            progress.say(printable(f"{run.data.prepare.out}: {manifest.in_words('--data.prepare.extensions')}"))
     elif not run.data.sources:
         raise UserError(
             "there is no data to train on. Give data.sources (folders that `argosy prepare` wrote), or "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from argosy.models.quantised_weight import AT_ONCE
+from argosy.models.quantised_weight import at_once
 
 # B rows, T tokens, F features
 
@@ -92,7 +92,7 @@ def _dropped(x: Tensor, keys: Tensor, salt: int, first: int, share: float) -> Te
     if torch.compiler.is_compiling():  # then it is one kernel, and nothing lies between
         return torch.where(is_kept(keys, salt, features, share), x / (1 - share), 0)
     rows, keys, left = x.flatten(0, -2), keys.flatten(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    step = max(1, AT_ONCE // len(features))
+    step = max(1, at_once(x) // len(features))
     for some, theirs, into in zip(rows.split(step), keys.split(step), left.flatten(0, -2).split(step), strict=True):
         into.copy_(torch.where(is_kept(theirs, salt, features, share), some / (1 - share), 0))
     return left

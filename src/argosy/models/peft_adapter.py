@@ -289,7 +289,10 @@ def _take(
         rest = block.clone()
         rest[:, here] = 0
         if rest.any():
-            raise UserError(f"{file}: {module.name} has rank {rank}, not r = {lora.rank}, and is not block-diagonal.")
+            raise UserError(
+                f"{file}: {module.name} has rank {rank}, not r = {lora.rank}, and is not block-diagonal. Restore the "
+                f"{CONFIG} that was saved with it, or merge the adapter with PEFT."
+            )
         first += lora.rank
         prefix = adapter_of(name)
         adapter.setdefault(f"{prefix}.a", []).append(inner[here].float())

@@ -31,8 +31,11 @@ NF4 = (
 """The numbers of NF4 by their codes (Dettmers et al. 2023, appendix E)."""
 STEPS = 127
 """int8's codes reach from -STEPS to STEPS."""
-AT_ONCE = 2**22
-"""Numbers that are converted at once: what lies between is small beside the matrix, and stays in caches."""
+AT_ONCE = {"cpu": 2**18}
+"""Bytes that are computed at once, by device: what lies between stays in a core's caches, and is small beside the
+matrix."""
+ELSEWHERE_AT_ONCE = 2**22
+"""On other devices, where each call takes time."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """Inputs and a weight -> outputs: `F.linear`, or of each expert its own rows."""
 
@@ -67,7 +70,7 @@ class QuantisationScheme:
         """Return [..., rows, columns] quantised, to the nearest; a block of zeros has zeros for its codes."""
         rows = numbers.flatten(0, -2)
         quantised = torch.empty(len(rows), self.row_bytes, dtype=torch.uint8, device=numbers.device)
-        for start in range(0, len(rows), step := max(1, AT_ONCE // self.row_bytes)):
+        for start in range(0, len(rows), step := max(1, at_once(rows) // self.row_bytes)):
             some = F.pad(rows[start : start + step].float(), (0, self.blocks * BASE_BLOCK - self.columns))
             blocks = some.view(-1, self.blocks, BASE_BLOCK)
             scales = blocks.abs().amax(-1)
@@ -93,7 +96,7 @@ class QuantisationScheme:
         if torch.compiler.is_compiling():  # then it is one kernel, and nothing lies between
             return self._numbers(rows, after).to(dtype).view(*quantised.shape[:-1], self.columns)
         numbers = torch.empty(len(rows), self.columns, dtype=dtype, device=quantised.device)
-        for start in range(0, len(rows), step := max(1, AT_ONCE // self.row_bytes)):
+        for start in range(0, len(rows), step := max(1, at_once(rows) // self.row_bytes)):
             numbers[start : start + step] = self._numbers(rows[start : start + step])
         return numbers.view(*quantised.shape[:-1], self.columns)
 
@@ -110,6 +113,11 @@ class QuantisationScheme:
         else:
             unit = (codes.view(torch.int8) | zero).view(-1, self.blocks, BASE_BLOCK) / STEPS
         return (unit * scales.unsqueeze(-1)).flatten(1)[:, : self.columns]
+
+
+def at_once(numbers: Tensor) -> int:
+    """Return how many bytes, or numbers, are computed at once on the device of these."""
+    return AT_ONCE.get(numbers.device.type, ELSEWHERE_AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ class QuantisedWeight:
         """Fill it: `part` gives so many rows (of a stack: matrices) from the first, which are quantised one after the
         other."""
         each = max(1, self.scheme.columns * self.data[:1, ..., 0].numel())
-        for start in range(0, len(self.data), step := max(1, 4 * AT_ONCE // each)):
+        for start in range(0, len(self.data), step := max(1, 4 * at_once(self.data) // each)):
             count = min(step, len(self.data) - start)
             numbers = part(start, count).to(self.data.device)
             self.data[start : start + count] = self.scheme.quantise(numbers)
