@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.cli.documents import DryRun, show_dry_run, write
-from argosy.cli.options import parse_run
+from argosy.cli.options import ALL, parse_run
 from argosy.config.identity import check_repeatable
 from argosy.errors import UserError
 from argosy.extend.trust import check_approved
@@ -53,7 +53,7 @@ class Options:
 
 @lasting_output()
 def main(argv: list[str]) -> int:
-    options, run = parse_run(argv, "argosy chaos", Options, _about())
+    options, run = parse_run(argv, "argosy chaos", Options, _about(points=ALL in argv))
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
     check_repeatable(run, run.name)
@@ -83,13 +83,15 @@ def main(argv: list[str]) -> int:
     return 0 if report.is_passed else 1
 
 
-def _about() -> str:
-    """Return the description in --help: the kinds of faults, and the fault points, as the code has them."""
+def _about(points: bool) -> str:
+    """Return the description in --help: the kinds of faults, and with --help-all the fault points."""
     from argosy.chaos.campaign import KINDS
 
     kinds = "\n".join(f"  {name:<11}  {kind.about}" for name, kind in KINDS.items())
-    points = "\n".join(f"  {name:<11}  {where}" for name, where in POINTS.items())
-    return f"{__doc__}\nKinds of faults:\n{kinds}\n\nFault points of {VARIABLE}:\n{points}"
+    about = f"{__doc__}\nKinds of faults:\n{kinds}"
+    if not points:
+        return f"{about}\n\n--help-all lists the fault points of {VARIABLE} too."
+    return f"{about}\n\nFault points of {VARIABLE}:\n" + "\n".join(f"  {n:<11}  {where}" for n, where in POINTS.items())
 
 
 def _would(folder: Path, options: Options) -> DryRun:
