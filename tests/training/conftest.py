@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,16 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trainer(corpus: Path, tmp_path: Path) -> Callable[..., Trainer]:
+def trainer(corpus: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """Make a trainer of a single process, restored or initialized."""
+    opened = ExitStack()
 
     def make(plan: str = "", survivor: Survivor | None = None, **sections: dict[str, Any]) -> Trainer:
         run = run_config(corpus, **{"evaluate": {"every_steps": 0}, **sections})
         made = Trainer(run, eager(plan), World(), tmp_path, StopSignal(), survivor or Survivor(), UNREAD)
+        opened.enter_context(made)
         made.restore_or_initialize()
         return made
 
-    return make
+    with opened:
+        yield make

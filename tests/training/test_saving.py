@@ -111,7 +111,7 @@ def trainer(corpus: Path, tmp_path: Path) -> Iterator[Trainer]:
     heartbeat = Heartbeat(tmp_path)
     with ExitStack() as stack:
         stack.callback(heartbeat.close)
-        made = Trainer(run, EAGER, World(), tmp_path, StopSignal(), Survivor(), heartbeat)
+        made = stack.enter_context(Trainer(run, EAGER, World(), tmp_path, StopSignal(), Survivor(), heartbeat))
         stack.callback(made.agreement.saving.close)
         made.restore_or_initialize()
         yield made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from argosy.training.schedule import learning_rate_factor
 from argosy.training.state import Survivor
 from argosy.training.step import Requests, StepOutcome
 from argosy.training.trainer import Trainer
+from waiting import wait_until
 
 GOOD = StepOutcome(loss=3.0, gradient_norm=1.0, replicas_differ=False, requests=Requests(), loads=None)
 
@@ -63,6 +65,13 @@ def test_a_run_that_is_asked_to_stop_saves_once_and_at_its_end(trainer, tmp_path
     assert not made.finish()
     saves = [event for event in read_lines(tmp_path / "events" / "rank-0.jsonl") if event["event"] == "save"]
     assert [event["step"] for event in saves] == [1]
+
+
+def test_a_trainer_that_fails_says_no_longer_what_it_does(trainer):
+    with pytest.raises(RuntimeError, match="peer"), trainer():
+        assert any(thread.name == "argosy-progress" for thread in threading.enumerate())
+        raise RuntimeError("Connection closed by peer")
+    wait_until(lambda: all(thread.name != "argosy-progress" for thread in threading.enumerate()))
 
 
 def test_a_trainer_that_fails_ends_its_writer_and_hands_its_counts_to_the_next(trainer):

@@ -64,6 +64,7 @@ class Trainer:
             service.abandon()
         self.parts.meter.close()
         self.agreement.close()
+        self.parts.show("")
         if kind is not None:
             self.agreement.saving.abandon()
 
