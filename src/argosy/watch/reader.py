@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -280,6 +280,13 @@ class RunReader(RunFiles):
         self._scores = LineFollower.near_end(folder / "scores.jsonl")
         self.scores: list[Record] = []
         """Lines of scores.jsonl, of `argosy evaluate --tasks`: step, time_s, tasks."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Return the reader of a run's folder, refreshed. Raises: as the constructor."""
+        reader = cls(folder)
+        reader.refresh()
+        return reader
 
     @property
     def steps(self) -> Columns:

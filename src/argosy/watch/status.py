@@ -399,9 +399,7 @@ def ending_in_words(run_dir: Path, report: Report) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ArgosyWarning)  # this command has shown them
-            reader = RunReader(run_dir)
-            reader.refresh()
-            status = status_of(reader)
+            status = status_of(RunReader.read(run_dir))
         what_next = ("next:", f"  {status.next.command}")
         head = [line for line in in_text(status) if not line.startswith(what_next)]
     except Exception as problem:  # whatever the folder holds: the run is done, and its report is what counts
