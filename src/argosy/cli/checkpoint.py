@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -28,17 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from argosy.cli.documents import DryRun, Written, show_dry_run, write
-from argosy.cli.options import (
-    ALL,
-    SHORT,
-    PrintJson,
-    RunPath,
-    TrustCode,
-    fitted,
-    must_be_folder,
-    must_be_folder_or_url,
-    parse,
-)
+from argosy.cli.options import PrintJson, RunPath, TrustCode, act, must_be_folder, must_be_folder_or_url, parse
 from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.screen import Progress
@@ -178,7 +168,7 @@ class Importing:
 
 
 def main(argv: list[str]) -> int:
-    actions: dict[str, Callable[[list[str]], int]] = {
+    actions = {
         "list": _list,
         "verify": _verify,
         "prune": _prune,
@@ -186,12 +176,7 @@ def main(argv: list[str]) -> int:
         "import": _import,
         "merge": _merge,
     }
-    if not argv or argv[0] in (*SHORT, ALL):
-        print(f"usage: argosy checkpoint {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")
-        return 0
-    if argv[0] not in actions:
-        raise UserError(f"checkpoint {argv[0]}: there is no such action. Try: {', '.join(actions)}.")
-    return actions[argv[0]](argv[1:])
+    return act("checkpoint", actions, argv)
 
 
 def _list(argv: list[str]) -> int:
@@ -420,7 +405,8 @@ def _import(argv: list[str]) -> int:
 def _would_write(options: Exporting | Merging | Importing) -> int:
     """Show what would be written. Raises: UserError if there is no checkpoint to write from, or `out` exists."""
     from argosy.checkpoint.store import find
-    from argosy.inference.huggingface import check_format, refuse_existing
+    from argosy.data.stores.model_folder import refuse_existing
+    from argosy.inference.huggingface import check_format
 
     if isinstance(options, Exporting):
         check_format(options.format, options.dtype, options.type)

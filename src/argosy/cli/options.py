@@ -142,29 +142,11 @@ TrustCode = Annotated[bool, Doc(
 )]  # fmt: skip
 PrintJson = Annotated[bool, Doc("Print JSON.")]
 
-ESSENTIAL: tuple[Key, ...] = tuple(
-    map(
-        key_of,
-        (
-            "name",
-            "model.preset",
-            "model.weights",
-            "data.prepare.input",
-            "data.sources",
-            "data.seq_len",
-            "train.global_batch",
-            "train.steps",
-            "train.minutes",
-            "train.epochs",
-            "optimizer.lr",
-            "evaluate.every_steps",
-            "checkpoint.every_steps",
-            "plan",
-            "launch.processes",
-            "seed",
-        ),
-    )
-)
+ESSENTIAL: tuple[Key, ...] = tuple(map(key_of, (
+    "name", "model.preset", "model.weights", "data.prepare.input", "data.sources", "data.seq_len",
+    "train.global_batch", "train.steps", "train.minutes", "train.epochs", "optimizer.lr", "evaluate.every_steps",
+    "checkpoint.every_steps", "plan", "launch.processes", "seed",
+)))  # fmt: skip
 """In the order of --help. Their meanings begin with the words that people search for (`config.schema`)."""
 
 
@@ -225,6 +207,17 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
     found, unknown = described(form, prog, about or _description(options), argv)
     _refuse(unknown, prog, options, Section)
     return found
+
+
+def act(command: str, actions: Mapping[str, Callable[[list[str]], int | None]], argv: list[str]) -> int:
+    """Run the action of a command that its first word names; without one, print them all. Raises: UserError."""
+    if not argv or argv[0] in (*SHORT, ALL):
+        about = sys.modules[f"argosy.cli.{command}"].__doc__ or ""
+        print(f"usage: argosy {command} {{{','.join(actions)}}} ...\n\n{fitted(about)}")
+        return 0
+    if argv[0] not in actions:
+        raise UserError(f"{command} {argv[0]}: there is no such action. Try: {', '.join(actions)}.")
+    return actions[argv[0]](argv[1:]) or 0
 
 
 def _helped(argv: list[str]) -> list[str]:

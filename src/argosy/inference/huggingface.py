@@ -24,6 +24,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.data.manifest import TOKENIZER
+from argosy.data.stores.model_folder import refuse_existing
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import StorageError, UserError
@@ -116,12 +117,6 @@ def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
     refuse_existing(run_dir)
     run, weights, tokenizer = run_of_folder(folder)
     write_run(run, weights, run_dir, tokenizer, usage_of(folder))
-
-
-def refuse_existing(folder: Path) -> None:
-    """Raise UserError if a folder that is to be written exists."""
-    if folder.exists():
-        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
 
 
 def write_run(
