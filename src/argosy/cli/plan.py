@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from argosy.cli.documents import write
+from argosy.cli.documents import write, write_text
 from argosy.cli.options import parse
-from argosy.cli.plan_jobs import refuse_other_options, schedule_jobs, write_text
+from argosy.cli.plan_jobs import refuse_other_options, schedule_jobs
 from argosy.config.load import load
 from argosy.config.section import Count, WholeCount
 from argosy.errors import UserError
