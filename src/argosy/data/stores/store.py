@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from argosy.credentials import REMEDY, has_credentials
 from argosy.data.manifest import NAME as MANIFEST
-from argosy.data.manifest import TOKENIZER, Manifest
+from argosy.data.manifest import SHARD_FILES, TOKENIZER, Manifest
 from argosy.errors import ArgosyError, RunFailed, UserError, missing_extra
 
 SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
@@ -292,9 +292,7 @@ def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda d
         raise UserError(f"{NAMED}{store.url}: holds other prepared data. Name another folder, or delete what is there.")
     names = [TOKENIZER]
     for shard in (shard for shards in manifest.splits.values() for shard in shards):
-        names += [
-            shard.name + suffix for suffix in (".bin", ".idx", ".crc32") if (folder / (shard.name + suffix)).exists()
-        ]
+        names += [shard.name + suffix for suffix in SHARD_FILES if (folder / (shard.name + suffix)).exists()]
     identity = [store.url, manifest.identity]
     copied = _journal(folder, identity)
     with ThreadPoolExecutor(AT_ONCE) as pool, (folder / JOURNAL).open("a") as journal:
