@@ -34,7 +34,7 @@ from argosy.models import hf
 from argosy.models.compressed import COMPRESSIONS
 from argosy.models.gguf_file import GgufType, export_gguf
 from argosy.models.lazy_weights import LazyWeights
-from argosy.models.own_family import load_family
+from argosy.models.user_code import load_family
 from argosy.observe.events import from_the_end
 from argosy.observe.panel import duration
 from argosy.observe.report import Report
