@@ -200,17 +200,9 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def commit_folder(partial: Path, folder: Path) -> None:
-    """Give the folder `partial`, with all its files on the disk, its name: even a power cut leaves all or nothing."""
-    for path in [*partial.rglob("*"), partial]:
-        sync_folder(path)
-    partial.rename(folder)
-    sync_folder(folder.absolute().parent)
-
-
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder of what the block writes into the one that it is given: whole, or after an error not at all.
+    """Make a folder of what the block writes into the one that it is given; even a power cut leaves all or nothing.
 
     Raises: StorageError if it cannot be written.
     """
@@ -219,7 +211,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     try:
         make_folder(partial)
         yield partial
-        commit_folder(partial, folder)
+        for path in [*partial.rglob("*"), partial]:
+            sync_folder(path)
+        partial.rename(folder)
+        sync_folder(folder.absolute().parent)
     except OSError as problem:
         raise StorageError(
             f"{folder} could not be written ({problem}). Free some space or get the right to write there, or choose "
