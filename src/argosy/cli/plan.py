@@ -170,8 +170,8 @@ def _answer(options: Options) -> None:
     if options.serve:
         from argosy.plan.report.serving_report import in_words, serving_report
 
-        found = serving_report(request, _serving_question(options))
-        answer(options.json, "plan-serve", in_words(found), found)
+        served = serving_report(request, _serving_question(options))
+        answer(options.json, "plan-serve", in_words(served), served)
         return
     slurm = _slurm_topology(request, options)
     found = plan_report(request)
