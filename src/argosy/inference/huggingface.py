@@ -24,6 +24,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.data.manifest import TOKENIZER
+from argosy.data.stores.model_folder import refuse_existing
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import StorageError, UserError
@@ -33,7 +34,7 @@ from argosy.models import hf
 from argosy.models.compressed import COMPRESSIONS
 from argosy.models.gguf_file import GgufType, export_gguf
 from argosy.models.lazy_weights import LazyWeights
-from argosy.models.own_family import load_family
+from argosy.models.user_code import load_family
 from argosy.observe.events import from_the_end
 from argosy.observe.panel import duration
 from argosy.observe.report import Report
@@ -116,12 +117,6 @@ def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
     refuse_existing(run_dir)
     run, weights, tokenizer = run_of_folder(folder)
     write_run(run, weights, run_dir, tokenizer, usage_of(folder))
-
-
-def refuse_existing(folder: Path) -> None:
-    """Raise UserError if a folder that is to be written exists."""
-    if folder.exists():
-        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
 
 
 def write_run(

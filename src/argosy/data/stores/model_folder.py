@@ -199,10 +199,8 @@ class Destination(Protocol):
 
 
 @contextmanager
-def new_folder(place: str | Path, last: Sequence[str] = ()) -> Iterator[Destination]:
+def new_folder(place: str | Path) -> Iterator[Destination]:
     """Make a folder, here or in a store, out of the files that the block writes; after an error nothing is left.
-
-    last: of files in a store, those without which nobody takes the folder for one. They are to be written last.
 
     Raises: UserError if it exists already, or cannot be a folder; StorageError if it cannot be written.
     """
@@ -213,6 +211,12 @@ def new_folder(place: str | Path, last: Sequence[str] = ()) -> Iterator[Destinat
     make = _new_in_store(str(place)) if is_url(place) else _new_here(Path(place))
     with make as destination:
         yield destination
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise UserError if a folder that is to be written exists."""
+    if folder.exists():
+        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
 
 
 class _Here:
@@ -228,8 +232,7 @@ class _Here:
 
 @contextmanager
 def _new_here(folder: Path) -> Iterator[_Here]:
-    if folder.exists():
-        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
+    refuse_existing(folder)
     partial = folder.absolute().with_name(f".{folder.name}.partial")  # a sibling: the rename stays on one file system
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -272,10 +275,10 @@ def _new_in_store(url: str) -> Iterator[_InStore]:
         raise
 
 
-def read_beside(place: str | Path, names: Sequence[str], most_bytes: int, named: str = "") -> dict[str, bytes]:
+def read_beside(place: str | Path, names: Sequence[str], most_bytes: int) -> dict[str, bytes]:
     """Return those of `names` that are files of the folder at `place`, as they are. Raises: UserError, OSError."""
     if not is_url(place):
         folder = Path(place)
         return {name: read_at_most(folder / name, most_bytes) for name in names if (folder / name).is_file()}
-    there = model_folder(place, named)
+    there = model_folder(place)
     return {name: there.content(name, most_bytes) for name in names if there.size(name) is not None}
