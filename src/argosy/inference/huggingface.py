@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,8 +26,8 @@ from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import refuse_existing
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
-from argosy.errors import StorageError, UserError
-from argosy.files import commit_folder, make_folder, read_at_most
+from argosy.errors import UserError
+from argosy.files import read_at_most, whole_folder
 from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import hf
 from argosy.models.compressed import COMPRESSIONS
@@ -131,10 +130,7 @@ def write_run(
 
     Raises: StorageError if it cannot be written.
     """
-    partial = run_dir.absolute().with_name(f".{run_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        make_folder(partial)
+    with whole_folder(run_dir) as partial:
         save_run(run, partial / "run.toml")
         if tokenizer is not None:
             (partial / TOKENIZER).write_bytes(tokenizer)
@@ -151,14 +147,6 @@ def write_run(
             files={},
         )
         write_weights(partial, manifest, weights)
-        commit_folder(partial, run_dir)
-    except OSError as problem:
-        raise StorageError(
-            f"{run_dir} could not be written ({problem}). Free some space or get the right to write there, or choose "
-            "another folder."
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 HUB, HUB_DATA = "hf://", "hf://datasets/"
