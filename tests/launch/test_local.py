@@ -56,7 +56,7 @@ def the_worker_killed_after(steps: int, run_dir: Path) -> Iterator[None]:
     """Meanwhile, kill the first worker once `steps` are done."""
 
     def kill() -> None:
-        wait_until(lambda: steps_done(run_dir) >= steps, 60)
+        wait_until(lambda: steps_done(run_dir) >= steps)
         os.kill(events(run_dir, "worker_started")[0]["pid"], signal.SIGKILL)
 
     killer = Thread(target=kill, daemon=True)
