@@ -13,7 +13,8 @@ from argosy.errors import UserError
 from argosy.models.hf import export_folder
 from argosy.models.own_family import load_family
 from argosy.parallel.world import World
-from argosy.plan.workload import Workload, parameters
+from argosy.plan.parameters import parameters
+from argosy.plan.workload import Workload
 from tiny import decoder, eager, losses, run_config, train_in
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "extend" / "families.py"

@@ -31,7 +31,7 @@ from argosy.errors import UserError
 from argosy.files import atomic_write
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import FORMATS, DataSheet, find_device
-from argosy.plan.workload import parameters
+from argosy.plan.parameters import parameters
 
 LAPTOP_VOCABULARY = 4096
 

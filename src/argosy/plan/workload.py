@@ -7,7 +7,7 @@ All fields are plain numbers, or tuples of them, so that many jobs can be stacke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,12 +15,9 @@ from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds, mean_sizes
 from argosy.plan.parameters import (
-    Parameter,
     Stage,
     Table,
     adapter_of,
-    block_table,
-    parameter_table,
     quantised_shares,
     reached_layers,
     run_table,
@@ -417,20 +414,6 @@ def matmul_parameters(model: ModelConfig) -> int:
     return int(Workload.of_model(model, seq_len=1, global_batch=1).matmul_parameters)
 
 
-def parameters(model: ModelConfig) -> int:
-    return sum(times * math.prod(parameter.shape) for parameter, times in _parameters(model))
-
-
-def active_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters without the routed experts that one token does not go to."""
-    idle = sum(
-        times * math.prod(parameter.shape[1:]) * (model.moe.experts - model.moe.experts_per_token)
-        for parameter, times in _parameters(model)
-        if parameter.is_expert
-    )
-    return parameters(model) - idle
-
-
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Return the model FLOPs of forward and backward per token: 6 N + 6 L s a d (the causal half counted).
 
@@ -441,10 +424,3 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     so that runs compare. Balance losses, dropped tokens and padding are not counted either.
     """
     return float(Workload.of_model(model, seq_len, global_batch=1).train_flops_per_token)
-
-
-def _parameters(model: ModelConfig) -> Iterator[tuple[Parameter, int]]:
-    """Each parameter outside blocks, and those of one block of each kind with the number of such blocks."""
-    yield from ((parameter, 1) for parameter in parameter_table(model, Stage(layers=())).values())
-    for layers in layer_kinds(model).values():
-        yield from ((parameter, len(layers)) for parameter in block_table(model, layers[0]).values())
