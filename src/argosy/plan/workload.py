@@ -15,6 +15,7 @@ from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds, mean_sizes
 from argosy.plan.parameters import (
+    NORMS,
     Stage,
     Table,
     adapter_of,
@@ -68,6 +69,16 @@ class Workload:
     kv_groups: tuple[tuple[Numbers, Numbers, Numbers], ...] = ()
     """Groups of layers that differ in key/value heads: their number of heads, and the share of all keys and values, and
     of those that a cache holds, that such layers have. All others have `kv_heads`."""
+    norms: Numbers = 2
+    """Norms of a layer over the model's width."""
+    streams: Numbers = 2
+    """Hidden states that a layer's matrices read: 1 if attention and feed-forward read the same."""
+    normed: Numbers = 0
+    """Numbers of a token's queries, keys, values or latents that go through a norm; the mean over layers."""
+    scaled_norms: Numbers = 1
+    """Share of the norms that keep their results for the gradients of their factors: RMSNorms that are trained."""
+    ffn_results: Numbers = 4
+    """Results of a feed-forward, as wide as its inside, that eager autograd keeps."""
     unprojected: Numbers = 0
     """Numbers of a layer's values that no projection computes, since they are its keys; the mean over layers."""
     gates: Numbers = 0
@@ -143,6 +154,7 @@ class Workload:
         table = run_table(run)
         matrices = {n: p for n, p in table.items() if n.startswith("blocks.") and len(p.shape) > 1 and not p.is_adapter}
         dense, experts = ({n: p for n, p in matrices.items() if p.is_expert == of} for of in (False, True))
+        norms = {name: p for name, p in table.items() if name.startswith("blocks.") and name.endswith("norm.weight")}
         head = "score" if run.model.score else "embedding" if run.model.tie_embeddings else "head"
         return replace(
             whole,
@@ -153,6 +165,7 @@ class Workload:
             read_experts=_share(experts, lambda name: _is_read(name, table, run)),
             trained_embedding=table["embedding.weight"].is_trained,
             trained_head=table[f"{head}.weight"].is_trained,
+            scaled_norms=whole.scaled_norms * _share(norms, lambda name: table[name].is_trained),
             reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.all_layers,
         )
 
@@ -168,6 +181,10 @@ class Workload:
             layers=model.all_layers,
             width=model.width,
             ffn_matrices=3 if model.ffn_gate else 2,
+            norms=len(NORMS[model.norms.place]),
+            streams=1 if model.norms.place == "parallel" else 2,
+            scaled_norms=float(model.norms.kind == "rms"),
+            ffn_results=(7 if model.ffn_limit else 4) if model.ffn_gate else 2,
             vocab_size=model.vocab_size,
             tied=float(model.tie_embeddings or model.score),
             scored=float(model.score),

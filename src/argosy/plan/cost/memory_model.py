@@ -35,9 +35,6 @@ LOSS_CHUNK_LOGITS = 8 * 2**20
 """Logits that exist at once if the loss is computed in chunks (`models.loss`)."""
 LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 22
 """Bytes of each: once in the arithmetic's format, twice in fp32, and its gradient; eager, also what lies between."""
-EAGER_WIDTHS, EAGER_FFN, FROZEN_NORM_WIDTHS = 6, 1, 5
-"""Widths that eager blocks keep more: fp32 inputs and results of norms; the activation of the gate. Beside an adapter
-norms are frozen, and nothing reads their results."""
 KEPT_FLOPS_PER_BYTE = 8
 """As `parallel.recompute`: selective recompute keeps results that cost more to compute again, an adapter's too."""
 DROPOUT_BYTES = 1
@@ -225,11 +222,28 @@ class MemoryModel(RankSizes):
     @cached_property
     def _of_layer(self) -> Numbers:
         """Bytes that one layer keeps of one microbatch without recompute; the mean over layers."""
-        work, system = self.work, self.system
-        widths = EAGER_WIDTHS - FROZEN_NORM_WIDTHS * self._has_adapter - system.kept_widths
-        wider = np.where(self.eager, widths, 0) * work.width / self.sequence_ranks
-        ffn = self._feed_forward(work.ffn_matrices + EAGER_FFN * self.eager) - self._feed_forward(work.ffn_matrices)
-        return self._fused_layer + self.tokens * (wider + ffn) * self.activation_bytes + self._casts
+        return self._fused_layer + np.where(self.eager, self.tokens * self._unfused, 0.0) + self._casts
+
+    @cached_property
+    def _unfused(self) -> Numbers:
+        """Bytes for a token that an eager layer keeps beside those of a compiled one.
+
+        A norm keeps its input in fp32, and its result before the factor for the gradient of that; neither what compiled
+        code keeps of both norms nor a second input of matrices where one serves both. A gate keeps its activation. A
+        router reads its input in fp32. Where heads are filled up to one width, scores read them so, and what follows a
+        copy of the results as they were.
+        """
+        plans, work = self.plans, self.work
+        width, element = work.width / self.sequence_ranks, self.activation_bytes
+        norms = 4 * (1 + work.scaled_norms) * (work.norms * width + work.normed / plans.tp)
+        ffn = self._feed_forward(work.ffn_results) - self._feed_forward(work.ffn_matrices)
+        once = (2 - work.streams) * (width + self._inputs / 2)
+        fused = (2 + self.system.kept_widths) * width + once
+        heads = (work.heads + work.kv_heads) * (2 * work.core_width - work.key_width - work.value_width)
+        cut = work.heads * work.value_width * ((work.core_width > work.value_width) | (np.asarray(work.gates) > 0))
+        attention = (1 - work.delta_share) * (heads + cut) / plans.tp
+        router = 4 * width * (work.trained_dense > 0) * work.moe_layers / work.layers
+        return norms + router + (ffn + attention - fused) * element
 
     @cached_property
     def _fused_layer(self) -> Numbers:
