@@ -75,8 +75,10 @@ class Workload:
     """Hidden states that a layer's matrices read: 1 if attention and feed-forward read the same."""
     normed: Numbers = 0
     """Numbers of a token's queries, keys, values or latents that go through a norm; the mean over layers."""
-    scaled_norms: Numbers = 1
-    """Share of the norms that keep their results for the gradients of their factors: RMSNorms that are trained."""
+    rms_norms: Numbers = 1
+    """1: norms are RMSNorms; 0: LayerNorms."""
+    trained_norms: Numbers = 1
+    """Share of the layers' norms that is trained."""
     ffn_results: Numbers = 4
     """Results of a feed-forward, as wide as its inside, that eager autograd keeps."""
     unprojected: Numbers = 0
@@ -165,7 +167,7 @@ class Workload:
             read_experts=_share(experts, lambda name: _is_read(name, table, run)),
             trained_embedding=table["embedding.weight"].is_trained,
             trained_head=table[f"{head}.weight"].is_trained,
-            scaled_norms=whole.scaled_norms * _share(norms, lambda name: table[name].is_trained),
+            trained_norms=_share(norms, lambda name: table[name].is_trained),
             reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.all_layers,
         )
 
@@ -183,7 +185,7 @@ class Workload:
             ffn_matrices=3 if model.ffn_gate else 2,
             norms=len(NORMS[model.norms.place]),
             streams=1 if model.norms.place == "parallel" else 2,
-            scaled_norms=float(model.norms.kind == "rms"),
+            rms_norms=float(model.norms.kind == "rms"),
             ffn_results=(7 if model.ffn_limit else 4) if model.ffn_gate else 2,
             vocab_size=model.vocab_size,
             tied=float(model.tie_embeddings or model.score),
@@ -224,6 +226,11 @@ class Workload:
         groups.append((self.kv_heads, 1 - sum(share for _, share in groups)))
         copies = sum(share * ((tp > heads) * (tp / heads - 1) + 1) for heads, share in groups)
         return self.kv_heads / tp * copies
+
+    @property
+    def scaled_norms(self) -> Numbers:
+        """Share of the norms that keep their results before the factors, for the gradients of these: RMSNorms do."""
+        return self.rms_norms * self.trained_norms
 
     @property
     def delta_share(self) -> Numbers:

@@ -16,8 +16,10 @@ has most microbatches in flight, the other has the logits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +35,7 @@ from argosy.plan.workload import Numbers, Workload
 
 LOSS_CHUNK_LOGITS = 8 * 2**20
 """Logits that exist at once if the loss is computed in chunks (`models.loss`)."""
-LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 22
+LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 21
 """Bytes of each: once in the arithmetic's format, twice in fp32, and its gradient; eager, also what lies between."""
 KEPT_FLOPS_PER_BYTE = 8
 """As `parallel.recompute`: selective recompute keeps results that cost more to compute again, an adapter's too."""
@@ -121,19 +123,25 @@ class MemoryModel(RankSizes):
         packed = np.where(plans.zero == 3, self._shared(packed_dense, packed_experts), packed_dense + packed_experts)
         saved = np.where(self._has_adapter, self._shared(beside, beside_experts), share)
         in_flight = self._in_flight(first, layers)
-        kept = work.reached * in_flight * self._kept
         left = work.reached * in_flight * (self._kept - self.moved)
-        activations = np.where(self.offloads_activations, left + self.working + 2 * self._of_layer, kept + self.working)
-        logits = self._logits() if last else np.zeros(1)
+        kept = np.where(self.offloads_activations, left + 2 * self._of_layer, work.reached * in_flight * self._kept)
+        if not last:
+            kept = kept + np.where(plans.pp > 1, self._outputs(in_flight / layers), 0.0)
+        if first:
+            kept = kept - self._not_normed * in_flight / layers
         gathered = self._gathered(trained_ends, layers)
+        in_sum = summed / np.maximum(trained, 1) * system.gradient_bytes
+        of_head = in_sum * vocabulary * work.trained_head * last
+        of_embedding = in_sum * vocabulary * work.trained_embedding * first
+        moments = self._moments(kept, layers, summed * system.gradient_bytes, of_head, of_embedding, bool(last))
+        activations, logits, gradients = _highest(moments)
         comes_and_goes = activations + logits + gathered
         # The optimizer's step begins when activations are gone.
         update = np.maximum(0.0, mine * system.update_bytes - comes_and_goes)
         first_held = system.checks_gradients * trained * system.gradient_bytes
         used = Footprint(
             weights=(held - packed) * base_bytes + packed * work.quantised_bytes + adapter * weight_bytes,
-            gradients=first_held
-            + self._beside(kept, summed * system.gradient_bytes, trained_ends * system.gradient_bytes),
+            gradients=first_held + gradients,
             optimizer=np.where(self.offloads_optimizer, 0.0, mine * system.moment_bytes + update),
             activations=activations,
             logits=logits,
@@ -166,10 +174,34 @@ class MemoryModel(RankSizes):
         """True where gradients of several microbatches add up on the rank before they are summed over ranks."""
         return np.asarray((self.microbatches > 1) & (self.system.sums_once > 0))
 
-    def _beside(self, kept: Numbers, gradients: Numbers, of_ends: Numbers) -> Numbers:
-        """Return the gradients at the peak: those of one microbatch replace its activations, layer by layer."""
+    def _moments(
+        self, kept: Numbers, layers: Numbers, gradients: Numbers, of_head: Numbers, of_embedding: Numbers, last: bool
+    ) -> list[tuple[Numbers, Numbers, Numbers]]:
+        """Return activations, what the loss needs, and gradients at the moments of a step one of which is its peak.
+
+        kept: of all layers in flight; gradients: of all that is trained, of which the head's come first, and the
+        embedding's last. A step of one microbatch makes them while it gives its activations up. All later ones add to
+        them, so that a new one of head or embedding is there for a moment beside the sum.
+        """
+        work, hidden = self.work, self.tokens * self.work.width / self.sequence_ranks
         alone = (self.microbatches <= 1) & (self.plans.pp == 1) & (self.system.gradient_buffers == 0)
-        return np.where(alone, np.minimum(gradients, of_ends) + np.maximum(0, gradients - of_ends - kept), gradients)
+        loss, waiting = self._loss() if last else (np.zeros(1), np.zeros(1))
+        is_once = alone & (work.tied == 0)
+        return [
+            (kept, loss, np.where(alone, 0.0, gradients)),
+            (kept + self.working, waiting, np.where(alone, of_head, gradients)),
+            (
+                kept / np.maximum(1, work.reached * layers) + self.working,
+                np.zeros(1),
+                gradients - np.where(is_once, of_embedding, 0.0),
+            ),
+            (hidden * (self.activation_bytes + 4) + np.where(is_once, 0.0, of_embedding), np.zeros(1), gradients),
+        ]
+
+    def _outputs(self, microbatches: Numbers) -> Numbers:
+        """Return the bytes of the hidden states that a rank's stages have sent on, and keep until their backward
+        (torch.distributed.pipelining)."""
+        return (self.system.receives_ahead > 0) * microbatches * self.plans.stages_here * self.hidden_bytes
 
     @cached_property
     def _attention(self) -> Numbers:
@@ -272,13 +304,25 @@ class MemoryModel(RankSizes):
         return np.where(self.system.gathers_again > 0, 0, 2 * self.work.width * (1 - 1 / self.sequence_ranks))
 
     @cached_property
+    def _not_normed(self) -> Numbers:
+        """Bytes of a microbatch that the first norm that backward reaches does not keep, if neither it nor what comes
+        before it has a gradient."""
+        work, plans = self.work, self.plans
+        is_kept = (work.trained_norms > 0) | (work.trained_embedding > 0) | ~plans.is_("recompute", "none")
+        return np.where(self.eager & ~is_kept, 4 * self.tokens * work.width / self.sequence_ranks, 0.0)
+
+    @cached_property
     def _casts(self) -> Numbers:
         """Bytes of a layer's weights cast to the format of the arithmetic: eager autograd keeps them too."""
+        cast = sum(self.parameters(1.0)) - sum(self.quantised(1.0))
+        return np.where(self.eager & self._is_cast, cast * self.activation_bytes, 0.0)
+
+    @cached_property
+    def _is_cast(self) -> NDArray[np.bool_]:
+        """True where weights are cast to the format of the arithmetic by the modules that use them."""
         plans = self.plans
         is_cast = ~plans.is_("precision", "fp32") & plans.is_("weights", "fp32") & ~plans.shards_parameters
-        is_cast = is_cast & (~self._has_adapter | plans.is_("precision", "fp16"))
-        cast = sum(self.parameters(1.0)) - sum(self.quantised(1.0))
-        return np.where(self.eager & is_cast, cast * self.activation_bytes, 0.0)
+        return np.asarray(is_cast & (~self._has_adapter | plans.is_("precision", "fp16")))
 
     @cached_property
     def moved(self) -> Numbers:
@@ -315,21 +359,37 @@ class MemoryModel(RankSizes):
 
     @cached_property
     def working(self) -> Numbers:
-        """Bytes that a layer's backward needs beside what was kept: recomputed activations, new gradients."""
+        """Bytes that a layer's backward needs beside what was kept: recomputed activations, new gradients.
+
+        Eager, it is most at one of three operations after the gradient of the layer's result has come: the product of
+        the last matrix, which gives gradients of its input and weight; the copy of the latter to fp32, when its input
+        and its cast weight are gone; the gate, whose both operands get one.
+        """
         plans, work = self.plans, self.work
         again = np.where(plans.is_("recompute", "none"), 0.0, np.maximum(0, self._of_layer - self._kept))
-        dense = work.widest_ffn * (work.dense_layers > 0)
-        widest = np.maximum(dense, work.experts_per_token * work.expert_ffn_width) / plans.tp
-        gradients = self.tokens * self.activation_bytes * (2 * work.width + 2 * widest)
-        matrix = work.width * np.maximum(dense / plans.tp, work.heads * work.value_width / plans.tp)
+        dense, routed = work.widest_ffn * (work.dense_layers > 0), work.experts_per_token * work.expert_ffn_width
+        given = self.tokens * self.activation_bytes * work.width
+        inside = self.tokens * self.activation_bytes * np.maximum(dense, routed) / plans.tp
         between = self.tokens * self._delta_between * (work.delta_layers > 0)
-        stack = work.quantised_experts * work.experts * work.width * work.expert_ffn_width / plans.ep / self.expert_tp
+        # When a delta-net's is computed, what the feed-forward kept is gone.
+        kept_inside = self.tokens * self.activation_bytes * self._feed_forward(work.ffn_results)
+        later = given + np.maximum(0.0, between - kept_inside)
+        stack = work.experts * work.width * work.expert_ffn_width / plans.ep / self.expert_tp
+        widest = work.width * np.maximum(dense, work.heads * work.value_width) / plans.tp
+        matrix = self.activation_bytes * np.maximum(
+            work.width * dense / plans.tp * (work.trained_dense > 0), stack * (work.trained_experts > 0)
+        )
+        cast = np.where(self._is_cast, matrix, 0.0)
+        copied = np.where(self.activation_bytes < 4, 4 / self.activation_bytes * matrix + matrix - cast, 0.0)
+        of_gate = (work.ffn_matrices - 1) * inside - cast
+        eager = np.maximum(given + np.maximum(np.maximum(inside + matrix, copied), of_gate), later)
+        fused = 2 * given + 2 * inside
         # Beside an adapter a matrix is neither cast nor has a gradient; DoRA takes its lengths in fp32.
         as_held = self._has_adapter & (work.adapter_kept == 0) & (work.quantised_dense == 0)
         as_held = as_held & ~plans.is_("precision", "fp16") & ~plans.shards_parameters
-        matrix = np.where(as_held, 0.0, matrix * (self.activation_bytes + 4))
-        matrix = np.maximum(matrix, stack * self.activation_bytes)
-        return again + gradients + between + matrix
+        of_matrix = np.where(as_held, 0.0, widest * (self.activation_bytes + 4))
+        of_matrix = np.maximum(of_matrix, stack * work.quantised_experts * self.activation_bytes)
+        return again + np.where(self.eager & ~self._has_adapter, eager, between + fused + of_matrix)
 
     def _received(self) -> Numbers:
         """Return the bytes that a rank's stages receive, for each microbatch of the step, and hold in buffers."""
@@ -351,16 +411,29 @@ class MemoryModel(RankSizes):
         """Return the bytes that a rank copies for a checkpoint: of what several ranks hold, each copies a part."""
         return (held * weight_bytes + trained * self.system.moment_bytes) / self.plans.replicas
 
-    def _logits(self) -> Numbers:
-        plans, work, system = self.plans, self.work, self.system
+    def _loss(self) -> tuple[Numbers, Numbers]:
+        """Return the bytes that the loss needs beside what layers keep, and those of them that are left when the
+        backward of the last layer begins: gradients of modules that predict further tokens wait for theirs.
+
+        Forward makes the gradients, in chunks (`models.loss`): the weight's in fp32, to which each chunk adds a product
+        in the arithmetic's format. Backward multiplies both, and then the last norm has its own, of five hidden states
+        in fp32.
+        """
+        plans, work, system, element = self.plans, self.work, self.system, self.activation_bytes
+        hidden, matrix = self.tokens * work.width, work.width * work.head_outputs / plans.tp
         whole = self.tokens * work.head_outputs / plans.tp
-        of_logit = np.where(self.eager, LOSS_CHUNK_BYTES_EAGER, LOSS_CHUNK_BYTES)
-        chunk = np.minimum(whole, LOSS_CHUNK_LOGITS) * of_logit
-        saved = (4 * work.trained_head + self.activation_bytes) * work.width * work.head_outputs / plans.tp
-        saved = saved + self.tokens * work.width * self.activation_bytes
-        saved = saved * (1 + work.further)  # each module's loss leaves its gradients behind until backward
-        in_chunks = saved + np.maximum(0, chunk - self.working)
-        return np.where(system.whole_logits > 0, whole * system.whole_logits, in_chunks)
+        chunk = np.minimum(whole, LOSS_CHUNK_LOGITS)
+        gradients = 4 * work.trained_head * matrix + element * hidden
+        arithmetic = chunk * np.where(self.eager, LOSS_CHUNK_BYTES_EAGER, LOSS_CHUNK_BYTES)
+        product = (work.trained_head * matrix + 2 * chunk) * element
+        cast = np.where(self._is_cast, matrix * element, 0.0)
+        forward = gradients + cast + np.maximum(arithmetic, product) + element * hidden
+        norm = 4 * (1 + work.scaled_norms) * hidden / self.sequence_ranks
+        of_norm = (4 * 5 * hidden) / self.sequence_ranks
+        waiting = work.further * gradients
+        loss = waiting + norm + np.maximum(np.maximum(forward, 2 * gradients), of_norm)
+        is_whole, logits = system.whole_logits > 0, whole * system.whole_logits
+        return np.where(is_whole, logits, loss), np.where(is_whole, logits, waiting)
 
     def _gathered(self, trained_ends: Numbers, layers: Numbers) -> Numbers:
         """Return the bytes of stage 3: parameters are whole while they are used, gradients until they are summed.
@@ -377,3 +450,16 @@ class MemoryModel(RankSizes):
         trained = trained + sum(self.adapters(1.0))
         gradients = np.where(self._adds_up, 0, trained * self.system.gradient_bytes)
         return np.where(plans.shards_parameters, gathered + gradients, 0.0)
+
+
+def _highest(moments: Sequence[tuple[Numbers, ...]]) -> tuple[NDArray[Any], ...]:
+    """Return the figures of each plan's moment whose sum is highest."""
+    figures = np.stack([np.stack(np.broadcast_arrays(*moment)) for moment in _alike(moments)])
+    best = figures.sum(1).argmax(0)
+    return tuple(np.take_along_axis(figures, best[None, None], 0)[0])
+
+
+def _alike(moments: Sequence[tuple[Numbers, ...]]) -> list[tuple[NDArray[Any], ...]]:
+    flat = np.broadcast_arrays(*(figure for moment in moments for figure in moment))
+    each = len(moments[0])
+    return [tuple(flat[i : i + each]) for i in range(0, len(flat), each)]
