@@ -84,13 +84,15 @@ def test_the_closed_form_has_the_simulated_peak(preset, written, keys):
     plan = Plan.parse(f"{written}{precision},compile=false")
     run = run_of(preset, plan, keys)
     simulated = simulate(plan, run, [0], Cluster.parse("8xh100"))[0]
-    planned = planned_peak(plan, run)
-    found = Counter({OF_SIMULATED.get(category, COMES_AND_GOES): 0 for category in simulated.peak})
+    found = Counter[str]()
     for category, size in simulated.peak.items():
         found[OF_SIMULATED.get(category, COMES_AND_GOES)] += size
+    planned = planned_peak(plan, run)
     assert sum(planned.values()) == pytest.approx(simulated.peak_bytes, rel=0.03)
-    expected = {name: pytest.approx(found[name], rel=0.05, abs=SMALL * simulated.peak_bytes) for name in planned}
-    assert planned == expected
+    if plan.shards_parameters:  # gradients on their way to other ranks are in a buffer of their sum
+        for sizes in (planned, found):
+            sizes[COMES_AND_GOES] += sizes.pop("gradients")
+    assert planned == {name: pytest.approx(found[name], rel=0.05, abs=SMALL * simulated.peak_bytes) for name in planned}
 
 
 COMES_AND_GOES = "comes and goes"

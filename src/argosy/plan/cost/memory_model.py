@@ -94,8 +94,8 @@ class MemoryModel(LayerMemory):
         ends = vocabulary * (first + has_head + looks_up) + projections
         trained_ends = vocabulary * ((first + looks_up) * work.trained_embedding + has_head * work.trained_head)
         trained_ends = trained_ends + projections * work.trained_dense
-        whole, share = dense + ends + experts, self._shared(dense + ends, experts)
-        held = np.where(plans.zero == 3, share, whole)
+        share = self._shared(dense + ends, experts)
+        held = np.where(plans.zero == 3, share, dense + ends + experts)
         beside, beside_experts = self.adapters(layers)
         dense = dense * work.trained_dense + beside
         experts = experts * work.trained_experts + beside_experts
@@ -120,9 +120,9 @@ class MemoryModel(LayerMemory):
         of_embedding = in_sum * vocabulary * work.trained_embedding * first
         of_loss, of_layers = self._gathered(ends, trained_ends, vocabulary * work.trained_head * last, layers)
         moments = self._moments(kept, layers, summed * system.gradient_bytes, of_head, of_embedding, bool(last))
-        gathered = [of_loss, of_layers, of_layers, of_loss]
+        whole = (of_loss, of_layers, of_layers, of_loss)
         activations, logits, gradients, gathered = _highest(
-            [(*moment, some) for moment, some in zip(moments, gathered, strict=True)]
+            [(*moment, some) for moment, some in zip(moments, whole, strict=True)]
         )
         comes_and_goes = activations + logits + gathered
         # The optimizer's step begins when activations are gone.
