@@ -18,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Self, TextIO
 
-from argosy.errors import UserError
+from argosy.errors import StorageError, UserError
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written. Nothing reads such a file; what a kill left, the next write replaces."""
@@ -200,12 +200,28 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def commit_folder(partial: Path, folder: Path) -> None:
-    """Give the folder `partial`, with all its files on the disk, its name: even a power cut leaves all or nothing."""
-    for path in [*partial.rglob("*"), partial]:
-        sync_folder(path)
-    partial.rename(folder)
-    sync_folder(folder.absolute().parent)
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder of what the block writes into the one that it is given; even a power cut leaves all or nothing.
+
+    Raises: StorageError if it cannot be written.
+    """
+    partial = folder.absolute().with_name(f".{folder.name}{PARTIAL}")  # a sibling: the rename stays on one file system
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        make_folder(partial)
+        yield partial
+        for path in [*partial.rglob("*"), partial]:
+            sync_folder(path)
+        partial.rename(folder)
+        sync_folder(folder.absolute().parent)
+    except OSError as problem:
+        raise StorageError(
+            f"{folder} could not be written ({problem}). Free some space or get the right to write there, or choose "
+            "another folder."
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def state_folder() -> Path:

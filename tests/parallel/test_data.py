@@ -25,7 +25,7 @@ from argosy.parallel.mesh import Replicas, SumTier
 from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.sync.lane import Lane
+from argosy.sync.compressor import Lane
 from tiny import eager, gradients, laid_out
 
 WIDTHS = (3, 5, 7, 2)  # rows that neither 2 nor 4 ranks share evenly; of 2 rows, 4 ranks get some nothing

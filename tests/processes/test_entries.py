@@ -67,7 +67,7 @@ def test_every_module_that_is_started_has_a_main(module):
 
 def test_none_is_overlooked():
     assert {entry.module.removeprefix("argosy.") for entry in ENTRIES} == {
-        "supervise.worker", "processes.rendezvous", "resilience.node_check", "probe.probe", "parallel.apply",
+        "supervise.worker", "parallel.world", "resilience.node_check", "probe.probe", "parallel.apply",
         "inference.members",
     }  # fmt: skip
     assert {module.removeprefix("argosy.") for module in CHILDREN} == {
@@ -78,7 +78,7 @@ def test_none_is_overlooked():
 
 
 @pytest.mark.parametrize(
-    "wrong", [ForkEntry("argosy.processes.rendezvouz"), ForkEntry("argosy.processes.rendezvous", "mian")], ids=str
+    "wrong", [ForkEntry("argosy.parallel.worlt"), ForkEntry("argosy.parallel.world", "mian")], ids=str
 )
 def test_a_misspelt_entry_is_an_error(wrong):
     with pytest.raises((ImportError, AttributeError)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from argosy.sync import assembly, average, exchange, peer_table, site_recovery
+from argosy.sync import assembly, average, exchange, links, site_recovery
 from simulated_sites import Country
 
 
@@ -23,7 +23,7 @@ def country(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Co
     def make(**keys: Any) -> Country:
         made.append(Country(tmp_path, **keys))
         clock = SimpleNamespace(monotonic=lambda: made[-1].now_s)
-        for module in (assembly, average, exchange, peer_table, site_recovery):
+        for module in (assembly, average, exchange, links, site_recovery):
             monkeypatch.setattr(module, "time", clock)
         return made[-1]
 

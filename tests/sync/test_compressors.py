@@ -11,9 +11,8 @@ from torch import Tensor
 
 from argosy.config.sync import SyncConfig
 from argosy.parallel.world import World
-from argosy.sync.compressor import BucketFacts, Moment, Segment
+from argosy.sync.compressor import BucketFacts, Lane, Moment, Segment
 from argosy.sync.compressors import COMPRESSORS
-from argosy.sync.lane import Lane
 
 SEGMENTS = (Segment(1, 40, 30), Segment(3, 17, 19), Segment(1, 5, 7))
 NUMBERS = sum(segment.elements for segment in SEGMENTS)

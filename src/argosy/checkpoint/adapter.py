@@ -27,7 +27,7 @@ from argosy.models.decoder import Decoder
 from argosy.models.hf import weights_sha256
 from argosy.models.initialize import materialize
 from argosy.models.lazy_weights import HeldWeights, LazyWeights
-from argosy.models.own_family import load_family
+from argosy.models.user_code import load_family
 from argosy.plan.parameters import Table, adapter_of, run_table, state_table
 
 

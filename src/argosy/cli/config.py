@@ -20,15 +20,14 @@ from typing import Annotated, Any, TypeAlias
 
 import tyro
 
-from argosy.cli.documents import DOCUMENTS, Written, schema_of, write
-from argosy.cli.options import ALL, SHORT, fitted, parse, parse_run
+from argosy.cli.documents import DOCUMENTS, Written, schema_of, write, write_text
+from argosy.cli.options import PrintJson, act, parse, parse_run
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer, preset_names, preset_path
 from argosy.config.load import RUN_FILE, build
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.files import atomic_write
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import FORMATS, DataSheet, find_device
 from argosy.plan.parameters import parameters
@@ -40,8 +39,7 @@ LAPTOP_VOCABULARY = 4096
 class Options:
     """Options of every `argosy config` command."""
 
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 @dataclass(frozen=True)
@@ -104,19 +102,11 @@ class DeviceOptions:
     """Power, W; without it, energy is not predicted."""
     out: Path | None = None
     """The file to write; default: NAME.toml. It must not exist yet."""
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 def main(argv: list[str]) -> int:
-    actions = {"show": _show, "schema": _schema, "presets": _presets, "device": _device}
-    if not argv or argv[0] in (*SHORT, ALL):
-        print(f"usage: argosy config {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")
-        return 0
-    if argv[0] not in actions:
-        raise UserError(f"config {argv[0]}: there is no such action. Try: {', '.join(actions)}.")
-    actions[argv[0]](argv[1:])
-    return 0
+    return act("config", {"show": _show, "schema": _schema, "presets": _presets, "device": _device}, argv)
 
 
 def _show(argv: list[str]) -> None:
@@ -199,11 +189,7 @@ def _device(argv: list[str]) -> None:
     path = options.out or Path(f"{options.name}.toml")
     if path.exists():
         raise UserError(f"{path} exists already. Choose another --out, or remove it first.")
-    try:
-        with atomic_write(path) as file:
-            file.write(dump(device).encode())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
+    write_text(path, dump(device))
     told = {key for key in device.assumed if not key.endswith("latency_s")}
     if options.json:
         write("config-device", Written(str(path), tuple(f"assumed: {key}" for key in sorted(told))))

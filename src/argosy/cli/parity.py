@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
-from argosy.cli.options import parse_run
+from argosy.cli.options import TrustCode, parse_run
 from argosy.errors import UserError
 from argosy.plan.search.auto import check_written
 
@@ -44,8 +45,7 @@ class Options:
     tolerance: float | None = None
     """Largest relative difference of the loss: 1e-5 in fp32, else none. Gradient norm and weights get 10 and 100
     times as much."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    trust_code: TrustCode = False
     json: bool = False
     """Print the result as one JSON object."""
 
@@ -63,17 +63,13 @@ def main(argv: list[str]) -> int:
         steps=options.steps,
         tolerance=options.tolerance,
         trust_code=options.trust_code,
-        say=_say,
+        say=partial(print, file=sys.stderr),
     )
     if options.json:
         write("parity", found)
     else:
         print(_in_words(found))
     return 0 if found.holds else 1
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _in_words(found: Parity) -> str:

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from functools import partial
+from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
-from argosy.cli.options import parse
+from argosy.cli.options import RunPath, TrustCode, parse
 from argosy.observe.terminal import printable
 
 if TYPE_CHECKING:
@@ -30,12 +28,10 @@ if TYPE_CHECKING:
 class Options:
     """Options of `argosy replay`."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """A run's folder."""
+    run: RunPath
     step: int
     """The last step to run again, counted from 0 as in metrics.jsonl."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    trust_code: TrustCode = False
     json: bool = False
     """Print the result as one JSON object."""
 
@@ -44,16 +40,12 @@ def main(argv: list[str]) -> int:
     options = parse(argv, "argosy replay", Options)
     from argosy.compare.replay import replay
 
-    found = replay(options.run, options.step, trust_code=options.trust_code, say=_say)
+    found = replay(options.run, options.step, trust_code=options.trust_code, say=partial(print, file=sys.stderr))
     if options.json:
         write("replay", found)
     else:
         print(printable(_in_words(found)))
     return 0 if found.is_equal else 1
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _in_words(found: Replay) -> str:

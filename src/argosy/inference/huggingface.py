@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,16 +23,17 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.data.manifest import TOKENIZER
+from argosy.data.stores.model_folder import refuse_existing
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
-from argosy.errors import StorageError, UserError
-from argosy.files import commit_folder, make_folder, read_at_most
+from argosy.errors import UserError
+from argosy.files import read_at_most, whole_folder
 from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import hf
 from argosy.models.compressed import COMPRESSIONS
 from argosy.models.gguf_file import GgufType, export_gguf
 from argosy.models.lazy_weights import LazyWeights
-from argosy.models.own_family import load_family
+from argosy.models.user_code import load_family
 from argosy.observe.events import from_the_end
 from argosy.observe.panel import duration
 from argosy.observe.report import Report
@@ -118,12 +118,6 @@ def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
     write_run(run, weights, run_dir, tokenizer, usage_of(folder))
 
 
-def refuse_existing(folder: Path) -> None:
-    """Raise UserError if a folder that is to be written exists."""
-    if folder.exists():
-        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
-
-
 def write_run(
     run: RunConfig,
     weights: LazyWeights,
@@ -136,10 +130,7 @@ def write_run(
 
     Raises: StorageError if it cannot be written.
     """
-    partial = run_dir.absolute().with_name(f".{run_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        make_folder(partial)
+    with whole_folder(run_dir) as partial:
         save_run(run, partial / "run.toml")
         if tokenizer is not None:
             (partial / TOKENIZER).write_bytes(tokenizer)
@@ -156,14 +147,6 @@ def write_run(
             files={},
         )
         write_weights(partial, manifest, weights)
-        commit_folder(partial, run_dir)
-    except OSError as problem:
-        raise StorageError(
-            f"{run_dir} could not be written ({problem}). Free some space or get the right to write there, or choose "
-            "another folder."
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 HUB, HUB_DATA = "hf://", "hf://datasets/"

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
-from argosy.errors import ArgosyError, Interrupted, RunFailed
+from argosy.errors import ArgosyError, Interrupted, RunFailed, signals_to
 from argosy.parallel.encoding import ErrorRecord, from_text, to_text
 from argosy.parallel.world import WorldSeat
 from argosy.processes.channel import Channel, Data, Gone, Message
@@ -144,12 +144,8 @@ def interrupted_by_signals() -> Iterator[None]:
         name = signal.Signals(number)
         raise Interrupted(f"stopped by {name.name}; nothing was written.", name)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with signals_to(interrupt, signal.SIGTERM, signal.SIGINT):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---- in a member -----------------------------------------------------------------------------------------------

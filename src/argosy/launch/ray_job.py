@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from argosy.engines.engine import RunJob
 from argosy.engines.ray import SPARE_S, STOP_WAIT, WAITING
 from argosy.engines.record import LaunchedJob
-from argosy.errors import ArgosyError, Interrupted, Retryable, UserError
+from argosy.errors import ArgosyError, Interrupted, Retryable, UserError, signals_to
 from argosy.files import made_folder
 from argosy.launch.requeue import decide
 from argosy.plan.search.auto import processes_of
@@ -116,11 +116,8 @@ class _Stop:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take it in this block."""
-        before = signal.signal(signal.SIGTERM, self._note)
-        try:
+        with signals_to(self._note, signal.SIGTERM):
             yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.since_s = self.since_s or time.monotonic()

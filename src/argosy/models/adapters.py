@@ -1,5 +1,5 @@
 """Low-rank adapters (LoRA, Hu et al. 2021; DoRA, Liu et al. 2024): beside the frozen weights of linear layers and of
-experts, by the table of parameters (`plan.parameters.adapter_table`).
+experts, by the table of parameters (`plan.parameters.adapter_table`). Those weights may be quantised (`lora.base`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from torch.nn import functional as F
 from argosy.config.train import LoraConfig
 from argosy.models.decoder import Block, Decoder
 from argosy.models.dropout import AdapterDropout, salt_of
-from argosy.models.layers import local
+from argosy.models.experts import Experts
+from argosy.models.initialize import offset_of
+from argosy.models.layers import Linear, local
 from argosy.models.mtp import PredictionModule
-from argosy.models.quantised_weight import Product, QuantisedWeight, multiply
+from argosy.models.quantised_weight import Product, QuantisationScheme, QuantisedWeight, multiply
 from argosy.plan.parameters import Table, adapter_of, inside
 
 # M inputs, N outputs, r rank; experts have one more dim in front
@@ -118,3 +120,51 @@ def add_adapters(model: Decoder, table: Table, lora: LoraConfig) -> None:
         with torch.device("meta"):
             low_rank = LowRank(inside(table, adapter), lora.scale, part.dropout, salt_of(place))
         model.get_submodule(owner).add_module(last, low_rank)
+
+
+def quantise(model: Decoder, lora: LoraConfig) -> None:
+    """Let the frozen matrices of linear layers and of experts be bytes, in place; `model` is on the meta device, and
+    tensor and expert parallelism have cut it.
+
+    ZeRO cuts rows of bytes as it cuts rows of numbers.
+    """
+    for name, parameter in list(model.named_parameters()):
+        if not model.table[name].is_linear:
+            continue
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        scheme = model.schemes[name] = _scheme_of(parameter, lora)
+        module.register_parameter(own, _bytes_for(parameter, scheme))
+        if isinstance(module, Experts):
+            module.schemes[own] = scheme
+        else:
+            assert isinstance(module, Linear), name
+            module.scheme = scheme
+
+
+def _scheme_of(parameter: Tensor, lora: LoraConfig) -> QuantisationScheme:
+    ranks = _ranks_over_columns(parameter)
+    return QuantisationScheme(lora, local(parameter).shape[-1], offset_of(parameter)[-1], parameter.shape[-1], ranks)
+
+
+def _ranks_over_columns(parameter: Tensor) -> int:
+    """Return how many ranks share the last dim."""
+    ranks, last = 1, parameter.ndim - 1
+    for axis, placement in enumerate(getattr(parameter, "placements", ())):
+        if getattr(placement, "dim", None) == last:
+            ranks *= parameter.device_mesh.size(axis)  # type: ignore[attr-defined]
+    return ranks
+
+
+def _bytes_for(parameter: Tensor, scheme: QuantisationScheme) -> nn.Parameter:
+    """Return the parameter of bytes in place of one of numbers, cut alike."""
+    part = torch.empty(*local(parameter).shape[:-1], scheme.row_bytes, dtype=torch.uint8, device=parameter.device)
+    if not hasattr(parameter, "to_local"):
+        return nn.Parameter(part, requires_grad=False)
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((*parameter.shape[:-1], scheme.row_bytes * _ranks_over_columns(parameter)))
+    strides = torch.empty(shape, device="meta").stride()
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    whole = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=strides)
+    return nn.Parameter(whole, requires_grad=False)

@@ -195,7 +195,7 @@ class Decoder(nn.Module):
         self.stage = stage = stage or Stage(range(config.layers))
         #: Its parameters, and those of an adapter once it has one (`models.adapters`).
         self.table = table = parameter_table(config, stage)
-        #: How matrices are quantised (`models.frozen`), by name.
+        #: How matrices are quantised (`models.adapters`), by name.
         self.schemes: dict[str, QuantisationScheme] = {}
         with torch.device("meta"):
             # A tied head is the embedding itself. The weight has no second name: `to_empty` gives each name new memory,
@@ -214,7 +214,7 @@ class Decoder(nn.Module):
             self.further_losses_n: Tensor | None = None
         self.loss_of_chunk: ChunkLoss = chunk_loss_and_gradient
         #: A loss of the user's, in training; held-out text is scored by `loss_of_chunk` all the same.
-        self.own_loss: ChunkLoss | None = None
+        self.user_loss: ChunkLoss | None = None
         #: An objective over whole answers, in place of a loss of tokens.
         self.preference: Preference | None = None
         #: The largest part of the vocabulary that a rank has, in tokens.
@@ -340,8 +340,8 @@ class Decoder(nn.Module):
         """Return the summed loss from the hidden states after the last norm; of sequences, as `forward`."""
         x, weight_VD, targets_N = self._scaled(x), self.head_weight, targets_BT.flatten()
         of_chunk, longest = self.loss_of_chunk, self.longest_part
-        if self.own_loss is not None and torch.is_grad_enabled():
-            of_chunk, longest = self.own_loss, self.config.vocab_size
+        if self.user_loss is not None and torch.is_grad_enabled():
+            of_chunk, longest = self.user_loss, self.config.vocab_size
         softcap = self.config.logit_softcap
         if sequences is not None:
             rows = rows_at_once(local(weight_VD), longest)

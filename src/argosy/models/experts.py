@@ -20,8 +20,8 @@ from argosy.accelerator import is_accelerator
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.compiler import outside_graphs
 from argosy.models.layers import Activation, FeedForward, gated, held, linear, local
-from argosy.models.own_family import activation_of
 from argosy.models.quantised_weight import QuantisationScheme, multiply
+from argosy.models.user_code import activation_of
 from argosy.plan.parameters import Table, dense_table, inside, moe_table
 
 # B rows, T tokens of a row (those that this rank has), D model width, F hidden width of an expert
@@ -315,7 +315,7 @@ class Experts(nn.Module):
             self.register_parameter(name, bias)
         for name in ("gate", "up", "down"):
             self.register_module(f"{name}_lora", None)  # `models.adapters` may put one here
-        #: How matrices are quantised, if they are (`models.frozen`), by name.
+        #: How matrices are quantised, if they are (`models.adapters`), by name.
         self.schemes: dict[str, QuantisationScheme] = {}
         self.exchange: Exchange = at_home
 

@@ -8,7 +8,7 @@ from argosy.models.hf_family import Family
 from argosy.models.hf_linear import LINEAR_FAMILIES
 from argosy.models.hf_mixtures import MIXTURES
 from argosy.models.hf_uneven import UNEVEN_FAMILIES
-from argosy.models.own_family import declared_family
+from argosy.models.user_code import declared_family
 
 FAMILIES = DENSE_FAMILIES | MIXTURES | LINEAR_FAMILIES | UNEVEN_FAMILIES
 """`ModelConfig.family`, which is also the `model_type` of config.json -> the class."""

@@ -42,7 +42,7 @@ class Linear(nn.Linear):
     lora: nn.Module | None
     """The weight's adapter, if it has one (`models.adapters`)."""
     scheme: QuantisationScheme | None = None
-    """The way the weight is quantised, if it is (`models.frozen`)."""
+    """The way the weight is quantised, if it is (`models.adapters`)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True):
         super().__init__(inputs, outputs, bias)

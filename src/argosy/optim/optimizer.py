@@ -13,9 +13,8 @@ from torch import Tensor
 from argosy.config.optimizer import OptimizerConfig, ParameterSettings, RateFactor, no_factor, settings_of
 from argosy.config.schema import RunConfig
 from argosy.faults import fault
-from argosy.optim.muon import Muon
 from argosy.optim.piece import Piece, Slot
-from argosy.optim.rules import AdamW, Lion, UpdateRule, user_rule
+from argosy.optim.rules import AdamW, Lion, Muon, UpdateRule, user_rule
 from argosy.plan.mup import rate_factor
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}

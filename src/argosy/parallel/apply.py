@@ -19,15 +19,13 @@ from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.config.train import LOSSES
 from argosy.models import compiler
-from argosy.models.adapters import add_adapters
+from argosy.models.adapters import add_adapters, quantise
 from argosy.models.decoder import Block, Decoder
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.experts import Experts, moe_layers
-from argosy.models.frozen import quantise
 from argosy.models.initialize import materialize
-from argosy.models.own_family import load_family
-from argosy.models.own_loss import own_loss
 from argosy.models.preference import Preference
+from argosy.models.user_code import load_family, user_loss
 from argosy.parallel.context import DeltaExchange, RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
 from argosy.parallel.data import shard_fully
 from argosy.parallel.expert import SplitRows, split_experts
@@ -195,8 +193,8 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
         model.preference.reports = meshes.rank("cp") == 0
     if run.train.loss in LOSSES:
         return
-    loss, group = own_loss(run.extend.code, run.train.loss), meshes.group("tp")
-    model.own_loss = loss if group is None else GatheredLoss(loss, group, run.model.vocab_size)
+    loss, group = user_loss(run.extend.code, run.train.loss), meshes.group("tp")
+    model.user_loss = loss if group is None else GatheredLoss(loss, group, run.model.vocab_size)
 
 
 def _summed_over(groups: Sequence[dist.ProcessGroup], tensor: Tensor) -> Tensor:

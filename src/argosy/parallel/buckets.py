@@ -22,14 +22,15 @@ from argosy.sync.compressor import (
     BucketMemory,
     Compressor,
     Exact,
+    Lane,
     Moment,
     Segment,
     Sending,
+    Sum,
     all_gather_single,
     reduce_scatter_single,
     started,
 )
-from argosy.sync.lane import Lane, Sum
 
 BUCKET_BYTES = 4 * 2**20
 """Gradients sent at once, unless the plan says otherwise."""

@@ -26,8 +26,7 @@ from argosy.models.layers import local
 from argosy.parallel.buckets import Bucket, Gathering, GradientSync, SumRanks, cut
 from argosy.parallel.gradients import is_sum, sum_of_bits
 from argosy.parallel.pieces import PlacedPiece
-from argosy.sync.compressor import Moment
-from argosy.sync.lane import Lane
+from argosy.sync.compressor import Lane, Moment
 
 AHEAD = 4
 """Buckets of updated values that travel at once: as many copies of a bucket are in memory."""

@@ -29,9 +29,8 @@ from argosy.parallel.pipeline import Pipeline, Schedule, Sequential
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
 from argosy.plan.sync import is_summed_exactly
-from argosy.sync.compressor import Moment
+from argosy.sync.compressor import Lane, Moment
 from argosy.sync.compressors import COMPRESSORS
-from argosy.sync.lane import Lane
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """The dtype of the arithmetic around matmuls, by the plan's word."""
@@ -242,7 +241,8 @@ class ParallelModel:
     @torch.no_grad()
     def loss(self, batch: Sequence[Microbatch]) -> Tensor:
         """Return this rank's share of the batch's summed loss; `batch` has `microbatches_at_once` microbatches."""
-        return self._share(self._schedule.loss([self._mine(micro) for micro in batch]))
+        losses = self._schedule.outputs([self._mine(micro) for micro in batch])
+        return self._share(torch.stack(losses).sum() if losses else torch.zeros((), device=self.device))
 
     @torch.no_grad()
     def score_batch(self, batch: Sequence[Microbatch]) -> list[Tensor] | None:

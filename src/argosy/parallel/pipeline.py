@@ -26,15 +26,11 @@ class Schedule(Protocol):
     """The order in which a batch's microbatches run, forward and backward, through all parts of the model."""
 
     microbatches_at_once: int
-    """Number of microbatches that `loss` takes."""
+    """Number of microbatches that `outputs` takes."""
 
     def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
         """Add to the parameters' gradients those of `scale` times the summed loss; return that loss, or 0 if it is
         computed elsewhere."""
-        ...
-
-    def loss(self, batch: Sequence[Microbatch]) -> Tensor:
-        """Return the summed loss, or 0 if it is computed elsewhere, without gradients."""
         ...
 
     def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
@@ -65,20 +61,13 @@ class Sequential:
         return total
 
     @torch.no_grad()
-    def loss(self, batch: Sequence[Microbatch]) -> Tensor:
-        """See `Schedule`."""
-        return torch.stack(self.outputs(batch)).sum()
-
-    @torch.no_grad()
     def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
         """See `Schedule`."""
         return [self._loss(micro) for micro in batch]
 
     def _loss(self, micro: Microbatch) -> Tensor:
-        more: dict[str, Any] = {} if micro.sequences is None else {"sequences": micro.sequences}
-        more |= {} if micro.further_BTn2 is None else {"further_BTn2": micro.further_BTn2}
-        more |= {} if micro.mask_keys_BT is None else {"mask_keys_BT": micro.mask_keys_BT}
-        loss: Tensor = self._model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents, **more)
+        rest = _keywords(micro)
+        loss: Tensor = self._model(micro.tokens_BT, micro.targets_BT, micro.positions_BT, micro.documents, **rest)
         return loss
 
 
@@ -133,12 +122,6 @@ class Pipeline:
             return self._run(batch)
 
     @torch.no_grad()
-    def loss(self, batch: Sequence[Microbatch]) -> Tensor:
-        """See `Schedule`."""
-        found = self.outputs(batch)
-        return torch.stack(found).sum() if found else torch.zeros((), device=batch[0].tokens_BT.device)
-
-    @torch.no_grad()
     def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
         """See `Schedule`. The loop is our own, stage by stage: torch's `eval` fails where one rank holds neighbouring
         stages (V schedules)."""
@@ -155,7 +138,7 @@ class Pipeline:
         for stage, part in sorted(self._parts.items()):
             for i, micro in enumerate(batch):
                 x = self._input(stage, i, micro, local)
-                y = part(x, micro.targets_BT, micro.positions_BT, micro.documents, sequences=micro.sequences)
+                y = part(x, micro.targets_BT, micro.positions_BT, micro.documents, **_keywords(micro))
                 if part.stage.last:
                     found.append(y)
                 elif stage + 1 in self._parts:
@@ -225,6 +208,12 @@ class Pipeline:
 
     def _loss(self, summed_loss: Tensor, _: Tensor) -> Tensor:
         return summed_loss * self._scale
+
+
+def _keywords(micro: Microbatch) -> dict[str, Tensor | Sequences]:
+    """Return what only some runs have of a microbatch, as a part of the model takes it."""
+    some = {"sequences": micro.sequences, "further_BTn2": micro.further_BTn2, "mask_keys_BT": micro.mask_keys_BT}
+    return {name: value for name, value in some.items() if value is not None}
 
 
 def _await_backward(part: Decoder, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -28,11 +28,16 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from argosy.accelerator import CPU, NCCL, backend_of, is_accelerator, nccl_part, type_here, use
 from argosy.config.launch import LaunchConfig
 from argosy.faults import fault
 from argosy.parallel.encoding import FRAME, MOST_BYTES, ErrorRecord, WrongMessage, decode, encode
+from argosy.processes.channel import Gone
+from argosy.processes.child import channel_to_parent
+from argosy.processes.connection import BACKLOG
+from argosy.processes.fork_server import STORE_HOST
 
 ABORTED = frozenset({NCCL})
 """Backends whose process groups are aborted. Not gloo's: that wakes nobody (see `break_off`), and shutting does."""
@@ -408,6 +413,18 @@ def node_of_each_rank(world: World) -> list[int]:
 def threads_per_process(launch: LaunchConfig, local_processes: int) -> int:
     """Return the CPU threads for each process of this machine: what the user says, or an equal share of the cores."""
     return launch.threads or max(1, len(os.sched_getaffinity(0)) // local_processes)
+
+
+def hold_store() -> None:
+    """Hold torch's rendezvous store on a free port of `STORE_HOST`: send the asker the port, and end when it closes the
+    channel. Entry of a forked process."""
+    asker, host = channel_to_parent(), os.environ[STORE_HOST]
+    with socket.create_server((host, 0), backlog=BACKLOG) as listener:
+        port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())  # which the store closes
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    with suppress(Gone):
+        asker.send("store", port=store.port)
+        asker.receive()
 
 
 def _device(launch: LaunchConfig) -> torch.device:

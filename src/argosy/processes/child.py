@@ -161,14 +161,15 @@ def messages(channel: Channel) -> Iterator[Message]:
                 yield from channel.take()
 
 
-def end_with_parent(channel: Channel) -> None:
+def end_with_parent(channel: Channel, is_over: threading.Event | None = None) -> None:
     """Have a thread end this process as soon as its parent has closed its end or has died. For a parent that says
-    nothing any more.
+    nothing any more but "finish", which sets `is_over`.
     """
 
     def wait() -> None:
-        for _ in messages(channel):
-            pass
+        for message in messages(channel):
+            if is_over is not None and message["kind"] == "finish":
+                is_over.set()
         os._exit(1)
 
     threading.Thread(target=wait, name="argosy-parent", daemon=True).start()

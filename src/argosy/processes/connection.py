@@ -32,6 +32,8 @@ from argosy.processes.secret import PROOF_BYTES, Handshake, Keys, Stranger
 
 Address = tuple[str, int]
 """Host and TCP port."""
+BACKLOG = 4096
+"""Connections that wait to be accepted: all processes of a large run come at once."""
 CALL_TIMEOUT_S = 1.0
 RECEIVE_BYTES = 1 << 18
 TURN_BYTES = 1 << 18

@@ -29,7 +29,7 @@ from argosy.errors import STOP_SIGNALS
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import CHANNEL, PARENT, PARENT_S, STOPPED_S, Child, ForkEntry, Patience, channel_to_parent
 
-RENDEZVOUS = ForkEntry("argosy.processes.rendezvous")
+RENDEZVOUS = ForkEntry("argosy.parallel.world", "hold_store")
 """The process that holds the store in which the members of a world find each other."""
 STORE_HOST = "ARGOSY_STORE_HOST"
 """Environment variable of that process: the address of this machine at which the members reach the store."""

@@ -12,7 +12,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 
-from argosy.processes.connection import BadMessage, Connection, WireRecord, decoded, encoded
+from argosy.processes.connection import BACKLOG, BadMessage, Connection, WireRecord, decoded, encoded
 from argosy.processes.secret import listen
 from argosy.supervise.messages import FROM_AGENT, AgentHello, FromAgent
 
@@ -24,8 +24,6 @@ MOST_STRANGERS = 512
 """Connections that have not said who they are. One more closes the oldest of them."""
 ACCEPTS = 64
 """Connections that are accepted in one turn."""
-BACKLOG = 4096
-"""Connections that wait to be accepted: all agents of a large run come at once."""
 LONGEST_TURN_S = 1.0
 """A turn that took longer, as this process was stopped or busy, counts as this long: meanwhile agents could not be
 heard, so their silence proves nothing."""

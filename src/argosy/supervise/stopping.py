@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from argosy.checkpoint.store import committed, how_to_go_on
-from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, Retryable
+from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, Retryable, signals_to
 from argosy.observe.heartbeat import HeartbeatReading
 from argosy.training.stop import SAME_S
 
@@ -40,12 +40,8 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
-        try:
+        with signals_to(self._note, *STOP_SIGNALS):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._came.append(number)  # and no more: it may have interrupted the sending of a message

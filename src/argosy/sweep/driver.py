@@ -12,18 +12,18 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from argosy.compare.results import SWEEP_FILE
 from argosy.config.dump import save_run
 from argosy.config.launch import LaunchOptions
+from argosy.config.load import RUN_FILE
 from argosy.config.schema import RunConfig
 from argosy.engines.record import FOLDER, LaunchedJob
-from argosy.errors import Interrupted, RunFailed, UserError
+from argosy.errors import Interrupted, RunFailed, UserError, signals_to
 from argosy.extend.trust import approve
 from argosy.launch.resolve import prepare_shown
 from argosy.observe.screen import Progress
@@ -35,8 +35,6 @@ from argosy.sweep.rungs import Bracket, Judgement, halving, hyperband, judge
 from argosy.sweep.study import JOURNAL, Study, Trial, check_is_same, check_optuna, enter, locked, trial_folder
 from argosy.sweep.trials import DIVERGED, Task, Trials, has_reached, last_words, limits_on, metric_of, outcome, steps_of
 
-RUN_FILE = "run.toml"
-"""A trial's run file, in its folder for launches."""
 REFUSED = "refused"
 """Begins the reason of a trial whose values do not go together."""
 TRIAL_RESTARTS = RestartPolicy(most_failures=3)
@@ -309,12 +307,8 @@ class Driver:
             self._signal = number
             self._stop.set()
 
-        before: Mapping[int, Any] = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with signals_to(handle, signal.SIGINT, signal.SIGTERM):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def brackets_of(sweep: Sweep) -> list[Bracket]:
@@ -327,7 +321,7 @@ def brackets_of(sweep: Sweep) -> list[Bracket]:
     return []
 
 
-def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions, quiet: bool = False) -> Result:
+def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions) -> Result:
     """Run a sweep, or go on with it, in its folder; return what it has found.
 
     Raises: UserError if it cannot be started as asked; RunFailed if its trials fail alike; Interrupted after SIGINT or
@@ -336,7 +330,7 @@ def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions, quiet: bool = 
     check_optuna()
     approve(sweep.base.extend.code)
     limits = limits_on(options.on, sweep.config)
-    progress = Progress(enabled=not quiet)
+    progress = Progress(enabled=True)
     trials = Trials(folder, sweep.config.name, limits, options)
     with locked(folder):
         enter(folder, sweep)

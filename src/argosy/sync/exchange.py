@@ -29,9 +29,8 @@ from argosy.sync.assembly import Assembly, Proposal, read_piece
 from argosy.sync.average import RetainedAverages, distances, encode_file, slices_of
 from argosy.sync.layout import Sites
 from argosy.sync.ledger import Contribution, Line, RoundLedger, chain_of, dealt_in, is_next, next_line, weights_of
-from argosy.sync.links import Links
+from argosy.sync.links import Links, PeerTable
 from argosy.sync.messages import Standing
-from argosy.sync.peer_table import PeerTable
 from argosy.sync.site_recovery import SiteRecovery
 
 REPEAT_S = 1.0

@@ -4,7 +4,7 @@ Of two parts the later one calls the earlier one. Both prove that they know the 
 and say which run, model and version they are of; who is of another is refused, and told why. TLS has a certificate that
 follows from the secret: whoever knows the secret has the same key and the same certificate, byte for byte, so that
 nothing has to be brought from one machine to another but the secret (Ed25519, whose signatures are deterministic,
-RFC 8032).
+RFC 8032). A site's exchange keeps a table of the others (`PeerTable`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from argosy.errors import UserError, missing_extra
 from argosy.processes.connection import FRAME_BYTES, Address, BadMessage, Connection, WireRecord, call
 from argosy.processes.secret import Certificate, listen, secret_of
 from argosy.processes.secret import call as called
-from argosy.sync.messages import Hello, M, Ping, Refusal, framed, unframed
+from argosy.sync.layout import Sites
+from argosy.sync.messages import FromSite, Hello, M, Ping, Refusal, Standing, framed, unframed
 
 FIRST, LAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
 """Validity of the certificate, which is part of what must be the same everywhere."""
@@ -353,3 +354,51 @@ def open_links(run: RunConfig, me: str, folder: Path, kinds: TypeAdapter[M]) -> 
     addresses = {site.name: host_and_port(site.address) for site in run.sites}
     listener = listener_at(me, "sites", addresses[me], BIND_S)
     return partial(Links, me, addresses, listener, secret, tls, kinds)
+
+
+BEHIND = 1
+"""Rounds that a site's ranks may be behind when a round is decided, and be dealt samples of the next one."""
+
+
+class PeerTable:
+    """The other sites, as one of them sees them."""
+
+    def __init__(self, sites: Sites, links: Links[FromSite]):
+        self._sites, self._links = sites, links
+        self._standings: dict[str, Standing] = {}
+        self.apart: set[str] = set()
+        """Sites that have gone on without this one, and otherwise."""
+
+    def note(self, name: str, standing: Standing) -> None:
+        self._standings[name] = standing
+
+    def standing(self, name: str) -> Standing:
+        return self._standings.get(name, Standing())
+
+    def is_connected(self, name: str) -> bool:
+        """Return True if the site can be spoken to; a site always can speak to itself."""
+        return name == self._sites.me or name in self._links.sites
+
+    def is_alive(self, name: str) -> bool:
+        """Return True if the site was heard within sync.patience_s."""
+        if self.is_connected(name):
+            return True
+        return time.monotonic() - self._links.heard_s[name] < self._sites.run.sync.patience_s
+
+    def leader(self, number: int) -> str:
+        return next(name for name in self._sites.names if name == self._sites.me or self._may_lead(name, number))
+
+    def _may_lead(self, name: str, number: int) -> bool:
+        its = self._standings.get(name)
+        is_behind = its is not None and (its.rounds < number or its.adopts)
+        return self.is_alive(name) and not is_behind and name not in self.apart
+
+    def is_near(self, name: str, number: int, mine: Standing) -> bool:
+        """Return True if a site's ranks have nearly come to round `number`. mine: where this site stands."""
+        reached = mine.reached if name == self._sites.me else self.standing(name).reached
+        return self.is_connected(name) and name not in self.apart and reached >= number - BEHIND
+
+    def holder(self, number: int) -> str | None:
+        """Return a connected site that has the average of round `number`."""
+        here = (name for name in self._links.sites if name not in self.apart)
+        return next((name for name in here if self.standing(name).rounds > number), None)

@@ -27,9 +27,8 @@ from argosy.sync.assembly import PulledFile, Wanted
 from argosy.sync.average import has_average
 from argosy.sync.layout import Sites
 from argosy.sync.ledger import Line, RoundLedger, chain_of, checked_line, is_next
-from argosy.sync.links import Links
+from argosy.sync.links import Links, PeerTable
 from argosy.sync.messages import FilePiece, LineRequest, NotThere, Source, Standing, StateOffer, StateRequest, gives_way
-from argosy.sync.peer_table import PeerTable
 
 ASK_S = 1.0
 """Seconds between two requests for a line."""

@@ -14,7 +14,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.train import LOSSES
 from argosy.data.loader import OpenData, open_data
 from argosy.errors import UserError
-from argosy.models.own_loss import check_loss
+from argosy.models.user_code import check_loss
 from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import Heartbeat

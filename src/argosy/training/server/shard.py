@@ -25,7 +25,7 @@ from argosy.data.stores.model_folder import is_model_folder
 from argosy.errors import UserError
 from argosy.faults import fault
 from argosy.models.initialize import fill_initial
-from argosy.models.own_family import load_family
+from argosy.models.user_code import load_family
 from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.world import World

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from argosy.plan.cost.estimate import percent, seconds
@@ -214,6 +216,12 @@ def node_of(facts: RunFacts, rank: int) -> str:
     return nodes_of(facts).get(rank, "")
 
 
+def agent_of(event: Event) -> str:
+    """Return the node of the agent that wrote an event; empty if no agent did."""
+    by = str(event.get("process", ""))
+    return by.removeprefix("launcher-") if by.startswith("launcher-") else ""
+
+
 def _newest(facts: RunFacts, kind: str) -> Event | None:
     """Return the newest finding of a kind if it still holds: the world is the same, and it was not long ago."""
     found = facts.of(kind)[-1:]
@@ -228,7 +236,10 @@ def _newest(facts: RunFacts, kind: str) -> Event | None:
 
 
 def _some(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks[:NAMED]))
-    return (
-        f"rank{'s' if len(ranks) > 1 else ''} {named}{f' and {len(ranks) - NAMED} more' if len(ranks) > NAMED else ''}"
-    )
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return the first of these numbers, and how many more there are."""
+    named = ", ".join(map(str, numbers[:NAMED]))
+    return named + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")

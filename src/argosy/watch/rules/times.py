@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from argosy.plan.calibration import Reconciled, reconcile
+from argosy.plan.calibration import PARTS, PASSES, Reconciled, reconcile
+from argosy.plan.cost.breakdown import OF_TIME
 from argosy.plan.cost.estimate import GIB, percent, seconds
 from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Advice, Alternative, Planner, is_enough, over
@@ -60,8 +61,8 @@ def waiting_for_data(facts: RunFacts, planner: Planner) -> Advice | None:
 
 def exposed_communication(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that ranks wait for collectives, along which axis and tier, and which plan waits less."""
-    waits = _waits(facts)
-    share = sum(waits.values()) / facts.step_s if is_enough(facts) else 0.0
+    waits = _waits(facts, _bubble_share(planner)) if is_enough(facts) else {}
+    share = sum(waits.values()) / facts.step_s if waits else 0.0
     if share < COMMUNICATION_SHARE or _slowest_rank_explains(facts, sum(waits.values())):
         return None
     worst = max(waits, key=lambda name: waits[name])
@@ -90,11 +91,8 @@ def exposed_communication(facts: RunFacts, planner: Planner) -> Advice | None:
 
 def pipeline_bubble(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that the stages of a pipeline idle, and what makes the bubble smaller."""
-    plan, run, predicted = facts.plan, facts.run, planner.predicted
-    if plan is None or run is None or plan.pp < 2 or predicted is None or not is_enough(facts):
-        return None
-    share = predicted.seconds.get("bubble", 0.0) / float(predicted.step_s.mid)
-    if share < BUBBLE_SHARE:
+    plan, run, share = facts.plan, facts.run, _bubble_share(planner)
+    if plan is None or run is None or share < BUBBLE_SHARE or not is_enough(facts):
         return None
     microbatches, wanted = plan.microbatches(run.train.global_batch), MICROBATCHES_PER_STAGE * plan.pp
     more = (
@@ -200,7 +198,7 @@ def recompiles(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that torch.compile seems to compile again and again."""
     if facts.plan is None or not facts.plan.compile or not is_enough(facts):
         return None
-    passes = np.nansum([facts.column(f"seconds.{name}") for name in ("forward", "backward", "pipeline")], axis=0)
+    passes = np.nansum([facts.column(f"seconds.{name}") for name in PARTS[PASSES].measured], axis=0)
     usual = float(np.median(passes[facts.recent]))
     slow = facts.warm & (passes > RECOMPILED_TIMES * usual) & (passes > usual + RECOMPILED_S)
     slow[: facts.recent.start] &= facts.column("step")[: facts.recent.start] >= facts.plan_since
@@ -257,14 +255,24 @@ def _reconciled(facts: RunFacts) -> Reconciled | None:
     return reconcile(facts.prediction, facts.plan, facts.typical, memory, with_reserve=True)
 
 
-def _waits(facts: RunFacts) -> dict[str, float]:
-    """Return the seconds a step that rank 0 waited for others: by axis and tier where a run wrote that down."""
+def _bubble_share(planner: Planner) -> float:
+    """Return the share of a step that stages of a pipeline idle by their schedule; 0 if it is not predicted."""
+    predicted = planner.predicted
+    return 0.0 if predicted is None else predicted.seconds.get("bubble", 0.0) / float(predicted.step_s.mid)
+
+
+def _waits(facts: RunFacts, bubble_share: float) -> dict[str, float]:
+    """Return the seconds a step that rank 0 waited for others: by axis and tier where a run wrote that down.
+
+    A stage waits along pp for the bubble too, which has a rule of its own.
+    """
     waits = {}
     for key in facts.keys("communication."):
         if key.endswith(".0"):
             _, axis, tier, _ = key.split(".")
             over_the = "inside a machine" if tier == "node" else "over the network"
-            waits[f"along {axis} {over_the}"] = float(np.nan_to_num(facts.column(key, facts.recent)).mean())
+            idle_s = bubble_share * facts.step_s if axis == "pp" else 0.0
+            waits[f"along {axis} {over_the}"] = facts.typical_mean(key) - idle_s
     waits = {name: value for name, value in waits.items() if value > 0}
     return waits or {"for sums of gradients": facts.mean_s("communication")}
 
@@ -281,13 +289,11 @@ def _slowest_rank_explains(facts: RunFacts, waited_s: float) -> bool:
 def _predicted_waits(facts: RunFacts) -> float | None:
     if facts.prediction is None:
         return None
-    return sum(
-        facts.prediction.seconds.get(name, 0.0) for name in ("tensor", "context", "experts", "pipeline", "gradients")
-    )
+    return sum(facts.prediction.seconds.get(name, 0.0) for name in OF_TIME["network"])
 
 
 def _passes_s(facts: RunFacts) -> float:
-    return sum(facts.mean_s(name) for name in ("forward", "backward", "pipeline"))
+    return sum(facts.mean_s(name) for name in PARTS[PASSES].measured)
 
 
 def _step(other: Alternative) -> str:

@@ -6,8 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from argosy.sync.compressor import Sending
-from argosy.sync.lane import Lane, Sum
+from argosy.sync.compressor import Lane, Sending, Sum
 
 PHASES = (1, 1, 1, 1)
 """Inside, across in two messages, back inside."""

@@ -1,4 +1,8 @@
-"""A loss of the user's: a function of the logits of a chunk of tokens, whose gradient autograd gives."""
+"""The user's code in a model: a loss, and a family, which is Llama's decoder with another feed-forward.
+
+A loss is a function of the logits of a chunk of tokens, whose gradient autograd gives. A family is known in a process
+that has loaded it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from argosy.config.model import FAMILIES, ModelConfig
+from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed, UserError
-from argosy.extend.declared import CodeFile
+from argosy.extend.declared import CodeFile, Declaration
 from argosy.extend.loading import Extension, find, where
+from argosy.models.layers import ACTIVATIONS, Activation
 from argosy.models.loss import IGNORED
 
 # C tokens of a chunk, V vocabulary
 
 
-class OwnLoss:
+class UserLoss:
     """A `models.loss.ChunkLoss` that calls a function of the user's with the whole vocabulary's logits."""
 
     def __init__(self, extension: Extension):
@@ -47,9 +55,9 @@ class OwnLoss:
         return losses_C
 
 
-def own_loss(code: Sequence[CodeFile], name: str) -> OwnLoss:
+def user_loss(code: Sequence[CodeFile], name: str) -> UserLoss:
     """Return the loss `name`. Raises: UserError."""
-    return OwnLoss(find(code, "loss", name))
+    return UserLoss(find(code, "loss", name))
 
 
 def check_loss(code: Sequence[CodeFile], name: str) -> None:
@@ -58,7 +66,7 @@ def check_loss(code: Sequence[CodeFile], name: str) -> None:
     Raises: UserError if it returns what it must not, does not repeat itself and does not say so, or if a token's loss
     depends on others.
     """
-    loss = own_loss(code, name)
+    loss = user_loss(code, name)
     declared = loss.declared
     logits_CV, targets_C = torch.linspace(-3.0, 3.0, 66).view(6, 11).sin() * 4, torch.tensor([0, 10, 3, 3, 7, 5])
     try:
@@ -80,3 +88,70 @@ def check_loss(code: Sequence[CodeFile], name: str) -> None:
             f"{declared.place}: the {declared} of a token depends on other tokens. Tokens come in chunks of any "
             "length, so a token's loss must follow from its own logits and target."
         )
+
+
+_FAMILIES: dict[str, Extension] = {}
+
+
+def load_family(run: RunConfig) -> None:
+    """Import the family of `run`, if it is the user's, so that this process can build models of it.
+
+    Raises: UserError if its file cannot be imported, or its activation is not what it must be.
+    """
+    name = run.model.family
+    if name in FAMILIES:
+        return
+    _FAMILIES[name] = extension = find(run.extend.code, "family", name)
+    _check_activation(extension)
+
+
+def activation_of(config: ModelConfig) -> Activation:
+    """Return the activation of the feed-forward. Raises: UserError if the family is not known in this process."""
+    return ACTIVATIONS.get(config.activation, F.silu) if config.family in FAMILIES else _family(config.family).function
+
+
+def declared_family(family: str) -> Declaration:
+    """Return what the user's family declares. Raises: UserError if it is not known in this process."""
+    return _family(family).declared
+
+
+def _family(family: str) -> Extension:
+    if family not in _FAMILIES:
+        raise UserError(f"model.family = {family!r} is not known here. Use it in a run whose extend.files declare it.")
+    return _FAMILIES[family]
+
+
+def _check_activation(extension: Extension) -> None:
+    """Try the activation on a few numbers. Raises: UserError."""
+    declared = extension.declared
+    whole, again, parts = (_tried_activation(extension, cut) for cut in ([8], [8], [3, 5]))
+    if not torch.equal(whole, again):
+        raise UserError(
+            f"{declared.place}: the {declared} gave two results for the same numbers. Make it repeat itself."
+        )
+    if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-7):
+        raise UserError(
+            f"{declared.place}: the {declared} gives an element another result beside others. Tensor parallelism cuts "
+            "what it is given, so each element must follow from that element alone."
+        )
+
+
+@torch.enable_grad()
+def _tried_activation(extension: Extension, cut: Sequence[int]) -> Tensor:
+    """Return results and gradients for numbers that are given in parts."""
+    declared = extension.declared
+    found = []
+    for part in torch.linspace(-3.0, 3.0, 16).view(8, 2).split(list(cut)):
+        x = part.clone().requires_grad_()
+        try:
+            y = extension.function(x)
+            (gradient,) = torch.autograd.grad(y.sum(), x)
+        except Exception as error:
+            place = where(error, declared.place.rpartition(":")[0])
+            raise UserError(f"{place}: the {declared} raised {type(error).__name__}: {error}.") from error
+        if y.shape != x.shape:
+            raise UserError(
+                f"{declared.place}: the {declared} returned {list(y.shape)} for {list(x.shape)}; the shape must stay."
+            )
+        found.append(torch.cat([y.detach(), gradient], dim=1))
+    return torch.cat(found)
