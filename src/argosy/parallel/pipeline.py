@@ -11,7 +11,8 @@ from torch import Tensor
 
 from argosy.faults import fault
 from argosy.models.attention import Documents
-from argosy.models.decoder import Decoder, Microbatch
+from argosy.models.decoder import Decoder
+from argosy.models.microbatch import Microbatch
 from argosy.models.preference import Sequences
 from argosy.observe.clock import StepClock
 from argosy.plan.pipeline import ScheduleRule

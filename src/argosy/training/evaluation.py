@@ -20,13 +20,14 @@ from argosy.data.shards import BadShard, TokenSource, spread_windows
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.models.loss import IGNORED
+from argosy.models.microbatch import compared_microbatches, microbatches
 from argosy.models.preference import CHOSEN, Preference, Sequences
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.rows import TaskScores, compared_microbatches, microbatches_of
+from argosy.training.rows import TaskScores
 from argosy.training.tasks import TaskScorer
 
 BASELINE_TOKENS = 20_000_000
@@ -215,7 +216,7 @@ def evaluate(
         before_batch()
         rows = windows[start : start + batch]
         filled = np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)])
-        micros = microbatches_of(filled, microbatch, held_out.end_of_document, world.device)
+        micros = microbatches(filled, microbatch, held_out.end_of_document, world.device)
         for first, micro in zip(range(0, batch, microbatch), micros, strict=True):
             micro.targets_BT[max(0, len(rows) - first) :] = IGNORED
         total += model.loss(micros)

@@ -11,14 +11,12 @@ from torch import Tensor
 
 from argosy.config.schema import RunConfig
 from argosy.faults import fault
-from argosy.models.decoder import Microbatch
-from argosy.models.preference import WITH_REFERENCE
+from argosy.models.microbatch import Microbatch
 from argosy.observe.heartbeat import Heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.plan.sync import LOCAL, WITH_SERVERS
 from argosy.training.agreement import Agreement
-from argosy.training.batches import ReferenceScorer
 from argosy.training.parts import Parts
 from argosy.training.rounds import Rounds
 from argosy.training.schedule import Pace, learning_rate
@@ -45,7 +43,7 @@ class Trainer:
         heartbeat: Heartbeat,
     ):
         self._began_s = time.monotonic()
-        self.parts = parts = Parts.make(run, plan, world, run_dir, stop, survivor, heartbeat)
+        self.parts = parts = Parts(run, plan, world, run_dir, stop, survivor, heartbeat)
         self.state, self._evaluator = parts.state, parts.evaluator
         self._pace = Pace(run, parts.evaluator.held_out.tokens, plan.compile)
         self.agreement = AGREEMENTS.get(plan.sync, Agreement)(parts, self._pace)
@@ -74,24 +72,14 @@ class Trainer:
         if not self.agreement.begin():
             self.is_stopped_early = True
             return
-        self._score_references()
+        self.parts.score_references()
         self.parts.show("compiling" if self.parts.plan.compile else "the first step")
         self.parts.clock.lap()
-        done = self.state.step
-        if done and not self.parts.records.has_evaluated(done - 1):
+        if (done := self.state.step) and not self.parts.records.has_evaluated(done - 1):
             self.evaluate_if_due()  # it was interrupted
         self.agreement.saving.repeat_save()
         for service in self._services:
             service.start(self.state.step)
-
-    def _score_references(self) -> None:
-        """Have what the objective compares answers with."""
-        parts, train = self.parts, self.parts.run.train
-        if train.objective not in WITH_REFERENCE or parts.batches.references is not None:
-            return
-        about = (parts.run_dir, parts.plan.microbatch, train.objective == "kto", parts.heartbeat)
-        scorer = ReferenceScorer(self.state.model, parts.data, parts.world, *about, parts.records.progress)
-        parts.batches.references = scorer.references(self.state.step)
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to do, 0-based; a run given in minutes learns their number on the way."""
