@@ -93,7 +93,7 @@ def fill_from_folder(parts: Mapping[Box, Tensor | QuantisedWeight], place: str |
 
 
 def fill_from_checkpoint(parts: Mapping[Box, Tensor | QuantisedWeight], checkpoint: Checkpoint) -> None:
-    """The same from a checkpoint. Raises: UserError, before any is filled, if one is missing or has another shape."""
+    """Fill them from a checkpoint. Raises: UserError, before any is filled, if one is missing or has another shape."""
     with opened(checkpoint) as held:
         shapes = {box.name.removeprefix(MODEL): box.whole for box in parts}
         fill(parts, CheckpointWeights(checkpoint, held, shapes))

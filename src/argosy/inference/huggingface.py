@@ -24,6 +24,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.data.manifest import TOKENIZER
+from argosy.data.stores.model_folder import HUB
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import StorageError, UserError
@@ -166,7 +167,7 @@ def write_run(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-HUB, HUB_DATA = "hf://", "hf://datasets/"
+HUB_DATA = f"{HUB}datasets/"
 MOST_BYTES = 2**24
 """No report or README of ours is larger."""
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")

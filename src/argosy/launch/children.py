@@ -18,7 +18,6 @@ from argosy.engines.local import spawn
 from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, UserError
 from argosy.sync.layout import SITES
 
-RUN_FILE = "run.toml"
 ENDED_BY_SIGTERM = (128 + signal.SIGTERM, -signal.SIGTERM)
 """Exit codes after the signal: of a part that has saved, and of one that had nothing to save yet."""
 ALONE_S = 20.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from argosy.checkpoint.store import committed
 from argosy.config.dump import save_run
-from argosy.config.load import load
+from argosy.config.load import RUN_FILE, load
 from argosy.config.observe import ObserveConfig
 from argosy.config.schema import RunConfig
 from argosy.config.sync import server_name, server_number
@@ -18,7 +18,7 @@ from argosy.extend.trust import approve
 from argosy.faults import RUN_DIR
 from argosy.files import make_folder
 from argosy.launch import run_folder
-from argosy.launch.children import RUN_FILE, check_codes, free_port, held, started
+from argosy.launch.children import check_codes, free_port, held, started
 from argosy.launch.resolve import resolve
 from argosy.observe.events import Events
 from argosy.observe.report import Report
@@ -35,7 +35,7 @@ SERVER = "argosy.training.server.main"
 PLAN = Plan.parse("sync=async")
 """Text of the plan.toml of the whole run: each worker has a plan of its own."""
 SERVER_RESTARTS = RestartPolicy(most_failures=5, pause_s=1.0, progress_s=10.0, finish_s=120.0)
-"""Of a server. finish_s: it may take so long to save."""
+"""The restarts of a server. finish_s: it may take so long to save."""
 SIGNAL_LOOK_S = 0.2
 """Interval between looks for a signal."""
 SERVED = ("loss", "optimizer", "family", "sink")

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from argosy.checkpoint import store
 from argosy.config.dump import save_run
-from argosy.config.load import load
+from argosy.config.load import RUN_FILE, load
 from argosy.config.schema import RunConfig
 from argosy.config.sync import SiteLaunch, server_name
 from argosy.engines.engine import RunJob
@@ -23,7 +23,7 @@ from argosy.engines.record import FOLDER, RECORD, LaunchedJob
 from argosy.engines.table import engine_of
 from argosy.errors import UserError
 from argosy.files import make_folder
-from argosy.launch.children import RUN_FILE, check_codes, free_port, held, started
+from argosy.launch.children import check_codes, free_port, held, started
 from argosy.launch.resolve import resolve, with_known_sizes
 from argosy.launch.servers import check, check_addresses_of_servers, settle_worker, train_parts
 from argosy.observe.report import Report

@@ -51,7 +51,7 @@ class _Rows(NamedTuple):
     documents: dict[int, Documents | None]
     """By the chunk of a layer, 0 without one: `documents` of `attention.packed_attention`."""
     mask_keys: Tensor | None
-    """Those of the tokens that this rank computes, int64 [B, t]."""
+    """The mask keys of the tokens that this rank computes, int64 [B, t]."""
 
     def mask_keys_of(self, layer: int) -> Tensor | None:
         return None if self.mask_keys is None else mask_keys_of_layer(self.mask_keys, layer)
@@ -64,7 +64,7 @@ class Block(nn.Module):
     """Attention and feed-forward, each added to the residual stream, with norms where `model.norms` places them."""
 
     dropout: AdapterDropout | None = None
-    """That of its adapters, if they drop (`models.adapters`)."""
+    """The dropout of its adapters, if they drop (`models.adapters`)."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from argosy.accelerator import sent_to
 from argosy.config.schema import RunConfig
-from argosy.data.packing import is_packed, sequences_in, unpack
+from argosy.data.packing import IGNORED, is_packed, sequences_in, unpack
 from argosy.models.attention import Documents
 from argosy.models.dropout import mask_keys
-from argosy.models.loss import IGNORED
 from argosy.models.preference import CHOSEN, REJECTED, Sequences
 
 # B batch, T tokens, n modules of multi-token prediction

@@ -109,7 +109,7 @@ class Pipeline:
             for stage, part in parts.items()
         ]
         self._documents: list[Documents] = []
-        """Those of the step's microbatches."""
+        """The documents of the step's microbatches."""
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
         for part in parts.values():
             part.register_forward_pre_hook(self._with_documents, with_kwargs=True)

@@ -21,6 +21,7 @@ from typing import Any
 from argosy.compare.results import SWEEP_FILE
 from argosy.config.dump import save_run
 from argosy.config.launch import LaunchOptions
+from argosy.config.load import RUN_FILE
 from argosy.config.schema import RunConfig
 from argosy.engines.record import FOLDER, LaunchedJob
 from argosy.errors import Interrupted, RunFailed, UserError
@@ -35,7 +36,6 @@ from argosy.sweep.rungs import Bracket, Judgement, halving, hyperband, judge
 from argosy.sweep.study import JOURNAL, Study, Trial, check_is_same, check_optuna, enter, locked, trial_folder
 from argosy.sweep.trials import DIVERGED, Task, Trials, has_reached, last_words, limits_on, metric_of, outcome, steps_of
 
-RUN_FILE = "run.toml"
 """A trial's run file, in its folder for launches."""
 REFUSED = "refused"
 """Begins the reason of a trial whose values do not go together."""

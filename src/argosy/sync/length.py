@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.identity import lasting_values
-from argosy.config.load import load
+from argosy.config.load import RUN_FILE, load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.sync.layout import Sites, at_site
 from argosy.sync.ledger import RoundLedger
 
-RUN_FILE = "run.toml"
 OF_ROUNDS = ("sync.", "sites.", "train.")
 """Tables of the run file with keys that say what a round is."""
 

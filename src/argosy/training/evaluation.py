@@ -15,11 +15,10 @@ import torch
 from argosy.config.schema import RunConfig
 from argosy.config.train import PreferenceConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.packing import ID_MASK, TRAINED, is_packed, sequences_in, unpack, without_rejected
+from argosy.data.packing import ID_MASK, IGNORED, TRAINED, is_packed, sequences_in, unpack, without_rejected
 from argosy.data.shards import BadShard, TokenSource, spread_windows
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
-from argosy.models.loss import IGNORED
 from argosy.models.microbatch import compared_microbatches, microbatches
 from argosy.models.preference import CHOSEN, Preference, Sequences
 from argosy.observe.heartbeat import Heartbeat
@@ -143,7 +142,7 @@ class Evaluator:
         self.score: Score | None = None
         """The newest; None before the first, and without held-out text."""
         self.task_scores: TaskScores = {}
-        """Those of the same model as `score`."""
+        """The scores of tasks, of the same model as `score`."""
         self._tasks: TaskScorer | None = None
         if run.evaluate.tasks:
             evaluate, tokenizer = run.evaluate, Tokenizer.load(sources[0].folder / TOKENIZER)
