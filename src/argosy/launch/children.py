@@ -16,6 +16,7 @@ from pathlib import Path
 
 from argosy.engines.local import spawn
 from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, UserError
+from argosy.processes.child import signals_handled
 from argosy.sync.layout import SITES
 
 ENDED_BY_SIGTERM = (128 + signal.SIGTERM, -signal.SIGTERM)
@@ -79,32 +80,27 @@ def held(
             others = "; too few are left to agree: they save and end" if is_short else "; the others go on"
         return f"argosy: {name} ended with exit code {code}{others}".encode()
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with selectors.DefaultSelector() as selector:
-            for name, child in children.items():
-                assert child.stdout is not None
-                selector.register(child.stdout, selectors.EVENT_READ, name)
-            unread = dict.fromkeys(children, b"")
-            while selector.get_map():
-                if servers and math.isinf(alone_s):
-                    alone_s = time.monotonic() + _alone_s(children, servers)
-                if time.monotonic() > alone_s or _cannot_begin(children, quorum):
-                    alone_s, servers, quorum = math.inf, (), 0
-                    asked = [name for name, child in children.items() if child.poll() is None]
-                    pass_on(signal.SIGTERM, None)
-                for key, _ in selector.select(1.0 if servers else None):
-                    name, data = key.data, os.read(key.fd, 1 << 16)
-                    *lines, unread[name] = (unread[name] + data).split(b"\n")
-                    if not data:
-                        selector.unregister(key.fileobj)
-                        lines += [unread[name], end_of(name, is_last=not selector.get_map())]
-                    for line in lines:
-                        if line and not quiet:
-                            print(f"{name:{width}} | {line.decode(errors='replace')}", flush=True)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with signals_handled(pass_on, signal.SIGTERM, signal.SIGINT), selectors.DefaultSelector() as selector:
+        for name, child in children.items():
+            assert child.stdout is not None
+            selector.register(child.stdout, selectors.EVENT_READ, name)
+        unread = dict.fromkeys(children, b"")
+        while selector.get_map():
+            if servers and math.isinf(alone_s):
+                alone_s = time.monotonic() + _alone_s(children, servers)
+            if time.monotonic() > alone_s or _cannot_begin(children, quorum):
+                alone_s, servers, quorum = math.inf, (), 0
+                asked = [name for name, child in children.items() if child.poll() is None]
+                pass_on(signal.SIGTERM, None)
+            for key, _ in selector.select(1.0 if servers else None):
+                name, data = key.data, os.read(key.fd, 1 << 16)
+                *lines, unread[name] = (unread[name] + data).split(b"\n")
+                if not data:
+                    selector.unregister(key.fileobj)
+                    lines += [unread[name], end_of(name, is_last=not selector.get_map())]
+                for line in lines:
+                    if line and not quiet:
+                        print(f"{name:{width}} | {line.decode(errors='replace')}", flush=True)
     codes = {name: child.wait() for name, child in children.items()}
     return codes | {name: 0 for name in asked if codes[name] in ENDED_BY_SIGTERM}
 

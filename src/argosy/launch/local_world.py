@@ -20,7 +20,7 @@ from argosy.errors import ArgosyError, Interrupted, RunFailed
 from argosy.parallel.encoding import ErrorRecord, from_text, to_text
 from argosy.parallel.world import WorldSeat
 from argosy.processes.channel import Channel, Data, Gone, Message
-from argosy.processes.child import ForkEntry, Patience
+from argosy.processes.child import ForkEntry, Patience, signals_handled
 from argosy.processes.fork_server import ForkServer
 
 LINGER_S = 1.0
@@ -144,12 +144,8 @@ def interrupted_by_signals() -> Iterator[None]:
         name = signal.Signals(number)
         raise Interrupted(f"stopped by {name.name}; nothing was written.", name)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with signals_handled(interrupt, signal.SIGTERM, signal.SIGINT):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---- in a member -----------------------------------------------------------------------------------------------

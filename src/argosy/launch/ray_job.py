@@ -13,8 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, BinaryIO
@@ -26,6 +25,7 @@ from argosy.errors import ArgosyError, Interrupted, Retryable, UserError
 from argosy.files import made_folder
 from argosy.launch.requeue import decide
 from argosy.plan.search.auto import processes_of
+from argosy.processes.child import signals_handled
 from argosy.processes.ray_cluster import THREADS, OwnedProcess, ProcessEvent, Share, connect, node_and_address, reserve
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -113,16 +113,8 @@ class _Stop:
         self.since_s: float | None = None
         """The time of the first one; None: there was none."""
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take it in this block."""
-        before = signal.signal(signal.SIGTERM, self._note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Take it."""
         self.since_s = self.since_s or time.monotonic()
 
     def check(self) -> None:
@@ -137,7 +129,7 @@ def _held(request: RunJob, log: Log) -> int:
 
     share = Share.of(request.nodes, request.cpus_per_node, request.gpus_per_node)
     patience_s, stop = request.run.resilience.coordinator_timeout_s, _Stop()
-    with stop.listening():
+    with signals_handled(stop.note, signal.SIGTERM):
         group = reserve(share, patience_s, lambda why: log.put(f"{WAITING}{why}\n".encode()), lambda: not stop.since_s)
         stop.check()
         log.say(f"an agent on each of {share}" if share.nodes > 1 else f"an agent on {share}")

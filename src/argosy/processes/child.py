@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO, Self
 
 from argosy.processes.channel import SEND_TIMEOUT_S, Channel, Gone, Message
@@ -54,6 +55,17 @@ class ForkEntry:
         """Import the function."""
         function: Callable[[], None] = getattr(importlib.import_module(self.module), self.function)
         return function
+
+
+@contextmanager
+def signals_handled(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
+    """Have `handler` called for these signals in this block (main thread only), and then what was there before."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def end_in_words(exit_code: int) -> str:

@@ -13,6 +13,7 @@ from types import FrameType
 from argosy.checkpoint.store import committed, how_to_go_on
 from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, Retryable
 from argosy.observe.heartbeat import HeartbeatReading
+from argosy.processes.child import signals_handled
 from argosy.training.stop import SAME_S
 
 UNITS = {"evaluate": "evaluation batch", "check": "replay check", "checkpoint": "save", "recovering": "recovery"}
@@ -40,12 +41,8 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
-        try:
+        with signals_handled(self._note, *STOP_SIGNALS):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._came.append(number)  # and no more: it may have interrupted the sending of a message

@@ -12,11 +12,9 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from argosy.compare.results import SWEEP_FILE
 from argosy.config.dump import save_run
@@ -28,6 +26,7 @@ from argosy.errors import Interrupted, RunFailed, UserError
 from argosy.extend.trust import approve
 from argosy.launch.resolve import prepare_shown
 from argosy.observe.screen import Progress
+from argosy.processes.child import signals_handled
 from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.sweep.load import Sweep, in_words, short
 from argosy.sweep.needs import Limits, needs_of, processes, threads
@@ -78,7 +77,7 @@ class Driver:
         Raises: RunFailed if the trials fail alike; Interrupted after a signal, once those that run have saved;
         UserError if the place where trials run refuses.
         """
-        with self._signals():
+        with signals_handled(self._end_by_signal, signal.SIGINT, signal.SIGTERM):
             while not self._stop.is_set():
                 self._collect()
                 trials = self._judged()
@@ -301,20 +300,9 @@ class Driver:
             if jobs:
                 self._stop.wait(min(1.0, self._trials.poll_s))
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM as the wish to end; their handlers are those of before afterwards."""
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            self._signal = number
-            self._stop.set()
-
-        before: Mapping[int, Any] = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        self._stop.set()
 
 
 def brackets_of(sweep: Sweep) -> list[Bracket]:

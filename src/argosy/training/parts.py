@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,7 @@ class Parts:
 
         Raises: UserError if the run asks for what its plan, or the user's code, does not allow.
         """
+        self.began_s = time.monotonic()
         self.run, self.world, self.run_dir = run, world, run_dir
         self.stop, self.survivor, self.heartbeat = stop, survivor, heartbeat
         memory_before_bytes = survivor.enter(world, run)
