@@ -18,7 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Self, TextIO
 
-from argosy.errors import UserError
+from argosy.errors import StorageError, UserError
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written. Nothing reads such a file; what a kill left, the next write replaces."""
@@ -206,6 +206,34 @@ def commit_folder(partial: Path, folder: Path) -> None:
         sync_folder(path)
     partial.rename(folder)
     sync_folder(folder.absolute().parent)
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raise UserError if a folder that is to be written exists."""
+    if folder.exists():
+        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder of what the block writes in the path that it is given; after an error nothing is left.
+
+    Raises: UserError if it exists already; StorageError if it cannot be written.
+    """
+    refuse_existing(folder)
+    partial = folder.absolute().with_name(f".{folder.name}.partial")  # a sibling: the rename stays on one file system
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        make_folder(partial)
+        yield partial
+        commit_folder(partial, folder)
+    except OSError as problem:
+        raise StorageError(
+            f"{folder} could not be written ({problem}). Free some space or get the right to write there, or choose "
+            "another folder."
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def state_folder() -> Path:

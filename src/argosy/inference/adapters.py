@@ -16,7 +16,8 @@ from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.tokenizer import usage_of
 from argosy.errors import UserError
-from argosy.inference.huggingface import cards_of, refuse_existing, write_run
+from argosy.files import refuse_existing
+from argosy.inference.huggingface import cards_of, write_run
 from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import peft_adapter
 from argosy.models.lazy_weights import HeldWeights

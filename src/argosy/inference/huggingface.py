@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,8 +26,8 @@ from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import HUB
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
-from argosy.errors import StorageError, UserError
-from argosy.files import commit_folder, make_folder, read_at_most
+from argosy.errors import UserError
+from argosy.files import read_at_most, refuse_existing, whole_folder
 from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import hf
 from argosy.models.compressed import COMPRESSIONS
@@ -119,12 +118,6 @@ def import_checkpoint(folder: str | Path, run_dir: Path) -> None:
     write_run(run, weights, run_dir, tokenizer, usage_of(folder))
 
 
-def refuse_existing(folder: Path) -> None:
-    """Raise UserError if a folder that is to be written exists."""
-    if folder.exists():
-        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
-
-
 def write_run(
     run: RunConfig,
     weights: LazyWeights,
@@ -135,36 +128,25 @@ def write_run(
 ) -> None:
     """Write the run folder `run_dir` with one checkpoint, of step 0 without an optimizer; whole or not at all.
 
-    Raises: StorageError if it cannot be written.
+    Raises: UserError if it exists; StorageError if it cannot be written.
     """
-    partial = run_dir.absolute().with_name(f".{run_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        make_folder(partial)
+    manifest = CheckpointManifest(
+        step=0,
+        tokens=0,
+        saved_at_s=time.time(),
+        plan="",
+        data_identity="",
+        base_sha256=base_sha256,
+        has_optimizer=False,
+        files={},
+    )
+    with whole_folder(run_dir) as partial:
         save_run(run, partial / "run.toml")
         if tokenizer is not None:
             (partial / TOKENIZER).write_bytes(tokenizer)
         for name, text in usage.items():
             (partial / name).write_bytes(text)
-        manifest = CheckpointManifest(
-            step=0,
-            tokens=0,
-            saved_at_s=time.time(),
-            plan="",
-            data_identity="",
-            base_sha256=base_sha256,
-            has_optimizer=False,
-            files={},
-        )
         write_weights(partial, manifest, weights)
-        commit_folder(partial, run_dir)
-    except OSError as problem:
-        raise StorageError(
-            f"{run_dir} could not be written ({problem}). Free some space or get the right to write there, or choose "
-            "another folder."
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 HUB_DATA = f"{HUB}datasets/"

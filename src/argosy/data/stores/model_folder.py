@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -13,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from argosy.credentials import REMEDY, has_credentials
 from argosy.data.stores.store import ATTEMPTS, PAUSE_S, Store, StoreUnreachable, is_url, spelled
 from argosy.errors import RunFailed, StorageError, UserError
-from argosy.files import COPY_BYTES, RegularFile, commit_folder, read_at_most, sync
+from argosy.files import COPY_BYTES, RegularFile, read_at_most, sync, whole_folder
 
 HUB = "hf://"
 _NAME = re.compile(r"[^/]+/[^/]+")
@@ -228,21 +227,8 @@ class _Here:
 
 @contextmanager
 def _new_here(folder: Path) -> Iterator[_Here]:
-    if folder.exists():
-        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
-    partial = folder.absolute().with_name(f".{folder.name}.partial")  # a sibling: the rename stays on one file system
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with whole_folder(folder) as partial:
         yield _Here(partial)
-        commit_folder(partial, folder)
-    except OSError as problem:
-        raise StorageError(
-            f"{folder} could not be written ({problem}). Free some space or get the right to write there, or choose "
-            "another folder."
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 class _InStore:
