@@ -264,7 +264,8 @@ def _waits(facts: RunFacts) -> dict[str, float]:
         if key.endswith(".0"):
             _, axis, tier, _ = key.split(".")
             over_the = "inside a machine" if tier == "node" else "over the network"
-            waits[f"along {axis} {over_the}"] = float(np.nan_to_num(facts.column(key, facts.recent)).mean())
+            waited_s = facts.column(key, facts.recent)
+            waits[f"along {axis} {over_the}"] = float(np.nansum(waited_s)) / max(len(waited_s), 1)
     waits = {name: value for name, value in waits.items() if value > 0}
     return waits or {"for sums of gradients": facts.mean_s("communication")}
 
