@@ -219,6 +219,14 @@ NEAR_MISSES: dict[str, Callable[[], RunFacts]] = {
     "waiting_for_data": lambda: healthy(steps=columns(data=0.01)),
     "waiting_for_data of tiny steps": lambda: healthy(steps=columns(step_s=0.01, data=0.001)),
     "exposed_communication": lambda: big(steps=columns(step_s=6.0, communication=0.3)),
+    "exposed_communication but for the bubble": lambda: big(
+        plan="pp=8,dp_replicate=8,microbatch=4,precision=bf16",
+        steps=columns(step_s=6.0) | {"communication.pp.node.0": np.full(STEPS, 2.0)},
+    ),
+    "exposed_communication but for one long step": lambda: big(
+        steps=columns(step_s=6.0, communication=np.where(np.arange(STEPS) == STEPS - 9, 600.0, 0.0))
+        | {"communication.dp.node.0": np.where(np.arange(STEPS) == STEPS - 9, 600.0, 0.1)}
+    ),
     "exposed_communication for a slow rank": lambda: healthy(
         steps=columns(communication=0.3), ranks=ranks(2, slow={1: 2.0})
     ),

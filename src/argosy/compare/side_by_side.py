@@ -234,8 +234,8 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "tokens": ("tokens", _or_nothing(count)),
     "loss": ("loss", _or_nothing(_four)),
     "validation_loss": ("validation", _or_nothing(_four)),
-    "time_s": ("time", seconds),
-    "cost": ("cost", _or_nothing(_four)),
+    "time_s": ("time of steps", seconds),
+    "cost": ("cost of steps", _or_nothing(_four)),
     "tokens_per_s": ("tokens a second", _or_nothing(count)),
     "plan": ("plan", _or_nothing(str)),
 }

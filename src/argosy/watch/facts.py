@@ -235,16 +235,17 @@ class RunFacts:
     @cached_property
     def typical(self) -> dict[str, float]:
         """Seconds of a step by category: the mean over the middle half of the recent steps, as in a report."""
-        took = self.column("step_time_s", self.recent)
-        order = np.argsort(took, kind="stable")
-        middle = order[len(order) // 4 : len(order) - len(order) // 4]
         names = [key.removeprefix("seconds.") for key in self.keys("seconds.")]
-        values = {name: self.column(f"seconds.{name}", self.recent)[middle] for name in names}
-        return {
-            name: float(np.nansum(values[name]) / max(1, len(middle)))
-            for name in names
-            if name not in ("step", *BESIDE)
-        }
+        return {name: self.typical_mean(f"seconds.{name}") for name in names if name not in ("step", *BESIDE)}
+
+    def typical_mean(self, key: str) -> float:
+        """Return the mean of a key over the middle half of the recent steps by their time; 0 where nobody wrote it."""
+        return float(np.nansum(self.column(key, self.recent)[self._middle]) / max(1, len(self._middle)))
+
+    @cached_property
+    def _middle(self) -> NDArray[np.intp]:
+        order = np.argsort(self.column("step_time_s", self.recent), kind="stable")
+        return order[len(order) // 4 : len(order) - len(order) // 4]
 
     @cached_property
     def steps_in_all(self) -> int | None:

@@ -60,8 +60,8 @@ def waiting_for_data(facts: RunFacts, planner: Planner) -> Advice | None:
 
 def exposed_communication(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that ranks wait for collectives, along which axis and tier, and which plan waits less."""
-    waits = _waits(facts)
-    share = sum(waits.values()) / facts.step_s if is_enough(facts) else 0.0
+    waits = _waits(facts, _bubble_share(planner)) if is_enough(facts) else {}
+    share = sum(waits.values()) / facts.step_s if waits else 0.0
     if share < COMMUNICATION_SHARE or _slowest_rank_explains(facts, sum(waits.values())):
         return None
     worst = max(waits, key=lambda name: waits[name])
@@ -90,11 +90,8 @@ def exposed_communication(facts: RunFacts, planner: Planner) -> Advice | None:
 
 def pipeline_bubble(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that the stages of a pipeline idle, and what makes the bubble smaller."""
-    plan, run, predicted = facts.plan, facts.run, planner.predicted
-    if plan is None or run is None or plan.pp < 2 or predicted is None or not is_enough(facts):
-        return None
-    share = predicted.seconds.get("bubble", 0.0) / float(predicted.step_s.mid)
-    if share < BUBBLE_SHARE:
+    plan, run, share = facts.plan, facts.run, _bubble_share(planner)
+    if plan is None or run is None or share < BUBBLE_SHARE or not is_enough(facts):
         return None
     microbatches, wanted = plan.microbatches(run.train.global_batch), MICROBATCHES_PER_STAGE * plan.pp
     more = (
@@ -257,15 +254,24 @@ def _reconciled(facts: RunFacts) -> Reconciled | None:
     return reconcile(facts.prediction, facts.plan, facts.typical, memory, with_reserve=True)
 
 
-def _waits(facts: RunFacts) -> dict[str, float]:
-    """Return the seconds a step that rank 0 waited for others: by axis and tier where a run wrote that down."""
+def _bubble_share(planner: Planner) -> float:
+    """Return the share of a step that stages of a pipeline idle by their schedule; 0 if it is not predicted."""
+    predicted = planner.predicted
+    return 0.0 if predicted is None else predicted.seconds.get("bubble", 0.0) / float(predicted.step_s.mid)
+
+
+def _waits(facts: RunFacts, bubble_share: float) -> dict[str, float]:
+    """Return the seconds a step that rank 0 waited for others: by axis and tier where a run wrote that down.
+
+    A stage waits along pp for the bubble too, which has a rule of its own.
+    """
     waits = {}
     for key in facts.keys("communication."):
         if key.endswith(".0"):
             _, axis, tier, _ = key.split(".")
             over_the = "inside a machine" if tier == "node" else "over the network"
-            waited_s = facts.column(key, facts.recent)
-            waits[f"along {axis} {over_the}"] = float(np.nansum(waited_s)) / max(len(waited_s), 1)
+            idle_s = bubble_share * facts.step_s if axis == "pp" else 0.0
+            waits[f"along {axis} {over_the}"] = facts.typical_mean(key) - idle_s
     waits = {name: value for name, value in waits.items() if value > 0}
     return waits or {"for sums of gradients": facts.mean_s("communication")}
 
