@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from argosy.credentials import redact
@@ -134,6 +137,18 @@ def error_of(exit_code: int, text: str) -> ArgosyError:
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that stop a run with its state saved; its exit code is 128 and the number. SLURM is often asked for
 USR1 before the time of a job is over."""
+
+
+@contextmanager
+def signals_to(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
+    """Have these signals call `handler` in this block (main thread only); their handlers are those of before then."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, other in before.items():
+            signal.signal(number, other)
+
 
 EXIT_CODES = {
     0: "done",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.cli.documents import DryRun, show_dry_run, write
-from argosy.cli.options import ALL, parse_run
+from argosy.cli.options import ALL, TrustCode, parse_run
 from argosy.config.identity import check_repeatable
 from argosy.errors import UserError
 from argosy.extend.trust import check_approved
@@ -43,8 +43,7 @@ class Options:
     """Kinds of faults, as above; none given: all."""
     folder: Path | None = None
     """Folder of both trainings; runs/NAME-chaos if not given."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    trust_code: TrustCode = False
     dry_run: bool = False
     """Say what would be trained and how it would be disturbed, and do nothing."""
     json: bool = False

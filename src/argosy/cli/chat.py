@@ -17,12 +17,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
-from argosy.cli.options import must_be_folder_or_url, parse
+from argosy.cli.options import ModelPath, ModelPlan, TrustCode, must_be_folder_or_url, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
 from argosy.inference.sampling import Finish, Sampling
@@ -39,8 +37,7 @@ RESET, EXIT = "/reset", "/exit"
 class Options:
     """Options of `argosy chat`."""
 
-    path: Annotated[str, tyro.conf.Positional]
-    """A run's folder (its newest checkpoint), one checkpoint, or a Hugging Face folder or its URL."""
+    path: ModelPath
     system: str = ""
     """The message that says how the model is to answer, if its template has a place for one."""
     template: str = ""
@@ -53,10 +50,8 @@ class Options:
     """Draw from the most likely tokens that together have this probability."""
     seed: int = 0
     """The same seed and the same messages give the same answers."""
-    plan: str = ""
-    """Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    plan: ModelPlan = ""
+    trust_code: TrustCode = False
     json: bool = False
     """Print {"message", "answer", "finish"} as JSON, on one line for each message."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from argosy.cli.documents import DryRun, Written, show_dry_run, write
-from argosy.cli.options import ALL, SHORT, fitted, must_be_folder, must_be_folder_or_url, parse
+from argosy.cli.options import PrintJson, RunPath, TrustCode, act, must_be_folder, must_be_folder_or_url, parse
 from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.screen import Progress
@@ -99,16 +99,14 @@ class PrunedCheckpoints:
 class Pruning:
     """Options of prune."""
 
-    run_dir: Annotated[Path, tyro.conf.Positional]
-    """A run's folder."""
+    run_dir: RunPath
     keep_last: int = 2
     """Number of newest checkpoints to keep; at least one verified one always stays."""
     keep_every: int = 0
     """Checkpoints at multiples of this many steps are kept too; 0: none."""
     dry_run: bool = False
     """Say what would be deleted, and delete nothing."""
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 @dataclass(frozen=True)
@@ -131,14 +129,12 @@ class Exporting:
     """The model's license in README.md, by its name on Hugging Face's hub, such as apache-2.0."""
     overwrite: bool = False
     """Write README.md anew where the run's folder has one of yours, or weights that were imported came with one."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    trust_code: TrustCode = False
     adapter: bool = False
     """Write the run's adapter alone, in PEFT's format; otherwise it is merged into the weights."""
     dry_run: bool = False
     """Say what would be written, and write nothing."""
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 @dataclass(frozen=True)
@@ -149,12 +145,10 @@ class Merging:
     """The folder of a run that trains an adapter (its newest checkpoint), or one of its checkpoints."""
     out: Path
     """The run folder to write; it must not exist yet."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    trust_code: TrustCode = False
     dry_run: bool = False
     """Say what would be written, and write nothing."""
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 @dataclass(frozen=True)
@@ -170,12 +164,11 @@ class Importing:
     """The run, checkpoint or Hugging Face folder whose weights the adapter in FOLDER was trained beside."""
     dry_run: bool = False
     """Say what would be written, and write nothing."""
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 def main(argv: list[str]) -> int:
-    actions: dict[str, Callable[[list[str]], int]] = {
+    actions = {
         "list": _list,
         "verify": _verify,
         "prune": _prune,
@@ -183,12 +176,7 @@ def main(argv: list[str]) -> int:
         "import": _import,
         "merge": _merge,
     }
-    if not argv or argv[0] in (*SHORT, ALL):
-        print(f"usage: argosy checkpoint {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")
-        return 0
-    if argv[0] not in actions:
-        raise UserError(f"checkpoint {argv[0]}: there is no such action. Try: {', '.join(actions)}.")
-    return actions[argv[0]](argv[1:])
+    return act("checkpoint", actions, argv)
 
 
 def _list(argv: list[str]) -> int:

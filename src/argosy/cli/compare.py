@@ -10,7 +10,6 @@ Examples:
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,22 +17,19 @@ from typing import Annotated
 import tyro
 
 from argosy.cli.documents import write
-from argosy.cli.options import parse
-from argosy.errors import ArgosyWarning
+from argosy.cli.options import PrintJson, RunPath, parse, read_run
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of `argosy compare`."""
 
-    a: Annotated[Path, tyro.conf.Positional]
-    """A run's folder."""
+    a: RunPath
     b: Annotated[Path, tyro.conf.Positional]
     """Another one's."""
     plot: bool = False
     """Draw the losses too."""
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 def main(argv: list[str]) -> None:
@@ -42,12 +38,8 @@ def main(argv: list[str]) -> None:
 
     from argosy.compare.side_by_side import charts, compare, in_text
     from argosy.observe.terminal import printable
-    from argosy.watch.reader import RunReader
 
-    warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
-    a, b = RunReader(options.a), RunReader(options.b)
-    for reader in (a, b):
-        reader.refresh()
+    a, b = read_run(options.a), read_run(options.b)
     found = compare(a, b)
     if options.json:
         write("compare", found)

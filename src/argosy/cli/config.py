@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeAlias
 import tyro
 
 from argosy.cli.documents import DOCUMENTS, Written, schema_of, write
-from argosy.cli.options import ALL, SHORT, fitted, parse, parse_run
+from argosy.cli.options import PrintJson, act, parse, parse_run
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer, preset_names, preset_path
 from argosy.config.load import RUN_FILE, build
@@ -40,8 +40,7 @@ LAPTOP_VOCABULARY = 4096
 class Options:
     """Options of every `argosy config` command."""
 
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 @dataclass(frozen=True)
@@ -104,19 +103,11 @@ class DeviceOptions:
     """Power, W; without it, energy is not predicted."""
     out: Path | None = None
     """The file to write; default: NAME.toml. It must not exist yet."""
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 def main(argv: list[str]) -> int:
-    actions = {"show": _show, "schema": _schema, "presets": _presets, "device": _device}
-    if not argv or argv[0] in (*SHORT, ALL):
-        print(f"usage: argosy config {{{','.join(actions)}}} ...\n\n{fitted(__doc__ or '')}")
-        return 0
-    if argv[0] not in actions:
-        raise UserError(f"config {argv[0]}: there is no such action. Try: {', '.join(actions)}.")
-    actions[argv[0]](argv[1:])
-    return 0
+    return act("config", {"show": _show, "schema": _schema, "presets": _presets, "device": _device}, argv)
 
 
 def _show(argv: list[str]) -> None:

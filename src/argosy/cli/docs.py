@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from argosy.cli.documents import write
-from argosy.cli.options import parse
+from argosy.cli.options import PrintJson, parse
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Options:
     """The page; without it, all are listed."""
     skill: bool = False
     """Print the skill for coding agents."""
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 @dataclass(frozen=True)

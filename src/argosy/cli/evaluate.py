@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any, Literal
 
 from argosy.cli.documents import write
-from argosy.cli.options import must_be_folder_or_url, parse
+from argosy.cli.options import ModelPath, ModelPlan, must_be_folder_or_url, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
 from argosy.inference.plans import plan_named
@@ -28,8 +26,7 @@ from argosy.observe.terminal import told_if_long
 class Options:
     """Options of `argosy evaluate`."""
 
-    path: Annotated[str, tyro.conf.Positional]
-    """A run's folder (its newest checkpoint), one checkpoint, or a Hugging Face folder or its URL."""
+    path: ModelPath
     data: Path | None = None
     """A folder that `argosy prepare` wrote; the run's own data if not given."""
     split: Literal["train", "validation"] = "validation"
@@ -44,8 +41,7 @@ class Options:
     """Largest number of documents of each task; 0: all."""
     fewshot: int | None = None
     """Examples before each question of a task; as the task says if not given."""
-    plan: str = ""
-    """Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32."""
+    plan: ModelPlan = ""
     trust_code: bool = False
     """Approve and run code that the run (extend.files) or a task file brings along; otherwise only code that you
     trained with."""

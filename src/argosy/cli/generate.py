@@ -15,12 +15,10 @@ from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from argosy.cli.documents import write
-from argosy.cli.options import must_be_folder_or_url, parse
+from argosy.cli.options import ModelPath, ModelPlan, TrustCode, must_be_folder_or_url, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
 from argosy.files import read_at_most
@@ -38,8 +36,7 @@ MOST_PROMPT_BYTES = 2**30
 class Options:
     """Options of `argosy generate`."""
 
-    path: Annotated[str, tyro.conf.Positional]
-    """A run's folder (its newest checkpoint), one checkpoint, or a Hugging Face folder or its URL."""
+    path: ModelPath
     prompt: str = ""
     """The text to continue; without one, a new document."""
     prompts: Path | None = None
@@ -57,10 +54,8 @@ class Options:
     """Texts to stop before."""
     batch_size: WholeCount = 16
     """Prompts of a file that are continued at once."""
-    plan: str = ""
-    """Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    plan: ModelPlan = ""
+    trust_code: TrustCode = False
     json: bool = False
     """Print JSON, a prompt a line."""
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import csv
 import io
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 import tyro
 
 from argosy.cli.documents import Written, lines_of, write
-from argosy.cli.options import parse
-from argosy.errors import ArgosyWarning, UserError, missing_extra
+from argosy.cli.options import RunPath, parse, read_run
+from argosy.errors import UserError, missing_extra
 from argosy.files import atomic_write
 
 
@@ -32,8 +31,7 @@ from argosy.files import atomic_write
 class Options:
     """Options of `argosy metrics`."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """A run's folder."""
+    run: RunPath
     columns: str = ""
     """Keys, separated by commas, or `all`; without it, the keys that there are are listed."""
     every: int = 1
@@ -74,11 +72,8 @@ def main(argv: list[str]) -> None:
         )
     from argosy.watch.columns import STEP
     from argosy.watch.query import table_of_steps
-    from argosy.watch.reader import RunReader
 
-    warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
-    reader = RunReader(options.run)
-    reader.refresh()
+    reader = read_run(options.run)
     names = [name.strip() for name in options.columns.split(",") if name.strip()]
     if not names:
         keys = [STEP, *(key for key in sorted({*reader.keys(), *reader.evaluations.keys()}) if key != STEP)]

@@ -9,23 +9,28 @@ import re
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import MISSING, field, fields, make_dataclass
 from functools import reduce
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from pydantic.fields import FieldInfo
+from typing_extensions import Doc
 
 from argosy.config.layers import RENAMED, Setting, Source, new_key
 from argosy.config.load import OPTION_MARK, build, load, origin_of
 from argosy.config.problems import suggestion
 from argosy.config.schema import RunConfig
 from argosy.config.section import IS_COUNT, Key, Section, count_of, dotted, key_fields, key_of, meanings, value_type
-from argosy.errors import UserError
+from argosy.errors import ArgosyWarning, UserError
+
+if TYPE_CHECKING:
+    from argosy.watch.reader import RunReader
 
 LOOKS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
 """Show an optional option by its type alone: PATH, not {None}|PATH; and a flag without its opposite."""
@@ -97,7 +102,7 @@ def explained(options: type) -> type:
     texts, types = meanings(options), get_type_hints(options, include_extras=True)
     parts: list[tuple[str, Any, Any]] = []
     for part in fields(options):
-        text = " ".join(texts.get(part.name, "").split())
+        text = " ".join(texts[part.name].split()) if part.name in texts else None  # its type has one: RunPath, ...
         about = tyro.conf.arg(help=text, help_behavior_hint=no_hint(part.default))
         default = {} if part.default is MISSING else {"default": part.default}
         parts.append((part.name, Annotated[types[part.name], about], field(**default)))
@@ -125,29 +130,23 @@ def _parsed_for_program(options: type, prog: str, argv: Sequence[str]) -> tuple[
         raise UserError(f"{text or 'the options are wrong'}. All options: {prog} --help") from None
 
 
-ESSENTIAL: tuple[Key, ...] = tuple(
-    map(
-        key_of,
-        (
-            "name",
-            "model.preset",
-            "model.weights",
-            "data.prepare.input",
-            "data.sources",
-            "data.seq_len",
-            "train.global_batch",
-            "train.steps",
-            "train.minutes",
-            "train.epochs",
-            "optimizer.lr",
-            "evaluate.every_steps",
-            "checkpoint.every_steps",
-            "plan",
-            "launch.processes",
-            "seed",
-        ),
-    )
-)
+RunPath = Annotated[Path, tyro.conf.Positional, Doc("A run's folder.")]
+ModelPath = Annotated[str, tyro.conf.Positional, Doc(
+    "A run's folder (its newest checkpoint), one checkpoint, or a Hugging Face folder or its URL."
+)]  # fmt: skip
+ModelPlan = Annotated[str, Doc(
+    'Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32.'
+)]  # fmt: skip
+TrustCode = Annotated[bool, Doc(
+    "Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."
+)]  # fmt: skip
+PrintJson = Annotated[bool, Doc("Print JSON.")]
+
+ESSENTIAL: tuple[Key, ...] = tuple(map(key_of, (
+    "name", "model.preset", "model.weights", "data.prepare.input", "data.sources", "data.seq_len",
+    "train.global_batch", "train.steps", "train.minutes", "train.epochs", "optimizer.lr", "evaluate.every_steps",
+    "checkpoint.every_steps", "plan", "launch.processes", "seed",
+)))  # fmt: skip
 """In the order of --help. Their meanings begin with the words that people search for (`config.schema`)."""
 
 
@@ -208,6 +207,17 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
     found, unknown = described(form, prog, about or _description(options), argv)
     _refuse(unknown, prog, options, Section)
     return found
+
+
+def act(command: str, actions: Mapping[str, Callable[[list[str]], int | None]], argv: list[str]) -> int:
+    """Run the action of a command that its first word names; without one, print them all. Raises: UserError."""
+    if not argv or argv[0] in (*SHORT, ALL):
+        about = sys.modules[f"argosy.cli.{command}"].__doc__ or ""
+        print(f"usage: argosy {command} {{{','.join(actions)}}} ...\n\n{fitted(about)}")
+        return 0
+    if argv[0] not in actions:
+        raise UserError(f"{command} {argv[0]}: there is no such action. Try: {', '.join(actions)}.")
+    return actions[argv[0]](argv[1:]) or 0
 
 
 def _helped(argv: list[str]) -> list[str]:
@@ -403,6 +413,14 @@ def _number(word: str) -> object:
         except ValueError:
             continue
     return {"true": True, "false": False}.get(word.lower(), word)
+
+
+def read_run(folder: Path) -> RunReader:
+    """Return all that a run's folder tells. Raises: UserError if it holds no run."""
+    from argosy.watch.reader import RunReader
+
+    warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
+    return RunReader.read(folder)
 
 
 def must_be_folder(path: Path) -> None:

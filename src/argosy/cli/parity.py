@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
-from argosy.cli.options import parse_run
+from argosy.cli.options import TrustCode, parse_run
 from argosy.errors import UserError
 from argosy.plan.search.auto import check_written
 
@@ -44,8 +44,7 @@ class Options:
     tolerance: float | None = None
     """Largest relative difference of the loss: 1e-5 in fp32, else none. Gradient norm and weights get 10 and 100
     times as much."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    trust_code: TrustCode = False
     json: bool = False
     """Print the result as one JSON object."""
 

@@ -301,9 +301,7 @@ def _resize(options: Options, folder: Path) -> None:
         (named, Cluster.parse(named).model_copy(update={} if price is None else {"price_per_device_h": price}))
         for named, price in _priced(options)
     ]
-    reader = RunReader(folder)
-    reader.refresh()
-    found = resizing_of(reader, others, limit_s)
+    found = resizing_of(RunReader.read(folder), others, limit_s)
     if options.json:
         write("plan-run", found)
     else:

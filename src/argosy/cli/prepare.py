@@ -34,7 +34,7 @@ from argosy.config.extend import ExtendConfig
 from argosy.config.launch import ClusterOptions, EngineName, LaunchOptions
 from argosy.config.layers import Setting, Source
 from argosy.config.load import OPTION_MARK, build
-from argosy.errors import ArgosyWarning, DataError, Interrupted, RunFailed, UserError
+from argosy.errors import ArgosyWarning, DataError, Interrupted, RunFailed, UserError, signals_to
 from argosy.observe.screen import Progress
 from argosy.observe.terminal import lasting_output, printable
 
@@ -79,14 +79,11 @@ class Positional(PrepareConfig):
 @lasting_output()
 def main(argv: list[str]) -> None:
     options, config = parse_section(argv, "argosy prepare", Options, Positional)
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        _prepare(options, config)
+        with signals_to(_stop, signal.SIGTERM, signal.SIGUSR1):
+            _prepare(options, config)
     except (UserError, DataError, RunFailed) as error:
         raise type(error)(by_option(str(error))) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _prepare(options: Options, config: Positional) -> None:

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
-from argosy.cli.options import parse
+from argosy.cli.options import RunPath, TrustCode, parse
 from argosy.observe.terminal import printable
 
 if TYPE_CHECKING:
@@ -30,12 +27,10 @@ if TYPE_CHECKING:
 class Options:
     """Options of `argosy replay`."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """A run's folder."""
+    run: RunPath
     step: int
     """The last step to run again, counted from 0 as in metrics.jsonl."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    trust_code: TrustCode = False
     json: bool = False
     """Print the result as one JSON object."""
 

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
-from argosy.cli.options import must_be_folder_or_url, parse
+from argosy.cli.options import ModelPath, ModelPlan, TrustCode, must_be_folder_or_url, parse
 from argosy.data.stores.store import spelled
 from argosy.errors import UserError, missing_extra
 from argosy.observe.terminal import printable, told_if_long
@@ -36,8 +34,7 @@ TOKEN = "ARGOSY_SERVE_TOKEN"
 class Options:
     """Options of `argosy serve`."""
 
-    path: Annotated[str, tyro.conf.Positional]
-    """A run's folder (its newest checkpoint), one checkpoint, or a Hugging Face folder or its URL."""
+    path: ModelPath
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all of this machine's."""
     port: int | None = None
@@ -46,10 +43,8 @@ class Options:
     """The model's name in requests; by default that of its folder."""
     template: str = ""
     """Chat template: a jinja file, or chatml; by default the one that comes with the model."""
-    plan: str = ""
-    """Plan by which the model is laid out and computes, such as "tp=2" or "precision=bf16"; empty: one device, fp32."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    plan: ModelPlan = ""
+    trust_code: TrustCode = False
     json: bool = False
     """Print as JSON where the model answers."""
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from argosy.cli.documents import write
-from argosy.cli.options import parse_run
+from argosy.cli.options import TrustCode, parse_run
 from argosy.config.launch import DeviceType
 from argosy.errors import RunFailed, UserError
 from argosy.extend.trust import check_approved
@@ -67,8 +67,7 @@ class Options:
     device: DeviceType = "cpu"
     """Device that the step is simulated on: cpu, for figures, or cuda, to tell where the host waits for a GPU, what is
     misplaced and which streams race."""
-    trust_code: bool = False
-    """Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."""
+    trust_code: TrustCode = False
     json: bool = False
     """Print JSON, a rank a line."""
 

@@ -20,13 +20,11 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from pydantic import TypeAdapter, ValidationError
 
 from argosy.cli.documents import write
-from argosy.cli.options import parse
+from argosy.cli.options import RunPath, parse
 from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.files import atomic_write, open_regular
@@ -44,8 +42,7 @@ KEPT = 20
 class Options:
     """Options of `argosy stacks`."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """A run's folder."""
+    run: RunPath
     threads: bool = False
     """Show the other threads of each process too."""
     json: bool = False

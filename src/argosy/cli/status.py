@@ -13,40 +13,28 @@ Examples:
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from argosy.cli.documents import write
-from argosy.cli.options import parse
-from argosy.errors import ArgosyWarning
+from argosy.cli.options import PrintJson, RunPath, parse, read_run
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of `argosy status`."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """A run's folder."""
+    run: RunPath
     since: str = ""
     """Tell what changed after an `event` of an earlier status, a duration ago (10m), or the last event of a kind."""
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
 
 
 def main(argv: list[str]) -> int:
     options = parse(argv, "argosy status", Options)
     from argosy.observe.terminal import printable
-    from argosy.watch.reader import RunReader
     from argosy.watch.status import in_text, status_of
 
-    warnings.simplefilter("ignore", ArgosyWarning)  # of an old run.toml: it is the run that is asked to change it
-    reader = RunReader(options.run)
-    reader.refresh()
-    status = status_of(reader, options.since)
+    status = status_of(read_run(options.run), options.since)
     if options.json:
         write("status", status)
     else:

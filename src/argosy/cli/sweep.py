@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from argosy.cli.documents import DryRun, show_dry_run, write
-from argosy.cli.options import parse
+from argosy.cli.options import PrintJson, parse
 from argosy.config.launch import ClusterOptions, EngineName, LaunchOptions
 from argosy.errors import RunFailed
 from argosy.observe.terminal import lasting_output, printable
@@ -43,8 +43,7 @@ class _SweepOptions:
     """Show what is known so far, and start nothing."""
     dry_run: bool = False
     """Say what would be trained, and where, and start nothing."""
-    json: bool = False
-    """Print JSON."""
+    json: PrintJson = False
     gpus_per_trial: int = 0
     """slurm, ray: GPUs of each trial."""
 

@@ -221,7 +221,8 @@ def sample_texts(files: Sequence[InputFile], config: PrepareConfig, max_chars: i
     Each of at most FILES files, evenly chosen, gives the same share; the next files may use what one leaves.
     A file of many documents gives its first ones, a long document PIECES pieces.
     """
-    chosen = _evenly(_within_limit(files, config.max_text_bytes), FILES)
+    within = _within_limit(files, config.max_text_bytes)
+    chosen = within if len(within) <= FILES else [within[i * len(within) // FILES] for i in range(FILES)]
     left, filters = max_chars, Filters(config.filters)
     for number, file in enumerate(chosen):
         share = left // (len(chosen) - number)
@@ -262,9 +263,3 @@ def _within_limit(files: Sequence[InputFile], max_bytes: int | None) -> Sequence
         return files
     before = itertools.accumulate((file.size or 0 for file in files), initial=0)
     return [file for file, start in zip(files, before, strict=False) if start < max_bytes]
-
-
-def _evenly(files: Sequence[InputFile], n: int) -> Sequence[InputFile]:
-    if len(files) <= n:
-        return files
-    return [files[i * len(files) // n] for i in range(n)]

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from argosy.engines.local import spawn
-from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, UserError
-from argosy.processes.child import signals_handled
+from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, RunFailed, UserError, signals_to
 from argosy.sync.layout import SITES
 
 ENDED_BY_SIGTERM = (128 + signal.SIGTERM, -signal.SIGTERM)
@@ -80,7 +79,7 @@ def held(
             others = "; too few are left to agree: they save and end" if is_short else "; the others go on"
         return f"argosy: {name} ended with exit code {code}{others}".encode()
 
-    with signals_handled(pass_on, signal.SIGTERM, signal.SIGINT), selectors.DefaultSelector() as selector:
+    with signals_to(pass_on, signal.SIGTERM, signal.SIGINT), selectors.DefaultSelector() as selector:
         for name, child in children.items():
             assert child.stdout is not None
             selector.register(child.stdout, selectors.EVENT_READ, name)

@@ -139,8 +139,7 @@ def _record_in(folder: Path) -> tuple[LaunchedJob | None, str]:
 def _launched(name: str, folder: Path) -> Launched:
     (job, problem), state, why, step = _record_in(folder), "", "", None
     if is_run(kept_in(folder)):
-        reader = RunReader(kept_in(folder))
-        reader.refresh()
+        reader = RunReader.read(kept_in(folder))
         last = reader.last_line.get("step")
         state, why, step = reader.state, reader.why, last + 1 if isinstance(last, int) else None
     if job is not None:

@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
-from argosy.errors import ArgosyError, Interrupted, RunFailed
+from argosy.errors import ArgosyError, Interrupted, RunFailed, signals_to
 from argosy.parallel.encoding import ErrorRecord, from_text, to_text
 from argosy.parallel.world import WorldSeat
 from argosy.processes.channel import Channel, Data, Gone, Message
-from argosy.processes.child import ForkEntry, Patience, signals_handled
+from argosy.processes.child import ForkEntry, Patience
 from argosy.processes.fork_server import ForkServer
 
 LINGER_S = 1.0
@@ -144,7 +144,7 @@ def interrupted_by_signals() -> Iterator[None]:
         name = signal.Signals(number)
         raise Interrupted(f"stopped by {name.name}; nothing was written.", name)
 
-    with signals_handled(interrupt, signal.SIGTERM, signal.SIGINT):
+    with signals_to(interrupt, signal.SIGTERM, signal.SIGINT):
         yield
 
 

@@ -21,11 +21,10 @@ from typing import Any, BinaryIO
 from argosy.engines.engine import RunJob
 from argosy.engines.ray import SPARE_S, STOP_WAIT, WAITING
 from argosy.engines.record import LaunchedJob
-from argosy.errors import ArgosyError, Interrupted, Retryable, UserError
+from argosy.errors import ArgosyError, Interrupted, Retryable, UserError, signals_to
 from argosy.files import made_folder
 from argosy.launch.requeue import decide
 from argosy.plan.search.auto import processes_of
-from argosy.processes.child import signals_handled
 from argosy.processes.ray_cluster import THREADS, OwnedProcess, ProcessEvent, Share, connect, node_and_address, reserve
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -129,7 +128,7 @@ def _held(request: RunJob, log: Log) -> int:
 
     share = Share.of(request.nodes, request.cpus_per_node, request.gpus_per_node)
     patience_s, stop = request.run.resilience.coordinator_timeout_s, _Stop()
-    with signals_handled(stop.note, signal.SIGTERM):
+    with signals_to(stop.note, signal.SIGTERM):
         group = reserve(share, patience_s, lambda why: log.put(f"{WAITING}{why}\n".encode()), lambda: not stop.since_s)
         stop.check()
         log.say(f"an agent on each of {share}" if share.nodes > 1 else f"an agent on {share}")

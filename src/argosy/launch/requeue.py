@@ -43,8 +43,7 @@ def outcome(run_dir: Path, code: int) -> tuple[int, str]:
     run_dir = kept_in(run_dir)
     if not is_run(run_dir):
         return Retryable.exit_code if code == KILLED else code, "the run did not begin"
-    run = RunReader(run_dir)
-    run.refresh()
+    run = RunReader.read(run_dir)
     if run.state == "finished":
         return 0, "the run is finished"
     steps = int(run.last_line.get("step", -1)) + 1

@@ -19,10 +19,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Self
 
 from argosy.processes.channel import SEND_TIMEOUT_S, Channel, Gone, Message
@@ -55,17 +54,6 @@ class ForkEntry:
         """Import the function."""
         function: Callable[[], None] = getattr(importlib.import_module(self.module), self.function)
         return function
-
-
-@contextmanager
-def signals_handled(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
-    """Have `handler` called for these signals in this block (main thread only), and then what was there before."""
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 def end_in_words(exit_code: int) -> str:
@@ -173,14 +161,15 @@ def messages(channel: Channel) -> Iterator[Message]:
                 yield from channel.take()
 
 
-def end_with_parent(channel: Channel) -> None:
+def end_with_parent(channel: Channel, is_over: threading.Event | None = None) -> None:
     """Have a thread end this process as soon as its parent has closed its end or has died. For a parent that says
-    nothing any more.
+    nothing any more but "finish", which sets `is_over`.
     """
 
     def wait() -> None:
-        for _ in messages(channel):
-            pass
+        for message in messages(channel):
+            if is_over is not None and message["kind"] == "finish":
+                is_over.set()
         os._exit(1)
 
     threading.Thread(target=wait, name="argosy-parent", daemon=True).start()

@@ -54,16 +54,14 @@ class SinkDelivery:
         self._thread = threading.Thread(target=self._deliver_all, name="argosy-alerts", daemon=True)
         self._thread.start()
 
-    def put(self, record: Mapping[str, Any]) -> None:
-        self._put(record)
-
     def close(self) -> None:
         """Wait until all is delivered, `CLOSE_S` at most."""
         self._is_closing.set()
-        self._put(None)
+        self.put(None)
         self._thread.join(min(CLOSE_S, (DELIVERY_TRIES + 1) * self._settings.timeout_s))
 
-    def _put(self, record: Mapping[str, Any] | None) -> None:
+    def put(self, record: Mapping[str, Any] | None) -> None:
+        """Have a record delivered; None: it was the last one."""
         while True:
             try:
                 self._queue.put_nowait(record)

@@ -6,7 +6,6 @@ An agent supervises the follower (`follower_of`), and the follower the process o
 from __future__ import annotations
 
 import fcntl
-import os
 import sys
 import threading
 import time
@@ -22,10 +21,10 @@ from argosy.credentials import redact
 from argosy.observe.events import Events
 from argosy.observe.terminal import print_message
 from argosy.plan.workload import parameters
-from argosy.processes.channel import Channel, Message
-from argosy.processes.child import Child, channel_to_parent, messages
+from argosy.processes.channel import Message
+from argosy.processes.child import Child, channel_to_parent, end_with_parent
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
-from argosy.sinks.table import parts_of
+from argosy.sinks.table import file_name_of, parts_of
 from argosy.sinks.worker import FOLDER
 
 FOLLOWER = "argosy.sinks.follower"
@@ -80,7 +79,7 @@ class SupervisedSink:
         self._process.tell_to_finish()
 
     def _start(self) -> Child:
-        log = self._folder / "logs" / f"sink-{self.name.replace(':', '.').replace('/', '.')}.log"
+        log = self._folder / "logs" / f"sink-{file_name_of(self.name)}.log"
         log.parent.mkdir(exist_ok=True)
         with log.open("wb") as out:  # of the last start only: a log must not grow with the tries
             arguments = (str(self._folder), self.name, str(self._limits.memory_bytes))
@@ -154,17 +153,10 @@ def _alone(folder: Path, is_over: threading.Event) -> Iterator[None]:
         yield
 
 
-def _listen(channel: Channel, is_over: threading.Event) -> None:
-    for message in messages(channel):
-        if message["kind"] == "finish":
-            is_over.set()
-    os._exit(1)  # its sinks notice, and end too
-
-
 def main() -> None:
     """Entry of the process; its argument is the run's folder."""
-    channel, is_over = channel_to_parent(), threading.Event()
-    threading.Thread(target=_listen, args=(channel, is_over), name="argosy-parent", daemon=True).start()
+    is_over = threading.Event()
+    end_with_parent(channel_to_parent(), is_over)  # its sinks notice, and end too
     follow(Path(sys.argv[1]), is_over)
 
 

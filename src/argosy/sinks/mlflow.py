@@ -12,12 +12,11 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
-from argosy.sinks.sink import About, Record, Sink, evaluation_values, flat_config, is_noteworthy, step_values
+from argosy.sinks.sink import About, Record, Sink, flat_config, is_noteworthy
 
 MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500
 """Limits of MLflow's REST API in one request, and of a value."""
@@ -49,11 +48,10 @@ class Mlflow(Sink):
         else:
             self._begin()
 
-    def steps(self, records: Sequence[Record]) -> None:
-        self._log(point for record in records for point in _points(record, step_values(record)))
-
-    def evaluations(self, records: Sequence[Record]) -> None:
-        self._log(point for record in records for point in _points(record, evaluation_values(record)))
+    def numbers(self, lines: Sequence[tuple[Record, dict[str, float]]]) -> None:
+        points = [point for record, values in lines for point in _points(record, values)]
+        for start in range(0, len(points), MOST_METRICS):
+            self._client.log_batch(self.state["run_id"], metrics=points[start : start + MOST_METRICS])
 
     def events(self, records: Sequence[Record]) -> None:
         for record in filter(is_noteworthy, records):
@@ -83,11 +81,6 @@ class Mlflow(Sink):
         params = [Param(_allowed(key), str(value)[:LONGEST]) for key, value in flat_config(self.about.config).items()]
         for start in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self.state["run_id"], params=params[start : start + MOST_PARAMS])
-
-    def _log(self, points: Any) -> None:
-        points = list(points)
-        for start in range(0, len(points), MOST_METRICS):
-            self._client.log_batch(self.state["run_id"], metrics=points[start : start + MOST_METRICS])
 
 
 def _points(record: Record, values: dict[str, float]) -> list[Metric]:

@@ -30,7 +30,7 @@ class About:
 
 
 class Sink:
-    """Base of all sinks: each method does nothing.
+    """Base of all sinks: what is told is dropped.
 
     A sink lives in a process of its own. It may raise, hang or die: then it is ended, the rest of the run goes on, and
     it is begun again later with `About.state` and the lines that it has not had. What it is told comes from the run's
@@ -51,9 +51,14 @@ class Sink:
 
     def steps(self, records: Sequence[Record]) -> None:
         """Take lines of steps, in order: "step", "loss", "seconds", ... (docs/metrics.md)."""
+        self.numbers([(record, step_values(record)) for record in records])
 
     def evaluations(self, records: Sequence[Record]) -> None:
         """Take lines of evaluations: "step", "validation_loss", "bits_per_byte"."""
+        self.numbers([(record, evaluation_values(record)) for record in records])
+
+    def numbers(self, lines: Sequence[tuple[Record, dict[str, float]]]) -> None:
+        """Take lines of steps, or of evaluations, each with its numbers by name: for what treats both alike."""
 
     def events(self, records: Sequence[Record]) -> None:
         """Take events of the run's processes: "process", "time_s", "event", ... (docs/events.md)."""

@@ -57,6 +57,11 @@ def parts_of(run: RunConfig) -> tuple[str, ...]:
     return (*run.observe.sinks, *alerts, *samples)
 
 
+def file_name_of(name: str) -> str:
+    """Return the name of a sink, or "module:Class", as names of files have it."""
+    return name.replace(":", ".").replace("/", ".")
+
+
 @dataclass(frozen=True)
 class OwnEntry(SinkEntry):
     """A sink of the user's, declared in a file that the run names."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from argosy.sinks.sink import About, Record, Sink, evaluation_values, flat_config, is_noteworthy, step_values
+from argosy.sinks.sink import About, Record, Sink, flat_config, is_noteworthy
 
 
 class Trackio(Sink):
@@ -31,13 +31,9 @@ class Trackio(Sink):
         self._run = None if self.must_start_over else self._begin()
         self.state["is_open"] = True
 
-    def steps(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self._log(step_values(record), record["step"])
-
-    def evaluations(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self._log(evaluation_values(record), record["step"])
+    def numbers(self, lines: Sequence[tuple[Record, dict[str, float]]]) -> None:
+        for record, values in lines:
+            self._log(values, record["step"])
 
     def events(self, records: Sequence[Record]) -> None:
         assert self._run is not None

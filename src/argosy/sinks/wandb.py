@@ -13,7 +13,7 @@ from typing import Any
 
 import wandb
 
-from argosy.sinks.sink import About, Record, Sink, evaluation_values, is_noteworthy, step_values
+from argosy.sinks.sink import About, Record, Sink, is_noteworthy
 
 
 class Wandb(Sink):
@@ -29,13 +29,9 @@ class Wandb(Sink):
             self._run = self._begin(id=self.state.setdefault("id", _new_id()), resume="allow")
         self.state["is_open"] = True
 
-    def steps(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self._log(step_values(record), record["step"])
-
-    def evaluations(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self._log(evaluation_values(record), record["step"])
+    def numbers(self, lines: Sequence[tuple[Record, dict[str, float]]]) -> None:
+        for record, values in lines:
+            self._log(values, record["step"])
 
     def events(self, records: Sequence[Record]) -> None:
         """Add what happened to the row of the newest step, as text."""

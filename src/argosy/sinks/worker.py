@@ -22,9 +22,9 @@ from argosy.errors import ArgosyError
 from argosy.observe.line_follower import LineFollower
 from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Gone
-from argosy.processes.child import channel_to_parent, messages
+from argosy.processes.child import channel_to_parent, end_with_parent
 from argosy.sinks.sink import About, Record, Sink
-from argosy.sinks.table import entry_of
+from argosy.sinks.table import entry_of, file_name_of
 
 MOST_LINES = 2000
 """Most lines of a file that are taken at once: a long run that is read from its start must not fill the memory."""
@@ -121,7 +121,7 @@ class SinkState:
     """A sink's state over restarts: how far it has read, and what it keeps of itself."""
 
     def __init__(self, folder: Path, name: str):
-        self._path = folder / FOLDER / f"{name.replace(':', '.').replace('/', '.')}.json"
+        self._path = folder / FOLDER / f"{file_name_of(name)}.json"
         self._text = ""
 
     def read(self) -> dict[str, Any]:
@@ -212,14 +212,6 @@ def _report(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def _listen(channel: Channel, is_over: threading.Event) -> None:
-    """Hear the end of the run; end with the parent, whatever the sink waits for."""
-    for message in messages(channel):
-        if message["kind"] == "finish":
-            is_over.set()
-    os._exit(1)
-
-
 def main() -> None:
     """Entry of the process: the run's folder, the sink's name, and the bytes of memory that it may take."""
     folder, name, memory_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -228,7 +220,7 @@ def main() -> None:
     for variable, value in QUIET.items():
         os.environ.setdefault(variable, value)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    threading.Thread(target=_listen, args=(channel, is_over), name="argosy-parent", daemon=True).start()
+    end_with_parent(channel, is_over)  # whatever the sink waits for
     try:
         follow(folder, name, channel, is_over)
     except Gone:

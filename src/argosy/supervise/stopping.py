@@ -11,9 +11,8 @@ from pathlib import Path
 from types import FrameType
 
 from argosy.checkpoint.store import committed, how_to_go_on
-from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, Retryable
+from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, Retryable, signals_to
 from argosy.observe.heartbeat import HeartbeatReading
-from argosy.processes.child import signals_handled
 from argosy.training.stop import SAME_S
 
 UNITS = {"evaluate": "evaluation batch", "check": "replay check", "checkpoint": "save", "recovering": "recovery"}
@@ -41,7 +40,7 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        with signals_handled(self._note, *STOP_SIGNALS):
+        with signals_to(self._note, *STOP_SIGNALS):
             yield
 
     def _note(self, number: int, frame: FrameType | None) -> None:

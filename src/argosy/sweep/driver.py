@@ -22,11 +22,10 @@ from argosy.config.launch import LaunchOptions
 from argosy.config.load import RUN_FILE
 from argosy.config.schema import RunConfig
 from argosy.engines.record import FOLDER, LaunchedJob
-from argosy.errors import Interrupted, RunFailed, UserError
+from argosy.errors import Interrupted, RunFailed, UserError, signals_to
 from argosy.extend.trust import approve
 from argosy.launch.resolve import prepare_shown
 from argosy.observe.screen import Progress
-from argosy.processes.child import signals_handled
 from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.sweep.load import Sweep, in_words, short
 from argosy.sweep.needs import Limits, needs_of, processes, threads
@@ -35,7 +34,6 @@ from argosy.sweep.rungs import Bracket, Judgement, halving, hyperband, judge
 from argosy.sweep.study import JOURNAL, Study, Trial, check_is_same, check_optuna, enter, locked, trial_folder
 from argosy.sweep.trials import DIVERGED, Task, Trials, has_reached, last_words, limits_on, metric_of, outcome, steps_of
 
-"""A trial's run file, in its folder for launches."""
 REFUSED = "refused"
 """Begins the reason of a trial whose values do not go together."""
 TRIAL_RESTARTS = RestartPolicy(most_failures=3)
@@ -77,7 +75,7 @@ class Driver:
         Raises: RunFailed if the trials fail alike; Interrupted after a signal, once those that run have saved;
         UserError if the place where trials run refuses.
         """
-        with signals_handled(self._end_by_signal, signal.SIGINT, signal.SIGTERM):
+        with signals_to(self._end_by_signal, signal.SIGINT, signal.SIGTERM):
             while not self._stop.is_set():
                 self._collect()
                 trials = self._judged()
@@ -315,7 +313,7 @@ def brackets_of(sweep: Sweep) -> list[Bracket]:
     return []
 
 
-def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions, quiet: bool = False) -> Result:
+def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions) -> Result:
     """Run a sweep, or go on with it, in its folder; return what it has found.
 
     Raises: UserError if it cannot be started as asked; RunFailed if its trials fail alike; Interrupted after SIGINT or
@@ -324,7 +322,7 @@ def run_sweep(sweep: Sweep, folder: Path, options: LaunchOptions, quiet: bool = 
     check_optuna()
     approve(sweep.base.extend.code)
     limits = limits_on(options.on, sweep.config)
-    progress = Progress(enabled=not quiet)
+    progress = Progress(enabled=True)
     trials = Trials(folder, sweep.config.name, limits, options)
     with locked(folder):
         enter(folder, sweep)

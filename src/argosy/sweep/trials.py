@@ -206,8 +206,7 @@ def outcome(run_dir: Path, until: int, code: int | None, log: str) -> Outcome:
         return Outcome("failed", last_words(log) or f"it ended with exit code {code}")
     if not is_run(run_dir):
         return Outcome("again", last_words(log))
-    reader = RunReader(run_dir)
-    reader.refresh()
+    reader = RunReader.read(run_dir)
     codes = [event["exit_code"] for event in reader.events if event["event"] == "finish"]
     if reader.state == "failed" and codes[-1:] != [Retryable.exit_code]:
         bad = next((event for event in reversed(reader.events) if event["event"] == "bad_step"), {})
@@ -224,9 +223,7 @@ def has_reached(run_dir: Path, until: int) -> bool:
     if until:
         checkpoints = committed(run_dir)
         return bool(checkpoints) and checkpoints[-1].step >= until
-    reader = RunReader(run_dir)
-    reader.refresh()
-    return reader.state == "finished"
+    return RunReader.read(run_dir).state == "finished"
 
 
 def last_words(log: str) -> str:

@@ -8,24 +8,22 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from argosy.observe.events import from_the_end
+from argosy.observe.records import Record
 from argosy.watch.alerts import Alert, standing
 from argosy.watch.columns import rows_of
 from argosy.watch.facts import RECENT, DeviceSeen, DiskSeen, Floats, RankTable, RunFacts
 from argosy.watch.forecast import Forecast, forecast
 from argosy.watch.reader import RunReader
 from argosy.watch.rules import learning, ranks, reliability, times
-from argosy.watch.rules.components import StopsSoFar, stops_so_far
 from argosy.watch.rules.planner import Advice, Planner, Rule
 from argosy.watch.rules.ranks import slow_ranks
-
-Record = dict[str, Any]
+from argosy.watch.rules.stops import StopsSoFar, stops_so_far
 
 READ_NODES = 64
 """Up to this many nodes, all lines about the last steps are read; beyond, the newest line of each, from memory."""
@@ -231,11 +229,11 @@ RULES: tuple[Rule, ...] = (
 """All rules. Of those that name the same better plan, the first says it: it knows why."""
 
 
-def advise(facts: RunFacts, planner: Planner | None = None, rules: Sequence[Rule] = RULES) -> tuple[Advice, ...]:
-    """Return what the rules say, warnings first, and of these what costs most first."""
+def advise(facts: RunFacts, planner: Planner | None = None) -> tuple[Advice, ...]:
+    """Return what all rules say, warnings first, and of these what costs most first."""
     planner = planner or Planner(facts)
     said: list[Advice] = []
-    for rule in rules:
+    for rule in RULES:
         advice = rule(facts, planner)
         if advice is not None and not _is_said(advice, said):
             said.append(advice)

@@ -6,7 +6,7 @@ The time left is the sum of steps, evaluations and failures that are still to co
   looked up in the run itself: at earlier points of what it has done, its later part is forecast from its earlier one.
   The errors, with a prior for short runs, give the spread of a t-distribution, since they are few;
 - *evaluations*: as many as the run file asks for, each as long as those so far;
-- *failures*: a Poisson process with the rate of `rules.components`: the catalogue's, corrected by the failures that the
+- *failures*: a Poisson process with the rate of `rules.stops`: the catalogue's, corrected by the failures that the
   run had, or had not. Each costs as much as those so far, or as is usual
   (`plan.cost.economy.RESTART_S`).
 
@@ -24,9 +24,8 @@ import numpy as np
 from argosy.plan.cost.economy import RESTART_S, power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
 from argosy.watch.facts import Floats, RunFacts
-from argosy.watch.rules.components import rates_of
-from argosy.watch.rules.outages import failures
 from argosy.watch.rules.planner import Planner
+from argosy.watch.rules.stops import failures, rates_of
 
 DRAWS = 4000
 FORECAST_STEPS = 10

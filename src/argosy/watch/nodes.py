@@ -14,14 +14,12 @@ from typing import Any, BinaryIO
 
 from argosy.observe.events import from_the_end
 from argosy.observe.line_follower import LineFollower
-from argosy.observe.records import node_line, record_of
+from argosy.observe.records import Record, node_line, record_of
 
 MOST_RECORDS = 400
 READ_WHOLE_BYTES = 2**20
 """A stretch of the file that is shorter is read whole; of a longer one, lines that are evenly spread."""
 CACHED_RECORDS = 1000
-
-Record = dict[str, Any]
 
 
 class NodeSeries:

@@ -255,7 +255,7 @@ def energy(reader: RunReader, meter: EnergySoFar) -> dict[str, Any]:
 def profiles(reader: RunReader) -> list[dict[str, Any]]:
     """Return the profiles that were recorded, with their summaries and files."""
     found = []
-    for folder in _folders(reader.folder, "profiles")[:MOST_PROFILES]:
+    for folder in _profile_folders(reader.folder)[:MOST_PROFILES]:
         entry: dict[str, Any] = {"name": folder.name}
         try:
             if not leads_away(reader.folder, f"profiles/{folder.name}/summary.json"):
@@ -274,11 +274,11 @@ def _files(run: Path, folder: Path) -> list[dict[str, Any]]:
     return [{"name": name, "bytes": (folder / name).stat().st_size} for name in names]
 
 
-def _folders(run: Path, name: str) -> list[Path]:
-    if leads_away(run, name):
+def _profile_folders(run: Path) -> list[Path]:
+    if leads_away(run, "profiles"):
         return []
     with suppress(OSError):
-        return sorted(path for path in (run / name).iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(path for path in (run / "profiles").iterdir() if path.is_dir() and not path.is_symlink())
     return []
 
 

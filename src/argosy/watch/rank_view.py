@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from argosy.observe.records import Record
 from argosy.watch.columns import STEP, Floats
 from argosy.watch.conclusions import conclusions_of
-from argosy.watch.nodes import Record
 from argosy.watch.reader import RunReader
 
 ROWS, COLUMNS = 256, 400

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -19,13 +19,13 @@ from argosy.errors import UserError
 from argosy.files import LOCK, is_abandoned
 from argosy.observe.events import from_the_end
 from argosy.observe.line_follower import LineFollower
-from argosy.observe.records import encodable, evaluation_line, record_of, report_of, step_line
+from argosy.observe.records import Record, encodable, evaluation_line, record_of, report_of, step_line
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
 from argosy.watch.columns import STEP, Columns
 from argosy.watch.linefile import Event, EventLog, WatchedFile, leads_away, spread_lines, table_of
 from argosy.watch.metrics_table import MetricsTable
-from argosy.watch.nodes import MOST_RECORDS, NodeSeries, Record
+from argosy.watch.nodes import MOST_RECORDS, NodeSeries
 from argosy.watch.timeline import RunStatus, State, condition
 
 MARKS = ("metrics.jsonl", "events", "plan.toml", "report.json")
@@ -280,6 +280,13 @@ class RunReader(RunFiles):
         self._scores = LineFollower.near_end(folder / "scores.jsonl")
         self.scores: list[Record] = []
         """Lines of scores.jsonl, of `argosy evaluate --tasks`: step, time_s, tasks."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Return the reader of a run's folder, refreshed. Raises: as the constructor."""
+        reader = cls(folder)
+        reader.refresh()
+        return reader
 
     @property
     def steps(self) -> Columns:

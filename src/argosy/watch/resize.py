@@ -39,9 +39,8 @@ from argosy.watch.conclusions import facts_of
 from argosy.watch.facts import RunFacts
 from argosy.watch.forecast import forecast
 from argosy.watch.reader import RunReader
-from argosy.watch.rules.components import StopsSoFar, rates_of, stops_so_far
-from argosy.watch.rules.outages import failures
 from argosy.watch.rules.planner import Planner
+from argosy.watch.rules.stops import StopsSoFar, failures, rates_of, stops_so_far
 
 Direction = Literal["stay", "up", "down", "sideways"]
 

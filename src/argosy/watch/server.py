@@ -35,7 +35,7 @@ from argosy.watch.linefile import leads_away
 from argosy.watch.metrics_table import Preview
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 from argosy.watch.reader import RunReader, RunTail
-from argosy.watch.rules.components import StopsSoFar
+from argosy.watch.rules.stops import StopsSoFar
 from argosy.watch.status import next_action, standing_of, status_of
 from argosy.watch.timeline import shown_events
 

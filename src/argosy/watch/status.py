@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 import warnings
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel
 
+from argosy.config.section import DURATION, UNITS
 from argosy.engines.record import LaunchedJob
 from argosy.errors import ArgosyWarning, UserError
 from argosy.observe.panel import duration
@@ -42,8 +42,6 @@ LONGEST_TEXT = 160
 """Characters of a sentence that comes from the run's folder."""
 MOST_BYTES = 1999
 """Of a status as JSON: of one that is longer, texts are cut, and fewer alerts and events named."""
-AGO = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
-UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 Trend = Literal["falls", "flat", "rises", "unknown"]
 Health = Literal["good", "warning", "critical"]
@@ -227,8 +225,8 @@ def since_time_s(events: Iterable[Event], since: str, now_s: float) -> float:
     """
     if not since:
         return -math.inf
-    if ago := AGO.fullmatch(since):
-        return now_s - float(ago[1]) * UNITS_S[ago[2]]
+    if ago := DURATION.fullmatch(since):
+        return now_s - float(ago[1]) * UNITS[ago[2].lower()]
     try:
         time_s = float(since)
     except ValueError:
@@ -399,9 +397,7 @@ def ending_in_words(run_dir: Path, report: Report) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ArgosyWarning)  # this command has shown them
-            reader = RunReader(run_dir)
-            reader.refresh()
-            status = status_of(reader)
+            status = status_of(RunReader.read(run_dir))
         what_next = ("next:", f"  {status.next.command}")
         head = [line for line in in_text(status) if not line.startswith(what_next)]
     except Exception as problem:  # whatever the folder holds: the run is done, and its report is what counts

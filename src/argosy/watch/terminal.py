@@ -41,8 +41,8 @@ from argosy.watch.facts import RunFacts
 from argosy.watch.library import find_runs
 from argosy.watch.linefile import tells_of_the_run
 from argosy.watch.reader import RECENT_STEPS, Part, RunFiles
-from argosy.watch.rules.components import stops_so_far
 from argosy.watch.rules.planner import Planner
+from argosy.watch.rules.stops import stops_so_far
 from argosy.watch.timeline import in_words
 
 HISTORY_BYTES = 2**22

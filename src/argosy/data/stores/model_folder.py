@@ -198,10 +198,8 @@ class Destination(Protocol):
 
 
 @contextmanager
-def new_folder(place: str | Path, last: Sequence[str] = ()) -> Iterator[Destination]:
+def new_folder(place: str | Path) -> Iterator[Destination]:
     """Make a folder, here or in a store, out of the files that the block writes; after an error nothing is left.
-
-    last: of files in a store, those without which nobody takes the folder for one. They are to be written last.
 
     Raises: UserError if it exists already, or cannot be a folder; StorageError if it cannot be written.
     """
@@ -258,10 +256,10 @@ def _new_in_store(url: str) -> Iterator[_InStore]:
         raise
 
 
-def read_beside(place: str | Path, names: Sequence[str], most_bytes: int, named: str = "") -> dict[str, bytes]:
+def read_beside(place: str | Path, names: Sequence[str], most_bytes: int) -> dict[str, bytes]:
     """Return those of `names` that are files of the folder at `place`, as they are. Raises: UserError, OSError."""
     if not is_url(place):
         folder = Path(place)
         return {name: read_at_most(folder / name, most_bytes) for name in names if (folder / name).is_file()}
-    there = model_folder(place, named)
+    there = model_folder(place)
     return {name: there.content(name, most_bytes) for name in names if there.size(name) is not None}

@@ -7,7 +7,7 @@ import numpy as np
 from argosy.plan.cost.estimate import percent
 from argosy.watch.facts import Event, Floats, RunFacts, median
 from argosy.watch.rules.planner import Advice, Planner
-from argosy.watch.rules.ranks import node_of
+from argosy.watch.rules.ranks import listed, node_of
 
 LATELY = 1000
 """Bad steps are counted over so many last steps."""
@@ -48,7 +48,7 @@ def bad_steps(facts: RunFacts, planner: Planner) -> Advice | None:
     return Advice(
         "bad_steps",
         "warning" if struck or applied else "info",
-        f"{'Steps' if len(steps) > 1 else 'Step'} {_some(steps)} {'were' if len(steps) > 1 else 'was'} bad",
+        f"{'Steps' if len(steps) > 1 else 'Step'} {listed(steps)} {'were' if len(steps) > 1 else 'was'} bad",
         f"{'; '.join(told)} (of the last {min(LATELY, len(facts))} steps).",
         _remedy(facts, many, is_only_once=bool(once) and not struck and not applied),
         steps=(steps[0], steps[-1]),
@@ -237,8 +237,3 @@ def _remedy(facts: RunFacts, many: bool, is_only_once: bool) -> str:
         f"Lower optimizer.lr ({run.optimizer.lr:g}) to {run.optimizer.lr / 2:g}, or raise schedule.warmup_steps "
         f"({run.schedule.warmup_of(run.train.steps)}).{clip}"
     )
-
-
-def _some(steps: list[int], most: int = 5) -> str:
-    named = ", ".join(map(str, steps[:most]))
-    return named + (f" and {len(steps) - most} more" if len(steps) > most else "")

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.plan.calibration import Finished, Reconciled, learn_from, reconcile
 from argosy.plan.cost.breakdown import OF_TIME, RUN_STD
@@ -31,6 +32,7 @@ from argosy.plan.plan import NUMERICS, Plan
 from argosy.plan.search.replan import (
     LEAST_GAIN,
     REPLAN_S,
+    Replanned,
     replan,
     step_with_slow_rank_s,
     with_slow_link,
@@ -124,10 +126,9 @@ class Planner:
 
         None if it would not be faster than waiting for that rank.
         """
-        facts = self._facts
-        if facts.run is None or facts.plan is None or self._plain is None or not facts.step_s > 0:
+        if (known := self._known()) is None:
             return None
-        run, plan, machine = facts.run.model_copy(update={"plan": "auto"}), facts.plan, self._plain
+        run, plan, machine = known
         left = plan.world_size - processes
         if left < 1:
             return None
@@ -135,23 +136,30 @@ class Planner:
         slow_s = _quietly(lambda: step_with_slow_rank_s(run, plan, machine, times))
         if found is None or slow_s is None:
             return None
-        step_s = Estimate.exactly(facts.step_s * found.step_s / slow_s)
-        other = Alternative(found.plan, step_s, facts.step_s, 0.0, found.spares)
-        return other if other.saves >= LEAST_GAIN else None
+        return self._worthwhile(found, slow_s)
 
     def around_slow_link(self, times: float) -> Alternative | None:
         """Return the plan for links so slow that a step takes `times` times as long; None if none is faster."""
-        facts = self._facts
-        if facts.run is None or facts.plan is None or self._plain is None or not facts.step_s > 0:
+        if (known := self._known()) is None:
             return None
-        run, plan, machine = facts.run.model_copy(update={"plan": "auto"}), facts.plan, self._plain
+        run, plan, machine = known
         slow = _quietly(lambda: with_slow_link(run, plan, machine, times))
         found = None if slow is None else _quietly(lambda: replan(run, plan, slow, plan.world_size))
         if slow is None or found is None or found.plan == plan:
             return None
-        now_s = float(predict(plan, run, slow).step_s.mid)
-        step_s = Estimate.exactly(facts.step_s * found.step_s / now_s)
-        other = Alternative(found.plan, step_s, facts.step_s, 0.0, found.spares)
+        return self._worthwhile(found, float(predict(plan, run, slow).step_s.mid))
+
+    def _known(self) -> tuple[RunConfig, Plan, Cluster] | None:
+        """Return the run with its plan left open, the plan, and the machine; None if one is unknown."""
+        facts = self._facts
+        if facts.run is None or facts.plan is None or self._plain is None or not facts.step_s > 0:
+            return None
+        return facts.run.model_copy(update={"plan": "auto"}), facts.plan, self._plain
+
+    def _worthwhile(self, found: Replanned, now_s: float) -> Alternative | None:
+        """Return a plan, where the present one is predicted to take `now_s` a step; None if it gains too little."""
+        step_s = Estimate.exactly(self._facts.step_s * found.step_s / now_s)
+        other = Alternative(found.plan, step_s, self._facts.step_s, 0.0, found.spares)
         return other if other.saves >= LEAST_GAIN else None
 
     def leaner(self, most_share: float, measured_bytes: float) -> Alternative | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from argosy.plan.cost.estimate import percent, seconds
@@ -228,7 +230,10 @@ def _newest(facts: RunFacts, kind: str) -> Event | None:
 
 
 def _some(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks[:NAMED]))
-    return (
-        f"rank{'s' if len(ranks) > 1 else ''} {named}{f' and {len(ranks) - NAMED} more' if len(ranks) > NAMED else ''}"
-    )
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return the first of these numbers, and how many more there are."""
+    named = ", ".join(map(str, numbers[:NAMED]))
+    return named + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")

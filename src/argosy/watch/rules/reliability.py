@@ -11,10 +11,9 @@ from argosy.plan.cost.economy import RESTART_S, CheckpointCost, best_interval_s,
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.cost.reliability import node_rate_factor
 from argosy.watch.facts import Event, RunFacts
-from argosy.watch.rules.components import rates_of
-from argosy.watch.rules.outages import Outage, failures
 from argosy.watch.rules.planner import Advice, Planner, is_enough
-from argosy.watch.rules.ranks import node_of
+from argosy.watch.rules.ranks import listed, node_of
+from argosy.watch.rules.stops import Outage, failures, rates_of
 
 AGAIN = 2
 """A node on which so many processes died is in doubt."""
@@ -40,11 +39,10 @@ def lost_ranks(facts: RunFacts, planner: Planner) -> Advice | None:
     nodes = Counter(where for death in deaths if death.get("event") == "worker_died" and (where := _node(facts, death)))
     again = [(node, times) for node, times in nodes.most_common() if times >= AGAIN and len(nodes) > 1]
     ranks = sorted({int(death["rank"]) for death in deaths if death.get("rank") is not None})
-    named = ", ".join(map(str, ranks[:5])) + (f" and {len(ranks) - 5} more" if len(ranks) > 5 else "")
     return Advice(
         "lost_ranks",
         "warning" if again or (share or 0) > WORTH_SHARE or len(struck) > 1 else "info",
-        f"Rank{'s' if len(ranks) > 1 else ''} {named or '?'} died",
+        f"Rank{'s' if len(ranks) > 1 else ''} {listed(ranks) or '?'} died",
         f"{'; '.join(_told(facts, death) for death in deaths[-3:])}. {_cost(struck, cost_s, lost)}",
         _after_deaths(deaths, again, len(struck), planner),
         f"{seconds(cost_s)} so far" if share is not None and share > WORTH_SHARE else "",

@@ -8,9 +8,8 @@ import pytest
 
 from argosy.plan.cost.reliability import FailureRates
 from argosy.plan.hardware.clusters import Cluster
-from argosy.watch.rules.components import component_of, stops_so_far
-from argosy.watch.rules.outages import failures
 from argosy.watch.rules.planner import Planner
+from argosy.watch.rules.stops import component_of, failures, stops_so_far
 from watched import BEGAN_S, H100, big_run, columns, event, healthy, start
 
 PLAN = "dp_shard=64,zero=1,recompute=selective,microbatch=1,precision=bf16,bucket_mb=64"
