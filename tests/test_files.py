@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from argosy.errors import UserError
+from argosy.errors import StorageError, UserError
 from argosy.files import (
     PARTIAL,
     PartialFile,
     atomic_write,
-    commit_folder,
     file_sha256,
     made_folder,
     make_folder,
     read_at_most,
+    whole_folder,
 )
 
 
@@ -222,10 +222,7 @@ def test_a_file_that_is_larger_than_its_kind_can_be_is_named_and_not_read_whole(
 
 
 def test_a_folder_gets_its_name_once_all_of_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    partial, said = tmp_path / "partial", list[str]()
-    (partial / "inner").mkdir(parents=True)
-    for name in ("a", "inner/b"):
-        (partial / name).write_text(name)
+    said = list[str]()
     fsync, rename = os.fsync, Path.rename
 
     def synced(descriptor: int) -> None:
@@ -236,9 +233,19 @@ def test_a_folder_gets_its_name_once_all_of_it_is_on_the_disk(tmp_path: Path, mo
         said.append("renamed")
         return rename(path, target)
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "rename", renamed)
-    commit_folder(partial, tmp_path / "folder")
-    assert {*said[:4]} == {"partial", "partial/a", "partial/inner", "partial/inner/b"}
+    with whole_folder(tmp_path / "folder") as partial:
+        (partial / "inner").mkdir()
+        for name in ("a", "inner/b"):
+            (partial / name).write_text(name)
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(Path, "rename", renamed)
+    assert {*said[:4]} == {partial.name, *(f"{partial.name}/{name}" for name in ("a", "inner", "inner/b"))}
     assert said[4:] == ["renamed", "."]
     assert (tmp_path / "folder/inner/b").read_text() == "inner/b"
+
+
+def test_after_an_error_nothing_of_a_folder_is_left(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="full"), whole_folder(tmp_path / "folder") as partial:
+        (partial / "a").write_text("a")
+        raise OSError("full")
+    assert list(tmp_path.iterdir()) == []

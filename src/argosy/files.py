@@ -200,33 +200,21 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def commit_folder(partial: Path, folder: Path) -> None:
-    """Give the folder `partial`, with all its files on the disk, its name: even a power cut leaves all or nothing."""
-    for path in [*partial.rglob("*"), partial]:
-        sync_folder(path)
-    partial.rename(folder)
-    sync_folder(folder.absolute().parent)
-
-
-def refuse_existing(folder: Path) -> None:
-    """Raise UserError if a folder that is to be written exists."""
-    if folder.exists():
-        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
-
-
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder of what the block writes in the path that it is given; after an error nothing is left.
+    """Make a folder of what the block writes into the one that it is given; even a power cut leaves all or nothing.
 
-    Raises: UserError if it exists already; StorageError if it cannot be written.
+    Raises: StorageError if it cannot be written.
     """
-    refuse_existing(folder)
-    partial = folder.absolute().with_name(f".{folder.name}.partial")  # a sibling: the rename stays on one file system
+    partial = folder.absolute().with_name(f".{folder.name}{PARTIAL}")  # a sibling: the rename stays on one file system
     shutil.rmtree(partial, ignore_errors=True)
     try:
         make_folder(partial)
         yield partial
-        commit_folder(partial, folder)
+        for path in [*partial.rglob("*"), partial]:
+            sync_folder(path)
+        partial.rename(folder)
+        sync_folder(folder.absolute().parent)
     except OSError as problem:
         raise StorageError(
             f"{folder} could not be written ({problem}). Free some space or get the right to write there, or choose "

@@ -405,7 +405,7 @@ def _import(argv: list[str]) -> int:
 def _would_write(options: Exporting | Merging | Importing) -> int:
     """Show what would be written. Raises: UserError if there is no checkpoint to write from, or `out` exists."""
     from argosy.checkpoint.store import find
-    from argosy.files import refuse_existing
+    from argosy.data.stores.model_folder import refuse_existing
     from argosy.inference.huggingface import check_format
 
     if isinstance(options, Exporting):

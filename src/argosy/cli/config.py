@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeAlias
 
 import tyro
 
-from argosy.cli.documents import DOCUMENTS, Written, schema_of, write
+from argosy.cli.documents import DOCUMENTS, Written, schema_of, write, write_text
 from argosy.cli.options import PrintJson, act, parse, parse_run
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer, preset_names, preset_path
@@ -28,7 +28,6 @@ from argosy.config.load import RUN_FILE, build
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.files import atomic_write
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import FORMATS, DataSheet, find_device
 from argosy.plan.workload import parameters
@@ -190,11 +189,7 @@ def _device(argv: list[str]) -> None:
     path = options.out or Path(f"{options.name}.toml")
     if path.exists():
         raise UserError(f"{path} exists already. Choose another --out, or remove it first.")
-    try:
-        with atomic_write(path) as file:
-            file.write(dump(device).encode())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
+    write_text(path, dump(device))
     told = {key for key in device.assumed if not key.endswith("latency_s")}
     if options.json:
         write("config-device", Written(str(path), tuple(f"assumed: {key}" for key in sorted(told))))

@@ -142,6 +142,18 @@ def lines_of(name: str, *values: object) -> Iterator[str]:
         yield json.dumps(plain, allow_nan=False)
 
 
+def write_text(path: Path, text: str, option: str = "") -> None:
+    """Write a file that an option names. Raises: UserError if it cannot be written."""
+    from argosy.files import atomic_write
+
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        named = f"{option} {path}".lstrip()
+        raise UserError(f"{named}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
+
+
 def show_dry_run(answer: DryRun, is_json: bool) -> None:
     """Print what a command would do, as a document or in words."""
     if is_json:

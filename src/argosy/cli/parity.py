@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
@@ -62,17 +63,13 @@ def main(argv: list[str]) -> int:
         steps=options.steps,
         tolerance=options.tolerance,
         trust_code=options.trust_code,
-        say=_say,
+        say=partial(print, file=sys.stderr),
     )
     if options.json:
         write("parity", found)
     else:
         print(_in_words(found))
     return 0 if found.holds else 1
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _in_words(found: Parity) -> str:

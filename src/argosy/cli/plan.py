@@ -33,15 +33,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from argosy.cli.documents import write
+from argosy.cli.documents import write, write_text
 from argosy.cli.options import parse
-from argosy.cli.plan_jobs import refuse_other_options, schedule_jobs, write_text
+from argosy.cli.plan_jobs import refuse_other_options, schedule_jobs
 from argosy.config.load import load
 from argosy.config.section import Count, WholeCount
+from argosy.config.train import LoraBase
 from argosy.errors import UserError
 from argosy.observe.terminal import told_if_long
 from argosy.plan.hardware.clusters import Cluster
@@ -82,7 +83,7 @@ class Options:
     """Plan fine-tuning on so many tokens, e.g. 50M: 2 epochs, and with a model 128 sequences of 4096 tokens a step."""
     lora: WholeCount | None = None
     """Plan an adapter (LoRA) of this rank on all linear layers, beside frozen weights."""
-    lora_base: Literal["auto", "nf4", "int8"] | None = None
+    lora_base: LoraBase | None = None
     """Format in which these weights are held (`lora.base`): nf4 as QLoRA does."""
     price: tyro.conf.UseAppendAction[tuple[float, ...]] = ()
     """Price of an hour of one device, e.g. 2.49, in USD or the cluster file's currency; default: the range in

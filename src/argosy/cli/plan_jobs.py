@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from argosy.cli.documents import write
+from argosy.cli.documents import write, write_text
 from argosy.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,16 +53,3 @@ def refuse_other_options(options: DataclassInstance, usual: DataclassInstance) -
             raise UserError(
                 f"{said} is said of one run, and --jobs is a file of several. Leave it out, or write it there."
             )
-
-
-def write_text(path: Path, text: str, option: str) -> None:
-    """Write a file that an option names. Raises: UserError if it cannot be written."""
-    from argosy.files import atomic_write
-
-    try:
-        with atomic_write(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UserError(
-            f"{option} {path}: cannot be written: {error.strerror}. Name a file in a folder that exists."
-        ) from None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
@@ -39,16 +40,12 @@ def main(argv: list[str]) -> int:
     options = parse(argv, "argosy replay", Options)
     from argosy.compare.replay import replay
 
-    found = replay(options.run, options.step, trust_code=options.trust_code, say=_say)
+    found = replay(options.run, options.step, trust_code=options.trust_code, say=partial(print, file=sys.stderr))
     if options.json:
         write("replay", found)
     else:
         print(printable(_in_words(found)))
     return 0 if found.is_equal else 1
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _in_words(found: Replay) -> str:

@@ -64,7 +64,10 @@ def main(argv: list[str]) -> None:
 
     found = launched_in(options.folder)
     if options.json or options.where or options.sort:
-        rows = _asked([_row(run) for run in found], options)
+        from argosy.watch.query import chosen
+
+        keys = tuple(field.name for field in fields(ListedRun))
+        rows = chosen(map(_row, found), options.where, options.sort, keys)
         if options.json:
             write("runs", *(ListedRun(**row) for row in rows))
             return
@@ -97,17 +100,6 @@ def _row(run: Launched) -> dict[str, Any]:
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in known.items()
     }
-
-
-def _asked(rows: list[dict[str, Any]], options: Options) -> list[dict[str, Any]]:
-    """Return the rows that were asked for, in the order that was asked for."""
-    from argosy.watch import query
-
-    keys = tuple(field.name for field in fields(ListedRun))
-    if options.where:
-        holds = query.condition_of(options.where, keys)
-        rows = [row for row in rows if holds(row)]
-    return query.ordered(rows, options.sort, keys) if options.sort else rows
 
 
 def fitting(line: str) -> str:

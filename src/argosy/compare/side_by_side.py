@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from pydantic import BaseModel
@@ -25,7 +25,6 @@ CHART_WIDTH, CHART_HEIGHT = 64, 12
 SAME_FOR_ALL = ("name", "run_dir")
 """Keys that always differ and say nothing."""
 Measure = Literal["tokens", "time", "cost"]
-MEASURES: tuple[Measure, ...] = ("tokens", "time", "cost")
 
 
 class SettingDifference(BaseModel):
@@ -77,7 +76,7 @@ class Comparison(BaseModel):
 def compare(a: RunReader, b: RunReader) -> Comparison:
     """Return the comparison of two runs as of their readers' last `refresh`."""
     runs = [_run(a), _run(b)]
-    kinds = [kind for kind in MEASURES if kind != "cost" or _share_a_price(*runs)]
+    kinds = [kind for kind in get_args(Measure) if kind != "cost" or _share_a_price(*runs)]
     found = ((kind, _losses(_measure(a, runs[0], kind), _measure(b, runs[1], kind))) for kind in kinds)
     curves = [LossesAt(of=kind, at=at, a=of_a, b=of_b) for kind, (at, of_a, of_b) in found if at]
     return Comparison(a=runs[0], b=runs[1], settings=differences(a, b), curves=curves)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -16,9 +16,7 @@ from argosy.config.section import Section
 AlertKind = Literal[
     "spike", "nan", "stall", "dead", "disk_filling", "node_in_doubt", "low_goodput", "checkpoint_unverified"
 ]
-ALL: tuple[AlertKind, ...] = (
-    "spike", "nan", "stall", "dead", "disk_filling", "node_in_doubt", "low_goodput", "checkpoint_unverified",
-)  # fmt: skip
+ALL: tuple[AlertKind, ...] = get_args(AlertKind)
 VARIABLE = r"^$|^[A-Za-z_][A-Za-z0-9_]*$"
 
 

@@ -195,6 +195,7 @@ ALL_LINEAR = "all-linear"
 BASE_BLOCK = 64
 """Numbers of a row that share a scale, where the weights beside an adapter are quantised (Dettmers et al. 2023)."""
 BASE_BITS = {"nf4": 4, "int8": 8}
+LoraBase = Literal["auto", "nf4", "int8"]
 
 
 class LoraConfig(Section):
@@ -220,7 +221,7 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that are zeros in a training step, drawn anew for each token and target (Hu et al.
     2021). The draws follow from seed, step, row and token alone. Not on experts."""
-    base: Literal["auto", "nf4", "int8"] = "auto"
+    base: LoraBase = "auto"
     """Format of the matrices of linear layers beside the adapter: auto: in bf16 where the plan multiplies in bf16,
     else as plan.weights says; nf4 (QLoRA, Dettmers et al. 2023) in 4.5 bits and int8 in 8.5 bits for each number, and
     dequantised wherever they are multiplied."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from argosy.data.documents import InputPiece, Tally
-from argosy.data.manifest import Shard, SplitName
+from argosy.data.manifest import SHARD_FILES, Shard, SplitName
 from argosy.data.packing import Packer, packs_of
 from argosy.data.shards import ShardWriter
 from argosy.data.sources import InputFile
@@ -112,7 +112,7 @@ def _whole_cuts(lines: Sequence[bytes]) -> list[Cut]:
 def remove_shards(folder: Path) -> None:
     """Remove what an earlier `prepare` left."""
     for split in ("train", "validation"):
-        for suffix in (".bin", ".idx", ".crc32"):
+        for suffix in SHARD_FILES:
             for path in (*folder.glob(f"{split}-?????{suffix}"), *folder.glob(f"{split}-?????{suffix}{PARTIAL}")):
                 path.unlink()
 

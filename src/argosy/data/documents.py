@@ -16,7 +16,7 @@ from argosy.config.data import PrepareConfig
 from argosy.data.conversations import Record
 from argosy.data.filters import Filters
 from argosy.data.formats import EMPTY, MAX_DOCUMENT_BYTES, BadInput, Fields, Text, read_file
-from argosy.data.sources import InputFile
+from argosy.data.sources import RECORDS, InputFile
 from argosy.errors import UserError
 
 PIECE_BYTES = 16 * 2**20
@@ -28,8 +28,6 @@ MOST_OF_BEFORE = 1 / 16
 not far ahead of where `max_text_bytes` ends a large one."""
 MOST_FILES = 1000
 """Files of a piece at most: even empty ones take time to open."""
-SPLITTABLE = (".jsonl", ".ndjson", ".parquet")
-"""Kinds of files that a worker can read a part of, if they are not compressed as a whole."""
 PLACES_KEPT = 3
 """Places of skipped input that are kept, of each kind."""
 MOST_PLACE_CHARS = 300
@@ -86,7 +84,8 @@ def _parts(number: int, file: InputFile, before: int, most_bytes: int) -> Iterat
 
 
 def _is_splittable(file: InputFile) -> bool:
-    return file.suffix in SPLITTABLE and not file.compression and file.is_seekable and file.texts is None
+    """Return True if a worker can read a part of a file."""
+    return file.suffix in RECORDS and not file.compression and file.is_seekable and file.texts is None
 
 
 @dataclass

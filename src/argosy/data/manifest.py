@@ -37,6 +37,8 @@ SETTINGS = (
 """Options of `prepare` that the manifest knows by their values."""
 
 SplitName = Literal["train", "validation"]
+SHARD_FILES = (".bin", ".idx", ".crc32")
+"""Ends of the names of a shard's files: tokens, documents, checksums."""
 
 
 SKIPPED = {

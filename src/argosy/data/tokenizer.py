@@ -20,6 +20,7 @@ import numpy.typing as npt
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from argosy.config.data import TokenizerEngine
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.model_folder import is_model_folder, read_beside
 from argosy.data.stores.store import is_url
@@ -291,9 +292,7 @@ def encode_function(tokenizer: Path, engine: EngineName) -> Callable[[Sequence[s
     return _fastokens(tokenizer) if engine == "fastokens" else _huggingface(tokenizer)
 
 
-def choose_engine(
-    wanted: Literal["auto", "huggingface", "fastokens"], tokenizer: Path, sample: Iterable[str]
-) -> EngineName:
+def choose_engine(wanted: TokenizerEngine, tokenizer: Path, sample: Iterable[str]) -> EngineName:
     """Return fastokens if it may be used and gives Hugging Face's ids on all of `sample`; else Hugging Face.
 
     Raises: UserError if fastokens is asked for and not installed. Warns if it gives other ids.

@@ -13,10 +13,9 @@ from argosy.checkpoint.weights import CheckpointWeights
 from argosy.config.load import load
 from argosy.config.train import LoraConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.stores.model_folder import is_model_folder
+from argosy.data.stores.model_folder import is_model_folder, refuse_existing
 from argosy.data.tokenizer import usage_of
 from argosy.errors import UserError
-from argosy.files import refuse_existing
 from argosy.inference.huggingface import cards_of, write_run
 from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import peft_adapter

@@ -23,11 +23,11 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.data.manifest import TOKENIZER
-from argosy.data.stores.model_folder import HUB
+from argosy.data.stores.model_folder import HUB, refuse_existing
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import UserError
-from argosy.files import read_at_most, refuse_existing, whole_folder
+from argosy.files import read_at_most, whole_folder
 from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import hf
 from argosy.models.compressed import COMPRESSIONS
@@ -128,24 +128,24 @@ def write_run(
 ) -> None:
     """Write the run folder `run_dir` with one checkpoint, of step 0 without an optimizer; whole or not at all.
 
-    Raises: UserError if it exists; StorageError if it cannot be written.
+    Raises: StorageError if it cannot be written.
     """
-    manifest = CheckpointManifest(
-        step=0,
-        tokens=0,
-        saved_at_s=time.time(),
-        plan="",
-        data_identity="",
-        base_sha256=base_sha256,
-        has_optimizer=False,
-        files={},
-    )
     with whole_folder(run_dir) as partial:
         save_run(run, partial / "run.toml")
         if tokenizer is not None:
             (partial / TOKENIZER).write_bytes(tokenizer)
         for name, text in usage.items():
             (partial / name).write_bytes(text)
+        manifest = CheckpointManifest(
+            step=0,
+            tokens=0,
+            saved_at_s=time.time(),
+            plan="",
+            data_identity="",
+            base_sha256=base_sha256,
+            has_optimizer=False,
+            files={},
+        )
         write_weights(partial, manifest, weights)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,8 @@ from torch import Tensor
 
 from argosy.config.model import ModelConfig
 from argosy.config.train import ALL_LINEAR, LoraConfig
-from argosy.errors import StorageError, UserError
-from argosy.files import commit_folder, read_at_most
+from argosy.errors import UserError
+from argosy.files import read_at_most, whole_folder
 from argosy.models.hf_names import Conversion, pieces_of
 from argosy.plan.parameters import adapter_of, linear_name, parameter_table
 
@@ -123,22 +122,11 @@ def export_adapter(
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with whole_folder(out) as partial:
         for name, data in others.items():
             (partial / name).write_bytes(data)
         (partial / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
         (partial / TENSORS).write_bytes(save(tensors, metadata={"format": "pt"}))
-        commit_folder(partial, out)
-    except (OSError, SafetensorError) as problem:
-        raise StorageError(
-            f"{out} could not be written ({problem}). Free some space or get the right to write there, or choose "
-            "another folder."
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _parts_of(

@@ -24,17 +24,11 @@ def write_when_asked(descriptor: int) -> None:
     faulthandler.register(ASKED, os.dup(descriptor), all_threads=True)
 
 
-def ask(pid: int) -> None:
+def ask(pid: int, wait_s: float = WRITING_S) -> None:
     """Ask a process that has called `write_when_asked`, and wait until it had the time. It would kill any other."""
     with suppress(ProcessLookupError):
         os.kill(pid, ASKED)
-        time.sleep(WRITING_S)
-
-
-def ask_and_go_on(pid: int) -> None:
-    """Ask as `ask` does, and do not wait."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, ASKED)
+        time.sleep(wait_s)
 
 
 FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')

@@ -130,7 +130,7 @@ class StackGatherer:
                 log = self._run_dir / "logs" / f"worker-{self._node}-{worker.slot}.log"
                 with suppress(OSError):
                     asked.logs[worker.pid] = log, log.stat().st_size
-                    stacks.ask_and_go_on(worker.pid)
+                    stacks.ask(worker.pid, wait_s=0.0)
 
     def _answer(self) -> None:
         asked, self._asked = self._asked, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from argosy.config.observe import AlertKind, AlertsConfig
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.watch.facts import Event, RunFacts, median
 from argosy.watch.rules.learning import spikes
-from argosy.watch.rules.ranks import node_of
+from argosy.watch.rules.ranks import agent_of, node_of
 
 STALL_STEPS, STALL_LONGEST = 20.0, 3.0
 """A run stalls if no step ends for so many usual ones, and for so many times the longest of the last ones: evaluations
@@ -166,7 +166,7 @@ def disk_filling(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondi
     """Tell that a disk is nearly full, or will be soon at the rate at which it fills."""
     for event in _newest_by(facts.of("disk_full"), lambda event: str(event.get("process", ""))):
         if facts.now_s - float(event["time_s"]) < DOUBT_S:
-            yield AlertCondition(True, str(event.get("why", "")), _DISK, _node(facts, event))
+            yield AlertCondition(True, str(event.get("why", "")), _DISK, _node(event))
     for disk in facts.disks:
         free_gb = float(disk.free_bytes[-1]) / 1e9
         left_h = _hours_left(disk.time_s, disk.free_bytes)
@@ -290,15 +290,14 @@ def _subject(facts: RunFacts, event: Event) -> str:
     """Return what a finding is about: ranks, or the node of the agent that found it."""
     ranks = [int(rank) for rank in event.get("ranks") or ([event["rank"]] if event.get("rank") is not None else [])]
     if not ranks:
-        return _node(facts, event)
+        return _node(event)
     named = ", ".join(map(str, ranks[:4])) + (" and more" if len(ranks) > 4 else "")
     node = node_of(facts, ranks[0])
     return f"rank {named}{f' on {node}' if node else ''}"
 
 
-def _node(facts: RunFacts, event: Event) -> str:
-    by = str(event.get("process", ""))
-    return str(event.get("node") or (by.removeprefix("launcher-") if by.startswith("launcher-") else ""))
+def _node(event: Event) -> str:
+    return str(event.get("node") or agent_of(event))
 
 
 CALM_S = 30.0
@@ -411,7 +410,7 @@ _ENDED = Alert("stall", "ends", "warning", "", "", 0.0, 0.0, "")
 def _of_event(event: Event) -> Alert | None:
     """Return the alert that an event of the run tells of; None if it is not one of ours."""
     names = {name: event[name] for name in Alert.__dataclass_fields__ if name in event}
-    if names.get("alert") not in CHECKS or names.get("state") not in ("begins", "goes_on", "ends"):
+    if names.get("alert") not in CHECKS or names.get("state") not in get_args(Phase):
         return None
     try:
         return Alert(**names)

@@ -24,6 +24,7 @@ from argosy.watch.rules import learning, ranks, reliability, times
 from argosy.watch.rules.planner import Advice, Planner, Rule
 from argosy.watch.rules.ranks import slow_ranks
 from argosy.watch.rules.stops import StopsSoFar, stops_so_far
+from argosy.watch.timeline import ENDED
 
 READ_NODES = 64
 """Up to this many nodes, all lines about the last steps are read; beyond, the newest line of each, from memory."""
@@ -46,8 +47,7 @@ def facts_of(reader: RunReader, now_s: float | None = None) -> RunFacts:
     now_s: seconds since 1970; default: now, or of a run that has ended, when it last said something.
     """
     if now_s is None:
-        has_ended = reader.state in ("finished", "stopped", "failed", "dead")
-        now_s = reader.alive_s if has_ended and reader.alive_s else time.time()
+        now_s = reader.alive_s if reader.state in ENDED and reader.alive_s else time.time()
     first_step = float(reader.steps["step"][-RECENT:][:1].max(initial=0.0))
     lines = dict(_lines(reader, first_step))
     power_w, power_source = _power(lines)

@@ -16,7 +16,7 @@ from argosy.observe.events import plan_since
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.watch.timeline import State, Stretch, timeline
+from argosy.watch.timeline import ENDED, State, Stretch, timeline
 
 Floats = NDArray[np.float64]
 
@@ -265,7 +265,7 @@ class RunFacts:
     @property
     def has_ended(self) -> bool:
         """True if nothing is trained any more."""
-        return self.state in ("finished", "failed", "stopped", "dead")
+        return self.state in ENDED
 
 
 def _column(table: Table, key: str) -> Floats:

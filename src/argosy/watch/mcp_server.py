@@ -71,11 +71,8 @@ class RunTools:
             return {key: value for key, value in overview.line(run_id, run).items() if key != "spark"}
 
         rows = self._library.ask_all(row, overview.unreadable)
-        if where:
-            holds = query.condition_of(where, overview.KEYS)
-            rows = [each for each in rows if holds(each)]
-        rows = query.ordered(rows, sort, overview.KEYS) if sort else rows
-        return [_plain(each) for each in rows[: _within(limit, MOST_RUNS)]]
+        found = query.chosen(rows, where, sort, overview.KEYS)
+        return [_plain(each) for each in found[: _within(limit, MOST_RUNS)]]
 
     def status(self, run: str, since: str = "") -> dict[str, Any]:
         """Tell how a run is, in under 2 kB: state, loss and trend, health, expected beside measured, alerts, what

@@ -264,12 +264,12 @@ def profiles(reader: RunReader) -> list[dict[str, Any]]:
             entry["problem"] = "it has no summary.json yet"
         except (OSError, ValueError, RecursionError):
             entry["problem"] = "summary.json cannot be read"
-        entry |= {"name": folder.name, "files": _files(reader.folder, folder)}
+        entry |= {"name": folder.name, "files": _files(folder)}
         found.append(entry)
     return found
 
 
-def _files(run: Path, folder: Path) -> list[dict[str, Any]]:
+def _files(folder: Path) -> list[dict[str, Any]]:
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink())
     return [{"name": name, "bytes": (folder / name).stat().st_size} for name in names]
 

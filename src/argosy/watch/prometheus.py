@@ -11,10 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
+
+from argosy.watch.timeline import State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STATES = ("training", "finished", "stopped", "failed", "silent", "dead")
+STATES = get_args(State)
 
 
 @dataclass

@@ -118,6 +118,16 @@ def _holds(tree: ast.expr, row: Row) -> bool:
         return False
 
 
+def chosen(rows: Iterable[Row], where: str, sort: str, keys: Iterable[str]) -> list[Row]:
+    """Return the rows for which the condition `where` holds, as `ordered` by `sort`; both may be empty.
+
+    Raises: UserError.
+    """
+    if where:
+        rows = filter(condition_of(where, keys), rows)
+    return ordered(rows, sort, keys) if sort else list(rows)
+
+
 def ordered(rows: Iterable[Row], by: str, keys: Iterable[str]) -> list[Row]:
     """Return the rows by a key, the least first, with a `-` before it the greatest; rows without it come last.
 

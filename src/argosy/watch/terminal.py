@@ -43,7 +43,7 @@ from argosy.watch.linefile import tells_of_the_run
 from argosy.watch.reader import RECENT_STEPS, Part, RunFiles
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.stops import stops_so_far
-from argosy.watch.timeline import in_words
+from argosy.watch.timeline import ENDED, in_words
 
 HISTORY_BYTES = 2**22
 """Bytes at the end of metrics.jsonl that are read when a run goes on: some thousand steps."""
@@ -279,7 +279,6 @@ def _predicted_parts(plan: Plan | None, prediction: Prediction | None) -> Mappin
 REFRESH_S = 0.5
 SILENT_S = 60.0
 """A run that is not finished and has written nothing for so long is said to be silent."""
-ENDED = ("finished", "stopped", "failed", "dead")
 NEXT, BEFORE, QUIT = ("\x1b[B", "\x1b[C", "n"), ("\x1b[A", "\x1b[D", "p"), ("q", "\x03", "\x04")
 """Keys: arrows down and right, or n; arrows up and left, or p; q."""
 

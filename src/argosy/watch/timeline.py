@@ -16,6 +16,8 @@ from argosy.watch.columns import Floats
 from argosy.watch.linefile import Event
 
 State = Literal["training", "finished", "stopped", "failed", "silent", "dead"]
+ENDED: tuple[State, ...] = ("finished", "stopped", "failed", "dead")
+"""States in which nothing is trained any more."""
 SILENT_AFTER_S = 120.0
 """A run that shows no sign of life for so long is silent, or for SILENT_STEPS of its steps if that is longer."""
 SILENT_STEPS = 20

@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import HfFileSystem
 
 from argosy.data.stores import model_folder as module
+from argosy.data.stores import store
 from argosy.data.stores.model_folder import HUB, ModelFolder, model_folder, new_folder, read_beside
 from argosy.errors import RunFailed, UserError
 from hub import hub
@@ -93,7 +94,7 @@ def test_nothing_is_written_to_the_hub() -> None:
 @pytest.mark.slow
 def test_a_store_of_s3s_protocol_holds_models_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = ObjectStore(tmp_path / "log")
-    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+    monkeypatch.setattr(store, "PAUSE_S", 0.0)
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": server.endpoint}.items():
         monkeypatch.setenv(name, value)
     try:

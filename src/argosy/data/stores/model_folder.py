@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from argosy.credentials import REMEDY, has_credentials
-from argosy.data.stores.store import ATTEMPTS, PAUSE_S, Store, StoreUnreachable, is_url, spelled
-from argosy.errors import RunFailed, StorageError, UserError
+from argosy.data.stores.store import Store, StoreUnreachable, is_url, patiently, spelled
+from argosy.errors import StorageError, UserError
 from argosy.files import COPY_BYTES, RegularFile, read_at_most, sync, whole_folder
 
 HUB = "hf://"
 _NAME = re.compile(r"[^/]+/[^/]+")
-
-Answer = TypeVar("Answer")
 
 
 class ModelFolder:
@@ -88,13 +85,13 @@ class ModelInStore(ModelFolder):
             some = buffer[done : done + COPY_BYTES]
             first = start + done
             try:
-                some[:] = _patiently(self.where(name), self._store.get_range, name, first, first + len(some))
+                some[:] = patiently(self.where(name), self._store.get_range, name, first, first + len(some))
             except FileNotFoundError as problem:
                 raise StorageError(f"{problem}. Copy the model there again.") from None
 
     def _known(self) -> Mapping[str, int]:
         if self._sizes is None:
-            sizes = _patiently(self.name, self._store.sizes)
+            sizes = patiently(self.name, self._store.sizes)
             if sizes is None:
                 raise UserError(f"{self.name}: the server keeps no list of its files. Give s3://, gs:// or az://.")
             self._sizes = sizes
@@ -131,7 +128,7 @@ class ModelOnHub(ModelFolder):
         """See `ModelFolder`."""
         for done in range(0, len(buffer), COPY_BYTES):
             some = buffer[done : done + COPY_BYTES]
-            some[:] = _patiently(self.where(name), self._ask, name, start + done, len(some))
+            some[:] = patiently(self.where(name), self._ask, name, start + done, len(some))
 
     def _ask(self, name: str, first: int, count: int) -> bytes:
         try:
@@ -172,17 +169,6 @@ def model_folder(place: str | Path, named: str = "") -> ModelFolder:
     return ModelInStore(text, named) if is_url(text) else ModelFolder(Path(place))
 
 
-def _patiently(where: str, ask: Callable[..., Answer], *arguments: Any) -> Answer:
-    """Return the answer of a store, which is asked again if it cannot give it now. Raises: RunFailed, as `ask`."""
-    for attempt in range(ATTEMPTS):
-        try:
-            return ask(*arguments)
-        except StoreUnreachable as away:
-            problem = str(away)
-            time.sleep(PAUSE_S if attempt + 1 < ATTEMPTS else 0)
-    raise RunFailed(f"{where}: cannot be reached ({problem}). The same command may succeed later.")
-
-
 class ByteSink(Protocol):
     """Takes the bytes of a file, in order."""
 
@@ -212,6 +198,12 @@ def new_folder(place: str | Path) -> Iterator[Destination]:
         yield destination
 
 
+def refuse_existing(folder: Path) -> None:
+    """Raise UserError if a folder that is to be written exists."""
+    if folder.exists():
+        raise UserError(f"{folder} exists already. Choose another folder, or remove it first.")
+
+
 class _Here:
     def __init__(self, partial: Path):
         self._partial = partial
@@ -225,6 +217,7 @@ class _Here:
 
 @contextmanager
 def _new_here(folder: Path) -> Iterator[_Here]:
+    refuse_existing(folder)
     with whole_folder(folder) as partial:
         yield _Here(partial)
 
@@ -243,7 +236,7 @@ class _InStore:
 @contextmanager
 def _new_in_store(url: str) -> Iterator[_InStore]:
     store = Store(url, "")
-    if there := _patiently(url, store.sizes):
+    if there := patiently(url, store.sizes):
         raise UserError(f"{url} exists already, with {min(there)}. Choose another folder, or remove it first.")
     destination = _InStore(store)
     try:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from argosy.credentials import REMEDY, has_credentials
 from argosy.data.manifest import NAME as MANIFEST
-from argosy.data.manifest import TOKENIZER, Manifest
+from argosy.data.manifest import SHARD_FILES, TOKENIZER, Manifest
 from argosy.errors import ArgosyError, RunFailed, UserError, missing_extra
 
 SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
@@ -269,6 +270,7 @@ AT_ONCE = 4
 """Files that are copied at once; a large one goes in parts, several at once too."""
 ATTEMPTS, PAUSE_S = 5, 3.0
 NAMED = "remote = "
+COPYING = "The data are prepared; the same command goes on with copying them."
 Answer = TypeVar("Answer")
 JOURNAL = ".copied.jsonl"
 """The file that notes what was copied where, so that an interrupted copy goes on."""
@@ -285,21 +287,20 @@ def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda d
     manifest = Manifest.load(folder)
     content = (folder / MANIFEST).read_bytes()
     store = Store(url, NAMED)
-    there = _patiently(store, lambda: store.get(MANIFEST, len(content)))
+    ask = partial(patiently, f"{NAMED}{store.url}", then=COPYING)
+    there = ask(store.get, MANIFEST, len(content))
     if there == content:
         return False
     if there is not None:
         raise UserError(f"{NAMED}{store.url}: holds other prepared data. Name another folder, or delete what is there.")
     names = [TOKENIZER]
     for shard in (shard for shards in manifest.splits.values() for shard in shards):
-        names += [
-            shard.name + suffix for suffix in (".bin", ".idx", ".crc32") if (folder / (shard.name + suffix)).exists()
-        ]
+        names += [shard.name + suffix for suffix in SHARD_FILES if (folder / (shard.name + suffix)).exists()]
     identity = [store.url, manifest.identity]
     copied = _journal(folder, identity)
     with ThreadPoolExecutor(AT_ONCE) as pool, (folder / JOURNAL).open("a") as journal:
         left = [name for name in names if name not in copied]
-        tasks = {name: pool.submit(_put, store, name, folder / name) for name in left}
+        tasks = {name: pool.submit(ask, store.put, name, folder / name) for name in left}
         try:
             for done, (name, task) in enumerate(tasks.items(), start=1):
                 task.result()
@@ -309,27 +310,23 @@ def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda d
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    _patiently(store, lambda: store.put(MANIFEST, content))
+    ask(store.put, MANIFEST, content)
     (folder / JOURNAL).unlink(missing_ok=True)
     return True
 
 
-def _put(store: Store, name: str, path: Path) -> None:
-    _patiently(store, lambda: store.put(name, path))
-
-
-def _patiently(store: Store, ask: Callable[[], Answer]) -> Answer:
-    problem: Exception | None = None
+def patiently(
+    where: str, ask: Callable[..., Answer], *arguments: Any, then: str = "The same command may succeed later."
+) -> Answer:
+    """Return the answer of a store, which is asked again if it cannot give it now. Raises: RunFailed, as `ask`."""
+    problem = ""
     for attempt in range(ATTEMPTS):
         try:
-            return ask()
+            return ask(*arguments)
         except StoreUnreachable as away:
-            problem = away
+            problem = str(away)
             time.sleep(PAUSE_S if attempt + 1 < ATTEMPTS else 0)
-    raise RunFailed(
-        f"{NAMED}{store.url}: cannot be reached ({problem}). The data are prepared; the same command goes on with "
-        "copying them."
-    ) from None
+    raise RunFailed(f"{where}: cannot be reached ({problem}). {then}")
 
 
 def _journal(folder: Path, identity: list[str]) -> set[str]:

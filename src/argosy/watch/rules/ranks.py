@@ -216,6 +216,12 @@ def node_of(facts: RunFacts, rank: int) -> str:
     return nodes_of(facts).get(rank, "")
 
 
+def agent_of(event: Event) -> str:
+    """Return the node of the agent that wrote an event; empty if no agent did."""
+    by = str(event.get("process", ""))
+    return by.removeprefix("launcher-") if by.startswith("launcher-") else ""
+
+
 def _newest(facts: RunFacts, kind: str) -> Event | None:
     """Return the newest finding of a kind if it still holds: the world is the same, and it was not long ago."""
     found = facts.of(kind)[-1:]

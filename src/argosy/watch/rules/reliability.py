@@ -12,7 +12,7 @@ from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.cost.reliability import node_rate_factor
 from argosy.watch.facts import Event, RunFacts
 from argosy.watch.rules.planner import Advice, Planner, is_enough
-from argosy.watch.rules.ranks import listed, node_of
+from argosy.watch.rules.ranks import agent_of, listed, node_of
 from argosy.watch.rules.stops import Outage, failures, rates_of
 
 AGAIN = 2
@@ -221,11 +221,8 @@ def _step_s(facts: RunFacts) -> float:
 
 def _node(facts: RunFacts, death: Event) -> str:
     """Return the node of a process that died: that of the agent that saw it."""
-    by = str(death.get("process", ""))
-    if by.startswith("launcher-"):
-        return by.removeprefix("launcher-")
     rank = death.get("rank")
-    return node_of(facts, int(rank)) if rank is not None else ""
+    return agent_of(death) or (node_of(facts, int(rank)) if rank is not None else "")
 
 
 def _told(facts: RunFacts, death: Event) -> str:

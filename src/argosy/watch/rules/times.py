@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from argosy.plan.calibration import Reconciled, reconcile
+from argosy.plan.calibration import PARTS, PASSES, Reconciled, reconcile
+from argosy.plan.cost.breakdown import OF_TIME
 from argosy.plan.cost.estimate import GIB, percent, seconds
 from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Advice, Alternative, Planner, is_enough, over
@@ -197,7 +198,7 @@ def recompiles(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that torch.compile seems to compile again and again."""
     if facts.plan is None or not facts.plan.compile or not is_enough(facts):
         return None
-    passes = np.nansum([facts.column(f"seconds.{name}") for name in ("forward", "backward", "pipeline")], axis=0)
+    passes = np.nansum([facts.column(f"seconds.{name}") for name in PARTS[PASSES].measured], axis=0)
     usual = float(np.median(passes[facts.recent]))
     slow = facts.warm & (passes > RECOMPILED_TIMES * usual) & (passes > usual + RECOMPILED_S)
     slow[: facts.recent.start] &= facts.column("step")[: facts.recent.start] >= facts.plan_since
@@ -288,13 +289,11 @@ def _slowest_rank_explains(facts: RunFacts, waited_s: float) -> bool:
 def _predicted_waits(facts: RunFacts) -> float | None:
     if facts.prediction is None:
         return None
-    return sum(
-        facts.prediction.seconds.get(name, 0.0) for name in ("tensor", "context", "experts", "pipeline", "gradients")
-    )
+    return sum(facts.prediction.seconds.get(name, 0.0) for name in OF_TIME["network"])
 
 
 def _passes_s(facts: RunFacts) -> float:
-    return sum(facts.mean_s(name) for name in ("forward", "backward", "pipeline"))
+    return sum(facts.mean_s(name) for name in PARTS[PASSES].measured)
 
 
 def _step(other: Alternative) -> str:
