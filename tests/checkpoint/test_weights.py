@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def filled(world: World, plan: str, folder: Path, model: dict[str, Any]) -> tuple[list[Any], int]:
     """Return this rank's parts as they were filled, and the bytes that were read for them."""
-    read, read_into = [], ModelFolder.read_into
+    read, began, read_into = [], list[int](), ModelFolder.read_into
 
     def counted(self: ModelFolder, name: str, start: int, buffer: memoryview) -> None:
         read.append(len(buffer))
@@ -42,9 +42,10 @@ def filled(world: World, plan: str, folder: Path, model: dict[str, Any]) -> tupl
     parts = TrainState.begin(laid, eager(plan), run_config(Path("no data"), model=model)).weights()
     ModelFolder.read_into = counted  # type: ignore[method-assign]
     try:
-        fill_from_folder(parts, folder)
+        fill_from_folder(parts, folder, before_each=lambda: began.append(len(read)))
     finally:
         ModelFolder.read_into = read_into  # type: ignore[method-assign]
+    assert len(began) == len(parts) and began[-1] > began[0], "it can show progress while it reads"
     return [(box.name, box.offset, part.tolist()) for box, part in parts.items()], sum(read)
 
 

@@ -195,6 +195,15 @@ def test_the_end_of_a_run_leaves_no_worker_of_which_nothing_is_to_be_saved(node)
     assert node.ends(0) == -signal.SIGTERM, "it is asked to save"
 
 
+def test_workers_that_could_save_nothing_are_not_waited_for(node):
+    node.start(0)
+    node.join()
+    node.stopping.begin(signal.SIGTERM)
+    node.stopping.is_at_once = True
+    node.workers.stop()
+    assert node.ends(0) == -signal.SIGKILL and not node.stopping.not_saved
+
+
 def test_a_dead_fork_server_takes_all_its_workers_with_it(node):
     node.start(0)
     node.workers.start(1, "")  # asked for, and never forked

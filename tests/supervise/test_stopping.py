@@ -90,3 +90,25 @@ def test_it_says_what_is_done_first_and_what_impatience_costs(stopping, phase, s
 def test_before_the_first_world_there_is_nothing_to_save(stopping):
     os.kill(os.getpid(), signal.SIGTERM)
     assert stopping.begins() and "nothing to save" in stopping.in_words([])
+
+
+FIRST = dataclasses.replace(READING, step=0)
+
+
+@pytest.mark.parametrize(
+    ("readings", "is_at_once"),
+    [
+        ([FIRST, dataclasses.replace(FIRST, phase="data")], True),
+        ([FIRST, READING], False),
+        ([FIRST, dataclasses.replace(FIRST, phase="optimizer")], False),
+        ([dataclasses.replace(FIRST, busy_s={0: 1.0})], False),
+        ([dataclasses.replace(FIRST, step=-1, phase="recovering")], False),  # perhaps from memory, with newer steps
+        ([], False),  # in no world; they may still form one to save what they have
+    ],
+)
+def test_in_the_first_step_nobody_is_waited_for(stopping, readings, is_at_once):
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stopping.begins()
+    stopping.end_at_once_if_nothing_is_lost(readings)
+    assert stopping.is_at_once == is_at_once
+    assert ("nothing to save" in stopping.in_words(readings)) == (is_at_once or not readings)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 
+from argosy.config.data import PrepareConfig
+from argosy.data.prepare import prepare
+from argosy.models import hf
 from commands import Folder
 from matrix import PLANS, Disturbed
+from tiny import decoder
 
 Undisturbed = Callable[..., Disturbed]
 
@@ -68,6 +75,29 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Undis
         return known[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tuning(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, ...]]:
+    """Return the options of a run that fine-tunes: its data, which are prepared, and the weights it starts from."""
+    folder = tmp_path_factory.mktemp("tuning")
+    model = decoder()
+    hf.export_folder(model.config, model.state_dict(), folder / "hf", dtype=torch.float32)
+
+    def of(objective: Literal["sft", "dpo"], lines: int = 400) -> tuple[str, ...]:
+        chats, out = folder / f"{lines}.jsonl", folder / f"{objective}-{lines}"
+        answered = ({"prompt": f"{n}?", "completion": f"{2 * n}", "chosen": f"{2 * n}"} for n in range(lines))
+        chats.write_text("\n".join(json.dumps({**answer, "rejected": "no"}) for answer in answered))
+        prepare(
+            PrepareConfig(
+                input=(str(chats),), out=out, tokenizer=corpus / "tokenizer.json", chat_template="chatml",
+                objective=objective, seq_len=128, processes=1,
+            )
+        )  # fmt: skip
+        of_data = ("--data.sources", str(out), "1.0", "--data.seq-len", "128")
+        return ("--train.objective", objective, *of_data, "--model.weights", str(folder / "hf"))
+
+    return of
 
 
 @pytest.fixture

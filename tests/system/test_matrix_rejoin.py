@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from argosy.checkpoint import store
+from argosy.config.load import load
+from argosy.data.loader import open_data
+from argosy.data.packing import START, TRAINED
 from commands import Folder
 from matrix import PLANS, Disturbed
 from nodes import Nodes
@@ -18,6 +23,8 @@ from ports import free_port
 EIGHT = ("--train.global_batch", "8")
 TWELVE = ("--train.global_batch", "12")
 """A batch that can be dealt to three."""
+CONVERSATIONS = ("conversations",)
+"""In place of text, each of them once."""
 
 
 class Cluster(Nodes):
@@ -56,12 +63,15 @@ def nodes(folder: Folder) -> Iterator[Callable[..., Cluster]]:
         (PLANS["sharded"], [2, 1, 2], EIGHT, "memory"),
         (PLANS["pipeline"], [2, 1, 2], EIGHT, "memory"),
         (PLANS["tensor"], [2, 1, 2], EIGHT, "memory"),
+        (PLANS["replicas"], [2, 1, 2], CONVERSATIONS, "live"),
     ],
-    ids=["3-1-3", "3-1-2", "4-1", "dp_shard", "pp", "tp"],
+    ids=["3-1-3", "3-1-2", "4-1", "dp_shard", "pp", "tp", "conversations"],
 )
-def test_nodes_that_are_lost_and_come_back(nodes, undisturbed, plan, sizes, samples, source):
+def test_nodes_that_are_lost_and_come_back(nodes, undisturbed, tuning, plan, sizes, samples, source):
     """The state is cut anew for each world, and each step has the same samples."""
     options = ("--train.steps", "100", *samples)
+    if samples is CONVERSATIONS:
+        options = (*tuning("sft", lines=960), "--train.steps", "0", "--train.epochs", "1")
     names = "abcd"[: sizes[0]]
     cluster = nodes(plan, "slow@forward:seconds=0.2", names, *options)
     run = cluster.run
@@ -80,6 +90,24 @@ def test_nodes_that_are_lost_and_come_back(nodes, undisturbed, plan, sizes, samp
     assert recovered[0]["source"] == source and all(r["steps_lost"] <= 4 for r in recovered)
     plans = dict.fromkeys(e["plan"] for e in run.events("generation"))
     run.check([undisturbed(one, *options) for one in plans])
+    if samples is CONVERSATIONS:
+        assert_each_conversation_once(run)
+
+
+def assert_each_conversation_once(run: Disturbed) -> None:
+    """Check that the first epoch of a run, as its ledger has it, is each conversation of its data once."""
+    config = load(run.run_dir / "run.toml")
+    data = open_data(config.data, config.seed, config.train.global_batch)
+    (source,) = data.sources
+    read = Counter[bytes]()
+    for record in run.records():
+        samples = data.order.samples(record["first_sample"], record["first_sample"] + record["samples"])
+        rows = np.empty((len(samples), config.data.seq_len + 1), np.int32)
+        source.read_windows(samples.windows, rows)
+        for row in rows[samples.epochs == 0, :-1]:
+            parts = np.split(row, np.flatnonzero(row & START))
+            read.update(part.tobytes() for part in parts if (part & TRAINED).any())
+    assert set(read.values()) == {1} and len(read) == sum(s.documents for s in source.manifest.splits["train"]) > 900
 
 
 @pytest.mark.slow

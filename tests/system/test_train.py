@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,29 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
     assert len(saved) == 1 and saved[0]["step"] == len(losses(run_dir))
     folder.argosy("train", "run.toml")
     assert losses(run_dir) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_first_step_which_may_compile_ends_the_run_at_once(folder: Folder) -> None:
+    """Of a new run, and of one that goes on: there is nothing to save, and nobody is waited for."""
+    folder.write_run(steps=40, every_steps=0)
+    run_dir = folder.path / "runs/tiny"
+
+    def stopped(faults: str, condition: Callable[[], bool]) -> str:
+        process = folder.start("train", "run.toml", ARGOSY_FAULTS=faults)
+        wait_until(condition)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=PATIENT_S)
+        assert process.returncode == 128 + signal.SIGTERM, err
+        return err
+
+    first = stopped("sleep@forward:seconds=600", lambda: len(events(run_dir, "fault")) == 2)
+    assert "there is nothing to save" in first and "from the start" in first
+    stopped("", lambda: len(losses(run_dir)) >= 5)
+    made = len(losses(run_dir))
+    again = stopped("sleep@forward:seconds=601", lambda: len(events(run_dir, "fault")) == 4)
+    assert "there is nothing to save" in again and f"from step {made}" in again
+    assert len(losses(run_dir)) == made
 
 
 def test_ctrl_c_in_a_long_evaluation_waits_for_one_batch_and_the_run_evaluates_when_it_goes_on(folder: Folder) -> None:

@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_of_it_is_read(tmp_
     with pytest.raises(UserError, match=r"(?s)is of another model: .*and \d+ more.*another --run-dir"):
         checkpointer(tmp_path).restore(other)
     with pytest.raises(UserError, match=r"(?s)is of another model: .*Leave out the sizes"):
-        checkpointer(tmp_path).read_weights(other, tmp_path)
+        checkpointer(tmp_path).read_weights(other, tmp_path, lambda: None)
     assert _same(other, state(seed=1, ffn_width=48, layers=3))
 
 
@@ -230,7 +230,7 @@ def refusal(world: World, run_dir: Path) -> str:
 def test_weights_alone_leave_the_optimizer_and_the_step_as_they_are(tmp_path):
     save(tmp_path, 4)
     fresh = state(seed=1)
-    checkpointer(tmp_path / "another").read_weights(fresh, tmp_path)
+    checkpointer(tmp_path / "another").read_weights(fresh, tmp_path, lambda: None)
     assert _model(fresh).keys() == _model(state()).keys()
     torch.testing.assert_close(_model(fresh), _model(state(seed=4)), rtol=0, atol=0)
     torch.testing.assert_close(_rest(fresh), _rest(state(seed=1)), rtol=0, atol=0)

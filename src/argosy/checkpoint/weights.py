@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,26 +84,33 @@ def folder_weights(place: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> 
     return weights
 
 
-def fill_from_folder(parts: Mapping[Box, Tensor | QuantisedWeight], place: str | Path) -> None:
+def fill_from_folder(
+    parts: Mapping[Box, Tensor | QuantisedWeight], place: str | Path, before_each: Callable[[], None] = lambda: None
+) -> None:
     """Fill this rank's parts of the weights from a Hugging Face folder or its URL, of which no more is read.
 
     Raises: UserError, before any is filled, if one is not there or has another shape.
     """
-    fill(parts, folder_weights(place, {box.name.removeprefix(MODEL): box.whole for box in parts}))
+    fill(parts, folder_weights(place, {box.name.removeprefix(MODEL): box.whole for box in parts}), before_each)
 
 
-def fill_from_checkpoint(parts: Mapping[Box, Tensor | QuantisedWeight], checkpoint: Checkpoint) -> None:
+def fill_from_checkpoint(
+    parts: Mapping[Box, Tensor | QuantisedWeight], checkpoint: Checkpoint, before_each: Callable[[], None]
+) -> None:
     """Fill them from a checkpoint. Raises: UserError, before any is filled, if one is missing or has another shape."""
     with opened(checkpoint) as held:
         shapes = {box.name.removeprefix(MODEL): box.whole for box in parts}
-        fill(parts, CheckpointWeights(checkpoint, held, shapes))
+        fill(parts, CheckpointWeights(checkpoint, held, shapes), before_each)
 
 
 @torch.no_grad()
-def fill(parts: Mapping[Box, Tensor | QuantisedWeight], weights: LazyWeights) -> None:
+def fill(
+    parts: Mapping[Box, Tensor | QuantisedWeight], weights: LazyWeights, before_each: Callable[[], None] = lambda: None
+) -> None:
     """Fill this rank's parts of the weights in place, whatever their dtypes, and read no more than these; those that
-    are quantised some rows at a time."""
+    are quantised some rows at a time. before_each: is called before each part."""
     for box, part in parts.items():
+        before_each()
         name = box.name.removeprefix(MODEL)
         if not math.prod(box.shape) or name not in weights:
             continue

@@ -285,7 +285,7 @@ STANDS_FOR: Mapping[Key, tuple[Key, ...]] = {
 """Key -> those that say the same in another way, or cannot go with it: practice leaves it out beside one of these."""
 
 SAYS_NOTHING: Mapping[Key, tuple[str, ...]] = {
-    WEIGHTS: ("model",),
+    WEIGHTS: ("model", "data.prepare.vocab_size"),
     LORA_RANK: ("optimizer",),
     OBJECTIVE: (
         *("name", "data.seq_len", "data.prepare.out", "data.prepare.vocab_size", "data.prepare.max_text_bytes"),

@@ -43,7 +43,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     if is_path(run.launch.cluster):
         path = Path(run.launch.cluster).expanduser().absolute()
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
-    run = _with_objective(run)
+    run = _with_objective(_with_tokenizer(run))
     _check_tokenizer_to_prepare(run)
     check_parameters(run)
     run = _with_data(run, progress)
@@ -144,6 +144,17 @@ def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
         raise type(error)(by_option(str(error), of_run=True)) from None
 
 
+def _with_tokenizer(run: RunConfig) -> RunConfig:
+    """Return the run such that its text is prepared with the tokenizer of its weights, if it names no other."""
+    prepare, weights = run.data.prepare, run.model.weights
+    if not prepare.input or prepare.tokenizer or weights is None or is_url(weights):
+        return run
+    if run.train.objective == "pretrain" and tokenizer_of(weights) is None:
+        return run
+    prepare = prepare.model_copy(update={"tokenizer": weights})
+    return run.model_copy(update={"data": run.data.model_copy(update={"prepare": prepare})})
+
+
 def _with_objective(run: RunConfig) -> RunConfig:
     """Return the run with what its objective says of the data to prepare. Raises: UserError."""
     prepare, objective = run.data.prepare, run.train.objective
@@ -155,7 +166,6 @@ def _with_objective(run: RunConfig) -> RunConfig:
                 **prepare.model_dump(),
                 "objective": objective,
                 "seq_len": run.data.seq_len,
-                "tokenizer": prepare.tokenizer or (None if is_url(run.model.weights) else run.model.weights),
             }
         )
     except ValidationError as error:

@@ -26,16 +26,19 @@ AT_ONCE = 2**20
 """Elements computed at once: few enough that the temporary integers stay in a CPU's caches."""
 
 
-def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed: int) -> None:
+def materialize(model: Decoder, config: ModelConfig, device: torch.device, seed: int, is_read: bool = False) -> None:
     """Give `model` (on the meta device) memory on `device` and its initial weights, in place.
 
-    Parameters may be DTensors; each rank computes its own part.
+    Parameters may be DTensors; each rank computes its own part. is_read: what lies beside an adapter will be read, and
+    is left at zero: to draw a billion numbers and quantise them takes a core a minute.
     """
     _give_memory(model, device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole, offset, scheme = model.table[name], offset_of(parameter), model.schemes.get(name)
-            if scheme is None:
+            if is_read and not whole.is_adapter:
+                local(parameter).zero_()
+            elif scheme is None:
                 fill_initial(local(parameter), name, whole, offset, config, seed)
             else:
                 part = partial(_initial_rows, name, whole, offset, scheme, local(parameter).shape, config, seed)

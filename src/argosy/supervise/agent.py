@@ -143,7 +143,10 @@ class Agent:
 
     def _stop(self) -> None:
         """Have the workers save their state and end."""
-        print_message(f"argosy: {self._stopping.in_words(self._workers.readings(only_in_worlds=True))}")
+        readings = self._workers.readings(only_in_worlds=True)
+        if self._launch.nodes == 1:  # workers of other nodes would form a last world without those that are killed
+            self._stopping.end_at_once_if_nothing_is_lost(readings)
+        print_message(f"argosy: {self._stopping.in_words(readings)}")
         self._coordinator.is_ending = True
         self._events.write("signal", number=self._stopping.number)
         self._coordinator.tell(say.RunStopping())

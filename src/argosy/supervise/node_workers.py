@@ -234,7 +234,7 @@ class NodeWorkers:
         if process.killed or not process.pid:
             return
         process.killed = why
-        if self._stopping.number is not None and process.generation:
+        if self._stopping.number is not None and process.generation and not self._stopping.is_at_once:
             self._stopping.not_saved = why
         self._events.write("killed", slot=process.slot, rank=process.rank, pid=process.pid, why=why)
         if process.state is RankState.RUNNING:
@@ -303,7 +303,7 @@ class NodeWorkers:
     def stop(self) -> None:
         """Have all save their state and end."""
         for process in self._processes.values():
-            if not process.generation:  # no world will be formed for it
+            if self._stopping.is_at_once or not process.generation:  # without one, no world will be formed for it
                 self._kill(process, "the run is to stop, and it has nothing to save")
             elif process.pid:
                 process.signal(signal.SIGTERM)

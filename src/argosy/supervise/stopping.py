@@ -17,6 +17,8 @@ from argosy.training.stop import SAME_S
 
 UNITS = {"evaluate": "evaluation batch", "check": "replay check", "checkpoint": "save", "recovering": "recovery"}
 """Phase of a worker -> what it ends before it stops, where that is no step."""
+BEFORE_UPDATE = ("data", "forward", "backward", "pipeline", "communication")
+"""Phases of a step in which the state is still that of the step before."""
 
 
 class Stopping:
@@ -33,6 +35,8 @@ class Stopping:
         """Why what still runs at its time is killed."""
         self.not_saved = ""
         """Why the state was not saved, where it was not."""
+        self.is_at_once = False
+        """The run ends without a wait for its workers: there is nothing that they could save."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -74,15 +78,27 @@ class Stopping:
         readings: of the workers that are in a world.
         """
         name = "the run" if self.number is None else signal.Signals(self.number).name
-        if not readings:
+        if self.is_at_once or not readings:
             return f"{name}: stopping; there is nothing to save"
         unit = UNITS.get(next(iter(readings)).phase, "step")
         if self._is_served:
             return f"{name}: stopping after this {unit}; the parameter servers have the state"
-        saved = max((checkpoint.step for checkpoint in committed(self._run_dir)), default=0)
-        steps = max(0, max(reading.step for reading in readings) - saved)
+        steps = max(0, max(reading.step for reading in readings) - self._saved_steps())
         loses = f"gives up {steps} step{'' if steps == 1 else 's'}"
         return f"{name}: stopping after this {unit}, with the state saved; once more {loses}"
+
+    def end_at_once_if_nothing_is_lost(self, readings: Collection[HeartbeatReading]) -> None:
+        """Set `is_at_once` if all workers are in the first step after the newest checkpoint, or after the start.
+
+        The first step in a world compiles, which may take longer than `grace_s`. readings: of all of the run's workers
+        that are in a world.
+        """
+        saved = self._saved_steps()
+        is_new = [r.step == saved and not r.busy_s and r.phase in BEFORE_UPDATE for r in readings]
+        self.is_at_once = bool(is_new) and all(is_new) and not self._is_served
+
+    def _saved_steps(self) -> int:
+        return max((checkpoint.step for checkpoint in committed(self._run_dir)), default=0)
 
     def error(self) -> ArgosyError | None:
         """Return the error that the command ends with; None if no signal came."""

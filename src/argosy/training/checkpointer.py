@@ -203,19 +203,20 @@ class Checkpointer:
         self._events.write("resume", step=state.step, checkpoint=str(checkpoint.folder), **changed)
         return checkpoint
 
-    def read_weights(self, state: TrainState, folder: Path) -> None:
+    def read_weights(self, state: TrainState, folder: Path, before_each: Callable[[], None]) -> None:
         """Read only the weights, from a checkpoint, run or Hugging Face folder at `folder`: of a run with an adapter,
-        those beside it, which must be those that the adapter has been trained with. Raises: UserError."""
+        those beside it, which must be those that the adapter has been trained with. before_each: is called before each
+        tensor of a folder, which may be far away. Raises: UserError."""
         is_beside = state.model.has_adapter
         weights, quantised = state.base() if is_beside else state.weights(), state.quantised_base()
         if is_model_folder(folder):
             sha256 = self._world.share_first(lambda: check_folder(folder, self._base_sha256), str) if is_beside else ""
-            fill_from_folder({**weights, **quantised}, folder)
+            fill_from_folder({**weights, **quantised}, folder, before_each)
         else:
             checkpoint = self._world.share_first(lambda: find_weights(folder, self._base_sha256), Checkpoint)
             _check_fits(_but_a_new_score({**weights, **quantised}, checkpoint), checkpoint, SIZES_OF_WEIGHTS)
             load_into(weights, checkpoint)
-            fill_from_checkpoint(quantised, checkpoint)
+            fill_from_checkpoint(quantised, checkpoint, before_each)
             sha256 = checkpoint.manifest.sha256
         state.model.after_update()
         if is_beside:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.train import LOSSES
 from argosy.data.loader import OpenData, open_data
 from argosy.errors import UserError
+from argosy.models.initialize import materialize
 from argosy.models.preference import WITH_REFERENCE
 from argosy.models.user_code import check_loss
 from argosy.observe.clock import StepClock
@@ -65,7 +67,8 @@ class Parts:
         self.records = records = Records(run, plan, world, run_dir)
         records.memory_before_bytes = memory_before_bytes
         check_user_code(run, plan)
-        model = apply(plan, run, world)
+        beside_adapter = run.model.weights is not None and run.lora.rank > 0
+        model = apply(plan, run, world, partial(materialize, is_read=beside_adapter))
         sites = Sites.of(run, run_dir) if run.sites and plan.sync in LOCAL else None
         ledger = RoundLedger(run_dir)
         self.data = data = _open_data(run, ledger, sites)

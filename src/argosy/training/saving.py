@@ -234,7 +234,7 @@ class Restorer:
         """Read the weights that a new run starts from; those beside an adapter in any case, as no state holds them."""
         weights = self._run.model.weights
         if weights is not None and (self.is_new or self._state.model.has_adapter):
-            self._checkpointer.read_weights(self._state, weights)
+            self._checkpointer.read_weights(self._state, weights, before_each=self._heartbeat.advance)
 
     def _replace_survivor(self) -> None:
         """Make this state the one that survives the world, and count on the time since the last save of any rank."""
