@@ -16,8 +16,7 @@ from run_folder import RunFolder
 
 
 def status(folder: Path, since: str = "") -> RunSummary:
-    reader = RunReader(folder)
-    reader.refresh()
+    reader = RunReader.read(folder)
     return status_of(reader, since)
 
 

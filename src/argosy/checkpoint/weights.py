@@ -46,7 +46,6 @@ class CheckpointWeights(LazyWeights):
         check_all_there(wholes, checkpoint, held)
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See `LazyWeights`."""
         box = self._wanted(name, offset, shape)
         way = cover(box, self._held[box.name])
         assert not isinstance(way, Misfit)
@@ -59,7 +58,6 @@ class CheckpointWeights(LazyWeights):
         return out
 
     def dtype(self, name: str) -> torch.dtype:
-        """See `LazyWeights`."""
         dtype: torch.dtype = getattr(torch, self._held[MODEL + name][0][1].dtype)
         return dtype
 
