@@ -13,7 +13,7 @@ from argosy.models.initialize import box_of
 from argosy.models.quantised import Stored
 from argosy.models.tensor_file import DTYPES
 
-PART_BYTES = 256 * 2**20
+PART_BYTES = 32 * 2**20
 """About how much of a large tensor is read at once, where its rows can be read by themselves."""
 
 
