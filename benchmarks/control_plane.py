@@ -133,7 +133,7 @@ class Agent:
         step, busy_s = swarm.steps()
         return HeartbeatReading(
             pid=self._number * SLOTS + slot + 1, generation=self.generation, rank=rank, step=step, phase="backward",
-            phase_since_ns=step, busy_s=busy_s, beats=time.monotonic_ns(), beat_ns=0, peak_memory_bytes=1 << 30,
+            phase_since_ns=step, busy_s=busy_s, beats=time.monotonic_ns(), peak_memory_bytes=1 << 30,
             sequences=dict.fromkeys(GROUPS, step),
         )  # fmt: skip
 

@@ -63,8 +63,7 @@ def main() -> None:
 
 def backtest(folder: Path) -> list[Tried]:
     """Return the forecasts of a finished run."""
-    reader = RunReader(folder)
-    reader.refresh()
+    reader = RunReader.read(folder)
     whole = with_times(facts_of(reader))
     return [tried for share in SHARES if (tried := _try(whole, share, folder.name)) is not None]
 

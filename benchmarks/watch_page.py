@@ -105,8 +105,7 @@ def times(browser: Any, folder: Path, steps: int) -> dict[str, Any]:
 def reading(run: Path) -> tuple[float, float]:
     """Seconds, and those of a processor, to read the run without a server: on a busy machine they differ."""
     began, cpu = time.perf_counter(), time.process_time()
-    reader = RunReader(run)
-    reader.refresh()
+    reader = RunReader.read(run)
     assert len(reader.steps["loss"])
     return time.perf_counter() - began, time.process_time() - cpu
 

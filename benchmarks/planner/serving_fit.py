@@ -8,6 +8,7 @@ have heavy tails (Student's t). Gauss-Newton on reweighted residuals finds the m
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -31,6 +32,8 @@ PUBLISHER_STD = 0.15
 SERVER_STD = 0.7
 """Standard deviation of the logarithm of a publisher's own `request_s`: its server, its network, its client."""
 ROW_STD = 0.12
+ALIKE = 0.03
+"""Correlation of the errors of two rows of a publisher, beside its offset: assumed."""
 FREEDOM, ROUNDS, DIFFERENCE, ENOUGH = 4, 100, 1e-4, 3e-3
 
 
@@ -171,8 +174,14 @@ def _std(group: str, name: str) -> float:
 def row_weights(rows: list[ServingRow]) -> Floats:
     """Return a weight for each row: n rows of one source, engine, device and model count as the square root of n.
 
-    They are neither independent (n would count) nor one measurement (1 would).
+    They are neither independent (n would count) nor one measurement (1 would). What a publisher's rows have in common
+    bounds what all of them count for: sum / (1 + `ALIKE` sum) (the design effect of clusters; Kish 1965).
     """
     keys = [(row.publisher, row.engine.label, row.device.name, row.model, row.metric) for row in rows]
-    counts = {key: keys.count(key) for key in set(keys)}
-    return np.array([counts[key] ** -0.5 for key in keys])
+    counts = Counter(keys)
+    weights = np.array([counts[key] ** -0.5 for key in keys])
+    publishers = np.array([row.publisher for row in rows])
+    for name in set(publishers):
+        here = publishers == name
+        weights[here] /= 1 + ALIKE * weights[here].sum()
+    return weights

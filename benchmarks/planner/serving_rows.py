@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
-from argosy.plan.cost.inference import Formats, Latencies, ReplicaCut, ServingLoad, ServingModel
+from argosy.plan.cost.inference import CHUNK_TOKENS, Formats, Latencies, ReplicaCut, ServingLoad, ServingModel
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine
 from argosy.plan.hardware.devices import Device, Format, find_device
@@ -60,13 +60,20 @@ class Source:
     """Requests of a measurement, those first together that it keeps on the way; 0: not said."""
     rounds: float = 0.0
     """The same over those on the way at a time; 1: all come at once."""
+    dies: tuple[tuple[str, int], ...] = ()
+    """Name of a device in the catalogue -> how many of them the source counts as one."""
+    chunks: bool = False
+    """Its batches are the tokens of a prompt that a pass computes; there is one sequence."""
 
 
+_ARGONNE = (("nvidia a100", "a100-40"), ("nvidia h100", "h100-sxm"))
+_CARDS = (("MI250X-GCD", 2),)
 SOURCES = {
     # Polaris (A100 of 40 GB) and JLSE of Argonne; engines of mid-2024, fixed batches (arXiv:2411.00136).
-    r"LLM-Inference-Bench": Source(
-        (0, 5), fixed=True, devices=(("nvidia a100", "a100-40"), ("nvidia h100", "h100-sxm"))
-    ),
+    # Its runs on one MI250 name devices 0 and 1 (llama.cpp), and two of them hold 70B models in 16 bits: cards, of two
+    # dies each. llama-bench's -b is the tokens of a pass, and its tokens/s times seconds are those of one sequence.
+    r"LLM-Inference-Bench.*llama\.cpp": Source((0, 5), fixed=True, devices=_ARGONNE, dies=_CARDS, chunks=True),
+    r"LLM-Inference-Bench": Source((0, 5), fixed=True, devices=_ARGONNE, dies=_CARDS),
     r"FasterTransformer": Source(fixed=True),
     r"lmdeploy a100": Source(fixed=True),
     r"TensorRT-LLM v0": Source((0, 5), fixed=True),
@@ -91,7 +98,7 @@ MAXIMUM_LOAD = {
 come at once, so that they are answered in turns, of which the last is rarely full."""
 DEVICES = {
     "a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "a100-sxm": "a100-80", "h100": "h100-sxm",
-    "h100-80gb": "h100-sxm", "h100-sxm": "h100-sxm", "h200-sxm": "h200", "mi250": "mi250x-oam",
+    "h100-80gb": "h100-sxm", "h100-sxm": "h100-sxm", "h200-sxm": "h200", "mi250": "mi250x-gcd",
     "rtx-pro-6000-blackwell-se": "rtx-pro-6000-server",
 }  # fmt: skip
 """Device as sources write it -> its name in the catalogue; others are looked up as they are."""
@@ -184,8 +191,9 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         raise Skip("input_len or output_len is not known")
     device = _device(cell["device"], source)
     work, cached, bits = _workload(cell["model"], _number(cell, "params_b"))
-    tp, pp = _number(cell, "tp") or 0.0, _number(cell, "pp") or 0.0
-    devices = _number(cell, "devices") or max(1.0, tp * pp)
+    dies = dict(source.dies).get(device.name, 1)
+    tp, pp = dies * (_number(cell, "tp") or 0.0), _number(cell, "pp") or 0.0
+    devices = dies * (_number(cell, "devices") or 0.0) or max(1.0, tp * pp)
     if not tp:  # llama.cpp gives each device some layers; elsewhere one replica has all
         tp, pp = (1.0, devices) if engine.name == "llama.cpp" else (devices / max(1.0, pp), max(1.0, pp))
     pp = pp or 1.0
@@ -201,6 +209,8 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         raise Skip(f"metric {metric} is none of {', '.join(TIMES)}, output_throughput, output_throughput_per_gpu")
     first = _first_share(source, sequences)
     sequences = min(sequences, source.requests or sequences)
+    chunk = sequences if source.chunks else CHUNK_TOKENS
+    sequences = 1.0 if source.chunks else sequences
     formats, rates = _formats(cell, device, engine, bits)
     # A replica has what the busiest one gets, at most its default.
     here = sequences if is_maximum else min(sequences / replicas, MOST_SEQUENCES)
@@ -217,7 +227,7 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         replicas=replicas,
         devices=devices,
         formats=formats,
-        traffic=ServingLoad(max(1.0, here), prompt, max(1.0, output or 1.0), float(source.fixed), first),
+        traffic=ServingLoad(max(1.0, here), prompt, max(1.0, output or 1.0), float(source.fixed), first, chunk),
         metric=metric if metric in TIMES else "throughput",
         value=value,
         cells=tuple(cell[key] for key in COLUMNS),

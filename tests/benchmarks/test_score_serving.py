@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,13 +91,34 @@ def test_files_that_are_no_table_are_refused(tmp_path: Path, text: str, message:
     assert message in done.stderr
 
 
-def test_rows_of_requests_that_all_come_at_once_are_read_so(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCORE.parent))
-    read = import_module("serving_rows").read(PUBLISHED)[0]
-    maximum = [row.traffic for row in read if "TensorRT-LLM v1" in row.cells[0] and row.replicas == 1]
+@pytest.fixture(name="published", scope="module")
+def published_rows() -> Iterator[list[Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCORE.parent))
+        yield import_module("serving_rows").read(PUBLISHED)[0]
+
+
+def test_batches_of_llama_bench_are_the_tokens_of_a_pass(published: list[Any]) -> None:
+    """Its -b: throughput times latency is the tokens of one sequence, whatever it is."""
+    loads = [row.traffic for row in published if row.engine.name == "llama.cpp"]
+    assert len(loads) == 1299
+    assert {load.sequences for load in loads} == {1.0}
+    assert {load.chunk for load in loads} == {1.0, 16.0, 32.0, 64.0}
+
+
+def test_two_dies_of_a_card_are_two_devices(published: list[Any]) -> None:
+    """Llama 2 70B has 138 GB in 16 bits: it is not on two dies of 64 GiB, but on the four of two cards."""
+    cards = [row for row in published if row.device.name == "MI250X-GCD"]
+    large = {float(row.cut.tp) for row in cards if "2-70b" in row.model.lower() and row.engine.name == "vLLM"}
+    assert large == {4.0, 8.0}
+    assert {float(row.cut.pp) for row in cards if row.engine.name == "llama.cpp"} == {2.0, 4.0, 8.0}
+
+
+def test_rows_of_requests_that_all_come_at_once_are_read_so(published: list[Any]) -> None:
+    maximum = [row.traffic for row in published if "TensorRT-LLM v1" in row.cells[0] and row.replicas == 1]
     assert all(traffic.together for traffic in maximum)
     assert {traffic.sequences for traffic in maximum if traffic.prompt in (2048, 5000)} == {
         1500
     }  # or 3000 in two turns
-    at_once = [row.traffic.first for row in read if "all requests at once" in row.cells[0]]
+    at_once = [row.traffic.first for row in published if "all requests at once" in row.cells[0]]
     assert at_once and set(at_once) == {1.0}

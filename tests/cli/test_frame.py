@@ -199,6 +199,7 @@ def test_an_encoding_that_lacks_letters_gets_others_and_no_traceback(command, tm
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
     words = [sys.executable, "-m", "argosy", *command.split()]
     done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, timeout=PATIENT_S, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+    said = [line for line in done.stderr.splitlines() if not line.endswith(b" s so far)")]  # on a slow machine
+    assert (done.returncode, said) == (0, [])
     assert b"##" in done.stdout or b'sample_prompt = "?"' in done.stdout
     assert done.stdout.isascii()

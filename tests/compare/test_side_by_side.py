@@ -17,9 +17,7 @@ def made(folder: Path, losses: list[float]) -> RunReader:
     run.event("start", step=0, world_size=1)
     for step, loss in enumerate(losses):
         run.step(step, loss=loss)
-    reader = RunReader(folder)
-    reader.refresh()
-    return reader
+    return RunReader.read(folder)
 
 
 def test_losses_stand_at_equal_tokens_and_time(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from argosy.config.dump import dump, save_run
-from argosy.config.load import OF_OBJECTIVE, load, origin_of
+from argosy.config.load import OF_OBJECTIVE, load, model_name, origin_of
 from argosy.config.problems import ELSEWHERE
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
@@ -343,3 +343,22 @@ def test_rows_are_no_longer_than_the_model_s_context() -> None:
 def test_a_share_of_an_unknown_length_is_refused() -> None:
     with pytest.raises(UserError, match=r"schedule.warmup_fraction = 0.1 with train.minutes"):
         load(overrides={"schedule.warmup_fraction": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"model.preset": "llama-5m"}, "llama-5m"),
+        ({"model.preset": "llama-5m", "model.vocab_size": 99, "model.max_seq_len": 64}, "llama-5m"),
+        ({"model.preset": "llama-5m", "model.width": 64}, "llama-5m with other sizes"),
+        ({"model.preset": "llama-5m", "model.moe.experts": 4}, "llama-5m with other sizes"),
+    ],
+)
+def test_a_preset_gives_its_name_to_a_model_of_its_sizes(keys, name):
+    assert model_name(load("demo", {"data.seq_len": 32} | keys).model) == name
+
+
+def test_a_model_without_a_preset_is_called_otherwise_or_by_its_family():
+    model = load("parity").model
+    assert model.preset is None
+    assert (model_name(model), model_name(model, "mine")) == (model.family, "mine")

@@ -67,8 +67,7 @@ def test_a_planted_straggler_spike_and_death_are_named_and_told(disturbed, tmp_p
     run.check_state_is_sound()
     run.check_samples()
     run.check_nothing_is_left()
-    reader = RunReader(run.run_dir)
-    reader.refresh()
+    reader = RunReader.read(run.run_dir)
     said = {advice.rule: advice for advice in conclusions_of(reader).advice}
 
     slow = said["straggler"]

@@ -309,8 +309,7 @@ def test_a_run_pauses_where_it_is_told_and_goes_on_as_if_it_had_not(corpus, tmp_
     whole = train_in(ALONE, run_config(corpus), EAGER, tmp_path / "whole")
     paused = train_in(ALONE, run_config(corpus, train={"pause_at": 5}), EAGER, tmp_path / "run")
     assert len(losses(paused)) == 5 and Report.load(tmp_path / "run").status == "stopped"
-    reader = RunReader(tmp_path / "run")
-    reader.refresh()
+    reader = RunReader.read(tmp_path / "run")
     assert (reader.state, reader.why) == ("stopped", "paused at step 5, as train.pause_at says; its state is saved")
     assert numbers(train_in(ALONE, run_config(corpus), EAGER, tmp_path / "run")) == numbers(whole)
 

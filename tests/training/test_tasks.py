@@ -162,8 +162,7 @@ def test_a_run_scores_tasks_at_each_evaluation_and_changes_no_number(tmp_path, c
     report = json.loads((tmp_path / "scoring" / "report.json").read_text())
     assert scores.keys() == {2, 5, 7} and report["tasks"] == scores[7]
     assert (scores[7]["choices"]["acc"] * 8).is_integer()
-    reader = RunReader(tmp_path / "scoring")
-    reader.refresh()
+    reader = RunReader.read(tmp_path / "scoring")
     assert reader.evaluations["tasks.choices.acc"].tolist() == [scores[step]["choices"]["acc"] for step in (2, 5, 7)]
     assert metric_of(tmp_path / "scoring", "tasks.choices.acc", 0) == scores[7]["choices"]["acc"]
     assert evaluation_values({"tasks": scores[2]})["tasks/choices/acc"] == scores[2]["choices"]["acc"]

@@ -35,9 +35,7 @@ def write_run(folder: Path, nodes: int = 2, per_node: int = 4, count: int = STEP
             node_line(number, ranks, float(steps["time_s"][count - 40 + 10 * number]), count) for number in range(4)
         ]
         (folder / f"nodes/node{node}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    reader = RunReader(folder)
-    reader.refresh()
-    return reader
+    return RunReader.read(folder)
 
 
 def node_line(number: int, ranks: list[int], time_s: float, count: int) -> dict[str, Any]:
@@ -75,8 +73,7 @@ def test_ranks_with_unlike_shares_are_compared_by_their_time_for_a_microbatch(tm
             many = [2 if rank == SLOW else 1 for rank in line["ranks"]]
             line["microbatches"] = [[line["own"][0][0], many]]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    reader = RunReader(tmp_path / "run")
-    reader.refresh()
+    reader = RunReader.read(tmp_path / "run")
     facts = facts_of(reader)
     assert facts.ranks is not None and facts.ranks.microbatches is not None
     assert set(facts.ranks.microbatches[:, SLOW]) == {2.0} and facts.ranks.microbatches.sum() == 9 * 40
@@ -89,8 +86,7 @@ def test_lines_of_an_older_world_and_of_silent_nodes_do_not_count(tmp_path: Path
         path = tmp_path / f"run/nodes/{name}.jsonl"
         lines = [json.loads(line) | changes for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    reader = RunReader(tmp_path / "run")
-    reader.refresh()
+    reader = RunReader.read(tmp_path / "run")
     ranks = facts_of(reader).ranks
     assert ranks is not None and set(ranks.nodes) == {"node1"}
 

@@ -76,9 +76,7 @@ def reader(tmp_path: Path) -> RunReader:
     run.step(10, loss=math.nan)
     run.evaluation(4, 3.5)
     run.evaluation(9, 3.25)
-    made = RunReader(run.path)
-    made.refresh()
-    return made
+    return RunReader.read(run.path)
 
 
 def test_the_keys_of_a_run_are_those_of_its_line(reader: RunReader) -> None:

@@ -23,8 +23,7 @@ def test_a_slow_rank_is_marked_before_the_detector_is_sure_and_steps_that_are_no
         lines = [json.loads(line) for line in node.read_text().splitlines()]
         kept = [line | {"own": line["own"][::4]} for line in lines]  # as agents do where there are many steps
         node.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    reader = RunReader(folder)
-    reader.refresh()
+    reader = RunReader.read(folder)
     found = rank_map(reader)
     assert np.isfinite(found["values"]).all()
     assert found["values"][1][150] > 1.8 * found["values"][0][150]

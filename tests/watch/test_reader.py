@@ -24,9 +24,7 @@ from run_folders import Made, Trouble, append
 
 
 def opened(folder: Path) -> RunReader:
-    reader = RunReader(folder)
-    reader.refresh()
-    return reader
+    return RunReader.read(folder)
 
 
 def test_a_run_folder_is_read_whole(tmp_path: Path) -> None:

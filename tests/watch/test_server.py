@@ -159,8 +159,7 @@ def test_the_map_of_ranks_shows_the_straggler_and_the_death(server: Served) -> N
 
 
 def test_a_minute_of_which_only_a_part_is_known_is_no_ramp_of_the_power(tmp_path: Path) -> None:
-    reader = RunReader(Made(steps=400).write(tmp_path / "demo"))
-    reader.refresh()
+    reader = RunReader.read(Made(steps=400).write(tmp_path / "demo"))
     meter = EnergySoFar(reader.folder)
     meter.refresh(reader.nodes)
     power = meter.series()["power_w"]

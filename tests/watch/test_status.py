@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import UserError
+from argosy.observe.report import Report
 from argosy.watch import status as status_module
 from argosy.watch.reader import RunReader
-from argosy.watch.status import MOST_BYTES, RunSummary, in_text, status_of
+from argosy.watch.status import MOST_BYTES, RunSummary, ending_in_words, in_text, since_time_s, status_of
 from run_folder import RunFolder
 
 
 def status(folder: Path, since: str = "") -> RunSummary:
-    reader = RunReader(folder)
-    reader.refresh()
-    return status_of(reader, since)
+    return status_of(RunReader.read(folder), since)
 
 
 def named_and_counted(found: RunSummary) -> int:
@@ -78,6 +77,11 @@ def test_only_what_is_new_is_told_after_an_event_of_an_earlier_status(run):
     assert [change.event for change in status(run.path, "10m").changes] == ["start", "save"]
 
 
+@pytest.mark.parametrize(("since", "ago_s"), [("90s", 90.0), ("1.5h", 5400.0), ("2w", 1_209_600.0)])
+def test_a_duration_is_a_moment_so_long_ago(since: str, ago_s: float) -> None:
+    assert since_time_s([], since, 1e9) == 1e9 - ago_s
+
+
 @pytest.mark.parametrize("since", ["nothing", "nan", "-inf", "10 minutes"])
 def test_a_moment_that_is_none_is_refused_with_what_would_do(run, since):
     with pytest.raises(UserError, match=r"--since .*10m"):
@@ -131,3 +135,30 @@ def test_a_usual_one_is_under_two_kilobytes(run):
     for number in range(20):
         run.event("save", step=number, checkpoint=f"step-{number:08}")
     assert len(training(run, [3.0 + 0.01 * (n % 3) for n in range(60)]).model_dump_json()) < MOST_BYTES
+
+
+REPORT = Report(
+    name="tiny", run_dir=Path("runs/tiny"), status="finished", plan="microbatch=1", steps=3, tokens=300, loss=3.0,
+    step_time_s=1.0, tokens_per_s=100.0, mfu=0.1, peak_flops=1e9, time_to_first_step_s=None, memory_bytes=1000,
+    seconds={"step": 3.0}, wall_s=5.0, goodput=0.6, validation=None, sample=None,
+)  # fmt: skip
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "tiny")
+    made.event("start", step=0, world_size=1)
+    made.step(0, 1, 2, loss=3.0)
+    made.event("finish", finished=True)
+    return made
+
+
+def test_the_status_heads_the_report(finished: RunFolder) -> None:
+    lines = ending_in_words(finished.path, REPORT).splitlines()
+    assert lines[0].startswith("tiny: finished, step 3") and any(line.startswith("done: 3 steps") for line in lines[3:])
+    assert not any("next:" in line or "argosy generate" in line for line in lines)  # the command says that at its end
+
+
+def test_a_status_that_fails_does_not_fail_the_run(finished: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("argosy.watch.status.status_of", lambda reader: 1 / 0)
+    assert ending_in_words(finished.path, REPORT).splitlines()[:1] == ["no status: ZeroDivisionError: division by zero"]

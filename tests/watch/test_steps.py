@@ -18,16 +18,14 @@ def test_figures_of_agreement_are_means_of_the_lines_that_have_them(tmp_path: Pa
     tables = [{"bytes": 10 * n, "seconds": 0.5, "ratio": 0.02, "staleness": 50} for n in (1, 3)]
     lines = [line(step, **({"sync": tables[step // 50]} if step % 50 == 49 else {})) for step in range(100)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    reader = RunReader(tmp_path)
-    reader.refresh()
+    reader = RunReader.read(tmp_path)
     assert step_parts(reader)["sync"] == {"bytes": 20.0, "seconds": 0.5, "ratio": 0.02, "staleness": 50.0}
     assert step_parts(reader, 0, 49)["sync"]["bytes"] == 10.0
 
 
 def test_replicas_that_sum_exactly_have_none(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(line(0) + "\n")
-    reader = RunReader(tmp_path)
-    reader.refresh()
+    reader = RunReader.read(tmp_path)
     assert step_parts(reader)["sync"] == {}
 
 
@@ -39,8 +37,7 @@ def test_each_site_s_part_in_the_rounds_is_told(tmp_path: Path) -> None:
     ]
     lines = [line(step, **({"sites": tables[step // 50]} if step % 50 == 49 else {})) for step in range(100)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    reader = RunReader(tmp_path)
-    reader.refresh()
+    reader = RunReader.read(tmp_path)
     assert step_parts(reader)["sites"] == [
         {"site": "A", "rounds": 2, "of_rounds": 2, "norm": 2.0, "spread": 0.5},
         {"site": "B", "rounds": 1, "of_rounds": 2, "norm": 2.0, "spread": 0.5},

@@ -81,7 +81,6 @@ class MergedWeights(LazyWeights):
         self._weights, self._adapter, self._lora, self._dtype = weights, adapter, lora, dtype
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See `LazyWeights`."""
         parts = {part: f"{adapter_of(name)}.{part}" for part in PARTS}
         if parts["a"] not in self._adapter:
             return self._weights.part(name, offset, shape).to(self.dtype(name))
@@ -97,11 +96,9 @@ class MergedWeights(LazyWeights):
         return whole
 
     def dtype(self, name: str) -> torch.dtype:
-        """See `LazyWeights`."""
         return self._dtype or self._weights.dtype(name)
 
     def has_rows(self, name: str) -> bool:
-        """See `LazyWeights`."""
         return self._weights.has_rows(name)
 
 

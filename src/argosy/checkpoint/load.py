@@ -11,10 +11,12 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import Box, Misfit, cover
 from argosy.checkpoint.checksums import DamagedCheckpoint
-from argosy.checkpoint.shards import ShardFile
+from argosy.checkpoint.shards import ShardFile, cut
 from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
 
+PIECE_BYTES = 32 * 2**20
+"""The most of a tensor that is in memory a second time while it is read."""
 Held = Mapping[str, list[tuple[ShardFile, Box]]]
 """Name of a tensor -> the files that hold parts of it, and which."""
 
@@ -62,7 +64,8 @@ def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint, may_lack: boo
         for box in found:
             way = cover(box, held[box.name])
             for file, source, part in way if not isinstance(way, Misfit) else ():
-                parts[box][part.within(box)].copy_(file.read(source, part))
+                for piece in cut(part, PIECE_BYTES):
+                    parts[box][piece.within(box)].copy_(file.read(source, piece))
 
 
 def check_all_there(boxes: Iterable[Box], checkpoint: Checkpoint, held: Held) -> None:

@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from argosy.cli.documents import DryRun, show_dry_run, write
+from argosy.cli.documents import DryRun, answer, show_dry_run
 from argosy.cli.options import ALL, TrustCode, parse_run
 from argosy.config.identity import check_repeatable
 from argosy.errors import UserError
@@ -75,10 +75,7 @@ def main(argv: list[str]) -> int:
         save_run(run, folder / "run.toml")
         report = run_chaos(folder / "run.toml", folder, seed=seed, every_s=options.every_s, kinds=kinds)
     (folder / f"seed-{seed}.json").write_text(report.model_dump_json(indent=1) + "\n")
-    if options.json:
-        write("chaos", report)
-    else:
-        print(report.in_words())
+    answer(options.json, "chaos", report.in_words(), report)
     return 0 if report.is_passed else 1
 
 

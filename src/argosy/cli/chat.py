@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
-from argosy.cli.options import ModelPath, ModelPlan, TrustCode, must_be_folder_or_url, parse
+from argosy.cli.options import ModelPath, ModelPlan, Temperature, TopP, TrustCode, must_be_folder_or_url, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
 from argosy.inference.sampling import Finish, Sampling
@@ -44,10 +44,8 @@ class Options:
     """A jinja file, or chatml; by default the template that comes with the model."""
     max_tokens: WholeCount = 1000
     """Largest number of tokens of an answer."""
-    temperature: float = 0.8
-    """0 takes the most likely token each time; higher is more varied."""
-    top_p: float = 0.95
-    """Draw from the most likely tokens that together have this probability."""
+    temperature: Temperature = 0.8
+    top_p: TopP = 0.95
     seed: int = 0
     """The same seed and the same messages give the same answers."""
     plan: ModelPlan = ""

@@ -27,12 +27,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from argosy.cli.documents import DryRun, Written, show_dry_run, write
+from argosy.cli.documents import DryRun, Written, answer, show_dry_run, write
 from argosy.cli.options import PrintJson, RunPath, TrustCode, act, must_be_folder, must_be_folder_or_url, parse
 from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.screen import Progress
-from argosy.observe.terminal import printable
 
 if TYPE_CHECKING:
     from argosy.checkpoint.store import Checkpoint
@@ -195,10 +194,12 @@ def _list(argv: list[str]) -> int:
     if not checkpoints and not (options.path / "run.toml").is_file():
         return _list_adapters(options)
     rows = list(map(_listed, checkpoints))
-    if options.json:
-        write("checkpoint-list", *rows)
-    else:
-        print(printable("\n".join(map(_line, rows))) or f"{options.path}: no committed checkpoint")
+    answer(
+        options.json,
+        "checkpoint-list",
+        "\n".join(map(_line, rows)) or f"{options.path}: no committed checkpoint",
+        *rows,
+    )
     return 0
 
 
@@ -225,10 +226,12 @@ def _list_adapters(options: Looking) -> int:
     if not any(options.path.glob("*/run.toml")):
         raise UserError(f"{options.path}: neither a run nor a checkpoint. Give a run's folder, such as runs/NAME.")
     found = adapters_in(options.path)
-    if options.json:
-        write("checkpoint-list-adapters", *found)
-    else:
-        print(printable("\n".join(map(line, found))) or f"{options.path}: no run there trains an adapter")
+    answer(
+        options.json,
+        "checkpoint-list-adapters",
+        "\n".join(map(line, found)) or f"{options.path}: no run there trains an adapter",
+        *found,
+    )
     return 0
 
 
@@ -284,10 +287,12 @@ def _verify(argv: list[str]) -> int:
         except DamagedCheckpoint as damage:
             problems[checkpoint.folder.name] = str(damage)
         name, problem = checkpoint.folder.name, problems[checkpoint.folder.name]
-        if options.json:
-            write("checkpoint-verify", VerifiedCheckpoint(name, problem is None, problem))
-        else:
-            print(printable(problem or f"{name}: whole"))
+        answer(
+            options.json,
+            "checkpoint-verify",
+            problem or f"{name}: whole",
+            VerifiedCheckpoint(name, problem is None, problem),
+        )
     return 1 if any(problems.values()) else 0
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeAlias
 
 import tyro
 
-from argosy.cli.documents import DOCUMENTS, Written, schema_of, write, write_text
+from argosy.cli.documents import DOCUMENTS, Written, answer, schema_of, write, write_text
 from argosy.cli.options import PrintJson, act, parse, parse_run
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer, preset_names, preset_path
@@ -30,7 +30,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import FORMATS, DataSheet, find_device
-from argosy.plan.workload import parameters
+from argosy.plan.parameters import parameters
 
 LAPTOP_VOCABULARY = 4096
 
@@ -140,10 +140,7 @@ def _schema(argv: list[str]) -> None:
     about = "\n".join([f"{inspect.getdoc(_schema)}\n\nDocuments:", *listed])
     options = parse(argv, "argosy config schema", SchemaOptions, about)
     schema = RunConfig.model_json_schema() if options.of == "run" else schema_of(options.of)
-    if options.json:
-        write("config-schema", schema)
-    else:
-        print(json.dumps(schema, indent=2))
+    answer(options.json, "config-schema", json.dumps(schema, indent=2), schema)
 
 
 def _presets(argv: list[str]) -> None:

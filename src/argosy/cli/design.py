@@ -18,7 +18,7 @@ from typing import Annotated
 
 import tyro
 
-from argosy.cli.documents import write
+from argosy.cli.documents import answer
 from argosy.cli.options import parse
 from argosy.errors import UserError
 from argosy.files import atomic_write
@@ -63,10 +63,7 @@ def main(argv: list[str]) -> None:
             raise UserError(f"--plots {options.plots}: {error.strerror}. Name a folder that can be written.") from None
         for name, text in pictures(report).items():
             _write(options.plots / name, text)
-    if options.json:
-        write("design", as_record(report))
-    else:
-        print(in_words(report, options.top))
+    answer(options.json, "design", in_words(report, options.top), as_record(report))
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from argosy.cli.documents import write
+from argosy.cli.documents import answer
 from argosy.cli.options import PrintJson, parse
 
 
@@ -51,13 +51,7 @@ def main(argv: list[str]) -> None:
     topic = manual.SKILL if options.skill else options.topic
     if not topic:
         topics = manual.topics()
-        if options.json:
-            write("docs-topics", ManualTopics(topics))
-        else:
-            print("\n".join(topics))
+        answer(options.json, "docs-topics", "\n".join(topics), ManualTopics(topics))
         return
     page = ManualPage(topic, manual.page(topic))
-    if options.json:
-        write("docs", page)
-    else:
-        print(page.text.rstrip())
+    answer(options.json, "docs", page.text.rstrip(), page)

@@ -134,6 +134,14 @@ def write(name: str, *values: object) -> None:
     stream.flush()
 
 
+def answer(is_json: bool, name: str, words: str, *values: object) -> None:
+    """Print documents of one kind for a program, as `write` does, or the same in words for a person."""
+    if is_json:
+        write(name, *values)
+    else:
+        print(printable(words), flush=True)
+
+
 def lines_of(name: str, *values: object) -> Iterator[str]:
     """Yield documents of one kind as `write` prints them."""
     adapter = _adapter(name)
@@ -154,12 +162,9 @@ def write_text(path: Path, text: str, option: str = "") -> None:
         raise UserError(f"{named}: cannot be written: {error.strerror}. Name a file in a folder that exists.") from None
 
 
-def show_dry_run(answer: DryRun, is_json: bool) -> None:
+def show_dry_run(plan: DryRun, is_json: bool) -> None:
     """Print what a command would do, as a document or in words."""
-    if is_json:
-        write("dry-run", answer)
-    else:
-        print(printable("\n".join(f"would {line}" for line in answer.would)) or "nothing to do")
+    answer(is_json, "dry-run", "\n".join(f"would {line}" for line in plan.would) or "nothing to do", plan)
 
 
 def schema_of(name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from argosy.cli.documents import write
+from argosy.cli.documents import answer
 from argosy.cli.options import ModelPath, ModelPlan, must_be_folder_or_url, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
@@ -75,10 +75,7 @@ def main(argv: list[str]) -> None:
             document, values, words = measured(options, how)
     if world is not None and not world.is_first:
         return
-    if options.json:
-        write(document, *values)
-    else:
-        print("\n".join(words))
+    answer(options.json, document, "\n".join(words), *values)
 
 
 Measured = tuple[str, list[Any], list[str]]

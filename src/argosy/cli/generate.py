@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from argosy.cli.documents import write
-from argosy.cli.options import ModelPath, ModelPlan, TrustCode, must_be_folder_or_url, parse
+from argosy.cli.options import ModelPath, ModelPlan, Temperature, TopP, TrustCode, must_be_folder_or_url, parse
 from argosy.config.section import WholeCount
 from argosy.errors import UserError
 from argosy.files import read_at_most
@@ -44,10 +44,8 @@ class Options:
     keys come out again, under "about"."""
     max_tokens: WholeCount = 200
     """Largest number of tokens to generate."""
-    temperature: float = 0.8
-    """0 takes the most likely token each time; higher is more varied."""
-    top_p: float = 0.95
-    """Draw from the most likely tokens that together have this probability."""
+    temperature: Temperature = 0.8
+    top_p: TopP = 0.95
     seed: int = 0
     """The same seed gives the same text; prompt i of a file gets the seed plus i."""
     stop: tuple[str, ...] = ()

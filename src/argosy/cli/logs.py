@@ -16,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from argosy.cli.documents import write
+from argosy.cli.documents import answer
 from argosy.cli.options import parse
 from argosy.credentials import redact
 from argosy.observe.terminal import printable
@@ -82,7 +82,4 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
 
 def _show(line: str, is_json: bool) -> None:
     text = redact(printable(line))
-    if is_json:
-        write("logs", LogLine(text))
-    else:
-        print(text, flush=True)
+    answer(is_json, "logs", text, LogLine(text))

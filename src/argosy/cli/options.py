@@ -141,6 +141,9 @@ TrustCode = Annotated[bool, Doc(
     "Approve and run code that the run brings along (extend.files); otherwise only code that you trained with."
 )]  # fmt: skip
 PrintJson = Annotated[bool, Doc("Print JSON.")]
+Temperature = Annotated[float, Doc("0 takes the most likely token each time; higher is more varied.")]
+TopP = Annotated[float, Doc("Draw from the most likely tokens that together have this probability.")]
+HostAddress = Annotated[str, Doc("Address to listen at; 0.0.0.0: all of this machine's.")]
 
 ESSENTIAL: tuple[Key, ...] = tuple(map(key_of, (
     "name", "model.preset", "model.weights", "data.prepare.input", "data.sources", "data.seq_len",

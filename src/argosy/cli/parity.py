@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from argosy.cli.documents import write
+from argosy.cli.documents import answer
 from argosy.cli.options import TrustCode, parse_run
 from argosy.errors import UserError
 from argosy.plan.search.auto import check_written
@@ -65,10 +65,7 @@ def main(argv: list[str]) -> int:
         trust_code=options.trust_code,
         say=partial(print, file=sys.stderr),
     )
-    if options.json:
-        write("parity", found)
-    else:
-        print(_in_words(found))
+    answer(options.json, "parity", _in_words(found), found)
     return 0 if found.holds else 1
 
 

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from argosy.cli.documents import write, write_text
+from argosy.cli.documents import answer, write, write_text
 from argosy.cli.options import parse
 from argosy.cli.plan_jobs import refuse_other_options, schedule_jobs
 from argosy.config.load import load
@@ -170,11 +170,8 @@ def _answer(options: Options) -> None:
     if options.serve:
         from argosy.plan.report.serving_report import in_words, serving_report
 
-        answer = serving_report(request, _serving_question(options))
-        if options.json:
-            write("plan-serve", answer)
-        else:
-            print(in_words(answer))
+        served = serving_report(request, _serving_question(options))
+        answer(options.json, "plan-serve", in_words(served), served)
         return
     slurm = _slurm_topology(request, options)
     found = plan_report(request)
@@ -363,10 +360,7 @@ def _learn(options: Options) -> None:
             in_words(before, after, len(options.learn)),
         )
     after.save(path)
-    if options.json:
-        write("plan-learn", LearntFactors(path, factors))
-    else:
-        print(f"{path}: {said}")
+    answer(options.json, "plan-learn", f"{path}: {said}", LearntFactors(path, factors))
 
 
 def _print(found: PlanReport, options: Options) -> None:

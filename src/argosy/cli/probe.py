@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from argosy.cli.documents import DryRun, show_dry_run, write
+from argosy.cli.documents import DryRun, answer, show_dry_run, write
 from argosy.cli.options import parse
 from argosy.errors import UserError
 
@@ -86,10 +86,7 @@ def main(argv: list[str]) -> None:
     else:
         cluster = probe_here(asked, devices.count)
     cluster.save(options.out)
-    if options.json:
-        write("probe", cluster)
-    else:
-        print(f"{_in_words(cluster)}\nwrote {options.out}")
+    answer(options.json, "probe", f"{_in_words(cluster)}\nwrote {options.out}", cluster)
 
 
 def _would(options: Options, run: RunConfig) -> DryRun:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from argosy.cli.documents import write
+from argosy.cli.documents import answer
 from argosy.cli.options import RunPath, TrustCode, parse
-from argosy.observe.terminal import printable
 
 if TYPE_CHECKING:
     from argosy.compare.replay import Replay
@@ -41,10 +40,7 @@ def main(argv: list[str]) -> int:
     from argosy.compare.replay import replay
 
     found = replay(options.run, options.step, trust_code=options.trust_code, say=partial(print, file=sys.stderr))
-    if options.json:
-        write("replay", found)
-    else:
-        print(printable(_in_words(found)))
+    answer(options.json, "replay", _in_words(found), found)
     return 0 if found.is_equal else 1
 
 

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import tyro
 
-from argosy.cli.documents import write
+from argosy.cli.documents import answer
 from argosy.cli.options import parse
 from argosy.config.section import Count
 from argosy.errors import UserError
@@ -102,10 +102,7 @@ def main(argv: list[str]) -> None:
     if sizes[0] is not None and sizes[1] is not None:
         predicted = PredictedLoss(sizes[0], sizes[1], found.predict(sizes[0], sizes[1]))
         answers = replace(answers, prediction=predicted)
-    if options.json:
-        write("scaling", answers)
-    else:
-        print(_in_words(answers))
+    answer(options.json, "scaling", _in_words(answers), answers)
 
 
 def _check(options: Options) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from argosy.cli.documents import write
-from argosy.cli.options import ModelPath, ModelPlan, TrustCode, must_be_folder_or_url, parse
+from argosy.cli.options import HostAddress, ModelPath, ModelPlan, TrustCode, must_be_folder_or_url, parse
 from argosy.data.stores.store import spelled
 from argosy.errors import UserError, missing_extra
 from argosy.observe.terminal import printable, told_if_long
@@ -35,8 +35,7 @@ class Options:
     """Options of `argosy serve`."""
 
     path: ModelPath
-    host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0: all of this machine's."""
+    host: HostAddress = "127.0.0.1"
     port: int | None = None
     """Port to listen at; 8000 or the next free one if not given."""
     name: str = ""

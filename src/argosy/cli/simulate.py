@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from argosy.cli.documents import write
+from argosy.cli.documents import answer
 from argosy.cli.options import TrustCode, parse_run
 from argosy.config.launch import DeviceType
 from argosy.errors import RunFailed, UserError
@@ -91,10 +91,12 @@ def main(argv: list[str]) -> None:
     found = simulate(plan, run, ranks, cluster, processes=len(os.sched_getaffinity(0)))
     if options.trace is not None:
         write_chrome_trace({one.rank: one.timeline for one in found}, options.trace)
-    if options.json:
-        write("simulate", *(one.record() for one in found))
-    else:
-        print("\n\n".join([*map(_in_words, found), *cluster.device.caveats]))
+    answer(
+        options.json,
+        "simulate",
+        "\n\n".join([*map(_in_words, found), *cluster.device.caveats]),
+        *(one.record() for one in found),
+    )
 
 
 def _on_cuda(plan: Plan, run: RunConfig, ranks: list[int], options: Options) -> None:
@@ -107,10 +109,7 @@ def _on_cuda(plan: Plan, run: RunConfig, ranks: list[int], options: Options) -> 
     if options.trace is not None:
         raise UserError("--trace: --device cuda has no times to draw. Leave out one of the two.")
     found = [step_on_cuda(plan, run, rank) for rank in ranks]
-    if options.json:
-        write("simulate-cuda", *(one.record() for one in found))
-    else:
-        print("\n\n".join(map(str, found)))
+    answer(options.json, "simulate-cuda", "\n\n".join(map(str, found)), *(one.record() for one in found))
     if any(one.misplaced for one in found):
         raise RunFailed("tensors of two devices meet in the step: it would fail on a GPU.")
 

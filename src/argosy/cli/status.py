@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from argosy.cli.documents import write
+from argosy.cli.documents import answer
 from argosy.cli.options import PrintJson, RunPath, parse, read_run
 
 
@@ -31,12 +31,8 @@ class Options:
 
 def main(argv: list[str]) -> int:
     options = parse(argv, "argosy status", Options)
-    from argosy.observe.terminal import printable
     from argosy.watch.status import in_text, status_of
 
     status = status_of(read_run(options.run), options.since)
-    if options.json:
-        write("status", status)
-    else:
-        print("\n".join(printable(line) for line in in_text(status)))
+    answer(options.json, "status", "\n".join(in_text(status)), status)
     return int(status.health == "critical")

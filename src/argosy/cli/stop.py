@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from argosy.cli.documents import DryRun, show_dry_run, write
+from argosy.cli.documents import DryRun, answer, show_dry_run
 from argosy.cli.options import parse
 from argosy.errors import UserError
 
@@ -58,7 +58,6 @@ def main(argv: list[str]) -> None:
     options = parse(argv, "argosy stop", Options)
     from argosy.engines.table import engine_of, state_of
     from argosy.launch.sites import jobs_of
-    from argosy.observe.terminal import printable
 
     problems, would = [], []
     for name, job in jobs_of(options.run).items():
@@ -75,10 +74,9 @@ def main(argv: list[str]) -> None:
             problems.append(f"{whose} may not have been stopped: {problem}")
             continue
         said = "has ended already" if has_ended else WILL[state].format(words)
-        if options.json:
-            write("stop", StoppedJob(name, job.engine, job.id, state, not has_ended, said))
-        else:
-            print(printable(f"{whose} {said}"))
+        answer(
+            options.json, "stop", f"{whose} {said}", StoppedJob(name, job.engine, job.id, state, not has_ended, said)
+        )
     if options.dry_run:
         show_dry_run(DryRun(tuple(would), options.run), options.json)
     if problems:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from argosy.cli.documents import DryRun, show_dry_run, write
+from argosy.cli.documents import DryRun, answer, show_dry_run
 from argosy.cli.options import PrintJson, parse
 from argosy.config.launch import ClusterOptions, EngineName, LaunchOptions
 from argosy.errors import RunFailed
-from argosy.observe.terminal import lasting_output, printable
+from argosy.observe.terminal import lasting_output
 
 if TYPE_CHECKING:
     from argosy.sweep.result import Result
@@ -67,10 +67,7 @@ def main(argv: list[str]) -> None:
         show_dry_run(DryRun(tuple(would_sweep(sweep, folder, where)), folder), options.json)
         return
     result = show_sweep(sweep, folder) if options.show else run_sweep(sweep, folder, where)
-    if options.json:
-        write("sweep", result.record())
-    else:
-        print(printable(result.in_words()))
+    answer(options.json, "sweep", result.in_words(), result.record())
     if options.show:
         return
     if result.best is None:

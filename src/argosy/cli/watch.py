@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from argosy.cli.documents import write
-from argosy.cli.options import parse
+from argosy.cli.options import HostAddress, parse
 from argosy.errors import ArgosyWarning, UserError, missing_extra
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ class Options:
 
     run: Annotated[Path, tyro.conf.Positional] = Path("runs")
     """A run's folder, or a folder with runs."""
-    host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0: all of this machine's."""
+    host: HostAddress = "127.0.0.1"
     port: int | None = None
     """Port to listen at; 8765 or the next free one if not given."""
     terminal: bool = False

@@ -37,7 +37,7 @@ from argosy.models.user_code import load_family
 from argosy.observe.events import from_the_end
 from argosy.observe.panel import duration
 from argosy.observe.report import Report
-from argosy.plan.workload import parameters
+from argosy.plan.parameters import parameters
 
 ExportDtype = Literal["stored", "fp32", "bf16", "fp16"]
 DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

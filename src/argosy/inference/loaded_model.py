@@ -46,18 +46,15 @@ class InThisProcess:
         self._model = model
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        """See `Backend`."""
         found = self._model.logits(tokens_BT)
         if found is None or len(found) < len(tokens_BT):
             raise UserError("logits: under a launcher each process has some. Call it where none has set RANK.")
         return found.cpu()
 
     def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
-        """See `Backend`."""
         return self._model.sample(asked, lambda: False)
 
     def close(self) -> None:
-        """See `Backend`."""
         del self._model
 
 

@@ -117,7 +117,6 @@ class InProcesses:
             raise
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        """See `Backend`."""
         number = self._next_number()
         rows, length = tokens_BT.shape
         self._world.send("logits", number=number, rows=rows, data=[tokens_BT.contiguous().numpy().tobytes()])
@@ -130,7 +129,6 @@ class InProcesses:
         return found
 
     def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
-        """See `Backend`."""
         number = self._next_number()
         self._world.send("sample", number=number, data=[encode(asked, SampleRequest)])
         try:
@@ -140,7 +138,6 @@ class InProcesses:
             self._world.send("stop", number=number)
 
     def close(self) -> None:
-        """See `Backend`."""
         self._world.close()
 
     def _next_number(self) -> int:

@@ -13,7 +13,7 @@ from argosy.models.initialize import box_of
 from argosy.models.quantised import Stored
 from argosy.models.tensor_file import DTYPES
 
-PART_BYTES = 256 * 2**20
+PART_BYTES = 32 * 2**20
 """About how much of a large tensor is read at once, where its rows can be read by themselves."""
 
 
@@ -77,11 +77,9 @@ class HeldWeights(LazyWeights):
         self._tensors = tensors
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See `LazyWeights`."""
         return box_of(self._tensors[name].detach(), offset, shape).cpu()
 
     def dtype(self, name: str) -> torch.dtype:
-        """See `LazyWeights`."""
         return self._tensors[name].dtype
 
 
@@ -97,7 +95,6 @@ class FolderWeights(LazyWeights):
         self._last: tuple[Conversion, dict[str, Tensor]] | None = None
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """See `LazyWeights`."""
         piece = self._pieces[name]
         if not offset:
             return self._together(piece, name)
@@ -113,11 +110,9 @@ class FolderWeights(LazyWeights):
         return out
 
     def dtype(self, name: str) -> torch.dtype:
-        """See `LazyWeights`."""
         return DTYPES[self._stored[self._pieces[name].theirs[0]].code]
 
     def has_rows(self, name: str) -> bool:
-        """See `LazyWeights`."""
         return self._pieces[name].rows != "together"
 
     def _together(self, piece: Conversion, name: str) -> Tensor:

@@ -37,21 +37,17 @@ class Fp8Tensor:
 
     @property
     def file(self) -> str:
-        """See `StoredTensor`."""
         return self.weight.file
 
     @property
     def name(self) -> str:
-        """See `StoredTensor`."""
         return self.weight.name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `StoredTensor`."""
         return self.weight.shape
 
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
-        """See `StoredTensor`."""
         rows, columns = self.block
         count = self.shape[0] if count is None else count
         scales = self.scale.read().float().repeat_interleave(columns, 1)[:, : self.shape[1]]
@@ -75,22 +71,18 @@ class Mxfp4Tensor:
 
     @property
     def file(self) -> str:
-        """See `StoredTensor`."""
         return self.blocks.file
 
     @property
     def name(self) -> str:
-        """See `StoredTensor`."""
         return self.blocks.name.removesuffix(BLOCKS)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """See `StoredTensor`."""
         stack, columns, blocks, pairs = self.blocks.shape
         return (stack, blocks * pairs * 2, columns)
 
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
-        """See `StoredTensor`."""
         count = self.shape[0] if count is None else count
         out = torch.empty(count, *self.shape[1:], dtype=torch.bfloat16)
         for i in range(count):  # one matrix at a time: the indices take four times its memory

@@ -40,7 +40,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 BESIDE: tuple[Phase, ...] = ("check", "evaluate", "checkpoint")
 """Phases that come now and then, and do not count as part of a step."""
 BEAT_S = 0.1
-FORMAT = 5
+FORMAT = 6
 MAGIC = int.from_bytes(b"ARGOSYVT", "little")
 LAST_STEPS = 64
 """The page remembers how long this many of the last steps took."""
@@ -57,7 +57,7 @@ TOOK = 16  # LAST_STEPS times: step, nanoseconds, microbatches
 TOOK_WORDS = 3
 COUNTERS = TOOK + TOOK_WORDS * LAST_STEPS
 BEAT = COUNTERS + counters.WORDS
-BEAT_VERSION, BEATS, BEAT_AT, PEAK_MEMORY, GROUP_COUNT = range(BEAT, BEAT + 5)
+BEAT_VERSION, BEATS, PEAK_MEMORY, GROUP_COUNT = range(BEAT, BEAT + 4)
 GROUP = BEAT + 8  # GROUPS times: sequence number, name
 GROUP_WORDS = 1 + NAME_BYTES // 8
 WORDS = GROUP + GROUPS * GROUP_WORDS
@@ -190,7 +190,6 @@ class Heartbeat:
         words = self._words
         words[BEAT_VERSION] += 1
         words[BEATS] += 1
-        words[BEAT_AT] = time.monotonic_ns()
         words[PEAK_MEMORY] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if sequences is not None:
             self._write_sequences(sequences)
@@ -245,8 +244,6 @@ class HeartbeatReading:
     """Step -> seconds of the worker's own work, for its last steps."""
     beats: int
     """Grows by one every `BEAT_S` while the process runs."""
-    beat_ns: int
-    """Time at which `beats` grew last."""
     peak_memory_bytes: int
     """The peak of resident memory."""
     sequences: Mapping[str, int]
@@ -323,7 +320,6 @@ def _reading(loop: list[int], beat: list[int]) -> HeartbeatReading:
         busy_s={step: ns / 1e9 for step, ns, _ in took},
         microbatches={step: many for step, _, many in took},
         beats=beat[BEATS],
-        beat_ns=beat[BEAT_AT],
         peak_memory_bytes=beat[PEAK_MEMORY],
         safe_step=loop[SAFE_STEP],
         suspicions=loop[SUSPICIONS],

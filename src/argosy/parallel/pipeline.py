@@ -47,7 +47,6 @@ class Sequential:
         self.microbatches_at_once = 1
 
     def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
-        """See `Schedule`."""
         total = torch.zeros((), device=self._model.device)
         for micro in batch:
             self._before_backward(micro is batch[-1])
@@ -62,7 +61,6 @@ class Sequential:
 
     @torch.no_grad()
     def outputs(self, batch: Sequence[Microbatch]) -> list[Tensor]:
-        """See `Schedule`."""
         return [self._loss(micro) for micro in batch]
 
     def _loss(self, micro: Microbatch) -> Tensor:
@@ -115,7 +113,6 @@ class Pipeline:
             part.register_forward_hook(_await_backward)
 
     def forward_backward(self, batch: Sequence[Microbatch], scale: float | Tensor, clock: StepClock) -> Tensor:
-        """See `Schedule`."""
         self._scale = scale
         with clock.time("pipeline"):
             fault("forward")

@@ -274,7 +274,8 @@ class _Source:
     def tensors(self) -> Mapping[Box, Tensor]:
         if self.saved is None:
             return self.live
-        return {box: self.saved.file.read(box, box) for box in self.offer.boxes}
+        mapped = self.saved.file.mapped()  # not read: the node has the file in memory already
+        return {box: mapped[box] for box in self.offer.boxes}
 
     @property
     def name(self) -> str:

@@ -134,6 +134,19 @@ def test_a_short_prompt_takes_as_long_as_its_kernels_are_launched() -> None:
     assert float(model.decode_s(1, 64)) < 0.01
 
 
+def test_a_prompt_of_one_token_a_pass_takes_as_long_as_its_decode() -> None:
+    model = model_of("llama3-8b", "1xh100")
+    assert float(model.prefill_s(1, 512, 1)) == pytest.approx(512 * float(model.decode_s(1, 256)), rel=0.01)
+    assert float(model.prefill_s(1, 512, 64)) < float(model.prefill_s(1, 512, 1)) / 50
+
+
+def test_stages_compute_several_passes_of_prompts_at_a_time() -> None:
+    """The last of 8 passes leaves the last of 4 stages after 8 + 3 times of a stage."""
+    cut, whole = model_of("llama3-8b", "4xh100", pp=4), model_of("llama3-8b", "4xh100")
+    assert float(cut.prefill_s(1, 4096, 512)) == pytest.approx(11 / 32 * float(whole.prefill_s(1, 4096, 512)), rel=0.01)
+    assert float(cut.prefill_s(1, 4096)) == pytest.approx(float(whole.prefill_s(1, 4096)), rel=0.01)
+
+
 def test_requests_without_room_wait() -> None:
     """By Little's law: twice the requests that there is room for take twice the time of one."""
     model = model_of("llama3-8b", "1xh100")

@@ -22,7 +22,6 @@ READING = HeartbeatReading(
     phase_since_ns=0,
     busy_s={},
     beats=0,
-    beat_ns=0,
     peak_memory_bytes=0,
     sequences={"default_pg#0": 0},
 )

@@ -72,15 +72,12 @@ class ModelInStore(ModelFolder):
         self._sizes: Mapping[str, int] | None = None
 
     def names(self) -> list[str]:
-        """See `ModelFolder`."""
         return sorted(name for name in self._known() if "/" not in name)
 
     def size(self, name: str) -> int | None:
-        """See `ModelFolder`."""
         return self._known().get(name)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """See `ModelFolder`."""
         for done in range(0, len(buffer), COPY_BYTES):
             some = buffer[done : done + COPY_BYTES]
             first = start + done
@@ -117,15 +114,12 @@ class ModelOnHub(ModelFolder):
         self._sizes: dict[str, int] | None = None
 
     def names(self) -> list[str]:
-        """See `ModelFolder`."""
         return sorted(self._known())
 
     def size(self, name: str) -> int | None:
-        """See `ModelFolder`."""
         return self._known().get(name)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """See `ModelFolder`."""
         for done in range(0, len(buffer), COPY_BYTES):
             some = buffer[done : done + COPY_BYTES]
             some[:] = patiently(self.where(name), self._ask, name, start + done, len(some))

@@ -102,6 +102,8 @@ class ServingLoad:
     """1: all begin at once, as a fixed batch; 0: each begins when another ends (continuous batching)."""
     first: Numbers = -1.0
     """Share of a benchmark's requests that come at once at its beginning; below 0: not known."""
+    chunk: Numbers = CHUNK_TOKENS
+    """Most prompt tokens of a pass."""
 
 
 @dataclass(frozen=True)
@@ -240,11 +242,16 @@ class ServingModel:
         gaps = work.layers * constants.layer_s + work.moe_layers * constants.moe_layer_s
         return np.asarray(gaps + constants.pass_s + constants.sequence_s * sequences)
 
-    def prefill_s(self, sequences: Numbers, prompt: Numbers) -> Floats:
-        """Return the seconds of the prompts of `sequences`, in passes of `CHUNK_TOKENS` at most."""
+    def prefill_s(self, sequences: Numbers, prompt: Numbers, chunk: Numbers = CHUNK_TOKENS) -> Floats:
+        """Return the seconds of the prompts of `sequences`, in passes of `chunk` tokens at most.
+
+        A pass reads the cache of those before it of the same prompt; stages of a pipeline compute several at a time.
+        """
         tokens = sequences * prompt
-        passes = np.maximum(1.0, tokens / CHUNK_TOKENS)
-        return passes * self.pass_s(tokens / passes, sequences / passes, prompt / 2, 0.0)
+        passes = np.maximum(1.0, tokens / chunk)
+        before = np.maximum(0.0, prompt - chunk) / 2
+        turns = (passes + self.cut.pp - 1) / self.cut.pp
+        return turns * self.pass_s(tokens / passes, sequences / passes, prompt / 2, before)
 
     def decode_s(self, sequences: Numbers, context: Numbers) -> Floats:
         """Return the seconds of one token for each of `sequences`, which have `context` tokens each.
@@ -273,8 +280,8 @@ class ServingModel:
         decode = self.decode_s(active, prompt + output / 2)  # linear in the context, nearly
         # As many prompts share a pass as come between two: all of a fixed batch, else one for each that ends.
         share = np.where(together, active, np.maximum(1.0, active / output))
-        whole = active / share * self.prefill_s(share, prompt)
-        alone = self.prefill_s(1.0, prompt)
+        whole = active / share * self.prefill_s(share, prompt, traffic.chunk)
+        alone = self.prefill_s(1.0, prompt, traffic.chunk)
         # Each of the others is prefilled once while this one is answered.
         others = whole * (active - 1) / active
         tpot = np.where(together, decode, decode + others / output)
