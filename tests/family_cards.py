@@ -27,12 +27,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from argosy.config.model import ModelConfig
 from argosy.models import hf
-from argosy.models.decoder import Decoder, document_positions
+from argosy.models.decoder import Decoder
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.experts import moe_layers
+from argosy.models.microbatch import document_positions
 from argosy.parallel.world import World
 from argosy.plan.layer_spec import DELTA_CHUNK, layer_spec
-from argosy.plan.workload import Workload, parameters
+from argosy.plan.parameters import parameters
+from argosy.plan.workload import Workload
 from drawn_families import DRAWN, Draw, draw_config, random_model
 from families_in_worlds import END_OF_DOCUMENT, by_transformers, errors, plans_of, under_plan, under_plans
 from tiny import eager

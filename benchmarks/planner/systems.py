@@ -20,13 +20,13 @@ MEGATRON_CORE = System(
     gradient_buffers=1, ring_gradient_bytes=2,
 )  # fmt: skip
 """Megatron-Core from 2023: flash attention, tp-comm-overlap, overlapped gradient sums, experts whole (ETP 1)."""
-FSDP = System(whole_logits=11, reduced_bytes=4, selective=0.42)
-"""FSDP2 with torch.compile (torchtitan)."""
+FSDP = System(whole_logits=11, reduced_bytes=4, selective=0.42, keeps_root=0)
+"""FSDP2 with torch.compile (torchtitan), which shards embedding and head like layers."""
 FSDP_EAGER = replace(FSDP, fused=0, whole_logits=14)
 """Bytes for each logit: itself in bf16, and in fp32 its softmax and the gradients of that and of itself."""
-FSDP1 = System(whole_logits=11, reduced_bytes=2, fused=0, sums_once=0, selective=0.55)
+FSDP1 = System(whole_logits=11, reduced_bytes=2, fused=0, sums_once=0, selective=0.55, keeps_root=0)
 """FSDP of torch 1.13 and 2.0 with flash attention (llm-foundry)."""
-JAX = System(whole_logits=6, sums_once=0, selective=0.55, even_experts=1, launched=0)
+JAX = System(whole_logits=6, sums_once=0, selective=0.55, even_experts=1, launched=0, keeps_root=0)
 
 Cell = dict[str, str]
 

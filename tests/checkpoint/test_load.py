@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from argosy.checkpoint import store
+from argosy.checkpoint import load, store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.checksums import DamagedCheckpoint, shard_name
 from argosy.checkpoint.load import load_into, missing_from, problem_of
 from argosy.checkpoint.save import Saver
-from argosy.checkpoint.shards import part_box, wholes
+from argosy.checkpoint.shards import ShardFile, part_box, wholes
 from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
 from argosy.parallel.world import World
@@ -64,6 +64,21 @@ def test_any_number_of_processes_reads_what_any_number_wrote(workers, tmp_path, 
     for rank, (same, own) in enumerate(workers.run(readers, read, tmp_path, dims[1])):
         assert same
         assert own == ([rank + 1] if rank < writers else [0])
+
+
+def test_no_more_of_a_tensor_than_a_piece_is_in_memory_twice(checkpoint, monkeypatch):
+    read_bytes, read = [], ShardFile.read
+
+    def watched(file: ShardFile, box: Box, part: Box) -> Tensor:
+        tensor = read(file, box, part)
+        read_bytes.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    monkeypatch.setattr(ShardFile, "read", watched)
+    monkeypatch.setattr(load, "PIECE_BYTES", 48)
+    live = torch.zeros(10, 6)
+    load_into(wholes({"model.a": live}), checkpoint)
+    assert torch.equal(live, MODEL["a"]) and read_bytes == [48] * 5
 
 
 def test_tensors_are_filled_in_place_and_in_their_own_dtype(checkpoint):

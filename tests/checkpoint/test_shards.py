@@ -55,6 +55,9 @@ def test_what_is_put_in_comes_out_whole_or_in_part(given_parts: dict[Box, Tensor
     memory, path = in_memory(given_parts, step="7")
     with ShardFile(path) as file:
         assert set(file.boxes) == set(given_parts) and file.about == {"step": "7"}
+        assert {box: bits(tensor) for box, tensor in file.mapped().items()} == {
+            box: bits(tensor) for box, tensor in given_parts.items()
+        }
         for box, tensor in given_parts.items():
             assert bits(file.read(box, box)) == bits(tensor)
             start = tuple(data.draw(st.integers(0, max(0, n - 1))) for n in box.shape)

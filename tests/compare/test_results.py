@@ -12,8 +12,8 @@ from argosy.compare.results import planned_size, read_results
 from argosy.config.dump import save_run
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
+from argosy.plan.parameters import parameters
 from argosy.plan.scaling_law import RunResult
-from argosy.plan.workload import parameters
 from tiny import run_config
 
 

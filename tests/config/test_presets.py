@@ -5,7 +5,8 @@ import pytest
 from argosy.config.layers import preset_names
 from argosy.config.load import load
 from argosy.config.model import ModelConfig
-from argosy.plan.workload import matmul_parameters, parameters
+from argosy.plan.parameters import parameters
+from argosy.plan.workload import matmul_parameters
 
 PUBLISHED = {  # parameters, billions: the model cards, embeddings included, tied ones once
     "llama3-8b": 8.03,

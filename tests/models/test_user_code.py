@@ -16,7 +16,8 @@ from argosy.models.hf import export_folder
 from argosy.models.loss import chunk_loss_and_gradient
 from argosy.models.user_code import check_loss, load_family, user_loss
 from argosy.parallel.world import World
-from argosy.plan.workload import Workload, parameters
+from argosy.plan.parameters import parameters
+from argosy.plan.workload import Workload
 from tiny import decoder, eager, losses, run_config, train_in
 
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy(logits, targets, reduction='none')"

@@ -16,7 +16,8 @@ from argosy.config.model import ModelConfig, MoEConfig, MTPConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.mtp import further_tokens
-from argosy.plan.workload import matmul_parameters, parameters, train_flops_per_token
+from argosy.plan.parameters import parameters
+from argosy.plan.workload import matmul_parameters, train_flops_per_token
 
 LLAMA3_8B = ModelConfig(layers=32, width=4096, heads=32, kv_heads=8, head_width=128, ffn_width=14336, vocab_size=128256)
 LLAMA3_2_1B = ModelConfig(

@@ -10,9 +10,9 @@ import pytest
 from argosy.config.layers import preset_names
 from argosy.config.load import load
 from argosy.plan.layer_spec import layer_spec
-from argosy.plan.parameters import parameter_table, trained_shapes
+from argosy.plan.parameters import active_parameters, parameter_table, trained_shapes
 from argosy.plan.quantities import stack
-from argosy.plan.workload import Workload, active_parameters, matmul_parameters, train_flops_per_token
+from argosy.plan.workload import Workload, matmul_parameters, train_flops_per_token
 
 
 @pytest.mark.parametrize("preset", preset_names("models"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,112 +25,90 @@ from argosy.simulate.rank import simulate_rank
 from argosy.simulate.simulate import simulate
 from argosy.simulate.timeline import COMPUTE, draw
 
-QUICK = [
-    ("llama3-8b", "dp_shard=8,recompute=full"),
-    ("mixtral-8x7b", "dp_shard=4,ep=4"),
-]
-FURTHER = [
-    ("llama3-8b", "dp_shard=8,recompute=full"),
-    *(
-        pytest.param(preset, plan, marks=pytest.mark.slow)
-        for preset, plan in (
-            ("llama3-8b", "microbatch=2"),
-            ("llama3-8b", "dp_shard=8,zero=1"),
-            ("mixtral-8x7b", "dp_shard=4,ep=4"),
-            ("llama3-8b", "tp=4,microbatch=2"),
-            ("llama3-8b", "pp=4"),
-        )
-    ),
-]
-SLOW = [
-    ("llama3-8b", "microbatch=2"),
-    ("llama3-8b", "tp=4,dp_shard=2,recompute=selective"),
-    ("llama3-8b", "microbatch=2,recompute=full"),
-    ("llama3-8b", "microbatch=2,recompute=selective"),
-    ("llama3-8b", "dp_replicate=2,zero=0,microbatch=2"),
-    ("llama3-8b", "dp_shard=8,zero=1"),
-    ("llama3-8b", "dp_shard=8,zero=2"),
-    ("llama3-8b", "dp_shard=8"),
-    ("llama3-8b", "tp=4,microbatch=2"),
-    ("llama3-8b", "cp=4"),
-    ("llama3-8b", "pp=4"),
-    ("llama3-8b", "pp=4,recompute=full"),
-    ("llama3-8b", "pp=4,dp_shard=2"),
-    ("llama3-8b", "pp=2,schedule=interleaved_1f1b"),
-    ("mixtral-8x7b", "recompute=full"),
-    ("mixtral-8x7b", "recompute=selective"),
-    ("mixtral-8x7b", "dp_shard=4,ep=4,zero=1"),
-    ("mixtral-8x7b", "dp_shard=4,ep=2,recompute=full"),
-    ("mixtral-8x7b", "tp=2,dp_shard=2,ep=2"),
-    ("mixtral-8x7b", "pp=2,dp_shard=2,ep=2,zero=1"),
-]
-BOTTOM = ("embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
+BOTTOM = ("embedding", "blocks.0", "blocks.1")
 MATRICES = ("embedding", "blocks.*.attention.*", "blocks.*.mlp.*", "head")
-FROZEN = [
-    ("llama3-8b", "dp_shard=8", BOTTOM),
-    *(
-        pytest.param("llama3-8b", plan, frozen, marks=pytest.mark.slow)
-        for frozen in (BOTTOM, MATRICES)
-        for plan in ("microbatch=2", "dp_shard=8,zero=1", "dp_shard=8", "dp_shard=8,recompute=full", "tp=4")
-    ),
-    pytest.param("llama3-8b", "pp=4", MATRICES, marks=pytest.mark.slow),
+DENSE, MIXTURE = "llama3-8b", "mixtral-8x7b"
+QUICK: list[tuple[str, str, dict[str, Any]]] = [
+    (DENSE, "precision=fp32", {}),
+    (DENSE, "dp_shard=8,recompute=full", {}),
+    (DENSE, "microbatch=2", {"lora.rank": 16}),
+    (MIXTURE, "dp_shard=4,ep=4,zero=1", {}),
 ]
-ADAPTERS = [
-    ("llama3-8b", "microbatch=2", "lora"),
-    pytest.param("mixtral-8x7b", "dp_shard=4,ep=4,zero=1", "int8", marks=pytest.mark.slow),
-    *(
-        pytest.param("llama3-8b", plan, "lora", marks=pytest.mark.slow)
-        for plan in ("dp_shard=8", "dp_shard=8,zero=1", "recompute=selective", "tp=4", "pp=4")
-    ),
-    *(
-        pytest.param("llama3-8b", plan, "nf4", marks=pytest.mark.slow)
-        for plan in ("microbatch=2", "dp_shard=8,recompute=full", "pp=4")
-    ),
-    pytest.param("llama3-8b", "dp_shard=8,zero=1", "dora", marks=pytest.mark.slow),
-    pytest.param("llama3-8b", "recompute=full", "dora", marks=pytest.mark.slow),
-    *(
-        pytest.param("llama3-8b", plan, "dropout", marks=pytest.mark.slow)
-        for plan in ("microbatch=2", "recompute=full", "recompute=selective", "tp=4", "pp=4")
-    ),
+SLOW: list[tuple[str, str, dict[str, Any]]] = [
+    (DENSE, "microbatch=2", {}),
+    (DENSE, "precision=fp32,recompute=selective", {}),
+    (DENSE, "precision=fp32,recompute=full", {}),
+    (DENSE, "dp_shard=8,zero=1", {}),
+    (DENSE, "dp_shard=8", {}),
+    (DENSE, "tp=4,microbatch=2", {}),
+    (DENSE, "pp=4", {}),
+    (DENSE, "pp=4,recompute=full", {}),
+    (DENSE, "microbatch=2", {"model.mtp.modules": 1}),
+    (DENSE, "microbatch=2", {"train.frozen": BOTTOM}),
+    (DENSE, "microbatch=2", {"train.frozen": MATRICES}),
+    (DENSE, "dp_shard=8", {"lora.rank": 16}),
+    (DENSE, "pp=4", {"lora.rank": 16}),
+    (DENSE, "tp=4", {"lora.rank": 16}),
+    (DENSE, "dp_shard=8,zero=1", {"lora.rank": 16, "lora.kind": "dora"}),
+    (MIXTURE, "dp_shard=4,ep=4", {}),
+    ("qwen3-8b", "microbatch=2", {}),
+    ("gemma2-2b", "microbatch=1", {}),
+    ("olmo2-7b", "microbatch=1", {}),
+    ("command-r7b", "microbatch=1", {}),
+    ("gpt-oss-20b", "microbatch=1", {}),
+    ("deepseek-v2-lite", "microbatch=1", {}),
+    ("qwen3-next-80b-a3b", "recompute=selective", {}),
+    ("llama-60m", "precision=fp32,microbatch=4", {}),
 ]
-ROWS = [
-    *((*row, ()) for row in QUICK),
-    *ADAPTERS,
-    *FROZEN,
-    *(pytest.param(*row, (), marks=pytest.mark.slow) for row in SLOW),
-]
+SMALL = 0.02
+"""Share of the peak by which a category may differ, whatever its size: a moment earlier or later it is another's."""
 
 
-def run_of(preset: str, frozen: Sequence[str], modules: int = 0) -> RunConfig:
-    """A few layers of the published sizes; `frozen` may be the kind of an adapter, or
-    of the weights beside it, or "dropout"."""
-    keys = {"model.layers": 8 if preset == "llama3-8b" else 4, "model.vocab_size": 32000, "model.mtp.modules": modules}
-    sections = {"data.seq_len": 4096, "train.global_batch": 16, "train.frozen": list(frozen)}
-    if isinstance(frozen, str):
-        key = "lora.kind" if frozen in ("lora", "dora") else "lora.base"
-        more = {"lora.dropout": 0.1} if frozen == "dropout" else {key: frozen}
-        sections |= {"train.frozen": [], "lora.rank": 16, **more}
-    return load("demo", {"model.preset": preset, **keys, **sections})
+def run_of(preset: str, plan: Plan, keys: dict[str, Any]) -> RunConfig:
+    """A few layers of the published sizes, and two microbatches for each rank, or as many as fill a pipeline."""
+    sizes = {"model.layers": 2 * plan.pp if plan.pp > 1 else 4, "model.vocab_size": 32000, "model.mtp.modules": 0}
+    batch = plan.dp * plan.microbatch * 2 * plan.pp
+    settings = {"model.preset": preset, "data.seq_len": 4096, "train.global_batch": batch}
+    return load("demo", {**settings, **sizes, **{key: _listed(value) for key, value in keys.items()}})
 
 
-@pytest.mark.parametrize(("preset", "written", "frozen"), ROWS)
-def test_the_closed_form_has_the_simulated_peak(preset, written, frozen):
-    assert_peaks_agree(run_of(preset, frozen), written)
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
-@pytest.mark.parametrize(("preset", "written"), FURTHER)
-def test_it_has_modules_of_multi_token_prediction(preset, written):
-    assert_peaks_agree(run_of(preset, (), modules=1), written)
+@pytest.mark.parametrize(
+    ("preset", "written", "keys"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+)
+def test_the_closed_form_has_the_simulated_peak(preset, written, keys):
+    """In total within 3 %, and each category within 5 % or `SMALL` of the total."""
+    precision = "" if "precision" in written else ",precision=bf16"
+    plan = Plan.parse(f"{written}{precision},compile=false")
+    run = run_of(preset, plan, keys)
+    simulated = simulate(plan, run, [0], Cluster.parse("8xh100"))[0]
+    found = Counter[str]()
+    for category, size in simulated.peak.items():
+        found[OF_SIMULATED.get(category, COMES_AND_GOES)] += size
+    planned = planned_peak(plan, run)
+    assert sum(planned.values()) == pytest.approx(simulated.peak_bytes, rel=0.03)
+    if plan.shards_parameters:  # gradients on their way to other ranks are in a buffer of their sum
+        for sizes in (planned, found):
+            sizes[COMES_AND_GOES] += sizes.pop("gradients")
+    assert planned == {name: pytest.approx(found[name], rel=0.05, abs=SMALL * simulated.peak_bytes) for name in planned}
 
 
-def assert_peaks_agree(run: RunConfig, written: str) -> None:
-    plan = Plan.parse(f"{written},precision=bf16,compile=false")
-    simulated = simulate(plan, run, [0], Cluster.parse("8xh100"))[0].peak_bytes
+COMES_AND_GOES = "comes and goes"
+"""Activations, what the loss needs, gathered weights, and buffers: the simulator tells those of a pass by their end."""
+OF_SIMULATED = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}
+
+
+def planned_peak(plan: Plan, run: RunConfig) -> dict[str, float]:
+    """Return the planner's bytes of rank 0 by category, without those of the device's own."""
     constants = Constants()
     model = MemoryModel(Layouts.of([plan]), Workload.of(run), System(), constants)
     found = model._rank(first=True, last=plan.pp == 1)
-    allocated = found.total - found.reserve - constants.workspace_bytes  # those two are the device's, not the step's
-    assert float(np.squeeze(allocated)) == pytest.approx(simulated, rel=0.05)
+    state = {name: float(np.squeeze(getattr(found, name))) for name in OF_SIMULATED.values()}
+    allocated = float(np.squeeze(found.total - found.reserve)) - constants.workspace_bytes
+    return {**state, COMES_AND_GOES: allocated - sum(state.values())}
 
 
 NETWORKS = (
@@ -144,7 +123,9 @@ NETWORKS = (
 def test_a_network_slows_the_real_step_s_messages_as_it_does_the_planner_s() -> None:
     """Tensor-parallel sums within 15 % (the planner leaves out embedding and head), sends of a stage in both directions
     within 2 %, and gradients with one ratio on all networks: the planner's rank has embedding and head, rank 0 one."""
-    run, plan = run_of("llama3-8b", ()), Plan.parse("pp=2,dp_shard=8,tp=2,zero=1,precision=bf16,compile=false")
+    plan = Plan.parse("pp=2,dp_shard=8,tp=2,zero=1,precision=bf16,compile=false")
+    sizes = {"model.preset": DENSE, "model.layers": 8, "model.vocab_size": 32000}
+    run = load("demo", {**sizes, "data.seq_len": 4096, "train.global_batch": 16})
     trace, rows, ratios = simulate_rank(plan, run, 0), Layouts.of([plan]), []
     for network in NETWORKS:
         cluster = Cluster.parse("8x4xa100").changed(topology=Topology(**network))

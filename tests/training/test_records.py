@@ -13,8 +13,8 @@ from argosy.errors import RunFailed
 from argosy.observe.events import read_lines
 from argosy.parallel.world import World
 from argosy.plan.cost.traffic import traffic
+from argosy.plan.parameters import parameters
 from argosy.plan.plan import Plan
-from argosy.plan.workload import parameters
 from argosy.training.bad_steps import Action, BadStep
 from argosy.training.evaluation import Score
 from argosy.training.records import Records, SyncAccount

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import Box, Misfit
 from argosy.checkpoint.directory import Transfer, match
-from argosy.checkpoint.shards import box_bytes
+from argosy.checkpoint.shards import box_bytes, cut
 from argosy.errors import ArgosyError
 from argosy.parallel.peers import over, peers_of
 
@@ -182,7 +182,7 @@ def _messages(sender: int, receiver: int, transfers: Sequence[Transfer]) -> Iter
     """Yield what goes from one rank to another, in messages of at most MESSAGE_BYTES; both ranks find the same."""
     message = _Message(sender, receiver, 0)
     for transfer in sorted(transfers, key=_in_order):
-        for part in _cut(transfer.part):
+        for part in cut(transfer.part, MESSAGE_BYTES):
             if message.bytes + box_bytes(part) > MESSAGE_BYTES and message.parts:
                 yield message
                 message = _Message(sender, receiver, message.number + 1)
@@ -195,21 +195,6 @@ def _in_order(transfer: Transfer) -> tuple[Any, ...]:
     """Return a key by which both ends of a way sort, which have heard of its transfers from several owners."""
     part, source = transfer.part, transfer.source
     return part.name, part.dtype, part.offset, part.shape, source.offset, source.shape
-
-
-def _cut(box: Box) -> Iterator[Box]:
-    """Yield boxes of at most MESSAGE_BYTES that make up `box`: runs of rows, or parts of rows if one is too large."""
-    dim = next((dim for dim, length in enumerate(box.shape) if length > 1), None)
-    if box_bytes(box) <= MESSAGE_BYTES or dim is None:
-        yield box
-        return
-    length = box.shape[dim]
-    at_once = max(1, MESSAGE_BYTES * length // box_bytes(box))
-    for first in range(0, length, at_once):
-        offset, shape = list(box.offset), list(box.shape)
-        offset[dim] += first
-        shape[dim] = min(at_once, length - first)
-        yield from _cut(replace(box, offset=tuple(offset), shape=tuple(shape)))
 
 
 def _place(transfer: Transfer, tensors: Mapping[Box, Tensor], at_source: bool = False) -> Tensor:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import Box, Misfit, cover
 from argosy.checkpoint.checksums import DamagedCheckpoint
-from argosy.checkpoint.shards import ShardFile
+from argosy.checkpoint.shards import ShardFile, cut
 from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
 
+PIECE_BYTES = 32 * 2**20
+"""The most of a tensor that is in memory a second time while it is read."""
 Held = Mapping[str, list[tuple[ShardFile, Box]]]
 """Name of a tensor -> the files that hold parts of it, and which."""
 
@@ -49,20 +51,20 @@ def problem_of(checkpoint: Checkpoint, rank: int = 0, size: int = 1) -> str | No
 
 
 @torch.no_grad()
-def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint, may_lack: bool = True) -> None:
+def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> None:
     """Fill the tensors of `parts`, this rank's, in place; a tensor that the checkpoint lacks stays as it is.
 
-    Numbers are converted to the dtypes of the tensors. may_lack: False if every tensor must be there.
-
-    Raises: UserError if a tensor is of another shape there, or must be there and is not, before anything is read.
+    Numbers are converted to the dtypes of the tensors. Raises: UserError if a tensor is of another shape there, before
+    anything is read.
     """
     with opened(checkpoint) as held:
-        found = [box for box in parts if box.name in held or not may_lack]
+        found = [box for box in parts if box.name in held]
         check_all_there(found, checkpoint, held)
         for box in found:
             way = cover(box, held[box.name])
             for file, source, part in way if not isinstance(way, Misfit) else ():
-                parts[box][part.within(box)].copy_(file.read(source, part))
+                for piece in cut(part, PIECE_BYTES):
+                    parts[box][piece.within(box)].copy_(file.read(source, piece))
 
 
 def check_all_there(boxes: Iterable[Box], checkpoint: Checkpoint, held: Held) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import PLACES, Box
 from argosy.errors import first_error
-from argosy.files import RegularFile
+from argosy.files import RegularFile, open_regular
 from argosy.models.tensor_file import CODES, DTYPES, read_header
 
 Place = tuple[str, tuple[NonNegativeInt, ...], tuple[NonNegativeInt, ...]]
@@ -42,6 +43,21 @@ def wholes(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[Box, Tensor]
 def box_bytes(box: Box) -> int:
     """Return the bytes of the box's elements."""
     return box.elements * _itemsize(box)
+
+
+def cut(box: Box, most_bytes: int) -> Iterator[Box]:
+    """Yield boxes of at most `most_bytes` that make up `box`: runs of rows, or parts of rows if one is too large."""
+    dim = next((dim for dim, length in enumerate(box.shape) if length > 1), None)
+    if box_bytes(box) <= most_bytes or dim is None:
+        yield box
+        return
+    length = box.shape[dim]
+    at_once = max(1, most_bytes * length // box_bytes(box))
+    for first in range(0, length, at_once):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim] += first
+        shape[dim] = min(at_once, length - first)
+        yield from cut(replace(box, offset=tuple(offset), shape=tuple(shape)), most_bytes)
 
 
 def write_shard(memory: int, parts: Mapping[Box, Tensor], about: Mapping[str, str]) -> int:
@@ -103,6 +119,18 @@ class ShardFile:
         rows, *rest = part.within(box)
         some = tensor.read(rows.start, rows.stop - rows.start)
         return some[(slice(None), *rest)]
+
+    def mapped(self) -> dict[Box, Tensor]:
+        """Return the tensors as views of the file's pages, of which no copy is made unless one is written to.
+
+        For files in memory. Raises: OSError.
+        """
+        with open_regular(self.path) as file:
+            pages = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        return {
+            box: pages[tensor.start : tensor.start + box_bytes(box)].view(_dtype(box)).view(box.shape)
+            for box, tensor in ((box, self._tensors[key]) for box, key in self._keys.items())
+        }
 
     def __enter__(self) -> Self:
         return self

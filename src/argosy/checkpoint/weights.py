@@ -16,7 +16,7 @@ from torch import Tensor
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box, Misfit, cover
 from argosy.checkpoint.checksums import FileSum, shard_name
-from argosy.checkpoint.load import Held, check_all_there, opened
+from argosy.checkpoint.load import PIECE_BYTES, Held, check_all_there, opened
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import Checkpoint
 from argosy.data.stores.store import spelled
@@ -95,7 +95,7 @@ def fill_from_folder(
 def fill_from_checkpoint(
     parts: Mapping[Box, Tensor | QuantisedWeight], checkpoint: Checkpoint, before_each: Callable[[], None]
 ) -> None:
-    """The same from a checkpoint. Raises: UserError, before any is filled, if one is missing or has another shape."""
+    """Fill them from a checkpoint. Raises: UserError, before any is filled, if one is missing or has another shape."""
     with opened(checkpoint) as held:
         shapes = {box.name.removeprefix(MODEL): box.whole for box in parts}
         fill(parts, CheckpointWeights(checkpoint, held, shapes), before_each)
@@ -105,8 +105,8 @@ def fill_from_checkpoint(
 def fill(
     parts: Mapping[Box, Tensor | QuantisedWeight], weights: LazyWeights, before_each: Callable[[], None] = lambda: None
 ) -> None:
-    """Fill this rank's parts of the weights in place, whatever their dtypes, and read no more than these; those that
-    are quantised some rows at a time. before_each: is called before each part."""
+    """Fill this rank's parts of the weights in place, whatever their dtypes, and read no more than these, some rows at
+    a time. before_each: is called before each part."""
     for box, part in parts.items():
         before_each()
         name = box.name.removeprefix(MODEL)
@@ -114,8 +114,13 @@ def fill(
             continue
         if isinstance(part, QuantisedWeight):
             part.read(partial(_rows, weights, name, box))
-        else:
+        elif not box.shape or not weights.has_rows(name):
             part.copy_(weights.part(name, box.offset, box.shape))
+        else:
+            at_once = max(1, PIECE_BYTES // (math.prod(box.shape[1:]) * weights.dtype(name).itemsize))
+            for first in range(0, box.shape[0], at_once):
+                rows = part[first : first + at_once]
+                rows.copy_(_rows(weights, name, box, first, len(rows)))
 
 
 def _rows(weights: LazyWeights, name: str, box: Box, first: int, count: int) -> Tensor:

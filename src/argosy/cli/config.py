@@ -30,7 +30,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import FORMATS, DataSheet, find_device
-from argosy.plan.workload import parameters
+from argosy.plan.parameters import parameters
 
 LAPTOP_VOCABULARY = 4096
 

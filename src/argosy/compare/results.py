@@ -15,8 +15,8 @@ from argosy.data.manifest import TOKENIZER
 from argosy.errors import UserError
 from argosy.files import file_sha256
 from argosy.observe.events import from_the_end
+from argosy.plan.parameters import active_parameters
 from argosy.plan.scaling_law import RunResult
-from argosy.plan.workload import active_parameters
 
 SWEEP_FILE = "sweep.toml"
 """A folder with this file is that of a sweep; its folders are its trials."""

@@ -16,7 +16,7 @@ from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.observe.events import JsonLines, forget_from
 from argosy.plan.hardware.local_machine import read_memory
-from argosy.plan.workload import parameters
+from argosy.plan.parameters import parameters
 from argosy.sinks.sink import About, Record, Sink
 
 MOST_TOKENS = 200

@@ -13,7 +13,7 @@ from argosy.models.initialize import box_of
 from argosy.models.quantised import Stored
 from argosy.models.tensor_file import DTYPES
 
-PART_BYTES = 256 * 2**20
+PART_BYTES = 32 * 2**20
 """About how much of a large tensor is read at once, where its rows can be read by themselves."""
 
 
@@ -84,7 +84,7 @@ class HeldWeights(LazyWeights):
 
 
 class FolderWeights(LazyWeights):
-    """Those of a Hugging Face folder. What was fused with a weight is kept until something else is asked for."""
+    """The weights of a Hugging Face folder. What was fused with a weight is kept until something else is asked for."""
 
     def __init__(
         self, pieces: Sequence[Conversion], stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]

@@ -210,6 +210,13 @@ def mean_sizes(model: ModelConfig, seq_len: int) -> dict[str, Any]:
     def value(spec: LayerSpec) -> int:
         return mla.value_width if latent else spec.value_width
 
+    def normed(spec: LayerSpec) -> int:
+        if spec.delta_net is not None:
+            return 0
+        of_values = model.attention.value_norm * spec.kv_heads * value(spec)
+        of_keys = spec.has_qk_norm * (spec.heads + spec.kv_heads) * key(spec)
+        return mla.q_rank + mla.kv_rank if latent else of_keys + of_values
+
     heads, kv_heads = mean(lambda spec: spec.heads), mean(lambda spec: spec.kv_heads)
     kv_numbers = mean(lambda spec: spec.kv_heads * (key(spec) + value(spec)))
     scores = sum(spec.mean_seen(seq_len) * spec.heads * (key(spec) + value(spec)) for spec in specs)
@@ -232,6 +239,7 @@ def mean_sizes(model: ModelConfig, seq_len: int) -> dict[str, Any]:
         "kv_width": kv_numbers / kv_heads,
         "kv_groups": tuple(groups) if len(groups) > 1 else (),
         "unprojected": mean(lambda spec: 0 if spec.has_values else spec.kv_heads * value(spec)),
+        "normed": sum(map(normed, specs)) / len(specs),
         "core_width": mean(lambda s: (s.heads + s.kv_heads) * max(key(s), value(s))) / (heads + kv_heads),
         "attention_span": scores / len(specs) / (heads * (key_width + value_width)),
         "cached_share": cached / len(specs) / kv_numbers / seq_len,

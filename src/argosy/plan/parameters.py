@@ -12,7 +12,7 @@ planner follow.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,7 +20,7 @@ from argosy.config.model import ModelConfig
 from argosy.config.optimizer import is_frozen
 from argosy.config.schema import RunConfig
 from argosy.config.train import LoraConfig
-from argosy.plan.layer_spec import layer_spec
+from argosy.plan.layer_spec import layer_kinds, layer_spec
 
 Initial = Literal["normal", "into_residual", "ones", "zeros", "uniform", "gaussian", "log_rates"]
 """Initial values: N(0, init_std); the same over sqrt(2 * layers), for projections into the residual stream, so that
@@ -346,6 +346,27 @@ def prediction_table(model: ModelConfig) -> Table:
         | _linear("projection", model.width, 2 * model.width, None)
         | _norm("norm", model.width, model)
     )
+
+
+def parameters(model: ModelConfig) -> int:
+    return sum(times * math.prod(parameter.shape) for parameter, times in _parameters(model))
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters without the routed experts that one token does not go to."""
+    idle = sum(
+        times * math.prod(parameter.shape[1:]) * (model.moe.experts - model.moe.experts_per_token)
+        for parameter, times in _parameters(model)
+        if parameter.is_expert
+    )
+    return parameters(model) - idle
+
+
+def _parameters(model: ModelConfig) -> Iterator[tuple[Parameter, int]]:
+    """Each parameter outside blocks, and those of one block of each kind with the number of such blocks."""
+    yield from ((parameter, 1) for parameter in parameter_table(model, Stage(layers=())).values())
+    for layers in layer_kinds(model).values():
+        yield from ((parameter, len(layers)) for parameter in block_table(model, layers[0]).values())
 
 
 def inside(table: Mapping[str, Parameter], module: str) -> Table:

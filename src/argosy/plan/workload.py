@@ -7,7 +7,7 @@ All fields are plain numbers, or tuples of them, so that many jobs can be stacke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,12 +15,10 @@ from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds, mean_sizes
 from argosy.plan.parameters import (
-    Parameter,
+    NORMS,
     Stage,
     Table,
     adapter_of,
-    block_table,
-    parameter_table,
     quantised_shares,
     reached_layers,
     run_table,
@@ -71,6 +69,18 @@ class Workload:
     kv_groups: tuple[tuple[Numbers, Numbers, Numbers], ...] = ()
     """Groups of layers that differ in key/value heads: their number of heads, and the share of all keys and values, and
     of those that a cache holds, that such layers have. All others have `kv_heads`."""
+    norms: Numbers = 2
+    """Norms of a layer over the model's width."""
+    streams: Numbers = 2
+    """Hidden states that a layer's matrices read: 1 if attention and feed-forward read the same."""
+    normed: Numbers = 0
+    """Numbers of a token's queries, keys, values or latents that go through a norm; the mean over layers."""
+    rms_norms: Numbers = 1
+    """1: norms are RMSNorms; 0: LayerNorms."""
+    trained_norms: Numbers = 1
+    """Share of the layers' norms that is trained."""
+    ffn_results: Numbers = 4
+    """Results of a feed-forward, as wide as its inside, that eager autograd keeps."""
     unprojected: Numbers = 0
     """Numbers of a layer's values that no projection computes, since they are its keys; the mean over layers."""
     gates: Numbers = 0
@@ -146,6 +156,7 @@ class Workload:
         table = run_table(run)
         matrices = {n: p for n, p in table.items() if n.startswith("blocks.") and len(p.shape) > 1 and not p.is_adapter}
         dense, experts = ({n: p for n, p in matrices.items() if p.is_expert == of} for of in (False, True))
+        norms = {name: p for name, p in table.items() if name.startswith("blocks.") and name.endswith("norm.weight")}
         head = "score" if run.model.score else "embedding" if run.model.tie_embeddings else "head"
         return replace(
             whole,
@@ -156,6 +167,7 @@ class Workload:
             read_experts=_share(experts, lambda name: _is_read(name, table, run)),
             trained_embedding=table["embedding.weight"].is_trained,
             trained_head=table[f"{head}.weight"].is_trained,
+            trained_norms=_share(norms, lambda name: table[name].is_trained),
             reached=len(reached_layers(run, Stage(range(run.model.layers)))) / run.model.all_layers,
         )
 
@@ -171,6 +183,10 @@ class Workload:
             layers=model.all_layers,
             width=model.width,
             ffn_matrices=3 if model.ffn_gate else 2,
+            norms=len(NORMS[model.norms.place]),
+            streams=1 if model.norms.place == "parallel" else 2,
+            rms_norms=float(model.norms.kind == "rms"),
+            ffn_results=(7 if model.ffn_limit else 4) if model.ffn_gate else 2,
             vocab_size=model.vocab_size,
             tied=float(model.tie_embeddings or model.score),
             scored=float(model.score),
@@ -210,6 +226,11 @@ class Workload:
         groups.append((self.kv_heads, 1 - sum(share for _, share in groups)))
         copies = sum(share * ((tp > heads) * (tp / heads - 1) + 1) for heads, share in groups)
         return self.kv_heads / tp * copies
+
+    @property
+    def scaled_norms(self) -> Numbers:
+        """Share of the norms that keep their results before the factors, for the gradients of these: RMSNorms do."""
+        return self.rms_norms * self.trained_norms
 
     @property
     def delta_share(self) -> Numbers:
@@ -417,20 +438,6 @@ def matmul_parameters(model: ModelConfig) -> int:
     return int(Workload.of_model(model, seq_len=1, global_batch=1).matmul_parameters)
 
 
-def parameters(model: ModelConfig) -> int:
-    return sum(times * math.prod(parameter.shape) for parameter, times in _parameters(model))
-
-
-def active_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters without the routed experts that one token does not go to."""
-    idle = sum(
-        times * math.prod(parameter.shape[1:]) * (model.moe.experts - model.moe.experts_per_token)
-        for parameter, times in _parameters(model)
-        if parameter.is_expert
-    )
-    return parameters(model) - idle
-
-
 def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     """Return the model FLOPs of forward and backward per token: 6 N + 6 L s a d (the causal half counted).
 
@@ -441,10 +448,3 @@ def train_flops_per_token(model: ModelConfig, seq_len: int) -> float:
     so that runs compare. Balance losses, dropped tokens and padding are not counted either.
     """
     return float(Workload.of_model(model, seq_len, global_batch=1).train_flops_per_token)
-
-
-def _parameters(model: ModelConfig) -> Iterator[tuple[Parameter, int]]:
-    """Each parameter outside blocks, and those of one block of each kind with the number of such blocks."""
-    yield from ((parameter, 1) for parameter in parameter_table(model, Stage(layers=())).values())
-    for layers in layer_kinds(model).values():
-        yield from ((parameter, len(layers)) for parameter in block_table(model, layers[0]).values())

@@ -20,7 +20,7 @@ from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.observe.events import Events
 from argosy.observe.terminal import print_message
-from argosy.plan.workload import parameters
+from argosy.plan.parameters import parameters
 from argosy.processes.channel import Message
 from argosy.processes.child import Child, channel_to_parent, end_with_parent
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor

@@ -33,10 +33,11 @@ from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand
+from argosy.plan.parameters import parameters
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.plan.sync import OF_SITES
-from argosy.plan.workload import Workload, parameters
+from argosy.plan.workload import Workload
 from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery

@@ -25,8 +25,8 @@ from argosy.observe.screen import Progress
 from argosy.plan.calibration import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.parameters import parameters
 from argosy.plan.plan import Plan
-from argosy.plan.workload import parameters
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_TOKENS = 200

@@ -34,9 +34,9 @@ from argosy.observe.terminal import has_live_line, printable
 from argosy.plan.calibration import PARTS, part_of
 from argosy.plan.cost.estimate import count
 from argosy.plan.cost.prediction import Prediction
+from argosy.plan.parameters import parameters
 from argosy.plan.plan import Plan
 from argosy.plan.report.explain import count_of_stops, shown_stops, unlike
-from argosy.plan.workload import parameters
 from argosy.watch.facts import RunFacts
 from argosy.watch.library import find_runs
 from argosy.watch.linefile import tells_of_the_run

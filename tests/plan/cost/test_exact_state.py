@@ -23,9 +23,8 @@ from argosy.plan.cost.exact_state import (
     stages_on,
     state_bytes,
 )
-from argosy.plan.parameters import Parameter, parameter_table
+from argosy.plan.parameters import Parameter, parameter_table, parameters
 from argosy.plan.plan import Plan
-from argosy.plan.workload import parameters
 from argosy.precision import BLOCK
 
 SMALL = ModelConfig(layers=4, width=64, heads=8, kv_heads=2, head_width=8, ffn_width=96, vocab_size=203)

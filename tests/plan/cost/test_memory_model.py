@@ -72,12 +72,13 @@ def test_activations_are_those_of_korthikanti(tp, recompute):
 def test_a_pipelines_first_rank_has_as_many_microbatches_in_flight_as_ranks():
     alone = MemoryModel(Layouts.of([Plan(precision="bf16")]), GPT, System(), Constants())
     piped = MemoryModel(Layouts.of([Plan(pp=4, precision="bf16")]), GPT, System(), Constants())
-    assert piped._rank(first=True).activations == pytest.approx(alone._rank(first=True, last=True).activations)
-    assert piped._rank(first=False).activations < alone._rank(first=True, last=True).activations / 2
+    assert piped._in_flight(True, 1.0) == alone._in_flight(True, 4.0) == 4
+    assert piped._in_flight(False, 1.0) == 1
+    assert piped._rank(first=False).activations < piped._rank(first=True).activations / 2
 
 
 def test_chunks_of_the_loss_cost_less_than_whole_logits():
-    assert footprint("microbatch=8", GPT).logits < footprint("microbatch=8", GPT, System(whole_logits=10)).logits / 4
+    assert footprint("microbatch=8", GPT).logits < footprint("microbatch=8", GPT, System(whole_logits=10)).logits / 3
 
 
 def test_everything_is_positive_and_adds_up():

@@ -34,9 +34,9 @@ from argosy.plan.cost.sites import (
 )
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink
 from argosy.plan.hardware.devices import find_device
+from argosy.plan.parameters import parameters
 from argosy.plan.plan import Plan
 from argosy.plan.report.report import PlanRequest, plan_report
-from argosy.plan.workload import parameters
 
 TWO = Cluster.parse("two-sites")
 RUN = load(None, {"model.preset": "llama3-8b", "train.global_batch": 128, "data.seq_len": 8192})

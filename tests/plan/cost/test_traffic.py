@@ -12,8 +12,8 @@ from argosy.plan.cost.cost_model import CostModel, first_of
 from argosy.plan.cost.traffic import LOSS_BYTES, Traffic, axis_sizes, spanning_axis, traffic
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
+from argosy.plan.parameters import parameters
 from argosy.plan.plan import Plan
-from argosy.plan.workload import parameters
 
 MODEL = ModelConfig(layers=4, width=64, heads=8, kv_heads=4, head_width=8, ffn_width=96, vocab_size=256)
 P = 4 * parameters(MODEL)

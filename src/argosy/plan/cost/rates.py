@@ -195,6 +195,8 @@ class System:
     """1: gradients are summed, and parameters gathered, while other layers compute."""
     buckets: int = 0
     """1: with ZeRO 0 to 2 gradients travel in buckets of `bucket_mb`; 0: in messages of whatever size is best."""
+    keeps_root: Numbers = 1
+    """1: with ZeRO 3, embedding and head stay gathered from their first use to the end of a microbatch's backward."""
     gathers_ahead: Numbers = 0
     """1: with ZeRO 1 and 2 updated values travel under the next forward, each layer waiting for its own."""
     overlaps_experts: Numbers = 0

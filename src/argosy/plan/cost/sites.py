@@ -45,10 +45,10 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import plain
 from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink
-from argosy.plan.parameters import trained_shapes
+from argosy.plan.parameters import parameters, trained_shapes
 from argosy.plan.plan import NO_WORKERS, Plan, has_workers
 from argosy.plan.sync import BLOCK, BLOCK_BYTES, rounds_in, sent_in_run, sent_in_turn
-from argosy.plan.workload import Numbers, parameters
+from argosy.plan.workload import Numbers
 
 INNER_STEPS = (10, 50, 100, 500)
 """Values of H that are compared, beside 1: gradients are summed in every step."""

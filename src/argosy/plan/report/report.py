@@ -19,6 +19,7 @@ from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
 from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, updates_in_words, with_workers, within_site
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
+from argosy.plan.parameters import active_parameters, parameters
 from argosy.plan.plan import Objective, Plan, has_workers
 from argosy.plan.report.explain import (
     Reliability,
@@ -41,7 +42,6 @@ from argosy.plan.search.search import (
     search,
 )
 from argosy.plan.search.space import Pins
-from argosy.plan.workload import active_parameters, parameters
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens for each active parameter, by default (Hoffmann et al. 2022)."""
