@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from argosy.config.load import load
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from argosy.config.schema import RunConfig
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.observe import node_metrics
 from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter

@@ -117,7 +117,7 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     from argosy.config.optimizer import OptimizerConfig
     from argosy.config.schema import RunConfig
     from argosy.config.train import TrainConfig
-    from argosy.models.decoder import microbatches
+    from argosy.models.microbatch import microbatches
     from argosy.observe.clock import StepClock
     from argosy.parallel.apply import apply
     from argosy.parallel.world import World, keep_freed_memory

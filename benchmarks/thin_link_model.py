@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from argosy.config.schema import RunConfig
-from argosy.models.decoder import Microbatch, microbatches
+from argosy.models.microbatch import Microbatch, microbatches
 
 MODEL: dict[str, Any] = {
     "layers": 6, "width": 320, "heads": 8, "kv_heads": 8, "head_width": 40, "ffn_width": 896, "vocab_size": 4096,

@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.models import hf
-from argosy.models.decoder import Decoder, Microbatch, microbatches
+from argosy.models.decoder import Decoder
 from argosy.models.initialize import offset_of
 from argosy.models.layers import local
+from argosy.models.microbatch import Microbatch, microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.apply import apply
 from argosy.parallel.context import shard_sequence, unshard_sequence

@@ -27,9 +27,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from argosy.config.model import ModelConfig
 from argosy.models import hf
-from argosy.models.decoder import Decoder, document_positions
+from argosy.models.decoder import Decoder
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.experts import moe_layers
+from argosy.models.microbatch import document_positions
 from argosy.parallel.world import World
 from argosy.plan.layer_spec import DELTA_CHUNK, layer_spec
 from argosy.plan.parameters import parameters

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pydantic
 import torch
 
@@ -16,9 +17,11 @@ from argosy.config.data import PrepareConfig
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.data.prepare import prepare
+from argosy.data.tokenizer import train as train_tokenizer
 from argosy.extend.trust import approve
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
+from argosy.models.microbatch import Microbatch
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Metrics
 from argosy.parallel.apply import apply
@@ -54,6 +57,16 @@ def prepare_corpus(out: Path, **keys: Any) -> Path:
     defaults = {"input": (str(SOURCES),), "vocab_size": MODEL["vocab_size"], "validation_fraction": 0.1, "processes": 1}
     prepare(PrepareConfig(out=out, **{**defaults, **keys}))
     return out
+
+
+def prepare_chats(folder: Path, lines: list[str], objective: str, seq_len: int) -> Path:
+    """Prepare lines of JSON in `folder`, with a tokenizer of their own."""
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    train_tokenizer(lines, MODEL["vocab_size"], folder / "tokenizer.json")
+    tokenizer = {"tokenizer": folder / "tokenizer.json", "chat_template": "chatml"}
+    keys = {"input": (str(folder / "chats.jsonl"),), "objective": objective, "seq_len": seq_len}
+    prepare(PrepareConfig(out=folder / "prepared", **tokenizer, **keys, validation_fraction=0.1, processes=1))
+    return folder / "prepared"
 
 
 def run_config(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
@@ -94,6 +107,30 @@ def train_step(world: World, plan: Plan, **sections: dict[str, Any]) -> Step:
     """The training step of that model, with nothing done yet."""
     run = run_config(Path("no data"), **sections)
     return Step(run, TrainState.begin(apply(plan, run, world), plan, run), world, StepClock(world.device))
+
+
+def made_step(step: Step, batch: list[Microbatch], lr: float) -> list[float]:
+    """Make a step, and return its loss and the gradient's norm."""
+    outcome = step.exchange(step.forward_backward(batch))
+    step.apply(step.update(outcome, lr))
+    return [outcome.loss, outcome.gradient_norm]
+
+
+def whole_parameters(model: ParallelModel) -> dict[str, np.ndarray]:
+    """What this rank has a part of, whole; all ranks call it together."""
+    model.settle()
+    pieces = (*model.pieces, *model.frozen)
+    return {piece.name: piece.gather(piece.value.detach()).clone().numpy() for piece in pieces}
+
+
+def plain_adamw(model: torch.nn.Module, lr: float) -> torch.optim.AdamW:
+    """torch's own, with our settings, for what `model` trains."""
+    left = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in left if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in left if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-6)
 
 
 def gradients(model: ParallelModel) -> dict[str, torch.Tensor]:

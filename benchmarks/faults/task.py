@@ -15,8 +15,9 @@ import torch
 
 from argosy.config.load import load
 from argosy.data.loader import open_data
-from argosy.models.decoder import Decoder, microbatches
+from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
+from argosy.models.microbatch import microbatches
 
 
 class Task:

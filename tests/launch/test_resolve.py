@@ -100,13 +100,16 @@ def test_weights_and_data_of_different_tokenizers_are_refused(corpus, other, nam
     assert resolve(wrong, QUIET), "nobody knows"
 
 
-def test_text_is_prepared_with_the_tokenizer_of_the_weights_and_no_other(corpus, other, tmp_path):
+@pytest.mark.parametrize("spell", [str, lambda path: f"file://{path}"], ids=["folder", "url"])
+def test_text_is_prepared_with_the_tokenizer_of_the_weights_and_no_other(corpus, other, tmp_path, spell):
     prepare = {"input": (str(SOURCES / "errors.py"),), "out": tmp_path / "new", "processes": 1}
     named = {"sources": {}, "prepare": {**prepare, "tokenizer": other}}
     with pytest.raises(UserError, match=r"data\.prepare\.tokenizer = .* gives the data another .*--tokenizer"):
-        resolve(run_config(corpus, data=named, model={"weights": corpus}), QUIET)
+        resolve(run_config(corpus, data=named, model={"weights": spell(corpus)}), QUIET)
     assert not (tmp_path / "new").exists()
-    _, data = resolve(run_config(corpus, data={"sources": {}, "prepare": prepare}, model={"weights": corpus}), QUIET)
+    _, data = resolve(
+        run_config(corpus, data={"sources": {}, "prepare": prepare}, model={"weights": spell(corpus)}), QUIET
+    )
     assert data.sources[0].manifest.tokenizer_sha256 == Manifest.load(corpus).tokenizer_sha256
 
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from argosy.config.model import MoEConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.models import hf
-from argosy.models.decoder import Block, Decoder, document_positions
+from argosy.models.decoder import Block, Decoder
+from argosy.models.microbatch import document_positions
 from argosy.models.mtp import PredictionModule, further_tokens
 from tiny import decoder
 

@@ -13,8 +13,8 @@ import pytest
 from torch import Tensor
 
 from argosy.config.schema import RunConfig
-from argosy.models.decoder import microbatches
 from argosy.models.layers import local
+from argosy.models.microbatch import microbatches
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.wire import Counts
 from argosy.parallel.world import World

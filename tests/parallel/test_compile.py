@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from argosy.models import compiler
-from argosy.models.decoder import Decoder, Microbatch, microbatches
+from argosy.models.decoder import Decoder
+from argosy.models.microbatch import Microbatch, microbatches
 from argosy.parallel.apply import compile_blocks
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # there is no public way to see every collective
 
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel import buckets
 from argosy.parallel.buckets import GradientSync, SumRanks

@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
 from argosy.simulate.record import LiveBytes

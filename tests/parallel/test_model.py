@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from argosy.models.decoder import Microbatch, microbatches
+from argosy.models.microbatch import Microbatch, microbatches
 from argosy.observe.clock import StepClock
 from argosy.observe.wire import OperatorWatch, message_of
 from argosy.parallel.model import ParallelModel

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.world import World
 from tiny import decoder, eager, gradients, laid_out

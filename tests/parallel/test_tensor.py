@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from argosy.models import loss as loss_module
-from argosy.models.decoder import Decoder, microbatches
+from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.layers import Embedding, local
 from argosy.models.loss import chunk_loss_and_gradient
+from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.tensor import (
     SequenceParallel,

@@ -49,6 +49,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     (DENSE, "dp_shard=8", {"lora.rank": 16}),
     (DENSE, "pp=4", {"lora.rank": 16}),
     (DENSE, "tp=4", {"lora.rank": 16}),
+    (DENSE, "dp_shard=8,zero=1", {"lora.rank": 16, "lora.kind": "dora"}),
     (MIXTURE, "dp_shard=4,ep=4", {}),
     ("qwen3-8b", "microbatch=2", {}),
     ("gemma2-2b", "microbatch=1", {}),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.observe.wire import Counts
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import state_bytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.simulate.record import Change, Operation, Pass, Recorder, Sent, Trace, Wait, Where

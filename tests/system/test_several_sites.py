@@ -13,7 +13,7 @@ import torch
 
 from argosy.config.load import load
 from argosy.data.loader import open_data
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World

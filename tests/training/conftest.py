@@ -11,6 +11,7 @@ import pytest
 
 from argosy.observe.heartbeat import UNREAD
 from argosy.parallel.world import World
+from argosy.training.parts import Parts
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
 from argosy.training.trainer import Trainer
@@ -35,7 +36,7 @@ def trainer(corpus: Path, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 
     def make(plan: str = "", survivor: Survivor | None = None, **sections: dict[str, Any]) -> Trainer:
         run = run_config(corpus, **{"evaluate": {"every_steps": 0}, **sections})
-        made = Trainer(run, eager(plan), World(), tmp_path, StopSignal(), survivor or Survivor(), UNREAD)
+        made = Trainer(Parts(run, eager(plan), World(), tmp_path, StopSignal(), survivor or Survivor(), UNREAD))
         opened.enter_context(made)
         made.restore_or_initialize()
         return made

@@ -22,16 +22,15 @@ from argosy.inference.evaluate import evaluate
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.resolve import check_parameters
 from argosy.models import compiler, hf, peft_adapter
-from argosy.models.decoder import microbatches
 from argosy.models.dropout import is_kept, mask_keys, mask_keys_of_layer, salt_of
+from argosy.models.microbatch import microbatches, with_mask_keys
 from argosy.models.quantised_weight import QuantisationScheme
 from argosy.parallel.apply import apply, lay_out
 from argosy.parallel.recompute import RecomputeMode
 from argosy.parallel.world import World
 from argosy.plan.parameters import adapter_of, parameter_table
 from argosy.plan.plan import Plan
-from argosy.training.rows import with_mask_keys
-from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
+from tiny import MODEL, decoder, eager, losses, made_step, run_config, train_in, train_step, whole_parameters
 from transformers_models import load_theirs
 from workers import WorkerPool
 
@@ -97,12 +96,8 @@ def trained(world: World, plan: str, case: str) -> tuple[list[float], dict[str, 
     for number in range(STEPS):
         micros = microbatches(rows, layout.microbatch, 0, world.device)
         micros = with_mask_keys(micros, run, number, layout.rows_of(model.dp_rank, len(ROWS)).start)
-        outcome = step.exchange(step.forward_backward(micros))
-        step.apply(step.update(outcome, LR))
-        said += [outcome.loss, outcome.gradient_norm]
-    model.settle()
-    pieces = (*model.pieces, *model.frozen)
-    return said, {piece.name: piece.gather(piece.value.detach()).clone().numpy() for piece in pieces}
+        said += made_step(step, micros, LR)
+    return said, whole_parameters(model)
 
 
 def as_quantised(run: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

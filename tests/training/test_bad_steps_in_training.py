@@ -18,7 +18,7 @@ from argosy.chaos.run import read_ledger
 from argosy.checkpoint import store
 from argosy.config.schema import RunConfig
 from argosy.errors import DataError, Retryable, RunFailed, UserError
-from argosy.models.decoder import Microbatch
+from argosy.models.microbatch import Microbatch
 from argosy.observe.events import read_lines
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.report import Report

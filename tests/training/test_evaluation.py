@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from argosy.data.packing import IGNORED
 from argosy.data.shards import TokenSource
 from argosy.errors import UserError
-from argosy.models.loss import IGNORED
 from argosy.parallel.world import World
 from argosy.training.evaluation import HeldOut, Score, evaluate, unigram_score
 from argosy.training.stop import StoppedEarly

@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 
 from argosy.config.optimizer import is_frozen
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.parallel.world import World
-from tiny import decoder, eager, losses, run_config, train_in, train_step
+from tiny import decoder, eager, losses, made_step, plain_adamw, run_config, train_in, train_step, whole_parameters
 from workers import WorkerPool
 
 STEPS, LR = 3, 1e-2
@@ -68,12 +68,8 @@ def trained(world: World, plan: str, sections: dict[str, dict[str, Any]]) -> tup
     model = step.state.model
     rows = ROWS[layout.rows_of(model.dp_rank, len(ROWS))]
     for _ in range(STEPS):
-        outcome = step.exchange(step.forward_backward(microbatches(rows, layout.microbatch, 0, world.device)))
-        step.apply(step.update(outcome, LR))
-        said += [outcome.loss, outcome.gradient_norm]
-    model.settle()
-    pieces = (*model.pieces, *model.frozen)
-    return said, {piece.name: piece.gather(piece.value.detach()).clone().numpy() for piece in pieces}
+        said += made_step(step, microbatches(rows, layout.microbatch, 0, world.device), LR)
+    return said, whole_parameters(model)
 
 
 def plain(frozen: str, **config: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -82,11 +78,7 @@ def plain(frozen: str, **config: Any) -> tuple[list[float], dict[str, torch.Tens
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not is_frozen(name, FROZEN[frozen]))
     left = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in left if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in left if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-6)
+    adam = plain_adamw(model, LR)
     (batch,) = microbatches(ROWS, len(ROWS), 0, torch.device("cpu"))
     for _ in range(STEPS):
         loss = model(batch.tokens_BT, batch.targets_BT, batch.positions_BT) / batch.targets_BT.numel()

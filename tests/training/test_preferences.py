@@ -16,12 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification
 
-from argosy.config.data import PrepareConfig
 from argosy.config.dump import save_run
 from argosy.data.packing import ID_MASK, MISMATCHED, REJECTED, START, TRAINED, Words
-from argosy.data.prepare import prepare
 from argosy.data.shards import TokenSource
-from argosy.data.tokenizer import train
 from argosy.errors import UserError
 from argosy.inference.evaluate import evaluate
 from argosy.inference.huggingface import export_checkpoint, import_checkpoint
@@ -29,10 +26,10 @@ from argosy.inference.loaded_model import generate
 from argosy.inference.trained_model import open_checkpoint
 from argosy.models import hf
 from argosy.models.decoder import Decoder
+from argosy.models.microbatch import compared_microbatches
 from argosy.parallel.world import World
-from argosy.training.rows import compared_microbatches
 from chats import SEQ_LEN, reference_of, rows_of, scores
-from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
+from tiny import MODEL, decoder, eager, losses, made_step, plain_adamw, prepare_chats, run_config, train_in, train_step
 from workers import WorkerPool
 
 STEPS, LR, BATCH = 10, 1e-2, 4
@@ -88,9 +85,7 @@ def trained(world: World, plan: str, objective: str, model: dict[str, Any]) -> l
         part = slice(*layout.rows_of(parallel.dp_rank, BATCH).indices(BATCH)[:2])
         rows, values = of_all[number * BATCH :][part], known[number * BATCH :][part]
         batch = compared_microbatches(rows, layout.microbatch, world.device, is_judged, values)
-        outcome = step.exchange(step.forward_backward(batch))
-        step.apply(step.update(outcome, LR_OF.get(objective, LR)))
-        said += [outcome.loss, outcome.gradient_norm]
+        said += made_step(step, batch, LR_OF.get(objective, LR))
     return said
 
 
@@ -131,11 +126,7 @@ def _pair_loss(objective: str, w: Tensor, nw: int, ref_w: float, l: Tensor, nl: 
 def plain(objective: str, keys: dict[str, Any]) -> list[float]:
     model, said, rows = decoder(**model_keys(objective, **keys)), [], ROWS[objective == "kto"]
     known = reference_of(model, rows)
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=LR_OF.get(objective, LR), betas=(0.9, 0.95), eps=1e-6)
+    adam = plain_adamw(model, LR_OF.get(objective, LR))
     for number in range(STEPS):
         part = slice(number * BATCH, (number + 1) * BATCH)
         loss = published(objective, model, rows[part], known[part])
@@ -230,18 +221,4 @@ def prepared(tmp_path: Path, objective: str) -> Path:
         good, bad = {"prompt": f"{n} + {n}?", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1} or so"}, n % 2 == 0
         judged = {"prompt": good["prompt"], "completion": good["chosen" if bad else "rejected"], "label": bad}
         lines.append(json.dumps(good if objective == "dpo" else judged))
-    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    train(lines, MODEL["vocab_size"], tmp_path / "tokenizer.json")
-    prepare(
-        PrepareConfig(
-            input=(str(tmp_path / "chats.jsonl"),),
-            out=tmp_path / "prepared",
-            tokenizer=tmp_path / "tokenizer.json",
-            chat_template="chatml",
-            objective=objective,  # type: ignore[arg-type]
-            seq_len=192,
-            validation_fraction=0.1,
-            processes=1,
-        )
-    )
-    return tmp_path / "prepared"
+    return prepare_chats(tmp_path, lines, objective, 192)

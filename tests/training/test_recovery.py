@@ -21,7 +21,7 @@ from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.memory import NODE, MemoryCheckpointer, memory_checkpoints_in
 from argosy.config.schema import CheckpointConfig, RunConfig
 from argosy.errors import StorageError
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.observe.events import Events
 from argosy.observe.screen import Progress

@@ -21,6 +21,7 @@ from argosy.plan.cost.economy import MEMORY_CHECKPOINTS_MAY_COST, memory_checkpo
 from argosy.training.bad_steps import MOST_REWINDS
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.loop import train
+from argosy.training.parts import Parts
 from argosy.training.saving import MemoryCheckpointPace
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal, WorldIsOver
@@ -111,7 +112,7 @@ def trainer(corpus: Path, tmp_path: Path) -> Iterator[Trainer]:
     heartbeat = Heartbeat(tmp_path)
     with ExitStack() as stack:
         stack.callback(heartbeat.close)
-        made = stack.enter_context(Trainer(run, EAGER, World(), tmp_path, StopSignal(), Survivor(), heartbeat))
+        made = stack.enter_context(Trainer(Parts(run, EAGER, World(), tmp_path, StopSignal(), Survivor(), heartbeat)))
         stack.callback(made.agreement.saving.close)
         made.restore_or_initialize()
         yield made

@@ -12,17 +12,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from argosy.config.data import PrepareConfig
 from argosy.data.packing import ID_MASK, TRAINED
-from argosy.data.prepare import prepare
 from argosy.data.shards import TokenSource
-from argosy.data.tokenizer import train
 from argosy.models.decoder import Decoder
+from argosy.models.microbatch import microbatches
 from argosy.parallel.world import World
 from argosy.training.evaluation import HeldOut
-from argosy.training.rows import microbatches_of
 from chats import SEQ_LEN, conversations, rows_of
-from tiny import MODEL, decoder, eager, losses, run_config, train_in, train_step
+from tiny import decoder, eager, losses, made_step, plain_adamw, prepare_chats, run_config, train_in, train_step
 from workers import WorkerPool
 
 STEPS, LR, BATCH = 10, 1e-2, 8
@@ -48,9 +45,7 @@ def trained(world: World, plan: str, **model: Any) -> list[float]:
     step = train_step(world, layout, **sections(**model))
     for number in range(len(ROWS) // BATCH):
         rows = ROWS[number * BATCH :][layout.rows_of(step.state.model.dp_rank, BATCH)]
-        outcome = step.exchange(step.forward_backward(microbatches_of(rows, layout.microbatch, 0, world.device)))
-        step.apply(step.update(outcome, LR))
-        said += [outcome.loss, outcome.gradient_norm]
+        said += made_step(step, microbatches(rows, layout.microbatch, 0, world.device), LR)
     return said
 
 
@@ -76,11 +71,7 @@ def plain_step(model: Decoder, rows: np.ndarray) -> torch.Tensor:
 
 def plain(**model_keys: Any) -> list[float]:
     model, said = decoder(**model_keys), []
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-6)
+    adam = plain_adamw(model, LR)
     for number in range(len(ROWS) // BATCH):
         loss = plain_step(model, ROWS[number * BATCH : (number + 1) * BATCH])
         loss.backward()
@@ -121,21 +112,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
         json.dumps({"prompt": f"What is {n} + {n}?", "completion": f"It is {2 * n}, as {n} is half of it."})
         for n in range(300)
     ]
-    (folder / "chats.jsonl").write_text("\n".join(lines))
-    train(lines, MODEL["vocab_size"], folder / "tokenizer.json")
-    prepare(
-        PrepareConfig(
-            input=(str(folder / "chats.jsonl"),),
-            out=folder / "prepared",
-            tokenizer=folder / "tokenizer.json",
-            chat_template="chatml",
-            objective="sft",
-            seq_len=128,
-            validation_fraction=0.1,
-            processes=1,
-        )
-    )
-    return folder / "prepared"
+    return prepare_chats(folder, lines, "sft", 128)
 
 
 def test_a_stopped_run_goes_on_bit_for_bit_and_scores_answers(workers: WorkerPool, chats: Path, tmp_path: Path) -> None:
@@ -157,8 +134,8 @@ def test_a_stopped_run_goes_on_bit_for_bit_and_scores_answers(workers: WorkerPoo
 
 def test_text_may_be_mixed_in() -> None:
     text = np.random.default_rng(0).integers(1, 400, (1, SEQ_LEN + 1)).astype(np.int32)
-    (both,) = microbatches_of(np.concatenate([ROWS[:1], text]), 2, 0, torch.device("cpu"))
-    (chat,) = microbatches_of(ROWS[:1], 1, 0, torch.device("cpu"))
+    (both,) = microbatches(np.concatenate([ROWS[:1], text]), 2, 0, torch.device("cpu"))
+    (chat,) = microbatches(ROWS[:1], 1, 0, torch.device("cpu"))
     assert both.counted == chat.counted + SEQ_LEN
     assert torch.equal(both.targets_BT[0], chat.targets_BT[0])
     assert torch.equal(both.targets_BT[1], torch.from_numpy(text[0, 1:].astype(np.int64)))

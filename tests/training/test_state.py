@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.parallel.world import World
 from argosy.training.state import StepUpdate, TrainState
 from tiny import EAGER, train_step

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.parallel.world import World
 from argosy.precision import LossScaler
 from argosy.training.step import Requests, StepOutcome

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from argosy.data.packing import MISMATCHED, REJECTED, START, TRAINED, Words
+from argosy.models.microbatch import compared_microbatches, microbatches
 from argosy.parallel.world import World
-from argosy.training.rows import compared_microbatches, microbatches_of
 from chats import SEQ_LEN, VOCABULARY, reference_of, rows_of
-from tiny import decoder, eager, train_step
+from tiny import decoder, eager, made_step, train_step
 from workers import WorkerPool
 
 STEPS, LR, EPS, BATCH = 10, 2e-3, 1e-6, 4
@@ -98,13 +98,11 @@ def ours(world: World, plan: str, objective: str, kind: str) -> list[float]:
         part = slice(*layout.rows_of(step.state.model.dp_rank, BATCH).indices(BATCH)[:2])
         mine = of_all[number * BATCH :][part]
         if known is None:
-            batch = microbatches_of(mine, layout.microbatch, 0, world.device)
+            batch = microbatches(mine, layout.microbatch, 0, world.device)
         else:
             values = known[number * BATCH :][part]
             batch = compared_microbatches(mine, layout.microbatch, world.device, objective == "kto", values)
-        outcome = step.exchange(step.forward_backward(batch))
-        step.apply(step.update(outcome, LR))
-        said += [outcome.loss, outcome.gradient_norm]
+        said += made_step(step, batch, LR)
     return said
 
 

@@ -4,7 +4,7 @@ that these came from. Both together are a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from argosy.models.user_code import load_family
 from argosy.plan.parameters import Table, adapter_of, run_table, state_table
 
 
-def find_weights(path: Path, sha256: str = "", check: Callable[[Checkpoint], str | None] = problem_of) -> Checkpoint:
+def find_weights(path: Path, sha256: str = "") -> Checkpoint:
     """Return the checkpoint with the weights that a run starts from: the one at `path`, a run folder or checkpoint; if
     `sha256` is given, that with this manifest, there or beside it.
 
@@ -44,9 +44,9 @@ def find_weights(path: Path, sha256: str = "", check: Callable[[Checkpoint], str
         if not known:
             raise _others(path, sha256, "no checkpoint there is these. Name the run folder that has them")
         found = known[0]
-        if problem := check(found):
+        if problem := problem_of(found):
             raise UserError(f"{problem}. The adapter needs it: restore it from a copy.")
-    found = found or store.find(path, check)
+    found = found or store.find(path, problem_of)
     if found.manifest.base_sha256:
         raise UserError(
             f"model.weights = {path}: {found.folder} holds an adapter alone, not whole weights. Merge it with its own "

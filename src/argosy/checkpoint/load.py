@@ -51,15 +51,14 @@ def problem_of(checkpoint: Checkpoint, rank: int = 0, size: int = 1) -> str | No
 
 
 @torch.no_grad()
-def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint, may_lack: bool = True) -> None:
+def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> None:
     """Fill the tensors of `parts`, this rank's, in place; a tensor that the checkpoint lacks stays as it is.
 
-    Numbers are converted to the dtypes of the tensors. may_lack: False if every tensor must be there.
-
-    Raises: UserError if a tensor is of another shape there, or must be there and is not, before anything is read.
+    Numbers are converted to the dtypes of the tensors. Raises: UserError if a tensor is of another shape there, before
+    anything is read.
     """
     with opened(checkpoint) as held:
-        found = [box for box in parts if box.name in held or not may_lack]
+        found = [box for box in parts if box.name in held]
         check_all_there(found, checkpoint, held)
         for box in found:
             way = cover(box, held[box.name])

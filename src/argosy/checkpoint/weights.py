@@ -95,7 +95,7 @@ def fill_from_folder(
 def fill_from_checkpoint(
     parts: Mapping[Box, Tensor | QuantisedWeight], checkpoint: Checkpoint, before_each: Callable[[], None]
 ) -> None:
-    """The same from a checkpoint. Raises: UserError, before any is filled, if one is missing or has another shape."""
+    """Fill them from a checkpoint. Raises: UserError, before any is filled, if one is missing or has another shape."""
     with opened(checkpoint) as held:
         shapes = {box.name.removeprefix(MODEL): box.whole for box in parts}
         fill(parts, CheckpointWeights(checkpoint, held, shapes), before_each)

@@ -28,7 +28,7 @@ MISMATCHED = 8 << ID_BITS
 """At a START: an answer to another prompt, from which KTO estimates its KL term."""
 
 IGNORED = -100
-"""A target that is not counted, as `models.loss.IGNORED`."""
+"""A target that is not counted."""
 
 OPEN_ROWS = 256
 """Rows that are filled at once. With more, rows have a little less padding."""

@@ -18,6 +18,7 @@ import yaml
 
 from argosy.config.dump import dump
 from argosy.config.launch import LeaseUrl
+from argosy.config.load import RUN_FILE
 from argosy.engines.engine import RunJob
 from argosy.errors import DataError, Poisoned, RunFailed, StorageError, UserError
 from argosy.processes.secret import VALUE
@@ -28,7 +29,7 @@ JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 ACCOUNT = "argosy"
 """The service account of the pods, and the role that lets them hold the lease."""
-RUN_FOLDER, RUN_FILE = "/etc/argosy", "run.toml"
+RUN_FOLDER = "/etc/argosy"
 SPARE_S = 30
 """Time that is added to `grace_s` before Kubernetes kills a pod."""
 LOST_PODS = 6

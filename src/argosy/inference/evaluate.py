@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from argosy.errors import UserError
-from argosy.inference.members import open_together, score_in_processes, score_tasks_in_processes
+from argosy.inference.members import open_together, score_in_processes
 from argosy.inference.plans import plan_named, run_to_score
 from argosy.inference.rank_model import EvaluateRequest, score
 from argosy.inference.tasks import TaskRequest, score_tasks
@@ -55,7 +55,8 @@ def evaluate(
     layout = plan_named(plan)
     run_to_score(source.run, layout, length)  # what is wrong is said before processes start
     if world is None and layout.world_size > 1:
-        return score_in_processes(source, layout, asked)
+        found: Score = score_in_processes(source, layout, Score, held_out=asked)
+        return found
     return score(source, layout, world or World(device=default_device()), asked.read(source))
 
 
@@ -87,7 +88,7 @@ def evaluate_tasks(
     run_to_score(source.run, layout, length)
     asked = TaskRequest(list(tasks), fewshot, limit, length, trust_code)
     if world is None and layout.world_size > 1:
-        found = score_tasks_in_processes(source, layout, asked)
+        found: TaskScores = score_in_processes(source, layout, TaskScores, tasks=asked)
     else:
         found = score_tasks(source, layout, world or World(device=default_device()), asked)
     if isinstance(source, TrainedModel) and (world is None or world.is_first):

@@ -23,7 +23,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.data.manifest import TOKENIZER
-from argosy.data.stores.model_folder import refuse_existing
+from argosy.data.stores.model_folder import HUB, refuse_existing
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import UserError
@@ -149,7 +149,7 @@ def write_run(
         write_weights(partial, manifest, weights)
 
 
-HUB, HUB_DATA = "hf://", "hf://datasets/"
+HUB_DATA = f"{HUB}datasets/"
 MOST_BYTES = 2**24
 """No report or README of ours is larger."""
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")

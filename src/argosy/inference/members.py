@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,27 +156,20 @@ class InProcesses:
                 return message
 
 
-def score_in_processes(source: SomeModel, plan: Plan, asked: EvaluateRequest) -> Score:
-    """Return `rank_model.score` of held-out text in as many processes as `plan` is for.
-
-    Raises: UserError, RunFailed.
+def score_in_processes(
+    source: SomeModel,
+    plan: Plan,
+    kind: Any,
+    held_out: EvaluateRequest | None = None,
+    tasks: TaskRequest | None = None,
+) -> Any:
+    """Return the scores of held-out text (`Score`) or of tasks (`TaskScores`), computed in as many processes as `plan`
+    is for. kind: which of the two types. Raises: UserError, RunFailed.
     """
     check_devices(plan)
     with closing(LocalWorld(MEMBER, plan.world_size, "the evaluation")) as world:
-        world.send("load", data=[encode(_request(source, plan, asked), LoadRequest)])
-        _, message = world.receive()
-        found: Score = from_text(message["score"], Score)
-        return found
-
-
-def score_tasks_in_processes(source: SomeModel, plan: Plan, asked: TaskRequest) -> TaskScores:
-    """Return `tasks.score_tasks` in as many processes as `plan` is for. Raises: UserError, RunFailed."""
-    check_devices(plan)
-    with closing(LocalWorld(MEMBER, plan.world_size, "the evaluation")) as world:
-        world.send("load", data=[encode(_request(source, plan, tasks=asked), LoadRequest)])
-        _, message = world.receive()
-        found: TaskScores = from_text(message["score"], TaskScores)
-        return found
+        world.send("load", data=[encode(_request(source, plan, held_out, tasks), LoadRequest)])
+        return from_text(world.receive()[1]["score"], kind)
 
 
 def _request(
@@ -225,16 +219,15 @@ def main() -> None:
         asked: LoadRequest = decode(inbox.next()["data"][0], LoadRequest, "the asker")
         world = join_world(LaunchConfig(timeout_s=asked.timeout_s))
         source = open_model(asked.place, check=lambda checkpoint: None)  # the asker has read it back
+        scores = ""
         if asked.held_out is not None:
-            found = score(source, asked.plan, world, asked.held_out.read(source))
+            scores = to_text(score(source, asked.plan, world, asked.held_out.read(source)), Score)
+        elif asked.tasks is not None:
+            scores = to_text(score_tasks(source, asked.plan, world, asked.tasks), TaskScores)
+        if scores:
             if world.is_first:
-                asker.send("scored", score=to_text(found, Score))
+                asker.send("scored", score=scores)
             inbox.next()  # there is nothing more: the asker ends this process
-        if asked.tasks is not None:
-            scores = score_tasks(source, asked.plan, world, asked.tasks)
-            if world.is_first:
-                asker.send("scored", score=to_text(scores, TaskScores))
-            inbox.next()
         model = RankModel(source, asked.plan, world)
         asker.send("loaded")
         while True:

@@ -1,7 +1,4 @@
-"""A trained model where it lies: a run's checkpoint, or a Hugging Face folder; its run, tokenizer and weights.
-
-The plan by which a model is used, not trained, is made here (`plan_to_use`): not all of a plan counts then.
-"""
+"""A trained model where it lies: a run's checkpoint, or a Hugging Face folder; its run, tokenizer and weights."""
 
 from __future__ import annotations
 

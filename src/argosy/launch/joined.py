@@ -118,9 +118,6 @@ def _reader(metrics: NodeMetrics, folder: Path, pids: list[int], world_size: int
         metrics.write(readings, world_size)
 
 
-TASKS, NODES, NODE = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"
-
-
 def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False) -> Report | None:
     """Train in the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 

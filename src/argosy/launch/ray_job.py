@@ -13,8 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, BinaryIO
@@ -113,13 +112,8 @@ class _Stop:
         self.since_s: float | None = None
         """The time of the first one; None: there was none."""
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take it in this block."""
-        with signals_to(self._note, signal.SIGTERM):
-            yield
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Take it."""
         self.since_s = self.since_s or time.monotonic()
 
     def check(self) -> None:
@@ -134,7 +128,7 @@ def _held(request: RunJob, log: Log) -> int:
 
     share = Share.of(request.nodes, request.cpus_per_node, request.gpus_per_node)
     patience_s, stop = request.run.resilience.coordinator_timeout_s, _Stop()
-    with stop.listening():
+    with signals_to(stop.note, signal.SIGTERM):
         group = reserve(share, patience_s, lambda why: log.put(f"{WAITING}{why}\n".encode()), lambda: not stop.since_s)
         stop.check()
         log.say(f"an agent on each of {share}" if share.nodes > 1 else f"an agent on {share}")

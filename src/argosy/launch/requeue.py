@@ -21,7 +21,7 @@ from argosy.sync.layout import kept_in
 from argosy.watch.reader import RunReader, is_run
 
 AGENT_RESTARTS = RestartPolicy(most_failures=3, pause_s=2.0)
-"""Of a batch job and of a node's agent; progress is a step more than before."""
+"""The restarts of a batch job and of a node's agent; progress is a step more than before."""
 KILLED = 137
 """Exit code of a command that SIGKILL has ended."""
 

@@ -17,14 +17,15 @@ from argosy.config.train import check_targets
 from argosy.data.crew import PrepareProgress
 from argosy.data.loader import OpenData, open_data
 from argosy.data.manifest import NAME as MANIFEST
-from argosy.data.manifest import Manifest
+from argosy.data.manifest import TOKENIZER, Manifest
 from argosy.data.prepare import prepare
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
 from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.stores.store import is_url, spelled, upload
-from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_of
+from argosy.data.tokenizer import Tokenizer, how_to_prepare, tokenizer_of, usage_of
 from argosy.errors import DataError, RunFailed, UserError, first_error
+from argosy.files import atomic_write, make_folder
 from argosy.observe.screen import Progress
 from argosy.observe.terminal import printable
 from argosy.plan.cost.estimate import GIB
@@ -145,13 +146,23 @@ def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
 
 
 def _with_tokenizer(run: RunConfig) -> RunConfig:
-    """Return the run such that its text is prepared with the tokenizer of its weights, if it names no other."""
+    """Return the run such that its text is prepared with the tokenizer of its weights, if it names no other.
+
+    That of a URL is kept in a folder beside the prepared data, with the chat template.
+    """
     prepare, weights = run.data.prepare, run.model.weights
-    if not prepare.input or prepare.tokenizer or weights is None or is_url(weights):
+    if not prepare.input or prepare.tokenizer or weights is None:
         return run
-    if run.train.objective == "pretrain" and tokenizer_of(weights) is None:
+    tokenizer, folder = tokenizer_of(weights), weights
+    if tokenizer is None and (run.train.objective == "pretrain" or is_url(weights)):
         return run
-    prepare = prepare.model_copy(update={"tokenizer": weights})
+    if tokenizer is not None and is_url(weights):
+        folder = prepare.out.with_name(f"{prepare.out.name}-tokenizer")
+        make_folder(folder)
+        for name, content in {TOKENIZER: tokenizer, **usage_of(weights)}.items():
+            with atomic_write(folder / name) as file:
+                file.write(content)
+    prepare = prepare.model_copy(update={"tokenizer": folder})
     return run.model_copy(update={"data": run.data.model_copy(update={"prepare": prepare})})
 
 

@@ -35,7 +35,7 @@ SERVER = "argosy.training.server.main"
 PLAN = Plan.parse("sync=async")
 """Text of the plan.toml of the whole run: each worker has a plan of its own."""
 SERVER_RESTARTS = RestartPolicy(most_failures=5, pause_s=1.0, progress_s=10.0, finish_s=120.0)
-"""Of a server. finish_s: it may take so long to save."""
+"""The restarts of a server. finish_s: it may take so long to save."""
 SIGNAL_LOOK_S = 0.2
 """Interval between looks for a signal."""
 SERVED = ("loss", "optimizer", "family", "sink")

@@ -45,11 +45,11 @@ class _Block(NamedTuple):
     """Queries of `count` equal segments, and the keys that they see."""
 
     queries: slice
-    """Of all segments, laid end to end."""
+    """The queries of all segments, laid end to end."""
     keys: slice
     segments: int
     of_queries: slice
-    """Of each segment."""
+    """The queries of each segment."""
     of_keys: slice
     seen: Seen
 

@@ -1,26 +1,20 @@
-"""The decoder-only transformer that all families share; their differences are data (`ModelConfig`). And its input:
-microbatches of token ids, cut from rows.
-"""
+"""The decoder-only transformer that all families share; their differences are data (`ModelConfig`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.accelerator import sent_to
 from argosy.config.model import ModelConfig
 from argosy.models.attention import Documents
 from argosy.models.dropout import AdapterDropout, mask_keys_of_layer
 from argosy.models.experts import feed_forward_of
 from argosy.models.layers import Norm, embedding, linear, local, norm
 from argosy.models.loss import (
-    IGNORED,
     ChunkLoss,
     IsLikeliest,
     chunk_loss_and_gradient,
@@ -47,72 +41,6 @@ from argosy.plan.layer_spec import RopeSpec, TemperatureSpec, layer_spec
 from argosy.plan.mup import logit_factor
 from argosy.plan.parameters import Stage, Table, block_table, layers_on, parameter_table
 
-
-@dataclass(frozen=True)
-class Microbatch:
-    """The rows that go through the model at once. They are whole; each rank takes its part of them by the layout."""
-
-    tokens_BT: Tensor
-    targets_BT: Tensor
-    """The token after each token."""
-    positions_BT: Tensor
-    """Each token's place in its document."""
-    documents: Documents
-    """The documents of the rows."""
-    counted: int
-    """Targets that count, known without waiting for the device; of preferences, those of chosen answers."""
-    sequences: Sequences | None = None
-    """The sequences that preferences compare."""
-    answers: int = 0
-    """Pairs, or answers that were judged."""
-    further_BTn2: Tensor | None = None
-    """Inputs and targets of multi-token prediction (`mtp.further_tokens`), where it is trained."""
-    mask_keys_BT: Tensor | None = None
-    """The numbers that `lora.dropout` draws from (`dropout.mask_keys`), of whole rows."""
-
-
-def microbatches(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
-    """Cut `rows` (int32 [n, T+1], overlapping windows of the token stream) into microbatches of `size` rows."""
-    return [_microbatch(rows[i : i + size], end_of_document, device) for i in range(0, len(rows), size)]
-
-
-def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) -> Microbatch:
-    host = torch.from_numpy(rows.astype(np.int64))
-    tokens, targets = (
-        host[:, :-1].clone(),
-        host[:, 1:].clone(),
-    )  # not contiguous(), which returns a view if there is one row
-    return microbatch_of(tokens, targets, document_positions(tokens, end_of_document), device)
-
-
-def microbatch_of(
-    tokens_BT: Tensor,
-    targets_BT: Tensor,
-    positions_BT: Tensor,
-    device: torch.device,
-    sequences: Sequences | None = None,
-) -> Microbatch:
-    """Return the microbatch of these rows, int64 in host memory, on `device`."""
-    counted = int((targets_BT != IGNORED).sum())
-    documents = Documents.of(positions_BT)
-    tokens_BT, targets_BT, positions_BT, starts = (
-        sent_to(device, part) for part in (tokens_BT, targets_BT, positions_BT, documents.starts)
-    )
-    sequences = sequences and Sequences(*(sent_to(device, part) for part in sequences))
-    return Microbatch(tokens_BT, targets_BT, positions_BT, Documents(starts, documents.on_host), counted, sequences)
-
-
-def document_positions(tokens_BT: Tensor, end_of_document: int) -> Tensor:
-    """Each token's place in its document, counted from 0; each row starts one.
-
-    The mark that ends a document opens the next: the next document's first token is predicted from it alone. So
-    every target is meaningful, no loss is masked, and generation without a prompt starts from the mark.
-    """
-    index_T = torch.arange(tokens_BT.shape[1])
-    starts_BT = torch.where(tokens_BT == end_of_document, index_T, 0).cummax(dim=1).values
-    return index_T - starts_BT
-
-
 Places = RopeSpec | TemperatureSpec
 
 
@@ -123,7 +51,7 @@ class _Rows(NamedTuple):
     documents: dict[int, Documents | None]
     """By the chunk of a layer, 0 without one: `documents` of `attention.packed_attention`."""
     mask_keys: Tensor | None
-    """Those of the tokens that this rank computes, int64 [B, t]."""
+    """The mask keys of the tokens that this rank computes, int64 [B, t]."""
 
     def mask_keys_of(self, layer: int) -> Tensor | None:
         return None if self.mask_keys is None else mask_keys_of_layer(self.mask_keys, layer)
@@ -136,7 +64,7 @@ class Block(nn.Module):
     """Attention and feed-forward, each added to the residual stream, with norms where `model.norms` places them."""
 
     dropout: AdapterDropout | None = None
-    """That of its adapters, if they drop (`models.adapters`)."""
+    """The dropout of its adapters, if they drop (`models.adapters`)."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()

@@ -84,7 +84,7 @@ class HeldWeights(LazyWeights):
 
 
 class FolderWeights(LazyWeights):
-    """Those of a Hugging Face folder. What was fused with a weight is kept until something else is asked for."""
+    """The weights of a Hugging Face folder. What was fused with a weight is kept until something else is asked for."""
 
     def __init__(
         self, pieces: Sequence[Conversion], stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from argosy.data.packing import IGNORED
+
 # N tokens (batch and sequence flattened), C tokens of a chunk, D model width, V vocabulary
 
 CHUNK_LOGITS = 8 * 2**20
 """Logits computed at once (32 MiB in fp32): enough for full-speed matmuls, few enough for caches."""
-IGNORED = -100
-"""A target that is not counted."""
 
 ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """`chunk_loss_and_gradient`, maybe compiled, or a version for ranks that each have a part of the vocabulary."""

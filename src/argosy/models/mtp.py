@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from argosy.config.model import ModelConfig
+from argosy.data.packing import IGNORED
 from argosy.models.dropout import AdapterDropout
 from argosy.models.layers import linear, norm
-from argosy.models.loss import IGNORED
 from argosy.plan.parameters import prediction_table
 
 # B batch, T tokens, D model width, n modules
@@ -23,7 +23,7 @@ class PredictionModule(nn.Module):
     """Parameters of a module besides its block: norms of both inputs, their projection, the norm before the head."""
 
     dropout: AdapterDropout | None = None
-    """That of the projection's adapter, if it drops (`models.adapters`)."""
+    """The dropout of the projection's adapter, if it drops (`models.adapters`)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

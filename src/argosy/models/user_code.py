@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from argosy.config.model import FAMILIES, ModelConfig
 from argosy.config.schema import RunConfig
+from argosy.data.packing import IGNORED
 from argosy.errors import RunFailed, UserError
 from argosy.extend.declared import CodeFile, Declaration
 from argosy.extend.loading import Extension, find, where
 from argosy.models.layers import ACTIVATIONS, Activation
-from argosy.models.loss import IGNORED
 
 # C tokens of a chunk, V vocabulary
 

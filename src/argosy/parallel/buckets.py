@@ -113,7 +113,7 @@ class Bucket:
 
     def gather_up(self) -> Tensor:
         """Return this rank's gradients, a row for each rank."""
-        rows = [_in_rows(_gradient(piece), self._n, width) for piece, width in self._widths()]
+        rows = [_in_rows(gradient_of(piece), self._n, width) for piece, width in self._widths()]
         if self._k > 1:
             rows = [segment.cut(row, self._k) for segment, row in zip(self._segments, rows, strict=True)]
         return torch.cat(rows, dim=-1).flatten(1).to(self._dtype)
@@ -307,7 +307,8 @@ def _in_rows(tensor: Tensor, n: int, width: int) -> Tensor:
     return (F.pad(flat, (0, missing)) if missing else flat).view(n, width)  # to pad by nothing would copy
 
 
-def _gradient(piece: PlacedPiece) -> Tensor:
+def gradient_of(piece: PlacedPiece) -> Tensor:
+    """Return this rank's part of the gradient that autograd has left in the piece's parameter."""
     gradient = piece.parameter.grad
     assert gradient is not None, f"{piece.name}: every parameter takes part in every step"
     return local(gradient)

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.models.decoder import Decoder
 from argosy.models.experts import moe_layers
-from argosy.models.layers import local
-from argosy.parallel.buckets import Bucket, Gathering, GradientSync, SumRanks, cut
+from argosy.parallel.buckets import Bucket, Gathering, GradientSync, SumRanks, cut, gradient_of
 from argosy.parallel.gradients import is_sum, sum_of_bits
 from argosy.parallel.pieces import PlacedPiece
 from argosy.sync.compressor import Lane, Moment
@@ -96,9 +95,7 @@ class GradientSum:
             self.is_sound = self._check(received)
         self._expected = 0
         for piece in self._alone:
-            gradient = piece.parameter.grad
-            assert gradient is not None, f"{piece.name}: every parameter takes part in every step"
-            piece.value.grad = local(gradient)
+            piece.value.grad = gradient_of(piece)
 
     def after_update(self) -> None:
         """Once the optimizer has changed the pieces' values, begin to give them to the ranks that share them.
@@ -246,9 +243,7 @@ class FullySharded:
         if self.over_replicas:
             return
         for piece in self._pieces:
-            gradient = piece.parameter.grad
-            assert gradient is not None, f"{piece.name}: every parameter takes part in every step"
-            piece.value.grad = local(gradient)
+            piece.value.grad = gradient_of(piece)
 
     def after_update(self) -> None:
         """Do nothing: the values are gathered when they are next used."""

@@ -29,7 +29,7 @@ FRAME = struct.Struct("<4sIQI")
 """Mark, hash of the type, bytes of what follows, its CRC-32."""
 MARK = b"ARG1"
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-"""Those that a tensor in a message may have."""
+"""The dtypes that a tensor in a message may have."""
 
 
 class WrongMessage(ArgosyError):

@@ -50,10 +50,10 @@ class Replicas:
     """This rank's view of the replicas of what it has."""
 
     across: tuple[dist.ProcessGroup, ...] = ()
-    """Those that sum last, a group for each message that a sum may take; none where this rank is the only one. On a
+    """The groups that sum last, one for each message that a sum may take; none where this rank is the only one. On a
     CPU no two are one: then a bucket's first message need not wait for the second of the bucket before."""
     inside: tuple[SumTier, ...] = ()
-    """Those that sum before, nearest first."""
+    """The tiers that sum before, nearest first."""
 
 
 class Meshes:

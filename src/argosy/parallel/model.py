@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from argosy.config.schema import RunConfig
-from argosy.models.decoder import Decoder, Microbatch
+from argosy.models.decoder import Decoder
 from argosy.models.experts import MoE
+from argosy.models.microbatch import Microbatch
 from argosy.models.mtp import further_tokens
 from argosy.models.preference import Preference
 from argosy.observe.clock import StepClock

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from argosy.faults import fault
 from argosy.models.attention import Documents
-from argosy.models.decoder import Decoder, Microbatch
+from argosy.models.decoder import Decoder
+from argosy.models.microbatch import Microbatch
 from argosy.models.preference import Sequences
 from argosy.observe.clock import StepClock
 from argosy.plan.pipeline import ScheduleRule
@@ -106,7 +107,7 @@ class Pipeline:
             for stage, part in parts.items()
         ]
         self._documents: list[Documents] = []
-        """Those of the step's microbatches."""
+        """The documents of the step's microbatches."""
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
         for part in parts.values():
             part.register_forward_pre_hook(self._with_documents, with_kwargs=True)

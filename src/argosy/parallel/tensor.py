@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from argosy.data.packing import IGNORED
 from argosy.models.adapters import LowRank
 from argosy.models.attention import Attention
 from argosy.models.decoder import Decoder
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.models.initialize import offset_of
 from argosy.models.layers import Embedding, FeedForward, Linear, RMSNorm, local
-from argosy.models.loss import IGNORED, ChunkLoss
+from argosy.models.loss import ChunkLoss
 from argosy.models.mla import LatentAttention
 from argosy.plan.parameters import INPUTS, Table
 from argosy.sync.compressor import all_gather_single, reduce_scatter_single

@@ -30,7 +30,7 @@ from argosy.checkpoint.exchange import travels
 from argosy.checkpoint.shards import box_bytes, write_shard
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches, with_mask_keys
 from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
 from argosy.parallel.apply import apply
@@ -45,7 +45,6 @@ from argosy.simulate.fake_cuda import CUDA, META, FakeCudaMode, MisplacedTensor,
 from argosy.simulate.rank import without_values
 from argosy.training.evaluation import HeldOut, evaluate
 from argosy.training.records import Records
-from argosy.training.rows import with_mask_keys
 from argosy.training.services.noise_scale import NoiseScale, check_can_estimate
 from argosy.training.services.norms import LayerNorms
 from argosy.training.state import TrainState

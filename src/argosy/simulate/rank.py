@@ -18,7 +18,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
-from argosy.models.decoder import Decoder, Microbatch, microbatches
+from argosy.models.decoder import Decoder
+from argosy.models.microbatch import Microbatch, microbatches, with_mask_keys
 from argosy.parallel.apply import apply
 from argosy.parallel.offload import ActivationOffload
 from argosy.parallel.world import World
@@ -28,7 +29,6 @@ from argosy.plan.plan import Plan
 from argosy.simulate.fake import FakeMemoryMode, fake_memory, fake_world, replaced
 from argosy.simulate.record import Pass, Recorder, Trace
 from argosy.simulate.repeat import grown, layers_alike
-from argosy.training.rows import with_mask_keys
 from argosy.training.state import StepUpdate, TrainState
 from argosy.training.step import Step
 

@@ -82,7 +82,7 @@ class WorkerReady(WireRecord):
     kind: Literal["ready"] = "ready"
     slot: Slot
     generation: Count
-    """That of the world that it left because of `why`; 0 if it was in none."""
+    """The generation of the world that it left because of `why`; 0 if it was in none."""
     why: Text = ""
 
 

@@ -12,8 +12,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -76,7 +75,7 @@ class Driver:
         Raises: RunFailed if the trials fail alike; Interrupted after a signal, once those that run have saved;
         UserError if the place where trials run refuses.
         """
-        with self._signals():
+        with signals_to(self._end_by_signal, signal.SIGINT, signal.SIGTERM):
             while not self._stop.is_set():
                 self._collect()
                 trials = self._judged()
@@ -299,16 +298,9 @@ class Driver:
             if jobs:
                 self._stop.wait(min(1.0, self._trials.poll_s))
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM as the wish to end; their handlers are those of before afterwards."""
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            self._signal = number
-            self._stop.set()
-
-        with signals_to(handle, signal.SIGINT, signal.SIGTERM):
-            yield
+    def _end_by_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        self._stop.set()
 
 
 def brackets_of(sweep: Sweep) -> list[Bracket]:

@@ -52,7 +52,7 @@ class Line(WireRecord, ser_json_inf_nan="constants"):
     samples: dict[SiteName, Ranges]
     """The samples of the sites that took part."""
     skipped: dict[SiteName, Ranges]
-    """Those of them that no update was made from, because of bad steps."""
+    """The samples among them that no update was made from, because of bad steps."""
     members: list[SiteName]
     """The sites that the round that this line deals out is dealt out to."""
     dealt: dict[SiteName, Ranges] | None
@@ -184,7 +184,7 @@ class RoundLedger(LedgerFile):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.lines: list[Line] = []
-        """Those up to the first that is damaged."""
+        """The lines up to the first that is damaged."""
         self.tokens = 0
         """Tokens that it counts, of all sites."""
         self.damage = ""

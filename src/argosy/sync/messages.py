@@ -337,7 +337,7 @@ class NextTask(NumberedMessage):
 
     epoch: Id
     version: Count
-    """That of the weights to use."""
+    """The version of the weights to use."""
 
 
 class DealtWork(NextTask):

@@ -15,18 +15,18 @@ import torch
 from argosy.config.schema import RunConfig
 from argosy.config.train import PreferenceConfig
 from argosy.data.manifest import TOKENIZER
-from argosy.data.packing import ID_MASK, TRAINED, is_packed, sequences_in, unpack, without_rejected
+from argosy.data.packing import ID_MASK, IGNORED, TRAINED, is_packed, sequences_in, unpack, without_rejected
 from argosy.data.shards import BadShard, TokenSource, spread_windows
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
-from argosy.models.loss import IGNORED
+from argosy.models.microbatch import compared_microbatches, microbatches
 from argosy.models.preference import CHOSEN, Preference, Sequences
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.training.rows import TaskScores, compared_microbatches, microbatches_of
+from argosy.training.rows import TaskScores
 from argosy.training.tasks import TaskScorer
 
 BASELINE_TOKENS = 20_000_000
@@ -142,7 +142,7 @@ class Evaluator:
         self.score: Score | None = None
         """The newest; None before the first, and without held-out text."""
         self.task_scores: TaskScores = {}
-        """Those of the same model as `score`."""
+        """The scores of tasks, of the same model as `score`."""
         self._tasks: TaskScorer | None = None
         if run.evaluate.tasks:
             evaluate, tokenizer = run.evaluate, Tokenizer.load(sources[0].folder / TOKENIZER)
@@ -215,7 +215,7 @@ def evaluate(
         before_batch()
         rows = windows[start : start + batch]
         filled = np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)])
-        micros = microbatches_of(filled, microbatch, held_out.end_of_document, world.device)
+        micros = microbatches(filled, microbatch, held_out.end_of_document, world.device)
         for first, micro in zip(range(0, batch, microbatch), micros, strict=True):
             micro.targets_BT[max(0, len(rows) - first) :] = IGNORED
         total += model.loss(micros)

@@ -8,6 +8,7 @@ from argosy.config.schema import RunConfig
 from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
+from argosy.training.parts import Parts
 from argosy.training.state import Survivor
 from argosy.training.stop import StopSignal
 from argosy.training.trainer import Trainer
@@ -30,7 +31,7 @@ def train(
     `survivor`: what this process brings from the world before, and may bring to the next should this one end.
     `heartbeat`: where it shows its progress. Returns True if nothing is left to do.
     """
-    with Trainer(run, plan, world, run_dir, stop, survivor or Survivor(), heartbeat) as trainer:
+    with Trainer(Parts(run, plan, world, run_dir, stop, survivor or Survivor(), heartbeat)) as trainer:
         trainer.restore_or_initialize()
         for step in trainer.remaining_steps():
             batch = trainer.batch(step)

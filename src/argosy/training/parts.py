@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from argosy.config.train import LOSSES
 from argosy.data.loader import OpenData, open_data
 from argosy.errors import UserError
 from argosy.models.initialize import materialize
+from argosy.models.preference import WITH_REFERENCE
 from argosy.models.user_code import check_loss
 from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
@@ -34,34 +36,16 @@ from argosy.training.checkpointer import Checkpointer
 from argosy.training.evaluation import Evaluator
 from argosy.training.outer_state import OuterState
 from argosy.training.records import Records
+from argosy.training.rows import ReferenceScorer
 from argosy.training.state import Survivor, TrainState
 from argosy.training.stop import StopSignal
 
 
-@dataclass(frozen=True)
 class Parts:
     """The parts of a run on one rank."""
 
-    run: RunConfig
-    plan: Plan
-    """As the world began with it; a plan that rebalancing puts in force later differs in shares alone."""
-    world: World
-    run_dir: Path
-    stop: StopSignal
-    survivor: Survivor
-    heartbeat: Heartbeat
-    records: Records
-    data: OpenData
-    state: TrainState
-    batches: Batches
-    evaluator: Evaluator
-    checkpointer: Checkpointer
-    meter: CommunicationMeter
-    clock: StepClock
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         run: RunConfig,
         plan: Plan,
         world: World,
@@ -69,50 +53,37 @@ class Parts:
         stop: StopSignal,
         survivor: Survivor,
         heartbeat: Heartbeat,
-    ) -> Parts:
-        """Return the parts of a run with its initial weights. All ranks call it together.
+    ):
+        """Make the parts of a run with its initial weights. All ranks call it together.
 
         Raises: UserError if the run asks for what its plan, or the user's code, does not allow.
         """
+        self.began_s = time.monotonic()
+        self.run, self.world, self.run_dir = run, world, run_dir
+        self.stop, self.survivor, self.heartbeat = stop, survivor, heartbeat
         memory_before_bytes = survivor.enter(world, run)
-        plan = plan_in_force(run, plan, world, run_dir)
-        records = Records(run, plan, world, run_dir)
+        self.plan = plan = plan_in_force(run, plan, world, run_dir)
+        """As the world began with it; a plan that rebalancing puts in force later differs in shares alone."""
+        self.records = records = Records(run, plan, world, run_dir)
         records.memory_before_bytes = memory_before_bytes
         check_user_code(run, plan)
         beside_adapter = run.model.weights is not None and run.lora.rank > 0
         model = apply(plan, run, world, partial(materialize, is_read=beside_adapter))
         sites = Sites.of(run, run_dir) if run.sites and plan.sync in LOCAL else None
         ledger = RoundLedger(run_dir)
-        data = _open_data(run, ledger, sites)
-        state = TrainState.begin(model, plan, run)
+        self.data = data = _open_data(run, ledger, sites)
+        self.state = state = TrainState.begin(model, plan, run)
         if sites is not None:
             state.outer = OuterState(sites, ledger, model.masters, plan.sync == "diloco")
-        batches = Batches(run, plan, data, state, world, records.events)
+        self.batches = Batches(run, plan, data, state, world, records.events)
         events, progress, lasting = records.events, records.progress, config_sha256(run)
-        checkpointer = Checkpointer(
+        self.checkpointer = Checkpointer(
             run_dir, run.checkpoint, plan, data.identity, world, events, progress, lasting, stop.check
         )
         nodes = node_of_each_rank(world)
-        meter = CommunicationMeter(model.meshes.axis_of_groups(), nodes.__getitem__, world.device)
-        clock = StepClock(world.device, heartbeat, meter)
-        evaluator = Evaluator(run, plan, data.sources, model, world, heartbeat, progress)
-        return cls(
-            run,
-            plan,
-            world,
-            run_dir,
-            stop,
-            survivor,
-            heartbeat,
-            records,
-            data,
-            state,
-            batches,
-            evaluator,
-            checkpointer,
-            meter,
-            clock,
-        )
+        self.meter = CommunicationMeter(model.meshes.axis_of_groups(), nodes.__getitem__, world.device)
+        self.clock = StepClock(world.device, heartbeat, self.meter)
+        self.evaluator = Evaluator(run, plan, data.sources, model, world, heartbeat, progress)
 
     def has_signal(self) -> bool:
         """Return True once a signal came to any process. All ranks call it together."""
@@ -125,6 +96,14 @@ class Parts:
         """Show that a wait is no hang, and let a world that is over end meanwhile. Raises: WorldIsOver."""
         self.heartbeat.advance()
         self.stop.check()
+
+    def score_references(self) -> None:
+        """Have what the objective compares answers with. All ranks call it together."""
+        train, batches = self.run.train, self.batches
+        if train.objective in WITH_REFERENCE and batches.references is None:
+            about = (self.run_dir, self.plan.microbatch, train.objective == "kto", self.heartbeat)
+            scorer = ReferenceScorer(self.state.model, self.data, self.world, *about, self.records.progress)
+            batches.references = scorer.references(self.state.step)
 
     def show(self, what: str) -> None:
         """Show the user what is done now beside training; "" if nothing is."""

@@ -169,7 +169,7 @@ class Recovery:
     refused: tuple[str, ...] = ()
     """In-memory checkpoints that were not what was written, and why the newest checkpoint could not be used."""
     last_update: StepUpdate | None = None
-    """That of the last step, if a survivor knows it: the rank that was to write that step's metrics may be gone."""
+    """The update of the last step, if a survivor knows it: the rank that was to write its metrics may be gone."""
 
 
 @dataclass(frozen=True)

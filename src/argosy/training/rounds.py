@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -177,17 +177,26 @@ class Rounds(Agreement):
 
         Rounds that it seems not to have would be made again, with other samples.
         """
-        waiting = Waiting(self._records.progress)
-        while True:
+
+        def is_whole() -> bool:
             self._look() if self._world.is_first else self._ledger.refresh()
             is_damaged = torch.tensor(float(bool(self._ledger.damage)), device=self._world.device)
-            if self._world.sum(is_damaged).item() == 0:
-                break
+            return self._world.sum(is_damaged).item() == 0
+
+        return self._wait_until(is_whole, lambda: self._ledger.damage)
+
+    def _wait_until(
+        self, is_over: Callable[[], bool], words: Callable[[], str], meanwhile: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Wait on all ranks together. Return False if a signal came first. words: say what is waited for, on rank 0."""
+        waiting = Waiting(self._records.progress)
+        while not is_over():
             if self._has_signal():
                 return False
             self._heartbeat.advance()
+            meanwhile()
             if self._world.is_first:
-                waiting.is_for(self._ledger.damage)
+                waiting.is_for(words())
             waiting.pause()
         waiting.ends()
         return True
@@ -224,18 +233,15 @@ class Rounds(Agreement):
 
     def _wait(self, number: int) -> bool:
         """Wait until the round is in the ledger. Return False if a signal came first."""
-        waiting = Waiting(self._records.progress)
-        while not self._is_decided(number) and self._adoptable() is None:
-            if self._has_signal():
-                return False
-            self._heartbeat.advance()
+
+        def leave_state() -> None:
             if number:
                 self._files.leave_state(number - 1)  # another site may need it before it can take part
-            if self._world.is_first:
-                waiting.is_for(self._waits_for())
-            waiting.pause()
-        waiting.ends()
-        return True
+
+        def is_over() -> bool:
+            return self._is_decided(number) or self._adoptable() is not None
+
+        return self._wait_until(is_over, self._waits_for, leave_state)
 
     # ---- the whole state of another site ------------------------------------------------------------------------
 
@@ -292,16 +298,7 @@ class Rounds(Agreement):
         """Wait for another site's state: an average is lost. Return False if a signal came first."""
         if self._world.is_first:
             self._sites.lost.touch()
-        waiting = Waiting(self._records.progress)
-        while self._adoptable() is None:
-            if self._has_signal():
-                return False
-            self._heartbeat.advance()
-            if self._world.is_first:
-                waiting.is_for("no state of another site yet")
-            waiting.pause()
-        waiting.ends()
-        return True
+        return self._wait_until(lambda: self._adoptable() is not None, lambda: "no state of another site yet")
 
     def _waits_for(self) -> str:
         status: dict[str, Any] = {}

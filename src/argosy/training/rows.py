@@ -1,91 +1,31 @@
-"""Microbatches of rows, and scores of the answers in them, under any plan.
+"""Scores of the answers in rows, under any plan: of requests, laid out in rows, and of the answers that an objective
+compares with.
 
-Rows are of text, or of whole conversations, which say themselves what of them is learned.
+Preferences compare with the log-probabilities of answers before training (`References`), which are computed once and
+kept with the run. The starting weights score all rows before the first step, so no second model is in memory
+afterwards. A run that goes on reads the file; what is in it does not depend on the layout but for rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from argosy.accelerator import sent_to
-from argosy.config.schema import RunConfig
-from argosy.data.packing import START, TRAINED, Words, is_packed, sequences_in, unpack
-from argosy.models.decoder import Microbatch, microbatch_of, microbatches
-from argosy.models.dropout import mask_keys
-from argosy.models.preference import CHOSEN, REJECTED, Sequences
+from argosy.data.loader import OpenData
+from argosy.data.order import Samples
+from argosy.data.packing import START, TRAINED, Words, sequences_in
+from argosy.data.shards import TokenSource
+from argosy.errors import RunFailed
+from argosy.files import atomic_write
+from argosy.models.microbatch import compared_microbatches
+from argosy.observe.heartbeat import Heartbeat
+from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
-from argosy.parallel.world import World
-
-
-def microbatches_of(rows: np.ndarray, size: int, end_of_document: int, device: torch.device) -> list[Microbatch]:
-    """Cut rows (int32 [n, T+1]) into microbatches of `size` rows.
-
-    A microbatch may have rows of both kinds, if a mixture has; each row is what its first word says.
-    """
-    return [_microbatch(rows[i : i + size], end_of_document, device) for i in range(0, len(rows), size)]
-
-
-def _microbatch(rows: np.ndarray, end_of_document: int, device: torch.device) -> Microbatch:
-    of_chats = [i for i in range(len(rows)) if is_packed(rows[i : i + 1])]
-    if not of_chats:
-        return microbatches(rows, len(rows), end_of_document, device)[0]
-    tokens, targets, positions = (np.empty((len(rows), rows.shape[1] - 1), np.int64) for _ in range(3))
-    tokens[of_chats], targets[of_chats], positions[of_chats] = unpack(rows[of_chats])
-    if text := [i for i in range(len(rows)) if i not in of_chats]:
-        micro = microbatches(rows[text], len(text), end_of_document, torch.device("cpu"))[0]
-        tokens[text], targets[text], positions[text] = micro.tokens_BT, micro.targets_BT, micro.positions_BT
-    return microbatch_of(_tensor(tokens), _tensor(targets), _tensor(positions), device)
-
-
-def compared_microbatches(
-    rows: np.ndarray, size: int, device: torch.device, is_judged: bool, reference: np.ndarray | None = None
-) -> list[Microbatch]:
-    """Cut rows of pairs or judged answers (int32 [n, T+1]) into microbatches of `size` rows.
-
-    is_judged: each answer counts, not each pair. reference: log-probabilities of the rows' answers before training, in
-    their order, fp32 [n, most answers of a row].
-    """
-    values = np.zeros((len(rows), 0), np.float32) if reference is None else reference
-    parts = (slice(i, i + size) for i in range(0, len(rows), size))
-    return [_compared(rows[part], values[part], device, is_judged) for part in parts]
-
-
-def _compared(rows: np.ndarray, values: np.ndarray, device: torch.device, is_judged: bool) -> Microbatch:
-    found = sequences_in(rows)
-    reference = np.zeros(found.kinds.shape, np.float32)
-    for row, (kinds, known) in enumerate(zip(found.kinds, values, strict=True)):
-        begins = np.flatnonzero(kinds)[: len(known)]
-        reference[row, begins] = known[: len(begins)]
-    tokens, targets, positions = (_tensor(part) for part in unpack(rows))
-    sequences = Sequences(*(_tensor(part) for part in (*found, reference)))
-    micro = microbatch_of(tokens, targets, positions, device, sequences)
-    is_chosen = found.kinds == CHOSEN
-    answers = is_chosen | (found.kinds == REJECTED) if is_judged else is_chosen
-    return replace(micro, answers=int(answers.sum()), counted=int(found.lengths[is_chosen].sum()))
-
-
-def with_mask_keys(micros: list[Microbatch], run: RunConfig, step: int, first_row: int) -> list[Microbatch]:
-    """Return the microbatches of a step with what `lora.dropout` draws from; `first_row` is their first one's among
-    those of the whole batch."""
-    if not run.lora.dropout:
-        return micros
-    found = []
-    for micro in micros:
-        rows, tokens = micro.positions_BT.shape
-        keys_BT = sent_to(micro.positions_BT.device, mask_keys(run.seed, step, first_row, rows, tokens))
-        found.append(replace(micro, mask_keys_BT=keys_BT))
-        first_row += rows
-    return found
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))
-
+from argosy.parallel.world import World, node_of_each_rank
 
 Request = tuple[list[int], list[int]]
 """Tokens of a context, at least one, and of its continuation, whose log-probability is asked for."""
@@ -167,3 +107,96 @@ def _unit(context: list[int], continuation: list[int]) -> Words:
     unit = np.array([*context, *continuation], np.int32)
     unit[len(context) :] |= TRAINED
     return unit
+
+
+Table = np.ndarray
+"""A table of one source: fp32 [windows, most answers of a row]."""
+
+
+class References:
+    """The tables of all sources of a run."""
+
+    def __init__(self, tables: Sequence[Table]):
+        self._tables = tables
+
+    def of(self, samples: Samples) -> np.ndarray:
+        """Return the log-probabilities of the answers of these samples, fp32 [samples, most answers]."""
+        most = max(table.shape[1] for table in self._tables)
+        found = np.zeros((len(samples), most), np.float32)
+        for number, table in enumerate(self._tables):
+            here = np.flatnonzero(samples.sources == number)
+            found[here, : table.shape[1]] = table[samples.windows[here]]
+        return found
+
+
+class ReferenceScorer:
+    """Computes the tables of a run, or reads those that it has computed. All ranks call it together."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        data: OpenData,
+        world: World,
+        run_dir: Path,
+        microbatch: int,
+        is_judged: bool,
+        heartbeat: Heartbeat,
+        progress: Progress,
+    ):
+        self._model, self._data, self._world = model, data, world
+        self._microbatch, self._is_judged = microbatch, is_judged
+        self._heartbeat, self._progress = heartbeat, progress
+        self.path = run_dir / f"reference-{data.identity}.npz"
+
+    def references(self, steps_done: int) -> References:
+        """Return what is known, or score all rows with the weights as they are.
+
+        Raises: RunFailed if the file is gone, and the weights are not those of the start any more.
+        """
+        holders = self._world.gather(self.path.exists(), bool)
+        if any(holders):
+            return References(self._shared(holders.index(True)))
+        if steps_done:
+            raise RunFailed(
+                f"{self.path} is gone: the log-probabilities of the model before training. Restore the file, or begin "
+                "a new run from the weights that this one began with."
+            )
+        tables = [self._scored(source) for source in self._data.sources]
+        nodes = node_of_each_rank(self._world)
+        is_first_on_node = nodes.index(nodes[self._world.rank]) == self._world.rank
+        for writes in (self._world.is_first, is_first_on_node):  # then other machines, if they do not see it
+            if writes and not self.path.exists():
+                with atomic_write(self.path) as file:
+                    np.savez(file, *tables)
+            self._world.barrier()
+        return References(tables)
+
+    def _shared(self, holder: int) -> list[Table]:
+        """Return the tables that rank `holder` has in its folder."""
+        mine = self._world.rank == holder
+        tables = []
+        if mine:
+            with np.load(self.path, allow_pickle=False) as file:
+                tables = [file[f"arr_{number}"] for number in range(len(self._data.sources))]
+        shapes = self._world.gather([list(table.shape) for table in tables], list[list[int]])[holder]
+        held = tables or [np.zeros(shape, np.float32) for shape in shapes]
+        return [self._summed(table) for table in held]
+
+    def _scored(self, source: TokenSource) -> Table:
+        seq_len = self._data.seq_len
+        windows = source.windows(seq_len)
+
+        def read(chosen: np.ndarray) -> np.ndarray:
+            rows = np.empty((len(chosen), seq_len + 1), np.int32)
+            source.read_windows(chosen, rows)
+            return rows
+
+        def before_batch(number: int, batches: int) -> None:
+            self._heartbeat.advance()
+            self._progress.doing(f"scoring answers before training, batch {number} of {batches}")
+
+        how = (self._microbatch, self._world, before_batch)
+        return scores_of_rows(self._model, windows, read, *how, is_judged=self._is_judged)[..., 0].copy()
+
+    def _summed(self, table: Table) -> Table:
+        return self._world.sum(torch.from_numpy(table).to(self._world.device)).cpu().numpy()

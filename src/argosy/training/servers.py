@@ -53,7 +53,7 @@ class Servers(Agreement):
         self._task: WorkerTask | None = None
         """The task at hand, until it is delivered or given up."""
         self._updates: list[StepUpdate] = []
-        """Of the task's steps so far."""
+        """The updates of the task's steps so far."""
         self._laps: list[tuple[Mapping[str, float], Communication]] = []
         """Time by activity of each of them, as the clock gives it."""
         self._delivered: dict[str, Any] | None = None

@@ -20,7 +20,7 @@ from torch import Tensor
 from argosy.accelerator import sent_to
 from argosy.config.schema import RunConfig
 from argosy.faults import fault
-from argosy.models.decoder import Microbatch
+from argosy.models.microbatch import Microbatch
 from argosy.models.preference import MISMATCHED
 from argosy.observe.clock import StepClock
 from argosy.optim.piece import Piece

@@ -34,13 +34,13 @@ class Past:
     """The compressor state that a checkpoint has, by its boxes."""
 
     kinds: tuple[str, ...] = ()
-    """Those of `SUMMED` that it has."""
+    """The kinds of `SUMMED` that it has."""
     dense: int = 0
     """Replicas that keep something of parameters other than experts."""
     experts: int = 0
     """Replicas that keep something of experts."""
     layout: str = ""
-    """That of the matrices of PowerSGD; empty: there are none."""
+    """The layout of PowerSGD's matrices; empty: there are none."""
 
     @classmethod
     def of(cls, boxes: Iterable[Box]) -> Past:

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Self
 
 from torch import Tensor
 
-from argosy.config.schema import RunConfig
 from argosy.faults import fault
-from argosy.models.decoder import Microbatch
-from argosy.models.preference import WITH_REFERENCE
-from argosy.observe.heartbeat import Heartbeat
-from argosy.parallel.world import World
-from argosy.plan.plan import Plan
+from argosy.models.microbatch import Microbatch
 from argosy.plan.sync import LOCAL, WITH_SERVERS
 from argosy.training.agreement import Agreement
-from argosy.training.batches import ReferenceScorer
 from argosy.training.parts import Parts
 from argosy.training.rounds import Rounds
 from argosy.training.schedule import Pace, learning_rate
 from argosy.training.servers import Servers
-from argosy.training.state import Survivor
 from argosy.training.step import StepOutcome
-from argosy.training.stop import StoppedEarly, StopSignal
+from argosy.training.stop import StoppedEarly
 
 AGREEMENTS: dict[str, type[Agreement]] = {**dict.fromkeys(LOCAL, Rounds), **dict.fromkeys(WITH_SERVERS, Servers)}
 """plan.sync -> how replicas agree, if not within the step."""
@@ -34,21 +26,10 @@ AGREEMENTS: dict[str, type[Agreement]] = {**dict.fromkeys(LOCAL, Rounds), **dict
 class Trainer:
     """One process's part of a run. Each method is one line of the loop; all processes call it together."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        plan: Plan,
-        world: World,
-        run_dir: Path,
-        stop: StopSignal,
-        survivor: Survivor,
-        heartbeat: Heartbeat,
-    ):
-        self._began_s = time.monotonic()
-        self.parts = parts = Parts.make(run, plan, world, run_dir, stop, survivor, heartbeat)
-        self.state, self._evaluator = parts.state, parts.evaluator
-        self._pace = Pace(run, parts.evaluator.held_out.tokens, plan.compile)
-        self.agreement = AGREEMENTS.get(plan.sync, Agreement)(parts, self._pace)
+    def __init__(self, parts: Parts):
+        self.parts, self.state, self._evaluator = parts, parts.state, parts.evaluator
+        self._pace = Pace(parts.run, parts.evaluator.held_out.tokens, parts.plan.compile)
+        self.agreement = AGREEMENTS.get(parts.plan.sync, Agreement)(parts, self._pace)
         self._services = [kind.of(parts) for kind in self.agreement.services]
         self._time_to_first_step_s: float | None = None
         self.is_stopped_early = False
@@ -74,24 +55,14 @@ class Trainer:
         if not self.agreement.begin():
             self.is_stopped_early = True
             return
-        self._score_references()
+        self.parts.score_references()
         self.parts.show("compiling" if self.parts.plan.compile else "the first step")
         self.parts.clock.lap()
-        done = self.state.step
-        if done and not self.parts.records.has_evaluated(done - 1):
+        if (done := self.state.step) and not self.parts.records.has_evaluated(done - 1):
             self.evaluate_if_due()  # it was interrupted
         self.agreement.saving.repeat_save()
         for service in self._services:
             service.start(self.state.step)
-
-    def _score_references(self) -> None:
-        """Have what the objective compares answers with."""
-        parts, train = self.parts, self.parts.run.train
-        if train.objective not in WITH_REFERENCE or parts.batches.references is not None:
-            return
-        about = (parts.run_dir, parts.plan.microbatch, train.objective == "kto", parts.heartbeat)
-        scorer = ReferenceScorer(self.state.model, parts.data, parts.world, *about, parts.records.progress)
-        parts.batches.references = scorer.references(self.state.step)
 
     def remaining_steps(self) -> Iterator[int]:
         """Yield the steps still to do, 0-based; a run given in minutes learns their number on the way."""
@@ -184,7 +155,7 @@ class Trainer:
             self._pace.took(seconds["step"], step)
         self.agreement.saving.poll()
         if parts.world.is_first and self.agreement.write_lines(seconds, more):
-            self._time_to_first_step_s = self._time_to_first_step_s or time.monotonic() - self._began_s
+            self._time_to_first_step_s = self._time_to_first_step_s or time.monotonic() - parts.began_s
         for service in self._services:
             service.end_step(step, seconds)
 

@@ -12,8 +12,9 @@ import torch
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
 from argosy.errors import UserError
-from argosy.models.decoder import Decoder, microbatches
+from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
+from argosy.models.microbatch import microbatches
 from argosy.observe.events import Metrics
 from argosy.parallel.world import World
 from argosy.training.services.noise_scale import Smoothed, check_can_estimate, estimate

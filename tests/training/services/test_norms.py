@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from argosy.models.decoder import microbatches
+from argosy.models.microbatch import microbatches
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.services.norms import LayerNorms, layer_of

@@ -6,7 +6,7 @@
 | `hang` | processes of a node that are in no world yet | stopped, frozen, hang |
 | `slow` | a `Sample` of all ranks | straggler, slow_link, uneven_stages |
 | `finding` | a `Sample` of all ranks | suspect |
-| `memory` | `MemoryReading` of a node | oom_kill, memory_low |
+| `node` | `MemoryReading` of a node | oom_kill, memory_low |
 | `node` | `DiskReading` of a folder | disk_failed, disk_slow, disk_full |
 | `node` | monotonic and wall time of a node; `LimitsReading` of it and its workers | clock_jump, limit_near |
 

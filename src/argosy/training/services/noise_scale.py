@@ -28,7 +28,7 @@ from torch import Tensor
 
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.models.decoder import Microbatch
+from argosy.models.microbatch import Microbatch
 from argosy.observe.events import Metrics
 from argosy.parallel.gradients import LocalSquares, has_own_gradients, square_share
 from argosy.plan.pipeline import SPLITTING

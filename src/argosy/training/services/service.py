@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from argosy.models.decoder import Microbatch
+from argosy.models.microbatch import Microbatch
 from argosy.training.evaluation import Score
 from argosy.training.parts import Parts
 from argosy.training.step import StepOutcome, UpdateObserver

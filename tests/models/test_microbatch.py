@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.models.attention import Documents
-from argosy.models.decoder import document_positions, microbatches
+from argosy.models.microbatch import document_positions, microbatches
 
 END = 0
 ROWS = np.array([[1, 2, END, 3, 4], [5, 6, 7, 8, 9], [END, 1, 1, END, 2], [2, END, END, 1, 1]], np.int32)
