@@ -22,8 +22,6 @@ SHARED_NAMES = {
 SINCE = "775ee0b"
 """The last commit from before subjects had a form."""
 MOST_SUBJECT = 72
-LANDED = ("fccb4e38",)
-"""Commits with a longer subject that landed before this was run: what has landed is not rewritten."""
 QUESTION = re.compile(r'"""(What|Which|How|Where|Whether|Whoever|Who|Whose|When)\b.*')
 NO_VERB = re.compile(r"(An?|The|This|What|Which|Who|Whose|Where|When|How|No|One|Two|Each|All|Some|Its?) |\w+ing\b")
 
@@ -85,7 +83,7 @@ def vague_subjects() -> list[str]:
     found = []
     for line in log.stdout.splitlines():
         number, _, subject = line.partition(" ")
-        if len(subject) > MOST_SUBJECT and not number.startswith(LANDED):
+        if len(subject) > MOST_SUBJECT:
             found.append(f"commit {number}: {len(subject)} characters, more than {MOST_SUBJECT}: {subject}")
         elif not subject[:1].isupper() or NO_VERB.match(subject) or subject.endswith("."):
             found.append(f'commit {number}: say the change, as in "Check a job record": {subject}')
