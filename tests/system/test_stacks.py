@@ -42,14 +42,14 @@ def test_the_stacks_of_all_ranks_are_shown_and_one_that_is_stopped_is_named(fold
     training()
     shown = folder.argosy_here("stacks", "run")
     # Of a stack the innermost 100 frames are shown: where torch loads something, the loop is beyond them.
-    assert "/argosy/" in shown and "kept in run/stacks" in shown
+    assert "argosy/" in shown and "kept in run/stacks" in shown
     os.kill(pid_of(folder, 1), signal.SIGSTOP)
     try:
         answers = folder.documents("stacks", "run")
     finally:
         os.kill(pid_of(folder, 1), signal.SIGCONT)
     by_rank = {worker["rank"]: worker for answer in answers for worker in answer["workers"]}
-    assert "/argosy/" in by_rank[0]["stack"] and "is stopped" in by_rank[1]["problem"]
+    assert "argosy/" in by_rank[0]["stack"] and "is stopped" in by_rank[1]["problem"]
     made = len(read_lines(folder.path / "run" / "metrics.jsonl"))
     deadline = time.monotonic() + 5
     while len(read_lines(folder.path / "run" / "metrics.jsonl")) <= made:  # it trains on
