@@ -26,7 +26,12 @@ TOOLS = ("pytest", "hypothesis", "twine==7.0.0")
 TRIED = (
     *(["--help"], ["config", "presets"], ["plan", "--model", "llama3-8b", "--cluster", "8xh100"], ["docs", "programs"]),
     *(["docs", "--skill"], ["config", "schema", "--of", "status"], ["train", "--dry-run"]),
-    *(["train", "--train.steps", "5"], ["status", "runs/demo"], ["runs"], ["evaluate", "runs/demo"]),
+    *(
+        ["train", "--train.steps", "5"],
+        ["status", "runs/demo"],
+        ["runs"],
+        ["evaluate", "runs/demo", "--max-tokens", "20000"],
+    ),
 )
 """Calls that must work where the tree is not, the demo's first steps among them."""
 TESTED = (
