@@ -53,7 +53,6 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     (DENSE, "microbatch=2", {"lora.rank": 16, "lora.base": "nf4"}),
     (DENSE, "microbatch=2", {"lora.rank": 16, "lora.base": "int8"}),
     (DENSE, "microbatch=2", {"lora.rank": 16, "lora.dropout": 0.1}),
-    (DENSE, "recompute=full", {"lora.rank": 16, "lora.dropout": 0.1}),
     (DENSE, "tp=4", {"lora.rank": 16, "lora.dropout": 0.1}),
     (MIXTURE, "dp_shard=4,ep=4", {}),
     (MIXTURE, "dp_shard=4,ep=4,zero=1", {"lora.rank": 16, "lora.base": "int8"}),
