@@ -67,7 +67,7 @@ class ListedCheckpoint:
     data_identity: str | None = None
     config_sha256: str | None = None
     base_sha256: str | None = None
-    """Of an adapter's: the manifest of the weights beside it."""
+    """SHA-256 of the manifest of the weights beside an adapter."""
     has_optimizer: bool | None = None
     """False for imported weights."""
     generation: int | None = None

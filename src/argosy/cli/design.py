@@ -18,10 +18,9 @@ from typing import Annotated
 
 import tyro
 
-from argosy.cli.documents import answer
+from argosy.cli.documents import answer, write_text
 from argosy.cli.options import parse
 from argosy.errors import UserError
-from argosy.files import atomic_write
 from argosy.observe.terminal import told_if_long
 
 
@@ -55,20 +54,12 @@ def main(argv: list[str]) -> None:
     except UserError as error:
         raise UserError(f"{options.space}: {error}") from None
     if options.csv is not None:
-        _write(options.csv, as_csv(report))
+        write_text(options.csv, as_csv(report))
     if options.plots is not None:
         try:
             options.plots.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"--plots {options.plots}: {error.strerror}. Name a folder that can be written.") from None
         for name, text in pictures(report).items():
-            _write(options.plots / name, text)
+            write_text(options.plots / name, text)
     answer(options.json, "design", in_words(report, options.top), as_record(report))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with atomic_write(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}. Name a file that can be written.") from None

@@ -78,7 +78,7 @@ class ScalingAnswers:
     results: int
     """Number of runs that the law was fitted to."""
     rms_residual: float
-    """Of the logarithm of the loss, root mean square."""
+    """Root mean square of the residuals of the logarithm of the loss."""
     coefficients: dict[str, BootstrapEstimate]
     """E, A, B, alpha and beta."""
     compute_optimal: ComputeOptimal | None = None

@@ -43,7 +43,7 @@ class StoppedJob:
     """A job of the run."""
 
     site: str
-    """Of a run with sites; else empty."""
+    """The name of its site in a run with sites; else empty."""
     engine: str
     job: str
     state: str

@@ -37,7 +37,7 @@ from argosy.sweep.trials import DIVERGED, Task, Trials, has_reached, last_words,
 REFUSED = "refused"
 """Begins the reason of a trial whose values do not go together."""
 TRIAL_RESTARTS = RestartPolicy(most_failures=3)
-"""Of a trial; progress is a step more than before."""
+"""The restarts of a trial; progress is a step more than before."""
 ALIKE = 3
 """This many trials that fail in the same way, before any has learned anything, end the sweep."""
 TPE_AT_ONCE = 8

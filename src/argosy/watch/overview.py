@@ -44,16 +44,16 @@ class RunRow:
     """Steps that it is to make."""
     tokens: float | None = None
     loss: float | None = None
-    """Of the last step, nats per token."""
+    """The last step's, in nats per token."""
     validation_loss: float | None = None
     bits_per_byte: float | None = None
-    """Of the last evaluation."""
+    """The last evaluation's."""
     tokens_per_s: float | None = None
     mfu: float | None = None
     eta_s: float | None = None
     """Seconds that are left."""
     cost: float | None = None
-    """Of the devices, until now."""
+    """The cost of the devices until now."""
     currency: str | None = None
     updated_s: float | None = None
     """Its last sign of life, seconds since 1970."""

@@ -41,7 +41,7 @@ MOST_CHANGES, MOST_ALERTS = 5, 3
 LONGEST_TEXT = 160
 """Characters of a sentence that comes from the run's folder."""
 MOST_BYTES = 1999
-"""Of a status as JSON: of one that is longer, texts are cut, and fewer alerts and events named."""
+"""Limit of a status as JSON: in one that is longer, texts are cut, and fewer alerts and events named."""
 
 Trend = Literal["falls", "flat", "rises", "unknown"]
 Health = Literal["good", "warning", "critical"]
@@ -51,14 +51,14 @@ class LossStatus(BaseModel):
     """The training loss."""
 
     now: float | None = None
-    """Of the newest step; null if it was not finite, or there is none."""
+    """The newest step's; null if it was not finite, or there is none."""
     mean: float | None = None
     """Over the last steps: 50, or half of a shorter run."""
     before: float | None = None
     """Over as many steps before them."""
     trend: Trend = "unknown"
     validation: float | None = None
-    """Of the newest evaluation."""
+    """The newest evaluation's."""
 
 
 class Expected(BaseModel):
@@ -76,7 +76,7 @@ class ForecastStatus(BaseModel):
     end_s: list[float]
     """Seconds since 1970."""
     cost: list[float] | None = None
-    """Of the whole run."""
+    """The whole run's."""
     currency: str = ""
 
 
@@ -133,7 +133,7 @@ class RunSummary(BaseModel):
     health: Health = "good"
     step_s: Expected = Expected()
     memory_bytes: Expected = Expected()
-    """Of the rank that needs most."""
+    """The memory of the rank that needs most."""
     cost_so_far: float | None = None
     forecast: ForecastStatus | None = None
     alerts: list[AlertStatus] = []
