@@ -46,6 +46,7 @@ from argosy.config.model import ModelConfig
 from argosy.models.attention import Documents
 from argosy.models.decoder import Decoder
 from argosy.parallel.apply import compile_blocks
+from argosy.plan.plan import FP8
 from argosy.precision import use_fp8
 
 SIZES: dict[str, Any] = {
@@ -66,6 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": {"attention": {"layers": ["sliding", "full"], "window": 1024}},
     "softcap": {"attention": {"softcap": 30.0}},
     "fp8": {},
+    "fp8_rowwise": {},
 }
 DOCUMENTS = (1, 3, 5, 9, 17)
 """Documents of the first row, step by step."""
@@ -146,8 +148,8 @@ def trace(kind: str) -> Traced:
 def _steps(kind: str, traced: Traced) -> None:
     config = ModelConfig.model_validate(SIZES | MODELS[kind])
     model, device = Decoder(config, torch.bfloat16), torch.device("cuda", 0)
-    if kind == "fp8":
-        use_fp8(model, device)
+    if kind in FP8:
+        use_fp8(model, device, kind)
     compile_blocks(model, enabled=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
@@ -202,7 +204,7 @@ def main(options: Options) -> None:
             traced = trace(kind)
         except Exception as error:
             models[kind] = {"error": f"{type(error).__name__}: {error}"}
-            print(f"{kind:8} fails: {models[kind]['error'].splitlines()[0]}", flush=True)
+            print(f"{kind:11} fails: {models[kind]['error'].splitlines()[0]}", flush=True)
             continue
         kernels = dict.fromkeys(found for code in traced.code for found in KERNEL.findall(code))
         with tempfile.TemporaryDirectory() as folder:
@@ -231,7 +233,7 @@ def main(options: Options) -> None:
             f"registers <= {models[kind]['most_registers']}, shared <= {models[kind]['most_shared_bytes']} bytes",
             f"with local memory {len(spilled)}",
         ]
-        print(f"{kind:8}", "; ".join(words), flush=True)
+        print(f"{kind:11}", "; ".join(words), flush=True)
     if options.out is not None:
         found = {
             "date": str(date.today()),

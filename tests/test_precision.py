@@ -12,6 +12,7 @@ from argosy.models.layers import FeedForward
 from argosy.plan.parameters import feed_forward_table
 from argosy.precision import (
     BLOCK,
+    RECIPES,
     SIGNED,
     UNSIGNED,
     LossScaler,
@@ -227,10 +228,11 @@ def test_cpu_is_refused():
         check_fp8(torch.device("cpu"))
 
 
-def test_older_gpu_is_refused_by_name(monkeypatch):
+@pytest.mark.parametrize("precision", RECIPES)
+def test_older_gpu_is_refused_by_name(monkeypatch, precision):
     pretend(monkeypatch, (8, 0), torchao=True)
-    with pytest.raises(UserError, match=r"NVIDIA A100 \(compute capability 8\.0\)"):
-        check_fp8(CUDA)
+    with pytest.raises(UserError, match=rf"precision = {precision} needs .* NVIDIA A100 \(compute capability 8\.0\)"):
+        check_fp8(CUDA, precision)
 
 
 def test_missing_package_is_named_with_its_extra(monkeypatch):
@@ -265,13 +267,14 @@ def test_model_without_such_layers_is_refused():
         use_fp8(nn.Sequential(nn.Linear(3, 5)), torch.device("cpu"), emulate=True)
 
 
-def test_converted_layers_round_and_keep_their_parameters():
+@pytest.mark.parametrize("precision", RECIPES)
+def test_converted_layers_round_and_keep_their_parameters(precision):
     pytest.importorskip("torchao", reason="the extra fp8 is not installed")
     layer = FeedForward(feed_forward_table(64, 128))
     before = dict(layer.named_parameters())
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = layer(x).detach()
-    use_fp8(layer, torch.device("cpu"), emulate=True)
+    use_fp8(layer, torch.device("cpu"), precision, emulate=True)
     y = layer(x)
     assert y.dtype == torch.bfloat16
     assert 1e-3 < (y - expected).norm() / expected.norm() < 0.15
@@ -279,3 +282,18 @@ def test_converted_layers_round_and_keep_their_parameters():
     after = dict(layer.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
     assert all(parameter.grad.dtype == torch.float32 for parameter in after.values())
+
+
+def test_scales_of_rows_keep_small_rows_that_one_scale_loses():
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 64, generator=generator).bfloat16()
+    x[0] *= 1e7
+    errors = []
+    for precision in ("fp8", "fp8_rowwise"):
+        layer = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
+        layer[0].weight.data = torch.randn(32, 64, generator=generator.manual_seed(1)).bfloat16()
+        expected = layer(x)[1:]
+        use_fp8(layer, CPU, precision, emulate=True)
+        errors.append(((layer(x)[1:] - expected).norm() / expected.norm()).item())
+    assert errors[0] > 0.9 and errors[1] < 0.06

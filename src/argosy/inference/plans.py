@@ -9,7 +9,7 @@ from argosy.config.model import MTPConfig
 from argosy.config.schema import RunConfig
 from argosy.config.train import LoraConfig, TrainConfig
 from argosy.errors import UserError
-from argosy.plan.plan import Plan, said_in
+from argosy.plan.plan import FP8, Plan, said_in
 from argosy.plan.rules import first_problem
 
 BATCH_TOKENS = 4096
@@ -33,8 +33,8 @@ def plan_to_use(plan: Plan) -> Plan:
 
     Raises: UserError for fp8, whose matmuls need many tokens.
     """
-    if plan.precision == "fp8":
-        raise UserError(f'plan = "{plan}": precision = fp8 is for training. Use precision=bf16.')
+    if plan.precision in FP8:
+        raise UserError(f'plan = "{plan}": precision = {plan.precision} is for training. Use precision=bf16.')
     said = plan.model_dump(include=LAYOUT)
     if plan.stages != plan.pp:
         said.pop("layers")  # it says so of more stages

@@ -38,7 +38,7 @@ from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import stages_on, weight_format
 from argosy.plan.parameters import Stage, inside, run_table
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import PLAN, Plan
+from argosy.plan.plan import FP8, PLAN, Plan
 from argosy.precision import use_fp8
 
 
@@ -115,8 +115,8 @@ def lay_out(
         add_adapters(model, model.table, run.lora)
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(DTYPES[weight_format(name, model.table[name], plan, run)])
-        if plan.precision == "fp8":
-            use_fp8(model, world.device)
+        if plan.precision in FP8:
+            use_fp8(model, world.device, plan.precision)
         split_model(model, plan, run, meshes, splits_tokens)
         if run.lora.is_quantised:
             quantise(model, run.lora)

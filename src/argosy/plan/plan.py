@@ -18,7 +18,9 @@ from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
 from argosy.plan.quantities import Quantities, checked, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, WITH_SERVERS, Sync
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise"]
+FP8: tuple[Precision, ...] = ("fp8", "fp8_rowwise")
+"""Matmuls in eight bits: with one scale for a whole matrix, or one for each of its rows."""
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "all"]
 Objective = Literal["time", "cost", "energy", "goodput"]
@@ -82,7 +84,7 @@ class Plan(Section, Quantities[int]):
     layers: Ratio = ""
     """Layers of each pipeline stage, in the model's order: 5:3 of 8. Empty: dealt out by cost (`split_layers`)."""
     precision: Precision = "fp32"
-    """Number format of the model's arithmetic."""
+    """Number format of the model's arithmetic; fp8: of matmuls, with a scale for each matrix, or (rowwise) each row."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Number format of the weights that the optimizer updates; bf16 ones are rounded stochastically."""
     reduce: Literal["fp32", "bf16"] = "fp32"

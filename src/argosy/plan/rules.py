@@ -15,7 +15,7 @@ from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import dense_widths, head_counts, names_of_heads
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, SPLITTING
-from argosy.plan.plan import NO_WORKERS, NOT_OF_SITES, Plan
+from argosy.plan.plan import FP8, NO_WORKERS, NOT_OF_SITES, Plan
 from argosy.plan.quantities import around, divisors, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, OF_SITES, WITH_SERVERS
 
@@ -298,21 +298,30 @@ def recomputed_experts_are_gathered_alike(plan: Plan, run: RunConfig) -> str:
 
 @rule(
     lambda p, run: (
-        (p.is_("precision", "fp8") & ((p.tp > 1) | (run.model.moe.experts > 0)))
+        (p.is_("precision", *FP8) & ((p.tp > 1) | (run.model.moe.experts > 0)))
         | (p.is_("precision", "fp16") & p.is_("weights", "bf16"))
     )
 )
 def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
-    if plan.precision == "fp8" and plan.tp > 1:
-        return f"plan.precision = fp8 with plan.tp = {plan.tp}: fp8 layers take whole matrices only. Try bf16, or tp=1."
-    if plan.precision == "fp8":
-        return "plan.precision = fp8 with experts: their grouped matmuls are not done in fp8. Try precision=bf16."
+    if plan.precision in FP8 and plan.tp > 1:
+        return (
+            f"plan.precision = {plan.precision} with plan.tp = {plan.tp}: fp8 layers take whole matrices only. "
+            "Try bf16, or tp=1."
+        )
+    if plan.precision in FP8:
+        return (
+            f"plan.precision = {plan.precision} with experts: their grouped matmuls are not done in fp8. "
+            "Try precision=bf16."
+        )
     return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
 
 
-@rule(lambda p, run: p.is_("precision", "fp8") & (run.lora.rank > 0))
+@rule(lambda p, run: p.is_("precision", *FP8) & (run.lora.rank > 0))
 def adapters_are_not_in_fp8(plan: Plan, run: RunConfig) -> str:
-    return f"lora.rank = {run.lora.rank} with plan.precision = fp8: its layers know no adapters. Try precision=bf16."
+    return (
+        f"lora.rank = {run.lora.rank} with plan.precision = {plan.precision}: its layers know no adapters. "
+        "Try precision=bf16."
+    )
 
 
 @rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))

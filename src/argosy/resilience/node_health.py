@@ -40,7 +40,7 @@ class NodeCheckRequest:
 
     seconds: float
     number_format: str
-    """The plan's: fp32, bf16, fp16 or fp8."""
+    """The plan's precision."""
     gpus: int
     """Number of the node's GPUs, at most."""
 

@@ -29,10 +29,10 @@ from argosy.config.optimizer import OptimizerConfig, settings_of
 from argosy.config.schema import RunConfig
 from argosy.plan.parameters import Parameter, Stage, run_table
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
-from argosy.plan.plan import AXES, Plan
+from argosy.plan.plan import AXES, FP8, Plan
 from argosy.plan.quantities import numbers_of
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2} | dict.fromkeys(FP8, 2)
 """Bytes of an element that is stored or sent, by the plan's word: fp8 is for matmuls only, all around them is bf16."""
 MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}
 INT8_BLOCK = 256
@@ -117,7 +117,7 @@ def weight_format(name: str, parameter: Parameter, plan: Plan, run: RunConfig) -
     """Return how a parameter is stored: as `plan.weights` says; the matrices beside an adapter in 16 bits, if they are
     multiplied so: casting them once or each time gives the same numbers. A router is multiplied in fp32."""
     is_base = run.lora.rank and not parameter.is_adapter and len(parameter.shape) > 1 and ".router." not in name
-    return "bf16" if is_base and plan.precision in ("bf16", "fp8") else plan.weights
+    return "bf16" if is_base and plan.precision in ("bf16", *FP8) else plan.weights
 
 
 def _gradient_elements(cut: LocalShard, plan: Plan) -> int:

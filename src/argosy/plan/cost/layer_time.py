@@ -18,6 +18,7 @@ from argosy.plan.cost.constants import BACKWARD_ATTENTION, INTENSITY, Constants
 from argosy.plan.cost.rates import Rates, System, in_precision
 from argosy.plan.layer_spec import DELTA_CHUNK
 from argosy.plan.layouts import Layouts
+from argosy.plan.plan import FP8
 from argosy.plan.workload import Numbers, Workload
 
 BACKWARD_POINTWISE = 1.6
@@ -92,7 +93,7 @@ class LayerModel(RankSizes):
         flops, half = 2 * m * k * n, self.half_size
         slow = (1 + half / np.maximum(1, m)) * (1 + half / np.maximum(1, k)) * (1 + half / np.maximum(1, n))
         converted = (m * k + m * n + k * n) * self.activation_bytes / self.rates.memory_bytes_per_s
-        quantize = np.where(self.plans.is_("precision", "fp8"), self.constants.quantize * converted / 2, 0.0)
+        quantize = np.where(self.plans.is_("precision", *FP8), self.constants.quantize * converted / 2, 0.0)
         return LayerTime(flops / rate * slow + quantize, 0.0, 0.0)
 
     def _attention(self) -> LayerTime:

@@ -206,5 +206,5 @@ class System:
 
 
 def in_precision(precision: Numbers, fp32: Numbers, half: Numbers, narrow: Numbers) -> Numbers:
-    """Return the figure for a plan's precision (0 fp32, 1 and 2 bf16 and fp16, 3 fp8)."""
-    return np.where(precision == 0, fp32, np.where(precision == 3, narrow, half))
+    """Return the figure for a plan's precision (0 fp32, 1 and 2 bf16 and fp16, from 3 on fp8)."""
+    return np.where(precision == 0, fp32, np.where(precision >= 3, narrow, half))

@@ -16,7 +16,7 @@ from argosy.plan.hardware.clusters import Cluster, NodeGroup
 from argosy.plan.hardware.devices import device_names, find_device
 from argosy.plan.hardware.local_machine import cluster_of, device_named, own_part, resized
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import NUMERICS, Plan, Precision, said_in, with_sync, words_of
+from argosy.plan.plan import FP8, NUMERICS, Plan, Precision, said_in, with_sync, words_of
 from argosy.plan.quantities import divisors
 from argosy.plan.rules import first_problem
 from argosy.plan.search.agreement import choose_word
@@ -88,9 +88,10 @@ def choose_with_reasons(run: RunConfig, devices: Devices, machine: Cluster | Non
     """
     words, auto, sync_is_open = said_in(run.plan)
     written = Plan.from_words(words)
-    if written.precision == "fp8" and devices.kind != USUAL_ACCELERATOR:
+    if written.precision in FP8 and devices.kind != USUAL_ACCELERATOR:
         raise UserError(
-            f"plan.precision = fp8 needs GPUs with fp8, and this run is for {devices.kind}. Try precision=bf16."
+            f"plan.precision = {written.precision} needs GPUs with fp8, and this run is for {devices.kind}. "
+            "Try precision=bf16."
         )
     if "precision" not in words:
         written = written.model_copy(update={"precision": fast_precision(devices)})
