@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from operator import floordiv
 from typing import Any, cast
 
@@ -37,7 +39,7 @@ from argosy.parallel.apply import apply
 from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.world import World, leave_world
 from argosy.plan.cost.exact_state import dp_rank_of
-from argosy.plan.plan import Plan
+from argosy.plan.plan import FP8, Plan
 from argosy.simulate.cuda_calls import FakeDevice, answered
 from argosy.simulate.device_watch import DeviceFinding, DeviceWatch
 from argosy.simulate.fake import fake_memory, replaced
@@ -275,6 +277,8 @@ def step_on_cuda(plan: Plan, run: RunConfig, rank: int) -> OnCuda:
         )
     watch = DeviceWatch()
     try:
+        if plan.precision in FP8 and find_spec("torchao") is not None:
+            import_module("torchao.float8")  # while torch is as it was: modules name its classes in annotations
         with fake_cuda(rank, plan.world_size, watch) as world:
             _run(plan.model_copy(update={"compile": False}), run, world, watch)
     except MisplacedTensor:
