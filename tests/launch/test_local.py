@@ -65,6 +65,7 @@ def the_worker_killed_after(steps: int, run_dir: Path) -> Iterator[None]:
     killer.join()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_costs_no_loss(corpus, tmp_path):
     run = run_config(corpus, train={"steps": 40}, checkpoint={"every_steps": 3}, launch={"threads": 1})
     undisturbed = losses(train_in(World(), run, EAGER, tmp_path / "undisturbed"))
@@ -76,6 +77,7 @@ def test_a_worker_that_is_killed_costs_no_loss(corpus, tmp_path):
     assert Report.load(disturbed).steps == 40
 
 
+@pytest.mark.slow
 def test_workers_that_keep_dying_end_the_run_with_how_to_go_on(corpus, tmp_path):
     with (
         the_worker_killed_after(3, tmp_path),

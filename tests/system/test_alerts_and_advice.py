@@ -87,6 +87,7 @@ def test_a_planted_straggler_spike_and_death_are_named_and_told(disturbed, tmp_p
     assert sorted((alert["alert"], alert["state"]) for alert in told) == sorted((a["alert"], a["state"]) for a in got)
 
 
+@pytest.mark.slow
 def test_a_webhook_that_hangs_does_not_matter_to_the_run(disturbed):
     length = ("--train.steps", "24")
     with webhook(hangs=True) as (url, got):

@@ -56,6 +56,7 @@ def test_callbacks_metrics_and_sinks_of_the_examples_run_and_a_resumed_run_repea
     assert "was changed. Restore it" in folder.argosy_here("train", "runs/tiny/run.toml", code=2)
 
 
+@pytest.mark.slow
 def test_own_loss_optimizer_and_text_survive_a_killed_rank_bit_for_bit(folder):
     names = ("losses.py", "optimizers.py", "sources.py")
     for name in names:

@@ -70,6 +70,7 @@ def in_terminal(folder):
         terminal.process.wait()
 
 
+@pytest.mark.slow
 def test_a_panel_lives_through_the_death_of_a_worker_and_leaves_nothing_when_it_is_killed(folder, in_terminal):
     folder.write_run(steps=100_000, every_steps=100_000)
     terminal = in_terminal("train", "run.toml", ARGOSY_FAULTS="kill@optimizer:step=12,rank=0")

@@ -41,6 +41,7 @@ def test_fifty_restarts_of_fifty_are_clean(disturbed, undisturbed, plan):
     run.check(undisturbed(PLANS[plan], *length), "worker_died")
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_come_into_the_world_is_named_and_replaced(disturbed, undisturbed):
     run = disturbed(PLANS["replicas"], "stop@join:rank=1,generation=1", *PATIENCE).end()
     (found,) = run.events("stopped")

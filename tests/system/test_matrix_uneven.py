@@ -23,7 +23,8 @@ LAYERS = "pp=2,microbatch=1,layers=3:1"
 FOUR = ("--model.layers", "4")
 
 
-@pytest.mark.parametrize("plan", [SHARES, pytest.param(LAYERS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [SHARES, LAYERS])
 def test_a_kill_under_uneven_work_ends_bit_for_bit(disturbed, undisturbed, plan):
     run = disturbed(plan, "kill@backward:step=4,rank=1", *FOUR).end()
     assert {e["plan"] for e in run.events("generation")} == {str(Plan.parse(f"{plan},precision=fp32,compile=false"))}

@@ -25,6 +25,7 @@ def test_what_cannot_be_profiled_is_refused(folder, refused, options, said):
     refused("train", "run.toml", *options, said=said)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_it_records_costs_no_loss(disturbed, undisturbed):
     run = disturbed(PLANS["replicas"], "kill@optimizer:step=5,rank=1", "--profile", "3:7").end()
     assert "profile of step 6" in run.text

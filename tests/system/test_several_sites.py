@@ -101,6 +101,7 @@ def test_sites_come_to_the_weights_of_a_simulation_in_one_process(
     assert all(set(one) >= {"sent_bytes", "received_bytes", "seconds", "norms", "cosines", "ratio"} for one in outer)
 
 
+@pytest.mark.slow
 def test_a_stranger_is_refused_and_the_run_goes_on(sites: Callable[..., SitesOfARun]) -> None:
     run = sites(steps=2 * H)
     first = run.start("A")

@@ -72,6 +72,7 @@ def started(folder: Folder) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             process.communicate()
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_to_a_bit_beside_bad_sinks_a_killed_follower_norms_and_samples(folder, started):
     run_file = folder.write_run(steps=60, every_steps=30)
     folder.argosy("train", run_file, "--run-dir", "alone", "--observe.norms-every-steps", "0")

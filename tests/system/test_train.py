@@ -213,6 +213,7 @@ def test_a_signal_in_the_first_step_which_may_compile_ends_the_run_at_once(folde
     assert len(losses(run_dir)) == made
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_long_evaluation_waits_for_one_batch_and_the_run_evaluates_when_it_goes_on(folder: Folder) -> None:
     """Meanwhile a second run in the same folder is refused."""
     run_file = folder.write_run(steps=6, every_steps=0)
