@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from argosy.checkpoint import store
 from commands import Folder
 from slurm import WHERE_FROM, is_installed, slurm
 from sweep_folders import losses, result, starts, sweeps_of, write
@@ -27,9 +28,10 @@ def test_a_killed_sweep_goes_on_and_counts_no_trial_twice(folder: Folder, sweepi
     sweep = write(folder, "method = 'grid'\n[parameters]\noptimizer.lr = [1e-3, 1e-2]", steps=10)
     slow = {"ARGOSY_FAULTS": "slow@forward:seconds=0.2"}
     process = sweeping(**slow)
-    wait_until(lambda: len(losses(sweep / "0000")) > 3, process=process)
+    wait_until((sweep / "0000").exists, process=process)
     refused = folder.argosy_here("sweep", "lr.toml", code=2)
     assert re.search(r"sweeps/lr is in use by process \d+", refused)
+    wait_until(lambda: store.committed(sweep / "0000"), process=process)
     process.kill()
     process.communicate()
     trial = int((sweep / "0000" / ".lock").read_text().split()[0])
