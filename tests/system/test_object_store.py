@@ -14,8 +14,13 @@ from typing import Any
 
 import pytest
 
+from argosy.config.load import load
+from argosy.config.schema import RunConfig
+from argosy.parallel.world import World
+from argosy.plan.plan import Plan
 from commands import Folder
 from object_store import ObjectStore, Proxy, environment, needs_server
+from tiny import MODEL, losses, train_in
 from waiting import PATIENT_S
 
 pytestmark = needs_server
@@ -56,9 +61,14 @@ def proxy(server: ObjectStore) -> Iterator[Proxy]:
 def local(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses beside a local disk."""
     folder = Folder(tmp_path_factory.mktemp("local"), corpus)
-    folder.write_run(steps=STEPS, processes=1)
-    folder.argosy("train", "run.toml")
-    return metrics(folder.path / "runs/tiny", "loss")
+    run = load(folder.write_run(steps=STEPS, every_steps=STEPS, processes=1))
+    model = run.model.model_copy(update={"vocab_size": MODEL["vocab_size"]})
+    return losses(train_here(run.model_copy(update={"model": model}), folder.path / "runs/tiny"))
+
+
+def train_here(run: RunConfig, run_dir: Path) -> list[dict[str, Any]]:
+    """Train in this process."""
+    return train_in(World(), run, Plan.parse(run.plan), run_dir)
 
 
 def write_run(folder: Folder, size_gb: float = 1.0, timeout_s: float = 60, **keys: int) -> Path:
@@ -72,7 +82,7 @@ def write_run(folder: Folder, size_gb: float = 1.0, timeout_s: float = 60, **key
 def test_a_run_from_a_store_has_the_losses_of_one_from_the_disk(
     folder: Folder, proxy: Proxy, local: list[float]
 ) -> None:
-    run_dir = write_run(folder)
+    run_dir = write_run(folder, every_steps=STEPS)
     proxy.flips = 1
     folder.argosy("train", "run.toml")
     assert metrics(run_dir, "loss") == local
@@ -80,8 +90,7 @@ def test_a_run_from_a_store_has_the_losses_of_one_from_the_disk(
     assert sum(line["fetched_bytes"] for line in metrics(run_dir, "cache"))
     # Another run of the same data finds all in the cache: manifest and tokenizer are asked for, nothing is fetched.
     passed = proxy.passed_bytes
-    folder.argosy("train", "run.toml", "--run-dir", "runs/second")
-    assert metrics(folder.path / "runs/second", "loss") == local
+    assert losses(train_here(load(run_dir / "run.toml"), folder.path / "runs/second")) == local
     assert proxy.passed_bytes - passed < 2**16
     found = metrics(folder.path / "runs/second", "cache")
     assert sum(line["hits"] for line in found) and not any(line["misses"] or line["fetched_bytes"] for line in found)
