@@ -179,7 +179,7 @@ def test_stops_at_max_text_bytes(config: PrepareConfig) -> None:
     assert manifest.text_bytes("train") + manifest.text_bytes("validation") in range(4997, 5001)
 
 
-@pytest.mark.parametrize("limit", [3, 601, 2500, 9001])
+@pytest.mark.parametrize("limit", [3, 9001, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (601, 2500))])
 def test_the_limit_ends_at_the_same_byte_for_all_workers_pieces_and_chunks(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:

@@ -102,7 +102,7 @@ def test_gradients_are_bit_for_bit_those_without(
     assert_bit_equal(loss_and_gradients(recomputing(mode, every, dtype), documents), expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_compiled_blocks_recompute_too_and_give_the_gradients_of_compiled_blocks_without(mode: RecomputeMode) -> None:
     expected = loss_and_gradients(recomputing("none", compiled=True, layers=1))
     model = recomputing(mode, compiled=True, layers=1)
