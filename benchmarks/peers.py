@@ -234,7 +234,8 @@ def matmuls(setting: Setting, turns: Turns) -> None:
     """The peak, measured in turns of its own: of a square matmul, and of the model's own shapes.
 
     The model's are every linear layer's forward, gradient to the input, gradient to the weight, each on its own, into
-    memory that is there already. Answers with FLOP/s, those of the shapes being all FLOPs over all seconds.
+    memory that is there already (into new memory where oneDNN is faster). Answers with FLOP/s, those of the shapes
+    being all FLOPs over all seconds.
     """
     dtype, side = DTYPES[setting.precision], 1024 if setting.device == "cpu" else 8192
     torch.set_default_device(setting.device)
@@ -348,8 +349,13 @@ def _operands(layout: int, inputs: int, outputs: int, N: int, dtype: torch.dtype
 
 
 def _matmul_s(a: Tensor, b: Tensor, out: Tensor) -> float:
+    from argosy.matmul import MKL_IS_SLOW, dense
+
     began = time.perf_counter()
-    torch.mm(a, b, out=out)
+    if MKL_IS_SLOW:
+        dense(a, b.mT)
+    else:
+        torch.mm(a, b, out=out)
     if out.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - began

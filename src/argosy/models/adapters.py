@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from argosy.config.train import LoraConfig
+from argosy.matmul import dense
 from argosy.models.decoder import Block, Decoder
 from argosy.models.dropout import AdapterDropout, salt_of
 from argosy.models.experts import Experts
@@ -53,7 +53,7 @@ class LowRank(nn.Module):
         self.scale, self.dropout, self.salt = scale, dropout, salt
 
     def forward(
-        self, x: Tensor, weight: Tensor | QuantisedWeight, product: Product = F.linear, each: Spread = itself
+        self, x: Tensor, weight: Tensor | QuantisedWeight, product: Product = dense, each: Spread = itself
     ) -> Tensor:
         """Return what the layer computes, without a bias; `weight` is this rank's part. Of experts, `each` gives every
         row what its expert has."""

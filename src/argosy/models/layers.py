@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
+from argosy.matmul import dense
 from argosy.models.quantised_weight import QuantisationScheme, QuantisedWeight, multiply
 from argosy.plan.parameters import Table
 
@@ -52,7 +53,7 @@ class Linear(nn.Linear):
         weight = held(self.weight, self.scheme, x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
         if self.reduce is None and self.lora is None and isinstance(weight, Tensor):
-            return F.linear(x, weight, bias)
+            return dense(x, weight, bias)
         y: Tensor = multiply(x, weight) if self.lora is None else self.lora(x, weight)
         if self.reduce is not None:
             y = self.reduce(y)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from argosy.data.packing import IGNORED
+from argosy.matmul import ROWS, dense
 
 # N tokens (batch and sequence flattened), C tokens of a chunk, D model width, V vocabulary
 
@@ -55,12 +56,15 @@ def summed_cross_entropy(
         return loss
     weight = weight_VD.to(x_ND.dtype)
     chunks = _chunks(rows, x_ND, targets_N)
-    return torch.stack([of_chunk(soft_capped(x @ weight.T, softcap), targets)[0].sum() for x, targets in chunks]).sum()
+    return torch.stack(
+        [of_chunk(soft_capped(dense(x, weight), softcap), targets)[0].sum() for x, targets in chunks]
+    ).sum()
 
 
 def rows_at_once(weight_VD: Tensor, longest_part: int) -> int:
     """Return the tokens of a chunk, the same on all ranks that have a part of the vocabulary."""
-    return max(1, CHUNK_LOGITS // (longest_part or weight_VD.shape[0]))
+    rows = CHUNK_LOGITS // (longest_part or weight_VD.shape[0])
+    return rows // ROWS * ROWS or max(1, rows)
 
 
 IsLikeliest = Callable[[Tensor, Tensor], Tensor]
@@ -92,7 +96,7 @@ def token_losses(
     """Return -log softmax(x @ weight.T)[target] of each token, fp32 [N]; 0 where the target is -100."""
     weight = weight_VD.to(x_ND.dtype)
     chunks = _chunks(rows, x_ND, targets_N)
-    return torch.cat([of_chunk(soft_capped(x @ weight.T, softcap), targets)[0] for x, targets in chunks])
+    return torch.cat([of_chunk(soft_capped(dense(x, weight), softcap), targets)[0] for x, targets in chunks])
 
 
 def soft_capped(logits: Tensor, cap: float) -> Tensor:
@@ -124,7 +128,7 @@ def weighted_gradients(
     grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32) if needs[1] else None
     losses = []
     for start, (x, targets) in zip(range(0, len(x_ND), rows), _chunks(rows, x_ND, targets_N), strict=True):
-        logits_CV = soft_capped(x @ weight.T, softcap)
+        logits_CV = soft_capped(dense(x, weight), softcap)
         losses_C, gradient_CV = of_chunk(logits_CV, targets)
         losses.append(losses_C.sum())
         if weights_N is not None:
@@ -132,9 +136,9 @@ def weighted_gradients(
         if softcap:
             gradient_CV = gradient_CV * (1 - (logits_CV / softcap).square())
         if grad_x is not None:
-            torch.mm(gradient_CV, weight, out=grad_x[start : start + rows])
+            grad_x[start : start + rows] = dense(gradient_CV, weight.T)
         if grad_weight is not None:
-            grad_weight += gradient_CV.T @ x
+            grad_weight += dense(gradient_CV.T, x.T)
     return torch.stack(losses).sum(), grad_x, None if grad_weight is None else grad_weight.to(weight_VD.dtype)
 
 

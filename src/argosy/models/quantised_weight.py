@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.config.train import BASE_BITS, BASE_BLOCK, LoraConfig
+from argosy.matmul import dense
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -37,7 +38,7 @@ matrix."""
 ELSEWHERE_AT_ONCE = 2**22
 """On other devices, where each call takes time."""
 Product = Callable[[Tensor, Tensor], Tensor]
-"""Inputs and a weight -> outputs: `F.linear`, or of each expert its own rows."""
+"""Inputs and a weight -> outputs: `dense`, or of each expert its own rows."""
 
 
 class QuantisationScheme:
@@ -163,6 +164,6 @@ class _Times(torch.autograd.Function):
         return ctx.product(grad, ctx.scheme.dequantise(data, grad.dtype, after=grad).mT), None, None, None
 
 
-def multiply(x: Tensor, weight: Tensor | QuantisedWeight, product: Product = F.linear) -> Tensor:
+def multiply(x: Tensor, weight: Tensor | QuantisedWeight, product: Product = dense) -> Tensor:
     """Return product(x, weight), whether the weight is quantised or not."""
     return weight.times(x, product) if isinstance(weight, QuantisedWeight) else product(x, weight)

@@ -28,6 +28,7 @@ from argosy.data.loader import OpenData, open_data
 from argosy.data.prepare import prepare
 from argosy.errors import UserError
 from argosy.files import sync
+from argosy.matmul import dense
 from argosy.models.attention import Documents, causal_attention
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
@@ -165,9 +166,8 @@ def _matmul_s(world: World, case: Matmul, slice_s: float) -> float:
         a, b = matrix(case.k, case.m).T, matrix(case.k, case.n)
     else:
         a, b = matrix(case.m, case.k), matrix(case.k, case.n)
-    out = torch.empty(case.m, case.n, device=device, dtype=dtype)
     world.barrier()
-    return seconds(lambda: torch.mm(a, b, out=out), device, slice_s)
+    return seconds(lambda: dense(a, b.mT), device, slice_s)
 
 
 def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: float) -> list[AttentionRate]:

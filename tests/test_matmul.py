@@ -1,0 +1,77 @@
+"""Products of dense layers, by either kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from argosy import matmul
+from argosy.matmul import ROWS, dense
+
+WITH_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU on which oneDNN is asked."""
+    monkeypatch.setattr(matmul, "MKL_IS_SLOW", True)
+
+
+def operands(rows: int = 2 * ROWS, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """x [2, rows / 2, 128], weight [160, 128], bias [160]; 2.6 million multiplications with 128 rows."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, rows // 2, 128), (160, 128), (160,))
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+@WITH_ONEDNN
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("slow")
+def test_outputs_and_gradients_are_those_of_torch(compiled: bool) -> None:
+    tensors = operands()
+    called = torch.compile(dense, backend="aot_eager", fullgraph=True) if compiled else dense
+    y, expected = called(*tensors), F.linear(*tensors)
+    slopes = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+    for got, wanted in zip(
+        torch.autograd.grad(y, tensors, slopes), torch.autograd.grad(expected, tensors, slopes), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+
+
+@WITH_ONEDNN
+@pytest.mark.usefixtures("slow")
+def test_flops_are_counted_as_torch_counts_a_product() -> None:
+    def flops(product: object) -> int:
+        with FlopCounterMode(display=False) as counter:
+            product(*operands()[:2]).sum().backward()  # type: ignore[operator]
+        return counter.get_total_flops()
+
+    assert flops(dense) == flops(F.linear) > 0
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(2 * ROWS + 2, torch.float32), (2 * ROWS, torch.bfloat16), (2, torch.float32)]
+)
+def test_rows_of_any_number_other_formats_and_small_ones_are_torch_s(rows: int, dtype: torch.dtype) -> None:
+    tensors = operands(rows, dtype)
+    assert torch.equal(dense(*tensors), F.linear(*tensors))
+    assert not matmul._is_for_onednn(*tensors[:2])
+
+
+@pytest.mark.parametrize(
+    ("capability", "vendor", "is_slow"),
+    [("AVX512", "AuthenticAMD", True), ("AVX512", "GenuineIntel", False), ("AVX2", "AuthenticAMD", False)],
+)
+def test_mkl_is_slow_on_what_has_avx_512_and_is_not_intel_s(
+    capability: str, vendor: str, is_slow: bool, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    monkeypatch.setattr(matmul, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    for library in (torch.backends.mkl, torch.backends.mkldnn):
+        monkeypatch.setattr(library, "is_available", lambda: True)
+    assert matmul.mkl_is_slow() == is_slow
