@@ -56,9 +56,8 @@ def summed_cross_entropy(
         return loss
     weight = weight_VD.to(x_ND.dtype)
     chunks = _chunks(rows, x_ND, targets_N)
-    return torch.stack(
-        [of_chunk(soft_capped(dense(x, weight), softcap), targets)[0].sum() for x, targets in chunks]
-    ).sum()
+    losses = [of_chunk(soft_capped(dense(x, weight), softcap), targets)[0].sum() for x, targets in chunks]
+    return torch.stack(losses).sum()
 
 
 def rows_at_once(weight_VD: Tensor, longest_part: int) -> int:
