@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from argosy.config.launch import host_of, is_loopback
 from argosy.watch import http
-from argosy.watch.http import host_name, is_loopback, new_token
+from argosy.watch.http import new_token
 from argosy.watch.serve import AuthMiddleware
 from run_folders import Made
 from watch.served import Served, served
@@ -200,7 +201,7 @@ def test_tokens_are_long_and_never_the_same() -> None:
 
 
 def test_a_host_s_name_is_told_from_its_port() -> None:
-    assert [host_name(text) for text in ("a:1", "A", "[::1]:2", "::1", "[fe80::1]", "")] == [
+    assert [host_of(text) for text in ("a:1", "A", "[::1]:2", "::1", "[fe80::1]", "")] == [
         "a", "a", "::1", "::1", "fe80::1", "",
     ]  # fmt: skip
 

@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise missing_extra(error.name or "starlette", "serve", "argosy serve") from None
-    from argosy.watch.http import is_loopback, listening, new_token, token_of, url
+    from argosy.config.launch import is_loopback
+    from argosy.watch.http import listening, new_token, token_of, url
 
     must_be_folder_or_url(options.path)
     token = token_of(TOKEN) or ("" if is_loopback(options.host) else new_token())

@@ -95,7 +95,8 @@ def main(argv: list[str]) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise missing_extra(error.name or "starlette", "watch", "argosy watch") from None
-    from argosy.watch.http import is_loopback, listening, new_token, token_of, url
+    from argosy.config.launch import is_loopback
+    from argosy.watch.http import listening, new_token, token_of, url
     from argosy.watch.serve import server_of
 
     mcp = None

@@ -89,7 +89,7 @@ def _as_tuple(value: object) -> object:
 Objective = Literal["pretrain", "sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward"]
 """The training objectives. All but pretrain learn from conversations."""
 
-TokenizerEngine = Literal["auto", "huggingface", "fastokens"]
+TokenizerEngine = Literal["huggingface", "fastokens"]
 RowKind = Literal["conversations", "pairs", "judged"]
 KIND_OF: dict[str, RowKind] = {"sft": "conversations", "kto": "judged"}
 """Objective -> what its rows hold, if not preference pairs."""
@@ -140,7 +140,7 @@ class PrepareConfig(Section):
     """Broken UTF-8, a broken record or one without `field`: skip and count it, or stop."""
     processes: NonNegativeInt = 0
     """Worker processes, which read and tokenize; 0 takes one per core."""
-    engine: TokenizerEngine = "auto"
+    engine: Literal["auto", TokenizerEngine] = "auto"
     """Tokenizer engine; auto takes fastokens if installed and identical to Hugging Face on a sample."""
     objective: Objective | None = None
     """The objective of the data: pretrain reads text, sft conversations, kto answers that were judged, the others

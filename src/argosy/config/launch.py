@@ -8,7 +8,9 @@ have those of `ClusterOptions`.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -38,6 +40,25 @@ def host_and_port(text: str) -> tuple[str, int]:
 def interface_of(host: str) -> str:
     """Return the address to listen at for peers that call `host`: 127.0.0.1 for this machine alone, "" for all."""
     return "127.0.0.1" if host in ("127.0.0.1", "localhost") else ""
+
+
+OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
+"""The names in Host headers of requests that come from this machine."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches `host`."""
+    with suppress(ValueError):
+        return ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def host_of(header: str) -> str:
+    """Return the name in a Host header, without its port, in lower case."""
+    header = header.strip().lower()
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.rpartition(":")[0] if header.count(":") == 1 else header
 
 
 def _checked(text: str) -> str:

@@ -31,6 +31,9 @@ from argosy.config.sync import SiteConfig, SyncConfig, check_fragments, check_si
 from argosy.config.train import LOSSES, LoraConfig, PreferenceConfig, TrainConfig
 from argosy.extend.declared import Declaration
 
+SIGMAS_OF_MAD = 1.4826
+"""Standard deviations of a normal distribution in its median absolute deviation: those of the keys below."""
+
 
 class ResilienceConfig(Section):
     """Detection of failures, and recovery from them."""

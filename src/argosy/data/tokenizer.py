@@ -222,7 +222,6 @@ def train(sample: Iterable[str], vocab_size: int, path: Path) -> Tokenizer:
     return Tokenizer(json_text, str(path))
 
 
-EngineName = Literal["huggingface", "fastokens"]
 Ragged = tuple[npt.NDArray[Any], npt.NDArray[np.int64]]
 """The ids of all texts end to end, and the number of ids of each."""
 
@@ -261,7 +260,7 @@ class Encoder:
         validation_fraction: documents whose hash falls into this share of all hashes are held out.
     """
 
-    def __init__(self, tokenizer: Path, engine: EngineName, dtype: np.dtype[Any], validation_fraction: float):
+    def __init__(self, tokenizer: Path, engine: TokenizerEngine, dtype: np.dtype[Any], validation_fraction: float):
         self._encode = encode_function(tokenizer, engine)
         loaded = Tokenizer.load(tokenizer)
         self._begin_ids, self._eod_id = loaded.begin_ids, loaded.eod_id
@@ -287,12 +286,12 @@ def is_held_out(text: bytes, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < int(fraction * 2**64)
 
 
-def encode_function(tokenizer: Path, engine: EngineName) -> Callable[[Sequence[str]], Ragged]:
+def encode_function(tokenizer: Path, engine: TokenizerEngine) -> Callable[[Sequence[str]], Ragged]:
     """Return the function that encodes with `engine`. Raises: UserError if it is fastokens and not installed."""
     return _fastokens(tokenizer) if engine == "fastokens" else _huggingface(tokenizer)
 
 
-def choose_engine(wanted: TokenizerEngine, tokenizer: Path, sample: Iterable[str]) -> EngineName:
+def choose_engine(wanted: Literal["auto", TokenizerEngine], tokenizer: Path, sample: Iterable[str]) -> TokenizerEngine:
     """Return fastokens if it may be used and gives Hugging Face's ids on all of `sample`; else Hugging Face.
 
     Raises: UserError if fastokens is asked for and not installed. Warns if it gives other ids.

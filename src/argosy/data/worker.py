@@ -19,14 +19,14 @@ from typing import Any, overload
 
 import numpy as np
 
-from argosy.config.data import PrepareConfig
+from argosy.config.data import PrepareConfig, TokenizerEngine
 from argosy.config.extend import ExtendConfig
 from argosy.data.chat_encoder import TRUNCATED, ChatDocuments, ChatEncoder
 from argosy.data.documents import Document, DocumentReader, Drops, InputPiece, Tally
 from argosy.data.filters import Filters, as_arrays, bounds, key_maker, repeated, within
 from argosy.data.manifest import TOKENIZER
 from argosy.data.sources import InputFile, file_again
-from argosy.data.tokenizer import EncodedBatch, Encoder, EngineName
+from argosy.data.tokenizer import EncodedBatch, Encoder
 from argosy.data.work import Chunk, PrepareTask, WorkFolder, WorkState
 from argosy.errors import ArgosyError
 from argosy.processes.child import CHANNEL, channel_to_parent, end_with_parent
@@ -45,7 +45,7 @@ class PrepareJob:
     fingerprint: str
     config: PrepareConfig
     extend: ExtendConfig
-    engine: EngineName
+    engine: TokenizerEngine
     dtype: str
     """The dtype of tokens."""
     chunk_bytes: int

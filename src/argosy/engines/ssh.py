@@ -17,9 +17,9 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 
+from argosy.config.launch import is_loopback
 from argosy.engines.engine import Engine, Job, RunJob
 from argosy.engines.record import STOP, JobState, LaunchedJob
 from argosy.errors import UserError
@@ -239,7 +239,7 @@ def _distinct(seen: dict[str, _Seen]) -> dict[str, _Seen]:
         if found in names:
             raise UserError(f"--hosts: {names[found]} and {host} are the same host. Name each host once.")
         names[found] = host
-    local = [host for host, found in seen.items() if ip_address(found.address.partition("%")[0]).is_loopback]
+    local = [host for host, found in seen.items() if is_loopback(found.address.partition("%")[0])]
     if local and len({found.machine for found in seen.values()}) > 1:
         raise UserError(
             f"--hosts: ssh reached {', '.join(local)} at {seen[local[0]].address}, which the other hosts cannot reach. "

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from argosy.config.launch import OWN_HOSTS, host_of
 from argosy.errors import UserError
 from argosy.inference.chat import ChatModel
 from argosy.inference.loaded_model import LoadedModel
@@ -35,7 +36,7 @@ from argosy.inference.openai_requests import (
     SamplingRequest,
 )
 from argosy.inference.sampling import Sampling, TextPiece
-from argosy.watch.http import MOST_CONNECTIONS, MOST_HEADER_BYTES, OWN_NAMES, PatientProtocol, host_name
+from argosy.watch.http import MOST_CONNECTIONS, MOST_HEADER_BYTES, PatientProtocol
 
 PORT = 8000
 """The port that vLLM has too; the next free one if it is taken."""
@@ -219,7 +220,7 @@ class KeyMiddleware:
             if scheme.lower() == "bearer" and is_right:
                 return None
             return ApiError(401, "the API key is missing or wrong: `argosy serve` printed it.", "invalid_api_key")
-        if host_name(headers.get("host", "")) not in self._names:
+        if host_of(headers.get("host", "")) not in self._names:
             return ApiError(403, f"this server answers to {', '.join(self._names)} only; see --host.")
         return None
 
@@ -252,7 +253,7 @@ def server_of(
     listener: socket.socket, model: LoadedModel, name: str, chat: ChatModel | None, token: str, host: str
 ) -> uvicorn.Server:
     """Return the server; `run(sockets=[listener])` serves until SIGINT or SIGTERM."""
-    app = make_app(model, name, chat, token, tuple(dict.fromkeys((*OWN_NAMES, host.lower()))))
+    app = make_app(model, name, chat, token, tuple(dict.fromkeys((*OWN_HOSTS, host.lower()))))
     return uvicorn.Server(
         uvicorn.Config(
             app,

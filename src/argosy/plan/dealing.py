@@ -20,6 +20,10 @@ from argosy.plan.workload import train_flops_per_token
 
 Floats = NDArray[np.float64]
 
+COLD_STEPS = 2
+"""First steps of a world, or under other shares, which compile, warm up and read late: they tell no rank's speed."""
+LEAST_HOLD = 0.1
+"""A slow rank whose steps are not so much longer than its peers' has a share of the work that fits its speed."""
 DOUBT = 2.0
 """Embedding and head, around the layers, may take nothing, or so many times what their FLOPs say."""
 

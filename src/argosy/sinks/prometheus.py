@@ -6,7 +6,6 @@ It listens on loopback unless told otherwise; on any other address a scrape need
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import socket
 import threading
@@ -16,6 +15,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from argosy.config.launch import OWN_HOSTS, host_of, is_loopback
 from argosy.errors import UserError
 from argosy.sinks.sink import About, Record, Sink
 from argosy.watch.nodes import NodeSeries
@@ -31,15 +31,6 @@ MOST_REQUESTS = 16
 """Most requests that are answered at a time. The connections of others are closed."""
 MOST_NODES = 256
 """The machines of a larger run are left to `argosy watch`."""
-HOSTS = ("localhost", "127.0.0.1", "::1")
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def token_for(host: str) -> str:
@@ -141,7 +132,7 @@ def _serve(host: str, port: int, token: str, text: Any) -> ThreadingHTTPServer:
                 self._answer(404, "Only /metrics is here.\n")
             elif token and not hmac.compare_digest(self.headers.get("Authorization", "").encode(), expected):
                 self._answer(401, f"Say `Authorization: Bearer` and the token of {TOKEN}.\n")
-            elif not token and _host_of(self.headers.get("Host", "")) not in HOSTS:
+            elif not token and host_of(self.headers.get("Host", "")) not in OWN_HOSTS:
                 self._answer(403, "This address is for this machine alone.\n")  # DNS rebinding from a browser
             else:
                 self._answer(200, text())
@@ -171,7 +162,3 @@ def _serve(host: str, port: int, token: str, text: Any) -> ThreadingHTTPServer:
 def _shut(request: socket.socket) -> None:
     with suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)
-
-
-def _host_of(header: str) -> str:
-    return header.rpartition("]")[0].lstrip("[") if header.startswith("[") else header.partition(":")[0]

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-from argosy.config.launch import LaunchConfig, LeaseUrl, host_and_port, read_rank_map
+from argosy.config.launch import LaunchConfig, LeaseUrl, host_and_port, is_loopback, read_rank_map
 from argosy.errors import RunFailed, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
@@ -315,11 +315,11 @@ def own_address(launch: LaunchConfig) -> str:
         return launch.address
     for server in _servers(launch.lease):
         found = _address_towards(server)
-        if found and not _is_loopback(found):
+        if found and not is_loopback(found):
             return found
     name = socket.gethostname()
     found = _resolved(name) or "127.0.0.1"
-    if _is_loopback(found) and launch.nodes > 1:
+    if is_loopback(found) and launch.nodes > 1:
         raise UserError(
             f"launch.address is not given, and this machine's name {name} resolves to {found}, which other machines "
             "cannot reach. Give launch.address, the address at which they reach this one; 127.0.0.1 if all agents run "
@@ -338,7 +338,7 @@ def check_coordinator(launch: LaunchConfig) -> None:
     if launch.nodes == 1 or not host or _is_address(host):
         return
     found = _resolved(host)
-    if found and _is_loopback(found):
+    if found and is_loopback(found):
         raise UserError(
             f"launch.coordinator = {launch.coordinator}: {host} resolves to {found} on this machine, which other "
             f"machines cannot reach. Give its address on their network in place of the name, or mend /etc/hosts; "
@@ -375,10 +375,6 @@ def _is_address(host: str) -> bool:
     with suppress(ValueError):
         return bool(ipaddress.ip_address(host))
     return False
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
 
 
 OTHER_DESCRIPTORS = 64

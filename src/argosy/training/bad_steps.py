@@ -23,14 +23,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from argosy.config.schema import ResilienceConfig
+from argosy.config.schema import SIGMAS_OF_MAD, ResilienceConfig
 
 MOST_IN_A_ROW = 5
 """The run ends after so many bad steps in a row."""
 MOST_REWINDS = 2
 """A run goes back to the same step so often; then it ends."""
-SIGMAS_OF_MAD = 1.4826
-"""Standard deviations of a normal distribution in its median absolute deviation."""
 LEAST_LOSS_SIGMA = 0.01
 """The least standard deviation of losses, over their median: where the loss hardly varies, 1 % is still no spike."""
 LEAST_NORM_SIGMA = 0.1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import os
 import secrets
 import socket
@@ -15,7 +14,6 @@ from argosy.errors import UserError
 
 TOKEN_BYTES = 32
 SHORTEST_TOKEN = 16
-OWN_NAMES = ("localhost", "127.0.0.1", "::1")
 PORT = 8765
 PORTS_TRIED = 50
 """Ports that are tried, from PORT on, if the user named none."""
@@ -41,24 +39,6 @@ def token_of(variable: str) -> str:
             "Make one: openssl rand -hex 32"
         )
     return token
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def host_name(host: str) -> str:
-    """Return the name in a Host header, without its port, in lower case."""
-    host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
 
 
 class PatientProtocol(H11Protocol):

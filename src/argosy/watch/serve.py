@@ -24,13 +24,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from argosy.config.launch import OWN_HOSTS, host_of, is_loopback
 from argosy.watch.http import (
     MOST_CONNECTIONS,
     MOST_HEADER_BYTES,
-    OWN_NAMES,
     PatientProtocol,
-    host_name,
-    is_loopback,
 )
 from argosy.watch.library import Library
 from argosy.watch.server import Api, failed_answer
@@ -62,7 +60,7 @@ class AuthMiddleware:
     whose name leads here (DNS rebinding). With a token, it may name any host.
     """
 
-    def __init__(self, app: ASGIApp, token: str = "", port: int = 0, names: Iterable[str] = OWN_NAMES):
+    def __init__(self, app: ASGIApp, token: str = "", port: int = 0, names: Iterable[str] = OWN_HOSTS):
         self._app, self._token = app, token
         self._cookie = f"argosy_watch_{port}"  # cookies do not tell ports apart
         self._names = frozenset(names)
@@ -84,7 +82,7 @@ class AuthMiddleware:
             return PlainTextResponse("another site's page may not read this\n", 403)
         if self._token:
             return self._refusal_by_token(scope, headers)
-        if host_name(headers.get("host", "")) not in self._names:
+        if host_of(headers.get("host", "")) not in self._names:
             names = ", ".join(sorted(self._names))
             return PlainTextResponse(f"this server answers to {names} only; see argosy watch --help for --host\n", 403)
         return None
@@ -163,7 +161,7 @@ async def _page(request: Request) -> Response:
 
 
 def make_app(
-    root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_NAMES, mcp: MCPServer | None = None
+    root: Path, token: str = "", port: int = 0, names: tuple[str, ...] = OWN_HOSTS, mcp: MCPServer | None = None
 ) -> tuple[AuthMiddleware, Callable[[], None]]:
     """Return the application that shows the runs under `root`, and what lets go of those who wait for its news.
 
@@ -206,7 +204,7 @@ def server_of(
     `run(sockets=[listener])` serves until SIGINT or SIGTERM.
     """
     port = listener.getsockname()[1]
-    names = (*OWN_NAMES, host.lower()) if is_loopback(host) else OWN_NAMES
+    names = (*OWN_HOSTS, host.lower()) if is_loopback(host) else OWN_HOSTS
     app, let_go = make_app(root, token, port, names, mcp)
     options: dict[str, Any] = {
         "http": PatientProtocol,

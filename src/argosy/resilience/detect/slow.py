@@ -44,19 +44,16 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.observe.heartbeat import LAST_STEPS
-from argosy.plan.dealing import PipelineWork, RankWork
+from argosy.plan.dealing import COLD_STEPS, LEAST_HOLD, PipelineWork, RankWork
 from argosy.plan.plan import Plan
 from argosy.resilience.detect.finding import Action, Finding, Flags, Latch, Sample, StepTimes, Times
 
 LONG = 10
 """The window for repeatedly slow ranks, over that for ranks that are always slow."""
 BY_CHANCE, LONG_BY_CHANCE = 1e-5, 1e-8
-COSTS = 0.1
 MOST = 10.0
 """A step counts at most as this many times its peers': a single one of a hundred times is an accident."""
 AVOID_AFTER = 4
-SKIPPED = 2
-"""The first steps of a world compile and warm up."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class StragglerDetector:
     def _take_in(self, times: StepTimes, at_s: float) -> None:
         """Add a step that all ranks have finished."""
         self._seen, self._last = self._seen + 1, times.step
-        if self._seen > SKIPPED:
+        if self._seen > COLD_STEPS:
             ratios, holds = self._work.over_peers(times.busy_s, times.microbatches)
             step = _Step(at_s, ratios.astype(np.float32), holds.astype(np.float32))
             self._window.append(step)
@@ -130,7 +127,7 @@ class StragglerDetector:
             return None
         since = self._found_at.setdefault(rank, self._seen)
         lasts = self._seen - since >= AVOID_AFTER * self._steps
-        action: Action = "avoid" if lasts and evidence["step_factor"] >= 1 + COSTS else "alarm"
+        action: Action = "avoid" if lasts and evidence["step_factor"] >= 1 + LEAST_HOLD else "alarm"
         if not self._latch.rises((rank, action), is_wrong=True):
             return None
         why = (
@@ -171,7 +168,7 @@ class StragglerDetector:
             return {}
         evidence = self._evidence(rank, self._window)
         spans_enough = self._window[-1].at_s - self._window[0].at_s >= self._seconds
-        is_enough = spans_enough and evidence["steps"] >= self._steps and evidence["factor"] >= 1 + COSTS
+        is_enough = spans_enough and evidence["steps"] >= self._steps and evidence["factor"] >= 1 + LEAST_HOLD
         return evidence if is_enough else {}
 
     def _evidence(self, rank: int, steps: Collection[_Step]) -> dict[str, float]:
@@ -271,7 +268,7 @@ class SlowLinkDetector:
 
     def _take_in(self, number: int, step: _LinkStep) -> None:
         self._seen, self._last = self._seen + 1, number
-        if self._seen > SKIPPED:
+        if self._seen > COLD_STEPS:
             self._window.append(step)
         while len(self._window) > LASTING * self._steps and step.at_s - self._window[1].at_s >= LASTING * self._seconds:
             self._window.popleft()
@@ -365,7 +362,7 @@ class UnevenStagesDetector:
         if microbatches != self._microbatches:  # another batch, or other shares
             self._window.clear()
             self._microbatches = microbatches
-        if self._seen > SKIPPED:
+        if self._seen > COLD_STEPS:
             own_s = times.busy_s.reshape(self._work.plan.pp, -1).max(axis=1)
             self._window.append(_StageStep(times.step, at_s, own_s / microbatches))
         while len(self._window) > self._watched * self._steps and self._spans(1):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
 from argosy.observe.clock import Category
-from argosy.plan.dealing import deal
+from argosy.plan.dealing import COLD_STEPS, deal
 from argosy.plan.plan import Plan
 from argosy.plan.quantities import lowest, ratio_of
 from argosy.plan.rules import first_problem
@@ -35,8 +35,6 @@ OF_MICROBATCHES: tuple[Category, ...] = ("forward", "backward", "pipeline")
 WATCHED = 10
 """Steps that are watched before the first change; twice as many after each."""
 MOST_WATCHED = 640
-SKIPPED = 2
-"""First steps under new shares, which may compile and read their samples late."""
 LEAST_SAVED = 0.05
 """Share of a step that a change must save. It costs next to nothing, and what is measured holds as a rule."""
 
@@ -70,7 +68,7 @@ class Rebalance(Service):
         self._own_s = self._step_s = 0.0
         self._sums: Sequence[float] = ()
         self._rows: deque[Floats] = deque()
-        self._to_skip = SKIPPED
+        self._to_skip = COLD_STEPS
 
     def measure(self) -> Sequence[float]:
         """Return own seconds and data-parallel rank, each in this rank's slot, and this rank's share of the step's."""
@@ -95,7 +93,7 @@ class Rebalance(Service):
         found = self._found(batch)
         if found is None:
             return
-        self._plan, self._to_skip = found.plan, SKIPPED
+        self._plan, self._to_skip = found.plan, COLD_STEPS
         self._watched = min(2 * self._watched, MOST_WATCHED)
         self._rows.clear()
         for holder in (parts.batches, parts.checkpointer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from argosy.config.schema import SIGMAS_OF_MAD
 from argosy.plan.cost.estimate import percent
 from argosy.watch.facts import Event, Floats, RunFacts, median
 from argosy.watch.rules.planner import Advice, Planner
@@ -16,8 +17,6 @@ OFTEN = 3
 SPIKE_SIGMAS, SPIKE_SHARE, SPIKE_WINDOW = 8.0, 0.2, 64
 """A loss that was applied is a spike if it is so many robust standard deviations, and so much, above the median of the
 steps before it. The run's own threshold is 10 by default; below it the step counts, and a person should know."""
-SIGMAS_OF_MAD = 1.4826
-"""Standard deviations of a normal distribution in its median absolute deviation."""
 GROWN, GROWN_STEPS = 3.0, 400
 """A gradient norm that grows this much within so many steps while the loss does not fall comes before a divergence
 (Wortsman et al. 2023, "Small-scale proxies for large-scale Transformer training instabilities")."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from argosy.plan.cost.estimate import percent, seconds
-from argosy.plan.dealing import RankWork
+from argosy.plan.dealing import LEAST_HOLD, RankWork
 from argosy.watch.facts import Event, Floats, RankTable, RunFacts
 from argosy.watch.rules.planner import Advice, Planner
 
@@ -15,8 +15,6 @@ LEAST_RANK_STEPS = 10
 """Steps of which the ranks' own work must be known; the detector needs `resilience.straggler_steps`."""
 MOST_STEPS = 0.5
 """A rank is slow if it is so in more than this share of them, as the detector has it."""
-COSTS = 0.1
-"""A slow rank whose steps are not so much longer than its peers' has a share of the work that fits its speed."""
 STILL = 50
 """A finding counts as long as no more than so many steps were made since, if nodes tell nothing newer."""
 COOLER = 0.85
@@ -40,7 +38,7 @@ def straggler(facts: RunFacts, planner: Planner) -> Advice | None:
     where = _category(ranks, at)
     others = f"; so do {_some(sorted(set(slow) - {rank}))}" if len(slow) > 1 else ""
     holds = _held_up(facts, at)
-    lost_s = own_s * (1 - 1 / holds) if holds >= 1 + COSTS else 0.0
+    lost_s = own_s * (1 - 1 / holds) if holds >= 1 + LEAST_HOLD else 0.0
     first, last = int(ranks.steps[0]), int(ranks.steps[-1])
     share = min(1.0, lost_s / facts.step_s) if facts.step_s > 0 else None
     doing, gain, plan = _without(facts, planner, node, times)
