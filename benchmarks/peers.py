@@ -22,7 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# B batch, T tokens, D model width, H heads, E head width
+from argosy.config.model import ModelConfig
+
+# B batch, T tokens, D model width, H heads, E head width, N tokens of a batch, K experts of a token
+
+TOP_K = 2
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,7 +44,9 @@ class Setting:
     width: int = 384
     """Residual stream width; heads are 64 wide."""
     ffn_width: int = 1024
-    """Hidden width of the SwiGLU feed-forward."""
+    """Hidden width of the SwiGLU feed-forward, or of one expert."""
+    experts: int = 0
+    """Experts of each layer, of which a token takes two, as in Mixtral, without a balance loss; 0: dense layers."""
     vocab_size: int = 4096
     """Tokens in the vocabulary; embedding and head are not tied."""
     seq_len: int = 512
@@ -66,8 +72,24 @@ class Setting:
 
     def parameters(self) -> int:
         """What every contender must have."""
-        block = 4 * self.width**2 + 3 * self.width * self.ffn_width + 2 * self.width
+        block = 4 * self.width**2 + 3 * self.width * self.ffn_width * max(self.experts, 1) + 2 * self.width
+        block += self.experts * self.width
         return self.layers * block + 2 * self.vocab_size * self.width + self.width
+
+    def config(self) -> ModelConfig:
+        """Return what Argosy calls the model."""
+        moe = {"experts": self.experts, "expert_ffn_width": self.ffn_width, "balance": "none"}
+        return ModelConfig.model_validate(
+            {
+                "layers": self.layers,
+                "width": self.width,
+                "heads": self.heads,
+                "kv_heads": self.heads,
+                "ffn_width": self.ffn_width,
+                "vocab_size": self.vocab_size,
+                "moe": moe if self.experts else {},
+            }
+        )
 
     def rows(self) -> Tensor:
         """Token ids [BATCHES * B, T + 1]; mark 0 ends a document."""
@@ -113,7 +135,6 @@ class Turns:
 def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     """Run the training step (`argosy.training.step`) without the trainer around it."""
     from argosy.config.data import DataConfig
-    from argosy.config.model import ModelConfig
     from argosy.config.optimizer import OptimizerConfig
     from argosy.config.schema import RunConfig
     from argosy.config.train import TrainConfig
@@ -125,16 +146,8 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     from argosy.training.state import TrainState
     from argosy.training.step import Step
 
-    config = ModelConfig(
-        layers=setting.layers,
-        width=setting.width,
-        heads=setting.heads,
-        kv_heads=setting.heads,
-        ffn_width=setting.ffn_width,
-        vocab_size=setting.vocab_size,
-    )
     run = RunConfig(
-        model=config,
+        model=setting.config(),
         data=DataConfig(seq_len=setting.seq_len),
         train=TrainConfig(steps=1, global_batch=setting.batch),
         optimizer=OptimizerConfig(lr=LEARNING_RATE, grad_clip=MAX_NORM),
@@ -174,7 +187,9 @@ def litgpt(setting: Setting, turns: Turns, compiled: bool) -> None:
         padded_vocab_size=setting.vocab_size,
         block_size=setting.seq_len,
         norm_class_name="RMSNorm",
-        mlp_class_name="LLaMAMLP",
+        mlp_class_name="LLaMAMoE" if setting.experts else "LLaMAMLP",
+        n_expert=setting.experts,
+        n_expert_per_token=TOP_K if setting.experts else 0,
         bias=False,
         parallel_residual=False,
         rotary_percentage=1.0,
@@ -184,25 +199,35 @@ def litgpt(setting: Setting, turns: Turns, compiled: bool) -> None:
 
 
 def huggingface(setting: Setting, turns: Turns, compiled: bool) -> None:
-    """`Trainer` with `LlamaForCausalLM`; it logs, saves and evaluates nothing."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    """`Trainer` with `LlamaForCausalLM` or `MixtralForCausalLM`; it logs, saves and evaluates nothing."""
+    from transformers import (
+        AutoModelForCausalLM,
+        LlamaConfig,
+        MixtralConfig,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     class AfterEachStep(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             turns.step_done()
 
-    config = LlamaConfig(
+    mixture = {"num_local_experts": setting.experts, "num_experts_per_tok": TOP_K, "sliding_window": None}
+    config = (MixtralConfig if setting.experts else LlamaConfig)(
         vocab_size=setting.vocab_size,
         hidden_size=setting.width,
         intermediate_size=setting.ffn_width,
         num_hidden_layers=setting.layers,
         num_attention_heads=setting.heads,
+        num_key_value_heads=setting.heads,
         max_position_embeddings=setting.seq_len,
         use_cache=False,
         attn_implementation="sdpa",
         tie_word_embeddings=False,
+        **(mixture if setting.experts else {}),
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     _check(setting, model.parameters())
     # It shifts the labels by itself, so that each row has one target less.
     rows = [{"input_ids": row, "labels": row} for row in setting.rows()[:, :-1]]
@@ -240,11 +265,12 @@ def matmuls(setting: Setting, turns: Turns) -> None:
     dtype, side = DTYPES[setting.precision], 1024 if setting.device == "cpu" else 8192
     torch.set_default_device(setting.device)
     N, D, M, V = setting.tokens_per_step, setting.width, setting.ffn_width, setting.vocab_size
-    layers = {(D, D): 4 * setting.layers, (D, M): 2 * setting.layers, (M, D): setting.layers, (D, V): 1}
-    sizes = [(n, k, m) for a, b in layers for n, k, m in ((N, a, b), (N, b, a), (b, N, a))]
+    n, L = (N * TOP_K // setting.experts, setting.layers * setting.experts) if setting.experts else (N, setting.layers)
+    layers = {(N, D, D): 4 * setting.layers, (n, D, M): 2 * L, (n, M, D): L, (N, D, V): 1}  # the router is next to none
+    sizes = [size for rows, a, b in layers for size in ((rows, a, b), (rows, b, a), (b, rows, a))]
     counts = [count for count in layers.values() for _ in range(3)]
     flops = sum(2 * count * n * k * m for count, (n, k, m) in zip(counts, sizes, strict=True))
-    operands = [_operands(layout, a, b, N, dtype) for a, b in layers for layout in range(3)]
+    operands = [_operands(layout, a, b, rows, dtype) for rows, a, b in layers for layout in range(3)]
     square = tuple(torch.randn(side, side).to(dtype) for _ in range(3))
 
     allowed = turns.take(square=[], shapes=[])
@@ -298,8 +324,7 @@ class PlainBlock(nn.Module):
         self.attention_norm, self.mlp_norm = (nn.RMSNorm(setting.width, 1e-5) for _ in range(2))
         self.qkv = nn.Linear(setting.width, 3 * setting.width, bias=False)
         self.out = nn.Linear(setting.width, setting.width, bias=False)
-        self.gate, self.up = (nn.Linear(setting.width, setting.ffn_width, bias=False) for _ in range(2))
-        self.down = nn.Linear(setting.ffn_width, setting.width, bias=False)
+        self.mlp = PlainExperts(setting) if setting.experts else PlainMLP(setting)
 
     def forward(self, x_BTD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
         qkv = self.qkv(self.attention_norm(x_BTD)).chunk(3, dim=-1)
@@ -307,8 +332,38 @@ class PlainBlock(nn.Module):
         q, k = (x * cos_TE + torch.cat((-x[..., 32:], x[..., :32]), -1) * sin_TE for x in (q, k))
         y_BHTE = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
         x_BTD = x_BTD + self.out(y_BHTE.transpose(1, 2).flatten(2))
-        y = self.mlp_norm(x_BTD)
-        return x_BTD + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class PlainMLP(nn.Module):
+    def __init__(self, setting: Setting):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(setting.width, setting.ffn_width, bias=False) for _ in range(2))
+        self.down = nn.Linear(setting.ffn_width, setting.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class PlainExperts(nn.Module):
+    """Mixtral's layer as its first public code had it: one expert after the other takes its tokens."""
+
+    def __init__(self, setting: Setting):
+        super().__init__()
+        self.router = nn.Linear(setting.width, setting.experts, bias=False)
+        self.experts = nn.ModuleList(PlainMLP(setting) for _ in range(setting.experts))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_ND = x_BTD.flatten(0, 1)
+        logits_NK, experts_NK = self.router(x_ND).float().topk(TOP_K)
+        weights_NK = logits_NK.softmax(-1).to(x_ND.dtype)
+        y_ND = torch.zeros_like(x_ND)
+        for number, expert in enumerate(self.experts):
+            tokens, choice = torch.where(experts_NK == number)
+            of_expert = expert(x_ND[tokens]) * weights_NK[tokens, choice, None]
+            y_ND = y_ND.index_add(0, tokens, of_expert.to(x_ND.dtype))
+        return y_ND.view_as(x_BTD)
 
 
 def _plain_loop(

@@ -24,7 +24,6 @@ from statistics import median
 
 import tyro
 
-from argosy.config.model import ModelConfig
 from argosy.plan.workload import train_flops_per_token
 from peers import CONTENDERS, Setting
 
@@ -181,15 +180,7 @@ def measure(names: list[str], options: Options, cache: Path) -> tuple[dict[str, 
 def report(figures: dict[str, Figures], peaks: dict[str, Peak], options: Options) -> str:
     """The tables of benchmarks/results, in Markdown."""
     setting = options.setting
-    config = ModelConfig(
-        layers=setting.layers,
-        width=setting.width,
-        heads=setting.heads,
-        kv_heads=setting.heads,
-        ffn_width=setting.ffn_width,
-        vocab_size=setting.vocab_size,
-    )
-    flops = train_flops_per_token(config, setting.seq_len)
+    flops = train_flops_per_token(setting.config(), setting.seq_len)
     peers = [name for name in figures if not name.startswith("argosy") and not name.endswith("-eager")]
     rival = max(peers or figures, key=lambda name: median(figures[name].tokens_per_s))
     lines = [

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from argosy import matmul
-from argosy.matmul import ROWS, dense
+from argosy.matmul import ROWS, dense, dense_by_group
 
 WITH_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -39,6 +39,25 @@ def test_outputs_and_gradients_are_those_of_torch(compiled: bool) -> None:
         torch.autograd.grad(y, tensors, slopes), torch.autograd.grad(expected, tensors, slopes), strict=True
     ):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+
+
+@WITH_ONEDNN
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("counts", [(3 * ROWS + 5, 0, 2 * ROWS, 7), (0, 0, 0, 5 * ROWS + 12)], ids=str)
+def test_rows_of_groups_are_split_for_onednn(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weights = (torch.randn(s, generator=generator).requires_grad_() for s in ((sum(counts), 128), (4, 160, 128)))
+    asked: list[int] = []
+    product = matmul._product
+    monkeypatch.setattr(matmul, "_product", lambda x, weight: asked.append(len(x)) or product(x, weight))
+    y = dense_by_group(x, weights, counts)
+    expected = torch.cat([F.linear(*each) for each in zip(x.split(counts), weights, strict=True)])
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-4)
+    slopes = torch.randn(y.shape, generator=generator)
+    gradients = (torch.autograd.grad(each, (x, weights), slopes) for each in (y, expected))
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+    assert asked[0] == max(counts) - max(counts) % ROWS and not any(rows % ROWS for rows in asked[:2])
 
 
 @WITH_ONEDNN

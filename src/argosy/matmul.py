@@ -7,6 +7,7 @@ torch reaches its fp32 kernel by a private operator alone, so there is a way wit
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-# N rows (tokens, in whatever dims before the last), X numbers of a row, Y outputs
+# N rows (tokens, in whatever dims before the last), X numbers of a row, Y outputs, G groups of rows
 
 CPU_INFO = Path("/proc/cpuinfo")
 LEAST = 2**21
@@ -34,6 +35,19 @@ def dense(x: Tensor, weight_YX: Tensor, bias_Y: Tensor | None = None) -> Tensor:
         return F.linear(x, weight_YX, bias_Y)
     y: Tensor = _product(x.flatten(0, -2), weight_YX).unflatten(0, x.shape[:-1])
     return y if bias_Y is None else y + bias_Y
+
+
+def dense_by_group(x_NX: Tensor, weight_GYX: Tensor, counts: Sequence[int]) -> Tensor:
+    """Multiply rows by their group's matrix: the next `counts[g]` of `x_NX` by `weight_GYX[g]`; `counts` adds up to N.
+
+    One group comes after the other, those without rows too, so that all weights get a gradient. Where oneDNN is asked,
+    it gets of each group the largest multiple of `ROWS`, and torch the few rows that are left.
+    """
+    weights: Iterable[Tensor] = weight_GYX
+    if MKL_IS_SLOW and x_NX.dtype == torch.float32:
+        counts = [part for count in counts for part in (count - count % ROWS, count % ROWS)]
+        weights = (weight for weight in weight_GYX for _ in range(2))
+    return torch.cat([dense(x, weight) for x, weight in zip(x_NX.split(list(counts)), weights, strict=True)])
 
 
 def _is_for_onednn(x: Tensor, weight_YX: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from argosy.config.model import ModelConfig, MoEConfig
+from argosy.matmul import dense_by_group
 from argosy.models import compiler
 from argosy.models import experts as experts_module
 from argosy.models.experts import (
@@ -22,7 +23,6 @@ from argosy.models.experts import (
     feed_forward_of,
     grouped_matmul,
     inverse,
-    matmul_by_expert,
     moe_layers,
     places_in_row,
     take_rows,
@@ -290,7 +290,7 @@ def test_one_kernel_for_all_experts_is_the_same_as_one_after_the_other(counts):
     generator = torch.Generator().manual_seed(0)
     shapes = [(10, 16), (4, 24, 16)]
     leaves = [(torch.randn(s, generator=generator) * 0.5).bfloat16().requires_grad_() for s in shapes]
-    one, other = grouped_matmul(*leaves, torch.tensor(counts)), matmul_by_expert(*leaves, counts)
+    one, other = grouped_matmul(*leaves, torch.tensor(counts)), dense_by_group(*leaves, counts)
     torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
     gradients = [torch.autograd.grad(y.float().square().sum(), leaves) for y in (one, other)]
     torch.testing.assert_close(*gradients, rtol=5e-2, atol=0.5)

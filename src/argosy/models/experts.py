@@ -7,7 +7,7 @@ depend on the other tokens of its batch. Only a capacity, which drops tokens, ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from argosy.accelerator import is_accelerator
 from argosy.config.model import ModelConfig, MoEConfig
+from argosy.matmul import dense_by_group
 from argosy.models.compiler import outside_graphs
 from argosy.models.layers import Activation, FeedForward, gated, held, linear, local
 from argosy.models.quantised_weight import QuantisationScheme, multiply
@@ -367,7 +368,7 @@ class Experts(nn.Module):
         if x_PD.is_cuda and x_PD.dtype == torch.bfloat16 and x_PD.numel() and not any(size % 8 for size in sizes):
             return partial(grouped_matmul, counts_E=counts_e)
         # Without a row there is nothing to ask a device for.
-        return partial(matmul_by_expert, counts=counts_e.tolist() if len(x_PD) else [0] * len(counts_e))
+        return partial(dense_by_group, counts=counts_e.tolist() if len(x_PD) else [0] * len(counts_e))
 
     def _product(self, x_PX: Tensor, name: str, matmul: Callable[[Tensor, Tensor], Tensor], counts_e: Tensor) -> Tensor:
         """Multiply each expert's rows by its matrix `name`, and by that matrix's adapter, if it has one."""
@@ -391,11 +392,6 @@ def grouped_matmul(x_PX: Tensor, weight_EYX: Tensor, counts_E: Tensor) -> Tensor
     """Multiply each expert's rows by its matrix with one kernel; the host does not wait for the counts."""
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x_PX, weight_EYX.transpose(1, 2), offs=ends_E)
-
-
-def matmul_by_expert(x_PX: Tensor, weight_EYX: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute one expert after the other, those without tokens too, so that all weights get a gradient."""
-    return torch.cat([F.linear(x, weight) for x, weight in zip(x_PX.split(list(counts)), weight_EYX, strict=True)])
 
 
 # Moving rows
