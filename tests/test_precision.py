@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from argosy.errors import UserError
-from argosy.models.layers import FeedForward
+from argosy.models.layers import FeedForward, Linear
+from argosy.models.microbatch import microbatches
+from argosy.parallel import apply
+from argosy.parallel.world import World
 from argosy.plan.parameters import feed_forward_table
 from argosy.precision import (
     BLOCK,
@@ -25,6 +32,7 @@ from argosy.precision import (
     takes_fp8,
     use_fp8,
 )
+from tiny import eager, gradients, laid_out, made_step, train_step
 
 CPU = torch.device("cpu")
 
@@ -250,11 +258,12 @@ def test_newer_gpu_with_the_package_is_taken(monkeypatch, capability):
 @pytest.mark.parametrize(
     ("name", "module", "taken"),
     [
-        ("blocks.0.mlp.up", nn.Linear(32, 64), True),
-        ("blocks.0.mlp.up", nn.Linear(32, 60), False),
-        ("blocks.0.mlp.up", nn.Linear(30, 64), False),
-        ("blocks.0.mlp.router", nn.Linear(32, 64), False),
-        ("head", nn.Linear(32, 64), False),
+        ("blocks.0.mlp.up", Linear(32, 64), True),
+        ("blocks.0.mlp.up", Linear(32, 60), False),
+        ("blocks.0.mlp.up", Linear(30, 64), False),
+        ("blocks.0.mlp.router", Linear(32, 64), False),
+        ("head", Linear(32, 64), False),
+        ("blocks.0.mlp.up", nn.Linear(32, 64), False),  # its product cannot be replaced
         ("blocks.0.norm", nn.LayerNorm(32), False),
     ],
 )
@@ -264,7 +273,18 @@ def test_hidden_linear_layers_of_fitting_sizes_take_fp8(name, module, taken):
 
 def test_model_without_such_layers_is_refused():
     with pytest.raises(UserError, match="multiples of 16"):
-        use_fp8(nn.Sequential(nn.Linear(3, 5)), torch.device("cpu"), emulate=True)
+        use_fp8(nn.Sequential(Linear(3, 5)), torch.device("cpu"), emulate=True)
+
+
+def test_the_part_of_a_rank_must_fit(workers):
+    for said in workers.run(4, refusal_of_tp, {"ffn_width": 32, "kv_heads": 4}):
+        assert said.startswith("plan: precision = fp8 finds no linear layer whose sizes on a rank are multiples of 16.")
+
+
+def refusal_of_tp(world: World, model: dict[str, Any]) -> str:
+    with mock.patch.object(apply, "use_fp8", partial(use_fp8, emulate=True)), pytest.raises(UserError) as refused:
+        laid_out(world, eager(f"tp={world.size},precision=fp8"), model=model)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize("precision", RECIPES)
@@ -291,9 +311,38 @@ def test_scales_of_rows_keep_small_rows_that_one_scale_loses():
     x[0] *= 1e7
     errors = []
     for precision in ("fp8", "fp8_rowwise"):
-        layer = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
+        layer = nn.Sequential(Linear(64, 32, bias=False))
         layer[0].weight.data = torch.randn(32, 64, generator=generator.manual_seed(1)).bfloat16()
         expected = layer(x)[1:]
         use_fp8(layer, CPU, precision, emulate=True)
         errors.append(((layer(x)[1:] - expected).norm() / expected.norm()).item())
     assert errors[0] > 0.9 and errors[1] < 0.06
+
+
+SPLIT = {"width": 64, "ffn_width": 128, "head_width": 16, "qkv_bias": True, "ffn_bias": True}
+"""Sizes of which two ranks have multiples of 16 each; matrices cut by outputs and by inputs have biases."""
+ROWS = np.sort(np.random.default_rng(0).integers(0, 400, (4, 33)).astype(np.int32), axis=1)
+
+
+def emulated(world: World, precision: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of ten steps in emulated fp8, split over the ranks, and the gradients of the first."""
+    with mock.patch.object(apply, "use_fp8", partial(use_fp8, emulate=True)):
+        step = train_step(world, eager(f"tp={world.size},precision={precision}"), model=SPLIT)
+    batch = list(microbatches(ROWS, 2, 0, CPU))
+    step.forward_backward(batch)
+    first = gradients(step.state.model)
+    step.state.model.zero_gradients()
+    return [made_step(step, batch, 3e-3)[0] for _ in range(10)], first
+
+
+@pytest.mark.parametrize("precision", RECIPES)
+def test_layers_split_over_ranks_round_as_whole_ones_do(workers, precision):
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    ((_, exact),) = workers.run(1, emulated, "fp32")
+    ((whole_losses, whole),) = workers.run(1, emulated, precision)
+    split_losses, split = workers.run(2, emulated, precision)[0]
+    assert whole_losses[-1] < 0.7 * whole_losses[0]
+    assert split_losses == pytest.approx(whole_losses, rel=5e-3)
+    for name in (name for name, gradient in exact.items() if gradient.ndim == 2):
+        of_whole, of_split = ((g[name] - exact[name]).norm() / exact[name].norm() for g in (whole, split))
+        assert 0.015 < of_split < 1.1 * of_whole, name  # in bf16 all are below 0.01

@@ -23,6 +23,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +212,7 @@ class LossScaler:
 
 
 MULTIPLE = 16
-"""Both sizes of a weight in an fp8 matmul must be multiples of this."""
+"""Both sizes of a rank's part of a weight in an fp8 matmul must be multiples of this."""
 SKIPPED = ("embedding", "head", "router")
 """Modules, by the last part of their name, that stay as they are: errors in logits and in routing cost most."""
 
@@ -235,34 +236,43 @@ def check_fp8(device: torch.device, precision: str = "fp8") -> None:
 
 
 def takes_fp8(module: nn.Module, name: str) -> bool:
-    """Return True if a module can multiply in fp8: it is linear, its sizes fit, and it is not one of `SKIPPED`."""
-    return (
-        isinstance(module, nn.Linear)
-        and module.in_features % MULTIPLE == 0
-        and module.out_features % MULTIPLE == 0
-        and name.rpartition(".")[2] not in SKIPPED
-    )
+    """Return True if a module can multiply in fp8: it is one of the model's linear layers (`models.layers.Linear`), but
+    not of `SKIPPED`, and this rank's part of its weight has sizes that fit.
+    """
+    if not isinstance(module, nn.Linear) or not hasattr(module, "product") or name.rpartition(".")[2] in SKIPPED:
+        return False
+    part = module.weight.to_local() if hasattr(module.weight, "to_local") else module.weight
+    return all(size % MULTIPLE == 0 for size in part.shape)
 
 
 def use_fp8(model: nn.Module, device: torch.device, precision: str = "fp8", emulate: bool = False) -> None:
-    """Make the model's linear layers multiply in fp8, scaled as `RECIPES` says; weights keep dtype and names.
+    """Make the model's linear layers multiply in fp8, scaled as `RECIPES` says; their parameters stay as they are.
 
-    Call it before anything else lays the model out. `emulate`: round to fp8 but multiply as before, which any device
-    can do. Raises: UserError as `check_fp8` does, if no layer has sizes that fp8 can take, or if tensor parallelism has
-    cut the weights: torchao's layers take only whole ones.
+    Call it once tensor parallelism has cut the weights. Scales are those of this rank's parts: each partial product has
+    its own and is as wide as its inputs again before ranks sum it, so ranks agree on none, and no scale is coarser than
+    that of the whole. `emulate`: round to fp8 but multiply as before, which any device can do. Raises: UserError as
+    `check_fp8` does, or if no layer has sizes that fp8 can take.
     """
     if not emulate:
         check_fp8(device, precision)
-    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+    layers = [module for name, module in model.named_modules() if takes_fp8(module, name)]
+    if not layers:
         raise UserError(
-            f"plan: precision = {precision} does not go with tp > 1. Try tp=1, more dp_shard, or precision=bf16."
-        )
-    if not any(takes_fp8(module, name) for name, module in model.named_modules()):
-        raise UserError(
-            f"plan: precision = {precision} finds no linear layer whose sizes are multiples of {MULTIPLE}. "
-            "Try precision=bf16, or other model.width and model.ffn_width."
+            f"plan: precision = {precision} finds no linear layer whose sizes on a rank are multiples of {MULTIPLE}. "
+            "Try precision=bf16, a smaller tp, or other model.width and model.ffn_width."
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = replace(Float8LinearConfig.from_recipe_name(RECIPES[precision]), emulate=emulate)
-    convert_to_float8_training(model, module_filter_fn=takes_fp8, config=config)
+    # torchao's layers hold whole weights and sum nothing over ranks: only the product of one is taken.
+    pattern = convert_to_float8_training(nn.Linear(MULTIPLE, MULTIPLE, device="meta"), config=config)
+    for layer in layers:
+        layer.product = functools.partial(_product_in_fp8, pattern.linear_mm_config, pattern.config)
+
+
+def _product_in_fp8(kernels: Any, config: Any, x: Tensor, weight_YX: Tensor) -> Tensor:
+    """Return x times the transposed weight; `kernels` and `config` are those of a layer of torchao's."""
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    y: Tensor = matmul_with_hp_or_float8_args.apply(x, weight_YX.t(), kernels, config)
+    return y

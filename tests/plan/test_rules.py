@@ -148,8 +148,6 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         {},
         "plan.schedule = zbv splits backward, and recompute=selective keeps",
     ),
-    (rules.number_formats_go_together, "tp=2,precision=fp8", {}, "plan.precision = fp8 with plan.tp = 2"),
-    (rules.number_formats_go_together, "tp=2,precision=fp8_rowwise", {}, "precision = fp8_rowwise with plan.tp = 2"),
     (
         rules.number_formats_go_together,
         "precision=fp8",

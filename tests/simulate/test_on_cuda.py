@@ -14,7 +14,7 @@ from argosy.accelerator import new_stream, on_stream
 from argosy.errors import UserError
 from argosy.models.layers import RMSNorm
 from argosy.parallel.world import World
-from argosy.plan.plan import Plan
+from argosy.plan.plan import FP8, Plan
 from argosy.simulate.device_watch import DeviceWatch
 from argosy.simulate.on_cuda import OnCuda, fake_cuda, step_on_cuda
 from tiny import run_config
@@ -88,6 +88,12 @@ def test_the_host_waits_twice_in_a_step(model: str, plan: str, sections: dict[st
     found = on_cuda(model, plan, **sections)
     assert waits(found) == {LOG: 1, EXCHANGE: 1}, found
     assert not found.misplaced and not found.races, found
+
+
+@pytest.mark.parametrize("precision", FP8)
+def test_it_waits_no_oftener_in_fp8_split_over_ranks(precision: str) -> None:
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    test_the_host_waits_twice_in_a_step("dense", f"tp=2,precision={precision}", {})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from argosy.config.model import ModelConfig
 from argosy.matmul import dense
-from argosy.models.quantised_weight import QuantisationScheme, QuantisedWeight, multiply
+from argosy.models.quantised_weight import Product, QuantisationScheme, QuantisedWeight, multiply
 from argosy.plan.parameters import Table
 
 Activation = Callable[[Tensor], Tensor]
@@ -40,6 +40,9 @@ class Linear(nn.Linear):
     reduce: Callable[[Tensor], Tensor] | None = None
     """Sums the output over ranks, before the bias. Tensor parallelism sets it where each rank has some inputs."""
 
+    product: Product | None = None
+    """Multiplies in a narrower format, by the weight as it is stored (`precision.use_fp8`)."""
+
     lora: nn.Module | None
     """The weight's adapter, if it has one (`models.adapters`)."""
     scheme: QuantisationScheme | None = None
@@ -50,11 +53,14 @@ class Linear(nn.Linear):
         self.register_module("lora", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = held(self.weight, self.scheme, x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
-        if self.reduce is None and self.lora is None and isinstance(weight, Tensor):
-            return dense(x, weight, bias)
-        y: Tensor = multiply(x, weight) if self.lora is None else self.lora(x, weight)
+        if self.product is not None:
+            y = self.product(x, local(self.weight))
+        else:
+            weight = held(self.weight, self.scheme, x.dtype)
+            if self.reduce is None and self.lora is None and isinstance(weight, Tensor):
+                return dense(x, weight, bias)
+            y = multiply(x, weight) if self.lora is None else self.lora(x, weight)
         if self.reduce is not None:
             y = self.reduce(y)
         return y if bias is None else y + bias

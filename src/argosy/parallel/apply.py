@@ -115,9 +115,9 @@ def lay_out(
         add_adapters(model, model.table, run.lora)
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(DTYPES[weight_format(name, model.table[name], plan, run)])
+        split_model(model, plan, run, meshes, splits_tokens)
         if plan.precision in FP8:
             use_fp8(model, world.device, plan.precision)
-        split_model(model, plan, run, meshes, splits_tokens)
         if run.lora.is_quantised:
             quantise(model, run.lora)
         freeze(model)

@@ -298,16 +298,11 @@ def recomputed_experts_are_gathered_alike(plan: Plan, run: RunConfig) -> str:
 
 @rule(
     lambda p, run: (
-        (p.is_("precision", *FP8) & ((p.tp > 1) | (run.model.moe.experts > 0)))
+        (p.is_("precision", *FP8) & (run.model.moe.experts > 0))
         | (p.is_("precision", "fp16") & p.is_("weights", "bf16"))
     )
 )
 def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
-    if plan.precision in FP8 and plan.tp > 1:
-        return (
-            f"plan.precision = {plan.precision} with plan.tp = {plan.tp}: fp8 layers take whole matrices only. "
-            "Try bf16, or tp=1."
-        )
     if plan.precision in FP8:
         return (
             f"plan.precision = {plan.precision} with experts: their grouped matmuls are not done in fp8. "

@@ -212,7 +212,7 @@ def test_precision_follows_the_device() -> None:
             "is a plan for 4 devices, and the cluster has 8. Leave an axis open",
         ),
         ("ep=2", "plan.ep = 2, and the model has no experts"),
-        ("precision=fp8,tp=2", "plan.precision = fp8 with plan.tp = 2"),
+        ("precision=fp16,weights=bf16", "plan.weights = bf16 with precision = fp16"),
         ("microbatch=5", "is not a multiple of"),
         ("pp=8", "makes 8 stages, and model.layers = 6"),
     ],
