@@ -43,6 +43,18 @@ def test_outputs_and_gradients_are_those_of_torch(compiled: bool) -> None:
 
 @WITH_ONEDNN
 @pytest.mark.usefixtures("slow")
+def test_a_weight_that_is_part_of_wider_rows_is_copied_for_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, _ = operands()
+    part = torch.cat((weight, weight), 1).detach()[:, :128]
+    asked: list[torch.Tensor] = []
+    kernel = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, w, *a: asked.append(w) or kernel(x, w, *a))
+    torch.testing.assert_close(dense(x, part), F.linear(x, part), rtol=1e-5, atol=1e-4)
+    assert asked[0].is_contiguous() and not part.is_contiguous()
+
+
+@WITH_ONEDNN
+@pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("counts", [(3 * ROWS + 5, 0, 2 * ROWS, 7), (0, 0, 0, 5 * ROWS + 12)], ids=str)
 def test_rows_of_groups_are_split_for_onednn(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(1)

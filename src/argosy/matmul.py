@@ -79,6 +79,8 @@ torch.library.define("argosy::product", "(Tensor x, Tensor weight) -> Tensor", t
 
 @torch.library.impl("argosy::product", "cpu")
 def _product_on_cpu(x_NX: Tensor, weight_YX: Tensor) -> Tensor:
+    if not (weight_YX.is_contiguous() or weight_YX.mT.is_contiguous()):
+        weight_YX = weight_YX.contiguous()  # oneDNN multiplies by a part of wider rows a thousand times slower
     y_NY: Tensor = torch.ops.mkldnn._linear_pointwise(x_NX, weight_YX, None, "none", [], "")
     return y_NY
 
