@@ -1,14 +1,16 @@
-"""Rate of `argosy prepare` against the raw tokenizer library, on the same text, cores and tokenizer.
+"""Rate of `argosy prepare` beside datatrove, Hugging Face datasets and the raw tokenizer library, on the same text.
 
     python benchmarks/prepare.py [--megabytes 20]
 
-Raw is one call of `encode_batch_fast` on all documents at once, with the library's own threads: no reading, no
-writing, no hashes. The share of it that `prepare` reaches is what reading, passing on, cutting and writing cost.
+All read the same JSONL files, one for each core, and use all cores and the same tokenizer; `prepare`, datatrove's
+pipeline and `datasets` write the tokens to files. Raw is one call of `encode_batch_fast` on all documents at once, with
+the library's own threads: no reading, no writing, no hashes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
@@ -26,6 +28,7 @@ from argosy.data.sources import find_files
 from argosy.data.tokenizer import train
 
 ROUNDS = 3
+CORES = len(os.sched_getaffinity(0))
 
 
 def main() -> None:
@@ -33,27 +36,61 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=20)
     text_bytes = int(parser.parse_args().megabytes * 1e6)
     engines = ["huggingface", *(["fastokens"] if find_spec("fastokens") else [])]
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = Path(folder) / "tokenizer.json"
-        config = PrepareConfig(input=("builtin:python",), max_text_bytes=text_bytes, tokenizer=tokenizer)
-        files = find_files(config.input).files
-        train(sample_texts(files, config, 5_000_000), 8192, tokenizer)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        tokenizer, jsonl = folder / "tokenizer.json", folder / "jsonl"
+        builtin = PrepareConfig(input=("builtin:python",), max_text_bytes=text_bytes)
+        files = find_files(builtin.input).files
+        train(sample_texts(files, builtin, 5_000_000), 8192, tokenizer)
         texts = [d.text for d in DocumentReader(files, "skip", text_bytes).read()]
-        print(f"{text_bytes / 1e6:.0f} MB, {len(texts)} documents, {len(os.sched_getaffinity(0))} cores")
+        write(texts, jsonl)
+        print(f"{text_bytes / 1e6:.0f} MB, {len(texts)} documents, {CORES} cores")
+        config = PrepareConfig(input=(str(jsonl),), tokenizer=tokenizer)
         rates: dict[str, float] = {}
         for number in range(ROUNDS):  # taken in turns, so that all meet the same machine
+            out = folder / f"out-{number}"
+            work: dict[str, Callable[[], object]] = {}
             for engine in engines:
-                out = Path(folder) / f"{engine}-{number}"
-                work = {
-                    f"raw {engine}": partial(raw, engine, tokenizer, texts),
-                    f"prepare {engine}": partial(prepare, config.model_copy(update={"out": out, "engine": engine})),
-                }
-                for name, do in work.items():
-                    rates[name] = max(rates.get(name, 0.0), text_bytes / seconds(do))
+                settings = {"out": out / engine, "engine": engine}
+                work[f"raw {engine}"] = partial(raw, engine, tokenizer, texts)
+                work[f"prepare {engine}"] = partial(prepare, config.model_copy(update=settings))
+            work["datatrove"] = partial(datatrove, jsonl, tokenizer, out / "datatrove")
+            work["datasets"] = partial(datasets, jsonl, tokenizer, out / "datasets")
+            for name, do in work.items():
+                rates[name] = max(rates.get(name, 0.0), text_bytes / seconds(do))
     for name, rate in rates.items():
-        engine = name.split()[1]
-        own = f"   {rate / rates[f'raw {engine}']:.2f} of raw {engine}" if name.startswith("prepare") else ""
-        print(f"{name:20} {rate / 1e6:7.2f} MB/s   {rate / rates['raw huggingface']:.2f} of raw huggingface{own}")
+        print(f"{name:20} {rate / 1e6:7.2f} MB/s   {rate / rates['raw huggingface']:.2f} of raw huggingface")
+
+
+def write(texts: list[str], folder: Path) -> None:
+    """Write the documents to one file for each core; datatrove's workers share files, not lines."""
+    folder.mkdir()
+    for core in range(CORES):
+        lines = [json.dumps({"id": str(n), "text": text}) + "\n" for n, text in enumerate(texts) if n % CORES == core]
+        (folder / f"{core}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def datatrove(jsonl: Path, tokenizer: Path, out: Path) -> None:
+    """Read, tokenize and write as datatrove's own example of tokenizing does."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    steps = [JsonlReader(str(jsonl)), DocumentTokenizer(str(out), str(tokenizer), shuffle_documents=False)]
+    LocalPipelineExecutor(steps, tasks=CORES, workers=CORES, logging_dir=str(out / "log")).run()
+
+
+def datasets(jsonl: Path, tokenizer: Path, out: Path) -> None:
+    """Read, tokenize by `map` on all cores, and save."""
+    from datasets import load_dataset
+
+    encoder = Tokenizer.from_file(str(tokenizer))
+
+    def ids(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        return {"ids": [e.ids for e in encoder.encode_batch_fast(batch["text"], add_special_tokens=False)]}
+
+    rows = load_dataset("json", data_files=str(jsonl / "*.jsonl"), split="train", cache_dir=str(out / "cache"))
+    rows.map(ids, batched=True, num_proc=CORES, remove_columns=rows.column_names).save_to_disk(str(out / "rows"))
 
 
 def raw(engine: str, tokenizer: Path, texts: list[str]) -> None:
