@@ -5,7 +5,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INSTALL := $(PIP) --editable
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# With bytecode written, wherever it is not: the tests start hundreds of processes, and each would compile all of Argosy.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 help:
 	@echo "make demo      set up, train a small model on real text for some minutes, show what it learnt"

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,21 +18,38 @@ from argosy.processes.child import ForkEntry
 PACKAGE = Path(argosy.__file__).parent
 
 
-def named(callee: str) -> Iterator[list[str]]:
-    """Arguments of the calls of `callee` in all modules that use processes; a constant stands for its string."""
+USES_PROCESSES = ("argosy.processes.child", "argosy.engines.engine")
+
+
+@cache
+def modules_that_use_processes() -> list[tuple[dict[str, str], list[ast.Call]]]:
+    """Of each such module of the package its constant strings by name, and its calls."""
+    modules = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        text = path.read_text()
+        if not any(name in text for name in USES_PROCESSES):
+            continue  # parsing all would take ten times as long, in each process that collects these tests
         known = {"__name__": ".".join(("argosy", *path.relative_to(PACKAGE).with_suffix("").parts))}
-        uses_processes = False
-        for node in ast.walk(tree):
+        calls, imports = [], set()
+        for node in ast.walk(ast.parse(text)):
             match node:
                 case ast.Assign(targets=[ast.Name(name)], value=ast.Constant(str(value))):
                     known[name] = value
-                case ast.ImportFrom(module="argosy.processes.child" | "argosy.engines.engine"):
-                    uses_processes = True
-        for node in ast.walk(tree):
-            match node:
-                case ast.Call(func=ast.Name(name), args=words, keywords=keywords) if name == callee and uses_processes:
+                case ast.ImportFrom(module=str(module)):
+                    imports.add(module)
+                case ast.Call():
+                    calls.append(node)
+        if imports.intersection(USES_PROCESSES):
+            modules.append((known, calls))
+    return modules
+
+
+def named(callee: str) -> Iterator[list[str]]:
+    """Arguments of the calls of `callee` in all modules that use processes; a constant stands for its string."""
+    for known, calls in modules_that_use_processes():
+        for call in calls:
+            match call:
+                case ast.Call(func=ast.Name(name), args=words, keywords=keywords) if name == callee:
                     words = words + [keyword.value for keyword in keywords if keyword.arg == "module"]
                     if texts := [text for word in words if (text := _text(word, known)) is not None]:
                         yield texts
