@@ -174,7 +174,7 @@ def test_a_writer_that_stands_still_when_all_is_saved_does_not_hold_up_the_end(t
 def test_a_writer_whose_disk_is_slow_answers(tmp_path, saving, monkeypatch):
     monkeypatch.setattr(save_module, "SILENT_S", 4.0)
     monkeypatch.setattr(save_module, "ASK_S", 0.1)
-    monkeypatch.setenv("ARGOSY_FAULTS", "slow@save:step=1,seconds=8")
+    monkeypatch.setenv("ARGOSY_FAULTS", "slow@save:step=1,fraction=0.9,seconds=8")
     saving.save(1.0, step=1)
     saving.close()
     assert list(saved(tmp_path)) == [1] and not saving.told("writer_died")
