@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from argosy.config.model import ModelConfig, MTPConfig
 from argosy.plan.layer_spec import layer_kinds
-from argosy.plan.workload import train_flops_per_token
+from argosy.plan.workload import Numbers, train_flops_per_token
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 
@@ -38,6 +41,7 @@ SCHEDULES: dict[Schedule, ScheduleRule] = {
 }
 """GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved (Narayanan et al. 2021), zero bubble and ZBV
 (Qi et al. 2024), DualPipeV (DeepSeek-AI 2024, cut in half)."""
+V_SHAPED: tuple[Schedule, ...] = tuple(name for name, rule in SCHEDULES.items() if rule.v_shaped)
 INTERLEAVED = tuple(name for name, rule in SCHEDULES.items() if rule.stages_per_rank is None)
 SPLITTING = tuple(name for name, rule in SCHEDULES.items() if rule.splits_backward)
 """INTERLEAVED schedules take any number of stages on a rank; SPLITTING schedules split backward."""
@@ -73,6 +77,28 @@ def split_layers(config: ModelConfig, seq_len: int, stages: int) -> tuple[range,
             equal[n].append([*begins[first], first])
         begins = [min(some, default=[]) for some in equal]
     return tuple(range(first, end) for first, end in pairwise([*begins[-1], config.layers]))
+
+
+def last_stage_layers(layers: Numbers, stages: Numbers, worth: Numbers) -> NDArray[Any]:
+    """Return how many layers `split_layers` gives the last stage, for many splits at once, if all layers cost the same.
+
+    worth: the cost of what the last stage computes besides, in layers. The other stages share the rest evenly, the
+    first ones with fewer.
+    """
+    import numpy as np
+
+    before = np.maximum(1, stages - 1)
+    even = np.floor((layers - worth * before) / stages)
+    many = [np.clip(even + more, 1, np.maximum(1, layers - before)) for more in (-1, 0, 1)]
+    slowest = np.stack(np.broadcast_arrays(*(np.maximum(np.ceil((layers - n) / before), n + worth) for n in many)))
+    less = [np.floor((layers - n) / before) for n in many]
+    squares = [
+        (before - (layers - n) % before) * f**2 + (layers - n) % before * (f + 1) ** 2
+        for n, f in zip(many, less, strict=True)
+    ]
+    spread = np.stack(np.broadcast_arrays(*(s + (n + worth) ** 2 for s, n in zip(squares, many, strict=True))))
+    best = np.where(slowest <= slowest.min(0), spread, np.inf).argmin(0)
+    return np.take_along_axis(np.stack(np.broadcast_arrays(*many, slowest[0])[:3]), best[None], 0)[0]
 
 
 def _flops_of_layers(config: ModelConfig, seq_len: int) -> list[int]:

@@ -289,11 +289,16 @@ class CostModel:
 
     def predict_memory(self, plans: Layouts) -> Footprint:
         """Return the bytes of each plan, on the rank that needs most."""
-        raw = _in_chunks(
-            plans,
-            lambda some: MemoryModel(some, self.workload, self.system, self.constants, self.compression).predict(),
-            Footprint,
-        )
+
+        def of_ranks(some: Layouts) -> Footprint:
+            return MemoryModel(some, self.workload, self.system, self.constants, self.compression).predict()
+
+        # Several ranks of a pipeline are computed, so that plans without one go by themselves.
+        is_alone = np.broadcast_to(plans.pp == 1, len(plans))
+        order = np.argsort(np.concatenate([np.flatnonzero(is_alone), np.flatnonzero(~is_alone)]))
+        parts = [_in_chunks(plans[rows], of_ranks, Footprint) for rows in (is_alone, ~is_alone)]
+        whole = {f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Footprint)}
+        raw = Footprint(**whole).rows(order)
         return raw.calibrated(self.factors)
 
     def with_buckets(self, plans: Layouts) -> Layouts:

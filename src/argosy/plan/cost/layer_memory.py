@@ -195,6 +195,9 @@ class LayerMemory(RankSizes):
         """
         plans, work = self.plans, self.work
         again = np.where(plans.is_("recompute", "none"), 0.0, np.maximum(0, self._of_layer - self._kept))
+        # An eager layer keeps its input in fp32 alone, where it is computed again beside the one that was kept.
+        has_both = self.eager & plans.is_("recompute", "full") & (self.activation_bytes < 4)
+        again = again + np.where(has_both, self.hidden_bytes, 0.0)
         dense, routed = work.widest_ffn * (work.dense_layers > 0), work.experts_per_token * work.expert_ffn_width
         given = self.tokens * self.activation_bytes * work.width
         inside = self.tokens * self.activation_bytes * np.maximum(dense, routed) / plans.tp
@@ -212,10 +215,26 @@ class LayerMemory(RankSizes):
         # The gradients of a layer that FSDP2 shares wait for its last one.
         of_gate = (work.ffn_matrices - 1) * inside - cast + np.where(plans.shards_parameters, matrix, 0.0)
         eager = np.maximum(given + np.maximum(np.maximum(inside + matrix, copied), of_gate), later)
-        # Beside an adapter a matrix is neither cast nor has a gradient; DoRA takes its lengths in fp32.
+        # The gradient by way of the adapter waits for that by way of the weight, which is dequantised for it.
+        packed = widest * (work.quantised_dense > 0), stack * (work.quantised_experts > 0)
+        dequantised = self.activation_bytes * np.maximum(*packed)
+        beside = given + np.maximum(inside + dequantised, self._of_adapter(given, inside, widest, dequantised))
+        eager = np.maximum(eager, np.where(self._has_adapter, beside, 0.0))
+        # Compiled, beside an adapter a matrix is neither cast nor has a gradient; DoRA takes its lengths in fp32.
         as_held = self._has_adapter & (work.adapter_kept == 0) & (work.quantised_dense == 0)
-        as_held = as_held & ~plans.is_("precision", "fp16") & (~plans.shards_parameters | self.eager)
+        as_held = as_held & ~plans.is_("precision", "fp16") & ~plans.shards_parameters
         of_matrix = np.where(as_held, 0.0, widest * (self.activation_bytes + 4))
         of_matrix = np.maximum(of_matrix, stack * work.quantised_experts * self.activation_bytes)
-        eager = eager + np.where(self._has_adapter, of_matrix, 0.0)
         return again + np.where(self.eager, eager, between + 2 * given + 2 * inside + of_matrix)
+
+    def _of_adapter(self, given: Numbers, inside: Numbers, widest: Numbers, dequantised: Numbers) -> Numbers:
+        """Return the bytes of an eager adapter's forward that backward has computed again when it begins with it: the
+        residual and the outputs of weight and adapter, of the latter before and after the scale, whose gradient waits;
+        what dropout reads. DoRA squares the weight in fp32 for its lengths, in any forward."""
+        work = self.work
+        is_again = ~self.plans.is_("recompute", "none")
+        dropped = np.where(np.asarray(work.dropped_whole + work.dropped_cut) > 0, inside, 0.0)
+        has_lengths = np.asarray(work.adapter_kept) > 0
+        plain = np.maximum(5 * given, 3 * given + dequantised)
+        waiting = np.where(has_lengths, 4 * given + 8 * widest, plain)
+        return np.where(is_again, waiting + dropped, np.where(has_lengths, 8 * widest, 0.0))

@@ -2,14 +2,15 @@
 
 The state follows Rajbhandari et al. 2020 (`plan.cost.exact_state` counts it to the byte, for one plan). Activations of
 a layer are those of `plan.cost.layer_memory`, for as many microbatches as the schedule has in flight. The peak is the
-highest of a few moments of a step (`MemoryModel._moments`). Both the first and the last pipeline rank are computed: the
-one has most microbatches in flight, the other has the logits.
+highest of a few moments of a step (`MemoryModel._moments`). The first and the last pipeline rank are computed, and
+the first that has more layers: one has most microbatches in flight, the other has the logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from argosy.plan.cost.layer_memory import LayerMemory
 from argosy.plan.cost.network import Compression
 from argosy.plan.cost.rates import System
 from argosy.plan.layouts import Layouts
-from argosy.plan.pipeline import INTERLEAVED
+from argosy.plan.pipeline import INTERLEAVED, V_SHAPED, last_stage_layers
 from argosy.plan.workload import Numbers, Workload
 
 LOSS_CHUNK_LOGITS = 8 * 2**20
@@ -68,23 +69,24 @@ class MemoryModel(LayerMemory):
 
     def predict(self) -> Footprint:
         """Return the bytes by category, on the rank with the highest peak."""
-        first, last = self._rank(first=True), self._rank(first=False)
-        higher = last.total > first.total
-        alone = self.plans.pp == 1
-        both = self._rank(first=True, last=True)
+        plans = self.plans
+        if np.all(plans.pp == 1):
+            return self._rank(first=True, last=True)
+        found = [self._rank(first=True), self._rank(first=False)]
+        if np.any(self._place_of_more > 0):
+            found.append(self._rank(first=False, last=False))
+        highest = np.stack(np.broadcast_arrays(*(rank.total for rank in found))).argmax(0)
+        if np.any(plans.pp == 1):
+            found.append(self._rank(first=True, last=True))
+            highest = np.where(plans.pp == 1, len(found) - 1, highest)
         return Footprint(
-            **{
-                f.name: np.where(
-                    alone, getattr(both, f.name), np.where(higher, getattr(last, f.name), getattr(first, f.name))
-                )
-                for f in fields(Footprint)
-            }
+            **{f.name: np.choose(highest, [getattr(rank, f.name) for rank in found]) for f in fields(Footprint)}
         )
 
     def _rank(self, first: bool, last: bool | None = None) -> Footprint:
         last = not first if last is None else last
         plans, work, system, constants = self.plans, self.work, self.system, self.constants
-        layers = self._layers + last * work.further
+        layers = self._layers(first, last) + last * work.further
         dense, experts = self.parameters(layers)
         vocabulary = work.vocabulary_parameters / plans.tp
         has_head = float(last) if not first else last * np.where(work.tied > 0, 0.0, 1.0)
@@ -108,7 +110,7 @@ class MemoryModel(LayerMemory):
         packed_dense, packed_experts = self.quantised(layers)
         packed = np.where(plans.zero == 3, self._shared(packed_dense, packed_experts), packed_dense + packed_experts)
         saved = np.where(self._has_adapter, self._shared(beside, beside_experts), share)
-        in_flight = self._in_flight(first, layers)
+        in_flight = self._in_flight(first, last, layers)
         left = work.reached * in_flight * (self._kept - self.moved)
         kept = np.where(self.offloads_activations, left + 2 * self._of_layer, work.reached * in_flight * self._kept)
         if not last:
@@ -144,15 +146,65 @@ class MemoryModel(LayerMemory):
         )
         return Footprint(**{**vars(used), "reserve": constants.fragmentation * (comes_and_goes + update)})
 
-    @property
-    def _layers(self) -> Numbers:
-        """Layers of the fullest rank: what the plan says, or the mean, if they are dealt out by cost; without those of
-        multi-token prediction, which the last stage has."""
-        plans, dealt = self.plans, self.work.layers - self.work.further
-        full = np.ceil(dealt / plans.stages) * plans.stages_here
-        usual = np.where(self.system.balanced_stages > 0, dealt / plans.pp, full)
-        said = plans.most_layers
-        return np.where(said > 0, said, usual)
+    def _layers(self, first: bool, last: bool) -> Numbers:
+        """Return the layers of the first pipeline rank, of the last one, or of the first that has more than the first:
+        what the plan says of the fullest, or as they are dealt out by cost; without those of multi-token prediction,
+        which the last stage has."""
+        plans, each, dealt = self.plans, self._stages_here, self.work.layers - self.work.further
+        place = 0 if first else plans.pp - 1 if last else self._place_of_more
+        # Stages before the last one have a layer more from the first of those with more on.
+        of_more = each - np.clip(np.ceil((self._first_of_more - place) / plans.pp), 0, each)
+        others = self._fewest * (each - last) + of_more - last
+        by_cost = np.maximum(each, others + last * (dealt - self._before_last))
+        full = np.ceil(dealt / self._stages) * each
+        is_v = plans.is_("schedule", *V_SHAPED)
+        usual = np.where(self.system.balanced_stages > 0, np.where(is_v, dealt / plans.pp, by_cost), full)
+        return np.where(self._said > 0, self._said, np.where(plans.pp == 1, dealt, usual))
+
+    @cached_property
+    def _said(self) -> Numbers:
+        """Layers of the fullest rank, where the plan says which stage has which; else 0."""
+        return self.plans.most_layers
+
+    @cached_property
+    def _stages_here(self) -> Numbers:
+        return self.plans.stages_here
+
+    @cached_property
+    def _stages(self) -> NDArray[Any]:
+        return self.plans.pp * self._stages_here
+
+    @cached_property
+    def _fewest(self) -> Numbers:
+        """Layers of a stage that has fewest, the last one left out."""
+        return np.floor(self._before_last / np.maximum(1, self._stages - 1))
+
+    @cached_property
+    def _first_of_more(self) -> Numbers:
+        """The first stage that has a layer more; the last one, if none has."""
+        before = np.maximum(1, self._stages - 1)
+        return before - (self._before_last - before * self._fewest)
+
+    @cached_property
+    def _before_last(self) -> Numbers:
+        """Layers of all stages but the last one, which has the head, and modules of multi-token prediction, besides."""
+        work = self.work
+        plain = work.matmul_parameters - work.head_parameters - work.further_parameters
+        attention = work.attention_span * work.heads * (work.key_width + work.value_width)
+        of_layer = plain / work.layers + attention + work.delta_share * work.delta_flops_per_token / 2
+        worth = work.further + (work.head_parameters + work.further_parameters) / of_layer
+        dealt = work.layers - work.further
+        if np.size(dealt) > 1 or np.size(worth) > 1:
+            return dealt - last_stage_layers(dealt, self._stages, worth)
+        stages, of_plan = np.unique(self._stages, return_inverse=True)  # many plans have few numbers of stages
+        return (dealt - last_stage_layers(dealt, stages, worth))[of_plan]
+
+    @cached_property
+    def _place_of_more(self) -> NDArray[Any]:
+        """Place of the first pipeline rank that has a layer more than the first one; 0 if there is none."""
+        has_more = (self._first_of_more > 0) & (self._first_of_more < self._stages - 1)
+        usual = (self.system.balanced_stages > 0) & (self._stages_here == 1) & (self._said == 0)
+        return np.where(has_more & usual, self._first_of_more, 0)
 
     @property
     def _adds_up(self) -> NDArray[np.bool_]:
@@ -186,21 +238,22 @@ class MemoryModel(LayerMemory):
     def _outputs(self, microbatches: Numbers) -> Numbers:
         """Return the bytes of the hidden states that a rank's stages have sent on, and keep until their backward
         (torch.distributed.pipelining)."""
-        return (self.system.receives_ahead > 0) * microbatches * self.plans.stages_here * self.hidden_bytes
+        return (self.system.receives_ahead > 0) * microbatches * self._stages_here * self.hidden_bytes
 
-    def _in_flight(self, first: bool, layers: Numbers) -> Numbers:
+    def _in_flight(self, first: bool, last: bool, layers: Numbers) -> Numbers:
         """Return the layers whose activations are alive at once: microbatches in flight times layers of the rank."""
-        plans, stages = self.plans, self.plans.stages_here
+        plans, stages = self.plans, self._stages_here
         chunks = 2 * (plans.pp - 1) + (stages - 1) * plans.pp + 1 if first else (stages - 1) * plans.pp + 1
-        at_most = np.where(plans.is_("schedule", "gpipe"), self.microbatches, plans.pp if first else 1)
+        after = plans.pp if first else 1 if last else plans.pp - self._place_of_more
+        at_most = np.where(plans.is_("schedule", "gpipe"), self.microbatches, after)
         at_most = np.where(plans.is_("schedule", *INTERLEAVED), chunks / stages, at_most)
-        at_most = np.where(plans.is_("schedule", "zbv", "dualpipev"), (2 * plans.pp + 1) / 2, at_most)
+        at_most = np.where(plans.is_("schedule", *V_SHAPED), (2 * plans.pp + 1) / 2, at_most)
         return np.where(plans.pp == 1, 1, np.minimum(self.microbatches, at_most)) * layers
 
     def _received(self) -> Numbers:
         """Return the bytes that a rank's stages receive, for each microbatch of the step, and hold in buffers."""
         plans = self.plans
-        boundaries = np.where(plans.pp > 1, 2 * plans.stages_here - 1, 0) * (self.system.receives_ahead > 0)
+        boundaries = np.where(plans.pp > 1, 2 * self._stages_here - 1, 0) * (self.system.receives_ahead > 0)
         return self.microbatches * boundaries * self.hidden_bytes
 
     def _agreement(self, whole: Numbers, mine: Numbers) -> Numbers:
@@ -210,8 +263,11 @@ class MemoryModel(LayerMemory):
 
     def _shared(self, dense: Numbers, experts: Numbers) -> Numbers:
         """Return a rank's part of the state of so many parameters (ZeRO)."""
-        plans = self.plans
-        return dense / plans.shares_state + experts / np.maximum(1, plans.shares_state / plans.ep)
+        return dense / self._shares_state + experts / np.maximum(1, self._shares_state / self.plans.ep)
+
+    @cached_property
+    def _shares_state(self) -> Numbers:
+        return self.plans.shares_state
 
     def _saved(self, held: Numbers, trained: Numbers, weight_bytes: Numbers) -> Numbers:
         """Return the bytes that a rank copies for a checkpoint: of what several ranks hold, each copies a part."""
@@ -270,12 +326,6 @@ class MemoryModel(LayerMemory):
 
 def _highest(moments: Sequence[tuple[Numbers, ...]]) -> tuple[NDArray[Any], ...]:
     """Return the figures of each plan's moment whose sum is highest."""
-    figures = np.stack([np.stack(np.broadcast_arrays(*moment)) for moment in _alike(moments)])
-    best = figures.sum(1).argmax(0)
-    return tuple(np.take_along_axis(figures, best[None, None], 0)[0])
-
-
-def _alike(moments: Sequence[tuple[Numbers, ...]]) -> list[tuple[NDArray[Any], ...]]:
-    flat = np.broadcast_arrays(*(figure for moment in moments for figure in moment))
-    each = len(moments[0])
-    return [tuple(flat[i : i + each]) for i in range(0, len(flat), each)]
+    totals = np.stack(np.broadcast_arrays(*(sum(moment[1:], moment[0]) for moment in moments)))
+    best = totals.argmax(0)
+    return tuple(np.choose(best, figures) for figures in zip(*moments, strict=True))
