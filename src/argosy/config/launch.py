@@ -42,6 +42,8 @@ def interface_of(host: str) -> str:
     return "127.0.0.1" if host in ("127.0.0.1", "localhost") else ""
 
 
+SHORTEST_TOKEN = 16
+"""Characters of a token without which other machines get no answer."""
 OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 """The names in Host headers of requests that come from this machine."""
 

@@ -22,6 +22,10 @@ from argosy.errors import UserError
 from argosy.files import open_regular
 
 PIECE_BYTES = 1 << 16
+ANSWER_S = 60.0
+"""A program of the cluster that does not answer within this time is given up."""
+SPARE_S = 30
+"""Time for stopping that is asked of a cluster beside `grace_s`."""
 FOLLOW_S = 0.5
 """Seconds between two looks at what a job prints."""
 

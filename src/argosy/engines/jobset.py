@@ -19,7 +19,7 @@ import yaml
 from argosy.config.dump import dump
 from argosy.config.launch import LeaseUrl
 from argosy.config.load import RUN_FILE
-from argosy.engines.engine import RunJob
+from argosy.engines.engine import SPARE_S, RunJob
 from argosy.errors import DataError, Poisoned, RunFailed, StorageError, UserError
 from argosy.processes.secret import VALUE
 
@@ -30,8 +30,6 @@ INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 ACCOUNT = "argosy"
 """The service account of the pods, and the role that lets them hold the lease."""
 RUN_FOLDER = "/etc/argosy"
-SPARE_S = 30
-"""Time that is added to `grace_s` before Kubernetes kills a pod."""
 LOST_PODS = 6
 """Pods of each node that may end with an error that is none of the run's, such as a kill for memory by the kernel."""
 KEPT_S = 7 * 24 * 3600

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Any
 
-from argosy.engines.engine import FOLLOW_S, PIECE_BYTES, Engine, Job, RunJob
+from argosy.engines.engine import ANSWER_S, FOLLOW_S, PIECE_BYTES, Engine, Job, RunJob
 from argosy.engines.jobset import (
     JOBSET_LABEL,
     ClusterPlace,
@@ -34,7 +34,6 @@ from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
 from argosy.processes.secret import FILE, VALUE, secret_of
 
-ANSWER_S = 60.0
 MOUNT = "/data"
 NAME_CHARS = 30
 """Letters of the run's name in the names of its objects, which may have 63 with what JobSet adds."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.launch import EngineOptions
-from argosy.engines.engine import Engine, Job, NeverFits, ProgramJob, RunJob
+from argosy.engines.engine import SPARE_S, Engine, Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
 from argosy.processes.ray_cluster import ADDRESS, knock, need_ray, no_cluster
@@ -37,8 +37,6 @@ SECRETS = ("_SECRET", "_TOKEN")
 ANSWER_S = 10.0
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """Environment variable of a job: how long after SIGTERM Ray kills its command; 3 s without it."""
-SPARE_S = 30
-"""Time that a run may take to stop, beside `grace_s`."""
 WAITING = "argosy launch: waiting: "
 """If the log's last line begins so, it says what the job waits for."""
 NOT_YET = "No available agent"

@@ -22,14 +22,11 @@ from pathlib import Path
 
 from argosy.config.launch import EngineOptions
 from argosy.config.schema import RunConfig
-from argosy.engines.engine import Engine, Job, ProgramJob, RunJob
+from argosy.engines.engine import ANSWER_S, SPARE_S, Engine, Job, ProgramJob, RunJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
 from argosy.files import atomic_write
 
-ANSWER_S = 60.0
-SPARE_S = 30
-"""SLURM may send a signal up to 60 s early, and looks at the time every 30 s: so much is added to `grace_s`."""
 NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 """A job's number; of a task of an array with that task's."""
 NOTE = "slurm.json"
@@ -191,6 +188,7 @@ def _directives_of(job: Job) -> list[str]:
         "partition": job.partition,
         "output": output(str(job.folder), "slurm-%j.out"),
         "open-mode": "append",
+        # SLURM may send it up to 60 s early, and looks at the time every 30 s.
         "signal": f"USR1@{round(job.grace_s) + SPARE_S}" if is_run else "",
     }
     lines = directives(options)

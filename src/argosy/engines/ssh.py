@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from argosy.config.launch import is_loopback
-from argosy.engines.engine import Engine, Job, RunJob
+from argosy.engines.engine import ANSWER_S, Engine, Job, RunJob
 from argosy.engines.record import STOP, JobState, LaunchedJob
 from argosy.errors import UserError
 from argosy.processes.secret import FILE, VALUE, secret_of
 
-CONNECT_S, ANSWER_S = 10, 60.0
+CONNECT_S = 10
 HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """A name that ssh takes: an option, which begins with "-", is none."""
 AT_ONCE = 32

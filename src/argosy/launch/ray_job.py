@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, BinaryIO
 
-from argosy.engines.engine import RunJob
-from argosy.engines.ray import SPARE_S, STOP_WAIT, WAITING
+from argosy.engines.engine import SPARE_S, RunJob
+from argosy.engines.ray import STOP_WAIT, WAITING
 from argosy.engines.record import LaunchedJob
 from argosy.errors import ArgosyError, Interrupted, Retryable, UserError, signals_to
 from argosy.files import made_folder

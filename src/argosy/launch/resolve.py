@@ -28,8 +28,7 @@ from argosy.errors import DataError, RunFailed, UserError, first_error
 from argosy.files import atomic_write, make_folder
 from argosy.observe.screen import Progress
 from argosy.observe.terminal import printable
-from argosy.plan.cost.estimate import GIB
-from argosy.plan.hardware.devices import is_path
+from argosy.plan.hardware.devices import GIB, is_path
 from argosy.plan.hardware.local_machine import cluster_of, host_memory_bytes, process_memory_bytes
 from argosy.plan.parameters import linear_names, run_table
 from argosy.plan.plan import Plan

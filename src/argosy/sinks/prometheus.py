@@ -15,7 +15,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from argosy.config.launch import OWN_HOSTS, host_of, is_loopback
+from argosy.config.launch import OWN_HOSTS, SHORTEST_TOKEN, host_of, is_loopback
 from argosy.errors import UserError
 from argosy.sinks.sink import About, Record, Sink
 from argosy.watch.nodes import NodeSeries
@@ -23,8 +23,6 @@ from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 
 TOKEN = "ARGOSY_METRICS_TOKEN"
 """Environment variable of the scrape token: a request says `Authorization: Bearer` and this."""
-SHORTEST_TOKEN = 16
-"""Characters."""
 REQUEST_S = 5.0
 """A request that has not come by then is dropped."""
 MOST_REQUESTS = 16

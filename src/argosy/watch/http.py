@@ -10,10 +10,10 @@ import socket
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from argosy.config.launch import SHORTEST_TOKEN
 from argosy.errors import UserError
 
 TOKEN_BYTES = 32
-SHORTEST_TOKEN = 16
 PORT = 8765
 PORTS_TRIED = 50
 """Ports that are tried, from PORT on, if the user named none."""

@@ -10,6 +10,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
+from argosy.plan.hardware.devices import GIB
 from argosy.plan.workload import Numbers
 
 INTERVAL_Z = 1.6449
@@ -73,7 +74,6 @@ def first_of(values: Numbers) -> float:
     return float(np.ravel(values)[0])
 
 
-GIB = 2**30
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86_400.0
 
 

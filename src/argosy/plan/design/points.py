@@ -26,11 +26,10 @@ from numpy.typing import NDArray
 from argosy.errors import UserError
 from argosy.plan.cost.rates import Rates
 from argosy.plan.design.space import DesignSpace
-from argosy.plan.hardware.devices import FORMATS, Device, Format
+from argosy.plan.hardware.devices import FORMATS, GIB, Device, Format
 from argosy.plan.hardware.technology import good_dies, logic_nodes, memory_generations, scaling
 
 Floats = NDArray[np.float64]
-GIB = 2**30
 BYTES: dict[Format, float] = {"fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """Bytes of an operand of a matmul, with its scales."""
 WIDER: dict[str, tuple[Format, ...]] = {"bf16": ("bf16", "fp16", "fp32"), "fp8": ("fp8", "bf16"), "fp4": ("fp4", "fp8")}

@@ -11,7 +11,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.estimate import GIB, percent
+from argosy.plan.cost.estimate import percent
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.reliability import (
     REPAIR_H,
@@ -25,6 +25,7 @@ from argosy.plan.cost.reliability import (
 from argosy.plan.cost.sites import ExchangeCost, exchange_bytes, outer_exchanges, within_site
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.devices import GIB
 from argosy.plan.plan import Plan
 from argosy.plan.search.search import MORE, SearchResult, best_to_run
 from argosy.plan.search.space import Pins

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
+from argosy.plan.cost.estimate import count, gib, percent, seconds, within
+from argosy.plan.hardware.devices import GIB
 from argosy.plan.report.explain import (
     MEANING,
     MEMORY_MEANING,

@@ -14,10 +14,11 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import Goodput, price_per_device_h
-from argosy.plan.cost.estimate import GIB, Estimate, count, gib, percent, seconds, table_in_html
+from argosy.plan.cost.estimate import Estimate, count, gib, percent, seconds, table_in_html
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
 from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, updates_in_words, with_workers, within_site
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.devices import GIB
 from argosy.plan.layouts import Layouts
 from argosy.plan.parameters import active_parameters, parameters
 from argosy.plan.plan import Objective, Plan, has_workers

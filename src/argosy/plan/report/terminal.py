@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from argosy.errors import UserError
-from argosy.plan.cost.estimate import GIB, count, gib, percent, seconds, within
+from argosy.plan.cost.estimate import count, gib, percent, seconds, within
 from argosy.plan.cost.heterogeneous import UnevenSplit
 from argosy.plan.cost.reliability import ExpectedStops
+from argosy.plan.hardware.devices import GIB
 from argosy.plan.report.explain import (
     MEANING,
     MEMORY_MEANING,

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from argosy.errors import UserError
 from argosy.plan.cost.breakdown import OF_MEMORY, spread
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.estimate import GIB, Estimate
+from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.memory_model import Footprint
 from argosy.plan.cost.step_time import StepTime
+from argosy.plan.hardware.devices import GIB
 from argosy.plan.layouts import WORDS, Ints, Layouts
 from argosy.plan.plan import MESH, Plan
 from argosy.plan.rules import breaks_any

@@ -6,7 +6,8 @@ import numpy as np
 
 from argosy.plan.calibration import PARTS, PASSES, Reconciled, reconcile
 from argosy.plan.cost.breakdown import OF_TIME
-from argosy.plan.cost.estimate import GIB, percent, seconds
+from argosy.plan.cost.estimate import percent, seconds
+from argosy.plan.hardware.devices import GIB
 from argosy.watch.facts import RunFacts
 from argosy.watch.rules.planner import Advice, Alternative, Planner, is_enough, over
 
