@@ -11,7 +11,7 @@ import csv
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
-from argosy.plan.cost.inference import CHUNK_TOKENS, Formats, Latencies, ReplicaCut, ServingLoad, ServingModel
+from argosy.plan.cost.inference import (
+    CHUNK_TOKENS,
+    Formats,
+    Latencies,
+    ReplicaCut,
+    ServingLoad,
+    ServingModel,
+    ServingOptions,
+)
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine
 from argosy.plan.hardware.devices import Device, Format, find_device
@@ -64,6 +72,14 @@ class Source:
     """Name of a device in the catalogue -> how many of them the source counts as one."""
     chunks: bool = False
     """Its batches are the tokens of a prompt that a pass computes; there is one sequence."""
+    chunk: float = CHUNK_TOKENS
+    """Most prompt tokens of a pass."""
+    eager_on: tuple[str, ...] = ()
+    """Devices that it uses without captured graphs."""
+    alike: bool = False
+    """All answers have one length: requests that begin together end together."""
+    cache_bytes: float = 0.0
+    """Bytes of a number in the cache; 0: not said."""
 
 
 _ARGONNE = (("nvidia a100", "a100-40"), ("nvidia h100", "h100-sxm"))
@@ -79,13 +95,15 @@ SOURCES = {
     r"TensorRT-LLM v0": Source((0, 5), fixed=True),
     r"TensorRT-LLM v1": Source((1, 0), fixed=True),
     r"NIM 1\.": Source((0, 17)),
-    r"docs.vultr": Source(requests=400),
+    r"docs.vultr": Source(requests=400, alike=True),
     r"gpustack.*latency": Source(requests=100),
     r"gpustack.*all requests at once": Source(rounds=1),
     r"InferenceX": Source(rounds=10),
-    r"Llama3\.3-70B-ROCm": Source(rounds=2),
+    # vllm bench serve of random tokens, --num-prompts 128 and --ignore-eos; --kv-cache-dtype fp8.
+    r"Llama3\.3-70B-ROCm": Source(requests=128, alike=True, chunk=32768, cache_bytes=1.0),
     r"ROCm/vllm": Source((0, 6), fixed=True),
-    r"dstackai": Source((0, 6), "vLLM", fixed=True),
+    # --max-model-len 91680, without chunks of prompts, and no --kv-cache-dtype; --enforce-eager with AMD's.
+    r"dstackai": Source((0, 6), "vLLM", fixed=True, cache_bytes=2.0, chunk=91680, eager_on=("MI300X",)),
     r"vllm/performance-benchmark/builds/9515": Source((0, 6), fixed=True),
 }
 """Beginning of a source, or a part of it -> what it says."""
@@ -128,7 +146,10 @@ class ServingRow:
     replicas: float
     devices: float
     formats: Formats
+    options: ServingOptions
     traffic: ServingLoad
+    filled: float
+    """Share of places with a request, of requests in rounds that begin and end together; 0: they come one by one."""
     metric: str
     value: float
     """Seconds, or output tokens of all devices a second."""
@@ -207,11 +228,13 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         value *= devices
     elif metric not in (*TIMES, "output_throughput"):
         raise Skip(f"metric {metric} is none of {', '.join(TIMES)}, output_throughput, output_throughput_per_gpu")
-    first = _first_share(source, sequences)
+    first, filled = _first_share(source, sequences), _filled(source, sequences)
     sequences = min(sequences, source.requests or sequences)
-    chunk = sequences if source.chunks else CHUNK_TOKENS
+    chunk = sequences if source.chunks else source.chunk
     sequences = 1.0 if source.chunks else sequences
     formats, rates = _formats(cell, device, engine, bits)
+    if source.cache_bytes:
+        formats = replace(formats, cache_bytes=source.cache_bytes)
     # A replica has what the busiest one gets, at most its default.
     here = sequences if is_maximum else min(sequences / replicas, MOST_SEQUENCES)
     return ServingRow(
@@ -223,11 +246,13 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         work=work,
         rates=rates,
         cached_layers=cached,
+        options=ServingOptions(float(device.name in source.eager_on), chunk),
         cut=ReplicaCut(tp, pp, devices if own_attention else 0.0),
         replicas=replicas,
         devices=devices,
         formats=formats,
-        traffic=ServingLoad(max(1.0, here), prompt, max(1.0, output or 1.0), float(source.fixed), first, chunk),
+        traffic=ServingLoad(max(1.0, here), prompt, max(1.0, output or 1.0), float(source.fixed), first),
+        filled=filled,
         metric=metric if metric in TIMES else "throughput",
         value=value,
         cells=tuple(cell[key] for key in COLUMNS),
@@ -238,6 +263,14 @@ def _in_a_turn(prompt: float, output: float | None, replicas: float) -> float:
     """Return the sequences that a replica answers at a time at most, if all requests of maximum load come at once."""
     requests = MAXIMUM_LOAD.get((prompt, output), 0.0) / replicas or float(MOST_SEQUENCES)
     return requests / np.ceil(requests / MOST_SEQUENCES)
+
+
+def _filled(source: Source, sequences: float) -> float:
+    """Return the share of places with a request, of rounds that begin and end together; 0: there are none."""
+    if not source.alike:
+        return 0.0
+    rounds = source.requests / min(sequences, source.requests)
+    return float(rounds / np.ceil(rounds))
 
 
 def _first_share(source: Source, sequences: float) -> float:
@@ -329,7 +362,9 @@ def _formats(cell: dict[str, str], device: Device, engine: ServingEngine, bits: 
     four_bits = re.search(r"int4|awq|gptq|w4a16|q4", precision)
     narrow: Format = "fp4" if "fp4" in precision else "fp8"
     weight_bytes = 0.53 if four_bits else 0.5625 if narrow == "fp4" else 1.0 if "8" in precision else 2.0
-    computes_narrow = weight_bytes <= 1.0 and not four_bits and {"fp8", narrow} & set(device.formats)
+    computes_narrow = weight_bytes <= 1.0 and not four_bits and narrow in device.formats
+    if bits:  # MXFP4 times activations of 8 bits on devices with matmuls of 4, else of 16: TensorRT-LLM's guide to it
+        computes_narrow, narrow = "fp4" in device.formats, "fp8"
     if narrow not in device.formats:
         narrow = "fp8"
     rates = Rates.of_device(device, narrow)
@@ -348,9 +383,11 @@ class ServingTable:
         self.rows = list(rows)
         self.work, self.rates = stack([row.work for row in rows]), stack([row.rates for row in rows])
         self.cut, self.formats = stack([row.cut for row in rows]), stack([row.formats for row in rows])
+        self.options = stack([row.options for row in rows])
         self.traffic = stack([row.traffic for row in rows])
         self.cached_layers = np.array([row.cached_layers for row in rows])
         self.replicas = np.array([row.replicas for row in rows])
+        self.filled = np.array([row.filled for row in rows])
         self.metric = np.array([row.metric for row in rows])
         self.measured = np.array([row.value for row in rows])
         self.publisher = np.array([row.publisher for row in rows])
@@ -365,7 +402,9 @@ class ServingTable:
 
     def latencies(self, constants: ServingConstants) -> Latencies:
         """Return the latencies of each row's requests."""
-        model = ServingModel(self.work, self.rates, self.cut, self.formats, constants, cached_layers=self.cached_layers)
+        model = ServingModel(
+            self.work, self.rates, self.cut, self.formats, constants, self.cached_layers, options=self.options
+        )
         return model.latencies(self.traffic)
 
     def predict(self, constants: ServingConstants) -> Floats:
@@ -374,6 +413,6 @@ class ServingTable:
         together = np.asarray(self.traffic.together) > 0
         fixed = self.traffic.sequences * self.traffic.output / found.e2e_s
         drained = np.minimum(fixed, found.tokens_per_s) / (1 + DRAIN * np.maximum(0.0, np.asarray(self.traffic.first)))
-        rate = self.replicas * np.where(together, fixed, drained)
+        rate = self.replicas * np.where(together, fixed, np.where(self.filled > 0, self.filled * fixed, drained))
         of_metric = {"ttft": found.ttft_s, "tpot": found.tpot_s, "e2e_latency": found.e2e_s, "throughput": rate}
         return np.select([self.metric == name for name in of_metric], list(of_metric.values()))

@@ -100,10 +100,10 @@ def published_rows() -> Iterator[list[Any]]:
 
 def test_batches_of_llama_bench_are_the_tokens_of_a_pass(published: list[Any]) -> None:
     """Its -b: throughput times latency is the tokens of one sequence, whatever it is."""
-    loads = [row.traffic for row in published if row.engine.name == "llama.cpp"]
-    assert len(loads) == 1299
-    assert {load.sequences for load in loads} == {1.0}
-    assert {load.chunk for load in loads} == {1.0, 16.0, 32.0, 64.0}
+    rows = [row for row in published if row.engine.name == "llama.cpp"]
+    assert len(rows) == 1299
+    assert {row.traffic.sequences for row in rows} == {1.0}
+    assert {row.options.chunk for row in rows} == {1.0, 16.0, 32.0, 64.0}
 
 
 def test_two_dies_of_a_card_are_two_devices(published: list[Any]) -> None:
@@ -122,3 +122,25 @@ def test_rows_of_requests_that_all_come_at_once_are_read_so(published: list[Any]
     }  # or 3000 in two turns
     at_once = [row.traffic.first for row in published if "all requests at once" in row.cells[0]]
     assert at_once and set(at_once) == {1.0}
+
+
+def test_command_lines_of_dstack_are_read_as_they_are(published: list[Any]) -> None:
+    """--enforce-eager with AMD's devices alone, --max-model-len 91680, and a checkpoint "FP8-KV" in a 16-bit cache."""
+    rows = [row for row in published if row.publisher == "dstackai"]
+    assert {(row.device.name, row.options.eager) for row in rows} == {("MI300X", 1.0), ("H100-SXM", 0.0)}
+    assert {(row.options.chunk, row.formats.cache_bytes) for row in rows} == {(91680, 2.0)}
+
+
+def test_mxfp4_is_multiplied_in_8_bits_where_there_are_4_and_in_16_elsewhere(published: list[Any]) -> None:
+    rows = [row for row in published if row.model.startswith("gpt-oss")]
+    narrow = {row.device.name: bool(row.formats.narrow) for row in rows}
+    assert narrow == {"B200": True, "GB200": True, "H100-SXM": False, "H200": False}
+    of_b200 = {float(row.formats.flops_per_s) for row in rows if row.device.name == "B200"}
+    assert of_b200 == {row.device.matmul_flops_per_s("fp8") for row in rows if row.device.name == "B200"}
+
+
+def test_answers_of_one_length_fill_rounds(published: list[Any]) -> None:
+    """400 requests of Vultr's, 256 at a time: a round of 256 and one of 144. Two rounds of 64 are 128 of vLLM's."""
+    filled = {(row.publisher, float(row.traffic.sequences)): row.filled for row in published if row.filled}
+    assert filled["docs.vultr", 256] == pytest.approx(400 / 512)
+    assert filled["docs.vultr", 400] == filled["vllm-project/recipes", 64] == 1.0

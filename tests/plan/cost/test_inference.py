@@ -14,8 +14,10 @@ from argosy.plan.cost.inference import (
     ReplicaCut,
     ServingLoad,
     ServingModel,
+    ServingOptions,
     formats_of,
 )
+from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import ServingConstants
 from argosy.plan.hardware.clusters import Cluster
 
@@ -37,12 +39,16 @@ def model_of(
     cache: str = "16",
     constants: ServingConstants = IDEAL,
     draft: Draft | None = None,
+    **options: float,
 ) -> ServingModel:
     run = load(None, {"model.preset": model, "data.seq_len": 4096, "train.global_batch": 8})
     machines = Cluster.parse(cluster)
     costs = CostModel.of(run, machines)
     formats = formats_of(machines.device, costs.rates, weights, cache)
-    return ServingModel(costs.workload, costs.rates, ReplicaCut(tp, pp), formats, constants, draft=draft)
+    cut = ReplicaCut(tp, pp)
+    return ServingModel(
+        costs.workload, costs.rates, cut, formats, constants, draft=draft, options=ServingOptions(**options)
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,8 @@ def test_requests_that_share_a_replica_pause_for_the_prompts_of_others() -> None
     model = model_of("llama3-8b", "1xh100")
     fixed, steady = (model.latencies(ServingLoad(32, 1024, 256, together)) for together in (1.0, 0.0))
     alone = float(model.prefill_s(1, 1024))
-    assert float(steady.tpot_s) == pytest.approx(float(fixed.tpot_s) + 31 * alone / 256, rel=1e-6)
+    pauses = (1 - float(IDEAL.burst)) * 31 * alone
+    assert float(steady.tpot_s) == pytest.approx(float(fixed.tpot_s) + pauses / 256, rel=1e-6)
     assert float(fixed.ttft_s) > 5 * float(steady.ttft_s)
     assert float(fixed.e2e_s) == pytest.approx(float(steady.e2e_s), rel=0.1)
 
@@ -122,6 +129,9 @@ def test_a_prompt_finds_others_before_it_as_in_a_queue() -> None:
     assert float(found.ttft_s) == pytest.approx(alone * (1 + busy / (2 * (1 - busy))) + decode / 2, rel=1e-6)
     at_once = model.latencies(ServingLoad(8, 2048, 64, first=1.0))
     assert float(at_once.ttft_s - found.ttft_s) == pytest.approx(7 / 2 * alone, rel=1e-6)
+    assert float(found.tpot_s - at_once.tpot_s) == pytest.approx(7 / 2 * alone / 64, rel=1e-6), (
+        "the other half pauses it"
+    )
 
 
 def test_a_short_prompt_takes_as_long_as_its_kernels_are_launched() -> None:
@@ -134,17 +144,44 @@ def test_a_short_prompt_takes_as_long_as_its_kernels_are_launched() -> None:
     assert float(model.decode_s(1, 64)) < 0.01
 
 
+def test_without_captured_graphs_a_token_takes_as_long_as_its_kernels_are_launched() -> None:
+    slow = replace(IDEAL, eager_layer_s=1e-3)
+    graphs, eager = (model_of("llama3-8b", "1xh100", constants=slow, eager=eager) for eager in (0.0, 1.0))
+    assert float(eager.decode_s(1, 64)) == pytest.approx(0.032, rel=0.01)
+    assert float(graphs.decode_s(1, 64)) < 0.01
+    assert float(eager.prefill_s(1, 64)) == float(graphs.prefill_s(1, 64))
+
+
+def test_activations_of_the_longest_pass_take_room_from_the_cache() -> None:
+    """Two hidden states and three widths of a feed-forward, in 16 bits."""
+    short, long = (model_of("llama3-70b", "8xh100", 8, chunk=chunk) for chunk in (8192, 65536))
+    taken = (65536 - 8192) * 2 * (2 * 8192 + 3 * 28672 / 8)
+    assert float(short.room(4096) - long.room(4096)) == pytest.approx(taken / float(4096 * short.token_cache_bytes))
+
+
+def test_the_first_turn_of_a_fixed_batch_begins_with_all_that_it_lets_in() -> None:
+    """Prompts of 128 tokens with long answers: all prompts have room at once, their whole answers have not."""
+    model = model_of("llama3-8b", "1xh100")
+    many = 1.5 * float(model.room(128 + 8192))
+    found = model.latencies(ServingLoad(many, 128, 8192, 1.0))
+    assert float(found.ttft_s) == pytest.approx(float(model.prefill_s(many, 128)))
+
+
 def test_a_prompt_of_one_token_a_pass_takes_as_long_as_its_decode() -> None:
     model = model_of("llama3-8b", "1xh100")
-    assert float(model.prefill_s(1, 512, 1)) == pytest.approx(512 * float(model.decode_s(1, 256)), rel=0.01)
-    assert float(model.prefill_s(1, 512, 64)) < float(model.prefill_s(1, 512, 1)) / 50
+    one, more = (float(model_of("llama3-8b", "1xh100", chunk=chunk).prefill_s(1, 512)) for chunk in (1, 64))
+    assert one == pytest.approx(512 * float(model.decode_s(1, 256)), rel=0.01)
+    assert more < one / 50
 
 
 def test_stages_compute_several_passes_of_prompts_at_a_time() -> None:
     """The last of 8 passes leaves the last of 4 stages after 8 + 3 times of a stage."""
-    cut, whole = model_of("llama3-8b", "4xh100", pp=4), model_of("llama3-8b", "4xh100")
-    assert float(cut.prefill_s(1, 4096, 512)) == pytest.approx(11 / 32 * float(whole.prefill_s(1, 4096, 512)), rel=0.01)
-    assert float(cut.prefill_s(1, 4096)) == pytest.approx(float(whole.prefill_s(1, 4096)), rel=0.01)
+
+    def prefill_s(pp: int, chunk: int) -> float:
+        return float(model_of("llama3-8b", "4xh100", pp=pp, chunk=chunk).prefill_s(1, 4096))
+
+    assert prefill_s(4, 512) == pytest.approx(11 / 32 * prefill_s(1, 512), rel=0.01)
+    assert prefill_s(4, 4096) == pytest.approx(prefill_s(1, 4096), rel=0.01)
 
 
 def test_requests_without_room_wait() -> None:
@@ -170,6 +207,15 @@ def test_formats_that_a_device_lacks_are_converted() -> None:
     narrow, half = (formats_of(machines.device, rates, weights, "16") for weights in ("fp8", "bf16"))
     assert narrow.flops_per_s == half.flops_per_s
     assert (narrow.weight_bytes, half.weight_bytes) == (1.0, 2.0)
+
+
+def test_four_bits_are_multiplied_in_16_where_there_are_matmuls_of_8_alone() -> None:
+    """As vLLM and TensorRT-LLM do on Hopper (the latter's deployment guide for GPT-OSS: H200, BF16 times MXFP4)."""
+    device = Cluster.parse("8xh200").device
+    rates = Rates.of_device(device, "fp8")
+    four, eight, half = (formats_of(device, rates, weights, "16") for weights in ("fp4", "fp8", "bf16"))
+    assert (four.flops_per_s, four.narrow) == (half.flops_per_s, 0.0)
+    assert eight.flops_per_s > half.flops_per_s
 
 
 def test_columns_and_numbers_agree() -> None:

@@ -34,12 +34,14 @@ Floats = NDArray[np.float64]
 USABLE = 0.9
 """Share of a device's memory that engines take (vLLM's gpu_memory_utilization and TensorRT-LLM's default)."""
 WORKSPACE_BYTES = 2e9
-"""Bytes of activations, graphs and collectives' buffers beside weights and cache; assumed."""
+"""Bytes of activations of `CHUNK_TOKENS`, graphs and collectives' buffers beside weights and cache; assumed."""
 CHUNK_TOKENS = 8192
 """Most prompt tokens of a pass: vLLM's and TensorRT-LLM's max_num_batched_tokens of 8192."""
 ACTIVATION_BYTES = 2.0
 WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.53, "fp4": 0.5625}
 """Bytes of a weight with its scales: groups of 128 (int4), of 16 (NVFP4)."""
+NARROW: tuple[Format, ...] = ("fp8", "fp4")
+"""Formats of weights that activations are rounded to as well, where the device has matmuls for them."""
 CACHES = {"16": 2.0, "fp8": 1.0}
 """Bytes of a number in the cache."""
 ADMITTED = 0.1
@@ -90,6 +92,16 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class ServingOptions:
+    """Settings that the command line of an engine gives."""
+
+    eager: Numbers = 0.0
+    """1: no pass is replayed from a captured graph."""
+    chunk: Numbers = CHUNK_TOKENS
+    """Most prompt tokens of a pass; room for the activations of so many is kept free."""
+
+
+@dataclass(frozen=True)
 class ServingLoad:
     """Requests that a replica answers at a time."""
 
@@ -102,8 +114,6 @@ class ServingLoad:
     """1: all begin at once, as a fixed batch; 0: each begins when another ends (continuous batching)."""
     first: Numbers = -1.0
     """Share of a benchmark's requests that come at once at its beginning; below 0: not known."""
-    chunk: Numbers = CHUNK_TOKENS
-    """Most prompt tokens of a pass."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +144,10 @@ class ServingModel:
         constants: ServingConstants,
         cached_layers: Numbers | None = None,
         draft: Draft | None = None,
+        options: ServingOptions | None = None,
     ):
         """Set the model up; cached_layers: layers whose cache grows with the sequence (default: all)."""
-        self.draft = draft or Draft()
+        self.draft, self.options = draft or Draft(), options or ServingOptions()
         self.work, self.rates, self.cut, self.formats = work, rates, cut, formats
         self.constants = constants
         self.cached_layers = work.layers if cached_layers is None else cached_layers
@@ -166,9 +177,18 @@ class ServingModel:
         """Bytes of a sequence's states of gated delta-nets on one device of each stage; engines keep them in fp32."""
         return np.asarray(4 * self.work.delta_layers * self.work.delta_state / self.cut.tp / self.cut.pp, float)
 
+    @property
+    def workspace_bytes(self) -> Floats:
+        """Bytes of activations, graphs and collectives' buffers on one device."""
+        work = self.work
+        # The hidden state and its residual, gate and up of a feed-forward and their product.
+        widths = 2 * work.width + 3 * work.widest_ffn / self.cut.tp
+        more = np.maximum(0.0, np.asarray(self.options.chunk) - CHUNK_TOKENS) * widths * ACTIVATION_BYTES
+        return np.asarray(WORKSPACE_BYTES + more, float)
+
     def room(self, tokens: Numbers) -> Floats:
         """Return how many sequences of `tokens` have their cache in memory; below 1 if weights leave too little."""
-        free = USABLE * self.rates.memory_bytes - self.weights_bytes - WORKSPACE_BYTES
+        free = USABLE * self.rates.memory_bytes - self.weights_bytes - self.workspace_bytes
         return np.asarray(free / (self.token_cache_bytes * tokens + self.state_bytes), float)
 
     def pass_s(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> Floats:
@@ -188,7 +208,8 @@ class ServingModel:
         }
         parts = {name: np.asarray(seconds * self.constants.compute) for name, seconds in parts.items()}
         overhead = self._overhead_s(sequences) * self.constants.overhead
-        launched = np.where(np.asarray(span) > 0, self.work.layers * self.constants.eager_layer_s, 0.0)
+        is_eager = (np.asarray(span) > 0) | (np.asarray(self.options.eager) > 0)
+        launched = np.where(is_eager, self.work.layers * self.constants.eager_layer_s, 0.0)
         whole = sum(parts.values()) + overhead
         return parts | {"overhead": np.asarray(overhead + _soft_max(whole, launched) - whole)}
 
@@ -242,12 +263,12 @@ class ServingModel:
         gaps = work.layers * constants.layer_s + work.moe_layers * constants.moe_layer_s
         return np.asarray(gaps + constants.pass_s + constants.sequence_s * sequences)
 
-    def prefill_s(self, sequences: Numbers, prompt: Numbers, chunk: Numbers = CHUNK_TOKENS) -> Floats:
-        """Return the seconds of the prompts of `sequences`, in passes of `chunk` tokens at most.
+    def prefill_s(self, sequences: Numbers, prompt: Numbers) -> Floats:
+        """Return the seconds of the prompts of `sequences`, in passes of `ServingOptions.chunk` tokens at most.
 
         A pass reads the cache of those before it of the same prompt; stages of a pipeline compute several at a time.
         """
-        tokens = sequences * prompt
+        tokens, chunk = sequences * prompt, self.options.chunk
         passes = np.maximum(1.0, tokens / chunk)
         before = np.maximum(0.0, prompt - chunk) / 2
         turns = (passes + self.cut.pp - 1) / self.cut.pp
@@ -280,26 +301,25 @@ class ServingModel:
         decode = self.decode_s(active, prompt + output / 2)  # linear in the context, nearly
         # As many prompts share a pass as come between two: all of a fixed batch, else one for each that ends.
         share = np.where(together, active, np.maximum(1.0, active / output))
-        whole = active / share * self.prefill_s(share, prompt, traffic.chunk)
-        alone = self.prefill_s(1.0, prompt, traffic.chunk)
+        whole = active / share * self.prefill_s(share, prompt)
+        # With a cache in pages a prompt is let in once it fits with a little of its answer; others are evicted.
+        first_turns = np.ceil(wanted / np.maximum(1.0, self.room(prompt + ADMITTED * output)) - 1e-9)
+        own = self.prefill_s(np.where(together, wanted / first_turns, 1.0), prompt)
         # Each of the others is prefilled once while this one is answered.
         others = whole * (active - 1) / active
-        tpot = np.where(together, decode, decode + others / output)
-        busy = others / (alone + others + (output - 1) * decode)
-        queued = np.where(active > 1, decode / 2, 0.0) + alone * busy / (2 * (1 - busy))
-        # Half of the others are prefilled before one of those that come at once.
+        # Half of the others are prefilled before one of those that come at once, and pause its answer no more.
         first = np.where(np.asarray(traffic.first) < 0, 2 * self.constants.burst, traffic.first)
-        comes = alone + queued + first / 2 * others + self.constants.request_s
+        tpot = np.where(together, decode, decode + (1 - np.minimum(1.0, first) / 2) * others / output)
+        busy = others / (own + others + (output - 1) * decode)
+        queued = np.where(active > 1, decode / 2, 0.0) + own * busy / (2 * (1 - busy))
+        comes = own + queued + first / 2 * others + self.constants.request_s
         begins = np.where(together, whole, comes)
         answers = begins + (output - 1) * tpot
         # A fixed batch takes turns. Else, by Little's law, requests wait for room as long as those before them hold it.
         excess = np.where(together, turns - 1, wanted / active - 1)
         waits = excess * answers
-        # With a cache in pages a prompt is let in once it fits with a little of its answer; others are evicted.
-        let_in = np.maximum(1.0, self.room(prompt + ADMITTED * output))
-        first_turns = np.ceil(wanted / let_in - 1e-9)
         return Latencies(
-            ttft_s=begins + np.where(together, (first_turns - 1) * answers / 2, waits),
+            ttft_s=np.where(together, own + (first_turns - 1) * answers / 2, comes + waits),
             tpot_s=tpot,
             e2e_s=answers + waits,
             tokens_per_s=active * output / (whole + (output - 1) * decode),
@@ -314,12 +334,11 @@ def _soft_max(one: Numbers, other: Numbers) -> Floats:
 def formats_of(device: Device, rates: Rates, weights: str, cache: str) -> Formats:
     """Return the bytes and the matmul rate of weights in one of `WEIGHTS` with a cache in one of `CACHES`.
 
-    Formats that the device has no matmuls for are converted to the next wider one that it has.
+    Formats that the device has no matmuls for are only stored: they are multiplied in 16 bits.
     """
     if weights == "fp32":
         return Formats(4.0, 4.0, float(rates.fp32 * rates.achieved_fp32))
-    wanted: tuple[Format, ...] = {"fp4": ("fp4", "fp8"), "fp8": ("fp8",)}.get(weights, ())  # type: ignore[assignment]
-    for computed in wanted:
-        if computed in device.formats:
+    for computed in NARROW:
+        if computed == weights and computed in device.formats:
             return Formats(WEIGHTS[weights], CACHES[cache], device.matmul_flops_per_s(computed), 1.0)
     return Formats(WEIGHTS[weights], CACHES[cache], float(rates.half * rates.achieved_half))
