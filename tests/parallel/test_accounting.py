@@ -164,7 +164,6 @@ QUICK = {
     ("dense", "tp=2,microbatch=2", "adamw"),
     ("dense", "pp=2", "adamw"),
     ("dense", "cp=2,zero=0,microbatch=4", "adamw"),
-    ("tied, biased, one key/value head", "tp=2,dp_shard=2,zero=2", "adamw"),
     ("experts", "dp_shard=2,ep=2,tp=2,zero=1", "adamw"),
     ("experts, predicting further", "pp=2,tp=2", "adamw"),
     ("layers unlike", "cp=2,tp=2,microbatch=4,recompute=full", "adamw"),

@@ -122,27 +122,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 QUICK = [
-    ("llama", "dp_replicate=2"),
     ("llama", "dp_shard=2,zero=1,microbatch=2"),
     ("llama", "dp_shard=2,zero=3"),
     ("llama", "cp=2,microbatch=4"),
     ("biased", "tp=2,microbatch=4"),
-    ("llama", "tp=4,microbatch=4"),
     ("qwen3", "pp=2,microbatch=2"),
     ("llama", "pp=2,schedule=interleaved_1f1b,microbatch=2"),
     ("llama", "dp_replicate=2,dp_shard=2,microbatch=2"),
     ("llama", "dp_replicate=4,sum_inside=2"),
-    ("qwen3", "dp_shard=2,tp=2,microbatch=2"),
-    ("qwen2", "pp=2,tp=2,microbatch=2"),
     ("mixtral", "dp_shard=2,ep=2,recompute=selective,microbatch=4"),
     ("mup", "dp_shard=2,tp=2,zero=3,microbatch=2"),
     ("deepseek_v3", "cp=2,ep=2,microbatch=4"),
     ("qwen2", "dp_replicate=2,dp_shard=2,zero=3,shares=3:1"),
-    ("gemma2", "cp=2,tp=2,microbatch=4"),
+    ("gemma2", "cp=2,microbatch=4"),
     ("olmo3", "tp=4,microbatch=4"),
     ("gpt_oss", "cp=2,ep=2,microbatch=4"),
-    ("qwen3_next", "cp=2,tp=2,microbatch=4"),
-    ("uneven", "cp=2,tp=2,microbatch=4"),
+    ("qwen3_next", "cp=2,microbatch=4"),
+    ("uneven", "tp=2,microbatch=4"),
     ("mtp", "pp=2,tp=2,microbatch=2"),
     ("mtp", "cp=2,ep=2,zero=3,microbatch=4"),
 ]
@@ -164,8 +160,10 @@ LAYERS_THAT_DIFFER = [
 """Families whose layers differ, or have parts that others lack, on every axis."""
 
 SLOW = [
-    *LAYERS_THAT_DIFFER,
+    *(row for row in LAYERS_THAT_DIFFER if row not in QUICK),
     # One axis.
+    ("llama", "dp_replicate=2"),
+    ("llama", "tp=4,microbatch=4"),
     ("llama", "microbatch=2"),
     ("llama", "dp_replicate=4,microbatch=2"),
     ("llama", "dp_shard=2,zero=0"),
@@ -221,6 +219,9 @@ SLOW = [
     ("mtp_tied", "cp=2,tp=2,microbatch=4"),
     ("mtp_tied", "dp_shard=2,zero=3,offload=all,microbatch=4"),
     # Two.
+    ("qwen3", "dp_shard=2,tp=2,microbatch=2"),
+    ("qwen2", "pp=2,tp=2,microbatch=2"),
+    *((family, "cp=2,tp=2,microbatch=4") for family in ("gemma2", "qwen3_next", "uneven")),
     ("llama", "dp_replicate=2,dp_shard=2,zero=1"),
     ("llama", "dp_replicate=2,dp_shard=4,zero=2"),
     ("qwen3", "dp_replicate=2,dp_shard=2,zero=3"),

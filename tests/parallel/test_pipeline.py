@@ -46,7 +46,7 @@ def reference(request: pytest.FixtureRequest) -> tuple[dict, float, dict[str, Te
     return request.param, loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("pp", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_losses_and_gradients_are_those_of_one_process(workers, reference, schedule, pp):
     model, loss, expected = reference

@@ -32,8 +32,10 @@ def check_samples(run: Country) -> None:
     assert_each_sample_once(site.sites.shares, site.ledger.lines)
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize("lost", ["A", "C"])
+@pytest.mark.parametrize(
+    ("lost", "overlap"),
+    [("A", 0), ("C", 1), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("A", 1), ("C", 0)))],
+)
 def test_a_site_that_is_away_is_waited_for_once_and_catches_up(
     country: Callable[..., Country], lost: str, overlap: int
 ) -> None:
@@ -61,7 +63,7 @@ def test_quick_rounds_do_not_outrun_a_site_that_comes_back(country: Callable[...
     assert len(run.sites["B"].ledger.lines) < 150
 
 
-@pytest.mark.parametrize("lost", ["A", "C"])
+@pytest.mark.parametrize("lost", [pytest.param("A", marks=pytest.mark.slow), "C"])
 def test_a_site_whose_folder_is_lost_takes_the_state_and_takes_part(country: Callable[..., Country], lost: str) -> None:
     run = country(rounds=60)
     run.start()
@@ -200,7 +202,7 @@ def test_a_line_that_only_its_leader_has_the_average_of_holds_nobody_up(country:
 
 
 @pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20) if seed != 2)])
-@pytest.mark.parametrize("quorum", [0, 1])
+@pytest.mark.parametrize("quorum", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_at_random(country: Callable[..., Country], seed: int, quorum: int) -> None:
     luck = random.Random(seed)
     names = luck.choice(["AB", "ABC", "ABCD"])

@@ -40,7 +40,7 @@ def words_and_meshes(words: Sequence[str], meshes: int, quick: set[tuple[str, in
     ]
 
 
-@pytest.mark.parametrize(("word", "mesh"), words_and_meshes(COMPRESSED, 2, {("int8", 0), ("topk", 1)}))
+@pytest.mark.parametrize(("word", "mesh"), words_and_meshes(COMPRESSED, 2, {("int8", 0), ("topk", 0)}))
 def test_a_compressed_run_stays_near_the_exact_one(workers, corpus, tmp_path, mesh, word):
     size = eager(mesh.format(word)).world_size
     exact = workers.run(size, trained, corpus, tmp_path / "exact", mesh.format("exact"))[0]
@@ -74,7 +74,7 @@ def test_zero_3_sums_over_replicas_what_zero_2_sums(workers, corpus, tmp_path, w
 
 
 @pytest.mark.parametrize(
-    ("word", "mesh"), words_and_meshes(["int4", "powersgd", "sign"], 4, {("powersgd", 0), ("int4", 2), ("powersgd", 3)})
+    ("word", "mesh"), words_and_meshes(["int4", "powersgd", "sign"], 4, {("int4", 2), ("powersgd", 3)})
 )
 def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(workers, corpus, tmp_path, mesh, word):
     plan = mesh.format(word)

@@ -76,7 +76,8 @@ def test_compiled_steps_give_the_same_bits_though_who_is_new_has_met_fewer_batch
 # ---- kills from outside --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
 def test_all_workers_killed(disturbed, undisturbed, seed):
     run = disturbed().wait_for_step(step_of(seed))
     for pid in run.pids().values():
@@ -118,7 +119,8 @@ def fork_server_of(run: Disturbed) -> int:
     return next(int(p) for p in children if b"processes.fork_server" in Path(f"/proc/{p}/cmdline").read_bytes())
 
 
-@pytest.mark.parametrize("ends", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [True, False])
 def test_a_fork_server_that_is_stopped_when_a_worker_dies_is_replaced(disturbed, undisturbed, ends):
     """It tells of no end and forks nobody. `ends`: it dies then; else its agent has to see it."""
     run = disturbed(PLANS["replicas"], "", *PATIENCE).wait_for_step(4)
@@ -185,7 +187,8 @@ def test_bad_steps_in_a_row_take_the_run_back(disturbed):
     run.check(None, "bad_step", "rewind")
 
 
-@pytest.mark.parametrize("where", ["weights", pytest.param("moments", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["weights", "moments"])
 def test_one_flipped_bit_in_one_of_two_replicas_is_seen_within_a_step_and_undone(disturbed, undisturbed, where):
     run = disturbed(PLANS["replicas"], f"flip@{where}:step=6,rank=1,bit=20").end()
     found = run.events("corruption")

@@ -120,6 +120,7 @@ def parts(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Parts]]:
             one.kill(name)
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_one_joins_late_and_the_server_is_killed(parts):
     run = parts(steps=STEPS, patience_s=5)
     run.start("server-1", ARGOSY_FAULTS="kill@server:step=12")

@@ -59,7 +59,7 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_end(folder: Folder, wa
     (folder.path / "runs").mkdir()
     address = watch()
     assert answer(address, "/api/runs") == []
-    run = folder.start("train", folder.write_run(steps=400, every_steps=100))
+    run = folder.start("train", folder.write_run(steps=120, every_steps=40))
     try:
         growing = wait_until(lambda: [found for found in answer(address, "/api/runs") if (found["step"] or 0) > 5])
         assert (growing[0]["id"], growing[0]["state"], growing[0]["devices"]) == ("tiny", "training", 2)
@@ -67,7 +67,7 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_end(folder: Folder, wa
     finally:
         run.communicate(timeout=PATIENT_S)
     assert run.returncode == 0
-    assert done[0]["step"] == done[0]["steps"] == 400
+    assert done[0]["step"] == done[0]["steps"] == 120
     lines = [json.loads(line) for line in (folder.path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
     series = answer(address, "/api/runs/tiny/series?keys=loss")
     assert series["keys"]["loss"]["mean"] == [line["loss"] for line in lines if "loss" in line]

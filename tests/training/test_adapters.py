@@ -173,34 +173,37 @@ def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return said, tensors
 
 
+QUICK = [
+    ("lora", "microbatch=8"),
+    ("lora", "dp_shard=2,zero=3"),
+    ("rslora", "tp=2"),
+    ("dora", "dp_shard=2,zero=3"),
+    ("dropout", "pp=2,recompute=full"),
+    ("dropout", "cp=2"),
+    ("dora dropout", "tp=2"),
+    ("experts", "ep=2,dp_shard=2"),
+    ("delta", "tp=2"),
+    ("nf4", "microbatch=4,recompute=full"),
+    ("int8", "tp=2"),
+    ("nf4 experts", "ep=2,dp_shard=2,zero=3"),
+]
+SLOW = [
+    ("lora", "tp=2"),
+    ("lora", "pp=2"),
+    ("lora", "cp=2"),
+    ("dora", "tp=2,microbatch=4"),
+    ("dropout", "microbatch=8"),
+    ("dropout", "tp=2,microbatch=4"),
+    ("dropout", "dp_shard=2,zero=3"),
+    ("delta", "cp=2,recompute=selective"),
+    ("nf4", "tp=2,recompute=selective"),
+    ("nf4", "pp=2"),
+    ("nf4", "dp_shard=2,zero=3"),
+]
+
+
 @pytest.mark.parametrize(
-    ("case", "plan"),
-    [
-        ("lora", "microbatch=8"),
-        ("lora", "tp=2"),
-        ("lora", "pp=2"),
-        ("lora", "cp=2"),
-        ("lora", "dp_shard=2,zero=3"),
-        ("rslora", "tp=2"),
-        ("dora", "tp=2,microbatch=4"),
-        ("dora", "dp_shard=2,zero=3"),
-        ("dropout", "microbatch=8"),
-        ("dropout", "tp=2,microbatch=4"),
-        ("dropout", "pp=2,recompute=full"),
-        ("dropout", "cp=2"),
-        ("dropout", "dp_shard=2,zero=3"),
-        ("dora dropout", "tp=2"),
-        ("experts", "ep=2,dp_shard=2"),
-        ("delta", "tp=2"),
-        ("delta", "cp=2,recompute=selective"),
-        ("nf4", "microbatch=4,recompute=full"),
-        ("nf4", "tp=2,recompute=selective"),
-        ("nf4", "pp=2"),
-        ("nf4", "dp_shard=2,zero=3"),
-        ("int8", "tp=2"),
-        ("nf4 experts", "ep=2,dp_shard=2,zero=3"),
-    ],
-    ids=str,
+    ("case", "plan"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)], ids=str
 )
 def test_an_adapter_trains_as_in_peft(workers: WorkerPool, case: str, plan: str) -> None:
     first = decoder(**sections(case)["model"]).state_dict()
@@ -215,14 +218,14 @@ def test_an_adapter_trains_as_in_peft(workers: WorkerPool, case: str, plan: str)
         assert (plain < first.keys()) == (case in QUANTISED or "pp" in plan)
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2,recompute=full,microbatch=2"])
+@pytest.mark.parametrize("plan", [pytest.param("tp=2", marks=pytest.mark.slow), "pp=2,recompute=full,microbatch=2"])
 def test_latent_attention_and_further_tokens_drop_what_one_process_drops(workers: WorkerPool, plan: str) -> None:
     alone, _ = trained(World(), "microbatch=8", "latent")
     for said, _ in workers.run(2, trained, plan, "latent"):
         assert said == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("mode", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_compiled_blocks_drop_the_same_and_are_whole(mode: RecomputeMode) -> None:
     run, found = run_config(Path("no data"), **sections("dropout")), []
     for is_compiled in (False, True):

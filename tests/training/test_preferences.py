@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,14 @@ STEPS, LR, BATCH = 10, 1e-2, 4
 LR_OF = {"reward": 1e-3}
 """Scores of noise differ much from step to step, and rounding grows with them."""
 EXPERTS = {"family": "mixtral", "moe": {"experts": 4, "expert_ffn_width": 16, "aux_coefficient": 0.0}}
-PLANS = ["microbatch=2", "tp=2", "pp=2", "cp=2", "dp_shard=2,zero=3"]
+OBJECTIVES = ["dpo", "ipo", "simpo", "orpo", "kto", "reward"]
+PLANS = ["", "microbatch=2", "tp=2", "pp=2", "cp=2", "dp_shard=2,zero=3"]
+QUICK = {
+    *(("dpo", plan) for plan in PLANS),
+    ("ipo", "tp=2"), ("simpo", "cp=2"), ("orpo", "pp=2"), ("reward", "dp_shard=2,zero=3"), ("reward", "cp=2"),
+    ("kto", "dp_shard=2,zero=3"), ("kto", "cp=2"),
+}  # fmt: skip
+"""Objective and plan, in every run of the tests: the formula differs by objective, what plans divide does not."""
 
 
 def sequence(random: np.random.Generator, prompt: Words, marks: int) -> Words:
@@ -123,7 +131,9 @@ def _pair_loss(objective: str, w: Tensor, nw: int, ref_w: float, l: Tensor, nl: 
     return -0.1 * F.logsigmoid(odds[0] - odds[1])
 
 
-def plain(objective: str, keys: dict[str, Any]) -> list[float]:
+@cache
+def plain(objective: str, has_experts: bool = False) -> list[float]:
+    keys = EXPERTS if has_experts else {}
     model, said, rows = decoder(**model_keys(objective, **keys)), [], ROWS[objective == "kto"]
     known = reference_of(model, rows)
     adam = plain_adamw(model, LR_OF.get(objective, LR))
@@ -144,19 +154,23 @@ def check(ranks: Sequence[list[float]], said: list[float]) -> None:
         assert theirs[1::2] == pytest.approx(said[1::2], rel=1e-3)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo", "kto", "reward"])
-def test_ten_steps_are_those_of_the_published_loss(workers: WorkerPool, objective: str) -> None:
-    said = plain(objective, {})
-    check([trained(World(), "", objective, {})], said)
-    for plan in PLANS:
-        check(workers.run(eager(plan).world_size, trained, plan, objective, {}), said)
+@pytest.mark.parametrize(
+    ("objective", "plan"),
+    [
+        pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow)
+        for row in itertools.product(OBJECTIVES, PLANS)
+    ],
+)
+def test_ten_steps_are_those_of_the_published_loss(workers: WorkerPool, objective: str, plan: str) -> None:
+    said = plain(objective)
+    check(workers.run(eager(plan).world_size, trained, plan, objective, {}), said)
 
 
 def test_experts_are_compared_on_all_ranks_as_on_one(workers: WorkerPool) -> None:
-    check(workers.run(2, trained, "dp_shard=2,ep=2,zero=1", "dpo", EXPERTS), plain("dpo", EXPERTS))
+    check(workers.run(2, trained, "dp_shard=2,ep=2,zero=1", "dpo", EXPERTS), plain("dpo", has_experts=True))
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.parametrize("objective", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, tmp_path: Path, objective: str) -> None:
     folder = prepared(tmp_path, objective)
     run = run_config(

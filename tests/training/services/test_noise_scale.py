@@ -63,7 +63,7 @@ def is_norm(name: str) -> bool:
     [
         ("dp_replicate=2,microbatch=2", 4, nothing),
         ("dp_shard=2,zero=2,microbatch=4", 4, nothing),
-        ("dp_shard=4,zero=1,microbatch=1", 2, nothing),
+        pytest.param("dp_shard=4,zero=1,microbatch=1", 2, nothing, marks=pytest.mark.slow),
         ("dp_shard=2,tp=2,zero=1,microbatch=2", 4, is_norm),
         ("dp_replicate=2,pp=2,microbatch=1", 4, nothing),
         ("dp_replicate=2,microbatch=2,precision=fp16", 4, nothing),
@@ -87,7 +87,7 @@ EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 16, "balance": "none"}}
         ("dp_shard=2,zero=3,microbatch=2", (0, 1, 4, 5), {}),
         ("dp_shard=2,tp=2,zero=3,microbatch=1", (0, 4), {}),
         ("cp=2,microbatch=4", (0, 1, 2, 3), {}),
-        ("dp_shard=2,cp=2,zero=3,microbatch=2", (0, 1, 4, 5), {}),
+        pytest.param("dp_shard=2,cp=2,zero=3,microbatch=2", (0, 1, 4, 5), {}, marks=pytest.mark.slow),
         ("dp_shard=2,ep=2,zero=1,microbatch=2", (0, 1, 4, 5), EXPERTS),
         ("dp_shard=2,zero=3,microbatch=2,precision=fp16", (0, 1, 4, 5), {}),
     ],
@@ -105,7 +105,7 @@ def test_without_own_gradients_the_part_is_the_first_microbatch_of_all_ranks(
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
-        ("dp_shard=2,zero=3,microbatch=2", {}),
+        pytest.param("dp_shard=2,zero=3,microbatch=2", {}, marks=pytest.mark.slow),
         ("dp_shard=2,ep=2,microbatch=2", {"moe": {"experts": 4, "expert_ffn_width": 16, "balance": "bias"}}),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_run_that_was_stopped_goes_on_with_its_averages(corpus, tmp_path):
     assert [r["noise"] for r in cut if "noise" in r] == [r["noise"] for r in whole if "noise" in r]
 
 
-@pytest.mark.parametrize("sync", ["bf16", "int8"])
+@pytest.mark.parametrize("sync", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_sums_that_lose_little_give_nearly_the_same_noise(workers, corpus, tmp_path, sync):
     run = noisy(corpus, train={"steps": 2}, sync={"min_elements": 0})
     plans = (eager("dp_replicate=2,microbatch=2"), eager(f"dp_replicate=2,microbatch=2,sync={sync}"))
