@@ -27,18 +27,20 @@ from workers import WorkerPool
 
 B, T = 4, 32
 MODES: list[RecomputeMode] = ["selective", "full"]
+PARTITIONED = "aot_eager_decomp_partition"
+"""What inductor does before it writes C++, which takes half a minute to compile: what is kept is decided here."""
 
 
 def recomputing(
-    mode: RecomputeMode, every: int = 1, dtype: torch.dtype = torch.float32, compiled: bool = False, **keys: Any
+    mode: RecomputeMode, every: int = 1, dtype: torch.dtype = torch.float32, backend: str = "", **keys: Any
 ) -> Decoder:
     """The tiny model; always the same weights."""
     model = Decoder(model_config(**keys), dtype)
     materialize(model, model.config, torch.device("cpu"), seed=0)
-    apply_recompute(((int(i), block) for i, block in model.blocks.items()), mode, every, compiled)
-    if compiled:
+    apply_recompute(((int(i), block) for i, block in model.blocks.items()), mode, every, bool(backend))
+    if backend:
         for block in model.blocks.values():
-            block.compile()
+            block.compile(backend=backend)
     return model
 
 
@@ -102,16 +104,19 @@ def test_gradients_are_bit_for_bit_those_without(
     assert_bit_equal(loss_and_gradients(recomputing(mode, every, dtype), documents), expected)
 
 
-@pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=pytest.mark.slow)])
-def test_compiled_blocks_recompute_too_and_give_the_gradients_of_compiled_blocks_without(mode: RecomputeMode) -> None:
-    expected = loss_and_gradients(recomputing("none", compiled=True, layers=1))
-    model = recomputing(mode, compiled=True, layers=1)
+@pytest.mark.parametrize("backend", [PARTITIONED, pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_blocks_recompute_too_and_give_the_gradients_of_compiled_blocks_without(
+    mode: RecomputeMode, backend: str
+) -> None:
+    expected = loss_and_gradients(recomputing("none", backend=backend, layers=1))
+    model = recomputing(mode, backend=backend, layers=1)
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError):
         model(*batch(1))  # or the block would not be compiled at all
     assert_bit_equal(loss_and_gradients(model), expected)
     with Operations() as operations:
         loss = model(*batch(1))
-    without = recomputing("none", compiled=True, layers=1)
+    without = recomputing("none", backend=backend, layers=1)
     with Operations() as all_operations:
         its_loss = without(*batch(1))
     assert operations.live_bytes < all_operations.live_bytes
@@ -120,7 +125,7 @@ def test_compiled_blocks_recompute_too_and_give_the_gradients_of_compiled_blocks
 
 @pytest.mark.parametrize("mode", MODES)
 def test_blocks_that_the_compiler_cannot_take_whole_recompute_all_the_same(mode: RecomputeMode) -> None:
-    found = loss_and_gradients(recomputing(mode, compiled=True, layers=1), documents=4)
+    found = loss_and_gradients(recomputing(mode, backend=PARTITIONED, layers=1), documents=4)
     expected = loss_and_gradients(recomputing("none", layers=1), documents=4)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
