@@ -40,6 +40,6 @@ def test_no_fault_changes_a_weight(folder: Folder, seed: int) -> None:
 
 def test_a_kind_of_fault_that_does_not_exist_is_refused(refused, folder: Folder) -> None:
     folder.write_run()
-    said = folder.argosy("chaos", "run.toml", "--kinds", "kil", code=2)
+    said = folder.argosy_here("chaos", "run.toml", "--kinds", "kil", code=2)
     assert "--kinds kil" in said and "there are kill" in said and "Traceback" not in said
     refused("chaos", "run.toml", "--every-s", "0", said=("--every-s 0",))

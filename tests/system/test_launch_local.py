@@ -7,7 +7,6 @@ import pytest
 from commands import Folder
 from matrix import ONE_THREAD, PLANS, Disturbed
 from pages import try_all
-from waiting import PATIENT_S
 
 
 @pytest.fixture
@@ -24,18 +23,20 @@ def test_the_commands_of_the_page_work(run: Disturbed) -> None:
     assert found["state"] == "finished" and found["step"] == 6
 
 
-def test_what_only_clusters_have_is_refused_and_a_run_that_was_not_launched_is_named(run: Disturbed) -> None:
-    refused = run.folder.argosy("launch", "run.toml", "--partition", "fast", "--nodes", "2", code=2)
+def test_what_only_clusters_have_is_refused_and_a_run_that_was_not_launched_is_named(
+    run: Disturbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = run.folder.argosy_here("launch", "run.toml", "--partition", "fast", "--nodes", "2", code=2)
     assert "--on local: --nodes, --partition has no meaning there" in refused
+    monkeypatch.setenv("PATH", "/nowhere")
     assert "there is no kubectl here" in _without_programs(run, "kubernetes", "--image", "a", "--volume", "b")
     assert "there is no sbatch here" in _without_programs(run, "slurm")
     assert "there is no ssh here" in _without_programs(run, "ssh", "--hosts", "a,b")
     (run.run_dir / "events").mkdir(parents=True)
-    assert "the run was not launched" in run.folder.argosy("stop", "runs/tiny", code=2)
+    assert "the run was not launched" in run.folder.argosy_here("stop", "runs/tiny", code=2)
 
 
 def _without_programs(run: Disturbed, engine: str, *options: str) -> str:
-    process = run.folder.start("launch", "run.toml", "--on", engine, *options, PATH="/nowhere")
-    out, err = process.communicate(timeout=PATIENT_S)
-    assert process.returncode == 2 and not run.run_dir.exists()
-    return out + err
+    said = run.folder.argosy_here("launch", "run.toml", "--on", engine, *options, code=2)
+    assert not run.run_dir.exists()
+    return said

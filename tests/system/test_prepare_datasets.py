@@ -51,7 +51,7 @@ def test_the_hub_s_train_split_is_that_of_a_folder(folder: Folder, endpoint: Non
     for name, data in FILES.items():
         (folder.path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder.path / "texts" / name).write_bytes(data)
-    said = folder.argosy("prepare", "texts", "--out", "local", *WORDS)
+    said = folder.argosy_here("prepare", "texts", "--out", "local", *WORDS)
     assert "local: 200 documents from 2 files; 2 files of other splits than train not read" in said
     said = folder.argosy("prepare", "hf://datasets/team/texts", "--out", "hub", *WORDS)
     assert "hub: 200 documents from 2 files; 2 files of other splits than train not read" in said
