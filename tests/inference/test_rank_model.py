@@ -20,6 +20,7 @@ from argosy.inference.rank_model import RankModel, SampleRequest, score
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.lazy_weights import HeldWeights, LazyWeights
+from argosy.parallel.pieces import pieces_of
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.evaluation import HeldOut
@@ -131,7 +132,8 @@ def test_weights_in_bf16_take_half():
 
 
 def numbers_held(world: World, plan: str) -> int:
-    return RankModel(source("llama"), Plan.parse(plan), world).numbers_held
+    model = RankModel(source("llama"), Plan.parse(plan), world)
+    return sum(piece.value.numel() for piece in pieces_of(model._model, model._meshes))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "deepseek_v3", "gpt_oss"])

@@ -14,7 +14,7 @@ from argosy.cli import main
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.errors import UserError
-from argosy.observe.clock import Category
+from argosy.observe.counters import Category
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.calibration import PARTS, PRIOR_STD, Reconciled, cluster_file, in_words, learn, part_of, reconcile
 from argosy.plan.cost.estimate import Estimate

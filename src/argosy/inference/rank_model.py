@@ -147,11 +147,6 @@ class RankModel:
                 return
             yield told
 
-    @property
-    def numbers_held(self) -> int:
-        """The numbers of the weights that this rank holds."""
-        return sum(piece.value.numel() for piece in pieces_of(self._model, self._meshes))
-
     def _mine(self, x_N: Tensor) -> Tensor:
         """Return this rank's rows on its device; where there are too few, others fill them up."""
         each = -(-len(x_N) // self.plan.dp)

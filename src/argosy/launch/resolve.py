@@ -43,14 +43,16 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     if is_path(run.launch.cluster):
         path = Path(run.launch.cluster).expanduser().absolute()
         run = run.model_copy(update={"launch": run.launch.model_copy(update={"cluster": str(path)})})
-    run = _with_objective(_with_tokenizer(run))
-    _check_tokenizer_to_prepare(run)
+    theirs = None if run.model.weights is None else tokenizer_of(run.model.weights)
+    run = _with_objective(_with_tokenizer(run, theirs))
+    _check_tokenizer_to_prepare(run, theirs)
     check_parameters(run)
+    weights = _beside_weights(run) if run.lora.rank else run.model.weights
     run = _with_data(run, progress)
     data = open_data(run.data, run.seed, run.train.batches)
     _check_objective(run, data)
     first = data.sources[0]
-    _check_tokenizer(run, first.manifest.tokenizer_sha256, f"{first.name} was prepared with another tokenizer")
+    _check_tokenizer(run, theirs, first.manifest.tokenizer_sha256, f"{first.name} was prepared with another tokenizer")
     if not run.model.vocab_size:
         run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": data.vocab_size})})
     if run.model.vocab_size < data.vocab_size:
@@ -58,8 +60,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
             f"model.vocab_size = {run.model.vocab_size} is smaller than the tokenizer's {data.vocab_size} tokens. "
             "Try model.vocab_size = 0, which takes the tokenizer's."
         )
-    if run.lora.rank:
-        run = _beside_weights(run)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"weights": weights})})
     return _with_length(run, data), data
 
 
@@ -115,8 +116,8 @@ def check_parameters(run: RunConfig) -> None:
     check_patterns(run.optimizer.groups, run.train.frozen, list(run_table(run)))
 
 
-def _beside_weights(run: RunConfig) -> RunConfig:
-    """Return a run with an adapter such that model.weights names one checkpoint: the newest of a run may change.
+def _beside_weights(run: RunConfig) -> Path:
+    """Return the weights beside which a run trains an adapter; of a run its checkpoint, since the newest may change.
 
     Raises: UserError if there are no weights, or they are those of an adapter.
     """
@@ -126,10 +127,12 @@ def _beside_weights(run: RunConfig) -> RunConfig:
             "none. Give a Hugging Face folder, hf://OWNER/NAME or a run folder."
         )
     if is_model_folder(run.model.weights):
-        return run
+        return run.model.weights
+    from argosy.checkpoint.adapter import refuse_adapter_alone  # imports torch
+
     found = store.find(run.model.weights, lambda checkpoint: None)
-    model = run.model.model_copy(update={"weights": found.folder.absolute()})
-    return run.model_copy(update={"model": model})
+    refuse_adapter_alone(run.model.weights, found)
+    return found.folder.absolute()
 
 
 def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
@@ -144,7 +147,7 @@ def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:
         raise type(error)(by_option(str(error), of_run=True)) from None
 
 
-def _with_tokenizer(run: RunConfig) -> RunConfig:
+def _with_tokenizer(run: RunConfig, tokenizer: bytes | None) -> RunConfig:
     """Return the run such that its text is prepared with the tokenizer of its weights, if it names no other.
 
     That of a URL is kept in a folder beside the prepared data, with the chat template.
@@ -152,7 +155,7 @@ def _with_tokenizer(run: RunConfig) -> RunConfig:
     prepare, weights = run.data.prepare, run.model.weights
     if not prepare.input or prepare.tokenizer or weights is None:
         return run
-    tokenizer, folder = tokenizer_of(weights), weights
+    folder = weights
     if tokenizer is None and (run.train.objective == "pretrain" or is_url(weights)):
         return run
     if tokenizer is not None and is_url(weights):
@@ -208,18 +211,19 @@ def _check_objective(run: RunConfig, data: OpenData) -> None:
         )
 
 
-def _check_tokenizer_to_prepare(run: RunConfig) -> None:
+def _check_tokenizer_to_prepare(run: RunConfig, theirs: bytes | None) -> None:
     """Refuse text that is still to be prepared with another tokenizer than that of the weights. Raises: UserError."""
     if run.data.prepare.input:
         given = run.data.prepare.tokenizer
         sha256 = Tokenizer.load(given).sha256 if given else ""
-        _check_tokenizer(run, sha256, f"data.prepare.tokenizer = {given or 'none'} gives the data another tokenizer")
+        _check_tokenizer(
+            run, theirs, sha256, f"data.prepare.tokenizer = {given or 'none'} gives the data another tokenizer"
+        )
 
 
-def _check_tokenizer(run: RunConfig, sha256: str, what: str) -> None:
-    """Refuse weights that know other tokens than the data. Raises: UserError."""
+def _check_tokenizer(run: RunConfig, theirs: bytes | None, sha256: str, what: str) -> None:
+    """Refuse weights that know other tokens than the data. theirs: their tokenizer.json. Raises: UserError."""
     weights = run.model.weights
-    theirs = None if weights is None else tokenizer_of(weights)
     if weights is None or theirs is None or hashlib.sha256(theirs).hexdigest() == sha256:
         return
     raise UserError(

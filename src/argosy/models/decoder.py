@@ -138,8 +138,6 @@ class Decoder(nn.Module):
             #: Modules that predict further tokens, whose blocks are the last of `blocks`.
             further = layers_on(config, stage)[len(stage.layers) :]
             self.mtp = nn.ModuleDict({str(layer): PredictionModule(config) for layer in further})
-            #: Their summed losses in the last forward that trained, [n]; for a stage without them, None.
-            self.further_losses_n: Tensor | None = None
         self.loss_of_chunk: ChunkLoss = chunk_loss_and_gradient
         #: A loss of the user's, in training; held-out text is scored by `loss_of_chunk` all the same.
         self.user_loss: ChunkLoss | None = None
@@ -218,7 +216,6 @@ class Decoder(nn.Module):
             x = self._block(int(name), x, rows)
             x = module.norm(x)
             losses.append(self._loss(x, further_BT))
-        self.further_losses_n = torch.stack(losses).detach()
         return with_gradient_of(loss, self.config.mtp.loss_weight * torch.stack(losses).mean())
 
     def _embedded(self, tokens_BT: Tensor) -> Tensor:

@@ -7,33 +7,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
 
 import torch
 
 from argosy.accelerator import Mark, kind_of, mark, peak_memory_bytes, seconds_between, seconds_of, synchronize
 from argosy.matmul import dense
 from argosy.observe.collectives import CommunicationMeter
+from argosy.observe.counters import OWN_WORK, Category
 from argosy.observe.heartbeat import UNREAD, Heartbeat
-
-Category = Literal[
-    "data",
-    "forward",
-    "backward",
-    "pipeline",
-    "communication",
-    "optimizer",
-    "check",
-    "evaluate",
-    "checkpoint",
-    "user",
-]
-"""`communication` is the part that backward did not hide; `pipeline` is forward and backward where a schedule
-interleaves them, waits included; `check` is the replay check, including the wait for the ranks that replay, and writing
-a profile; `user` is code of the user's (docs/extending.md); `other` is the rest of the wall time."""
-
-OWN_WORK: tuple[Category, ...] = ("data", "forward", "backward", "pipeline", "optimizer", "user")
-"""A process's own work, apart from what it waits for other ranks meanwhile."""
 
 NO_WAITS = 0.0, 0
 

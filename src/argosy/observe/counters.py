@@ -9,14 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from argosy.plan.cost.traffic import AXES as TRAFFIC_AXES
 from argosy.plan.cost.traffic import ENDS, STAGE, WORLD
 
-CATEGORIES = (
-    "data", "forward", "backward", "pipeline", "communication", "optimizer", "check", "evaluate", "checkpoint",
-    "other", "step",
-)  # fmt: skip
+Category = Literal[
+    "data",
+    "forward",
+    "backward",
+    "pipeline",
+    "communication",
+    "optimizer",
+    "check",
+    "evaluate",
+    "checkpoint",
+    "user",
+]
+"""`communication` is the part that backward did not hide; `pipeline` is forward and backward where a schedule
+interleaves them, waits included; `check` is the replay check, including the wait for the ranks that replay, and writing
+a profile; `user` is code of the user's (docs/extending.md); `other` is the rest of the wall time."""
+OWN_WORK: tuple[Category, ...] = ("data", "forward", "backward", "pipeline", "optimizer", "user")
+"""A process's own work, apart from what it waits for other ranks meanwhile."""
+CATEGORIES = (*get_args(Category), "other", "step")
 """The parts of a step as `observe.clock.StepClock` tells them apart; `step` is their sum, the wall time."""
 OTHER = "other"
 """The axis of a group that is neither a mesh's nor the world."""

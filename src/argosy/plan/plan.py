@@ -221,6 +221,13 @@ class Plan(Section, Quantities[int]):
         table.pop("prediction", None)
         return cls.model_validate(table)
 
+    def with_shares_in(self, run_dir: Path) -> Self:
+        """Return this plan with the shares of the folder's plan.toml, which ranks have come to by themselves
+        (`training.services.rebalance`), if that differs in nothing else."""
+        path = run_dir / "plan.toml"
+        said = self.load(path) if path.exists() else self
+        return said if said.model_copy(update={"shares": self.shares}) == self else self
+
 
 def words_of(text: str) -> dict[str, str]:
     """Split `"auto,precision=fp32"` into {"auto": "", "precision": "fp32"}.

@@ -33,8 +33,7 @@ from argosy.plan.plan import FP8
 from argosy.processes.child import channel_to_parent
 from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(FP8, torch.bfloat16)
-"""fp8 products need matrices in a special layout; those of bf16 go through the same parts of a GPU."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIDE = {"cpu": 512, "accelerator": 8192}
 INNER = 256
 """Products are of matrices [side, INNER] and [INNER, side]: the longest sums that are exact in bf16."""
@@ -134,6 +133,7 @@ def check_node(some: Iterable[Unit], asked: NodeCheckRequest) -> Health:
 def _check_unit(unit: Unit, asked: NodeCheckRequest) -> list[UnitResult]:
     if unit.device.type == "cpu":
         os.sched_setaffinity(0, {unit.number})  # of this thread alone
+    # fp8 products need matrices in a special layout; those of bf16 go through the same parts of a GPU.
     formats = dict.fromkeys(["fp32", "bf16" if asked.number_format in FP8 else asked.number_format])
     share_s = asked.seconds / (len(formats) + 1)
     return [*(multiply(unit, number_format, share_s) for number_format in formats), remember(unit, share_s)]

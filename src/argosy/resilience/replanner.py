@@ -177,7 +177,7 @@ def _layers_dealt(run_dir: Path, run: RunConfig, question: MigrationQuestion) ->
     from argosy.plan.search.auto import costs_of
     from argosy.plan.search.replan import worth_migrating
 
-    plan = _with_shares_in_force(run_dir, Plan.parse(question.plan))
+    plan = Plan.parse(question.plan).with_shares_in(run_dir)
     stage_s, now = np.array(question.stage_s), PipelineWork.of(plan, run.model, run.data.seq_len)
     costs = costs_of(run, machine_of(run_dir, run, plan, plan.world_size), plan.world_size)
     room = room_for_layers(costs, plan, np.full(plan.pp, costs.memory_bytes))
@@ -193,13 +193,6 @@ def _layers_dealt(run_dir: Path, run: RunConfig, question: MigrationQuestion) ->
     left = steps_left(run, question.step, now_s)
     pays = worth_migrating(now_s, new_s, left, question.migration_s)
     return MigrationAnswer(pays, str(other), other.world_size, plan.world_size, now_s, new_s, left)
-
-
-def _with_shares_in_force(run_dir: Path, plan: Plan) -> Plan:
-    """Return the plan with the shares that its ranks have come to by themselves (`training.services.rebalance`)."""
-    path = run_dir / "plan.toml"
-    said = Plan.load(path) if path.exists() else plan
-    return said if said.model_copy(update={"shares": plan.shares}) == plan else plan
 
 
 def _options(run_dir: Path, run: RunConfig, question: MigrationQuestion) -> Iterator[MigrationAnswer]:

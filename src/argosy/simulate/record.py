@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from argosy.accelerator import CPU
 from argosy.models.decoder import Block, Decoder
-from argosy.observe.clock import Category as Part
 from argosy.observe.clock import StepClock
+from argosy.observe.counters import Category as Part
 from argosy.observe.wire import Message, message_of, nbytes, tensors_in
 from argosy.simulate.fake import LiveBytes, flops_of
 

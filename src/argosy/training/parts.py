@@ -117,11 +117,8 @@ def plan_in_force(run: RunConfig, plan: Plan, world: World, run_dir: Path) -> Pl
     """
     if not run.resilience.rebalance:
         return plan
-    path = run_dir / "plan.toml"
-    text = world.share_first(lambda: str(Plan.load(path)) if path.exists() else "", str)
-    said = Plan.parse(text) if text else plan
-    is_alike = said.model_copy(update={"shares": plan.shares}) == plan
-    return said if is_alike and first_problem(said, run) is None else plan
+    found = Plan.parse(world.share_first(lambda: str(plan.with_shares_in(run_dir)), str))
+    return found if first_problem(found, run) is None else plan
 
 
 def _open_data(run: RunConfig, ledger: RoundLedger, sites: Sites | None) -> OpenData:

@@ -227,12 +227,10 @@ def test_what_nobody_published_is_not_made_up(device, unknown):
     assert {field.name for field in fields(run) if getattr(run, field.name) is None} == unknown
 
 
-def test_steps_are_whole_and_spares_are_paid_for():
+def test_steps_are_whole():
     cluster = Cluster.parse("16xh100")
     run = whole_run(cluster, Estimate.exactly(2.0), failures(cluster), tokens=21, tokens_per_step=10)
-    held = whole_run(cluster, Estimate.exactly(2.0), failures(cluster), tokens=21, tokens_per_step=10, spares=8)
     assert run.steps == 3
-    assert (held.money.mid, held.energy_kwh.mid) == pytest.approx((1.5 * run.money.mid, run.energy_kwh.mid))
 
 
 def test_every_figure_has_an_interval_that_widens_with_the_step_s():

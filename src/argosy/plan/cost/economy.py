@@ -170,14 +170,12 @@ def whole_run(
     tokens: float,
     tokens_per_step: float,
     devices: Numbers | None = None,
-    spares: Numbers = 0,
     ramp: tuple[Numbers, Numbers] | None = None,
 ) -> WholeRun:
     """Return the costs of training on `tokens`.
 
-    devices: those of the cluster that the run uses, evenly of all kinds; default: all. spares: devices that are held
-    and paid for beside those; they draw no power. ramp: the steps of a run whose first ones have smaller batches, and
-    as many full steps as they take the time of.
+    devices: those of the cluster that the run uses, evenly of all kinds; default: all. ramp: the steps of a run whose
+    first ones have smaller batches, and as many full steps as they take the time of.
     """
     used = cluster.devices if devices is None else devices
     steps, full = ramp or 2 * (np.ceil(tokens / tokens_per_step),)
@@ -190,7 +188,7 @@ def whole_run(
         steps=steps,
         time_s=time_s,
         device_hours=device_hours,
-        money=price and propagate(lambda t, each: t / 3600 * (used + spares) * each, time_s, price),
+        money=price and propagate(lambda t, each: t / 3600 * used * each, time_s, price),
         energy_kwh=energy,
         co2_kg=energy and propagate(lambda kwh: kwh * cluster.grid_kg_per_kwh, energy),
         tokens_per_day=propagate(lambda t: total * 86_400 / t, time_s),

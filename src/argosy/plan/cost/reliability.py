@@ -315,7 +315,7 @@ def burn_in(cluster: Cluster, hours: float = BURN_IN_H, known: FailureCatalogue 
     return BurnIn(hours, 1 - (1 + tested) ** -known.node_shape, share * (1 - 1 / (1 + tested)))
 
 
-def node_rate_factor(stops: int, mean_stops: float, known: FailureCatalogue | None = None) -> float:
+def node_rate_factor(stops: int, mean_stops: float) -> float:
     """Return how many times the mean node's rate one has that stopped so often where the mean node did `mean_stops`."""
-    shape = (known or catalogue()).node_shape
+    shape = catalogue().node_shape
     return (shape + stops) / (shape + mean_stops)

@@ -147,11 +147,12 @@ def _elasticity(seconds: Any, rates: Rates, now: float) -> dict[str, float]:
     return found
 
 
-def where_it_stops(stops: list[Stop], what: str = "memory bandwidth", least: float = 0.5) -> Stop | None:
-    """Return the value from which on less than half of what `what` brings arrives; None if more does at the last."""
+def where_it_stops(stops: list[Stop]) -> Stop | None:
+    """Return the value from which on less than half of what more memory bandwidth brings arrives; None if more does
+    at the last."""
     beyond = None
     for stop in reversed(stops):
-        if stop.elasticity[what] >= least:
+        if stop.elasticity["memory bandwidth"] >= 0.5:
             break
         beyond = stop
     return beyond

@@ -151,7 +151,11 @@ class ServingSearch:
         self.weights = question.weights or tuple(map(str, pins.get("precision", (costs.precision,))))
         for name, known in ((self.weights, WEIGHTS), (question.caches, CACHES)):
             if wrong := [word for word in name if word not in known]:
-                option = "--weights" if known is WEIGHTS else "--kv-cache"
+                option = "--kv-cache" if known is CACHES else "--weights"
+                if known is WEIGHTS and not question.weights:
+                    raise UserError(
+                        f"--fix precision={wrong[0]}: not known in serving. Give {option}: {', '.join(known)}."
+                    )
                 raise UserError(f"{option} {wrong[0]}: not known. Try {', '.join(known)}.")
         device = cluster.device
         if wrong := [name for name in cluster.serving if name not in SHIFTED]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
-from argosy.observe.clock import Category
+from argosy.observe.counters import Category
 from argosy.plan.dealing import COLD_STEPS, deal
 from argosy.plan.plan import Plan
 from argosy.plan.quantities import lowest, ratio_of

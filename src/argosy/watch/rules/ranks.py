@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from argosy.observe.counters import OWN_WORK
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.dealing import LEAST_HOLD, RankWork
 from argosy.watch.facts import Event, Floats, RankTable, RunFacts
@@ -149,14 +150,13 @@ def _held_up(facts: RunFacts, at: int) -> float:
 
 def _category(ranks: RankTable, at: int) -> str:
     """Say in which part of the step a rank is slower than the others."""
-    more = {name: float(values[at] - np.nanmedian(values)) for name, values in ranks.seconds.items() if name in _OWN}
+    more = {
+        name: float(values[at] - np.nanmedian(values)) for name, values in ranks.seconds.items() if name in OWN_WORK
+    }
     if not more:
         return ""
     worst = max(more, key=lambda name: more[name] if np.isfinite(more[name]) else 0.0)
     return f", most of it more in {worst}" if more[worst] > 0 else ""
-
-
-_OWN = ("data", "forward", "backward", "pipeline", "optimizer")
 
 
 def _found_straggler(facts: RunFacts, planner: Planner) -> Advice | None:
