@@ -13,9 +13,10 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig
 
+from argosy.data.stores.model_folder import CompressedFormat
 from argosy.errors import UserError
 from argosy.models import hf
-from argosy.models.compressed import COMPRESSIONS, CompressedFormat
+from argosy.models.compressed import COMPRESSIONS
 
 SIZES = {
     "hidden_size": 128,

@@ -23,12 +23,13 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from argosy.cli.documents import DryRun, Written, answer, show_dry_run, write
 from argosy.cli.options import PrintJson, RunPath, TrustCode, act, must_be_folder, must_be_folder_or_url, parse
+from argosy.data.stores.model_folder import ExportDtype, ExportFormat, GgufType
 from argosy.data.stores.store import is_url
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.screen import Progress
@@ -116,12 +117,12 @@ class Exporting:
     """A run's folder (its newest checkpoint) or one checkpoint."""
     out: str
     """The folder to write, or its URL in a store (s3://...); it must not exist yet."""
-    format: Literal["safetensors", "gguf", "fp8", "int8", "int4"] = "safetensors"
+    format: ExportFormat = "safetensors"
     """safetensors: a Hugging Face folder. gguf: a file for llama.cpp. fp8, int8, int4: a Hugging Face folder whose
     linear layers are compressed, for vLLM (FP8_DYNAMIC, W8A8 and W4A16 of compressed-tensors)."""
-    type: Literal["bf16", "f16", "q8_0", "q4_0"] | None = None
+    type: GgufType | None = None
     """gguf: the type of matrices; bf16 if none is given."""
-    dtype: Literal["stored", "fp32", "bf16", "fp16"] | None = None
+    dtype: ExportDtype | None = None
     """Number format of the weights; those that are not compressed, with fp8, int8 and int4. stored (the default of
     safetensors): training keeps fp32, an import what came. The others' default is bf16."""
     license: str = ""

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 import yaml
@@ -23,7 +23,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.data.manifest import TOKENIZER
-from argosy.data.stores.model_folder import HUB, refuse_existing
+from argosy.data.stores.model_folder import HUB, ExportDtype, ExportFormat, GgufType, refuse_existing
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import BASE_CARD, CARD, usage_of
 from argosy.errors import UserError
@@ -31,7 +31,7 @@ from argosy.files import read_at_most, whole_folder
 from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of_folder
 from argosy.models import hf
 from argosy.models.compressed import COMPRESSIONS
-from argosy.models.gguf_file import GgufType, export_gguf
+from argosy.models.gguf_file import export_gguf
 from argosy.models.lazy_weights import LazyWeights
 from argosy.models.user_code import load_family
 from argosy.observe.events import from_the_end
@@ -39,9 +39,7 @@ from argosy.observe.panel import duration
 from argosy.observe.report import Report
 from argosy.plan.parameters import parameters
 
-ExportDtype = Literal["stored", "fp32", "bf16", "fp16"]
 DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ExportFormat = Literal["safetensors", "gguf", "fp8", "int8", "int4"]
 
 
 def export_checkpoint(
@@ -101,7 +99,7 @@ def check_format(format: ExportFormat, dtype: ExportDtype | None, gguf_type: Ggu
         )
     if dtype is not None and format == "gguf":
         raise UserError(
-            f"--dtype {dtype} with --format gguf: the types of such a file are --type bf16, f16, q8_0, q4_0."
+            f"--dtype {dtype} with --format gguf: the types of such a file are --type {', '.join(get_args(GgufType))}."
         )
 
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from argosy.config.model import ModelConfig
+from argosy.data.stores.model_folder import CompressedFormat
 from argosy.errors import UserError
 from argosy.models.hf_names import pieces_of
 from argosy.models.tensor_file import TensorToWrite
 from argosy.plan.parameters import state_table
 
-CompressedFormat = Literal["fp8", "int8", "int4"]
 FP8 = torch.float8_e4m3fn
 GROUP = 128
 """int4: inputs of an output that share a scale."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from argosy.config.attention import RopeScaling
 from argosy.config.model import ModelConfig
-from argosy.data.stores.model_folder import ByteSink, new_folder
+from argosy.data.stores.model_folder import ByteSink, GgufType, new_folder
 from argosy.errors import UserError, missing_extra
 from argosy.models.gguf_tokenizer import add_tokenizer
 from argosy.models.hf import folded_weight
@@ -28,7 +28,6 @@ from argosy.models.rope import rotary_frequencies
 from argosy.models.tensor_file import bytes_of
 from argosy.plan.layer_spec import RopeSpec, layer_spec
 
-GgufType = Literal["bf16", "f16", "q8_0", "q4_0"]
 BLOCK = 32
 """Numbers that share a scale in Q8_0 and Q4_0."""
 TENSORS = {

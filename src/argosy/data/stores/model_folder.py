@@ -6,13 +6,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from argosy.credentials import REMEDY, has_credentials
 from argosy.data.stores.store import Store, StoreUnreachable, is_url, patiently, spelled
 from argosy.errors import StorageError, UserError
 from argosy.files import COPY_BYTES, RegularFile, read_at_most, sync, whole_folder
 
+CompressedFormat = Literal["fp8", "int8", "int4"]
+ExportFormat = Literal["safetensors", "gguf", CompressedFormat]
+"""The forms in which a model is written."""
+ExportDtype = Literal["stored", "fp32", "bf16", "fp16"]
+GgufType = Literal["bf16", "f16", "q8_0", "q4_0"]
 HUB = "hf://"
 _NAME = re.compile(r"[^/]+/[^/]+")
 
