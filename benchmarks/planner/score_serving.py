@@ -164,7 +164,7 @@ def errors_without(table: ServingTable, key: Key, learnt: ServingTable, offsets:
 
 
 def calibrated_errors(
-    table: ServingTable, constants: ServingConstants, few: int, widths: Floats
+    table: ServingTable, constants: ServingConstants, few: int, widths: Floats, seed: int = SEED
 ) -> tuple[Floats, Mask]:
     """Return log(predicted / measured), and the rows that were not among the `few` of their group that calibrate.
 
@@ -174,7 +174,7 @@ def calibrated_errors(
     for index, row in enumerate(table.rows):
         groups[row.publisher, row.engine.label, row.device.name].append(index)
     errors, scored = np.zeros(len(table)), np.zeros(len(table), bool)
-    draw = np.random.default_rng(SEED)
+    draw = np.random.default_rng(seed)
     for members in groups.values():
         if len(members) <= few:
             continue
