@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from argosy.checkpoint import store
 from argosy.config.load import load
 from argosy.config.sync import SiteConfig
 from argosy.data.manifest import TOKENIZER, Manifest
@@ -111,6 +113,15 @@ def test_text_is_prepared_with_the_tokenizer_of_the_weights_and_no_other(corpus,
         run_config(corpus, data={"sources": {}, "prepare": prepare}, model={"weights": spell(corpus)}), QUIET
     )
     assert data.sources[0].manifest.tokenizer_sha256 == Manifest.load(corpus).tokenizer_sha256
+
+
+def test_an_adapter_alone_is_refused_as_weights_before_the_data_are_prepared(tmp_path, monkeypatch):
+    alone = SimpleNamespace(folder=tmp_path / "step-00000001", manifest=SimpleNamespace(base_sha256="5a"))
+    monkeypatch.setattr(store, "find", lambda path, check: alone)
+    data = {"sources": {}, "prepare": {"input": (str(SOURCES / "errors.py"),), "out": tmp_path / "new"}}
+    with pytest.raises(UserError, match=r"model\.weights = .* holds an adapter alone.*argosy checkpoint merge"):
+        resolve(run_config(tmp_path, data=data, model={"weights": tmp_path}, lora={"rank": 2}), QUIET)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_cluster_that_is_none_is_refused_before_the_data_are_looked_at(tmp_path):
