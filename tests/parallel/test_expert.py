@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from argosy.config.model import ModelConfig, MoEConfig
 from argosy.models.experts import Load, MoE
 from argosy.parallel.context import shard_sequence, unshard_sequence
-from argosy.parallel.expert import ExpertParallel, SplitRows, exchange_rows, loads_by_layer, loads_of, update_biases
+from argosy.parallel.expert import (
+    ExpertParallel,
+    SentRows,
+    SplitRows,
+    loads_by_layer,
+    loads_of,
+    send_rows,
+    update_biases,
+)
 from argosy.parallel.world import World
 
 ROWS, TOKENS, WIDTH, EXPERTS = 4, 16, 24, 8
@@ -65,10 +74,10 @@ def deal_out(module: MoE, rank: int, size: int) -> None:
         setattr(module.experts, name, nn.Parameter(weight.detach().chunk(size)[rank].clone()))
 
 
-def with_dealt_experts(world: World, kind: str, push: float, recomputed: bool) -> Result:
+def with_dealt_experts(world: World, kind: str, push: float, recomputed: bool, parts: int = 1) -> Result:
     module = layer(kind, push)
     deal_out(module, world.rank, world.size)
-    module.experts.exchange = ExpertParallel(dist.group.WORLD)
+    module.experts.exchange, module.experts.parts = ExpertParallel(dist.group.WORLD), parts
     return step(module, *(x.chunk(world.size)[world.rank] for x in (batch(), batch().flip(0))), recomputed)
 
 
@@ -90,8 +99,56 @@ def test_dealt_experts_give_the_numbers_of_one_process(kind, size, workers):
     assert_same(workers.run(size, with_dealt_experts, kind, 0.0, False), whole(kind), torch.cat)
 
 
-def test_recomputed_and_dealt_they_do_too(workers):
-    assert_same(workers.run(2, with_dealt_experts, "mixtral", 0.0, True), whole("mixtral"), torch.cat)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_travel_in_halves_give_the_same(kind, workers):
+    assert_same(workers.run(2, with_dealt_experts, kind, 0.0, False, 2), whole(kind), torch.cat)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_recomputed_and_dealt_they_do_too(parts, workers):
+    assert_same(workers.run(2, with_dealt_experts, "mixtral", 0.0, True, parts), whole("mixtral"), torch.cat)
+
+
+def in_order(world: World) -> list[str]:
+    """What a rank does in a step of an experts' layer, in order."""
+    done: list[str] = []
+
+    def noting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def both(*args: Any, **keys: Any) -> Any:
+            done.append(what if what != "sends" else "sends back" if keys.get("is_gradient") else what)
+            return function(*args, **keys)
+
+        return both
+
+    module = layer("mixtral")
+    deal_out(module, world.rank, world.size)
+    module.experts.exchange, module.experts.parts = ExpertParallel(dist.group.WORLD), 2
+    compute = module.experts.compute
+
+    def computing(x_PD: Tensor, counts_e: Tensor, **keys: Any) -> Tensor:
+        done.append("computes")
+        y_PD = compute(x_PD, counts_e, **keys)
+        y_PD.register_hook(lambda _: done.append("computes"))
+        return y_PD
+
+    with (
+        mock.patch.object(module.experts, "compute", computing),
+        mock.patch.object(SentRows, "depart", noting("sends", SentRows.depart)),
+        mock.patch.object(SentRows, "arrive", noting("waits", SentRows.arrive)),
+    ):
+        x = batch().chunk(world.size)[world.rank].requires_grad_()
+        y = module(x)
+        done.append("")
+        y.sum().backward()
+    return done
+
+
+def test_while_a_half_is_computed_the_other_travels_in_backward_too(workers):
+    a_pass = ["sends", "sends", "waits", "computes", "sends", "waits", "computes", "sends", "waits", "waits"]
+    for done in workers.run(2, in_order):
+        turn = done.index("")
+        assert done[:turn] == a_pass
+        assert [what.removesuffix(" back") for what in done[turn + 1 :]] == a_pass
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -106,7 +163,7 @@ def exchange(world: World, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     receive = [(world.rank + origin) % 3 for origin in range(world.size)]
     x = torch.tensor([[float(10 * world.rank + to)] for to in range(world.size) for _ in range(send[to])])
     x = x.to(dtype).requires_grad_()
-    y = exchange_rows(x, send, receive, dist.group.WORLD)
+    y = send_rows(x, send, receive, dist.group.WORLD).received()
     (gradient,) = torch.autograd.grad(y, x, y.detach() + 100)
     return y.detach(), gradient
 

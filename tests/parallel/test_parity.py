@@ -131,6 +131,7 @@ QUICK = [
     ("llama", "dp_replicate=2,dp_shard=2,microbatch=2"),
     ("llama", "dp_replicate=4,sum_inside=2"),
     ("mixtral", "dp_shard=2,ep=2,recompute=selective,microbatch=4"),
+    ("qwen2_moe", "dp_shard=2,ep=2,overlap_experts=true,microbatch=4"),
     ("mup", "dp_shard=2,tp=2,zero=3,microbatch=2"),
     ("deepseek_v3", "cp=2,ep=2,microbatch=4"),
     ("qwen2", "dp_replicate=2,dp_shard=2,zero=3,shares=3:1"),
@@ -285,6 +286,9 @@ SLOW = [
     ("qwen3_moe", "dp_shard=2,cp=2,ep=4"),
     ("mixtral", "pp=2,dp_shard=2,ep=2"),
     ("mixtral", "pp=2,dp_shard=2,ep=2,schedule=zbv,recompute=full"),
+    ("mixtral", "pp=2,dp_shard=2,ep=2,schedule=zbv,overlap_experts=true"),
+    ("deepseek_v3", "dp_shard=2,tp=2,ep=2,zero=1,recompute=selective,overlap_experts=true"),
+    ("gpt_oss", "dp_shard=2,ep=2,recompute=full,overlap_experts=true"),
     ("mixtral", "dp_shard=8,ep=2"),  # fewer experts on a rank than ranks that share them
     ("deepseek_v3", "cp=2,ep=2,recompute=selective"),
     ("deepseek_v3", "pp=2,dp_shard=2,tp=2,ep=2"),

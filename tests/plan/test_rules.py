@@ -149,6 +149,12 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         "plan.schedule = zbv splits backward, and recompute=selective keeps",
     ),
     (
+        rules.tokens_that_overlap_travel,
+        "dp_shard=2,overlap_experts=true",
+        {},
+        "plan.overlap_experts = true with plan.ep",
+    ),
+    (
         rules.number_formats_go_together,
         "precision=fp8",
         {"model": {"moe": {"experts": 8}}},

@@ -55,6 +55,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     (DENSE, "microbatch=2,recompute=full", {"lora.rank": 16, "lora.dropout": 0.1}),
     (DENSE, "tp=4", {"lora.rank": 16, "lora.dropout": 0.1}),
     (MIXTURE, "dp_shard=4,ep=4", {}),
+    (MIXTURE, "dp_shard=4,ep=4,overlap_experts=true", {}),
     (MIXTURE, "dp_shard=4,ep=4,zero=1", {"lora.rank": 16, "lora.base": "int8"}),
     ("qwen3-8b", "microbatch=2", {}),
     ("gemma2-2b", "microbatch=1", {}),

@@ -100,6 +100,7 @@ def test_it_waits_no_oftener_in_fp8_split_over_ranks(precision: str) -> None:
     ("model", "plan", "sections", "more"),
     [
         ("experts", "dp_shard=2,ep=2,zero=1,precision=bf16", {}, {"parallel/expert.py": 2}),  # one for each layer
+        ("experts", "dp_shard=2,ep=2,zero=1,precision=bf16,overlap_experts=true", {}, {"parallel/expert.py": 2}),
         pytest.param("dense", "offload=all,precision=bf16", {}, {"parallel/offload.py": 1}, marks=pytest.mark.slow),
         pytest.param("dense", "dp_shard=2,zero=1", MUON, {"parallel/world.py": 1}, marks=pytest.mark.slow),
     ],

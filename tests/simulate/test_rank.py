@@ -87,6 +87,7 @@ SLOW = [
     ("dense", "dp_shard=2,zero=2,offload=all,microbatch=2"),
     ("experts", "dp_shard=2,ep=2,zero=3"),
     ("experts", "dp_shard=2,ep=2,tp=2,zero=1"),
+    ("experts", "dp_shard=2,ep=2,zero=1,microbatch=4,overlap_experts=true"),
     ("experts", "tp=2,precision=bf16"),
     ("latent", "tp=2,microbatch=2"),
     ("linear", "tp=2,microbatch=2"),

@@ -7,9 +7,10 @@ depend on the other tokens of its batch. Only a capacity, which drops tokens, ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from argosy.config.model import ModelConfig, MoEConfig
 from argosy.matmul import dense_by_group
 from argosy.models.compiler import outside_graphs
 from argosy.models.layers import Activation, FeedForward, gated, held, linear, local
-from argosy.models.quantised_weight import QuantisationScheme, multiply
+from argosy.models.quantised_weight import QuantisationScheme, QuantisedWeight, multiply
+from argosy.models.router import Router, Routing
 from argosy.models.user_code import activation_of
 from argosy.plan.parameters import Table, dense_table, inside, moe_table
 
@@ -191,62 +193,6 @@ class Load:
         return float(self.counts_E.max() * len(self.counts_E) / self.counts_E.sum().clamp(min=1))
 
 
-# Choosing
-
-
-class Routing(NamedTuple):
-    """The experts of each token; all but `experts_BTK` is fp32."""
-
-    experts_BTK: Tensor
-    """int64; the K experts of a token differ."""
-    weights_BTK: Tensor
-    """The weight of each expert's result."""
-    scores_BTE: Tensor
-    """Adds up to 1 for each token."""
-    logits_BTE: Tensor
-
-
-class Router(nn.Module):
-    """A linear layer whose best K outputs are chosen, in fp32: near ties must fall the same way in any precision."""
-
-    bias: Tensor | None
-    """Added to the scores to choose experts, not to weigh them; fp32 [E], part of the model's state, 0 at first."""
-
-    def __init__(self, config: MoEConfig, table: Table):
-        super().__init__()
-        self.config = config
-        self.weight = nn.Parameter(torch.empty(table["weight"].shape))
-        self.logit_bias = nn.Parameter(torch.empty(table["logit_bias"].shape)) if "logit_bias" in table else None
-        self.register_buffer("bias", torch.zeros(config.experts) if config.balance == "bias" else None)
-
-    def forward(self, x_BTD: Tensor) -> Routing:
-        moe = self.config
-        logits_BTE = F.linear(x_BTD.float(), local(self.weight).float())
-        if self.logit_bias is not None:
-            logits_BTE = logits_BTE + local(self.logit_bias).float()
-        scores_BTE = logits_BTE.softmax(-1) if moe.router == "softmax" else logits_BTE.sigmoid()
-        experts_BTK = self.choose(scores_BTE.detach())
-        weights_BTK = scores_BTE.gather(-1, experts_BTK)
-        if moe.normalize_weights:
-            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
-        if moe.router == "sigmoid":
-            scores_BTE = scores_BTE / (scores_BTE.sum(-1, keepdim=True) + 1e-20)
-        return Routing(experts_BTK, weights_BTK * moe.routed_scale, scores_BTE, logits_BTE)
-
-    def choose(self, scores_BTE: Tensor) -> Tensor:
-        """Return each token's K experts, [B, T, K], from its best groups (`group_score`)."""
-        moe = self.config
-        if self.bias is not None:
-            scores_BTE = scores_BTE + self.bias
-        if moe.top_groups < moe.groups:
-            in_groups = scores_BTE.unflatten(-1, (moe.groups, -1))
-            judged = 2 if moe.group_score == "best_two" else 1
-            best = in_groups.topk(judged).values.sum(-1).topk(moe.top_groups).indices
-            out = torch.ones(in_groups.shape[:-1], dtype=torch.bool, device=best.device).scatter(-1, best, False)
-            scores_BTE = in_groups.masked_fill(out[..., None], -torch.inf).flatten(-2)
-        return scores_BTE.topk(moe.experts_per_token).indices
-
-
 class Rows:
     """Computes what needs whole rows, where this rank has them; `parallel.expert.SplitRows` where ranks share them."""
 
@@ -287,13 +233,33 @@ def _run_edges(sorted_BP: Tensor, experts: int) -> Tensor:
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Pairs sorted by expert [P, D], and how many each expert has -> the experts' outputs, [P, D]."""
-Exchange = Callable[[Tensor, Tensor, Compute], Tensor]
-"""Sends pairs to their experts and returns the results; expert parallelism replaces `at_home` by its own."""
+Exchange = Callable[[Sequence[tuple[Tensor, Tensor]], Compute], Iterator[Tensor]]
+"""Sends batches of pairs, [P, D] and [E] each, to their experts and yields the results, batch by batch; expert
+parallelism replaces `at_home` by its own."""
 
 
-def at_home(x_PD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
+def at_home(batches: Sequence[tuple[Tensor, Tensor]], compute: Compute) -> Iterator[Tensor]:
     """Compute on this rank, which has all experts."""
-    return compute(x_PD, counts_E)
+    return (compute(x_PD, counts_E) for x_PD, counts_E in batches)
+
+
+class _Pairs(NamedTuple):
+    """Pairs of N tokens and their experts, sorted by expert; `pairs_P` and `places_P` lead there and back."""
+
+    x_PD: Tensor
+    counts_E: Tensor
+    pairs_P: Tensor
+    places_P: Tensor
+    experts_NK: Tensor
+    weights_NK: Tensor
+
+
+def _in_parts(x_ND: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """Cut `x_ND` into as many parts, also if it has fewer rows."""
+    if parts == 1:
+        return (x_ND,)
+    edges = [len(x_ND) * part // parts for part in range(parts + 1)]
+    return x_ND.split([end - start for start, end in pairwise(edges)])
 
 
 class Experts(nn.Module):
@@ -319,44 +285,62 @@ class Experts(nn.Module):
         #: How matrices are quantised, if they are (`models.adapters`), by name.
         self.schemes: dict[str, QuantisationScheme] = {}
         self.exchange: Exchange = at_home
+        #: Parts in which tokens go to their experts: while one is under way, another is computed.
+        self.parts = 1
 
     @outside_graphs  # each expert's number of tokens differs from batch to batch
     def forward(self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts (E: none), [B, T, D] in `x_BTD`'s dtype."""
-        K = experts_BTK.shape[-1]
-        sorted_P, pairs_P = experts_BTK.flatten().sort(stable=True)
+        whole = (x_BTD.flatten(0, 1), experts_BTK.flatten(0, 1), weights_BTK.flatten(0, 1))
+        batches = [self._sorted(*part) for part in zip(*(_in_parts(x, self.parts) for x in whole), strict=True)]
+        compute = partial(self.compute, kept={})
+        results = self.exchange([(batch.x_PD, batch.counts_E) for batch in batches], compute)
+        y_ND = [self._summed(y_PD, batch) for y_PD, batch in zip(results, batches, strict=True)]
+        return (y_ND[0] if len(y_ND) == 1 else torch.cat(y_ND)).view(x_BTD.shape)
+
+    def _sorted(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> _Pairs:
+        """Sort the pairs of these tokens and their experts by expert."""
+        K = experts_NK.shape[-1]
+        sorted_P, pairs_P = experts_NK.flatten().sort(stable=True)
         places_P = inverse(pairs_P)
         counts_E = _run_edges(sorted_P, self.count).diff()
-        if self.may_drop and not is_accelerator(x_BTD.device):
+        if self.may_drop and not is_accelerator(x_ND.device):
             pairs_P = pairs_P[: int(counts_E.sum())]
         elif self.may_drop and self.exchange is at_home:
             # How many are left only the device knows, and the host would wait for it in each layer: those without an
             # expert go to the last one, and count for nothing.
-            weights_BTK = weights_BTK.masked_fill(experts_BTK == self.count, 0.0)
+            weights_NK = weights_NK.masked_fill(experts_NK == self.count, 0.0)
             counts_E = torch.cat((counts_E[:-1], len(sorted_P) - counts_E[:-1].sum()[None]))
-        x_PD = take_rows(x_BTD.flatten(0, 1), pairs_P // K, places_P.view(-1, K), self.may_drop)
+        x_PD = take_rows(x_ND, pairs_P // K, places_P.view(-1, K), self.may_drop)
         if self.weighs_inputs:
-            weights_P1 = weights_BTK.to(x_BTD.dtype).flatten()[:, None]
+            weights_P1 = weights_NK.to(x_ND.dtype).flatten()[:, None]
             x_PD = x_PD * take_rows(weights_P1, pairs_P, places_P[:, None], self.may_drop)
-        y_PD = self.exchange(x_PD, counts_E, self.compute)
-        y_PD = take_rows(y_PD, places_P, pairs_P[: len(y_PD), None], self.may_drop)
-        y_BTKD = y_PD.view(*experts_BTK.shape, -1)
+        return _Pairs(x_PD, counts_E, pairs_P, places_P, experts_NK, weights_NK)
+
+    def _summed(self, y_PD: Tensor, batch: _Pairs) -> Tensor:
+        """Return the weighted sums of the outputs of pairs, by token."""
+        experts_NK = batch.experts_NK
+        y_PD = take_rows(y_PD, batch.places_P, batch.pairs_P[: len(y_PD), None], self.may_drop)
+        y_NKD = y_PD.view(*experts_NK.shape, -1)
         if self.weighs_inputs:
             if self.may_drop:  # an input of zero has a bias for its output
-                y_BTKD = y_BTKD.masked_fill((experts_BTK == self.count)[..., None], 0.0)
-            return y_BTKD.sum(2)
-        return torch.einsum("btk,btkd->btd", weights_BTK.to(x_BTD.dtype), y_BTKD)
+                y_NKD = y_NKD.masked_fill((experts_NK == self.count)[..., None], 0.0)
+            return y_NKD.sum(1)
+        return torch.einsum("nk,nkd->nd", batch.weights_NK.to(y_PD.dtype), y_NKD)
 
-    def compute(self, x_PD: Tensor, counts_e: Tensor) -> Tensor:
-        """Return the outputs of this rank's experts. Each takes the next `counts_e` (int64) of `x_PD`; a `Compute`."""
-        matmul = self._matmul(x_PD, counts_e)
+    def compute(self, x_PD: Tensor, counts_e: Tensor, kept: dict[str, Tensor | QuantisedWeight]) -> Tensor:
+        """Return the outputs of this rank's experts. Each takes the next `counts_e` (int64) of `x_PD`; a `Compute`.
+
+        kept: matrices in the dtype of `x_PD`, for all parts of a batch.
+        """
+        product = partial(self._product, matmul=self._matmul(x_PD, counts_e), counts_e=counts_e, kept=kept)
         hidden_PF = gated(
-            self._biased(self._product(x_PD, "gate", matmul, counts_e), "gate_bias", counts_e),
-            self._biased(self._product(x_PD, "up", matmul, counts_e), "up_bias", counts_e),
+            self._biased(product(x_PD, "gate"), "gate_bias", counts_e),
+            self._biased(product(x_PD, "up"), "up_bias", counts_e),
             self.activation,
             self.limit,
         )
-        y_PD = self._product(hidden_PF, "down", matmul, counts_e)
+        y_PD = product(hidden_PF, "down")
         return self._biased(y_PD, "down_bias", counts_e, self.share_of_bias)
 
     def _matmul(self, x_PD: Tensor, counts_e: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -370,9 +354,18 @@ class Experts(nn.Module):
         # Without a row there is nothing to ask a device for.
         return partial(dense_by_group, counts=counts_e.tolist() if len(x_PD) else [0] * len(counts_e))
 
-    def _product(self, x_PX: Tensor, name: str, matmul: Callable[[Tensor, Tensor], Tensor], counts_e: Tensor) -> Tensor:
+    def _product(
+        self,
+        x_PX: Tensor,
+        name: str,
+        matmul: Callable[[Tensor, Tensor], Tensor],
+        counts_e: Tensor,
+        kept: dict[str, Tensor | QuantisedWeight],
+    ) -> Tensor:
         """Multiply each expert's rows by its matrix `name`, and by that matrix's adapter, if it has one."""
-        weight = held(self.get_parameter(name), self.schemes.get(name), x_PX.dtype)
+        if name not in kept:
+            kept[name] = held(self.get_parameter(name), self.schemes.get(name), x_PX.dtype)
+        weight = kept[name]
         adapter = self._modules[f"{name}_lora"]
         if adapter is None:
             return multiply(x_PX, weight, matmul)

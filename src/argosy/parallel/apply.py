@@ -152,7 +152,7 @@ def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, spli
     if axes:
         for name, module in model.named_modules():
             if isinstance(module, Experts):
-                split_experts(module, meshes.device_mesh(*axes), inside(table, name), between)
+                split_experts(module, meshes.device_mesh(*axes), inside(table, name), between, 1 + plan.overlap_experts)
     if plan.tp > 1:
         split_over_ranks(model, meshes.device_mesh("tp"), table, between)
     rows = None

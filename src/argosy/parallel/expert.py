@@ -7,7 +7,7 @@ padded, and a token's result is that of a single process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,22 +36,33 @@ class ExpertParallel:
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
 
-    def __call__(self, x_PD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
-        sent_ne = counts_E.view(self._group.size(), -1)
-        received_ne = torch.empty_like(sent_ne)
-        dist.all_to_all_single(received_ne, sent_ne.contiguous(), group=self._group)
+    def __call__(self, batches: Sequence[tuple[Tensor, Tensor]], compute: Compute) -> Iterator[Tensor]:
+        sent_ne = torch.stack([counts_E for _, counts_E in batches]).view(len(batches), self._group.size(), -1)
+        sent_nbe = sent_ne.transpose(0, 1).contiguous()
+        received_nbe = torch.empty_like(sent_nbe)
+        dist.all_to_all_single(received_nbe, sent_nbe, group=self._group)
         # The one time that the host waits for the device: a message's length must be known.
-        send, receive = torch.stack((sent_ne.sum(1), received_ne.sum(1))).tolist()
-        x_QD = exchange_rows(x_PD[: sum(send)], send, receive, self._group)  # what a capacity has dropped is left out
-        order_Q = _by_expert(received_ne, sum(receive))
-        places_Q = inverse(order_Q)
-        y_QD = compute(take_rows(x_QD, order_Q, places_Q[:, None]), received_ne.sum(0))
-        return exchange_rows(take_rows(y_QD, places_Q, order_Q[:, None]), receive, send, self._group)
+        send_bn, receive_bn = torch.stack((sent_nbe.sum(2), received_nbe.sum(2))).mT.tolist()
+        arriving = [
+            send_rows(x_PD[: sum(send)], send, receive, self._group)  # what a capacity has dropped is left out
+            for (x_PD, _), send, receive in zip(batches, send_bn, receive_bn, strict=True)
+        ]
+        returning = []
+        for number, rows in enumerate(arriving):
+            received_ne, send, receive = received_nbe[:, number], send_bn[number], receive_bn[number]
+            order_Q = _by_expert(received_ne, sum(receive))
+            places_Q = inverse(order_Q)
+            y_QD = compute(take_rows(rows.received(), order_Q, places_Q[:, None]), received_ne.sum(0))
+            returning.append(send_rows(take_rows(y_QD, places_Q, order_Q[:, None]), receive, send, self._group))
+        for rows in returning:
+            yield rows.received()
 
 
-def split_experts(experts: Experts, mesh: DeviceMesh, table: Table, between: Between = SequenceParallel) -> None:
+def split_experts(
+    experts: Experts, mesh: DeviceMesh, table: Table, between: Between = SequenceParallel, parts: int = 1
+) -> None:
     """Deal `experts` (on the meta device) out over the ep dim of `mesh`, and each over its tp dim, in place; `table`:
-    their parameters.
+    their parameters; `parts`: those in which tokens travel.
 
     Each tp rank has some of an expert's hidden columns. It computes all their tokens with these, and the ranks add the
     results up: the inputs are gathered, and the sums are left split by tokens, as around a dense feed-forward.
@@ -59,6 +70,7 @@ def split_experts(experts: Experts, mesh: DeviceMesh, table: Table, between: Bet
     names = mesh.mesh_dim_names or ()
     if "ep" in names:
         experts.exchange = ExpertParallel(mesh["ep"].get_group())
+        experts.parts = parts
     if "tp" in names:
         group = mesh["tp"].get_group()
         experts.share_of_bias = 1 / group.size()
@@ -73,28 +85,69 @@ def split_experts(experts: Experts, mesh: DeviceMesh, table: Table, between: Bet
         split(experts.get_submodule(owner), own, mesh, *(dims[axis] for axis in names))
 
 
-def exchange_rows(x_PD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send the first send[0] rows to rank 0, the next send[1] to rank 1, ...; returns what came, in order of ranks."""
-    y: Tensor = _ExchangeRows.apply(x_PD, send, receive, group)
-    return y
+class SentRows:
+    """Rows on their way between ranks. In backward their gradients travel back, from the place of `received` in the
+    graph to that of `send_rows`: what was computed between these in forward has its backward between them too.
+    """
+
+    def __init__(self, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup):
+        self._send, self._receive, self._group = list(send), list(receive), group
+        self._y: Tensor | None = None
+        self._messages: list[tuple[Any, Tensor, Tensor]] = []
+
+    def received(self) -> Tensor:
+        """Wait for the rows, and return them in order of ranks. Call it once."""
+        y: Tensor = _Receive.apply(self._y, self)
+        self._y = None
+        return y
+
+    def depart(self, x: Tensor, is_gradient: bool) -> Tensor:
+        """Start sending rows, or gradients the other way; return the memory for what comes."""
+        send, receive = (self._receive, self._send) if is_gradient else (self._send, self._receive)
+        x, y = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
+        work = dist.all_to_all_single(y, x, receive, send, group=self._group, async_op=True)
+        self._messages.append((work, x, y))  # their memory must last until it is there
+        return y
+
+    def arrive(self) -> Tensor:
+        """Wait for what departed, and return it."""
+        work, _, y = self._messages.pop()
+        work.wait()
+        return y
+
+    @classmethod
+    def of(cls, x_PD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> SentRows:
+        rows = cls(send, receive, group)
+        rows._y = _Send.apply(x_PD, rows)
+        return rows
 
 
-class _ExchangeRows(torch.autograd.Function):
+def send_rows(x_PD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> SentRows:
+    """Send the first send[0] rows to rank 0, the next send[1] to rank 1, ...; `receive`: how many come from each."""
+    return SentRows.of(x_PD, send, receive, group)
+
+
+class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way = send, receive, group
-        return _all_to_all(x, send, receive, group)
+    def forward(ctx: Any, x: Tensor, rows: SentRows) -> Tensor:
+        ctx.rows = rows
+        return rows.depart(x, is_gradient=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        send, receive, group = ctx.way
-        return _all_to_all(grad, receive, send, group), None, None, None
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.rows.arrive(), None
 
 
-def _all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    y = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(y, x.contiguous(), list(receive), list(send), group=group)
-    return y
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, rows: SentRows) -> Tensor:
+        ctx.rows = rows
+        return rows.arrive().view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.rows.depart(grad, is_gradient=True)
+        return grad, None  # for autograd, which checks shapes; `_Send` returns what comes
 
 
 def _by_expert(received_ne: Tensor, total: int) -> Tensor:

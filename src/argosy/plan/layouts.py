@@ -20,6 +20,7 @@ Texts = NDArray[np.object_]
 
 SCHEDULE_NAMES = tuple(SCHEDULES)
 WORDS: dict[str, tuple[Any, ...]] = {
+    "overlap_experts": (False, True),
     "schedule": SCHEDULE_NAMES,
     "context": ("ring", "ulysses"),
     "recompute": get_args(Recompute),
@@ -45,6 +46,7 @@ class Layouts(Quantities[Ints]):
     cp: Ints
     tp: Ints
     ep: Ints
+    overlap_experts: Ints
     zero: Ints
     schedule: Ints
     stages_per_rank: Ints

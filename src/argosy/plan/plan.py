@@ -62,6 +62,8 @@ class Plan(Section, Quantities[int]):
     """Tensor-parallel ranks that share each matrix, and between matrices the tokens (sequence parallelism)."""
     ep: PositiveInt = 1
     """Expert-parallel ranks, laid over the dp_shard and cp ranks."""
+    overlap_experts: bool = False
+    """True if tokens go to their experts in two halves: while one travels, the experts of the other are computed."""
     zero: Annotated[int, Field(ge=0, le=3)] = 3
     """State that dp_shard x cp ranks share: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too (FSDP2)."""
     schedule: Schedule = "1f1b"

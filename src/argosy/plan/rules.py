@@ -287,6 +287,14 @@ def experts_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     )
 
 
+@rule(lambda p, run: p.is_("overlap_experts", True) & (p.ep == 1))
+def tokens_that_overlap_travel(plan: Plan, run: RunConfig) -> str:
+    return (
+        "plan.overlap_experts = true with plan.ep = 1: no token travels to its experts. Leave it out, or give ep some "
+        "of the ranks."
+    )
+
+
 @rule(lambda p, run: (p.ep > 1) & (p.pp > 1) & (p.zero == 3) & p.is_("recompute", "selective"))
 def recomputed_experts_are_gathered_alike(plan: Plan, run: RunConfig) -> str:
     return (

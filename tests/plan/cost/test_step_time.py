@@ -92,6 +92,23 @@ def test_experts_that_live_elsewhere_are_waited_for():
     assert times.experts[1] > 0
 
 
+def test_halves_of_tokens_hide_up_to_half_of_their_way_and_no_more_than_is_computed():
+    plans = Layouts.of([Plan.parse(f"dp_shard=64,ep=8,overlap_experts={word}") for word in ("false", "true")])
+    for expert_ffn_width, least, most in ((14336, 0.5, 0.6), (16, 0.7, 0.8)):
+        narrow = replace(work("mixtral-8x7b"), expert_ffn_width=expert_ffn_width)
+        whole, halves = StepModel(plans, narrow, H100, System(even_experts=1), Constants(imbalance=1)).predict().experts
+        assert least * whole < halves < most * whole
+
+
+def test_halves_of_few_tokens_cost_more_than_they_hide():
+    plans = ["dp_shard=8,ep=8,microbatch=1,precision=bf16" + halves for halves in ("", ",overlap_experts=true")]
+    few = replace(work("mixtral-8x7b"), seq_len=64)
+    whole, halves = (
+        StepModel(Layouts.of([Plan.parse(p) for p in plans]), few, H100, System(), Constants()).predict().total
+    )
+    assert halves > whole
+
+
 def test_a_ring_of_one_rank_in_each_node_has_one_adapter():
     """With ep=8 an eighth of the experts, but each on one rank of each of eight nodes: an eighth of the bandwidth."""
     all_ranks, apart = step("dp_shard=64,zero=1,ep=1", "dp_shard=64,zero=1,ep=8", preset="mixtral-8x7b").gradients

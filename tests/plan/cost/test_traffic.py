@@ -173,6 +173,8 @@ def test_tokens_travel_to_experts_and_back_and_so_do_gradients():
     found = sent("dp_shard=4,ep=2,zero=1", model=model)
     counts = 2 * (ROWS // 4) * 4 * 8
     assert found["ep", "all_to_all"] == 1 / 2 * (2 * 4 * 2 * HIDDEN / 4 + counts)
+    halves = sent("dp_shard=4,ep=2,zero=1,overlap_experts=true", model=model)
+    assert halves["ep", "all_to_all"] == found["ep", "all_to_all"] + 1 / 2 * counts
     experts = 2 * 3 * 4 * moe.expert_ffn_width * 64 * 4
     assert found["expert_shard", "reduce_scatter"] == 1 / 2 * experts / 2
 

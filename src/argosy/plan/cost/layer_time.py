@@ -155,25 +155,38 @@ class LayerModel(RankSizes):
     def mixture(self) -> LayerTime:
         """The router, the experts at an even load of tokens, and the shared experts."""
         work, plans, system, constants = self.work, self.plans, self.system, self.constants
-        pairs = self.tokens / (plans.tp / self.expert_tp) * work.experts_per_token
-        experts_here = np.maximum(1, work.experts / plans.ep)
-        of_one = pairs / experts_here
-        rate = self.matmul_flops_per_s * constants.expert_matmul
-        hidden = work.expert_ffn_width / self.expert_tp
-        grouped = self._matmul(of_one, work.width, (work.ffn_matrices - 1) * hidden, rate) + self._matmul(
-            of_one, hidden, work.width, rate
-        )
+        pairs, hidden = self._pairs, work.expert_ffn_width / self.expert_tp
         fused = np.where(system.sends_once > 0, FUSED_EXCHANGE, 1.0)
         results = (work.ffn_matrices - 1) * hidden + work.width
         moved = constants.permute * fused * pairs * work.width + constants.pointwise_ffn * pairs * hidden
         moved = moved + work.expert_biases * BIAS_PASSES * pairs * results
         router = self._matmul(self.tokens / self.sequence_ranks, work.width, work.experts)
         return (
-            grouped * experts_here
+            self.expert_matmuls
             + self._moving(moved)
             + router
             + self._mlp(self.tokens, work.shared_ffn_width / plans.tp)
         )
+
+    @cached_property
+    def expert_matmuls(self) -> LayerTime:
+        """The experts' own matrices, at an even load of tokens."""
+        work, times = self.work, np.maximum(1, self.work.experts / self.plans.ep) * self.expert_parts
+        of_one = self._pairs / times
+        rate = self.matmul_flops_per_s * self.constants.expert_matmul
+        hidden = work.expert_ffn_width / self.expert_tp
+        inner = self._matmul(of_one, work.width, (work.ffn_matrices - 1) * hidden, rate)
+        return (inner + self._matmul(of_one, hidden, work.width, rate)) * times
+
+    @property
+    def _pairs(self) -> Numbers:
+        """Pairs of a token and one of its experts that a rank computes."""
+        return self.tokens / (self.plans.tp / self.expert_tp) * self.work.experts_per_token
+
+    @property
+    def expert_parts(self) -> Numbers:
+        """Parts in which tokens go to their experts."""
+        return np.where(self.plans.is_("overlap_experts", True), 2.0, 1.0)
 
     def _around(self) -> LayerTime:
         widths = self.constants.pointwise + 3 * self.system.dropout
@@ -256,7 +269,7 @@ class LayerModel(RankSizes):
         """
         plans, work, constants = self.plans, self.work, self.constants
         of_experts = constants.host_experts + constants.host_expert * np.maximum(1, work.experts / plans.ep)
-        of_experts = work.moe_layers / work.layers * of_experts * self.system.launched
+        of_experts = work.moe_layers / work.layers * of_experts * self.expert_parts * self.system.launched
         needed = constants.host * np.where(plans.compile, 0.5, 1.0) + of_experts
         beyond = np.sqrt(np.hypot(device * device, needed * needed)) - device
         return np.where(self.rates.host_waits > 0, needed, beyond)

@@ -108,11 +108,18 @@ class WaitModel(LayerModel):
         return blocks * passed[0] + gradients * passed[1]
 
     def _experts(self) -> Numbers:
-        """Return the wait for tokens to reach their experts and come back, and for the busiest expert."""
+        """Return the wait for tokens to reach their experts and come back, and for the busiest expert.
+
+        In halves, the second's way there and the first's way back are hidden by what is computed meanwhile.
+        """
         plans, work, constants = self.plans, self.work, self.constants
-        message = self.to_experts
+        message = self.to_experts / self.expert_parts
         exposed = constants.exposed_experts * np.where(self.system.overlaps_experts > 0, 0.25, 1.0)
-        exchange = 2 * self._forwards * exposed * all_to_all_s(message, self.expert_group, self._crossing())
+        one_way = exposed * self.expert_parts * all_to_all_s(message, self.expert_group, self._crossing())
+        matmuls, reached = self.expert_matmuls, work.reached
+        hidden = (self._forwards - reached) * np.minimum(one_way, matmuls.forward)
+        hidden = hidden + np.minimum(reached * one_way, matmuls.backward(reached, self.trained_matmuls))
+        exchange = 2 * self._forwards * one_way - np.where(self.expert_parts > 1, hidden, 0.0)
         mixture_s = self.mixture.forward + self.mixture.backward(self.work.reached, self.trained_matmuls)
         busiest = (constants.imbalance - 1) * np.where(self.system.even_experts > 0, 0.0, mixture_s)
         return work.moe_layers / work.layers * (exchange + np.where(plans.ep > 1, busiest, 0.0))

@@ -373,7 +373,7 @@ def _experts(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
             for some in (layers_on(model, stage), _recomputed(plan, run, stage), reached_layers(run, stage))
         )
         yield Collective("ep", "all_to_all", 2 * (layers + back + again) * pairs * model.width * e, plan.ep)
-        counts = rows // plan.microbatch * moe.experts
+        counts = rows // plan.microbatch * moe.experts * (1 + plan.overlap_experts)
         yield Collective("ep", "all_to_all", (layers + again) * counts * INDEX_BYTES, plan.ep)
         routing = INDEX_BYTES + ROUTING_WEIGHT_BYTES
         yield Collective("tp", "all_gather", (layers + again) * pairs * routing, plan.tp)

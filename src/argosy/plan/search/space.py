@@ -156,6 +156,7 @@ class Space:
         any_microbatch: also return those that could with another microbatch.
         """
         rest = {
+            "overlap_experts": self._of("overlap_experts", False),
             "offload": self._of("offload", "none"),
             "precision": self._of("precision", self.costs.precision),
             "weights": self._of("weights", "fp32"),
