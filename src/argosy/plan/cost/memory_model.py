@@ -111,8 +111,8 @@ class MemoryModel(LayerMemory):
         packed = np.where(plans.zero == 3, self._shared(packed_dense, packed_experts), packed_dense + packed_experts)
         saved = np.where(self._has_adapter, self._shared(beside, beside_experts), share)
         in_flight = self._in_flight(first, last, layers)
-        left = work.reached * in_flight * (self._kept - self.moved)
-        kept = np.where(self.offloads_activations, left + 2 * self._of_layer, work.reached * in_flight * self._kept)
+        # Of what goes to the host, one layer's is on its way there, or back.
+        kept = work.reached * in_flight * (self._kept - self.moved) + self.moved
         if not last:
             kept = kept + np.where(plans.pp > 1, self._outputs(in_flight / layers), 0.0)
         if first:
@@ -228,7 +228,7 @@ class MemoryModel(LayerMemory):
             (kept, loss, np.where(alone, 0.0, gradients)),
             (kept + self.working, waiting, np.where(alone, of_head, gradients)),
             (
-                kept / np.maximum(1, work.reached * layers) + self.working,
+                (kept - self.moved) / np.maximum(1, work.reached * layers) + self.moved + self.working,
                 np.zeros(1),
                 gradients - np.where(is_once, of_embedding, 0.0),
             ),
