@@ -38,6 +38,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     (DENSE, "microbatch=2", {}),
     (DENSE, "precision=fp32,recompute=selective", {}),
     (DENSE, "precision=fp32,recompute=full", {}),
+    (DENSE, "weights=bf16", {}),
     (DENSE, "dp_shard=8,zero=1", {}),
     (DENSE, "dp_shard=8,zero=2", {}),
     (DENSE, "dp_shard=8", {}),

@@ -121,6 +121,12 @@ def test_the_fullest_rank_counts_however_layers_are_dealt_out():
     assert evenly.weights == pytest.approx(by_cost.weights, rel=1e-3)  # 3 layers and 2, either way
 
 
+def test_gradients_have_the_format_of_their_weights():
+    wide, narrow = footprint("microbatch=2", GPT), footprint("microbatch=2,precision=bf16,weights=bf16", GPT)
+    assert narrow.gradients == pytest.approx(wide.gradients / 2)
+    assert narrow.weights == pytest.approx(wide.weights / 2)
+
+
 def test_offload_takes_the_optimizer_and_activations_off_the_device():
     here, away = footprint("microbatch=8", GPT), footprint("microbatch=8,offload=all", GPT)
     assert away.optimizer == 0

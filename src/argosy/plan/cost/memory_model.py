@@ -117,11 +117,11 @@ class MemoryModel(LayerMemory):
             kept = kept + np.where(plans.pp > 1, self._outputs(in_flight / layers), 0.0)
         if first:
             kept = kept - self._not_normed * in_flight / layers
-        in_sum = summed / np.maximum(trained, 1) * system.gradient_bytes
+        in_sum = summed / np.maximum(trained, 1) * self._gradient_bytes
         of_head = in_sum * vocabulary * work.trained_head * last
         of_embedding = in_sum * vocabulary * work.trained_embedding * first
         of_loss, of_layers = self._gathered(ends, trained_ends, vocabulary * work.trained_head * last, layers)
-        moments = self._moments(kept, layers, summed * system.gradient_bytes, of_head, of_embedding, bool(last))
+        moments = self._moments(kept, layers, summed * self._gradient_bytes, of_head, of_embedding, bool(last))
         whole = (of_loss, of_layers, of_layers, of_loss)
         activations, logits, gradients, gathered = _highest(
             [(*moment, some) for moment, some in zip(moments, whole, strict=True)]
@@ -129,7 +129,7 @@ class MemoryModel(LayerMemory):
         comes_and_goes = activations + logits + gathered
         # The optimizer's step begins when activations are gone.
         update = np.maximum(0.0, mine * system.update_bytes - comes_and_goes)
-        first_held = system.checks_gradients * trained * system.gradient_bytes
+        first_held = system.checks_gradients * trained * self._gradient_bytes
         used = Footprint(
             weights=(held - packed) * base_bytes + packed * work.quantised_bytes + adapter * weight_bytes,
             gradients=first_held + gradients,
@@ -205,6 +205,11 @@ class MemoryModel(LayerMemory):
         has_more = (self._first_of_more > 0) & (self._first_of_more < self._stages - 1)
         usual = (self.system.balanced_stages > 0) & (self._stages_here == 1) & (self._said == 0)
         return np.where(has_more & usual, self._first_of_more, 0)
+
+    @cached_property
+    def _gradient_bytes(self) -> Numbers:
+        """Bytes of a number of a gradient, which has its weight's format."""
+        return np.where(self.plans.is_("weights", "bf16"), 2.0, self.system.gradient_bytes)
 
     @property
     def _adds_up(self) -> NDArray[np.bool_]:
@@ -316,7 +321,7 @@ class MemoryModel(LayerMemory):
         gathered = np.where(plans.pp > 1, layers, np.minimum(2, layers)) * gathered
         trained = dense * self.work.trained_dense + experts * self.work.trained_experts + trained_ends
         trained = trained + sum(self.adapters(1.0))
-        gradients = np.where(self._adds_up, of_head * element, trained * self.system.gradient_bytes)
+        gradients = np.where(self._adds_up, of_head * element, trained * self._gradient_bytes)
         root = np.where(self.system.keeps_root > 0, ends * element, 0.0)
         of_loss = np.where(plans.pp > 1, gathered, 0.0) + root
         return np.where(plans.shards_parameters, of_loss, 0.0), np.where(
