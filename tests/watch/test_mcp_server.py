@@ -240,8 +240,12 @@ def test_a_client_that_dies_leaves_no_session_and_the_next_is_answered(runs: Pat
     assert answer.startswith(b"HTTP/1.1 200") and b"mcp-session-id" not in answer.lower()
 
 
-@pytest.mark.parametrize(("death", "code"), [("its answers are not read", 141), ("Ctrl-C", -signal.SIGINT)])
-def test_over_pipes_it_ends_with_its_client(runs: Path, death: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("death", "codes"),
+    # With both pipes closed, it ends by an answer that it cannot write, or by the end of its input if that comes first.
+    [("its answers are not read", {141, 0}), ("Ctrl-C", {-signal.SIGINT})],
+)
+def test_over_pipes_it_ends_with_its_client(runs: Path, death: str, codes: set[int]) -> None:
     pipe = subprocess.PIPE
     words = [sys.executable, "-m", "argosy", "watch", str(runs), "--mcp"]
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as server:
@@ -256,7 +260,7 @@ def test_over_pipes_it_ends_with_its_client(runs: Path, death: str, code: int) -
             server.stdout.close()
             server.stdin.write(ping)
             server.stdin.close()
-        assert server.wait(PATIENT_S) == code
+        assert server.wait(PATIENT_S) in codes
         assert server.stderr.read() == b""
 
 
