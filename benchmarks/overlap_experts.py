@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,16 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
 from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel.apply import apply
-from argosy.parallel.world import World, join_world
+from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.state import TrainState
 from argosy.training.step import Step
-from thin_link_namespaces import LINK, address, check_that_this_machine_can, inside, sites
+from thin_link_namespaces import check_that_this_machine_can, join_as_rank, run_ranks
 
 RANKS, ROWS, TOKENS, MICROBATCHES = 2, 4, 256, 2
 MODEL: dict[str, Any] = {
@@ -53,22 +50,13 @@ def main() -> None:
         return
     check_that_this_machine_can()
     for rate in options.rates.split(","):
-        with sites(RANKS, rate):
-            command = [sys.executable, __file__, "--rates", rate, "--steps", str(options.steps), "--worker"]
-            workers = [subprocess.Popen(inside(rank, *command, str(rank))) for rank in range(RANKS)]
-            codes = [worker.wait() for worker in workers]
-            if any(codes):
-                sys.exit(1)
+        if run_ranks(RANKS, 1, rate, sys.executable, __file__, "--rates", rate, "--steps", str(options.steps)):
+            sys.exit(1)
 
 
 def work(options: argparse.Namespace) -> None:
     """One process: both plans in turns."""
-    os.environ |= {
-        "RANK": str(options.worker), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
-        "MASTER_ADDR": address(0), "MASTER_PORT": "29501", "GLOO_SOCKET_IFNAME": LINK,
-    }  # fmt: skip
-    world = join_world(LaunchConfig(timeout_s=300.0, threads=1))
-    torch.set_num_threads(1)
+    world = join_as_rank(options.worker, RANKS, 1)
     steps = {name: stepping(world, more) for name, more in PLANS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in PLANS}
     for number in range(options.steps + 2):  # the first two connect, and warm up

@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from argosy.parallel.world import World
 
 CORE, ADDRESS = "thin-core", "10.77.0.{}"
 LINK = "wan"
@@ -72,6 +76,33 @@ def sites(many: int, rate: str) -> Iterator[None]:
         for space in spaces:
             call(f"ip netns del {space}")
             shutil.rmtree(ETC / space)
+
+
+def run_ranks(many: int, each: int, rate: str, *command: str) -> int:
+    """Run a command as `each` ranks of as many sites, with `--worker RANK` behind it; return the worst exit code."""
+    with sites(many, rate):
+        workers = [
+            subprocess.Popen(inside(rank // each, *command, "--worker", str(rank))) for rank in range(many * each)
+        ]
+        return max([abs(worker.wait()) for worker in workers])
+
+
+def join_as_rank(rank: int, size: int, each: int) -> World:
+    """Join the world of the ranks of all sites, `each` in a site, with one thread."""
+    import torch  # the workers alone need it
+
+    from argosy.config.launch import LaunchConfig
+    from argosy.parallel.world import join_world
+
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(each), "LOCAL_RANK": str(rank % each),
+        "MASTER_ADDR": address(0), "MASTER_PORT": "29501", "GLOO_SOCKET_IFNAME": LINK,
+    }  # fmt: skip
+    # That of this namespace.
+    subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=False, stderr=subprocess.DEVNULL)
+    world = join_world(LaunchConfig(timeout_s=300.0, threads=1))
+    torch.set_num_threads(1)
+    return world
 
 
 def call(command: str) -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +19,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.observe.clock import StepClock
 from argosy.parallel.apply import apply
-from argosy.parallel.world import World, join_world
+from argosy.parallel.world import World
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.measurements import Measurements
@@ -44,7 +41,7 @@ from argosy.probe.probe import as_cluster, machine_of
 from argosy.training.state import TrainState
 from argosy.training.step import Step
 from thin_link_model import ROWS, configuration, rows
-from thin_link_namespaces import LINK, address, sent_here
+from thin_link_namespaces import join_as_rank, sent_here
 
 MESSAGES = [2**20, 2**21, 2**22, 2**23]
 """As large as buckets are: the first 128 KiB pass the throttle at once."""
@@ -69,15 +66,7 @@ def main() -> None:
     parser.add_argument("--ways", required=True, help="NAME=KIND:WORDS;...")
     parser.add_argument("--cluster", type=Path, default=None, help="where the probe of this link is written")
     options = parser.parse_args()
-    os.environ |= {
-        "RANK": str(options.rank), "WORLD_SIZE": str(options.size), "LOCAL_WORLD_SIZE": str(options.ranks),
-        "LOCAL_RANK": str(options.rank % options.ranks),
-        "MASTER_ADDR": address(0), "MASTER_PORT": "29501", "GLOO_SOCKET_IFNAME": LINK,
-    }  # fmt: skip
-    # That of this namespace.
-    subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=False, stderr=subprocess.DEVNULL)
-    world = join_world(LaunchConfig(timeout_s=300.0, threads=1))
-    torch.set_num_threads(1)
+    world = join_as_rank(options.rank, options.size, options.ranks)
     if options.cluster:
         probe(world, options.cluster)
     for way in options.ways.split(";"):

@@ -13,27 +13,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
 from argosy.observe.clock import StepClock
 from argosy.parallel.apply import apply
-from argosy.parallel.world import World, join_world
+from argosy.parallel.world import World
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.plan import Plan
 from argosy.training.state import TrainState
 from argosy.training.step import Step
 from thin_link_model import ROWS, configuration, rows
-from thin_link_namespaces import LINK, address, check_that_this_machine_can, inside, sites
+from thin_link_namespaces import LINK, check_that_this_machine_can, join_as_rank, run_ranks
 
 PLANS = ";".join(
     f"{axes},sync={word}"
@@ -59,29 +55,13 @@ def main() -> None:
         work(options)
         return
     check_that_this_machine_can()
-    with sites(options.sites, options.rate):
-        command = [sys.executable, __file__, *sys.argv[1:]]
-        workers = [
-            subprocess.Popen(inside(rank // options.each, *command, "--worker", str(rank)))
-            for rank in range(options.sites * options.each)
-        ]
-        codes = [worker.wait() for worker in workers]
-    sys.exit(max(map(abs, codes)))
+    sys.exit(run_ranks(options.sites, options.each, options.rate, sys.executable, __file__, *sys.argv[1:]))
 
 
 def work(options: argparse.Namespace) -> None:
     """One process: all plans, one after the other."""
-    rank, size = options.worker, options.sites * options.each
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(options.each),
-        "LOCAL_RANK": str(rank % options.each), "MASTER_ADDR": address(0), "MASTER_PORT": "29501",
-        "GLOO_SOCKET_IFNAME": LINK,
-    }  # fmt: skip
-    subprocess.run(
-        ["mount", "-t", "sysfs", "sysfs", "/sys"], check=False, stderr=subprocess.DEVNULL
-    )  # that of this namespace
-    world = join_world(LaunchConfig(timeout_s=300.0, threads=1))
-    torch.set_num_threads(1)
+    size = options.sites * options.each
+    world = join_as_rank(options.worker, size, options.each)
     lines = []
     for words in options.plans.format(n=size, each=options.each, sites=options.sites).split(";"):
         plan = Plan.parse(f"{words.removesuffix(PLAIN)},microbatch={ROWS},compile=false")
