@@ -22,7 +22,6 @@ from argosy.parallel.expert import (
     SplitRows,
     loads_by_layer,
     loads_of,
-    send_rows,
     update_biases,
 )
 from argosy.parallel.world import World
@@ -163,7 +162,7 @@ def exchange(world: World, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     receive = [(world.rank + origin) % 3 for origin in range(world.size)]
     x = torch.tensor([[float(10 * world.rank + to)] for to in range(world.size) for _ in range(send[to])])
     x = x.to(dtype).requires_grad_()
-    y = send_rows(x, send, receive, dist.group.WORLD).received()
+    y = SentRows(x, send, receive, dist.group.WORLD).received()
     (gradient,) = torch.autograd.grad(y, x, y.detach() + 100)
     return y.detach(), gradient
 

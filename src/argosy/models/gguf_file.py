@@ -60,7 +60,7 @@ TENSORS = {
 IN_FP32 = ("mlp.router", "mlp.shared_gate")
 """Matrices that stay in fp32, as norms and biases do: llama.cpp asks for it."""
 AT_THE_ENDS = ("embedding", "head")
-"""Of these a 4-bit file keeps 8 bits: every token passes them."""
+"""Matrices of which a 4-bit file keeps 8 bits: every token passes them."""
 
 SIZES = (
     "preset", "weights", "family", "layers", "width", "heads", "kv_heads", "head_width", "ffn_width", "vocab_size",

@@ -44,7 +44,7 @@ class ExpertParallel:
         # The one time that the host waits for the device: a message's length must be known.
         send_bn, receive_bn = torch.stack((sent_nbe.sum(2), received_nbe.sum(2))).mT.tolist()
         arriving = [
-            send_rows(x_PD[: sum(send)], send, receive, self._group)  # what a capacity has dropped is left out
+            SentRows(x_PD[: sum(send)], send, receive, self._group)  # what a capacity has dropped is left out
             for (x_PD, _), send, receive in zip(batches, send_bn, receive_bn, strict=True)
         ]
         returning = []
@@ -53,7 +53,7 @@ class ExpertParallel:
             order_Q = _by_expert(received_ne, sum(receive))
             places_Q = inverse(order_Q)
             y_QD = compute(take_rows(rows.received(), order_Q, places_Q[:, None]), received_ne.sum(0))
-            returning.append(send_rows(take_rows(y_QD, places_Q, order_Q[:, None]), receive, send, self._group))
+            returning.append(SentRows(take_rows(y_QD, places_Q, order_Q[:, None]), receive, send, self._group))
         for rows in returning:
             yield rows.received()
 
@@ -86,14 +86,17 @@ def split_experts(
 
 
 class SentRows:
-    """Rows on their way between ranks. In backward their gradients travel back, from the place of `received` in the
-    graph to that of `send_rows`: what was computed between these in forward has its backward between them too.
+    """Rows on their way between ranks: the first send[0] of `x_PD` to rank 0, the next send[1] to rank 1, ...;
+    `receive`: how many come from each.
+
+    In backward their gradients travel back, from the place of `received` in the graph to that of the sending: what was
+    computed between these in forward has its backward between them too.
     """
 
-    def __init__(self, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup):
+    def __init__(self, x_PD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup):
         self._send, self._receive, self._group = list(send), list(receive), group
-        self._y: Tensor | None = None
         self._messages: list[tuple[Any, Tensor, Tensor]] = []
+        self._y: Tensor | None = _Send.apply(x_PD, self)
 
     def received(self) -> Tensor:
         """Wait for the rows, and return them in order of ranks. Call it once."""
@@ -114,17 +117,6 @@ class SentRows:
         work, _, y = self._messages.pop()
         work.wait()
         return y
-
-    @classmethod
-    def of(cls, x_PD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> SentRows:
-        rows = cls(send, receive, group)
-        rows._y = _Send.apply(x_PD, rows)
-        return rows
-
-
-def send_rows(x_PD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> SentRows:
-    """Send the first send[0] rows to rank 0, the next send[1] to rank 1, ...; `receive`: how many come from each."""
-    return SentRows.of(x_PD, send, receive, group)
 
 
 class _Send(torch.autograd.Function):
