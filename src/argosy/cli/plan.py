@@ -30,16 +30,17 @@ Examples:
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 
 from argosy.cli.documents import answer, write, write_text
 from argosy.cli.options import parse
-from argosy.cli.plan_jobs import refuse_other_options, schedule_jobs
 from argosy.config.load import load
 from argosy.config.section import Count, WholeCount
 from argosy.config.train import LoraBase
@@ -50,6 +51,7 @@ from argosy.plan.plan import Objective
 
 if TYPE_CHECKING:
     from argosy.config.schema import RunConfig
+    from argosy.plan.report.jobs import ClusterSpec, JobSpec
     from argosy.plan.report.report import PlanReport, PlanRequest
     from argosy.plan.report.request import Question
     from argosy.plan.search.auto import Devices
@@ -58,8 +60,20 @@ if TYPE_CHECKING:
 
 PROMPT_LEN, OUTPUT_LEN = 2048, 512
 """Tokens of prompts and answers where nobody says: those of published benchmarks of chat."""
-SERVING_ONLY = ("prompt_len", "output_len", "rate", "ttft_ms", "tpot_ms", "engine", "weights", "draft")
+SERVING_ONLY = ("prompt_len", "output_len", "rate", "ttft_ms", "tpot_ms", "engine", "weights", "kv_cache", "draft")
 """Options that say something with --serve only."""
+ABOUT_RANKS = "is about the ranks of a training plan", ("within", "serve", "learn")
+APART: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "learn": ("only corrects a cluster's file", ("run", "model")),
+    "tokens": ("says how much to train on, as --finetune does", ("finetune",)),
+    "within": ("asks how many devices train a run in time", ("html", "serve", "learn", "objective")),
+    "seq_len": ("is for training; serving has --prompt-len and --output-len", ("serve",)),
+    "html": ("is for training plans", ("serve",)),
+    "rank_map": ABOUT_RANKS,
+    "slurm_topology": ABOUT_RANKS,
+}
+"""Option -> what it does, and the options that do not go with that."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -137,12 +151,11 @@ class Options:
 
 def main(argv: list[str]) -> None:
     options = parse(argv, "argosy plan", Options)
-    if options.jobs is not None:
-        refuse_other_options(options, Options())
-        with told_if_long("argosy plan: scheduling jobs"):
-            schedule_jobs(options.jobs, _request_about, options.html, options.json)
-        return
     _check(options)
+    if options.jobs is not None:
+        with told_if_long("argosy plan: scheduling jobs"):
+            _schedule(options, options.jobs)
+        return
     if options.learn:
         with told_if_long("argosy plan: learning from runs"):
             _learn(options)
@@ -179,7 +192,9 @@ def _answer(options: Options) -> None:
         write_text(options.rank_map, _rank_map(request, found), "--rank-map")
     if options.slurm_topology is not None:
         write_text(options.slurm_topology, slurm, "--slurm-topology")
-    _print(found, options)
+    from argosy.plan.report import html, terminal
+
+    _print(options, "plan", found, html.page, terminal.show)
 
 
 def _slurm_topology(request: PlanRequest, options: Options) -> str:
@@ -200,10 +215,6 @@ def _rank_map(request: PlanRequest, found: PlanReport) -> str:
     plan = Plan.parse(found.explanation.choice.plan)
     names = rank_map(CostModel.of(request.run, request.cluster), request.cluster, plan)
     return "".join(f"{name}\n" for name in names)
-
-
-def _request_about(about: dict[str, Any], cluster: str) -> PlanRequest:
-    return _request(Options(**about), cluster)
 
 
 def _request(options: Options, cluster: str | None, price: float | None = None) -> PlanRequest:
@@ -341,6 +352,17 @@ def _side_by_side(options: Options) -> None:
         show_side_by_side(found)
 
 
+def _schedule(options: Options, path: Path) -> None:
+    from argosy.plan.report import gantt
+    from argosy.plan.report.jobs import JobsFile, scheduled
+
+    def request_of(job: JobSpec, place: ClusterSpec) -> PlanRequest:
+        about = Options(job.run or None, job.model or None, (), job.global_batch, job.seq_len, job.tokens)
+        return _request(about, place.cluster)
+
+    _print(options, "plan-jobs", scheduled(JobsFile.load(path), request_of, str(path)), gantt.page, gantt.show)
+
+
 def _learn(options: Options) -> None:
     from argosy.plan.calibration import LearntFactors, cluster_file, in_words, learn
 
@@ -363,74 +385,53 @@ def _learn(options: Options) -> None:
     answer(options.json, "plan-learn", f"{path}: {said}", LearntFactors(path, factors))
 
 
-def _print(found: PlanReport, options: Options) -> None:
+def _print(options: Options, name: str, found: T, page: Callable[[T], str], show: Callable[[T], None]) -> None:
     if options.html is not None:
-        from argosy.plan.report.html import page
-
         write_text(options.html, page(found), "--html")
     if options.json:
-        write("plan", found)
+        write(name, found)
         return
-    from argosy.plan.report.terminal import show
-
     show(found)
     if options.html is not None:
         print(f"\n{options.html}")
 
 
 def _check(options: Options) -> None:
-    of_serving = ("prompt_len", "output_len", "rate", "ttft_ms", "tpot_ms")
-    for name in ("global_batch", "seq_len", "tokens", "finetune", "lora", "top", *of_serving):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be above 0.")
-    if any(not 0 < price < float("inf") for price in options.price):
-        raise UserError(f"--price {' --price '.join(map(str, options.price))}: must be above 0.")
-    if len(options.price) not in (0, 1, max(1, len(options.cluster))):
-        raise UserError(
-            f"{len(options.price)} --price for {len(options.cluster)} --cluster. Give one, or one for each."
-        )
-    if options.learn and (options.run or options.model):
-        raise UserError("--learn only corrects a cluster's file. Ask for a plan in another command.")
+    """Raise UserError for options that do not go together, and for numbers that are not above 0."""
+    given = {field.name: value for field in fields(options) if (value := getattr(options, field.name)) != field.default}
+    for name, value in given.items():
+        for number in value if name == "price" else (value,):
+            if isinstance(number, int | float) and not 0 < number < math.inf:
+                raise UserError(f"{_option(name, options)} {number}: must be above 0.")
+    alone = "is a file of runs, each with options of its own", tuple(given.keys() - {"jobs", "json", "html"})
+    for name, (does, others) in {"jobs": alone, **APART}.items():
+        if name in given and (other := next((each for each in others if each in given), None)):
+            raise UserError(f"{_option(name, options)} {does}. Leave out {_option(other, options)}.")
+    if options.jobs is not None:
+        return
     if not options.learn and (options.run is None) == (options.model is None):
         raise UserError("say either a run file or --model NAME, e.g. argosy plan --model llama3-8b --cluster 8xh100.")
-    if options.tokens is not None and options.finetune is not None:
-        raise UserError("--tokens and --finetune both say how much to train on: give one of them.")
-    if options.within is not None:
-        others = {"--html": options.html, "--serve": options.serve, "--learn": options.learn}
-        if other := next((name for name, value in others.items() if value), None):
-            raise UserError(f"--within asks how many devices train a run in time. Leave out {other}.")
-        if options.objective != "time":
-            raise UserError(
-                f"--within finds the fewest devices that are in time. Leave out --objective {options.objective}."
-            )
-    _check_serving(options)
-    _check_network(options)
-    if options.html is not None and options.serve:
-        raise UserError("--html is for training plans. Leave out --serve, or take --json.")
-    if len(options.cluster) > 1 and (options.html or options.serve or options.learn):
-        other = "--html" if options.html else "--serve" if options.serve else "--learn"
-        raise UserError(f"{other} takes one --cluster. Several are compared side by side, for training.")
-
-
-def _check_network(options: Options) -> None:
-    if options.rank_map or options.slurm_topology:
-        option = "--rank-map" if options.rank_map else "--slurm-topology"
-        whole = {"--within": options.within, "--serve": options.serve, "--learn": options.learn}
-        if other := next((name for name, value in whole.items() if value), None):
-            raise UserError(f"{option} is about the ranks of a training plan. Leave out {other}.")
-        if len(options.cluster) != 1:
-            raise UserError(f"{option} takes one --cluster, whose file has a table topology (docs/networks.md).")
-
-
-def _check_serving(options: Options) -> None:
-    given = [name for name in SERVING_ONLY if getattr(options, name)]
-    if given and not options.serve and not (options.learn and given == ["engine"]):
-        raise UserError(f"--{given[0].replace('_', '-')} says something about serving. Add --serve, or leave it out.")
-    if options.serve and options.rate is None and (options.ttft_ms is not None or options.tpot_ms is not None):
+    of_serving = [name for name in SERVING_ONLY if name in given]
+    if of_serving and not options.serve and not (options.learn and of_serving == ["engine"]):
+        raise UserError(
+            f"{_option(of_serving[0], options)} says something about serving. Add --serve, or leave it out."
+        )
+    if options.rate is None and (options.ttft_ms is not None or options.tpot_ms is not None):
         raise UserError("--ttft-ms and --tpot-ms are limits at a rate of requests. Add --rate, e.g. --rate 10.")
-    if options.serve and options.seq_len is not None:
-        raise UserError("--seq-len is for training. With --serve give --prompt-len and --output-len.")
+    clusters = len(options.cluster)
+    if len(options.price) not in (0, 1, max(1, clusters)):
+        raise UserError(f"{len(options.price)} --price for {clusters} --cluster. Give one, or one for each.")
+    if clusters != 1 and (about_ranks := next((n for n in ("rank_map", "slurm_topology") if n in given), None)):
+        option = _option(about_ranks, options)
+        raise UserError(f"{option} takes one --cluster, whose file has a table topology (docs/networks.md).")
+    if clusters > 1 and (single := next((n for n in ("html", "serve", "learn") if n in given), None)):
+        raise UserError(
+            f"{_option(single, options)} takes one --cluster. Several are compared side by side, for training."
+        )
+
+
+def _option(name: str, options: Options) -> str:
+    return str(options.run) if name == "run" else f"--{name.replace('_', '-')}"
 
 
 def _by_option(text: str, options: Options) -> str:

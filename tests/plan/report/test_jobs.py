@@ -112,4 +112,4 @@ def test_a_job_that_fits_nowhere_says_why_on_each_cluster(capsys, tmp_path):
 
 def test_options_of_one_run_do_not_go_with_a_file_of_several(capsys):
     assert main(["plan", "--jobs", str(EXAMPLE), "--tokens", "1T"]) == 2
-    assert "--tokens is said of one run" in capsys.readouterr().err
+    assert "each with options of its own. Leave out --tokens" in capsys.readouterr().err
