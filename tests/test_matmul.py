@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from argosy import matmul
-from argosy.matmul import ROWS, dense, dense_by_group
+from argosy.matmul import ROWS, dense, dense_by_group, fp8_by_group
+from argosy.models.layers import Linear
+from argosy.precision import use_fp8
 
 WITH_ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -91,6 +94,52 @@ def test_rows_of_any_number_other_formats_and_small_ones_are_torch_s(rows: int, 
     tensors = operands(rows, dtype)
     assert torch.equal(dense(*tensors), F.linear(*tensors))
     assert not matmul._is_for_onednn(*tensors[:2])
+
+
+def by_group(counts: tuple[int, ...], spread: float = 1.0) -> list[torch.Tensor]:
+    """Rows [N, 64], groups' matrices [G, 48, 64], and a gradient [N, 48]; each row has a magnitude of its own."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((sum(counts), 64), (len(counts), 48, 64), (sum(counts), 48))
+    x, weights, slopes = (torch.randn(shape, generator=generator) for shape in shapes)
+    x = x * torch.logspace(0, spread, len(x))[:, None]
+    return [x.bfloat16().requires_grad_(), weights.requires_grad_(), slopes.bfloat16()]
+
+
+@pytest.mark.parametrize("counts", [(37, 0, 5, 80), (16, 32), (0, 0), (0, 3)], ids=str)
+def test_fp8_rounds_rows_of_groups_and_nothing_else(counts: tuple[int, ...]) -> None:
+    x, weights, slopes = by_group(counts, spread=6.0)
+    y = fp8_by_group(x, weights, torch.tensor(counts))
+    exact = dense_by_group(x.float(), weights, counts)
+    assert y.dtype == torch.bfloat16
+    assert ((y - exact).norm(dim=1) < 0.06 * exact.norm(dim=1)).all()  # an outlier of a row costs that row alone
+    dx, dw = torch.autograd.grad(y, (x, weights), slopes)
+    exact_dx, exact_dw = torch.autograd.grad(exact, (x, weights), slopes.float())
+    assert (dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
+    assert ((dx - exact_dx).norm(dim=1) < 0.06 * exact_dx.norm(dim=1)).all()
+    for count, got, wanted in zip(counts, dw, exact_dw, strict=True):
+        assert (got - wanted).norm() <= 0.06 * wanted.norm() and bool(got.any()) == (count > 0)
+
+
+def test_experts_in_fp8_are_rounded_as_dense_layers_are() -> None:
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    x, weights, slopes = by_group((48,))
+    layer = nn.Sequential(Linear(64, 48, bias=False))
+    layer[0].weight.data = weights[0].data
+    use_fp8(layer, torch.device("cpu"), "fp8_rowwise", emulate=True)
+    y, expected = fp8_by_group(x, weights, torch.tensor([48])), layer(x)
+    found = (y, *torch.autograd.grad(y, (x, weights), slopes))
+    of_layer = (expected, *torch.autograd.grad(expected, (x, layer[0].weight), slopes))
+    for got, wanted in zip(found, of_layer, strict=True):
+        assert (got - wanted).norm() < 2e-3 * wanted.norm()  # bf16's rounding; fp8's is 0.04
+
+
+def test_what_is_not_finite_stays_so_in_fp8() -> None:
+    x, weights, _ = by_group((5, 20))
+    x.data[7, 3] = torch.inf
+    y = fp8_by_group(x, weights, torch.tensor([5, 20]))
+    assert y[7].isnan().all() and y[[*range(7), *range(8, 25)]].isfinite().all()
+    y[7].sum().backward()
+    assert weights.grad[1].isnan().any() and weights.grad[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

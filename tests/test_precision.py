@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from argosy.errors import UserError
+from argosy.models.experts import Experts
 from argosy.models.layers import FeedForward, Linear
 from argosy.models.microbatch import microbatches
 from argosy.parallel import apply
@@ -32,7 +33,8 @@ from argosy.precision import (
     takes_fp8,
     use_fp8,
 )
-from tiny import eager, gradients, laid_out, made_step, train_step
+from argosy.training.step import Step
+from tiny import decoder, eager, gradients, laid_out, made_step, train_step
 
 CPU = torch.device("cpu")
 
@@ -255,6 +257,20 @@ def test_newer_gpu_with_the_package_is_taken(monkeypatch, capability):
     check_fp8(CUDA)
 
 
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
+def test_experts_are_refused_where_torch_has_no_product_for_them(monkeypatch, capability):
+    pretend(monkeypatch, capability, torchao=True)
+    with pytest.raises(UserError, match=r"fp8_rowwise with experts needs .* 9\.0 \(Hopper\).*Try precision=bf16"):
+        use_fp8(decoder(**EXPERTS), CUDA, "fp8_rowwise")
+
+
+def test_experts_of_other_sizes_stay_as_they_are():
+    for width, taken in ((64, True), (24, False)):
+        model = decoder(**EXPERTS | {"moe": EXPERTS["moe"] | {"expert_ffn_width": width}})
+        experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+        assert experts and all(takes_fp8(module, name) is taken for name, module in experts.items())
+
+
 @pytest.mark.parametrize(
     ("name", "module", "taken"),
     [
@@ -321,13 +337,13 @@ def test_scales_of_rows_keep_small_rows_that_one_scale_loses():
 
 SPLIT = {"width": 64, "ffn_width": 128, "head_width": 16, "qkv_bias": True, "ffn_bias": True}
 """Sizes of which two ranks have multiples of 16 each; matrices cut by outputs and by inputs have biases."""
+EXPERTS = SPLIT | {"moe": {"experts": 4, "experts_per_token": 2, "expert_ffn_width": 64, "shared_experts": 1}}
 ROWS = np.sort(np.random.default_rng(0).integers(0, 400, (4, 33)).astype(np.int32), axis=1)
 
 
-def emulated(world: World, precision: str) -> tuple[list[float], dict[str, Tensor]]:
+def emulated(world: World, precision: str, model: dict[str, Any] = SPLIT) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of ten steps in emulated fp8, split over the ranks, and the gradients of the first."""
-    with mock.patch.object(apply, "use_fp8", partial(use_fp8, emulate=True)):
-        step = train_step(world, eager(f"tp={world.size},precision={precision}"), model=SPLIT)
+    step = emulated_step(world, f"tp={world.size},precision={precision}", model)
     batch = list(microbatches(ROWS, 2, 0, CPU))
     step.forward_backward(batch)
     first = gradients(step.state.model)
@@ -335,14 +351,45 @@ def emulated(world: World, precision: str) -> tuple[list[float], dict[str, Tenso
     return [made_step(step, batch, 3e-3)[0] for _ in range(10)], first
 
 
-@pytest.mark.parametrize("precision", RECIPES)
-def test_layers_split_over_ranks_round_as_whole_ones_do(workers, precision):
+def emulated_step(world: World, plan: str, model: dict[str, Any]) -> Step:
+    with mock.patch.object(apply, "use_fp8", partial(use_fp8, emulate=True)):
+        return train_step(world, eager(plan), model=model)
+
+
+@pytest.mark.parametrize(
+    ("precision", "model"),
+    [("fp8", SPLIT), ("fp8_rowwise", SPLIT), ("fp8_rowwise", EXPERTS)],
+    ids=["whole", "rows", "experts"],
+)
+def test_layers_split_over_ranks_round_as_whole_ones_do(workers, precision, model):
     pytest.importorskip("torchao", reason="the extra fp8 is not installed")
-    ((_, exact),) = workers.run(1, emulated, "fp32")
-    ((whole_losses, whole),) = workers.run(1, emulated, precision)
-    split_losses, split = workers.run(2, emulated, precision)[0]
+    ((_, exact),) = workers.run(1, emulated, "fp32", model)
+    ((whole_losses, whole),) = workers.run(1, emulated, precision, model)
+    split_losses, split = workers.run(2, emulated, precision, model)[0]
     assert whole_losses[-1] < 0.7 * whole_losses[0]
     assert split_losses == pytest.approx(whole_losses, rel=5e-3)
-    for name in (name for name, gradient in exact.items() if gradient.ndim == 2):
+    for name in (name for name, gradient in exact.items() if gradient.ndim >= 2):
         of_whole, of_split = ((g[name] - exact[name]).norm() / exact[name].norm() for g in (whole, split))
         assert 0.015 < of_split < 1.1 * of_whole, name  # in bf16 all are below 0.01
+
+
+def losses_of(world: World, plan: str, model: dict[str, Any] = EXPERTS) -> list[float]:
+    """The losses of ten steps on the same rows, which the ranks share."""
+    step = emulated_step(world, plan, model)
+    mine = ROWS[world.rank :: world.size]
+    return [made_step(step, list(microbatches(mine, len(mine) // 2, 0, CPU)), 3e-3)[0] for _ in range(10)]
+
+
+def test_experts_in_fp8_train_as_in_bf16(workers):
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    wide, narrow = (workers.run(1, losses_of, f"precision={precision}")[0] for precision in ("bf16", "fp8_rowwise"))
+    assert wide[-1] < 0.7 * wide[0]
+    assert narrow == pytest.approx(wide, rel=5e-3) and narrow != pytest.approx(wide, rel=1e-5)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_experts_on_several_ranks_are_in_fp8_as_on_one(workers, zero):
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    alone = workers.run(1, losses_of, "precision=fp8_rowwise")[0]
+    shared = workers.run(2, losses_of, f"dp_shard=2,ep=2,zero={zero},precision=fp8_rowwise")[0]
+    assert shared == pytest.approx(alone, rel=5e-3)

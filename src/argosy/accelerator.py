@@ -35,6 +35,8 @@ NCCL = "nccl"
 """The backend of process groups on cuda devices: NCCL, or RCCL by the same name."""
 TENSOR_CORES, FP8_CORES = (7, 0), (8, 9)
 """CUDA compute capability of the first devices with fast fp16 (Volta), and with fp8 (Ada; Hopper is 9.0)."""
+FP8_BY_GROUP = (9, 0)
+"""That of the only devices with `F.scaled_grouped_mm` in fp8 by rows: torch 2.13 skips its tests on others."""
 FP8_OF_AMD = ("gfx94", "gfx95")
 """ROCm's names of the architectures with fp8: CDNA 3 (MI300) and 4 (MI350)."""
 Mark = float | torch.Event
@@ -284,6 +286,11 @@ def has_fp8(device: torch.device) -> bool:
     if device.type == NVIDIA and getattr(torch.version, "hip", None):
         return str(torch.cuda.get_device_properties(device).gcnArchName).startswith(FP8_OF_AMD)
     return capability(device) >= FP8_CORES
+
+
+def has_fp8_by_group(device: torch.device) -> bool:
+    """Return True if torch multiplies experts' rows in fp8 on such a device."""
+    return capability(device) == FP8_BY_GROUP
 
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:

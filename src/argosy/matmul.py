@@ -1,4 +1,5 @@
-"""The products of dense layers: `F.linear`, or a faster kernel for fp32 where the CPU's BLAS leaves half of it unused.
+"""The products of dense layers and of experts: `F.linear`, a faster kernel for fp32 where the CPU's BLAS leaves half of
+it unused, or, of experts, fp8.
 
 torch multiplies fp32 matrices with MKL, which takes AVX2 on a CPU that is not Intel's, also where there is AVX-512.
 oneDNN, which torch brings for bf16, takes what there is: on a Zen 5 it is about twice as fast (benchmarks/results).
@@ -48,6 +49,16 @@ def dense_by_group(x_NX: Tensor, weight_GYX: Tensor, counts: Sequence[int]) -> T
         counts = [part for count in counts for part in (count - count % ROWS, count % ROWS)]
         weights = (weight for weight in weight_GYX for _ in range(2))
     return torch.cat([dense(x, weight) for x, weight in zip(x_NX.split(list(counts)), weights, strict=True)])
+
+
+def fp8_by_group(x_NX: Tensor, weight_GYX: Tensor, counts_G: Tensor) -> Tensor:
+    """Multiply as `dense_by_group`, forward and backward, in fp8 (E4M3); return bf16. X and Y: multiples of `BLOCK`.
+
+    Each row of either operand has a power of two for its scale, as in torchao's rowwise recipe; rows are what is summed
+    over. The host does not wait for the counts. On a CPU fp8 numbers are multiplied as fp32.
+    """
+    y_NY: Tensor = _Fp8ByGroup.apply(x_NX, weight_GYX, counts_G)
+    return y_NY
 
 
 def _is_for_onednn(x: Tensor, weight_YX: Tensor) -> bool:
@@ -111,3 +122,112 @@ torch.library.register_autograd("argosy::product", _gradients, setup_context=_ke
 @register_flop_formula(torch.ops.argosy.product)
 def _flops(x_shape: torch.Size, weight_shape: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * x_shape.numel() * weight_shape[0]
+
+
+# In fp8. R rows with each group's filled up to whole blocks of B, and some to spare; b blocks
+
+BLOCK = 16
+"""The kernel takes multiples of so many numbers along a sum: for a weight's gradient, of the rows of each group."""
+FP8 = torch.float8_e4m3fn
+TINY = 1e-12
+"""The least magnitude that a scale is for, as in torchao."""
+
+
+class _Fp8ByGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NX: Tensor, weight_GYX: Tensor, counts_G: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NX, weight_GYX, counts_G)
+        return _scaled_product(*_in_fp8(x_NX), *_in_fp8(weight_GYX), counts_G.cumsum(0, dtype=torch.int32))
+
+    @staticmethod
+    def backward(ctx: Any, dy_NY: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_NX, weight_GYX, counts_G = ctx.saved_tensors
+        dx_NX = dw_GYX = None
+        if ctx.needs_input_grad[0]:
+            ends_G = counts_G.cumsum(0, dtype=torch.int32)
+            dx_NX = _scaled_product(*_in_fp8(dy_NY), *_in_fp8(weight_GYX.mT), ends_G).to(x_NX.dtype)
+        if ctx.needs_input_grad[1]:
+            filled_G = (counts_G.clamp(min=1) + (BLOCK - 1)) // BLOCK * BLOCK
+            moved_G = (filled_G - counts_G).cumsum(0) - (filled_G - counts_G)
+            places_N = torch.arange(len(x_NX), device=x_NX.device)
+            places_N = places_N + moved_G.repeat_interleave(counts_G, output_size=len(x_NX))
+            ends_G = filled_G.cumsum(0, dtype=torch.int32)
+            dy, x = (_columns_in_fp8(rows, places_N, ends_G) for rows in (dy_NY, x_NX))
+            dw_GYX = _scaled_product(*dy, *x, ends_G).to(weight_GYX.dtype)
+        return dx_NX, dw_GYX, None
+
+
+def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [..., X] in fp8, contiguous, and what each row is to be multiplied by to be x again."""
+    scales = _scales(torch.linalg.vector_norm(x, torch.inf, -1))
+    return (x * scales.to(x.dtype)[..., None]).to(FP8).contiguous(), scales.reciprocal()
+
+
+def _columns_in_fp8(x_NX: Tensor, places_N: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x in fp8 with its rows at their places, transposed [X, R], and factors for each group's columns [G, X]."""
+    blocks = -(-len(x_NX) // BLOCK) + len(ends_G)  # no fewer, whatever the counts
+    rows_RX = x_NX.new_zeros(blocks * BLOCK, x_NX.shape[1]).index_copy_(0, places_N, x_NX)
+    x_bBX = rows_RX.unflatten(0, (blocks, BLOCK))
+    starts_b = torch.arange(0, blocks * BLOCK, BLOCK, dtype=ends_G.dtype, device=x_NX.device)
+    groups_b = torch.searchsorted(ends_G, starts_b, right=True).clamp(max=len(ends_G) - 1)  # past the last are zeros
+    largest_bX = torch.linalg.vector_norm(x_bBX, torch.inf, 1).float()
+    largest_GX = largest_bX.new_zeros(len(ends_G), x_NX.shape[1])
+    largest_GX.scatter_reduce_(0, groups_b[:, None].expand_as(largest_bX), largest_bX, "amax")
+    scales_GX = _scales(largest_GX)
+    scaled_bBX = x_bBX * scales_GX.to(x_NX.dtype)[groups_b, None]
+    return scaled_bBX.flatten(0, 1).to(FP8).mT.contiguous(), scales_GX.reciprocal()
+
+
+def _scales(largest: Tensor) -> Tensor:
+    """Return the largest powers of two that leave such magnitudes within fp8; NaN and infinity become NaN there."""
+    return (torch.finfo(FP8).max / largest.float().clamp(min=TINY)).log2().floor().exp2()
+
+
+torch.library.define(
+    "argosy::fp8_by_group",
+    "(Tensor a, Tensor a_factors, Tensor b, Tensor b_factors, Tensor ends) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _scaled_product(a: Tensor, a_factors: Tensor, b: Tensor, b_factors: Tensor, ends_G: Tensor) -> Tensor:
+    """Return a times the transposed b, bf16: by groups of rows of a [N, X] and matrices of b [G, Y, X], [N, Y], or by
+    groups of columns of a [Y, N] and b [X, N], [G, Y, X].
+    """
+    y: Tensor = torch.ops.argosy.fp8_by_group(a, a_factors, b, b_factors, ends_G)
+    return y
+
+
+@torch.library.impl("argosy::fp8_by_group", "default")
+def _fp8_by_kernel(a: Tensor, a_factors: Tensor, b: Tensor, b_factors: Tensor, ends_G: Tensor) -> Tensor:
+    if not a.numel():
+        return _fp8_of_nothing(a, a_factors, b, b_factors, ends_G)
+    if b.ndim == 2:
+        a_factors, b_factors = a_factors.flatten(), b_factors.flatten()
+    by_row = F.ScalingType.RowWise
+    y: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+        a, b.mT, a_factors, by_row, b_factors, by_row, offs=ends_G, output_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return y
+
+
+@torch.library.impl("argosy::fp8_by_group", "cpu")
+def _fp8_on_cpu(a: Tensor, a_factors: Tensor, b: Tensor, b_factors: Tensor, ends_G: Tensor) -> Tensor:
+    counts = ends_G.diff(prepend=ends_G.new_zeros(1)).tolist()
+    if b.ndim == 3:
+        x_NX, w_GYX = a.float() * a_factors[:, None], b.float() * b_factors[..., None]
+        return dense_by_group(x_NX, w_GYX, counts).bfloat16()
+    a, b = (x[:, : sum(counts)].float() for x in (a, b))
+    sums = [F.linear(*parts) for parts in zip(a.split(counts, 1), b.split(counts, 1), strict=True)]
+    return (torch.stack(sums) * a_factors[..., None] * b_factors[:, None]).bfloat16()
+
+
+@torch.library.register_fake("argosy::fp8_by_group")
+def _fp8_of_nothing(a: Tensor, a_factors: Tensor, b: Tensor, b_factors: Tensor, ends_G: Tensor) -> Tensor:
+    shape = (*a.shape[:-1], b.shape[-2]) if b.ndim == 3 else (len(ends_G), len(a), len(b))
+    return a.new_empty(shape, dtype=torch.bfloat16)
+
+
+@register_flop_formula(torch.ops.argosy.fp8_by_group)
+def _fp8_flops(a_shape: torch.Size, _: Any, b_shape: torch.Size, *__: Any, **___: Any) -> int:
+    return 2 * a_shape.numel() * b_shape[-2]

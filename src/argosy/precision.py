@@ -12,7 +12,7 @@ The random bits are a hash of seed, step, tensor and the element's place in the 
 every mesh and after a resume, and no generator's state has to be saved.
 
 For fp16 the loss is scaled (Micikevicius et al. 2018): gradients too small for fp16 are scaled up. Linear layers
-multiply in fp8 through torchao.
+multiply in fp8 through torchao, experts by torch's own product.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.accelerator import capability, device_name, has_fp8
+from argosy.accelerator import capability, device_name, has_fp8, has_fp8_by_group
 from argosy.errors import UserError, missing_extra
+from argosy.matmul import fp8_by_group
 
 Places = tuple[Tensor, ...]
 """For each dim of a local part, the int32 offsets of its indices in the whole. Their broadcast sum is the place."""
@@ -221,7 +222,7 @@ RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
 """torchao's names of the ways to scale, by the plan's word."""
 
 
-def check_fp8(device: torch.device, precision: str = "fp8") -> None:
+def check_fp8(device: torch.device, precision: str = "fp8", has_experts: bool = False) -> None:
     """Raise UserError if `device` cannot multiply in fp8, or torchao is not installed."""
     able = capability(device)
     name = device_name(device)
@@ -231,32 +232,40 @@ def check_fp8(device: torch.device, precision: str = "fp8") -> None:
             f"plan: precision = {precision} needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, "
             f"Blackwell); this one is {where}. Try precision=bf16."
         )
+    if has_experts and not has_fp8_by_group(device):
+        raise UserError(
+            f"plan: precision = {precision} with experts needs a CUDA device of compute capability 9.0 (Hopper), the "
+            f"only one for which torch multiplies them in fp8; this one is {where}. Try precision=bf16."
+        )
     if importlib.util.find_spec("torchao") is None:
         raise missing_extra("torchao", "fp8", f"plan: precision = {precision}")
 
 
 def takes_fp8(module: nn.Module, name: str) -> bool:
     """Return True if a module can multiply in fp8: it is one of the model's linear layers (`models.layers.Linear`), but
-    not of `SKIPPED`, and this rank's part of its weight has sizes that fit.
+    not of `SKIPPED`, or a layer's experts, and this rank's parts of its matrices have sizes that fit.
     """
-    if not isinstance(module, nn.Linear) or not hasattr(module, "product") or name.rpartition(".")[2] in SKIPPED:
+    if not hasattr(module, "product") or name.rpartition(".")[2] in SKIPPED:
         return False
-    part = module.weight.to_local() if hasattr(module.weight, "to_local") else module.weight
-    return all(size % MULTIPLE == 0 for size in part.shape)
+    own = module.named_parameters(recurse=False)
+    matrices = [parameter for parameter_name, parameter in own if not parameter_name.endswith("bias")]
+    parts = [matrix.to_local() if hasattr(matrix, "to_local") else matrix for matrix in matrices]
+    return all(size % MULTIPLE == 0 for part in parts for size in part.shape[-2:])
 
 
 def use_fp8(model: nn.Module, device: torch.device, precision: str = "fp8", emulate: bool = False) -> None:
-    """Make the model's linear layers multiply in fp8, scaled as `RECIPES` says; their parameters stay as they are.
+    """Make linear layers and experts multiply in fp8, scaled as `RECIPES` says; their parameters stay as they are.
 
     Call it once tensor parallelism has cut the weights. Scales are those of this rank's parts: each partial product has
     its own and is as wide as its inputs again before ranks sum it, so ranks agree on none, and no scale is coarser than
-    that of the whole. `emulate`: round to fp8 but multiply as before, which any device can do. Raises: UserError as
-    `check_fp8` does, or if no layer has sizes that fp8 can take.
+    that of the whole. Experts have a scale for each row. `emulate`: round to fp8 but multiply as before, which any
+    device can do. Raises: UserError as `check_fp8` does, or if no layer has sizes that fp8 can take.
     """
+    modules = [module for name, module in model.named_modules() if takes_fp8(module, name)]
+    layers = [module for module in modules if isinstance(module, nn.Linear)]
     if not emulate:
-        check_fp8(device, precision)
-    layers = [module for name, module in model.named_modules() if takes_fp8(module, name)]
-    if not layers:
+        check_fp8(device, precision, has_experts=len(layers) < len(modules))
+    if not modules:
         raise UserError(
             f"plan: precision = {precision} finds no linear layer whose sizes on a rank are multiples of {MULTIPLE}. "
             "Try precision=bf16, a smaller tp, or other model.width and model.ffn_width."
@@ -266,8 +275,9 @@ def use_fp8(model: nn.Module, device: torch.device, precision: str = "fp8", emul
     config = replace(Float8LinearConfig.from_recipe_name(RECIPES[precision]), emulate=emulate)
     # torchao's layers hold whole weights and sum nothing over ranks: only the product of one is taken.
     pattern = convert_to_float8_training(nn.Linear(MULTIPLE, MULTIPLE, device="meta"), config=config)
-    for layer in layers:
-        layer.product = functools.partial(_product_in_fp8, pattern.linear_mm_config, pattern.config)
+    of_layer = functools.partial(_product_in_fp8, pattern.linear_mm_config, pattern.config)
+    for module in modules:
+        module.product = of_layer if isinstance(module, nn.Linear) else fp8_by_group
 
 
 def _product_in_fp8(kernels: Any, config: Any, x: Tensor, weight_YX: Tensor) -> Tensor:

@@ -90,10 +90,13 @@ def test_the_host_waits_twice_in_a_step(model: str, plan: str, sections: dict[st
     assert not found.misplaced and not found.races, found
 
 
-@pytest.mark.parametrize("precision", FP8)
-def test_it_waits_no_oftener_in_fp8_split_over_ranks(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [*(("dense", f"tp=2,precision={precision}") for precision in FP8), ("experts", "precision=fp8_rowwise")],
+)
+def test_it_waits_no_oftener_in_fp8(model: str, plan: str) -> None:
     pytest.importorskip("torchao", reason="the extra fp8 is not installed")
-    test_the_host_waits_twice_in_a_step("dense", f"tp=2,precision={precision}", {})
+    test_the_host_waits_twice_in_a_step(model, plan, {})
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,9 @@ class Experts(nn.Module):
 
     share_of_bias = 1.0
     """The part of the last bias that this rank adds. Tensor parallelism, which adds up results, sets it."""
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """Multiplies rows in a narrower format by their expert's matrix as it is stored, given the experts' numbers of rows
+    (`precision.use_fp8`)."""
 
     def __init__(self, config: MoEConfig, table: Table, activation: Activation = F.silu, limit: float = 0.0):
         super().__init__()
@@ -331,7 +334,7 @@ class Experts(nn.Module):
     def compute(self, x_PD: Tensor, counts_e: Tensor, kept: dict[str, Tensor | QuantisedWeight]) -> Tensor:
         """Return the outputs of this rank's experts. Each takes the next `counts_e` (int64) of `x_PD`; a `Compute`.
 
-        kept: matrices in the dtype of `x_PD`, for all parts of a batch.
+        kept: matrices in the dtype of `x_PD` (in fp8, their own), for all parts of a batch.
         """
         product = partial(self._product, matmul=self._matmul(x_PD, counts_e), counts_e=counts_e, kept=kept)
         hidden_PF = gated(
@@ -345,6 +348,9 @@ class Experts(nn.Module):
 
     def _matmul(self, x_PD: Tensor, counts_e: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         """Return what multiplies each expert's rows by its matrix."""
+        if self.product is not None:
+            by_group = self.product
+            return lambda x_PX, weight_eYX: by_group(x_PX, weight_eYX, counts_e)
         # The kernels take rows of whole 16 bytes, and at least one row.
         stacks = [(name, local(p).shape) for name, p in self.named_parameters() if p.ndim == 3]
         sizes = [shape[1] for _, shape in stacks]
@@ -364,7 +370,9 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Multiply each expert's rows by its matrix `name`, and by that matrix's adapter, if it has one."""
         if name not in kept:
-            kept[name] = held(self.get_parameter(name), self.schemes.get(name), x_PX.dtype)
+            matrices = self.get_parameter(name)
+            dtype = x_PX.dtype if self.product is None else matrices.dtype
+            kept[name] = held(matrices, self.schemes.get(name), dtype)
         weight = kept[name]
         adapter = self._modules[f"{name}_lora"]
         if adapter is None:

@@ -109,6 +109,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, *args: An
     return scores.softmax(-1) @ v
 
 
+def _scaled_by_group(
+    a: Tensor, b: Tensor, a_scales: Tensor, _: Any, b_scales: Tensor, __: Any, *, offs: Tensor, **kwargs: Any
+) -> Tensor:
+    """Check and shape as torch does for the private operator before the public one, of which it cannot."""
+    return aten._scaled_grouped_mm(a, b, a_scales, b_scales, offs, out_dtype=kwargs["output_dtype"])
+
+
 def _of_local(name: str) -> property:
     return property(lambda tensor: getattr(tensor._local_tensor, name))
 
@@ -166,6 +173,7 @@ def seen_as_cuda(watch: DeviceWatch, device: FakeDevice) -> Iterator[None]:
         (torch, "as_tensor", _tensor),
         (torch, "Generator", _generator),
         (F, "scaled_dot_product_attention", _attention),
+        (F, "scaled_grouped_mm", _scaled_by_group),
     )
     for owner, name, value in attributes:
         setattr(owner, name, value)  # these classes only inherit them

@@ -127,6 +127,12 @@ def test_gradients_have_the_format_of_their_weights():
     assert narrow.weights == pytest.approx(wide.weights / 2)
 
 
+def test_matrices_are_not_kept_in_another_format_for_fp8():
+    plan = "zero=1,dp_shard=2,compile=false,precision="
+    wide, narrow = (footprint(plan + precision, GPT).activations for precision in ("bf16", "fp8_rowwise"))
+    assert wide - narrow == pytest.approx(2 * (GPT.matrix_parameters - GPT.vocab_size * GPT.width), rel=0.1)
+
+
 def test_offload_takes_the_optimizer_and_activations_off_the_device():
     here, away = footprint("microbatch=8", GPT), footprint("microbatch=8,offload=all", GPT)
     assert away.optimizer == 0

@@ -21,6 +21,7 @@ from argosy.plan.cost.breakdown import RankSizes
 from argosy.plan.cost.rates import System
 from argosy.plan.layer_spec import DELTA_CHUNK
 from argosy.plan.layouts import Layouts
+from argosy.plan.plan import FP8
 from argosy.plan.workload import Numbers, Workload
 
 KEPT_FLOPS_PER_BYTE = 8
@@ -152,7 +153,12 @@ class LayerMemory(RankSizes):
     def _casts(self) -> Numbers:
         """Bytes of a layer's weights cast to the format of the arithmetic: eager autograd keeps them too."""
         cast = sum(self.parameters(1.0)) - sum(self.quantised(1.0))
-        return np.where(self.eager & self._is_cast, cast * self.activation_bytes, 0.0)
+        return np.where(self.eager & self._are_matrices_cast, cast * self.activation_bytes, 0.0)
+
+    @cached_property
+    def _are_matrices_cast(self) -> NDArray[np.bool_]:
+        """True where matrices of layers are: into fp8 they are rounded as they are stored, and only for a product."""
+        return np.asarray(self._is_cast & ~self.plans.is_("precision", *FP8))
 
     @cached_property
     def _is_cast(self) -> NDArray[np.bool_]:
@@ -210,7 +216,7 @@ class LayerMemory(RankSizes):
         matrix = self.activation_bytes * np.maximum(
             work.width * dense / plans.tp * (work.trained_dense > 0), stack * (work.trained_experts > 0)
         )
-        cast = np.where(self._is_cast, matrix, 0.0)
+        cast = np.where(self._are_matrices_cast, matrix, 0.0)
         copied = np.where(self.activation_bytes < 4, 4 / self.activation_bytes * matrix + matrix - cast, 0.0)
         # The gradients of a layer that FSDP2 shares wait for its last one.
         of_gate = (work.ffn_matrices - 1) * inside - cast + np.where(plans.shards_parameters, matrix, 0.0)
