@@ -13,7 +13,7 @@ import pytest
 
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
 CODE = """
-import json, os, sys
+import _ctypes, json, os, shutil, sys
 from pathlib import Path
 import argosy.supervise.worker
 from argosy.models import attention, compiler
@@ -25,9 +25,16 @@ corpus, run_dir, *heavy = sys.argv[1:]
 train_in(World(), run_config(Path(corpus), train={"steps": 2}), EAGER, Path(run_dir))
 loaded = [name for name in heavy if name in sys.modules]
 compiler.load()
+from torch._inductor.cpu_vec_isa import VecAVX2
+isa, library, broken = VecAVX2(), Path(run_dir) / "kept.so", Path(run_dir) / "broken.so"
+shutil.copy(_ctypes.__file__, library)
+broken.touch()
+loads = [isa._probe_load(str(library)), isa._probe_load(str(broken)), isa._probe_load(str(broken))]
+library.unlink()
 functions = attention._attention_by_document, halo.halo_attention, recompute._recomputed_around_compiled
 print(json.dumps({
     "loaded": loaded,
+    "loads": [*loads, isa._probe_load(str(library))],
     "cache": os.environ[compiler.CACHE_DIR],
     "disabled": [getattr(function, "_torchdynamo_disable", False) for function in functions],
 }))
@@ -53,6 +60,10 @@ def test_a_run_that_compiles_and_splits_nothing_starts_without_the_compiler(foun
 
 def test_what_is_compiled_is_kept_in_the_users_cache_for_all_runs(found):
     assert found["cache"] == str(found["folder"] / "cache" / "argosy" / "inductor")
+
+
+def test_a_library_that_loads_is_tried_once_and_a_broken_one_each_time(found):
+    assert found["loads"] == [True, False, False, True]
 
 
 def test_what_is_marked_stays_outside_compiled_graphs(found):

@@ -19,6 +19,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "argosy
 """Folder of compiled graphs and kernels, for all runs and processes of a user."""
 CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 """torch's environment variable for it."""
+PROBE = "_probe_load"
+"""torch's method of a vector instruction set that tries a library; no public name."""
 
 F = TypeVar("F", bound=Callable[..., object])
 _outside_graphs: list[Callable[..., object]] = []
@@ -48,21 +50,43 @@ def varies(*tensors: torch.Tensor) -> None:
 
 
 def load() -> None:
-    """Load the compiler; before anything is compiled.
+    """Load the compiler, with what compiling imports; before anything is compiled.
 
     What it makes is kept on disk, so that only the first run of a model waits for it. TORCHINDUCTOR_CACHE_DIR, if the
     user has set it, says where.
     """
     os.environ.setdefault(CACHE_DIR, str(CACHE))  # importing the compiler sets it to a folder of /tmp
-    importlib.import_module("torch._dynamo")
+    for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo"):
+        importlib.import_module(name)
     # A block tells its dropout which tokens it computes; a graph that recomputes it has them still.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # no public name
 
     if os.environ[CACHE_DIR] == default_cache_dir():  # another package has imported the compiler
         os.environ[CACHE_DIR] = str(CACHE)
+    _keep_probes()
     while _outside_graphs:
         _disable(_outside_graphs.pop())
+
+
+def _keep_probes() -> None:
+    """Keep on disk, beside a library of torch's cache, that it can be loaded.
+
+    Of each of a CPU's vector instruction sets torch has a library, and asks in a new process whether it loads: in all a
+    second, in each process that compiles. The library's name tells the compiler, its flags and torch.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = getattr(VecISA, PROBE)
+
+    def kept(self: VecISA, library: str) -> bool:
+        seen = Path(f"{library}.loads")
+        if not seen.exists() and probe(self, library):
+            seen.touch()
+        return seen.exists()
+
+    if probe.__module__ != __name__:
+        setattr(VecISA, PROBE, kept)
 
 
 def _disable(function: Callable[..., object]) -> None:
