@@ -1,10 +1,12 @@
 """Rate of `argosy prepare` beside datatrove, Hugging Face datasets and the raw tokenizer library, on the same text.
 
-    python benchmarks/prepare.py [--megabytes 20]
+    python benchmarks/prepare.py [--megabytes 20] [--near-duplicates]
 
 All read the same JSONL files, one for each core, and use all cores and the same tokenizer; `prepare`, datatrove's
 pipeline and `datasets` write the tokens to files. Raw is one call of `encode_batch_fast` on all documents at once, with
-the library's own threads: no reading, no writing, no hashes.
+the library's own threads: no reading, no writing, no hashes. With --near-duplicates every tenth document is there
+twice, the second time with a line more, and `prepare` and datatrove leave out what is much like another, by the same
+n-grams, words and sizes of the signature; `datasets` has nothing for it.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from argosy.config.data import PrepareConfig
+from argosy.config.data import FiltersConfig, PrepareConfig
 from argosy.data.documents import DocumentReader, sample_texts
+from argosy.data.filters import word_tokenizer
+from argosy.data.manifest import Manifest
 from argosy.data.prepare import prepare
 from argosy.data.sources import find_files
 from argosy.data.tokenizer import train
@@ -34,7 +38,9 @@ CORES = len(os.sched_getaffinity(0))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=20)
-    text_bytes = int(parser.parse_args().megabytes * 1e6)
+    parser.add_argument("--near-duplicates", action="store_true")
+    asked = parser.parse_args()
+    text_bytes = int(asked.megabytes * 1e6)
     engines = ["huggingface", *(["fastokens"] if find_spec("fastokens") else [])]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -43,9 +49,13 @@ def main() -> None:
         files = find_files(builtin.input).files
         train(sample_texts(files, builtin, 5_000_000), 8192, tokenizer)
         texts = [d.text for d in DocumentReader(files, "skip", text_bytes).read()]
+        if asked.near_duplicates:
+            texts += [f"{text}\n# a line more" for text in texts[::10]]
+            text_bytes = sum(len(text.encode()) for text in texts)
         write(texts, jsonl)
         print(f"{text_bytes / 1e6:.0f} MB, {len(texts)} documents, {CORES} cores")
-        config = PrepareConfig(input=(str(jsonl),), tokenizer=tokenizer)
+        filters = FiltersConfig(duplicates="drop_near" if asked.near_duplicates else "keep")
+        config = PrepareConfig(input=(str(jsonl),), tokenizer=tokenizer, filters=filters)
         rates: dict[str, float] = {}
         for number in range(ROUNDS):  # taken in turns, so that all meet the same machine
             out = folder / f"out-{number}"
@@ -54,10 +64,15 @@ def main() -> None:
                 settings = {"out": out / engine, "engine": engine}
                 work[f"raw {engine}"] = partial(raw, engine, tokenizer, texts)
                 work[f"prepare {engine}"] = partial(prepare, config.model_copy(update=settings))
-            work["datatrove"] = partial(datatrove, jsonl, tokenizer, out / "datatrove")
-            work["datasets"] = partial(datasets, jsonl, tokenizer, out / "datasets")
+            work["datatrove"] = partial(datatrove, jsonl, tokenizer, out / "datatrove", asked.near_duplicates)
+            if not asked.near_duplicates:
+                work["datasets"] = partial(datasets, jsonl, tokenizer, out / "datasets")
             for name, do in work.items():
                 rates[name] = max(rates.get(name, 0.0), text_bytes / seconds(do))
+        if asked.near_duplicates:
+            print("left out by prepare:", Manifest.load(out / "huggingface").dropped)
+            left_out = sum(f.stat().st_size // 4 for f in (out / "datatrove" / "removed").glob("*.remove"))
+            print("left out by datatrove:", left_out)
     for name, rate in rates.items():
         print(f"{name:20} {rate / 1e6:7.2f} MB/s   {rate / rates['raw huggingface']:.2f} of raw huggingface")
 
@@ -70,14 +85,33 @@ def write(texts: list[str], folder: Path) -> None:
         (folder / f"{core}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def datatrove(jsonl: Path, tokenizer: Path, out: Path) -> None:
-    """Read, tokenize and write as datatrove's own example of tokenizing does."""
+def datatrove(jsonl: Path, tokenizer: Path, out: Path, drops_near: bool) -> None:
+    """Read, tokenize and write as datatrove's own examples of tokenizing and of MinHash do."""
     from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.dedup import minhash
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
+    from datatrove.utils.hashing import HashConfig
 
-    steps = [JsonlReader(str(jsonl)), DocumentTokenizer(str(out), str(tokenizer), shuffle_documents=False)]
-    LocalPipelineExecutor(steps, tasks=CORES, workers=CORES, logging_dir=str(out / "log")).run()
+    def run(name: str, *steps: object, tasks: int = CORES) -> None:
+        LocalPipelineExecutor(list(steps), tasks=tasks, workers=CORES, logging_dir=str(out / "log" / name)).run()
+
+    reader, tokens = JsonlReader(str(jsonl)), DocumentTokenizer(str(out), str(tokenizer), shuffle_documents=False)
+    if not drops_near:
+        run("tokens", reader, tokens)
+        return
+    sizes = FiltersConfig()
+    config = minhash.MinhashConfig(
+        n_grams=sizes.ngram,
+        num_buckets=sizes.buckets,
+        hashes_per_bucket=sizes.bucket_hashes,
+        hash_config=HashConfig(hash_fc="sha1"),
+    )
+    signatures, pairs, removed = (str(out / name) for name in ("signatures", "pairs", "removed"))
+    run("signatures", reader, minhash.MinhashDedupSignature(signatures, config, language=word_tokenizer()))
+    run("pairs", minhash.MinhashDedupBuckets(signatures, pairs, config=config), tasks=sizes.buckets)
+    run("clusters", minhash.MinhashDedupCluster(pairs, removed, config), tasks=1)
+    run("tokens", reader, minhash.MinhashDedupFilter(removed), tokens)
 
 
 def datasets(jsonl: Path, tokenizer: Path, out: Path) -> None:
