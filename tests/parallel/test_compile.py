@@ -101,6 +101,7 @@ def graphs_by_step(world: World, plan: str, sections: dict[str, Any]) -> list[in
         ("microbatch=4", {"model": WINDOW}),
         ("microbatch=4,recompute=full", {"lora": {"rank": 4}}),
         ("tp=2,microbatch=4", {}),
+        ("tp=2,microbatch=4,async_tp=true", {}),
         ("pp=2,microbatch=2", {}),
         ("cp=2,microbatch=2", {}),
         ("dp_shard=2,zero=3,microbatch=2,recompute=full", {}),

@@ -266,6 +266,8 @@ SLOW = [
     ("deepseek_v3", "dp_replicate=2,tp=2,shares=1:3"),
     # What is computed twice or waits elsewhere changes no number.
     ("llama", "tp=2,recompute=full,microbatch=2"),
+    ("qwen3", "dp_shard=2,tp=2,recompute=full,async_tp=true"),
+    ("qwen3_next", "pp=2,tp=2,async_tp=true"),
     ("llama", "dp_shard=2,tp=2,recompute=selective"),
     ("llama", "pp=2,dp_shard=2,recompute=full,recompute_every=2"),
     ("llama", "dp_shard=2,offload=all"),

@@ -149,10 +149,29 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         "plan.schedule = zbv splits backward, and recompute=selective keeps",
     ),
     (
-        rules.tokens_that_overlap_travel,
+        rules.messages_that_are_hidden_travel,
         "dp_shard=2,overlap_experts=true",
         {},
         "plan.overlap_experts = true with plan.ep",
+    ),
+    (rules.messages_that_are_hidden_travel, "dp_shard=2,async_tp=true", {}, "plan.async_tp = true with plan.tp = 1"),
+    (
+        rules.products_that_exchange_are_whole,
+        "tp=2,precision=fp8,async_tp=true",
+        {},
+        "plan.async_tp = true with precision = fp8: a product",
+    ),
+    (
+        rules.products_that_exchange_are_whole,
+        "tp=2,recompute=selective,async_tp=true",
+        {},
+        "plan.async_tp = true with recompute = selective: a",
+    ),
+    (
+        rules.products_that_exchange_are_whole,
+        "pp=2,tp=2,schedule=zbv,compile=false,async_tp=true",
+        {},
+        "plan.async_tp = true with schedule = zbv",
     ),
     (
         rules.number_formats_go_together,
@@ -160,7 +179,8 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         {"model": {"moe": {"experts": 8}}},
         "plan.precision = fp8 with experts",
     ),
-    (rules.adapters_are_not_in_fp8, "precision=fp8", {"lora": {"rank": 4}}, "its layers know no adapters"),
+    (rules.adapters_have_plain_products, "precision=fp8", {"lora": {"rank": 4}}, "its layers know no adapters"),
+    (rules.adapters_have_plain_products, "tp=2,async_tp=true", {"lora": {"rank": 4}}, "Try async_tp=false."),
     (rules.number_formats_go_together, "precision=fp16,weights=bf16", {}, "plan.weights = bf16 with precision = fp16"),
     (
         rules.recomputed_experts_are_gathered_alike,

@@ -45,6 +45,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     (DENSE, "cp=4", {}),
     (DENSE, "offload=all,recompute=full", {}),
     (DENSE, "tp=4,microbatch=2", {}),
+    (DENSE, "tp=4,microbatch=2,async_tp=true", {}),
     (DENSE, "pp=4", {}),
     (DENSE, "pp=4,recompute=full", {}),
     (DENSE, "pp=2,schedule=interleaved_1f1b,stages_per_rank=2", {}),

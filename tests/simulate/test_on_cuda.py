@@ -42,11 +42,13 @@ QUICK: list[tuple[str, str, dict[str, Any]]] = [
     ("capacity", "dp_shard=2,zero=3,precision=bf16,recompute=full", {}),
     ("window", "cp=2,precision=bf16", {}),
     ("tied", "pp=2,tp=2,precision=fp16", {}),
+    ("dense", "tp=2,precision=bf16,recompute=full,async_tp=true", {}),
 ]
 SLOW: list[tuple[str, str, dict[str, Any]]] = [
     *((model, "precision=bf16", {}) for model in MODELS),
     ("dense", "precision=fp32", {}),
     *((model, "tp=2,precision=bf16", {}) for model in ("experts", "latent", "linear", "softcap")),
+    *((model, "tp=2,precision=bf16,async_tp=true", {}) for model in ("experts", "latent", "linear", "tied")),
     *((model, "cp=2,precision=bf16", {}) for model in ("dense", "softcap", "linear", "sinks")),
     *(("dense", f"dp_shard=2,zero={stage},precision=bf16", {}) for stage in range(4)),
     *(("dense", f"recompute={how},precision=bf16", {}) for how in ("selective", "full")),

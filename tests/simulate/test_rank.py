@@ -89,6 +89,8 @@ SLOW = [
     ("experts", "dp_shard=2,ep=2,tp=2,zero=1"),
     ("experts", "dp_shard=2,ep=2,zero=1,microbatch=4,overlap_experts=true"),
     ("experts", "tp=2,precision=bf16"),
+    ("tied", "tp=2,microbatch=2,async_tp=true"),
+    ("experts", "tp=2,precision=bf16,recompute=full,async_tp=true"),
     ("latent", "tp=2,microbatch=2"),
     ("linear", "tp=2,microbatch=2"),
     ("linear", "cp=2,dp_shard=2,recompute=full"),

@@ -41,7 +41,8 @@ class Linear(nn.Linear):
     """Sums the output over ranks, before the bias. Tensor parallelism sets it where each rank has some inputs."""
 
     product: Product | None = None
-    """Multiplies in a narrower format, by the weight as it is stored (`precision.use_fp8`)."""
+    """Multiplies by the weight as it is stored: in a narrower format (`precision.use_fp8`), or between messages
+    (`parallel.async_tensor`, where the input may be the product already)."""
 
     lora: nn.Module | None
     """The weight's adapter, if it has one (`models.adapters`)."""
@@ -53,17 +54,16 @@ class Linear(nn.Linear):
         self.register_module("lora", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else local(self.bias).to(x.dtype)
         if self.product is not None:
             y = self.product(x, local(self.weight))
         else:
             weight = held(self.weight, self.scheme, x.dtype)
             if self.reduce is None and self.lora is None and isinstance(weight, Tensor):
-                return dense(x, weight, bias)
+                return dense(x, weight, None if self.bias is None else local(self.bias).to(x.dtype))
             y = multiply(x, weight) if self.lora is None else self.lora(x, weight)
         if self.reduce is not None:
             y = self.reduce(y)
-        return y if bias is None else y + bias
+        return y if self.bias is None else y + local(self.bias).to(y.dtype)
 
 
 class Embedding(nn.Embedding):

@@ -1,9 +1,9 @@
 """Time and bytes of this rank's collectives by axis and tier, counted while it trains.
 
-All collectives of a process (our own layers', FSDP2's, those of torch's pipelines) go through two doors:
-the methods of `ProcessGroup`, and in compiled code the operators of torch's namespace `_c10d_functional`. Torch has no
-public hook there, so `CommunicationMeter` replaces both while it is on, and passes every call on. What is waited for is
-the `Work` that a call returned. Bytes are counted by the formulas of `observe.wire`.
+All collectives of a process (our own layers', FSDP2's, those of torch's pipelines) go through three doors: the methods
+of `ProcessGroup`, in compiled code the operators of torch's namespace `_c10d_functional`, and with async_tp some of
+`symm_mem`. Torch has no public hook there, so `CommunicationMeter` replaces them while it is on, and passes every call
+on. What is waited for is the `Work` that a call returned. Bytes are counted by the formulas of `observe.wire`.
 
 On a CPU seconds are those that the caller spent in the call and in the wait; on a GPU those that its compute stream
 stood still, between two events that are read when the step's clock waits for the device anyway.
@@ -31,7 +31,7 @@ from torch.profiler import record_function
 from argosy.accelerator import Mark, current_stream, is_accelerator, mark
 from argosy.observe.counters import NETWORK, NODE, OTHER
 from argosy.observe.trace_summary import COLLECTIVE_MARK
-from argosy.observe.wire import COLLECTIVES, Sent
+from argosy.observe.wire import COLLECTIVES, Sent, tensors_in
 from argosy.plan.cost.traffic import WORLD
 
 NAME_END = 12
@@ -108,6 +108,13 @@ FUNCTIONAL: dict[str, tuple[str, int, Callable[[Any, tuple[Any, ...]], tuple[Any
     "broadcast_": ("broadcast_", 2, lambda y, args: (y,)),
 }
 """Operator of `_c10d_functional` -> that of c10d, where its group stands, and result and arguments as c10d's."""
+FUSED: dict[str, tuple[str, int, Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]]] = {
+    "fused_all_gather_matmul": ("_allgather_base_", 3, lambda y, args: (y[0],)),
+    "fused_matmul_reduce_scatter": (
+        "_reduce_scatter_base_", 4, lambda y, args: (y, [y] * (args[0].shape[args[3]] // y.shape[args[3]]))
+    ),
+}  # fmt: skip
+"""The same of operators of `symm_mem`, in which a product hides its messages: they take no time of their own."""
 
 
 @dataclass(slots=True)
@@ -214,7 +221,7 @@ class CommunicationMeter:
         return wait(work, *args, **kw) if channel is None else self._waited(channel, wait, (work, *args), kw)
 
     def call_functional(self, name: str, call: Any, args: Any, kw: Any) -> Any:
-        """Carry out an operator of `_c10d_functional`, and count it: once, if a dispatch mode calls it once more."""
+        """Carry out an operator of `FUNCTIONAL` or `FUSED`, and count it: once, if it or a dispatch mode calls more."""
         if self._is_inside:
             return call(*args, **kw)
         began_s = time.perf_counter()
@@ -223,10 +230,10 @@ class CommunicationMeter:
             result = call(*args, **kw)
         finally:
             self._is_inside = False
-        results = result if isinstance(result, (list, tuple)) else [result]
+        results = list(tensors_in(result))
         if all(type(tensor) is Tensor for tensor in results):  # not while the compiler tries it out on fake ones
             with suppress(Exception):
-                operator, place, arguments = FUNCTIONAL[name]
+                operator, place, arguments = (FUNCTIONAL | FUSED)[name]
                 group = _group(args[place])
                 channel = self._channels.get(id(group)) or self._meet(group)
                 channel.is_used = True
@@ -321,10 +328,11 @@ class _Doors:
             cls._replaced.replace(dist.ProcessGroup, name, partial(_method, operator, arguments))
         cls._replaced.replace(dist.Work, "wait", _wait)
         operators = torch.ops._c10d_functional
-        for name in FUNCTIONAL:
-            if (packet := getattr(operators, name, None)) is not None:
-                for callee in (packet, packet.default):  # Python code calls the one, compiled code the other
-                    cls._replaced.replace(callee, "_op", partial(_operator, name))
+        for owner, names in ((operators, FUNCTIONAL), (torch.ops.symm_mem, FUSED)):
+            for name in names:
+                if (packet := getattr(owner, name, None)) is not None:
+                    for callee in (packet, packet.default):  # Python code calls the one, compiled code the other
+                        cls._replaced.replace(callee, "_op", partial(_operator, name))
         for callee in (operators.wait_tensor, operators.wait_tensor.default):
             cls._replaced.replace(callee, "_op", _wait_tensor)
 

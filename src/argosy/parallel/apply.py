@@ -26,6 +26,7 @@ from argosy.models.experts import Experts, moe_layers
 from argosy.models.initialize import materialize
 from argosy.models.preference import Preference
 from argosy.models.user_code import load_family, user_loss
+from argosy.parallel.async_tensor import AsyncSequenceParallel, check_reach
 from argosy.parallel.context import DeltaExchange, RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
 from argosy.parallel.data import shard_fully
 from argosy.parallel.expert import SplitRows, split_experts
@@ -85,7 +86,7 @@ def apply(
     """Build this rank's part of the model as `plan` says, with its initial weights; all ranks call it alike.
 
     stages_on: may replace `plan.cost.exact_state.stages_on`.
-    Raises: UserError if the device cannot do what the plan asks of it (fp8).
+    Raises: UserError if the device cannot do what the plan asks of it (fp8, async_tp).
     """
     meshes, parts = lay_out(plan, run, world, materialize, stages_on)
     return ParallelModel(plan, run, meshes, parts)
@@ -104,6 +105,8 @@ def lay_out(
     splits_tokens: False if tp ranks are to have all tokens between matrices (`tensor.WholeSequence`), for inference.
     """
     load_family(run)
+    if plan.async_tp:
+        check_reach(world, plan.tp)
     tied = run.model.embeds_at_both_ends and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
     meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
     parts = {
@@ -148,7 +151,8 @@ def freeze(model: Decoder) -> None:
 def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, splits_tokens: bool = True) -> None:
     """Split experts, matrices and sequences as the plan says; splits_tokens: as of `lay_out`."""
     axes, table = [axis for axis in ("ep", "tp") if getattr(plan, axis) > 1], run_table(run, model.stage, plan.tp)
-    between = SequenceParallel if splits_tokens else WholeSequence
+    split_by_tokens = AsyncSequenceParallel if plan.async_tp else SequenceParallel
+    between = split_by_tokens if splits_tokens else WholeSequence
     if axes:
         for name, module in model.named_modules():
             if isinstance(module, Experts):

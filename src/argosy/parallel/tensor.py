@@ -72,25 +72,26 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_gather(x, group)
+        return all_gather_tokens(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.group), None
+        return reduce_scatter_tokens(grad, ctx.group), None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _reduce_scatter(x, group)
+        return reduce_scatter_tokens(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grad, ctx.group), None
+        return all_gather_tokens(grad, ctx.group), None
 
 
-def _all_gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_tokens(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """As `gather_sequence`, without gradients."""
     B, t = x_BtD.shape[:2]
     n = group.size()
     parts = x_BtD.new_empty(n * B, *x_BtD.shape[1:])
@@ -98,7 +99,8 @@ def _all_gather(x_BtD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return parts.unflatten(0, (n, B)).transpose(0, 1).reshape(B, n * t, *x_BtD.shape[2:])
 
 
-def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_tokens(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """As `reduce_scatter_sequence`, without gradients."""
     n = group.size()
     parts = x_BTD.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
     mine = torch.empty_like(parts[0])
@@ -123,6 +125,18 @@ class SequenceParallel:
         """Sum what matrices that are cut by their inputs gave."""
         return reduce_scatter_sequence(x_BTD, self._group)
 
+    def feed(self, module: nn.Module) -> None:
+        """Gather the module's first input, which comes split by tokens, while it needs them all."""
+
+        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return self.gather(inputs[0]), *inputs[1:]
+
+        module.register_forward_pre_hook(gather)
+
+    def collect(self, linear: Linear) -> None:
+        """Sum the layer's outputs over ranks, split by tokens; then add its bias."""
+        linear.reduce = self.reduce
+
 
 class WholeSequence(SequenceParallel):
     """Between matrices all ranks have all tokens, however few: a token at a time, say. Without gradients."""
@@ -143,24 +157,20 @@ Style = Callable[[Any, DeviceMesh, SequenceParallel], None]
 
 
 def sums(linear: Linear, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
-    """Row-parallel linear layer: sum the outputs over ranks, split by tokens; then add the bias."""
+    """Row-parallel linear layer: its outputs are parts of sums over ranks."""
     from torch.distributed.tensor import DTensor, Shard
 
     assert isinstance(linear.weight, DTensor)
     if linear.weight.placements == (Shard(INPUTS),):
-        linear.reduce = tokens.reduce
+        tokens.collect(linear)
         if isinstance(linear.lora, LowRank):
             linear.lora.sum_squares = partial(sum_over_ranks, group=mesh.get_group())
             linear.lora.first_input = offset_of(linear.weight)[-1]
 
 
 def gathers(module: nn.Module, mesh: DeviceMesh, tokens: SequenceParallel) -> None:
-    """Gather the first input, which comes split by tokens, while the module needs them all."""
-
-    def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tokens.gather(inputs[0]), *inputs[1:]
-
-    module.register_forward_pre_hook(gather)
+    """Column-parallel linear layers inside: they need the tokens of all ranks."""
+    tokens.feed(module)
 
 
 def gathers_for_heads(attention: Attention, mesh: DeviceMesh, tokens: SequenceParallel) -> None:

@@ -20,6 +20,7 @@ Texts = NDArray[np.object_]
 
 SCHEDULE_NAMES = tuple(SCHEDULES)
 WORDS: dict[str, tuple[Any, ...]] = {
+    "async_tp": (False, True),
     "overlap_experts": (False, True),
     "schedule": SCHEDULE_NAMES,
     "context": ("ring", "ulysses"),
@@ -45,6 +46,7 @@ class Layouts(Quantities[Ints]):
     dp_shard: Ints
     cp: Ints
     tp: Ints
+    async_tp: Ints
     ep: Ints
     overlap_experts: Ints
     zero: Ints

@@ -47,6 +47,14 @@ SPLITTING = tuple(name for name, rule in SCHEDULES.items() if rule.splits_backwa
 """INTERLEAVED schedules take any number of stages on a rank; SPLITTING schedules split backward."""
 
 
+def cannot_run(p: Any, microbatches: Any) -> Any:
+    """Return True where the schedule of a plan, or of each of many, cannot run so many microbatches."""
+    rounds = microbatches // p.pp
+    too_few = p.is_("schedule", "1f1b", "dualpipev") & (microbatches < p.stages)
+    uneven = p.is_("schedule", *INTERLEAVED) & (microbatches % (rounds + (rounds == 0)) != 0)
+    return (p.pp > 1) & (too_few | uneven)
+
+
 @lru_cache(64)
 def split_layers(config: ModelConfig, seq_len: int, stages: int) -> tuple[range, ...]:
     """Return the layers of each stage, at least one each, such that the slowest stage is as fast as possible.

@@ -60,6 +60,8 @@ class Plan(Section, Quantities[int]):
     """Context-parallel ranks that share a sequence; with those of dp_shard they also share the state."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks that share each matrix, and between matrices the tokens (sequence parallelism)."""
+    async_tp: bool = False
+    """True if tokens travel between tensor-parallel ranks under the products that need them, rank by rank."""
     ep: PositiveInt = 1
     """Expert-parallel ranks, laid over the dp_shard and cp ranks."""
     overlap_experts: bool = False

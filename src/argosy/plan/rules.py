@@ -14,7 +14,7 @@ from typing import Any
 from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import dense_widths, head_counts, names_of_heads
 from argosy.plan.layouts import Layouts
-from argosy.plan.pipeline import INTERLEAVED, SPLITTING
+from argosy.plan.pipeline import INTERLEAVED, SPLITTING, cannot_run
 from argosy.plan.plan import FP8, NO_WORKERS, NOT_OF_SITES, Plan
 from argosy.plan.quantities import around, divisors, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, OF_SITES, WITH_SERVERS
@@ -215,14 +215,6 @@ def schedule_admits_the_microbatches(plan: Plan, run: RunConfig) -> str:
     return f"{problem} {remedy}: try {below} or {above}."
 
 
-def cannot_run(p: Plans, microbatches: Any) -> Any:
-    """Return True where the pipeline's schedule cannot run so many microbatches."""
-    rounds = microbatches // p.pp
-    too_few = p.is_("schedule", "1f1b", "dualpipev") & (microbatches < p.stages)
-    uneven = p.is_("schedule", *INTERLEAVED) & (microbatches % (rounds + (rounds == 0)) != 0)
-    return (p.pp > 1) & (too_few | uneven)
-
-
 def _cannot_run_a_share(p: Plans, run: RunConfig) -> Any:
     found: Any = False
     of_portion = run.train.global_batch // (p.portions * p.microbatch)
@@ -287,11 +279,23 @@ def experts_are_dealt_out(plan: Plan, run: RunConfig) -> str:
     )
 
 
-@rule(lambda p, run: p.is_("overlap_experts", True) & (p.ep == 1))
-def tokens_that_overlap_travel(plan: Plan, run: RunConfig) -> str:
+@rule(lambda p, run: (p.is_("overlap_experts", True) & (p.ep == 1)) | (p.is_("async_tp", True) & (p.tp == 1)))
+def messages_that_are_hidden_travel(plan: Plan, run: RunConfig) -> str:
+    word, axis = ("overlap_experts", "ep") if plan.overlap_experts and plan.ep == 1 else ("async_tp", "tp")
+    return f"plan.{word} = true with plan.{axis} = 1: it sends nothing. Leave it out, or give {axis} some of the ranks."
+
+
+@rule(
+    lambda p, run: (
+        p.is_("async_tp", True)
+        & (p.is_("precision", *FP8) | p.is_("recompute", "selective") | ((p.pp > 1) & p.is_("schedule", *SPLITTING)))
+    )
+)
+def products_that_exchange_are_whole(plan: Plan, run: RunConfig) -> str:
+    word = "precision" if plan.precision in FP8 else "recompute" if plan.recompute == "selective" else "schedule"
     return (
-        "plan.overlap_experts = true with plan.ep = 1: no token travels to its experts. Leave it out, or give ep some "
-        "of the ranks."
+        f"plan.async_tp = true with {word} = {getattr(plan, word)}: a product and the exchange of its tokens are one "
+        "operator, in bf16 or wider, forward and backward. Leave out one of the two."
     )
 
 
@@ -316,12 +320,11 @@ def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
     return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
 
 
-@rule(lambda p, run: p.is_("precision", *FP8) & (run.lora.rank > 0))
-def adapters_are_not_in_fp8(plan: Plan, run: RunConfig) -> str:
-    return (
-        f"lora.rank = {run.lora.rank} with plan.precision = {plan.precision}: its layers know no adapters. "
-        "Try precision=bf16."
-    )
+@rule(lambda p, run: (p.is_("precision", *FP8) | p.is_("async_tp", True)) & (run.lora.rank > 0))
+def adapters_have_plain_products(plan: Plan, run: RunConfig) -> str:
+    word, other = ("precision", "bf16") if plan.precision in FP8 else ("async_tp", "false")
+    said = f"lora.rank = {run.lora.rank} with plan.{word} = {getattr(plan, word)}"
+    return f"{said}: its layers know no adapters. Try {word}={other}."
 
 
 @rule(lambda p, run: p.is_("sync", *OF_SITES) ^ bool(run.sites))
@@ -336,11 +339,7 @@ def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
     return NOT_OF_SITES.format(plan.sync)
 
 
-@rule(
-    lambda p, run: (
-        p.is_("sync", *COMPRESSED) & (p.dp_replicate == 1) & ((p.zero != 0) | (p.dp_shard * p.cp == 1))  # no replicas
-    )
-)
+@rule(lambda p, run: p.is_("sync", *COMPRESSED) & (p.dp_replicate == 1) & ((p.zero != 0) | (p.dp_shard * p.cp == 1)))
 def compressed_sums_have_replicas(plan: Plan, run: RunConfig) -> str:
     return (
         f"plan.sync = {plan.sync} with plan.dp_replicate = 1: it says how replicas of the state sum their gradients, "

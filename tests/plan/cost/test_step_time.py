@@ -100,6 +100,24 @@ def test_halves_of_tokens_hide_up_to_half_of_their_way_and_no_more_than_is_compu
         assert least * whole < halves < most * whole
 
 
+def test_products_hide_the_exchange_of_their_tokens_but_for_the_first_part():
+    """On a link as slow as this they cannot hide all."""
+    for link, least, most in ((450e9, 0.0, 0.01), (25e9, 0.5, 0.95)):
+        plans = Layouts.of([Plan.parse(f"tp=8,precision=bf16,async_tp={word}") for word in ("false", "true")])
+        rates = replace(H100, link_bytes_per_s=link)
+        plain, hidden = StepModel(plans, work("llama3-70b"), rates, System(), Constants()).predict().tensor
+        assert least * plain <= hidden < most * plain
+
+
+def test_parts_of_few_tokens_cost_more_than_they_hide():
+    plans = ["tp=8,microbatch=1,precision=bf16" + parts for parts in ("", ",async_tp=true")]
+    few = replace(work("llama3-8b"), seq_len=64)
+    whole, parts = (
+        StepModel(Layouts.of([Plan.parse(p) for p in plans]), few, H100, System(), Constants()).predict().total
+    )
+    assert parts > whole
+
+
 def test_halves_of_few_tokens_cost_more_than_they_hide():
     plans = ["dp_shard=8,ep=8,microbatch=1,precision=bf16" + halves for halves in ("", ",overlap_experts=true")]
     few = replace(work("mixtral-8x7b"), seq_len=64)

@@ -109,6 +109,8 @@ def test_recomputing_sends_forward_again():
     once, again = sent("tp=2"), sent("tp=2,recompute=full")
     assert again["tp", "all_gather"] - once["tp", "all_gather"] == HIDDEN / 2 * 2 * MODEL.layers
     assert again["tp", "reduce_scatter"] - once["tp", "reduce_scatter"] == HIDDEN / 2 * MODEL.layers
+    fused = sent("tp=2,recompute=full,async_tp=true")
+    assert fused["tp", "reduce_scatter"] - again["tp", "reduce_scatter"] == HIDDEN / 2 * MODEL.layers
     half = sent("tp=2,recompute=full,recompute_every=2")
     assert half["tp", "all_gather"] - once["tp", "all_gather"] == HIDDEN / 2 * MODEL.layers
 

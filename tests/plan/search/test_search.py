@@ -75,6 +75,7 @@ def every_plan(costs: CostModel) -> Layouts:
     fixed = {
         "precision": WORDS["precision"].index(costs.precision),
         "ep": 1,
+        "async_tp": 0,
         "overlap_experts": 0,
         "offload": 0,
         "weights": 0,

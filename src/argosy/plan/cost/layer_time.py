@@ -30,6 +30,9 @@ FUSED_EXCHANGE = 0.6
 """Share of the passes over experts' rows that is left if the exchange sorts them itself (DeepEP, HybridEP)."""
 DELTA_PASSES = 8
 """Passes of a gated delta-net's forward over its streams and its chunks' matrices, many of them in fp32; assumed."""
+HOST_OF_PART = 20e-6
+"""Seconds that the host takes to start one rank's part of a product that exchanges its tokens: a copy, the product and
+barriers; assumed, as is all of async tensor parallelism, which has run on no GPU."""
 BIAS_PASSES = 4
 """Passes over experts' results to add biases, expert by expert, and to put the results together again."""
 
@@ -84,8 +87,8 @@ class LayerModel(RankSizes):
         """The mean over all layers, some of which may have experts."""
         work = self.work
         moe = work.moe_layers / work.layers
-        mlp = self._feed_forward() * (1 - moe) + self.mixture * moe
-        return self._attention() + mlp + self._adapters() + self._dequantised() + self._around()
+        mlp = self._feed_forward * (1 - moe) + self.mixture * moe
+        return self._attention + mlp + self._adapters() + self._dequantised() + self._around()
 
     def _matmul(self, m: Numbers, k: Numbers, n: Numbers, rate: Numbers | None = None) -> LayerTime:
         """Return the forward of a matmul, with the conversions to a narrow format."""
@@ -96,23 +99,39 @@ class LayerModel(RankSizes):
         quantize = np.where(self.plans.is_("precision", *FP8), self.constants.quantize * converted / 2, 0.0)
         return LayerTime(flops / rate * slow + quantize, 0.0, 0.0)
 
+    def _exchanging(self, m: Numbers, k: Numbers, n: Numbers) -> LayerTime:
+        """Return the forward of a matmul before or after which tensor-parallel ranks exchange tokens.
+
+        With async_tp it is cut by ranks, and so is backward's to the inputs; that to the weights is whole.
+        """
+        parts, whole = self.tensor_parts, self._matmul(m, k, n)
+        if not np.any(parts > 1):
+            return whole
+        return (self._matmul(m / parts, k, n) * (2 * parts) + whole) * (1 / 3)
+
+    @property
+    def tensor_parts(self) -> Numbers:
+        """Parts in which a product that exchanges its tokens is computed."""
+        return np.where(self.plans.is_("async_tp", True), self.plans.tp, 1)
+
+    @cached_property
     def _attention(self) -> LayerTime:
         work, plans, tokens = self.work, self.plans, self.tokens
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
         kv = work.kv_heads_on(plans.tp) * (work.kv_width - work.unprojected / work.kv_heads)
-        plain = self._matmul(tokens, work.width, queries + work.gates * values + kv)
-        down, up = self._matmul(tokens, work.width, work.q_rank), self._matmul(tokens, work.q_rank, queries)
-        direct = self._matmul(tokens, work.width, queries)
+        plain = self._exchanging(tokens, work.width, queries + work.gates * values + kv)
+        down, up = self._exchanging(tokens, work.width, work.q_rank), self._matmul(tokens, work.q_rank, queries)
+        direct = self._exchanging(tokens, work.width, queries)
         has_rank = np.where(work.q_rank > 0, 1.0, 0.0)
         unrotated = work.key_width - work.rope_width
         latent = (
             (down + up) * has_rank
             + direct * (1 - has_rank)
-            + self._matmul(tokens, work.width, work.kv_rank + work.rope_width)
+            + self._exchanging(tokens, work.width, work.kv_rank + work.rope_width)
             + self._matmul(tokens, work.kv_rank, work.heads / plans.tp * (unrotated + work.value_width))
         )
         is_latent = np.where(work.kv_rank > 0, 1.0, 0.0)
-        attention = latent * is_latent + plain * (1 - is_latent) + self._matmul(tokens, values, work.width)
+        attention = latent * is_latent + plain * (1 - is_latent) + self._exchanging(tokens, values, work.width)
         return attention * (1 - work.delta_share) + self._delta_net() * work.delta_share + self._scores
 
     def _delta_net(self) -> LayerTime:
@@ -121,7 +140,8 @@ class LayerModel(RankSizes):
         values = work.delta_heads * work.delta_value_width / tp
         rule = tokens * work.delta_flops_per_token / tp / self.attention_flops_per_s
         moved = DELTA_PASSES * tokens * (work.delta_streams + work.delta_heads * DELTA_CHUNK) / tp
-        matrices = self._matmul(tokens, work.width, work.delta_streams / tp) + self._matmul(tokens, values, work.width)
+        streams = self._exchanging(tokens, work.width, work.delta_streams / tp)
+        matrices = streams + self._exchanging(tokens, values, work.width)
         return matrices + LayerTime(0.0, rule, 0.0) + self._moving(moved)
 
     @cached_property
@@ -141,15 +161,16 @@ class LayerModel(RankSizes):
         work = self.work
         return 2 * self.tokens * work.attention_span * work.heads / self.plans.tp * (work.key_width + work.value_width)
 
+    @cached_property
     def _feed_forward(self) -> LayerTime:
         return self._mlp(self.tokens, self.work.ffn_width / self.plans.tp)
 
     def _mlp(self, tokens: Numbers, hidden: Numbers) -> LayerTime:
         """Return a feed-forward, gated or not."""
         work = self.work
-        up = self._matmul(tokens, work.width, (work.ffn_matrices - 1) * hidden)
+        up = self._exchanging(tokens, work.width, (work.ffn_matrices - 1) * hidden)
         moved = self._moving(self.constants.pointwise_ffn * work.ffn_matrices / 3 * tokens * hidden)
-        return up + self._matmul(tokens, hidden, work.width) + moved
+        return up + self._exchanging(tokens, hidden, work.width) + moved
 
     @cached_property
     def mixture(self) -> LayerTime:
@@ -190,7 +211,8 @@ class LayerModel(RankSizes):
 
     def _around(self) -> LayerTime:
         widths = self.constants.pointwise + 3 * self.system.dropout
-        return self._moving(widths * self.tokens / self.sequence_ranks * self.work.width)
+        summed = np.where(self.tensor_parts > 1, 2 * (self.plans.tp + 1), 0)  # parts of sums that no collective adds up
+        return self._moving((widths + summed) * self.tokens / self.sequence_ranks * self.work.width)
 
     def _adapters(self) -> LayerTime:
         """Return the adapters beside a layer's matrices. They are so narrow that reading their inputs, and writing,
@@ -270,6 +292,7 @@ class LayerModel(RankSizes):
         plans, work, constants = self.plans, self.work, self.constants
         of_experts = constants.host_experts + constants.host_expert * np.maximum(1, work.experts / plans.ep)
         of_experts = work.moe_layers / work.layers * of_experts * self.expert_parts * self.system.launched
-        needed = constants.host * np.where(plans.compile, 0.5, 1.0) + of_experts
+        of_parts = np.where(self.tensor_parts > 1, 8 * self.tensor_parts * HOST_OF_PART, 0.0)
+        needed = constants.host * np.where(plans.compile, 0.5, 1.0) + of_experts + of_parts
         beyond = np.sqrt(np.hypot(device * device, needed * needed)) - device
         return np.where(self.rates.host_waits > 0, needed, beyond)

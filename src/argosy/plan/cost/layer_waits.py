@@ -81,12 +81,17 @@ class WaitModel(LayerModel):
     def _tensor(self) -> Numbers:
         """Return the wait for two sums a layer and direction over tensor-parallel ranks.
 
-        A reduce-scatter and an all-gather are one sum.
+        A reduce-scatter and an all-gather are one sum. With async_tp it is hidden by the products before and after it,
+        but for the first of their parts; experts' are not cut.
         """
         message = self.hidden
         exposed = self.constants.exposed_tensor * np.where(self.system.overlaps_tensor > 0, 0.5, 1.0)
         in_switch = self.system.sequence_parallel == 0
-        return 2 * self._forwards * exposed * all_reduce_s(message, self.tensor_group, in_switch)
+        one_sum = exposed * all_reduce_s(message, self.tensor_group, in_switch)
+        share, moe = 1 - 1 / self.tensor_parts, self.work.moe_layers / self.work.layers
+        hidden = np.minimum(one_sum, share * self._attention.matmul)
+        hidden = hidden + (1 - moe) * np.minimum(one_sum, share * self._feed_forward.matmul)
+        return self._forwards * (2 * one_sum - hidden)
 
     def _context(self, layer: LayerTime) -> Numbers:
         """Return the wait for a ring of keys and values under attention, or for the exchange of heads for tokens."""

@@ -305,7 +305,8 @@ def _tensor(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
         again, reached, table = _recomputed(plan, run, stage), reached_layers(run, stage), run_table(run, stage)
         layers = (*layers_on(run.model, stage), *reached, *again)  # forward, backward, recompute
         both_ways = sum(_gatherings(run.model, layer) for layer in layers)
-        last_sums = sum(not run.model.is_moe_layer(layer) for layer in again)  # a mixture needs its sum, to weight it
+        # A mixture needs its sum, to weight it; with async_tp the last product has it inside.
+        last_sums = sum(not (run.model.is_moe_layer(layer) or plan.async_tp) for layer in again)
         # Around the blocks: the embedding's sum, the last norm's gathering, and their backwards.
         into_embedding = stage.first and table["embedding.weight"].is_trained
         out_of_norm = stage.last and (bool(reached) or table["norm.weight"].is_trained)

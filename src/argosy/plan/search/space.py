@@ -156,6 +156,7 @@ class Space:
         any_microbatch: also return those that could with another microbatch.
         """
         rest = {
+            "async_tp": self._of("async_tp", False),
             "overlap_experts": self._of("overlap_experts", False),
             "offload": self._of("offload", "none"),
             "precision": self._of("precision", self.costs.precision),
