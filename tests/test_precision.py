@@ -18,9 +18,9 @@ from argosy.models.microbatch import microbatches
 from argosy.parallel import apply
 from argosy.parallel.world import World
 from argosy.plan.parameters import feed_forward_table
+from argosy.plan.plan import FP8
 from argosy.precision import (
     BLOCK,
-    RECIPES,
     SIGNED,
     UNSIGNED,
     LossScaler,
@@ -238,7 +238,7 @@ def test_cpu_is_refused():
         check_fp8(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("precision", RECIPES)
+@pytest.mark.parametrize("precision", FP8)
 def test_older_gpu_is_refused_by_name(monkeypatch, precision):
     pretend(monkeypatch, (8, 0), torchao=True)
     with pytest.raises(UserError, match=rf"precision = {precision} needs .* NVIDIA A100 \(compute capability 8\.0\)"):
@@ -303,7 +303,7 @@ def refusal_of_tp(world: World, model: dict[str, Any]) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("precision", RECIPES)
+@pytest.mark.parametrize("precision", FP8)
 def test_converted_layers_round_and_keep_their_parameters(precision):
     pytest.importorskip("torchao", reason="the extra fp8 is not installed")
     layer = FeedForward(feed_forward_table(64, 128))

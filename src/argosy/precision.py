@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from argosy.accelerator import capability, device_name, has_fp8, has_fp8_by_group
 from argosy.errors import UserError, missing_extra
 from argosy.matmul import fp8_by_group
+from argosy.plan.plan import FP8, Precision
 
 Places = tuple[Tensor, ...]
 """For each dim of a local part, the int32 offsets of its indices in the whole. Their broadcast sum is the place."""
@@ -212,14 +213,8 @@ class LossScaler:
         self._good_steps = int(state["good_steps"])
 
 
-MULTIPLE = 16
-"""Both sizes of a rank's part of a weight in an fp8 matmul must be multiples of this."""
 SKIPPED = ("embedding", "head", "router")
 """Modules, by the last part of their name, that stay as they are: errors in logits and in routing cost most."""
-
-
-RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
-"""torchao's names of the ways to scale, by the plan's word."""
 
 
 def check_fp8(device: torch.device, precision: str = "fp8", has_experts: bool = False) -> None:
@@ -241,40 +236,41 @@ def check_fp8(device: torch.device, precision: str = "fp8", has_experts: bool = 
         raise missing_extra("torchao", "fp8", f"plan: precision = {precision}")
 
 
-def takes_fp8(module: nn.Module, name: str) -> bool:
+def takes_fp8(module: nn.Module, name: str, precision: Precision = "fp8") -> bool:
     """Return True if a module can multiply in fp8: it is one of the model's linear layers (`models.layers.Linear`), but
-    not of `SKIPPED`, or a layer's experts, and this rank's parts of its matrices have sizes that fit.
+    not of `SKIPPED`, or a layer's experts, and this rank's parts of its matrices have sizes that fit (`FP8`).
     """
     if not hasattr(module, "product") or name.rpartition(".")[2] in SKIPPED:
         return False
     own = module.named_parameters(recurse=False)
     matrices = [parameter for parameter_name, parameter in own if not parameter_name.endswith("bias")]
     parts = [matrix.to_local() if hasattr(matrix, "to_local") else matrix for matrix in matrices]
-    return all(size % MULTIPLE == 0 for part in parts for size in part.shape[-2:])
+    return all(size % FP8[precision] == 0 for part in parts for size in part.shape[-2:])
 
 
-def use_fp8(model: nn.Module, device: torch.device, precision: str = "fp8", emulate: bool = False) -> None:
-    """Make linear layers and experts multiply in fp8, scaled as `RECIPES` says; their parameters stay as they are.
+def use_fp8(model: nn.Module, device: torch.device, precision: Precision = "fp8", emulate: bool = False) -> None:
+    """Make linear layers and experts multiply in fp8, scaled as `precision` says; their parameters stay as they are.
 
     Call it once tensor parallelism has cut the weights. Scales are those of this rank's parts: each partial product has
     its own and is as wide as its inputs again before ranks sum it, so ranks agree on none, and no scale is coarser than
     that of the whole. Experts have a scale for each row. `emulate`: round to fp8 but multiply as before, which any
     device can do. Raises: UserError as `check_fp8` does, or if no layer has sizes that fp8 can take.
     """
-    modules = [module for name, module in model.named_modules() if takes_fp8(module, name)]
+    modules = [module for name, module in model.named_modules() if takes_fp8(module, name, precision)]
     layers = [module for module in modules if isinstance(module, nn.Linear)]
     if not emulate:
         check_fp8(device, precision, has_experts=len(layers) < len(modules))
     if not modules:
         raise UserError(
-            f"plan: precision = {precision} finds no linear layer whose sizes on a rank are multiples of {MULTIPLE}. "
-            "Try precision=bf16, a smaller tp, or other model.width and model.ffn_width."
+            f"plan: precision = {precision} finds no linear layer whose sizes on a rank are multiples of "
+            f"{FP8[precision]}. Try precision=bf16, a smaller tp, or other model.width and model.ffn_width."
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = replace(Float8LinearConfig.from_recipe_name(RECIPES[precision]), emulate=emulate)
+    recipe = precision.partition("_")[2] or "tensorwise"
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     # torchao's layers hold whole weights and sum nothing over ranks: only the product of one is taken.
-    pattern = convert_to_float8_training(nn.Linear(MULTIPLE, MULTIPLE, device="meta"), config=config)
+    pattern = convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=config)
     of_layer = functools.partial(_product_in_fp8, pattern.linear_mm_config, pattern.config)
     for module in modules:
         module.product = of_layer if isinstance(module, nn.Linear) else fp8_by_group

@@ -19,8 +19,9 @@ from argosy.plan.quantities import Quantities, checked, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, WITH_SERVERS, Sync
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise"]
-FP8: tuple[Precision, ...] = ("fp8", "fp8_rowwise")
-"""Matmuls in eight bits: with one scale for a whole matrix, or one for each of its rows."""
+FP8: dict[Precision, int] = {"fp8": 16, "fp8_rowwise": 16}
+"""Matmuls in eight bits: with one scale for a whole matrix, or one for each of its rows. Both sides of a rank's share
+of a matrix are multiples of these numbers: others are multiplied in bf16."""
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "all"]
 Objective = Literal["time", "cost", "energy", "goodput"]

@@ -9,11 +9,12 @@ import pytest
 
 from argosy.config.load import load
 from argosy.plan.cost.constants import Constants
+from argosy.plan.cost.layer_time import LayerModel
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.layouts import Layouts
-from argosy.plan.plan import Plan
+from argosy.plan.plan import FP8, Plan
 from argosy.plan.workload import Workload
 
 H100 = Rates.of_device(find_device("h100"))
@@ -151,6 +152,23 @@ def test_many_experts_in_small_microbatches_wait_for_the_host():
     )  # fmt: skip
     assert small.host / small.total > 0.5
     assert large.host / large.total < 0.01
+
+
+def matmul_s(precision: str, tp: int, **sizes: int) -> float:
+    """Seconds of the matmuls of a layer of Llama 3 8B with these sizes."""
+    layouts = Layouts.of([Plan.parse(f"tp={tp},precision={precision}")])
+    model = LayerModel(layouts, replace(work(), **sizes), H100, System(), Constants())
+    return float(np.squeeze(model.mean_layer.matmul))
+
+
+@pytest.mark.parametrize("precision", FP8)
+def test_only_matrices_whose_sides_fit_are_as_fast_as_fp8(precision):
+    def share(**sizes: int) -> float:
+        return matmul_s(precision, 4, **sizes) / matmul_s("bf16", 4, **sizes)
+
+    assert share() < 0.85
+    assert 0.95 < share(ffn_width=14336 + 8) < 1  # 3586 on a rank of four: attention alone is faster
+    assert share(width=4096 + 8) == pytest.approx(1)
 
 
 def test_narrow_heads_are_slower():

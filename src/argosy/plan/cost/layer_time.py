@@ -72,6 +72,10 @@ class LayerModel(RankSizes):
         self.matmul_flops_per_s = self.peak_flops_per_s * achieved * constants.matmul
         self.half_size = constants.half_size * self.matmul_flops_per_s / rates.memory_bytes_per_s / INTENSITY
         """Matmul dimension that halves the speed."""
+        half = rates.half * rates.achieved_half * constants.matmul
+        self.is_fp8 = np.asarray(plans.is_("precision", *FP8))
+        self.wide = np.where(self.is_fp8, half / self.matmul_flops_per_s, 1.0)
+        """Speed of matrices that stay in bf16, over that of the plan's precision."""
         self.attention_flops_per_s = in_precision(
             plans.precision,
             rates.fp32 * rates.achieved_fp32,
@@ -90,24 +94,48 @@ class LayerModel(RankSizes):
         mlp = self._feed_forward * (1 - moe) + self.mixture * moe
         return self._attention + mlp + self._adapters() + self._dequantised() + self._around()
 
-    def _matmul(self, m: Numbers, k: Numbers, n: Numbers, rate: Numbers | None = None) -> LayerTime:
-        """Return the forward of a matmul, with the conversions to a narrow format."""
+    def _matmul(
+        self,
+        m: Numbers,
+        k: Numbers,
+        n: Numbers,
+        rate: Numbers | None = None,
+        matrices: tuple[Numbers, ...] | None = None,
+    ) -> LayerTime:
+        """Return the forward of a matmul, with the conversions to a narrow format.
+
+        matrices: outputs of each, if n are those of several; none: all stay in half precision.
+        """
         rate = self.matmul_flops_per_s if rate is None else rate
-        flops, half = 2 * m * k * n, self.half_size
+        narrow = self._in_fp8(k, (n,) if matrices is None else matrices)
+        flops, half = 2 * m * k * n, self.half_size * np.where(narrow > 0, 1.0, self.wide)
         slow = (1 + half / np.maximum(1, m)) * (1 + half / np.maximum(1, k)) * (1 + half / np.maximum(1, n))
         converted = (m * k + m * n + k * n) * self.activation_bytes / self.rates.memory_bytes_per_s
-        quantize = np.where(self.plans.is_("precision", *FP8), self.constants.quantize * converted / 2, 0.0)
-        return LayerTime(flops / rate * slow + quantize, 0.0, 0.0)
+        quantize = narrow * self.constants.quantize * converted / 2
+        return LayerTime(flops / rate * slow * (narrow + (1 - narrow) / self.wide) + quantize, 0.0, 0.0)
 
-    def _exchanging(self, m: Numbers, k: Numbers, n: Numbers) -> LayerTime:
+    def _in_fp8(self, k: Numbers, matrices: tuple[Numbers, ...]) -> Numbers:
+        """Return the share of matrices of k inputs, and so many outputs each, that is multiplied in fp8 (`FP8`)."""
+        found: Numbers = 0.0
+        if not self.is_fp8.any():
+            return found
+        for precision, multiple in FP8.items():
+            # What is no whole number is a mean over layers that differ.
+            fits = [(size % multiple == 0) | (size % 1 != 0) for size in map(np.asarray, (k, *matrices))]
+            outputs = sum((np.where(fit, n, 0.0) for fit, n in zip(fits[1:], matrices, strict=True)), start=np.zeros(1))
+            share = outputs / np.maximum(1, sum(matrices)) * fits[0]
+            found = np.where(self.plans.is_("precision", precision), share, found)
+        return found
+
+    def _exchanging(self, m: Numbers, k: Numbers, n: Numbers, matrices: tuple[Numbers, ...] | None = None) -> LayerTime:
         """Return the forward of a matmul before or after which tensor-parallel ranks exchange tokens.
 
         With async_tp it is cut by ranks, and so is backward's to the inputs; that to the weights is whole.
         """
-        parts, whole = self.tensor_parts, self._matmul(m, k, n)
+        parts, whole = self.tensor_parts, self._matmul(m, k, n, None, matrices)
         if not np.any(parts > 1):
             return whole
-        return (self._matmul(m / parts, k, n) * (2 * parts) + whole) * (1 / 3)
+        return (self._matmul(m / parts, k, n, None, matrices) * (2 * parts) + whole) * (1 / 3)
 
     @property
     def tensor_parts(self) -> Numbers:
@@ -118,8 +146,10 @@ class LayerModel(RankSizes):
     def _attention(self) -> LayerTime:
         work, plans, tokens = self.work, self.plans, self.tokens
         queries, values = work.heads * work.key_width / plans.tp, work.heads * work.value_width / plans.tp
-        kv = work.kv_heads_on(plans.tp) * (work.kv_width - work.unprojected / work.kv_heads)
-        plain = self._exchanging(tokens, work.width, queries + work.gates * values + kv)
+        kv_heads, gated = work.kv_heads_on(plans.tp), queries + work.gates * values
+        kv = kv_heads * (work.kv_width - work.unprojected / work.kv_heads)
+        matrices = gated, kv_heads * work.key_width, kv_heads * work.value_width
+        plain = self._exchanging(tokens, work.width, gated + kv, matrices)
         down, up = self._exchanging(tokens, work.width, work.q_rank), self._matmul(tokens, work.q_rank, queries)
         direct = self._exchanging(tokens, work.width, queries)
         has_rank = np.where(work.q_rank > 0, 1.0, 0.0)
@@ -168,7 +198,7 @@ class LayerModel(RankSizes):
     def _mlp(self, tokens: Numbers, hidden: Numbers) -> LayerTime:
         """Return a feed-forward, gated or not."""
         work = self.work
-        up = self._exchanging(tokens, work.width, (work.ffn_matrices - 1) * hidden)
+        up = self._exchanging(tokens, work.width, (work.ffn_matrices - 1) * hidden, (hidden,))
         moved = self._moving(self.constants.pointwise_ffn * work.ffn_matrices / 3 * tokens * hidden)
         return up + self._exchanging(tokens, hidden, work.width) + moved
 
@@ -181,7 +211,7 @@ class LayerModel(RankSizes):
         results = (work.ffn_matrices - 1) * hidden + work.width
         moved = constants.permute * fused * pairs * work.width + constants.pointwise_ffn * pairs * hidden
         moved = moved + work.expert_biases * BIAS_PASSES * pairs * results
-        router = self._matmul(self.tokens / self.sequence_ranks, work.width, work.experts)
+        router = self._matmul(self.tokens / self.sequence_ranks, work.width, work.experts, matrices=())
         return (
             self.expert_matmuls
             + self._moving(moved)
@@ -196,7 +226,7 @@ class LayerModel(RankSizes):
         of_one = self._pairs / times
         rate = self.matmul_flops_per_s * self.constants.expert_matmul
         hidden = work.expert_ffn_width / self.expert_tp
-        inner = self._matmul(of_one, work.width, (work.ffn_matrices - 1) * hidden, rate)
+        inner = self._matmul(of_one, work.width, (work.ffn_matrices - 1) * hidden, rate, (hidden,))
         return (inner + self._matmul(of_one, hidden, work.width, rate)) * times
 
     @property
