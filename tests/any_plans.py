@@ -39,6 +39,7 @@ def plans(size: st.SearchStrategy[int], **others: st.SearchStrategy[Any]) -> st.
         weights=st.sampled_from(["fp32", "fp32", "bf16"]),
         async_tp=st.sampled_from([False, False, True]),
         overlap_experts=st.sampled_from([False, False, True]),
+        user_buffers=st.sampled_from([False, False, True]),
         compile=st.booleans(),
         **others,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -486,3 +487,31 @@ def test_weights_and_gradients_are_fp32_whatever_the_arithmetic(workers, plan):
 )
 def test_parameters_are_sharded_where_there_is_someone_to_share_with(plan, sharded):
     assert Plan.parse(plan).shards_parameters == sharded
+
+
+def allocations_of_the_group(world: World, user_buffers: str) -> tuple[float, list[int]]:
+    """The loss, and the numbers of each message that the process group was asked to allocate memory for."""
+    model = laid_out(world, eager(f"dp_shard={world.size},user_buffers={user_buffers}"))
+    backend = type(dist.group.WORLD._get_backend(world.device))
+    sizes: list[int] = []
+
+    def allocate(_: Any, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        sizes.append(size)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    rows = np.random.default_rng(world.rank).integers(0, 400, (1, 33)).astype(np.int32)
+    with (
+        mock.patch.object(backend, "supports_tensor_alloc", lambda *_: True),
+        mock.patch.object(backend, "allocate_tensor", allocate),
+    ):
+        loss = model.forward_backward(microbatches(rows, 1, 0, world.device), 1.0, StepClock(world.device))
+        model.finish_gradients()
+    return loss.item(), sizes
+
+
+def test_with_user_buffers_messages_lie_in_memory_of_the_process_group(workers):
+    with_it, without = (workers.run(2, allocations_of_the_group, word) for word in ("true", "false"))
+    for (loss, sizes), (expected, none) in zip(with_it, without, strict=True):
+        assert loss == expected
+        assert len(sizes) == 3 + 2 + 2 * 3, "gathered in forward, again in backward, and a sum's two ends"
+        assert none == []

@@ -155,6 +155,7 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         "plan.overlap_experts = true with plan.ep",
     ),
     (rules.messages_that_are_hidden_travel, "dp_shard=2,async_tp=true", {}, "plan.async_tp = true with plan.tp = 1"),
+    (rules.user_buffers_have_messages, "dp_shard=2,zero=2,user_buffers=true", {}, "and there are none. Leave it out."),
     (
         rules.products_that_exchange_are_whole,
         "tp=2,precision=fp8,async_tp=true",

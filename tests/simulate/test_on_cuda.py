@@ -51,6 +51,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     *((model, "tp=2,precision=bf16,async_tp=true", {}) for model in ("experts", "latent", "linear", "tied")),
     *((model, "cp=2,precision=bf16", {}) for model in ("dense", "softcap", "linear", "sinks")),
     *(("dense", f"dp_shard=2,zero={stage},precision=bf16", {}) for stage in range(4)),
+    ("dense", "dp_shard=2,zero=3,precision=bf16,recompute=full,user_buffers=true", {}),
     *(("dense", f"recompute={how},precision=bf16", {}) for how in ("selective", "full")),
     *(("dense", f"dp_replicate=2,precision=bf16,sync={way}", {}) for way in ("bf16", "int8", "int4", "topk", "sign")),
     ("dense", "dp_replicate=2,precision=bf16,sync=powersgd", {}),

@@ -135,7 +135,7 @@ def lay_out(
             experts = _fsdp_mesh(meshes, "expert_replicate", "expert_shard", ours) if plan.ep > 1 else None
             keep_gathered = plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
             dense = _fsdp_mesh(meshes, "replicate", "shard", ours)
-            shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered)
+            shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered, plan.user_buffers)
         for scheme in model.schemes.values():
             scheme.to(world.device)
         materialize(model, run.model, world.device, run.seed)

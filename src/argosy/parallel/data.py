@@ -189,12 +189,14 @@ def shard_fully(
     expert_mesh: DeviceMesh | None,
     reduce_dtype: torch.dtype,
     keep_gathered: bool = False,
+    user_buffers: bool = False,
 ) -> None:
     """Split the parameters of `model` (on the meta device) over `mesh`: [shard], or [replicate, shard], in place.
 
     They are gathered in the dtype of the arithmetic, and gradients are summed, not averaged, in `reduce_dtype`.
     `expert_mesh` is that of experts, where they are dealt over ep ranks. `keep_gathered`: from a forward to its
     backward, as the pipeline schedules need that split backward: they look for the parameters before it gathers them.
+    `user_buffers`: messages lie in memory of the process group's, where its backend has an allocator, as NCCL has.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -214,6 +216,7 @@ def shard_fully(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # or it scales inside the collective, which gloo cannot
+            module.set_allocate_memory_from_process_group_for_comm(user_buffers)
 
 
 class FullySharded:

@@ -22,6 +22,7 @@ SCHEDULE_NAMES = tuple(SCHEDULES)
 WORDS: dict[str, tuple[Any, ...]] = {
     "async_tp": (False, True),
     "overlap_experts": (False, True),
+    "user_buffers": (False, True),
     "schedule": SCHEDULE_NAMES,
     "context": ("ring", "ulysses"),
     "recompute": get_args(Recompute),
@@ -50,6 +51,7 @@ class Layouts(Quantities[Ints]):
     ep: Ints
     overlap_experts: Ints
     zero: Ints
+    user_buffers: Ints
     schedule: Ints
     stages_per_rank: Ints
     context: Ints

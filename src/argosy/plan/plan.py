@@ -69,6 +69,8 @@ class Plan(Section, Quantities[int]):
     """True if tokens go to their experts in two halves: while one travels, the experts of the other are computed."""
     zero: Annotated[int, Field(ge=0, le=3)] = 3
     """State that dp_shard x cp ranks share: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too (FSDP2)."""
+    user_buffers: bool = False
+    """True if FSDP2's messages lie in memory that NCCL allocates and registers; elsewhere without effect."""
     schedule: Schedule = "1f1b"
     """Order of the microbatches in the pipeline."""
     stages_per_rank: PositiveInt = 2

@@ -285,6 +285,11 @@ def messages_that_are_hidden_travel(plan: Plan, run: RunConfig) -> str:
     return f"plan.{word} = true with plan.{axis} = 1: it sends nothing. Leave it out, or give {axis} some of the ranks."
 
 
+@rule(lambda p, run: p.is_("user_buffers", True) & ((p.zero != 3) | (p.dp_shard * p.cp == 1)))
+def user_buffers_have_messages(plan: Plan, run: RunConfig) -> str:
+    return "plan.user_buffers = true is for messages of zero=3 over dp_shard or cp, and there are none. Leave it out."
+
+
 @rule(
     lambda p, run: (
         p.is_("async_tp", True)
@@ -293,10 +298,8 @@ def messages_that_are_hidden_travel(plan: Plan, run: RunConfig) -> str:
 )
 def products_that_exchange_are_whole(plan: Plan, run: RunConfig) -> str:
     word = "precision" if plan.precision in FP8 else "recompute" if plan.recompute == "selective" else "schedule"
-    return (
-        f"plan.async_tp = true with {word} = {getattr(plan, word)}: a product and the exchange of its tokens are one "
-        "operator, in bf16 or wider, forward and backward. Leave out one of the two."
-    )
+    said = f"plan.async_tp = true with {word} = {getattr(plan, word)}"
+    return f"{said}: a product and its exchange are one operator, in bf16 or wider, both ways. Leave one of them out."
 
 
 @rule(lambda p, run: (p.ep > 1) & (p.pp > 1) & (p.zero == 3) & p.is_("recompute", "selective"))

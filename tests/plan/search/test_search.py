@@ -77,6 +77,7 @@ def every_plan(costs: CostModel) -> Layouts:
         "ep": 1,
         "async_tp": 0,
         "overlap_experts": 0,
+        "user_buffers": 0,
         "offload": 0,
         "weights": 0,
         "reduce": 0,

@@ -158,6 +158,7 @@ class Space:
         rest = {
             "async_tp": self._of("async_tp", False),
             "overlap_experts": self._of("overlap_experts", False),
+            "user_buffers": self._of("user_buffers", False),
             "offload": self._of("offload", "none"),
             "precision": self._of("precision", self.costs.precision),
             "weights": self._of("weights", "fp32"),
