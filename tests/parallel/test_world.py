@@ -152,6 +152,14 @@ def test_leaving_a_world_that_was_never_joined_does_nothing():
     leave_world()
 
 
+def test_memory_that_ranks_shared_is_not_taken_for_that_of_a_group_of_the_next_world(monkeypatch):
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    monkeypatch.setitem(symmetric_memory._group_name_to_workspace_tensor, "1", torch.zeros(1))
+    leave_world()
+    assert not symmetric_memory._group_name_to_workspace_tensor
+
+
 def test_a_world_that_could_not_be_joined_leaves_no_trace_in_the_next():
     """The others would wait in a group of another name."""
     brief = datetime.timedelta(seconds=0.2)

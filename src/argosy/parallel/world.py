@@ -327,7 +327,17 @@ def leave_world() -> None:
     # no public name to reset it: this process would wait for group "1" in a world where the others meet in "0".
     torch.distributed.distributed_c10d._world.group_count = 0
     _forget_meshes()
+    _forget_symmetric_memory()
     gc.collect()  # a model's cycles of references hold groups too
+
+
+def _forget_symmetric_memory() -> None:
+    """Drop the memory that async tensor parallelism shares in each group.
+
+    torch knows it by the group's name, which a group of the next world has too, and has no public name to drop it.
+    """
+    if (module := sys.modules.get("torch.distributed._symmetric_memory")) is not None:
+        getattr(module, "_group_name_to_workspace_tensor", {}).clear()
 
 
 def _forget_meshes() -> None:
