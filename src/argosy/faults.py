@@ -73,7 +73,7 @@ Tensors = Callable[[], Mapping[str, Any]]
 class Faults:
     """The faults of a run, in one of its processes."""
 
-    def __init__(self, faults: Iterable[Fault], run_dir: Path | None = None):
+    def __init__(self, faults: Iterable[Fault], run_dir: Path | None):
         """`run_dir`: the run's folder; else the environment's; without either, faults are remembered, not recorded."""
         self._faults = tuple(faults)
         self._points = {fault.point for fault in self._faults}

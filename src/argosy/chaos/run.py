@@ -209,7 +209,7 @@ def run_chaos(
     *,
     seed: int,
     every_s: float,
-    kinds: Sequence[str] = tuple(KINDS),
+    kinds: Sequence[str],
     say: Callable[[str], None] = print,
 ) -> ChaosReport:
     """Train `run_file` in folder/reference, unless that is done already, and disturbed in folder/seed-SEED; compare.

@@ -81,7 +81,7 @@ def _others(place: Path, sha256: str, what: str) -> UserError:
 class MergedWeights(LazyWeights):
     """Weights with an adapter merged into them, in their own dtypes or all in one, tensor by tensor."""
 
-    def __init__(self, weights: LazyWeights, adapter: LazyWeights, lora: LoraConfig, dtype: torch.dtype | None = None):
+    def __init__(self, weights: LazyWeights, adapter: LazyWeights, lora: LoraConfig, dtype: torch.dtype | None):
         super().__init__({name: weights.shape(name) for name in weights})
         self._weights, self._adapter, self._lora, self._dtype = weights, adapter, lora, dtype
 

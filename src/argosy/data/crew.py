@@ -60,7 +60,7 @@ class Workers:
         engine: Engine,
         job_of: Callable[[str], ProgramJob],
         wanted: int,
-        on_look: Callable[[Crew], None] = lambda crew: None,
+        on_look: Callable[[Crew], None],
     ):
         """job_of: returns the job of a worker, given its name. on_look: told how many live, about once a second while
         results are waited for."""

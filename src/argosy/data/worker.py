@@ -133,7 +133,7 @@ class Stages:
             self._documents,
         )
 
-    def _token_reader(self, piece: int, max_text_bytes: int | None = None) -> DocumentReader:
+    def _token_reader(self, piece: int, max_text_bytes: int | None) -> DocumentReader:
         """Return a reader of the documents that are to become tokens."""
         has_keys = self._job.config.filters.duplicates != "keep"
         return self._reader(self._dropped_before(piece) if has_keys else self._filter(), max_text_bytes)

@@ -118,7 +118,7 @@ def _reader(metrics: NodeMetrics, folder: Path, pids: list[int], world_size: int
         metrics.write(readings, world_size)
 
 
-def train_joined(run: RunConfig, run_dir: Path | None = None, *, accept_changes: bool = False) -> Report | None:
+def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) -> Report | None:
     """Train in the world that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 
     Rank 0 prepares the data and settles run and plan, while the others wait (at most launch.timeout_s: prepare large

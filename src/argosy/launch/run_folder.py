@@ -55,7 +55,7 @@ MOST_NAMED = 3
 
 
 @contextmanager
-def own_folder(run_dir: Path, nodes: int = 1) -> Iterator[MadeFolder]:
+def own_folder(run_dir: Path, nodes: int) -> Iterator[MadeFolder]:
     """Make the folder of a run, if there is none. After a UserError in the block, remove what a new run has left there.
 
     nodes: with several machines, nothing is removed: others may be in the folder.
@@ -313,7 +313,7 @@ REMEDY = (
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-def check_storage(run_dir: Path, nodes: int = 1) -> None:
+def check_storage(run_dir: Path, nodes: int) -> None:
     """Try what a run of `nodes` machines needs of the storage of `run_dir`, which exists. It takes some milliseconds.
 
     Raises: UserError that names what is missing.

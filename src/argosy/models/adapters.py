@@ -44,7 +44,7 @@ class LowRank(nn.Module):
     first_input: int = 0
     """The first of the inputs that this rank has."""
 
-    def __init__(self, table: Table, scale: float, dropout: AdapterDropout | None = None, salt: int = 0):
+    def __init__(self, table: Table, scale: float, dropout: AdapterDropout | None, salt: int):
         """`dropout`: that of the block; `salt`: tells its adapters apart."""
         super().__init__()
         self.a = nn.Parameter(torch.empty(table["a"].shape))

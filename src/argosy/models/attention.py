@@ -105,7 +105,7 @@ class LayerCache:
 class Attention(nn.Module):
     """Attention of the layer that `spec` describes, with the parameters of `plan.parameters.attention_table`."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0):
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         settings, spec = config.attention, layer_spec(config, layer)
         self.head_width, self.value_width, self.kv_heads = spec.head_width, spec.value_width, spec.kv_heads

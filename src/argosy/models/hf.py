@@ -303,7 +303,7 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     return config, FolderWeights(pieces, known, shapes)
 
 
-def weights_sha256(place: str | Path, named: str = "") -> str:
+def weights_sha256(place: str | Path, named: str) -> str:
     """Return a SHA-256 that tells the weights in a Hugging Face folder, or at its URL, from others: of the names, sizes
     and `SAMPLES` parts of their files. All of the bytes would take minutes. Raises: UserError, as `import_folder`."""
     folder = model_folder(place, named)

@@ -13,9 +13,7 @@ from argosy.plan.layer_spec import RopeSpec, TemperatureSpec
 # B batch, T tokens, H heads, E head width
 
 
-def place_table(
-    places: RopeSpec | TemperatureSpec, seq_len: int, device: torch.device | None = None
-) -> tuple[Tensor, ...]:
+def place_table(places: RopeSpec | TemperatureSpec, seq_len: int, device: torch.device | None) -> tuple[Tensor, ...]:
     """Return what attention needs of the first `seq_len` places: cosines and sines, or a factor [seq_len, 1]."""
     if isinstance(places, RopeSpec):
         return rotary_table(places, seq_len, device)

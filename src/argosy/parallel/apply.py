@@ -148,7 +148,7 @@ def freeze(model: Decoder) -> None:
         parameter.requires_grad_(model.table[name].is_trained)
 
 
-def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, splits_tokens: bool = True) -> None:
+def split_model(model: Decoder, plan: Plan, run: RunConfig, meshes: Meshes, splits_tokens: bool) -> None:
     """Split experts, matrices and sequences as the plan says; splits_tokens: as of `lay_out`."""
     axes, table = [axis for axis in ("ep", "tp") if getattr(plan, axis) > 1], run_table(run, model.stage, plan.tp)
     split_by_tokens = AsyncSequenceParallel if plan.async_tp else SequenceParallel

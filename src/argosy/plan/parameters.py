@@ -226,7 +226,7 @@ def block_table(model: ModelConfig, layer: int, tp: int = 1) -> Table:
     )
 
 
-def attention_table(model: ModelConfig, layer: int = 0, tp: int = 1) -> Table:
+def attention_table(model: ModelConfig, layer: int, tp: int = 1) -> Table:
     """The parameters of `models.attention.Attention`."""
     spec, settings, width = layer_spec(model, layer), model.attention, model.width
     queries, keys = spec.heads * spec.head_width, spec.kv_heads * spec.head_width

@@ -79,7 +79,7 @@ class OwnEntry(SinkEntry):
         return found.function  # type: ignore[return-value]
 
 
-def entry_of(name: str, extend: ExtendConfig = ExtendConfig()) -> SinkEntry:  # noqa: B008  (frozen)
+def entry_of(name: str, extend: ExtendConfig) -> SinkEntry:
     """Return the sink of this name: one of `SINKS`, of `OF_A_RUN`, or your own, declared or as "module:Class".
 
     Raises: UserError if there is none.

@@ -39,7 +39,7 @@ class CoordinatorProcess:
     It listens on a socket that stays open here: an agent that calls while it is being replaced only has to wait.
     """
 
-    def __init__(self, run_dir: Path, plan: Plan, owner: str, events: Events, nodes: int = 1):
+    def __init__(self, run_dir: Path, plan: Plan, owner: str, events: Events, nodes: int):
         """`owner`: the agent's name for whatever its coordinators claim. `nodes`: of the run."""
         self._nodes = nodes
         self._run_dir, self._plan, self._owner, self._events = run_dir, plan, owner, events

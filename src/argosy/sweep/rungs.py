@@ -45,7 +45,7 @@ def halving(trials: int, steps: int, eta: int, min_steps: int = 0) -> list[Brack
     return [_bracket(0, trials, steps, eta, rungs)]
 
 
-def hyperband(steps: int, eta: int, min_steps: int = 0) -> list[Bracket]:
+def hyperband(steps: int, eta: int, min_steps: int) -> list[Bracket]:
     """Return the brackets of Hyperband (Li et al. 2018, algorithm 1), the one with the most trials first.
 
     min_steps: until the first rung of the first bracket; 0: steps / eta^3.

@@ -238,7 +238,7 @@ def last_words(log: str) -> str:
     return message.partition("\n")[0] if len(message) > 300 else " ".join(message.split())
 
 
-def metric_of(run_dir: Path, key: str, until: int = 0) -> float | None:
+def metric_of(run_dir: Path, key: str, until: int) -> float | None:
     """Return a metric of metrics.jsonl after `until` steps (0: at the end); None if it is not there.
 
     Of an evaluation the last one counts, of steps the mean over the last tenth. NaN stands for what was no number.

@@ -83,7 +83,7 @@ class Corruption:
 class Fingerprints:
     """Compares the replicas of weights and optimizer state that ranks hold."""
 
-    def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World, outer: StateOf | None = None):
+    def __init__(self, model: ParallelModel, optimizer: Optimizer, world: World, outer: StateOf | None):
         """outer(parameter): what the outer optimizer of a run with sites keeps of it, laid out as its master weights.
 
         It changes in outer steps only, but memory is corrupted at any time.

@@ -373,7 +373,7 @@ class RunReader(RunFiles):
         return float(np.median(recent)) if len(recent) else None
 
     def node_records(
-        self, node: str, first: float | None = None, last: float | None = None, most: int = MOST_RECORDS
+        self, node: str, first: float | None, last: float | None = None, most: int = MOST_RECORDS
     ) -> tuple[list[Record], bool]:
         """Return the lines of a node about the steps from `first` to `last`, and True if these are all.
 

@@ -88,7 +88,7 @@ class Resizing:
 
 
 def resizing(
-    facts: RunFacts, planner: Planner, others: Sequence[tuple[str, Cluster]] = (), limit_s: float | None = None
+    facts: RunFacts, planner: Planner, others: Sequence[tuple[str, Cluster]], limit_s: float | None
 ) -> Resizing:
     """Return the ways to go on with a run, on its own kind of devices and on `others` (name, cluster).
 

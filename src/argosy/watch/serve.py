@@ -60,7 +60,7 @@ class AuthMiddleware:
     whose name leads here (DNS rebinding). With a token, it may name any host.
     """
 
-    def __init__(self, app: ASGIApp, token: str = "", port: int = 0, names: Iterable[str] = OWN_HOSTS):
+    def __init__(self, app: ASGIApp, token: str, port: int = 0, names: Iterable[str] = OWN_HOSTS):
         self._app, self._token = app, token
         self._cookie = f"argosy_watch_{port}"  # cookies do not tell ports apart
         self._names = frozenset(names)

@@ -257,9 +257,7 @@ class _Walk:
         self._phase, self._since_s = phase, time_s
 
 
-def shown_events(
-    events: list[Event], found: RunTimeline, kinds: Iterable[str] | None = None
-) -> Iterator[dict[str, Any]]:
+def shown_events(events: list[Event], found: RunTimeline, kinds: Iterable[str] | None) -> Iterator[dict[str, Any]]:
     """Yield events with what each cost (`cost_s`, seconds) and what it says in a line (`words`)."""
     wanted = None if kinds is None else set(kinds)
     for index, event in enumerate(events):

@@ -226,7 +226,7 @@ class StoreSource(TokenSource):
 
 
 def open_source(
-    place: str | Path, split: SplitName = "train", check_shards: bool = True, cache: Cache | None = None
+    place: str | Path, split: SplitName, check_shards: bool = True, cache: Cache | None = None
 ) -> TokenSource:
     """Open a split of the prepared data at `place`, a folder or a URL (which needs a cache).
 

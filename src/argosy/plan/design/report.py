@@ -109,7 +109,7 @@ def design_report(space: DesignSpace) -> DesignReport:
 
 
 def _passes(
-    training: TrainingSweep | None, serving: ServingSweep | None, served: Served | None, row: int, plan: str = ""
+    training: TrainingSweep | None, serving: ServingSweep | None, served: Served | None, row: int, plan: str
 ) -> Iterable[tuple[str, str, list[ModelMatmul]]]:
     """Yield (work, number format, multiplications) of one point."""
     if training is not None and plan:

@@ -207,9 +207,7 @@ class JobSchedule:
     """Name -> share of its device-hours until then that jobs use."""
 
 
-def scheduled(
-    asked: JobsFile, request_of: Callable[[JobSpec, ClusterSpec], PlanRequest], where: str = "JOBS.toml"
-) -> JobSchedule:
+def scheduled(asked: JobsFile, request_of: Callable[[JobSpec, ClusterSpec], PlanRequest], where: str) -> JobSchedule:
     """Return the schedule. Raises: UserError if a job fits no cluster that it may run on.
 
     request_of: returns the request to the planner about a job on a cluster.

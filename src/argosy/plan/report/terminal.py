@@ -298,9 +298,9 @@ def _answer(named: str, request: PlanRequest) -> OnCluster:
         return OnCluster(named, describe(request.cluster), None, str(error))
 
 
-def show_side_by_side(found: Sequence[OnCluster], console: Console | None = None) -> None:
+def show_side_by_side(found: Sequence[OnCluster]) -> None:
     """Print one row for each cluster, below them its best plan, or why it has none."""
-    console = console_of(console)
+    console = console_of(None)
     reports = [one.report for one in found if one.report is not None]
     question = headline(reports[0]).replace(f" on {reports[0].cluster};", ";")
     assumed = list(dict.fromkeys(line for report in reports for line in report.assumed))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from argosy.errors import UserError
@@ -197,9 +196,9 @@ MOST_SIZES = 10
 """Rows of the table of sizes."""
 
 
-def show_within(found: Sequence[Within], about: str, assumed: Sequence[str], console: Console | None = None) -> None:
+def show_within(found: Sequence[Within], about: str, assumed: Sequence[str]) -> None:
     """Print a row for each cluster, or for one the sizes around its answer; then plans, and what is recommended."""
-    console = console_of(console)
+    console = console_of(None)
     line = line_printer(console)
 
     tokens = next(each.tokens for each in found if not each.problem)

@@ -237,12 +237,13 @@ class LimitsDetector:
             yield Finding("limit_near", "alarm", why, evidence={"used": used, "limit": most})
 
 
-def read_limits(pids: Iterable[int], proc: Path = Path("/proc")) -> LimitsReading:
+def read_limits(pids: Iterable[int]) -> LimitsReading:
     """Read what the processes `pids` of this machine, and the machine, have used."""
     files = {}
     for pid in pids:
         with suppress(OSError, ValueError):  # it has ended
-            files[pid] = sum(1 for _ in (proc / str(pid) / "fd").iterdir()), _most_files(proc / str(pid) / "limits")
+            process = Path("/proc", str(pid))
+            files[pid] = sum(1 for _ in (process / "fd").iterdir()), _most_files(process / "limits")
     disk = os.statvfs(SHARED_MEMORY)
     size = disk.f_blocks * disk.f_frsize
     return LimitsReading(files, (size - disk.f_bfree * disk.f_frsize, size), _processes())

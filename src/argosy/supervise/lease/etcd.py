@@ -31,7 +31,7 @@ T = TypeVar("T")
 class EtcdLease:
     """A `Lease` in etcd; its token is etcd's lease and the revision of the holder's key."""
 
-    def __init__(self, endpoints: list[tuple[str, int]], prefix: str, run: str, is_tls: bool = False, token: str = ""):
+    def __init__(self, endpoints: list[tuple[str, int]], prefix: str, run: str, is_tls: bool, token: str):
         """run: a name that no other run has; its keys are PREFIX/argosy/RUN/...
 
         Raises: UserError if the client is not installed, or the environment's settings are wrong.

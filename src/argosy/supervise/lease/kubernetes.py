@@ -27,7 +27,7 @@ Object = dict[str, Any]
 class KubernetesLease:
     """A `Lease` in Kubernetes; its token is the holder's name and the number of holders so far."""
 
-    def __init__(self, namespace: str, name: str, run: str, token: str = ""):
+    def __init__(self, namespace: str, name: str, run: str, token: str):
         """run: a name that no other run has. Raises: UserError if the client is not installed or not configured."""
         self._namespace, self._name, self._run, self.token = namespace, name, run, token
         self._api = _api()
