@@ -16,7 +16,7 @@ from argosy.models.layers import RMSNorm
 from argosy.parallel.world import World
 from argosy.plan.plan import FP8, Plan
 from argosy.simulate.device_watch import DeviceWatch
-from argosy.simulate.on_cuda import OnCuda, fake_cuda, step_on_cuda
+from argosy.simulate.on_cuda import CudaRecord, fake_cuda, step_on_cuda
 from tiny import run_config
 
 MOE = {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "balance": "bias"}
@@ -67,20 +67,20 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
 LOG, EXCHANGE = "observe/clock.py", "training/step.py"
 
 
-def on_cuda(model: str, plan: str, **sections: dict[str, Any]) -> OnCuda:
+def on_cuda(model: str, plan: str, **sections: dict[str, Any]) -> CudaRecord:
     layout = Plan.parse(plan)
     rows = layout.dp * (4 if layout.pp > 1 else 1)
     run = run_config(Path("no data"), model=MODELS[model], train={"global_batch": rows}, **sections)
     return step_on_cuda(layout, run, layout.world_size - 1)
 
 
-def waits(found: OnCuda) -> dict[str, int]:
+def waits(found: CudaRecord) -> dict[str, int]:
     """File -> waits of the host in a step."""
     counts: dict[str, int] = {}
-    for finding, count in found.host_syncs.items():
+    for finding in found.host_syncs:
         if finding.part == "step":
             file = finding.where.partition(":")[0]
-            counts[file] = counts.get(file, 0) + count
+            counts[file] = counts.get(file, 0) + finding.count
     return counts
 
 
@@ -118,7 +118,7 @@ def test_what_waits_oftener_is_known(model: str, plan: str, sections: dict[str, 
     assert not found.misplaced and not found.races, found
 
 
-def disturbed(monkeypatch: pytest.MonkeyPatch, how: Callable[[Tensor], object]) -> OnCuda:
+def disturbed(monkeypatch: pytest.MonkeyPatch, how: Callable[[Tensor], object]) -> CudaRecord:
     """A step whose norms do something more with their input."""
     forward = RMSNorm.forward
 
@@ -146,7 +146,7 @@ def disturbed(monkeypatch: pytest.MonkeyPatch, how: Callable[[Tensor], object]) 
 )
 def test_a_wait_is_counted_and_its_place_told(monkeypatch: pytest.MonkeyPatch, how: Callable[[Tensor], object]) -> None:
     found = disturbed(monkeypatch, how)
-    assert found.in_a_step() == 2 + 5, "two norms a layer, and the last"
+    assert found.host_syncs_a_step == 2 + 5, "two norms a layer, and the last"
     assert {f.where.partition(":")[0] for f in found.host_syncs if f.part == "step"} > {LOG, EXCHANGE}
 
 

@@ -109,7 +109,7 @@ def _on_cuda(plan: Plan, run: RunConfig, ranks: list[int], options: Options) -> 
     if options.trace is not None:
         raise UserError("--trace: --device cuda has no times to draw. Leave out one of the two.")
     found = [step_on_cuda(plan, run, rank) for rank in ranks]
-    answer(options.json, "simulate-cuda", "\n\n".join(map(str, found)), *(one.record() for one in found))
+    answer(options.json, "simulate-cuda", "\n\n".join(map(str, found)), *found)
     if any(one.misplaced for one in found):
         raise RunFailed("tensors of two devices meet in the step: it would fail on a GPU.")
 

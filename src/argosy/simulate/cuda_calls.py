@@ -20,7 +20,7 @@ from argosy.accelerator import NVIDIA
 from argosy.observe.collectives import METHODS
 from argosy.observe.wire import tensors_in
 from argosy.simulate.device_watch import DEFAULT, HOST, Clock, DeviceWatch
-from argosy.simulate.fake import replaced
+from argosy.simulate.fake import is_in_place, is_view, replaced
 
 MEMORY_BYTES = 80 * 2**30
 CAPABILITY = (9, 0)
@@ -61,7 +61,7 @@ class FakeDevice:
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator ran on the current stream."""
-        if _is_view(func):
+        if is_view(func):
             return
         if "empty" in func.name():
             for tensor in tensors_in(result):
@@ -77,10 +77,9 @@ class FakeDevice:
     def host_ran(self, func: Any, args: Any) -> None:
         """An operator ran on the host: what it touches may be under way."""
         tensors = [tensor for tensor in tensors_in(args) if id(tensor.untyped_storage()) in self._pinned]
-        if not tensors or _is_view(func):
+        if not tensors or is_view(func):
             return
-        is_written = any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
-        written = tensors[:1] if is_written and args[0] is tensors[0] else []
+        written = tensors[:1] if is_in_place(func) and args[0] is tensors[0] else []
         self._watch.streams.ran(HOST, tensors[len(written) :], written)
 
     def copied(self, source: Tensor, to: Tensor) -> None:
@@ -205,12 +204,6 @@ class FakeEvent:
 
     def elapsed_time(self, end: FakeEvent) -> float:
         return 1.0
-
-
-def _is_view(func: Any) -> bool:
-    if func is torch.ops.aten.detach.default:
-        return True
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 @contextmanager

@@ -130,16 +130,16 @@ def fake_memory(mode: ModeT) -> Iterator[ModeT]:
 
 
 @contextmanager
-def replaced(owner: type | ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Put `function` in the place of `owner`'s method or function `name` while this block runs."""
+def replaced(owner: type | ModuleType, name: str, function: Any) -> Iterator[None]:
+    """Put `function` in the place of `owner`'s method, property or function `name` while this block runs."""
     # As the owner itself has it: what getattr gives of a class would be bound to no instance any more.
-    originals = {name: vars(owner)[name]} if name in vars(owner) else {}
+    original = vars(owner).get(name)
     setattr(owner, name, function)
     try:
         yield
     finally:
-        if originals:
-            setattr(owner, name, originals[name])
+        if original is not None:
+            setattr(owner, name, original)
         else:
             delattr(owner, name)  # it only inherits that
 
@@ -155,6 +155,16 @@ def fake_world(rank: int, size: int) -> Iterator[World]:
         leave_world()
 
 
+def is_view(operator: torch._ops.OpOverload) -> bool:
+    """Return True if the operator's result is the memory of an argument, which it leaves as it is."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in operator._schema.returns)
+
+
+def is_in_place(operator: torch._ops.OpOverload) -> bool:
+    """Return True if the operator's result is an argument that it writes to."""
+    return any(r.alias_info is not None and r.alias_info.is_write for r in operator._schema.returns)
+
+
 Formula = Callable[..., int]
 """(operator's arguments..., out_val=its result) -> FLOPs."""
 
@@ -163,8 +173,7 @@ def flops_of(operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any
     """Return the FLOPs of `operator(*args)`, a multiplication and an addition being two; 0 unless it is a contraction.
 
     Causal attention counts the half that is not masked, and its backward as two forwards, as `plan.workload` does: that
-    a
-    fused kernel computes the scores once more does not count.
+    a fused kernel computes the scores once more does not count.
     """
     formula = _formula(operator.overloadpacket)
     return 0 if formula is None else int(formula(*args, out_val=result))

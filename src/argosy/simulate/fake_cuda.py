@@ -28,7 +28,7 @@ from argosy.errors import RunFailed
 from argosy.observe.wire import tensors_in
 from argosy.simulate.cuda_calls import FakeDevice
 from argosy.simulate.device_watch import DeviceWatch, place_in_code
-from argosy.simulate.fake import SOME_NUMBER, answer_alike, work_that_holds
+from argosy.simulate.fake import SOME_NUMBER, answer_alike, is_in_place, work_that_holds
 
 CUDA, META = torch.device(NVIDIA, 0), torch.device("meta")
 MOST_VALUES = 2**16
@@ -124,7 +124,7 @@ class FakeCudaMode(FakeTensorMode):
 
     def _faked(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run the operator on what has no memory, and on the values that there are."""
-        known = _onvalues_of(func, args, kwargs)
+        known = _known_result(func, args, kwargs)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
@@ -133,7 +133,7 @@ class FakeCudaMode(FakeTensorMode):
             if not isinstance(known, (Tensor, tuple, list)):
                 return known  # a truth value: of `equal`
             result = tree_map(lambda x: self._empty(x.shape, x.dtype) if isinstance(x, Tensor) else x, known)
-        _keepvalues_of(func, args, result, known)
+        _keep_values(result, known)
         return result
 
     # ---- between host and device
@@ -273,7 +273,7 @@ def values_of(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known
 
 
-def _onvalues_of(func: Any, args: Any, kwargs: Any) -> Any:
+def _known_result(func: Any, args: Any, kwargs: Any) -> Any:
     """Return `func` of the values, on the host; None if the result can have none."""
     given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
     may_have = kwargs.get("dtype") in WITH_VALUES or any(tensor.dtype in WITH_VALUES for tensor in given)
@@ -281,7 +281,7 @@ def _onvalues_of(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     if any(tensor.numel() > MOST_VALUES for tensor in given) or (not given and _elements(args) > MOST_VALUES):
         return None
-    is_written = any(r.alias_info is not None and r.alias_info.is_write for r in func._schema.returns)
+    is_written = is_in_place(func)
     if is_written and args and isinstance(args[0], Tensor) and args[0].dtype not in WITH_VALUES:
         return None
     with _disable_current_modes():
@@ -299,7 +299,7 @@ def _persisted(tensor: Tensor, is_written: bool) -> Tensor:
     return values
 
 
-def _keepvalues_of(func: Any, args: Any, result: Any, known: Any) -> None:
+def _keep_values(result: Any, known: Any) -> None:
     for fake, value in zip(tensors_in(result), tensors_in(known), strict=False):
         if isinstance(fake, FakeTensor) and fake.dtype in WITH_VALUES and fake.shape == value.shape:
             fake.values_on_host = value  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ A mode answers for fake tensors on `cuda`, where torch without CUDA has no answe
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from argosy.accelerator import NVIDIA
@@ -37,12 +35,12 @@ from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
 from argosy.parallel.apply import apply
 from argosy.parallel.expert import loads_by_layer
-from argosy.parallel.world import World, leave_world
+from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import dp_rank_of
 from argosy.plan.plan import FP8, Plan
 from argosy.simulate.cuda_calls import FakeDevice, answered
-from argosy.simulate.device_watch import DeviceFinding, DeviceWatch
-from argosy.simulate.fake import fake_memory, replaced
+from argosy.simulate.device_watch import DeviceWatch
+from argosy.simulate.fake import fake_memory, fake_world, replaced
 from argosy.simulate.fake_cuda import CUDA, META, FakeCudaMode, MisplacedTensor, is_on_cuda, values_of
 from argosy.simulate.rank import without_values
 from argosy.training.evaluation import HeldOut, evaluate
@@ -152,15 +150,11 @@ def seen_as_cuda(watch: DeviceWatch, device: FakeDevice) -> Iterator[None]:
             kwargs["device"] = META
         return make_wrapper(cls, *args, **kwargs)
 
-    attributes: list[tuple[type, str, Any]] = [
+    # Not by `FunctionCalls`: torch turns that off in backward, whose hooks ask too.
+    answers: list[tuple[Any, str, Any]] = [
         (Tensor, "_make_subclass", staticmethod(made)),
         (Tensor, "_make_wrapper_subclass", staticmethod(wrapper)),
         (DTensor, "device", _of_local("device")),
-    ]
-    for name, kind in {"is_cuda": NVIDIA, "is_cpu": "cpu", "is_meta": "meta"}.items():
-        attributes += [(FakeTensor, name, is_on(kind)), (DTensor, name, _of_local(name))]
-    # Not by `FunctionCalls`: torch turns that off in backward, whose hooks ask too.
-    answers = (
         (torch._subclasses.fake_tensor, "init_gpu_context", lambda _: None),
         (torch._C, "_group_tensors_by_device_and_dtype", grouped),
         (FakeTensor, "tolist", listed),
@@ -174,17 +168,13 @@ def seen_as_cuda(watch: DeviceWatch, device: FakeDevice) -> Iterator[None]:
         (torch, "Generator", _generator),
         (F, "scaled_dot_product_attention", _attention),
         (F, "scaled_grouped_mm", _scaled_by_group),
-    )
-    for owner, name, value in attributes:
-        setattr(owner, name, value)  # these classes only inherit them
-    try:
-        with ExitStack() as stack:
-            for place, name, answer in answers:
-                stack.enter_context(replaced(place, name, answer))
-            yield
-    finally:
-        for owner, name, _ in attributes:
-            delattr(owner, name)
+    ]
+    for name, kind in {"is_cuda": NVIDIA, "is_cpu": "cpu", "is_meta": "meta"}.items():
+        answers += [(FakeTensor, name, is_on(kind)), (DTensor, name, _of_local(name))]
+    with ExitStack() as stack:
+        for owner, name, answer in answers:
+            stack.enter_context(replaced(owner, name, answer))
+        yield
 
 
 END_OF_DOCUMENT = 0
@@ -192,38 +182,6 @@ WARM_UP = 2
 """Steps that make what later ones keep: moments, pinned memory, compressors' residuals."""
 MOST_COPIED_BYTES = 2**26
 """In-memory checkpoints of larger parts of the state are left out: they would take the host's memory."""
-
-
-@dataclass(frozen=True)
-class OnCuda:
-    """The findings of one rank's step on a GPU."""
-
-    rank: int
-    plan: str
-    host_syncs: Counter[DeviceFinding]
-    misplaced: Counter[DeviceFinding]
-    races: Counter[DeviceFinding]
-
-    def in_a_step(self) -> int:
-        """Return how often the host waits for the device in a step that has nothing due besides."""
-        return sum(count for finding, count in self.host_syncs.items() if finding.part == "step")
-
-    def __str__(self) -> str:
-        """In words."""
-        waits = f"the host waits for the device {self.in_a_step()} times in a step that has nothing due besides"
-        lines = [f"rank {self.rank} of {self.plan} on {CUDA}: {waits}"]
-        for name, some in (("misplaced", self.misplaced), ("waits", self.host_syncs), ("races", self.races)):
-            lines += [name] * bool(some)
-            lines += [f"  {count:>5} x {f.part:28} {f.where:32} {f.what}" for f, count in sorted(some.items())]
-        return "\n".join(lines + ["no races between streams"] * (not self.races))
-
-    def record(self) -> dict[str, Any]:
-        """For JSON, a `CudaRecord`."""
-        counts = {"host_syncs": self.host_syncs, "misplaced": self.misplaced, "races": self.races}
-        return {"rank": self.rank, "plan": self.plan, "host_syncs_a_step": self.in_a_step()} | {
-            name: [{**finding._asdict(), "count": count} for finding, count in sorted(some.items())]
-            for name, some in counts.items()
-        }
 
 
 @dataclass(frozen=True)
@@ -240,7 +198,7 @@ class CudaFinding:
 
 @dataclass(frozen=True)
 class CudaRecord:
-    """The findings of one rank's step on a GPU, as a program reads them."""
+    """The findings of one rank's step on a GPU."""
 
     rank: int
     plan: str
@@ -253,26 +211,30 @@ class CudaRecord:
     races: list[CudaFinding]
     """Accesses of two streams to one memory, with no event between."""
 
+    def __str__(self) -> str:
+        """In words."""
+        waits = f"the host waits for the device {self.host_syncs_a_step} times in a step that has nothing due besides"
+        lines = [f"rank {self.rank} of {self.plan} on {CUDA}: {waits}"]
+        for name, some in (("misplaced", self.misplaced), ("waits", self.host_syncs), ("races", self.races)):
+            lines += [name] * bool(some)
+            lines += [f"  {f.count:>5} x {f.part:28} {f.where:32} {f.what}" for f in some]
+        return "\n".join(lines + ["no races between streams"] * (not self.races))
+
 
 @contextmanager
 def fake_cuda(rank: int, size: int, watch: DeviceWatch) -> Iterator[World]:
     """Be rank `rank` of `size` on a GPU that is not there, in this process alone."""
     device = FakeDevice(watch)
     mode = FakeCudaMode(watch, device)
-    with answered(device, watch), seen_as_cuda(watch, device):
-        if size > 1:
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-        try:
-            host = dist.new_group(backend="fake") if size > 1 else None
-            if host is not None:
-                mode.host_groups.add(host.group_name)
-            with mode.calls, fake_memory(mode):
-                yield World(rank, size, CUDA, host)
-        finally:
-            leave_world()
+    with answered(device, watch), seen_as_cuda(watch, device), fake_world(rank, size):
+        host = dist.new_group(backend="fake") if size > 1 else None
+        if host is not None:
+            mode.host_groups.add(host.group_name)
+        with mode.calls, fake_memory(mode):
+            yield World(rank, size, CUDA, host)
 
 
-def step_on_cuda(plan: Plan, run: RunConfig, rank: int) -> OnCuda:
+def step_on_cuda(plan: Plan, run: RunConfig, rank: int) -> CudaRecord:
     """Run the real step of rank `rank` under `plan` on fake tensors of a GPU; nothing is compiled.
 
     Then once more with each thing that is due in some steps only: fingerprints, the noise scale, norms by layer; and an
@@ -292,7 +254,12 @@ def step_on_cuda(plan: Plan, run: RunConfig, rank: int) -> OnCuda:
     except MisplacedTensor:
         if not watch.misplaced:
             raise
-    return OnCuda(rank, str(plan), watch.host_syncs, watch.misplaced, watch.races)
+    counted = (watch.host_syncs, watch.misplaced, watch.races)
+    waits, misplaced, races = (
+        [CudaFinding(*found, count) for found, count in sorted(some.items())] for some in counted
+    )
+    a_step = sum(found.count for found in waits if found.part == "step")
+    return CudaRecord(rank, str(plan), a_step, waits, misplaced, races)
 
 
 def _run(plan: Plan, run: RunConfig, world: World, watch: DeviceWatch) -> None:

@@ -21,7 +21,7 @@ from argosy.models.decoder import Block, Decoder
 from argosy.observe.clock import StepClock
 from argosy.observe.counters import Category as Part
 from argosy.observe.wire import Message, message_of, nbytes, tensors_in
-from argosy.simulate.fake import LiveBytes, flops_of
+from argosy.simulate.fake import LiveBytes, flops_of, is_view
 
 Category = Literal["parameters", "gathered", "gradients", "optimizer", "activations", "host", "other"]
 """Uses of memory:
@@ -378,5 +378,4 @@ def _work(
 @cache
 def _is_free(operator: torch._ops.OpOverload) -> bool:
     """Return True if the operator does nothing on the device: it makes a view, or memory without content."""
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in operator._schema.returns)
-    return is_view or "empty" in operator.name() or operator is torch.ops.aten._local_scalar_dense.default
+    return is_view(operator) or "empty" in operator.name() or operator is torch.ops.aten._local_scalar_dense.default
