@@ -60,7 +60,7 @@ def test_nothing_of_a_folder_is_dropped_in_silence(tmp_path, monkeypatch, capsys
     )
     argv = ["mine", "--vocab-size", "300", "--processes", "1", "--validation-fraction", "0"]
     dropped = (
-        "; 1 document with broken UTF-8 skipped; 1 document without text skipped; 1 document without the field skipped"
+        "; 3 documents skipped: 1 x broken UTF-8, 1 x empty document, 1 x no such field"
         f"\n  {tmp_path / 'mine' / 'broken.txt'}, byte 0: broken UTF-8"
         f"\n  {tmp_path / 'mine' / 'a.jsonl'}, line 21, field 'text' (the record has 'body'): no such field"
     )

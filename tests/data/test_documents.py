@@ -32,8 +32,9 @@ from argosy.data.sources import InputFile, find_files
 from argosy.errors import UserError
 
 
-def reader(*paths: Path, field: str = "text", **options: Any) -> DocumentReader:
-    return DocumentReader(find_files(map(str, paths), fields=[field] * len(paths)).files, **options)
+def reader(*paths: Path, field: str = "text", max_text_bytes: int | None = None, **options: Any) -> DocumentReader:
+    found = find_files(map(str, paths), fields=[field] * len(paths))
+    return DocumentReader(found.files, PrepareConfig(**options), None, max_text_bytes)
 
 
 def texts(*paths: Path, **options: Any) -> list[str]:

@@ -121,8 +121,8 @@ def test_bad_lines_are_counted_or_refused_with_their_place(config: PrepareConfig
     manifest = prepare(config)
     assert sum(manifest.documents(split) for split in manifest.splits) == GOOD - 4
     words = manifest.in_words()
-    for said in ("broken JSON", "roles in a wrong order", "an empty answer", "a special token in a message"):
-        assert f"1 conversation with {said} skipped" in words
+    kinds = "1 x broken JSON, 1 x empty answer, 1 x roles in a wrong order, 1 x special token in a message"
+    assert f"4 conversations skipped: {kinds}" in words
     chats = tmp_path / "chats.jsonl"
     _, *places = words.splitlines()
     assert f"  {chats}, line 11, column 43 (Unterminated string starting at): broken JSON" in places

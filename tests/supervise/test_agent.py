@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,7 +148,7 @@ def wait() -> None:
 
 def healthy() -> None:
     """Entry of a node check that finds nothing."""
-    channel_to_parent().send("node_checked", health=Health().to_record())
+    channel_to_parent().send("node_checked", health=asdict(Health()))
 
 
 def hear(coordinator: Peer) -> dict[str, Any]:

@@ -10,12 +10,11 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from argosy.config.data import PrepareConfig
 from argosy.data.conversations import Record
 from argosy.data.filters import Filters
-from argosy.data.formats import EMPTY, MAX_DOCUMENT_BYTES, BadInput, Fields, Text, read_file
+from argosy.data.formats import EMPTY, BadInput, Fields, Text, read_file
 from argosy.data.sources import RECORDS, InputFile
 from argosy.errors import UserError
 
@@ -136,31 +135,24 @@ Drops = Callable[[str, str, int], str]
 
 
 class DocumentReader:
-    """Reads the documents of `files`, in order; empty ones are left out.
+    """Reads the documents of `files` as `config` says, in order; empty ones are left out.
 
     Args:
-        files: the input.
-        on_bad_input: skip and count unreadable input, or raise UserError at the first.
-        max_text_bytes: stop after this much UTF-8 text; the last document is cut there.
-        max_document_bytes: longest document that is read; a longer one raises UserError.
-        url_field: the field or column with a document's URL; "": none is read.
         drops: says which documents are left out.
+        max_text_bytes: stop after this much UTF-8 text, whatever `config` says; the last document is cut there.
         document_of: makes the document of a record (`formats.Fields`).
     """
 
     def __init__(
         self,
         files: Sequence[InputFile],
-        on_bad_input: Literal["skip", "refuse"] = "skip",
-        max_text_bytes: int | None = None,
-        max_document_bytes: int = MAX_DOCUMENT_BYTES,
-        url_field: str = "",
-        drops: Drops | None = None,
+        config: PrepareConfig,
+        drops: Drops | None,
+        max_text_bytes: int | None,
         document_of: Callable[[Record], str] | None = None,
     ):
-        self._files, self._url_field, self._on_bad_input = files, url_field, on_bad_input
-        self._max_text_bytes, self._max_document_bytes = max_text_bytes, max_document_bytes
-        self._drops, self._document_of = drops, document_of
+        self._files, self._config, self._drops = files, config, drops
+        self._max_text_bytes, self._document_of = max_text_bytes, document_of
         self.tally = Tally()
         """Counts up to the document that was read last. A caller may replace it, to count anew."""
         self.files_read = 0
@@ -170,15 +162,16 @@ class DocumentReader:
 
     def read(self, piece: InputPiece | None = None, start: int = 0) -> Iterator[Document]:
         """Yield the documents of a piece (all of the input if there is none), from number `start` on."""
-        piece = piece or InputPiece(0, len(self._files))
+        piece, config = piece or InputPiece(0, len(self._files)), self._config
+        url_field = config.filters.url_field if config.filters.blocked_urls else ""
         self.number = 0
         for number_of_file in range(piece.first, piece.end):
             if self._left() == 0:
                 return
             self.files_read = number_of_file + 1
             within, file = (piece.from_byte, piece.to_byte), self._files[number_of_file]
-            fields = Fields(file.field, self._url_field, self._document_of)
-            found = read_file(file, fields, self._max_document_bytes, within)
+            fields = Fields(file.field, url_field, self._document_of)
+            found = read_file(file, fields, config.max_document_bytes, within)
             for item in found:
                 number, self.number = self.number, self.number + 1
                 if number >= start and (text := self._text(item, number)):
@@ -189,7 +182,7 @@ class DocumentReader:
     def _text(self, found: Text | BadInput, number: int) -> str:
         """Return a text, cut where max_text_bytes is reached; "" for one to leave out, which is counted."""
         if isinstance(found, BadInput):
-            if self._on_bad_input == "refuse":
+            if self._config.on_bad_input == "refuse":
                 raise UserError(f"{found.where}: {found.kind}. Mend it, or leave such input out: on_bad_input = skip.")
             self.tally.skip(found)
             return ""
@@ -231,16 +224,7 @@ def sample_texts(files: Sequence[InputFile], config: PrepareConfig, max_chars: i
 
 
 def _from_file(file: InputFile, config: PrepareConfig, filters: Filters, share: int) -> Iterator[str]:
-    url_field = config.filters.url_field if config.filters.blocked_urls else ""
-    reader = DocumentReader(
-        [file],
-        config.on_bad_input,
-        config.max_text_bytes,
-        config.max_document_bytes,
-        url_field,
-        filters or None,
-    )
-    for document in reader.read():
+    for document in DocumentReader([file], config, filters or None, config.max_text_bytes).read():
         if share <= 0:
             return
         for piece in _pieces(document.text, share):

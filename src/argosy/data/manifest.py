@@ -40,23 +40,6 @@ SplitName = Literal["train", "validation"]
 SHARD_FILES = (".bin", ".idx", ".crc32")
 """Ends of the names of a shard's files: tokens, documents, checksums."""
 
-
-SKIPPED = {
-    "empty document": "without text",
-    "broken UTF-8": "with broken UTF-8",
-    "broken JSON": "with broken JSON",
-    "not text": "of other than text",
-    "no such field": "without the field",
-    "no conversation": "without a conversation",
-    "roles in a wrong order": "with roles in a wrong order",
-    "empty answer": "with an empty answer",
-    "pair with equal sides": "with equal sides",
-    "images": "with images",
-    "special token in a message": "with a special token in a message",
-    "answers that the template does not show": "whose answers the template does not show",
-    "conversation that the template refuses": "that the template refuses",
-}
-"""Kind of input that was skipped -> what is said of such documents."""
 NAMES_KEPT = 100
 """Names of files left out that the manifest keeps."""
 NAMES_IN_WORDS = 3
@@ -190,14 +173,13 @@ class Manifest(_Record):
             )
         if self.other_splits:
             parts.append(f"{_plural(self.other_splits, 'file')} of other splits than train not read")
-        for kind, count in sorted(self.skipped.items()):
-            parts.append(f"{_plural(count, what)} {SKIPPED.get(kind, f'({kind})')} skipped")
-        if self.dropped:
+        for verb, counts in (("skipped", self.skipped), ("dropped", self.dropped)):
             kinds = Counter[str]()
-            for why, count in self.dropped.items():
+            for why, count in counts.items():
                 kinds[why.partition(":")[0]] += count
-            listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
-            parts.append(f"{_plural(kinds.total(), what)} dropped: {listed}")
+            if kinds:
+                listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+                parts.append(f"{_plural(kinds.total(), what)} {verb}: {listed}")
         places = [f"\n  {where}: {kind}" for kind, found in sorted(self.skipped_at.items()) for where in found]
         return "; ".join(parts) + "".join(places)
 

@@ -187,9 +187,6 @@ class WorkFolder:
         parts = (json.dumps(head).encode() + b"\n", *body)
         _replace(self._chunk(task, number), *parts, by=worker)
 
-    def has(self, task: PrepareTask, number: int) -> bool:
-        return self._chunk(task, number).exists()
-
     def end(self, task: PrepareTask, number: int) -> tuple[int, bool] | None:
         """Return where a chunk ends in its piece, and whether it is the last; None if it is not there."""
         try:
@@ -200,7 +197,7 @@ class WorkFolder:
             return None
 
     def read(self, task: PrepareTask, number: int) -> Chunk:
-        """Read a chunk. Raises: Damaged; OSError."""
+        """Read a chunk. Raises: DamagedResult; OSError."""
         data = self._chunk(task, number).read_bytes()
         try:
             head, end, _ = data.partition(b"\n")

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from argosy.config.data import PrepareConfig, TokenizerEngine
 from argosy.config.extend import ExtendConfig
@@ -55,21 +56,7 @@ class PrepareJob:
 
     def as_json(self) -> dict[str, Any]:
         """Return what JSON can hold."""
-        return {
-            **vars(self),
-            "config": self.config.model_dump(mode="json"),
-            "extend": self.extend.model_dump(mode="json"),
-        }
-
-    @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> PrepareJob:
-        return cls(
-            **{
-                **facts,
-                "config": PrepareConfig(**facts["config"]),
-                "extend": ExtendConfig(**facts["extend"]),
-            }
-        )
+        return dict(TypeAdapter(PrepareJob).dump_python(self, mode="json"))
 
 
 class InputFiles(Sequence[InputFile]):
@@ -123,15 +110,7 @@ class Stages:
         config = self._job.config
         if config.has_conversations and self._documents is None:
             self._documents = ChatDocuments(Path(config.out), config)
-        return DocumentReader(
-            self._files,
-            config.on_bad_input,
-            max_text_bytes,
-            config.max_document_bytes,
-            config.filters.url_field if config.filters.blocked_urls else "",
-            drops,
-            self._documents,
-        )
+        return DocumentReader(self._files, config, drops, max_text_bytes, self._documents)
 
     def _token_reader(self, piece: int, max_text_bytes: int | None) -> DocumentReader:
         """Return a reader of the documents that are to become tokens."""
@@ -261,7 +240,7 @@ class Stages:
 
 
 def stages_of(folder: WorkFolder, count: Callable[[int], None]) -> Stages:
-    job = PrepareJob.of(folder.job())
+    job = TypeAdapter(PrepareJob).validate_python(folder.job())
     files, pieces = folder.input()
     return Stages(job, folder, InputFiles(files, job.extend), [InputPiece(*piece) for piece in pieces], count)
 

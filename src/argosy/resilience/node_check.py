@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle
 
@@ -100,7 +100,7 @@ def main() -> None:
         text = f"{type(problem).__name__}: {problem}"
         wrong = (Wrong("node", "node_check", text),) if broken else ()
         health = Health(wrong, {}, round(time.monotonic() - began_s, 3), "" if broken else text)
-    asker.send("node_checked", health=health.to_record())
+    asker.send("node_checked", health=asdict(health))
 
 
 def units(gpus: int) -> list[Unit]:

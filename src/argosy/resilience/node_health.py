@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from pydantic import TypeAdapter
@@ -82,15 +82,6 @@ class Health:
     unknown: str = ""
     """Why it could not be checked; empty if it was."""
 
-    def to_record(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Return the health whose `to_record` this is."""
-        return cls(**{**record, "wrong": tuple(Wrong(**wrong) for wrong in record["wrong"])})
-
 
 class NodeCheck:
     """A process that checks this node. The fork server tells the asker of its start and end."""
@@ -123,7 +114,7 @@ class NodeCheck:
         self._channel.close()
         took_s = round(time.monotonic() - self._began_s, 3)
         if said is not None:
-            return Health.from_record(said)
+            return TypeAdapter(Health).validate_python(said)
         if self._is_late:
             return Health((Wrong("node", "node_check", f"not ended after {took_s:.0f} s"),), seconds=took_s)
         if -exit_code in BROKEN:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import TypeAdapter
 
 from argosy.config.launch import USUAL_ACCELERATOR, DeviceType
 from argosy.config.schema import RunConfig
@@ -110,11 +112,6 @@ class MigrationQuestion:
     microbatches: int = 1
     """uneven_stages: of a step."""
 
-    @classmethod
-    def read(cls, record: Mapping[str, Any]) -> Self:
-        """Return the question that came as JSON, which knows no tuples."""
-        return cls(**{**record, "on": tuple(record["on"]), "stage_s": tuple(record["stage_s"])})
-
 
 @dataclass(frozen=True)
 class MigrationAnswer:
@@ -138,7 +135,7 @@ def main() -> None:
     coordinator = channel_to_parent()
     asked = coordinator.receive()
     end_with_parent(coordinator)
-    question = MigrationQuestion.read(asked["question"])
+    question = TypeAdapter(MigrationQuestion).validate_python(asked["question"])
     coordinator.send("answer", answer=asdict(answer(Path(sys.argv[1]), question)))
 
 

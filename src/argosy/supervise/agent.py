@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 
 from argosy.checkpoint.fence import GENERATION, name_of
@@ -217,7 +218,7 @@ class Agent:
 
     def _tell_health(self, health: Health) -> None:
         self._node_check, self._health = None, health
-        self._events.write("node_checked", **health.to_record())
+        self._events.write("node_checked", **asdict(health))
         if health.unknown:
             print_message(f"argosy: the health of this machine could not be checked: {health.unknown}")
         self._coordinator.tell(say.NodeChecked(health=health))

@@ -310,7 +310,7 @@ class Coordinator:
     def _on_node_checked(self, name: str, found: Health) -> None:
         if found.wrong:
             why = f"node {name} computes wrong results: {found.wrong[0]}"
-            self._events.write("node_refused", node=name, why=why, evidence=found.to_record()["wrong"])
+            self._events.write("node_refused", node=name, why=why, evidence=[asdict(wrong) for wrong in found.wrong])
             self._membership.refuse(name, why)
             self._rates.remove(name)
             remedy = "Take it out of service, or have it repaired. The run goes on without it if other nodes are left."
