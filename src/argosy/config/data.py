@@ -46,7 +46,6 @@ class CacheConfig(Section):
 
 
 Threshold = Annotated[float, Field(ge=0.0, le=1.0)]
-Count = Annotated[int, Field(ge=0)]
 Few = Annotated[int, Field(ge=1, le=1000)]
 
 
@@ -57,9 +56,9 @@ class FiltersConfig(Section):
     """Languages to keep, by their ISO 639-1 codes (en, de); empty: all."""
     language_score: Threshold = 0.65
     """Least probability of the language that a document seems to be in."""
-    min_chars: Count = 0
+    min_chars: NonNegativeInt = 0
     """Least length of a document in characters."""
-    max_chars: Count = 0
+    max_chars: NonNegativeInt = 0
     """Largest length of a document in characters; 0: any."""
     repetition: bool = False
     """Leave out documents that repeat lines, paragraphs or n-grams (Rae et al. 2021, Gopher, table A1)."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from argosy.config.attention import RopeScaling
-from argosy.config.model import ModelConfig
+from argosy.config.model import ModelConfig, repeated
 from argosy.data.stores.model_folder import ByteSink, GgufType, new_folder
 from argosy.errors import UserError, missing_extra
 from argosy.models.gguf_tokenizer import add_tokenizer
@@ -327,8 +327,7 @@ def _layers(config: ModelConfig, implied: tuple[str, ...]) -> tuple[tuple[str, .
     attention = config.attention
     if not implied:
         return ((), 0) if attention.window >= config.max_seq_len else (attention.layers, attention.window)
-    kinds = [attention.layers[i % len(attention.layers)] if attention.layers else "full" for i in range(config.layers)]
-    same = all(kind == implied[i % len(implied)] for i, kind in enumerate(kinds))
+    same = all(repeated(attention.layers, i, "full") == repeated(implied, i, "full") for i in range(config.layers))
     return (implied if same else attention.layers), attention.window
 
 

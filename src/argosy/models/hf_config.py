@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from argosy.config.load import MOST_PROBLEMS
-from argosy.config.model import MOST_LAYERS, ModelConfig
+from argosy.config.model import MOST_LAYERS, ModelConfig, repeated
 from argosy.config.section import dotted, key_fields, key_of, nest
 from argosy.errors import UserError
 from argosy.models.hf_families import FAMILIES, family_of
@@ -31,15 +31,8 @@ from argosy.models.hf_rope import ROPE_KEYS, RopeJson, RopesJson, rope_from_json
 from argosy.models.quantised import check_quantization
 
 ONLY_IN_TRAINING = frozenset(
-    (
-        "moe.balance",
-        "moe.bias_rate",
-        "moe.z_coefficient",
-        "moe.capacity_factor",
-        "moe.aux_coefficient",
-        "mtp.loss_weight",
-    )
-)
+    f"moe.{n}" for n in ("balance", "bias_rate", "z_coefficient", "capacity_factor", "aux_coefficient")
+) | {"mtp.loss_weight"}
 OF_LAYERS = frozenset(
     ["ffn_widths"]
     + [f"attention.{n}" for n in ("layers", "rotary_layers", "heads", "kv_heads", "head_widths", "keys_as_values")]
@@ -55,96 +48,24 @@ SCORED = {
 ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 """The keys by which these know that they give one number."""
 HARMLESS = frozenset(
-    [
-        "id2label",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "architectures",
-        "model_type",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "transformers_version",
-        "auto_map",
-        "pretraining_tp",
-        "ep_size",
-        "seq_aux",
-        "aux_loss_alpha",
-        "router_aux_loss_coef",
-        "output_router_logits",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "initializer_range",
-        "tie_word_embeddings",
-        "num_nextn_predict_layers",
-        "num_mtp_layers",
-        "mtp_num_hidden_layers",
-        "mtp_use_dedicated_embeddings",
-        "mamba_ssm_dtype",
-        "max_window_layers",
-        "sliding_window",
-        "attention_dropout",
-        "hidden_dropout",
-        "residual_dropout",
-        "embedding_dropout",
-        "resid_pdrop",
-        "embd_pdrop",
-        "router_jitter_noise",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "problem_type",
-        "id2label",
-        "label2id",
-        "name_or_path",
-        "cache_implementation",
-        "head_dim",
-        "qk_head_dim",
-        "num_key_value_heads",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "original_max_position_embeddings",
-        "partial_rotary_factor",
-        "quantization_config",
-        "rope_interleave",
-        "rope_interleaved",
-        "mlp_bias",
-        "hidden_act",
-        "hidden_activation",
-        "initial_context_length",
-        "experts_per_token",
-        "initializer_factor",
-        "layer_types",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_sliding_window",
-        "sliding_window_pattern",
-        "_sliding_window_pattern",
-        "add_cross_attention",
-        "eod_token_id",
-        "text_config",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "topk_method",
-        "n_group",
-        "topk_group",
-        "norm_topk_prob",
-        "attention_bias",
-        "no_rope_layers",
-        "no_rope_layer_interval",
-        "swiglu_alpha",
-        "rms_norm_eps",
-        "rope_local_base_freq",
-        "first_k_dense_replace",
-        "q_lora_rank",
-        "hidden_size",
-        "moe_intermediate_size",
-    ]
+    (
+        *("id2label", "label2id", "num_labels", "problem_type", "architectures", "model_type", "torch_dtype", "dtype"),
+        *("use_cache", "transformers_version", "auto_map", "pretraining_tp", "ep_size", "seq_aux", "aux_loss_alpha"),
+        *("router_aux_loss_coef", "output_router_logits", "output_attentions", "output_hidden_states", "return_dict"),
+        *("initializer_range", "tie_word_embeddings", "num_nextn_predict_layers", "num_mtp_layers"),
+        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "max_window_layers"),
+        *("sliding_window", "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout"),
+        *("resid_pdrop", "embd_pdrop", "router_jitter_noise", "chunk_size_feed_forward", "is_encoder_decoder"),
+        *("name_or_path", "cache_implementation", "head_dim", "qk_head_dim", "num_key_value_heads", "rope_theta"),
+        *("rope_scaling", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor"),
+        *("quantization_config", "rope_interleave", "rope_interleaved", "mlp_bias", "hidden_act", "hidden_activation"),
+        *("initial_context_length", "experts_per_token", "initializer_factor", "layer_types", "unsloth_fixed"),
+        *("unsloth_version", "use_sliding_window", "sliding_window_pattern", "_sliding_window_pattern"),
+        *("add_cross_attention", "eod_token_id", "text_config", "bos_token_id", "eos_token_id", "pad_token_id"),
+        *("sep_token_id", "decoder_start_token_id", "topk_method", "n_group", "topk_group", "norm_topk_prob"),
+        *("attention_bias", "no_rope_layers", "no_rope_layer_interval", "swiglu_alpha", "rms_norm_eps"),
+        *("rope_local_base_freq", "first_k_dense_replace", "q_lora_rank", "hidden_size", "moe_intermediate_size"),
+    )
 )
 """Keys that change nothing in what the model computes, or are read elsewhere in this file."""
 
@@ -241,7 +162,7 @@ def _differences(config: ModelConfig, other: ModelConfig) -> Iterator[tuple[str,
             continue
         ours, theirs = value_of(config, field), value_of(other, field)
         if field in OF_LAYERS and ours and theirs:  # one list may be longer than what it repeats
-            ours, theirs = (tuple(x[i % len(x)] for i in range(config.all_layers)) for x in (ours, theirs))
+            ours, theirs = (tuple(repeated(x, i, None) for i in range(config.all_layers)) for x in (ours, theirs))
         if ours != theirs and not (isinstance(ours, float) and math.isclose(theirs, ours, rel_tol=1e-9)):
             yield field, ours, theirs
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from argosy.config.model import ModelConfig
+from argosy.config.model import ModelConfig, repeated
 from argosy.errors import UserError
 from argosy.models.hf_family import Family
 
@@ -92,7 +92,7 @@ def layers_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the keys that `layers_from_json` reads."""
     attention, layers = config.attention, range(config.layers)
     values: dict[str, Any] = {}
-    kinds = [attention.layers[i % len(attention.layers)] if attention.layers else "full" for i in layers]
+    kinds = [repeated(attention.layers, i, "full") for i in layers]
     theirs = {ours: name for name, ours in family.kinds.items()}
     if unknown := set(kinds) - set(theirs):
         raise UserError(
@@ -107,8 +107,7 @@ def layers_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
         if family.defaults.get("use_sliding_window") is not None:
             values |= {"use_sliding_window": bool(attention.window), "max_window_layers": config.layers}
     if family.rotates == "listed":
-        rotates = attention.rotary_layers or (True,)
-        values["no_rope_layers"] = [int(rotates[i % len(rotates)]) for i in layers]
+        values["no_rope_layers"] = [int(repeated(attention.rotary_layers, i, True)) for i in layers]
     if "topk_method" in family.defaults:
         values["topk_method"] = GROUPED if config.moe.groups > 1 else "greedy"
     if "mlp_only_layers" in family.defaults:

@@ -105,12 +105,9 @@ LINEAR_FAMILIES = {
         QWEN3_5,
         architecture="Qwen3_5MoeForCausalLM",
         keys=DELTA_KEYS
+        | {k: v for k, v in SPARSE_KEYS.items() if k not in ("moe.normalize_weights", "moe.every")}
         | {
             "ffn_width": "moe_intermediate_size",  # no layer is dense
-            "moe.experts": "num_experts",
-            "moe.experts_per_token": "num_experts_per_tok",
-            "moe.expert_ffn_width": "moe_intermediate_size",
-            "moe.aux_coefficient": "router_aux_loss_coef",
             "moe.shared_ffn_width": "shared_expert_intermediate_size",
         },
         fixed=PLAIN_EXPERTS | GATED_ATTENTION | {"moe.shared_experts": 1, "moe.shared_gate": True},

@@ -27,6 +27,7 @@ SHARED_NAMES = {
     "blocks.*.mlp.shared.down": "model.layers.*.mlp.shared_expert.down_proj",
     "blocks.*.mlp.shared_gate": "model.layers.*.mlp.shared_expert_gate",
 }
+DEEPSEEK_EXPERT_NAMES = {n: t for n, t in DEEPSEEK_NAMES.items() if ".mlp." in n}
 PLAIN_EXPERTS = {"moe.balance": "aux"}
 MOE_KEYS = {
     "moe.experts": "n_routed_experts",
@@ -40,6 +41,12 @@ MOE_KEYS = {
     "moe.top_groups": "topk_group",
 }
 """As DeepSeek names them."""
+MIXTRAL_KEYS = {
+    "moe.experts": "num_local_experts",
+    "moe.experts_per_token": "num_experts_per_tok",
+    "moe.expert_ffn_width": "intermediate_size",
+    "moe.aux_coefficient": "router_aux_loss_coef",
+}
 SPARSE_KEYS = {
     "moe.experts": "num_experts",
     "moe.experts_per_token": "num_experts_per_tok",
@@ -98,12 +105,7 @@ DEEPSEEK_V3 = Family(
 MIXTURES = {
     "mixtral": Family(
         "MixtralForCausalLM",
-        keys={
-            "moe.experts": "num_local_experts",
-            "moe.experts_per_token": "num_experts_per_tok",
-            "moe.expert_ffn_width": "intermediate_size",
-            "moe.aux_coefficient": "router_aux_loss_coef",
-        },
+        keys=MIXTRAL_KEYS,
         fixed=PLAIN_EXPERTS | {"attention_bias": False},
         defaults={
             "max_position_embeddings": 131_072,
@@ -164,13 +166,7 @@ MIXTURES = {
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        keys={
-            "moe.experts": "num_experts",
-            "moe.experts_per_token": "num_experts_per_tok",
-            "moe.expert_ffn_width": "intermediate_size",
-            "moe.normalize_weights": "norm_topk_prob",
-            "moe.aux_coefficient": "router_aux_loss_coef",
-        },
+        keys=MIXTRAL_KEYS | {"moe.experts": "num_experts", "moe.normalize_weights": "norm_topk_prob"},
         fixed=PLAIN_EXPERTS | {"qk_norm": True, "attention.norm_over": "all"},
         constants={"clip_qkv": None},
         defaults={
@@ -188,13 +184,7 @@ MIXTURES = {
     "granitemoe": replace(
         GRANITE_FAMILY,
         architecture="GraniteMoeForCausalLM",
-        keys=GRANITE
-        | {
-            "moe.experts": "num_local_experts",
-            "moe.experts_per_token": "num_experts_per_tok",
-            "moe.expert_ffn_width": "intermediate_size",
-            "moe.aux_coefficient": "router_aux_loss_coef",
-        },
+        keys=GRANITE | MIXTRAL_KEYS,
         fixed=PLAIN_EXPERTS,
         defaults=GRANITE_DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
         names={
@@ -210,13 +200,7 @@ MIXTURES = {
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
-        keys={
-            "moe.experts": "num_local_experts",
-            "moe.experts_per_token": "num_experts_per_tok",
-            "moe.expert_ffn_width": "intermediate_size",
-            "moe.aux_coefficient": "router_aux_loss_coef",
-            "ffn_limit": "swiglu_limit",
-        },
+        keys=MIXTRAL_KEYS | {"ffn_limit": "swiglu_limit"},
         fixed=PLAIN_EXPERTS
         | {
             "attention.sinks": True,
@@ -285,7 +269,7 @@ MIXTURES = {
             "use_qk_norm": False,
             "rms_norm_eps": 1e-5,
         },
-        names=EXPERT_NAMES | {n: t for n, t in DEEPSEEK_NAMES.items() if ".mlp." in n} | FURTHER_NAMES,
+        names=EXPERT_NAMES | DEEPSEEK_EXPERT_NAMES | FURTHER_NAMES,
         aliases={"num_local_experts": "n_routed_experts"},
         needs=("moe.experts", "moe.shared_experts"),
         copies=FURTHER_COPIES,
@@ -307,7 +291,7 @@ MIXTURES = {
             "sliding_window": 4096,
             "max_window_layers": 62,
         },
-        names=EXPERT_NAMES | {n: t for n, t in DEEPSEEK_NAMES.items() if ".mlp." in n},
+        names=EXPERT_NAMES | DEEPSEEK_EXPERT_NAMES,
         aliases={"num_local_experts": "n_routed_experts"},
         needs=("moe.experts", "moe.shared_experts"),
         windows=from_the_last,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from argosy.config.model import ModelConfig
+from argosy.config.model import ModelConfig, repeated
 from argosy.models.hf_dense import GEMMA_NAMES, root_of_width
 from argosy.models.hf_family import (
     CHUNKED,
@@ -21,7 +21,7 @@ from argosy.models.hf_family import (
     or_none,
 )
 from argosy.models.hf_layers import cycle_of, dense_from
-from argosy.models.hf_mixtures import MOE_KEYS, PLAIN_EXPERTS, SHARED_NAMES, SPARSE_KEYS
+from argosy.models.hf_mixtures import MIXTRAL_KEYS, MOE_KEYS, PLAIN_EXPERTS, SHARED_NAMES, SPARSE_KEYS
 
 
 def where_they_differ(values: Sequence[Any], usual: Any) -> tuple[Any, ...]:
@@ -90,9 +90,8 @@ def gemma4_written(config: ModelConfig) -> dict[str, Any]:
     attention = config.attention
     own = {}
     for layer in range(config.layers):
-        width = attention.head_widths[layer % len(attention.head_widths)] if attention.head_widths else 0
-        kv_heads = config.heads_of(layer)[1]
-        of_layer = {"head_dim": width} if width not in (0, config.head_width) else {}
+        width, kv_heads = repeated(attention.head_widths, layer, config.head_width), config.heads_of(layer)[1]
+        of_layer = {"head_dim": width} if width != config.head_width else {}
         of_layer |= {"num_key_value_heads": kv_heads} if kv_heads != config.kv_heads else {}
         if of_layer:
             own[str(layer)] = of_layer
@@ -269,12 +268,9 @@ UNEVEN_FAMILIES = {
     ),
     "llama4_text": Family(
         "Llama4ForCausalLM",
-        keys={
+        keys=MIXTRAL_KEYS
+        | {
             "ffn_width": "intermediate_size_mlp",
-            "moe.experts": "num_local_experts",
-            "moe.experts_per_token": "num_experts_per_tok",
-            "moe.expert_ffn_width": "intermediate_size",
-            "moe.aux_coefficient": "router_aux_loss_coef",
             "qk_norm": "use_qk_norm",
             "attention.temperature_floor": "floor_scale",
         },

@@ -152,7 +152,7 @@ class StoreFolder:
     def checksums(self, shard: Shard, again: bool = False) -> npt.NDArray[np.uint32]:
         """Return the checksums of a shard's blocks. A folder without them has the whole shard read once.
 
-        again: from the store, not from here. Raises: Unreachable; DataError if the shard is damaged or missing.
+        again: from the store, not from here. Raises: StoreUnreachable; DataError if the shard is damaged or missing.
         """
         path = self.cache.path(shard.bin_sha256, 0).with_name("crc32")
         blocks = -(-shard.tokens * np.dtype(self.manifest.dtype).itemsize // BLOCK_BYTES)
@@ -188,7 +188,7 @@ class StoreFolder:
         What another process is fetching is left out, unless it is needed now (due = 0).
         Blocks that are needed now (due = 0) are returned if they are not stored.
 
-        Raises: Unreachable; DataError if a block stays damaged, or is missing.
+        Raises: StoreUnreachable; DataError if a block stays damaged, or is missing.
         """
         blocks: dict[int, IO[bytes] | None] = {}
         with ExitStack() as stack:

@@ -60,7 +60,8 @@ def spelled(place: object) -> str:
 class Store:
     """The folder at `url`. Threads may share one; forked processes may not.
 
-    Methods raise Unreachable, or UserError for what only the user can mend: credentials, permission, no such bucket.
+    Methods raise StoreUnreachable, or UserError for what only the user can mend: credentials, permission, a bucket that
+    does not exist.
     """
 
     def __init__(self, url: str, named: str = "data.sources: "):
