@@ -134,21 +134,16 @@ def _allowed(options: Options) -> list[Allowed]:
 
 
 def _speak_over_pipes(root: Path, allowed: list[Allowed]) -> None:
-    """Answer an agent until it closes the pipe. Raises: BrokenPipeError if it does not read its answers any more."""
+    """Answer an agent until it closes the pipe. The process dies of SIGPIPE if its answers are not read any more."""
     from argosy.watch.mcp_server import server_of_runs
 
     if sys.stdin.isatty():
         print(
             "argosy watch --mcp: for an agent, which starts it and writes to its stdin; Ctrl-C ends it", file=sys.stderr
         )
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would wait for the thread that reads stdin
-    is_dead = False
-    try:
-        server_of_runs(root, allowed).run("stdio")
-    except* BrokenPipeError:
-        is_dead = True
-    if is_dead:
-        raise BrokenPipeError
+    for number in (signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)  # Python would wait for the thread that reads stdin
+    server_of_runs(root, allowed).run("stdio")
 
 
 def _need_mcp() -> None:
