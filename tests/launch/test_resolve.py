@@ -115,12 +115,13 @@ def test_text_is_prepared_with_the_tokenizer_of_the_weights_and_no_other(corpus,
     assert data.sources[0].manifest.tokenizer_sha256 == Manifest.load(corpus).tokenizer_sha256
 
 
-def test_an_adapter_alone_is_refused_as_weights_before_the_data_are_prepared(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_adapter_alone_is_refused_as_weights_before_the_data_are_prepared(tmp_path, monkeypatch, rank):
     alone = SimpleNamespace(folder=tmp_path / "step-00000001", manifest=SimpleNamespace(base_sha256="5a"))
     monkeypatch.setattr(store, "find", lambda path, check: alone)
     data = {"sources": {}, "prepare": {"input": (str(SOURCES / "errors.py"),), "out": tmp_path / "new"}}
     with pytest.raises(UserError, match=r"model\.weights = .* holds an adapter alone.*argosy checkpoint merge"):
-        resolve(run_config(tmp_path, data=data, model={"weights": tmp_path}, lora={"rank": 2}), QUIET)
+        resolve(run_config(tmp_path, data=data, model={"weights": tmp_path}, lora={"rank": rank}), QUIET)
     assert not (tmp_path / "new").exists()
 
 

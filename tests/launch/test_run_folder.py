@@ -170,6 +170,23 @@ def test_the_number_format_of_the_first_start_is_that_of_every_other(tmp_path, b
         assert plans == [Plan.parse(begun)] * 2 and "a new run would take fp32 here" in said[0]
 
 
+def test_a_plan_that_cannot_run_is_refused_before_data_are_prepared(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    prepare = {"input": (__file__,), "out": tmp_path / "data"}
+    asked = run(data={"sources": {}, "prepare": prepare}).model_copy(update={"plan": "compile=true"})
+
+    def check() -> None:
+        run_folder.check_before_preparing(tmp_path / "run", asked, lambda: Devices(1, "cpu", fast_bf16=False))
+
+    with pytest.raises(UserError, match=r"compile=true, and this machine has no compiler: g\+\+"):
+        check()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").touch()
+    check()  # there is nothing to prepare, and the plan is settled a moment later
+
+
 def test_the_folder_then_needs_nothing_else_to_be_used(tmp_path):
     (tmp_path / "elsewhere.json").write_text("a tokenizer")
     asked = run(data={"prepare": {"out": tmp_path}})

@@ -47,17 +47,8 @@ def find_weights(path: Path, sha256: str = "") -> Checkpoint:
         if problem := problem_of(found):
             raise UserError(f"{problem}. The adapter needs it: restore it from a copy.")
     found = found or store.find(path, problem_of)
-    refuse_adapter_alone(path, found)
+    store.refuse_adapter_alone(path, found)
     return found
-
-
-def refuse_adapter_alone(path: Path, found: Checkpoint) -> None:
-    """Raises: UserError if the checkpoint that was found at `path` does not hold whole weights."""
-    if found.manifest.base_sha256:
-        raise UserError(
-            f"model.weights = {path}: {found.folder} holds an adapter alone, not whole weights. Merge it with its own "
-            f"first: argosy checkpoint merge {path} --out FOLDER."
-        )
 
 
 def check_folder(place: Path, sha256: str = "") -> str:

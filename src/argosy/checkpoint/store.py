@@ -220,6 +220,15 @@ def find(path: Path, check: Callable[[Checkpoint], str | None]) -> Checkpoint:
     return choice.checkpoint
 
 
+def refuse_adapter_alone(path: Path, found: Checkpoint) -> None:
+    """Raises: UserError if the checkpoint that was found at `path` does not hold whole weights."""
+    if found.manifest.base_sha256:
+        raise UserError(
+            f"model.weights = {path}: {found.folder} holds an adapter alone, not whole weights. Merge it with its own "
+            f"first: argosy checkpoint merge {path} --out FOLDER."
+        )
+
+
 def prune(
     run_dir: Path,
     keep_last: int,

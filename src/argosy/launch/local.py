@@ -86,12 +86,14 @@ def train(
     ):
         progress = Progress(enabled=not quiet)
         began = time.monotonic()
+        find = partial(ask, forks, run.resilience)
         with run_folder.settling(run_dir):
+            run_folder.check_before_preparing(run_dir, run, partial(devices_of_run, run, find))
             with progress.during("reading the data"):
                 run, data = resolve(run, progress)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
             with progress.during("finding devices"):
-                devices = devices_of_run(run, partial(ask, forks, run.resilience))
+                devices = devices_of_run(run, find)
             with progress.during("choosing a plan"):
                 plan = run_folder.settle_plan(run_dir, run, devices, progress.say)
             check_profile(run, plan)

@@ -47,7 +47,7 @@ def resolve(run: RunConfig, progress: Progress) -> tuple[RunConfig, OpenData]:
     run = _with_objective(_with_tokenizer(run, theirs))
     _check_tokenizer_to_prepare(run, theirs)
     check_parameters(run)
-    weights = _beside_weights(run) if run.lora.rank else run.model.weights
+    weights = _start_of(run)
     run = _with_data(run, progress)
     data = open_data(run.data, run.seed, run.train.batches)
     _check_objective(run, data)
@@ -116,23 +116,27 @@ def check_parameters(run: RunConfig) -> None:
     check_patterns(run.optimizer.groups, run.train.frozen, list(run_table(run)))
 
 
-def _beside_weights(run: RunConfig) -> Path:
-    """Return the weights beside which a run trains an adapter; of a run its checkpoint, since the newest may change.
+def _start_of(run: RunConfig) -> Path | None:
+    """Return the weights that a run starts from; beside an adapter a run's checkpoint, since the newest may change.
 
-    Raises: UserError if there are no weights, or they are those of an adapter.
+    Raises: UserError if they are those of an adapter, or an adapter has none beside it.
     """
-    if run.model.weights is None:
+    weights = run.model.weights
+    if weights is None and run.lora.rank:
         raise UserError(
             f"lora.rank = {run.lora.rank}: an adapter is trained beside pretrained weights, and model.weights names "
             "none. Give a Hugging Face folder, hf://OWNER/NAME or a run folder."
         )
-    if is_model_folder(run.model.weights):
-        return run.model.weights
-    from argosy.checkpoint.adapter import refuse_adapter_alone  # imports torch
-
-    found = store.find(run.model.weights, lambda checkpoint: None)
-    refuse_adapter_alone(run.model.weights, found)
-    return found.folder.absolute()
+    if weights is None or is_model_folder(weights):
+        return weights
+    try:
+        found = store.find(weights, lambda checkpoint: None)
+    except UserError:
+        if run.lora.rank:
+            raise
+        return weights  # a run that goes on needs them no more
+    store.refuse_adapter_alone(weights, found)
+    return found.folder.absolute() if run.lora.rank else weights
 
 
 def prepare_shown(run: RunConfig, progress: Progress) -> Manifest:

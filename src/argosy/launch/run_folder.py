@@ -28,13 +28,14 @@ from argosy.config.identity import is_under, lasting_values
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.chat_template import TEMPLATE
+from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import USAGE, usage_of
 from argosy.engines.record import FOLDER as LAUNCH
 from argosy.errors import StorageError, UserError
 from argosy.files import LOCK, MadeFolder, atomic_write, lock_or_holder, made_folder, make_folder
 from argosy.launch.devices import check_compiler
-from argosy.launch.resolve import check_memory
+from argosy.launch.resolve import check_memory, with_known_sizes
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on
 from argosy.processes.secret import FOLDER as TLS
@@ -277,6 +278,16 @@ def settle_plan(run_dir: Path, run: RunConfig, devices: Devices, say: Callable[[
     if words:
         say(words)
     return plan
+
+
+def check_before_preparing(run_dir: Path, run: RunConfig, find: Callable[[], Devices]) -> None:
+    """Refuse before data are prepared, which may take hours, what would be refused once they are. Raises: UserError.
+
+    find: returns the devices of the run.
+    """
+    prepare = run.data.prepare
+    if prepare.input and not (prepare.out / MANIFEST).exists():
+        settle_plan(run_dir, with_known_sizes(run), find(), lambda words: None)
 
 
 def _plan_before(checkpoints: list[Checkpoint]) -> Plan | None:

@@ -22,6 +22,14 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise"]
 FP8: dict[Precision, int] = {"fp8": 16, "fp8_rowwise": 16}
 """Matmuls in eight bits: with one scale for a whole matrix, or one for each of its rows. Both sides of a rank's share
 of a matrix are multiples of these numbers: others are multiplied in bf16."""
+
+
+def measured_format(precision: str) -> str:
+    """Return the number format of the matmuls that measure a device for a plan in `precision`: those in fp8 need
+    matrices in a special layout, and bf16's go through the same parts of a GPU."""
+    return "bf16" if precision in FP8 else precision
+
+
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "activations", "optimizer", "all"]
 Objective = Literal["time", "cost", "energy", "goodput"]

@@ -29,7 +29,7 @@ from torch import Tensor
 from argosy.accelerator import count_here, free_bytes, kind_of, numbered, synchronize
 from argosy.faults import fault
 from argosy.plan.hardware.local_machine import read_memory
-from argosy.plan.plan import FP8
+from argosy.plan.plan import measured_format
 from argosy.processes.child import channel_to_parent
 from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
 
@@ -133,8 +133,7 @@ def check_node(some: Iterable[Unit], asked: NodeCheckRequest) -> Health:
 def _check_unit(unit: Unit, asked: NodeCheckRequest) -> list[UnitResult]:
     if unit.device.type == "cpu":
         os.sched_setaffinity(0, {unit.number})  # of this thread alone
-    # fp8 products need matrices in a special layout; those of bf16 go through the same parts of a GPU.
-    formats = dict.fromkeys(["fp32", "bf16" if asked.number_format in FP8 else asked.number_format])
+    formats = dict.fromkeys(["fp32", measured_format(asked.number_format)])
     share_s = asked.seconds / (len(formats) + 1)
     return [*(multiply(unit, number_format, share_s) for number_format in formats), remember(unit, share_s)]
 

@@ -34,7 +34,7 @@ from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, cluster_of, machine_at_hand
 from argosy.plan.parameters import parameters
-from argosy.plan.plan import FP8, Plan
+from argosy.plan.plan import Plan, measured_format
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.plan.sync import OF_SITES
 from argosy.plan.workload import Workload
@@ -359,7 +359,7 @@ class Records:
         return None if machine is None else predict(self._plan, self._run, machine, cluster_of(self._run))
 
     def _hardware(self) -> DetectedHardware:
-        world, number_format = self._world, "bf16" if self._plan.precision in FP8 else self._plan.precision
+        world, number_format = self._world, measured_format(self._plan.precision)
         return DetectedHardware(
             device=device_name(world.device),
             processes=world.size,
