@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -14,6 +14,17 @@ from argosy.credentials import redact
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+
+
+def counted(count: int, what: str, plural: str = "s") -> str:
+    """Return "1 file", or "3 files"."""
+    return f"{count} {what}{'' if count == 1 else plural}"
+
+
+def some_of(names: Sequence[object], most: int, others: str = "more") -> str:
+    """Return the first of these, at most so many, and how many others there are: "a, b and 3 more"."""
+    left = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {left} {others}" if left > 0 else "")
 
 
 class ArgosyError(Exception):

@@ -21,7 +21,7 @@ from torch import Tensor
 from argosy.checkpoint.boxes import Box, Misfit
 from argosy.checkpoint.directory import Transfer, match
 from argosy.checkpoint.shards import box_bytes, cut
-from argosy.errors import ArgosyError
+from argosy.errors import ArgosyError, some_of
 from argosy.parallel.peers import over, peers_of
 
 MESSAGE_BYTES = 32 * 2**20
@@ -171,11 +171,7 @@ class _Message:
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(transfer.part.name for _, transfer in self.parts))
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        return (
-            f"what rank {self.sender} sent to rank {self.receiver} ({', '.join(names[:2])}{more}) does not match "
-            "its checksum"
-        )
+        return f"what rank {self.sender} sent to rank {self.receiver} ({some_of(names, 2)}) does not match its checksum"
 
 
 def _messages(sender: int, receiver: int, transfers: Sequence[Transfer]) -> Iterator[_Message]:

@@ -19,7 +19,7 @@ from argosy.data.work import Chunk, DamagedResult, PrepareTask, WorkFolder, Work
 from argosy.data.worker import BEAT_S, SILENT_S
 from argosy.engines.engine import Engine, NeverFits, ProgramJob
 from argosy.engines.record import JobState, LaunchedJob
-from argosy.errors import ArgosyError, RunFailed, UserError
+from argosy.errors import ArgosyError, RunFailed, UserError, counted
 from argosy.processes.supervisor import RestartPolicy, Restarts
 
 WORKERS_LOOK_S = 1.0
@@ -45,7 +45,7 @@ class Crew:
     """Text of unfinished tasks that they have worked at."""
 
     def __str__(self) -> str:
-        words = [f"{self.running} worker{'' if self.running == 1 else 's'}"]
+        words = [counted(self.running, "worker")]
         if self.waiting:
             words.append(f"{self.waiting} waiting" + (f" ({self.why})" if self.why else ""))
         return ", ".join(words)

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from argosy.config.data import PrepareConfig, RowKind
 from argosy.data.packing import ID_BITS
-from argosy.errors import DataError, UserError, first_error
+from argosy.errors import DataError, UserError, counted, first_error
 from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
 
 NAME = "manifest.json"
@@ -156,30 +156,30 @@ class Manifest(_Record):
             return ""
         documents = sum(self.documents(split) for split in self.splits)
         what = "document" if self.rows is None else UNITS[self.rows.kind]
-        parts = [f"{_plural(documents, what)} from {_plural(self.files, 'file')}"]
+        parts = [f"{counted(documents, what)} from {counted(self.files, 'file')}"]
         if self.rows is not None:
             words = sum(self.tokens(split) for split in self.splits)
-            parts.append(f"packed into {_plural(words // self.rows.seq_len, 'row')} of {self.rows.seq_len} tokens")
+            parts.append(f"packed into {counted(words // self.rows.seq_len, 'row')} of {self.rows.seq_len} tokens")
         if self.truncated:
-            parts.append(f"{_plural(self.truncated, what)} cut after an earlier answer, to fit")
+            parts.append(f"{counted(self.truncated, what)} cut after an earlier answer, to fit")
         if self.files_after_limit:
-            parts.append(f"{_plural(self.files_after_limit, 'file')} not read: max_text_bytes is reached")
+            parts.append(f"{counted(self.files_after_limit, 'file')} not read: max_text_bytes is reached")
         if self.left_out:
             names = [Path(name).name for name in self.left_out_names[:NAMES_IN_WORDS]]
             names += ["..."] if self.left_out > len(names) else []
             parts.append(
-                f"{_plural(self.left_out, 'file')} left out: {', '.join(names)} (no known extension: "
+                f"{counted(self.left_out, 'file')} left out: {', '.join(names)} (no known extension: "
                 f"`{option} '*'` reads them)"
             )
         if self.other_splits:
-            parts.append(f"{_plural(self.other_splits, 'file')} of other splits than train not read")
+            parts.append(f"{counted(self.other_splits, 'file')} of other splits than train not read")
         for verb, counts in (("skipped", self.skipped), ("dropped", self.dropped)):
             kinds = Counter[str]()
             for why, count in counts.items():
                 kinds[why.partition(":")[0]] += count
             if kinds:
                 listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
-                parts.append(f"{_plural(kinds.total(), what)} {verb}: {listed}")
+                parts.append(f"{counted(kinds.total(), what)} {verb}: {listed}")
         places = [f"\n  {where}: {kind}" for kind, found in sorted(self.skipped_at.items()) for where in found]
         return "; ".join(parts) + "".join(places)
 
@@ -268,10 +268,6 @@ class Manifest(_Record):
                 raise DataError(
                     f"{path} {state}. Restore the file, or delete {folder} and prepare it again: {self._again(folder)}"
                 )
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def verify(folder: Path) -> Manifest:

@@ -20,7 +20,7 @@ from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.manifest import TOKENIZER
-from argosy.errors import RunFailed, UserError
+from argosy.errors import RunFailed, UserError, counted
 from argosy.extend.trust import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
@@ -148,14 +148,10 @@ def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> 
     begun = f"from step {saved[-1].step}" if saved else "from the start"
     return [
         *would,
-        f"start {_counted(plan.world_size, 'process', 'es')} on {_counted(run.launch.nodes, 'machine')}: {plan}",
+        f"start {counted(plan.world_size, 'process', 'es')} on {counted(run.launch.nodes, 'machine')}: {plan}",
         f"train {model_name(run.model, run.name)} for {length} of {run.train.global_batch} sequences of "
         f"{run.data.seq_len} tokens, {begun}, in {run_dir}",
     ]
-
-
-def _counted(count: int, what: str, plural: str = "s") -> str:
-    return f"{count} {what}{'' if count == 1 else plural}"
 
 
 @contextmanager

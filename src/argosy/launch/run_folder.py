@@ -32,7 +32,7 @@ from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.manifest import TOKENIZER
 from argosy.data.tokenizer import USAGE, usage_of
 from argosy.engines.record import FOLDER as LAUNCH
-from argosy.errors import StorageError, UserError
+from argosy.errors import StorageError, UserError, some_of
 from argosy.files import LOCK, MadeFolder, atomic_write, lock_or_holder, made_folder, make_folder
 from argosy.launch.devices import check_compiler
 from argosy.launch.resolve import check_memory, with_known_sizes
@@ -91,7 +91,7 @@ def check_is_own(run_dir: Path) -> None:
         if not any(fnmatch(name, own) for own in OF_A_START) or (name == "run.toml" and not has_lock)
     )
     if others:
-        named = ", ".join(others[:MOST_NAMED]) + (", ..." if len(others) > MOST_NAMED else "")
+        named = some_of(others, MOST_NAMED)
         raise UserError(
             f"{run_dir} is not the folder of a run: it holds {named}. Give --run-dir a folder that is new or empty, or "
             "that of a run to go on with."

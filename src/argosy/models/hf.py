@@ -23,7 +23,7 @@ from torch import Tensor
 
 from argosy.config.model import ModelConfig
 from argosy.data.stores.model_folder import Destination, ModelFolder, model_folder, new_folder
-from argosy.errors import ArgosyWarning, UserError
+from argosy.errors import ArgosyWarning, UserError, some_of
 from argosy.files import is_plain_name, read_at_most
 from argosy.models.compressed import WeightCompression, compressed
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
@@ -441,5 +441,4 @@ def _check_shape(name: str, found: Sequence[int], expected: Sequence[int], where
 
 
 def _some(names: Iterable[str]) -> str:
-    first, *rest = sorted(names)
-    return f"{first} and {len(rest)} more" if rest else first
+    return some_of(sorted(names), 1)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from argosy.errors import UserError, missing_extra
+from argosy.errors import UserError, counted, missing_extra
 from argosy.processes.supervisor import RestartPolicy, Restarts
 
 ADDRESS = "RAY_ADDRESS"
@@ -106,8 +106,8 @@ class Share:
         return cls(nodes, cpus, gpus)
 
     def __str__(self) -> str:
-        gpus = f" and {_plural(self.gpus, 'GPU')}" if self.gpus else ""
-        return f"{_plural(self.nodes, 'node')} with {_plural(self.cpus, 'CPU')}{gpus}"
+        gpus = f" and {counted(self.gpus, 'GPU')}" if self.gpus else ""
+        return f"{counted(self.nodes, 'node')} with {counted(self.cpus, 'CPU')}{gpus}"
 
     @property
     def resources(self) -> dict[str, float]:
@@ -120,7 +120,7 @@ class Share:
         if len(fitting) >= self.nodes:
             return ""
         there = ", ".join(
-            f"{_name(node)}: {_plural(_count(node, 'CPU'), 'CPU')}, {_plural(_count(node, 'GPU'), 'GPU')}"
+            f"{_name(node)}: {counted(_count(node, 'CPU'), 'CPU')}, {counted(_count(node, 'GPU'), 'GPU')}"
             for node in _alive()
         )
         return f"it has {len(fitting)} of {self} ({there})"
@@ -182,10 +182,6 @@ def _alive() -> list[dict[str, Any]]:
 
 def _count(node: dict[str, Any], kind: str) -> int:
     return int(node["Resources"].get(kind, 0))
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 PR_SET_PDEATHSIG = 1

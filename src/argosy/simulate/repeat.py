@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.exact_state import DTYPE_BYTES, local_shard_of, stages_on
+from argosy.plan.cost.traffic import is_dealt_out
 from argosy.plan.layer_spec import LayerSpec, layer_spec
-from argosy.plan.parameters import Parameter, Stage, Table, block_table, parameter_table
+from argosy.plan.parameters import Stage, Table, block_table, parameter_table
 from argosy.plan.plan import Plan
 from argosy.simulate.record import Category, Change, Event, MemoryBlock, Operation, Pass, Trace, Wait, Where
 
@@ -99,12 +100,8 @@ def _buckets_repeat(plan: Plan, run: RunConfig, rank: int, stage: Stage, period:
 
 def _bytes(table: Table, plan: Plan, rank: int, experts: bool) -> Sequence[int]:
     """Return the bytes of each parameter as tensor and expert parallelism leave it: dealt experts, or all else."""
-
-    def is_dealt(parameter: Parameter) -> bool:
-        return parameter.is_expert and plan.ep > 1
-
     each = DTYPE_BYTES[plan.weights]
-    return [each * local_shard_of(p, plan, rank).numel for p in table.values() if is_dealt(p) == experts]
+    return [each * local_shard_of(p, plan, rank).numel for p in table.values() if is_dealt_out(p, plan) == experts]
 
 
 Ints = NDArray[np.int64]

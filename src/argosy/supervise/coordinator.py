@@ -21,7 +21,7 @@ from argosy.checkpoint.fence import Fenced, begin_generation, name_of, newest_ge
 from argosy.config.launch import read_rank_map
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
-from argosy.errors import STOP_SIGNALS, UnfitNode, UserError
+from argosy.errors import STOP_SIGNALS, UnfitNode, UserError, some_of
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import LAST_STEPS
 from argosy.plan.plan import Plan
@@ -205,8 +205,7 @@ class Coordinator:
         if self._pending is not None:
             why = f"node {_opener(self._pending)} has not opened the rendezvous store"
         elif missing:
-            others = f" and {len(missing) - MOST_NAMED} other nodes" if len(missing) > MOST_NAMED else ""
-            why = f"not all workers have shown themselves of {', '.join(missing[:MOST_NAMED])}{others}"
+            why = f"not all workers have shown themselves of {some_of(missing, MOST_NAMED, 'other nodes')}"
         else:
             return
         self._events.write("world_waits", generation=generation, seconds=WAITS_S, why=why)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from argosy.errors import FINAL, Retryable
+from argosy.errors import FINAL, Retryable, some_of
 from argosy.supervise.nodes import (
     Break,
     Cause,
@@ -412,12 +412,10 @@ class Membership:
             self.put_last(name)
 
     def _missing_workers(self) -> str:
-        names = sorted(self.nodes)
-        here = ", ".join(f"{name} ({self.nodes[name].slots} workers)" for name in names[:MOST_NAMED])
-        here += f" and {len(names) - MOST_NAMED} other nodes" if len(names) > MOST_NAMED else ""
+        nodes = [f"{name} ({node.slots} workers)" for name, node in sorted(self.nodes.items())]
         room, settings = self._roster.counts.room, self._settings
         came = f"{room} of {settings.size} workers came within {settings.first_wait_s:.0f} s"
-        return f"{came}, from {here}"
+        return f"{came}, from {some_of(nodes, MOST_NAMED, 'other nodes')}"
 
     def _break(self, why: str, is_planned: bool = False) -> None:
         """End the generation. `is_planned`: this is no failure that `launch.max_restarts` counts."""

@@ -21,7 +21,7 @@ from typing import Any
 from argosy.files import atomic_write
 from argosy.observe import stacks
 from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
-from argosy.processes.child import process_state
+from argosy.processes.child import STOPPED, process_state
 from argosy.supervise.nodes import RankState, WorkerProcess
 
 FOLDER, REQUEST = "stacks", "request.json"
@@ -124,7 +124,7 @@ class StackGatherer:
             asked.workers.append(seen)
             if worker.state is not RankState.RUNNING or not worker.pid:
                 seen["problem"] = f"it is in no world: {worker.state.name.lower()}"
-            elif seen["process"] in ("T", "t"):
+            elif seen["process"] in STOPPED:
                 seen["problem"] = "it is stopped (SIGSTOP), and can say nothing"
             else:
                 log = self._run_dir / "logs" / f"worker-{self._node}-{worker.slot}.log"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from argosy.checkpoint.store import committed, how_to_go_on
-from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, Retryable, signals_to
+from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, Retryable, counted, signals_to
 from argosy.observe.heartbeat import HeartbeatReading
 from argosy.training.stop import SAME_S
 
@@ -84,8 +84,7 @@ class Stopping:
         if self._is_served:
             return f"{name}: stopping after this {unit}; the parameter servers have the state"
         steps = max(0, max(reading.step for reading in readings) - self._saved_steps())
-        loses = f"gives up {steps} step{'' if steps == 1 else 's'}"
-        return f"{name}: stopping after this {unit}, with the state saved; once more {loses}"
+        return f"{name}: stopping after this {unit}, with the state saved; once more gives up {counted(steps, 'step')}"
 
     def end_at_once_if_nothing_is_lost(self, readings: Collection[HeartbeatReading]) -> None:
         """Set `is_at_once` if all workers are in the first step after the newest checkpoint, or after the start.

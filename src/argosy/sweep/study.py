@@ -19,7 +19,7 @@ from argosy.compare.results import SWEEP_FILE
 from argosy.config.dump import dump, save_run
 from argosy.config.schema import RunConfig
 from argosy.config.section import dotted, flatten
-from argosy.errors import UserError, missing_extra
+from argosy.errors import UserError, missing_extra, some_of
 from argosy.files import atomic_write, lock_or_holder, made_folder
 from argosy.sweep.load import Scalar, Sweep, SweepParameter, Values, drawn, load_sweep
 
@@ -63,7 +63,7 @@ def check_is_own(folder: Path) -> None:
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     others = sorted(names - set(OWN))
     if others and SWEEP_FILE not in names:
-        named = ", ".join(others[:MOST_NAMED]) + (", ..." if len(others) > MOST_NAMED else "")
+        named = some_of(others, MOST_NAMED)
         raise UserError(
             f"{folder} is not the folder of a sweep: it holds {named}. Give --sweep-dir a folder that is new or empty, "
             "or that of a sweep to go on with."

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from argosy.config.schema import RunConfig
@@ -207,35 +208,36 @@ def evaluate(
     """
     if held_out.are_scored:
         return _score_of_pairs(model, held_out, microbatch, world, before_batch)
-    windows = held_out.windows
-    batch = microbatch * model.microbatches_at_once
-    stride = batch * model.dp
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for start in range(model.dp_rank * batch, -(-len(windows) // stride) * stride, stride):
+    for filled, rows in _batches(model, held_out, microbatch):
         before_batch()
-        rows = windows[start : start + batch]
-        filled = np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)])
         micros = microbatches(filled, microbatch, held_out.end_of_document, world.device)
-        for first, micro in zip(range(0, batch, microbatch), micros, strict=True):
-            micro.targets_BT[max(0, len(rows) - first) :] = IGNORED
+        for first, micro in zip(range(0, len(filled), microbatch), micros, strict=True):
+            micro.targets_BT[max(0, rows - first) :] = IGNORED
         total += model.loss(micros)
     return Score.of(world.sum(total).item(), held_out)
+
+
+def _batches(model: ParallelModel, held_out: HeldOut, microbatch: int) -> Iterator[tuple[npt.NDArray[np.int32], int]]:
+    """Yield the rows of this rank's batches, the last ones filled up with a row that is there, and how many count."""
+    windows, batch = held_out.windows, microbatch * model.microbatches_at_once
+    stride = batch * model.dp
+    for start in range(model.dp_rank * batch, -(-len(windows) // stride) * stride, stride):
+        rows = windows[start : start + batch]
+        yield np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)]), len(rows)
 
 
 def _score_of_pairs(
     model: ParallelModel, held_out: HeldOut, microbatch: int, world: World, before_batch: Callable[[], None]
 ) -> Score:
     """Return how well a reward model tells the sides of pairs apart, as `evaluate`."""
-    batch, windows = microbatch * model.microbatches_at_once, held_out.windows
-    stride, preference = batch * model.dp, Preference("reward", PreferenceConfig())
+    preference = Preference("reward", PreferenceConfig())
     total = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for start in range(model.dp_rank * batch, -(-len(windows) // stride) * stride, stride):
+    for filled, rows in _batches(model, held_out, microbatch):
         before_batch()
-        rows = windows[start : start + batch]
-        filled = np.concatenate([rows, windows[:1].repeat(batch - len(rows), axis=0)])
         micros = compared_microbatches(filled, microbatch, world.device, is_judged=False)
         for number, scores_BT2 in enumerate(model.score_batch(micros) or ()):
-            of, count = micros[number].sequences, max(0, len(rows) - number * microbatch)
+            of, count = micros[number].sequences, max(0, rows - number * microbatch)
             assert of is not None
             total += preference.compared(scores_BT2[:count, :, 0], Sequences(*(part[:count] for part in of)))
     loss, right = world.sum(total).tolist()

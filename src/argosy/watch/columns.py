@@ -23,6 +23,13 @@ from argosy.observe.records import MOST
 Floats = npt.NDArray[np.float64]
 Line = dict[str, Any]
 
+
+def finite_mean(values: Floats) -> float:
+    """Return the mean of the numbers that are finite; 0 if none is."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else 0.0
+
+
 STEP = "step"
 MOST_KEYS = 20_000
 """A line of a foreign file may name anything; keys beyond so many are left out."""

@@ -18,7 +18,7 @@ from argosy.plan.calibration import PARTS
 from argosy.plan.cost.estimate import seconds as in_words
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import device_named
-from argosy.watch.columns import STEP, Columns, Floats
+from argosy.watch.columns import STEP, Columns, Floats, finite_mean
 from argosy.watch.metrics_table import Preview
 from argosy.watch.reader import RunReader
 
@@ -150,7 +150,7 @@ def step_parts(
     categories = [key for key in known if key.startswith(SECONDS) and key != "seconds.step"]
     buckets = Buckets.of(steps, first, last, points)
     usual = _usual(steps["step_time_s"][buckets.rows])
-    typical = {key.removeprefix(SECONDS): _mean(steps[key][buckets.rows][usual]) for key in categories}
+    typical = {key.removeprefix(SECONDS): finite_mean(steps[key][buckets.rows][usual]) for key in categories}
     measured = {part: sum(typical.get(name, 0.0) for name in sides.measured) for part, sides in PARTS.items()}
     predicted = _predicted(reader)
     return {
@@ -172,11 +172,6 @@ def _usual(step_s: Floats) -> Any:
     order = np.argsort(step_s, kind="stable")  # NaN comes last
     count = int(np.isfinite(step_s).sum())
     return order[count // 4 : max(count - count // 4, min(count, 1))]
-
-
-def _mean(values: Floats) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else 0.0
 
 
 def _predicted(reader: RunReader) -> dict[str, float]:
@@ -213,7 +208,7 @@ def _communication(reader: RunReader, rows: slice, usual: Any) -> list[dict[str,
     for key in known:
         if key.startswith(COMMUNICATION) and key.endswith(".0"):
             _, axis, tier, _ = key.split(".") if key.count(".") == 3 else ("", "", "", "")
-            values = [_mean(reader.steps[f"{key[:-1]}{n}"][rows][usual]) for n in (0, 1)]
+            values = [finite_mean(reader.steps[f"{key[:-1]}{n}"][rows][usual]) for n in (0, 1)]
             found.append({"axis": axis, "tier": tier, "seconds": values[0], "bytes": values[1]})
     for entry in found:
         if entry["axis"] in traffic and sum(other["axis"] == entry["axis"] for other in found) == 1:
@@ -225,7 +220,7 @@ def _sync(reader: RunReader, rows: slice) -> dict[str, float]:
     """Return the mean of each figure of `sync` over the lines that have one; empty if replicas sum exactly."""
     known = [key for key in reader.keys() if key.startswith(SYNC)]  # noqa: SIM118 (not a dict)
     there = {key.removeprefix(SYNC): reader.steps[key][rows] for key in known}
-    return {name: _mean(values) for name, values in there.items() if np.isfinite(values).any()}
+    return {name: finite_mean(values) for name, values in there.items() if np.isfinite(values).any()}
 
 
 def _sites(reader: RunReader, rows: slice) -> list[dict[str, Any]]:
@@ -242,8 +237,8 @@ def _sites(reader: RunReader, rows: slice) -> list[dict[str, Any]]:
             "site": name,
             "rounds": int(np.isfinite(norm).sum()),
             "of_rounds": rounds,
-            "norm": _mean(norm),
-            "spread": _mean(reader.steps[SPREAD_OF + name][rows]),
+            "norm": finite_mean(norm),
+            "spread": finite_mean(reader.steps[SPREAD_OF + name][rows]),
         }
         for name, norm in norms.items()
         if rounds

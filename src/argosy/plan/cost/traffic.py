@@ -216,7 +216,7 @@ def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     gathered = weight if plan.precision == "fp32" else DTYPE_BYTES[plan.precision]
     for name, parameter, cut in _held(plan, run, rank):
         shard, replicate = (
-            ("expert_shard", "expert_replicate") if _is_dealt(parameter, plan) else ("shard", "replicate")
+            ("expert_shard", "expert_replicate") if is_dealt_out(parameter, plan) else ("shard", "replicate")
         )
         padded = cut.ranks * cut.chunk
         if cut.ranks > 1 and plan.zero == 3:
@@ -243,7 +243,7 @@ def _replicas(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
             if not parameter.is_trained:
                 continue
             cut = local_shard_of(parameter, plan, rank)
-            groups.setdefault((_is_dealt(parameter, plan), cut.replicas), []).append(
+            groups.setdefault((is_dealt_out(parameter, plan), cut.replicas), []).append(
                 summed(name, parameter, cut, plan, run)
             )
         for (is_dealt, replicas), parameters in groups.items():
@@ -256,7 +256,8 @@ def _replicas(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
                 yield Collective(axis, kind, size, across)
 
 
-def _is_dealt(parameter: Parameter, plan: Plan) -> bool:
+def is_dealt_out(parameter: Parameter, plan: Plan) -> bool:
+    """Return True if the ranks of expert parallelism have other parts of a parameter."""
     return parameter.is_expert and plan.ep > 1
 
 
@@ -395,7 +396,7 @@ def _muon(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     for name, parameter, cut in _trained(plan, run, rank):
         if settings_of(name, parameter.shape, run.optimizer).rule != "muon":
             continue
-        is_dealt, is_stack = _is_dealt(parameter, plan), len(parameter.shape) > 2
+        is_dealt, is_stack = is_dealt_out(parameter, plan), len(parameter.shape) > 2
         is_matrix_cut = (parameter.tp_dim is not None and plan.tp > 1) or (cut.ranks > 1 and not is_stack)
         if is_matrix_cut:
             yield Collective(

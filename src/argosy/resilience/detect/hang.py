@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from argosy.errors import some_of
 from argosy.observe.heartbeat import HeartbeatReading, Phase
 from argosy.processes.child import STOPPED
 from argosy.resilience.detect.finding import Finding, Flags, Sample, Times, WorkerSeen
@@ -117,9 +118,7 @@ def blame(seen: Mapping[int, WorkerSeen]) -> tuple[str, tuple[int, ...], Waits]:
 
 def is_named(ranks: tuple[int, ...]) -> str:
     """Return the beginning of a sentence about these ranks."""
-    names = ", ".join(map(str, ranks[:NAMED]))
-    if len(ranks) > NAMED:
-        return f"ranks {names} and {len(ranks) - NAMED} others are"
+    names = some_of(ranks, NAMED, "others")
     return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
 
 
@@ -212,7 +211,7 @@ class HangDetector:
 
     def _beat_patience_s(self, seen: WorkerSeen) -> float:
         """Return how long a beat may stop: imports and the construction of a model hold Python's lock for seconds."""
-        if seen.state != "T" and seen.phase in SLOW_PHASES:
+        if seen.state not in STOPPED and seen.phase in SLOW_PHASES:
             return max(self._heartbeat_timeout_s, MIN_AUTO_S)
         return self._heartbeat_timeout_s
 
@@ -276,7 +275,7 @@ class HangDetector:
 
 
 def _words_of_state(state: str) -> tuple[str, str]:
-    if state in ("T", "t"):
+    if state in STOPPED:
         return "stopped", "was stopped"
     if state == "D":
         return "frozen", "waits in the kernel for a device"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from argosy.accelerator import random_state, set_random_state
 from argosy.config.schema import RunConfig
-from argosy.errors import RunFailed
+from argosy.errors import RunFailed, some_of
 from argosy.extend import Point
 from argosy.extend.declared import Declaration
 from argosy.extend.loading import Extension, load_code, where
@@ -155,10 +155,9 @@ class UserCode(Service):
             self._tell_once(declared, f"changed {changed}, which were put back")
         if tensors := self._guard.changed_tensors():
             raise RunFailed(
-                f"{declared.place}: the {declared} changed the weights or gradients of {tensors[0]}"
-                f"{f' and {len(tensors) - 1} more' if len(tensors) > 1 else ''} at step {self._now.step}: callbacks "
-                "and metrics may only read them, or no replay would repeat the run. Update weights in an optimizer of "
-                "your own."
+                f"{declared.place}: the {declared} changed the weights or gradients of {some_of(tensors, 1)} at step "
+                f"{self._now.step}: callbacks and metrics may only read them, or no replay would repeat the run. "
+                "Update weights in an optimizer of your own."
             )
 
     def _tell_once(self, declared: Declaration, what: str) -> None:

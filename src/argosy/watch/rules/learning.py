@@ -6,7 +6,8 @@ import numpy as np
 
 from argosy.config.schema import SIGMAS_OF_MAD
 from argosy.plan.cost.estimate import percent
-from argosy.watch.facts import Event, Floats, RunFacts, median
+from argosy.watch.columns import finite_mean
+from argosy.watch.facts import Event, RunFacts, median
 from argosy.watch.rules.planner import Advice, Planner
 from argosy.watch.rules.ranks import listed, node_of
 
@@ -186,12 +187,7 @@ def _loss_near(facts: RunFacts, step: float) -> float:
 
 def _by_layer(facts: RunFacts, what: str) -> dict[int, float]:
     keys = [key for key in facts.keys("experts.") if key.endswith(f".{what}")]
-    return {int(key.split(".")[1]): _mean(facts.column(key, facts.recent)) for key in keys}
-
-
-def _mean(values: Floats) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if len(finite) else 0.0
+    return {int(key.split(".")[1]): finite_mean(facts.column(key, facts.recent)) for key in keys}
 
 
 def _bad(event: Event) -> str:

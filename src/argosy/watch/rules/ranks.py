@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from argosy.errors import some_of
 from argosy.observe.counters import OWN_WORK
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.dealing import LEAST_HOLD, RankWork
@@ -239,5 +240,4 @@ def _some(ranks: list[int]) -> str:
 
 def listed(numbers: Sequence[int]) -> str:
     """Return the first of these numbers, and how many more there are."""
-    named = ", ".join(map(str, numbers[:NAMED]))
-    return named + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")
+    return some_of(numbers, NAMED)
