@@ -69,7 +69,7 @@ class FileSum:
 def check_files(folder: Path, files: Mapping[str, FileSum]) -> None:
     """Read files of `folder` back.
 
-    Raises: Damaged, naming the first that is missing or differs from `files`.
+    Raises: DamagedCheckpoint, naming the first that is missing or differs from `files`.
     """
 
     def problem(name: str) -> str | None:
@@ -117,7 +117,7 @@ def signed(record: Mapping[str, Any]) -> bytes:
 
 
 def checked(data: bytes, path: Path | str) -> dict[str, Any]:
-    """Return the record that `signed` made `data` of, byte for byte. Raises: Damaged, naming `path`."""
+    """Return the record that `signed` made `data` of, byte for byte. Raises: DamagedCheckpoint, naming `path`."""
     if len(data) > RECORD_BYTES:
         raise DamagedCheckpoint(f"{path}: has more than {RECORD_BYTES >> 20} MiB, which no record has")
     try:

@@ -23,7 +23,7 @@ Held = Mapping[str, list[tuple[ShardFile, Box]]]
 
 @contextmanager
 def opened(checkpoint: Checkpoint) -> Iterator[Held]:
-    """Map the files of `checkpoint` into memory. Raises: Damaged."""
+    """Map the files of `checkpoint` into memory. Raises: DamagedCheckpoint."""
     held: dict[str, list[tuple[ShardFile, Box]]] = {}
     with ExitStack() as files:
         for name in checkpoint.manifest.files:
@@ -90,7 +90,7 @@ def incomplete(checkpoint: Checkpoint) -> str | None:
 
 
 def boxes_in(checkpoint: Checkpoint) -> list[Box]:
-    """Return what the files of `checkpoint` hold. Raises: Damaged."""
+    """Return what the files of `checkpoint` hold. Raises: DamagedCheckpoint."""
     with opened(checkpoint) as held:
         return [box for boxes in held.values() for _, box in boxes]
 

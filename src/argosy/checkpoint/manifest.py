@@ -1,7 +1,7 @@
 """A checkpoint's manifest: what a checkpoint holds, and the checksum of each of its files.
 
-It comes from outside when it is read: each value is checked, and Malformed names the key and the value. By hand, not
-with pydantic: each rank has a process that writes its checkpoints, and it is to start in a moment.
+It comes from outside when it is read: each value is checked, and MalformedRecord names the key and the value. By hand,
+not with pydantic: each rank has a process that writes its checkpoints, and it is to start in a moment.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class CheckpointManifest:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> CheckpointManifest:
-        """Return the manifest whose `to_record` this is. Raises: Malformed if it is that of none."""
+        """Return the manifest whose `to_record` this is. Raises: MalformedRecord if it is that of none."""
         if OLD_NAME in record:
             record = {"generation": record[OLD_NAME], **{k: v for k, v in record.items() if k != OLD_NAME}}
         given = {key: READ[key](key, value) for key, value in record.items() if key in READ}
@@ -173,8 +173,8 @@ class CheckpointManifest:
     def from_bytes(cls, data: bytes, path: Path | str) -> CheckpointManifest:
         """Return the manifest whose `to_bytes` this is.
 
-        Raises: Damaged; UserError if it has another format, or is signed and no manifest all the same: no disk does
-        that. Both name `path`.
+        Raises: DamagedCheckpoint; UserError if it has another format, or is signed and no manifest all the same: no
+        disk does that. Both name `path`.
         """
         record = checked(data, path)
         if record.get("format") != FORMAT:

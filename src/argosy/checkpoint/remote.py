@@ -65,7 +65,7 @@ class Remote:
 
         `check_generation` is called before anything is written, and again before the manifest is.
 
-        Raises: Damaged if the copy differs from what was written.
+        Raises: DamagedCheckpoint if the copy differs from what was written.
         """
         claim(self._fs, self._root, self._run_dir)
         manifest = checkpoint.manifest
@@ -92,7 +92,7 @@ class Remote:
 
         A checkpoint of that step that is there already must be damaged, and is withdrawn.
 
-        Raises: Damaged if the copy is, UserError if it is of another format or no checkpoint at all, Fenced.
+        Raises: DamagedCheckpoint if the copy is, UserError if it is of another format or no checkpoint at all, Fenced.
         """
         manifest = self._manifest(step)
         if manifest.step != step:

@@ -48,7 +48,7 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> CheckpointManifest:
-        """Raises: Damaged if the manifest itself cannot be read, or is not what was written."""
+        """Raises: DamagedCheckpoint if the manifest itself cannot be read, or is not what was written."""
         return CheckpointManifest.from_bytes(_read(self.folder / MANIFEST), self.folder / MANIFEST)
 
     @property
@@ -95,7 +95,7 @@ class Checkpoint:
     def verify(self, names: Collection[str] | None = None) -> None:
         """Read the files of `names`, by default all, back from the disk.
 
-        Raises: Damaged, naming the first that is missing or differs.
+        Raises: DamagedCheckpoint, naming the first that is missing or differs.
         """
         fault("verify", step=self.step)
         if self.manifest.step != self.step:

@@ -73,7 +73,7 @@ def vouch(order: SaveOrder, is_closing: threading.Event) -> None:
 def verify_together(checkpoint: Checkpoint, size: int) -> None:
     """As the first of the `size` ranks that wrote `checkpoint`, have all of it read.
 
-    Raises: Damaged, naming a file that is missing or differs.
+    Raises: DamagedCheckpoint, naming a file that is missing or differs.
     """
     began_s = time.monotonic()
     checkpoint.verify(checkpoint.share(0, size))
@@ -98,7 +98,7 @@ def verify_together(checkpoint: Checkpoint, size: int) -> None:
 
 
 def _read_by(checkpoint: Checkpoint, ranks: Iterable[int], until_s: float) -> set[int]:
-    """Wait for the notes of `ranks`, and return those who left one. Raises: Damaged if one found damage."""
+    """Wait for the notes of `ranks`, and return those who left one. Raises: DamagedCheckpoint if one found damage."""
     waiting, read = {*ranks}, set[int]()
     pause_s, most_s = LOOK_S
     while waiting and time.monotonic() < until_s:
@@ -119,7 +119,7 @@ def _leave(checkpoint: Checkpoint, path: Path, problem: str | None, ranks: Seque
 def _found_in(checkpoint: Checkpoint, path: Path) -> list[int] | None:
     """Return what a note says of this very checkpoint: the ranks that have read theirs, as a head; None without one.
 
-    Raises: Damaged if it tells of damage.
+    Raises: DamagedCheckpoint if it tells of damage.
     """
     try:
         note = json.loads(path.read_bytes())

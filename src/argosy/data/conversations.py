@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +72,13 @@ def _one(record: Record, tools: list[Any] | None) -> Conversation:
         prompt = _side(record["prompt"], "prompt", "user")
         whole = prompt + _side(record["completion"], "completion", "assistant")
         return _whole(whole, tools, len(prompt), "completion")
-    raise BadRecord(NO_CONVERSATION, f"no messages, conversations, or prompt and completion; it has {_listed(record)}")
+    raise BadRecord(NO_CONVERSATION, f"no messages, conversations, or prompt and completion; it has {names_in(record)}")
 
 
 def _judged(record: Record, tools: list[Any] | None) -> Conversation:
     label = record.get("label")
     if not isinstance(label, bool):
-        raise BadRecord(NO_CONVERSATION, f"label must be true or false, and the record has {_listed(record)}")
+        raise BadRecord(NO_CONVERSATION, f"label must be true or false, and the record has {names_in(record)}")
     one = _one(record, tools)
     prompt = one.prompt or len(one.messages) - 1  # of whole messages, the last answer was judged
     return Conversation(one.messages, tools, prompt, not label)
@@ -85,7 +86,7 @@ def _judged(record: Record, tools: list[Any] | None) -> Conversation:
 
 def _pair(record: Record, tools: list[Any] | None) -> list[Conversation]:
     if "chosen" not in record or "rejected" not in record:
-        raise BadRecord(NO_CONVERSATION, f"no chosen and rejected; it has {_listed(record)}")
+        raise BadRecord(NO_CONVERSATION, f"no chosen and rejected; it has {names_in(record)}")
     prompt = _side(record["prompt"], "prompt", "user") if record.get("prompt") else []
     sides = [_side(record[name], name, "assistant" if prompt else "") for name in ("chosen", "rejected")]
     if prompt and all(side[: len(prompt)] == prompt for side in sides):
@@ -165,14 +166,13 @@ def _whole(messages: list[Message], tools: list[Any] | None, prompt: int, name: 
 
 
 def _parsed(text: str, name: str) -> Any:
-    import json
-
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise BadRecord(NO_CONVERSATION, f"{name} is text, and no JSON") from None
 
 
-def _listed(record: Record) -> str:
+def names_in(record: Record) -> str:
+    """Return the names of a record's fields, a bounded part of them."""
     names = ", ".join(repr(name[:40]) for name in list(record)[:10]) or "nothing"
     return f"{names}, ..." if len(record) > 10 else names

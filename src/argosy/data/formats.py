@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 from argosy.config.data import PrepareConfig
-from argosy.data.conversations import BadRecord, Record
+from argosy.data.conversations import BadRecord, Record, names_in
 from argosy.data.sources import RECORDS, InputFile
 from argosy.errors import UserError, missing_extra
 
@@ -235,7 +235,7 @@ def _record_text(line: bytes, fields: Fields) -> Text | BadInput:
     if fields.document_of is not None:
         return _document(record, "", fields.document_of)
     if fields.text not in record:
-        return BadInput(NO_FIELD, f", field {fields.text!r} (the record has {_listed(record)})")
+        return BadInput(NO_FIELD, f", field {fields.text!r} (the record has {names_in(record)})")
     url = record.get(fields.url) if fields.url else None
     return _field_text(record[fields.text], f", field {fields.text!r}", url if isinstance(url, str) else "")
 
@@ -259,12 +259,6 @@ def _document(record: Record, where: str, document_of: Callable[[Record], str]) 
         return Text(document_of(record).encode())
     except BadRecord as bad:
         return BadInput(bad.kind, f"{where}: {bad.detail}")
-
-
-def _listed(record: dict[str, Any]) -> str:
-    """Return the names of a record's fields, a bounded part of them."""
-    names = ", ".join(repr(name[:40]) for name in list(record)[:10]) or "none"
-    return f"{names}, ..." if len(record) > 10 else names
 
 
 def _field_text(value: Any, where: str, url: str = "") -> Text | BadInput:

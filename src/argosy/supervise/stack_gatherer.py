@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Any
 
 from argosy.files import atomic_write
 from argosy.observe import stacks
-from argosy.observe.heartbeat import heartbeat_path, read_heartbeat
 from argosy.processes.child import STOPPED, process_state
 from argosy.supervise.nodes import RankState, WorkerProcess
 
@@ -98,7 +97,7 @@ class StackGatherer:
         now = time.monotonic_ns()
         for worker in workers:
             with suppress(OSError, ValueError):
-                reading = read_heartbeat(heartbeat_path(scratch, worker.pid))
+                reading = worker.reading(scratch)
                 if reading is not None and reading.busy_s and now - reading.phase_since_ns > STANDS_S * 1e9:
                     return True
         return False
@@ -158,12 +157,10 @@ def _seen(worker: WorkerProcess, scratch: Path) -> dict[str, Any]:
         "process": process_state(worker.pid) if worker.pid else "",
     }  # fmt: skip
     with suppress(OSError, ValueError):
-        reading = read_heartbeat(heartbeat_path(scratch, worker.pid))
-        if reading is not None:
-            sequences: Mapping[str, int] = reading.sequences
+        if (reading := worker.reading(scratch)) is not None:
             since_s = (time.monotonic_ns() - reading.phase_since_ns) / 1e9
             seen |= {"step": reading.step, "phase": reading.phase, "phase_s": round(since_s, 3)}
-            seen["collectives"] = dict(sequences)
+            seen["collectives"] = dict(reading.sequences)
     return seen
 
 

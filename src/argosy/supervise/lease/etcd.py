@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from argosy.errors import UserError, missing_extra
 from argosy.supervise.lease.lease import TTL_S, Holder, LeaseLost, LeaseUnreachable
 
-PORT = 2379
 TIMEOUT_S = 1.5
 """One of etcd's machines that does not answer for this long is left for the next. All of three are asked well within
 the time in which a lease has to be renewed."""
@@ -104,7 +103,7 @@ class EtcdLease:
     def _ask(self, question: Callable[[Any], T]) -> T:
         """Ask one of etcd's machines after the other, beginning with the one that answered last.
 
-        All that is asked may be asked twice: transactions compare a revision. Raises: Unreachable.
+        All that is asked may be asked twice: transactions compare a revision. Raises: LeaseUnreachable.
         """
         from etcd3gw.exceptions import Etcd3Exception
 

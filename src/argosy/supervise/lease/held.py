@@ -24,7 +24,7 @@ class HeldLease:
     """
 
     def __init__(self, lease: Lease):
-        """Raises: LeaseLost, Unreachable if the lease cannot be renewed now."""
+        """Raises: LeaseLost, LeaseUnreachable if the lease cannot be renewed now."""
         self._lease, self._lock = lease, threading.Lock()
         self._ends, self._valid_until_s, self.problem = threading.Event(), 0.0, ""
         """problem: why it could not be renewed, the last time."""

@@ -51,7 +51,7 @@ class Holder:
 
     @classmethod
     def parse(cls, text: str) -> Holder:
-        """Return the holder that `str` wrote. Raises: Unreachable if it is none."""
+        """Return the holder that `str` wrote. Raises: LeaseUnreachable if it is none."""
         try:
             owner, host, port = text.split()
             return cls(owner, host, int(port))

@@ -93,7 +93,7 @@ class Leader:
     # ---- servers ------------------------------------------------------------------------------------------------
 
     def begin(self, why: str) -> None:
-        """Have all servers go to the newest checkpoint. Raises: StorageError, UserError, Damaged."""
+        """Have all servers go to the newest checkpoint. Raises: StorageError, UserError, DamagedCheckpoint."""
         choice = store.newest_whole(self._run_dir, check=problem_of)
         step = choice.checkpoint.step if choice else 0
         version = self._layout.version_of(step)

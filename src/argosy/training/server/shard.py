@@ -121,7 +121,10 @@ class ServerShard:
     # ---- versions -----------------------------------------------------------------------------------------------
 
     def begin(self, epoch: str, version: int) -> None:
-        """Go to a version: that of a checkpoint, or the initial weights if it is 0. Raises: UserError, Damaged."""
+        """Go to a version: that of a checkpoint, or the initial weights if it is 0.
+
+        Raises: UserError, DamagedCheckpoint.
+        """
         self.close()
         self._staged.clear()
         self._begin_rule()
