@@ -15,7 +15,7 @@ from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.local_machine import own_part
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe import sites
-from argosy.probe.sites import joined, joined_links, probe_links
+from argosy.probe.sites import Way, joined, joined_links, probe_links
 from ports import free_port
 
 
@@ -92,11 +92,8 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_of_both_directions_the_slower_one_counts() -> None:
-    found = {
-        ("a", "b"): {"bytes_per_s": 2e6, "latency_s": 0.01},
-        ("b", "a"): {"bytes_per_s": 1e6, "latency_s": 0.02},
-    }
-    assert joined_links(found) == [{"sites": ["a", "b"], "bandwidth_bytes_per_s": 1e6, "latency_s": 0.02}]
+    found = {("a", "b"): Way(2e6, 0.01), ("b", "a"): Way(1e6, 0.02)}
+    assert joined_links(found) == (SiteLink(sites=("a", "b"), bandwidth_bytes_per_s=1e6, latency_s=0.02),)
 
 
 def test_sites_with_unlike_networks_are_joined_as_the_slowest() -> None:

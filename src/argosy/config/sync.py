@@ -151,7 +151,7 @@ def check_sites(sites: Sequence[SiteConfig], site: str, quorum: int) -> None:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f'sites: the name "{twice}" is there twice; give each site its own')
     if len(sites) == 1:
-        raise ValueError("sites: there is one only; give two or more, or none")
+        raise ValueError("sites has one entry; give two or more, or none")
     addresses = [one.address for one in sites if one.address]
     if twice := next((address for address in addresses if addresses.count(address) > 1), None):
         raise ValueError(f'sites: the address "{twice}" is there twice; give each site its own')

@@ -193,7 +193,7 @@ def _described(
     dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
     given = plain
     if CONFIG in usage:
-        theirs = _table_of(usage[CONFIG], CONFIG)
+        theirs = table_of(usage[CONFIG], CONFIG)
         said = config_from_json(theirs, CONFIG)
         said = said if config.mtp.modules else said.without_further()  # `_further_of` may have left its modules out
         given = theirs if is_same_model(said, config) else plain
@@ -263,7 +263,7 @@ def import_config(place: str | Path, named: str = "") -> ModelConfig:
 def _config_of(folder: ModelFolder, name: str = CONFIG) -> dict[str, Any]:
     if folder.size(name) is None:
         raise UserError(f"{folder.where(name)} is not there. Give a Hugging Face folder: {CONFIG} and *.safetensors.")
-    return _table_of(folder.content(name, MOST_JSON_BYTES), folder.where(name))
+    return table_of(folder.content(name, MOST_JSON_BYTES), folder.where(name))
 
 
 def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, FolderWeights]:
@@ -358,9 +358,7 @@ def _files_of(folder: ModelFolder) -> tuple[list[str], dict[str, str]]:
     """Return the files with a folder's weights, and which tensor the index says is where. Raises: UserError."""
     places, files = dict[str, str](), [SINGLE]
     if folder.size(INDEX) is not None:
-        places = _weight_map(
-            _table_of(folder.content(INDEX, MOST_JSON_BYTES), folder.where(INDEX)), folder.where(INDEX)
-        )
+        places = _weight_map(table_of(folder.content(INDEX, MOST_JSON_BYTES), folder.where(INDEX)), folder.where(INDEX))
         files = sorted(set(places.values()))
     for file in files:
         if folder.size(file) is None:
@@ -406,7 +404,8 @@ def _weight_map(index: Mapping[str, Any], where: str) -> dict[str, str]:
     return {str(name): str(file) for name, file in places.items()}
 
 
-def _table_of(data: bytes, where: str) -> dict[str, Any]:
+def table_of(data: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a model. Raises: UserError."""
     try:
         value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:

@@ -24,6 +24,7 @@ from argosy.config.model import ModelConfig
 from argosy.config.train import ALL_LINEAR, LoraConfig
 from argosy.errors import UserError
 from argosy.files import read_at_most, whole_folder
+from argosy.models.hf import table_of
 from argosy.models.hf_names import Conversion, pieces_of
 from argosy.plan.parameters import adapter_of, linear_name, parameter_table
 
@@ -193,7 +194,8 @@ def import_adapter(
     """
     if not all((folder / name).is_file() for name in (CONFIG, TENSORS)):
         raise UserError(f"{folder}: no adapter in PEFT's format there. Give a folder with {CONFIG} and {TENSORS}.")
-    lora = _settings(_read(folder / CONFIG), folder / CONFIG)
+    said = table_of(read_at_most(folder / CONFIG, MOST_JSON_BYTES), str(folder / CONFIG))
+    lora = _settings(said, folder / CONFIG)
     try:
         stored = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}
     except SafetensorError as error:
@@ -210,16 +212,6 @@ def import_adapter(
     tensors = {name: torch.stack(some) if _is_stack(name) else some[0] for name, some in adapter.items()}
     targets = _targets(config, tensors)
     return lora.model_copy(update={"targets": targets}), tensors
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        said = json.loads(read_at_most(file, MOST_JSON_BYTES).decode())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not JSON: {error}. Download or export it again.") from None
-    if not isinstance(said, dict):
-        raise UserError(f"{file} is not a JSON object. Download or export it again.")
-    return said
 
 
 def _settings(said: Mapping[str, Any], file: Path) -> LoraConfig:

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import permutations
+from itertools import combinations, permutations
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -106,6 +106,13 @@ FromProbe = (
 FROM_PROBE: TypeAdapter[FromProbe] = TypeAdapter(Annotated[FromProbe, Field(discriminator="kind")])
 
 
+class Way(NamedTuple):
+    """The measurement of one direction between two sites."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
 @dataclass
 class _Stream:
     """The pieces that this site sends to measure the way to another."""
@@ -128,7 +135,7 @@ class SitesProbe:
         self.me, self._links, self._say = run.site, links, say
         self.hellos: dict[str, SiteHello] = {}
         """The hello of each other site."""
-        self._found: dict[tuple[str, str], Mapping[str, float]] = {}
+        self._found: dict[tuple[str, str], Way] = {}
         self._stream: _Stream | None = None
         self._left = list(permutations(self.names, 2)) if self.me == self.names[0] else []
         self._measuring: tuple[str, str] | None = None
@@ -180,12 +187,12 @@ class SitesProbe:
             else:
                 self._links.tell(sender, MeasureOrder(to=to))
             return
-        self._result = tuple(SiteLink(**link) for link in joined_links(self._found))
+        self._result = joined_links(self._found)
         self._links.tell_all(LinksMeasured(links=self._result))
 
     def _note(self, sender: str, to: str, bytes_per_s: float, latency_s: float) -> None:
         if self._measuring == (sender, to):
-            self._found[sender, to] = {"bytes_per_s": bytes_per_s, "latency_s": latency_s}
+            self._found[sender, to] = Way(bytes_per_s, latency_s)
             self._measuring = None
 
     # ---- a pair ---------------------------------------------------------------------------------------------------
@@ -255,17 +262,17 @@ class SitesProbe:
             self._links.tell(self.names[0], found)
 
 
-def joined_links(found: Mapping[tuple[str, str], Mapping[str, float]]) -> list[dict[str, Any]]:
-    """Return each pair's link, as `SiteLink` has it: of both directions the slower rate, and the longer latency."""
-    pairs = [(a, b) for a, b in found if (b, a) in found and list(found).index((a, b)) < list(found).index((b, a))]
-    return [
-        {
-            "sites": [a, b],
-            "bandwidth_bytes_per_s": four_digits(min(found[a, b]["bytes_per_s"], found[b, a]["bytes_per_s"])),
-            "latency_s": four_digits(max(found[a, b]["latency_s"], found[b, a]["latency_s"])),
-        }
-        for a, b in pairs
-    ]
+def joined_links(found: Mapping[tuple[str, str], Way]) -> tuple[SiteLink, ...]:
+    """Return each pair's link, of what was found in both directions: the slower rate, and the longer latency."""
+    names = dict.fromkeys(sender for sender, _ in found)
+    return tuple(
+        SiteLink(
+            sites=(a, b),
+            bandwidth_bytes_per_s=four_digits(min(found[a, b].bytes_per_s, found[b, a].bytes_per_s)),
+            latency_s=four_digits(max(found[a, b].latency_s, found[b, a].latency_s)),
+        )
+        for a, b in combinations(names, 2)
+    )
 
 
 def probe_links(run: RunConfig, file: Path, seconds: float, quiet: bool) -> Cluster:
