@@ -119,7 +119,6 @@ class ErrorDocument:
 
 
 def record_of_error(error: ArgosyError) -> ErrorDocument:
-    """Return the record of an error."""
     text = str(error)
     place, end = PLACE.match(text), REMEDY.search(text)
     first_line, _, _ = text.partition("\n")  # what follows quotes a file

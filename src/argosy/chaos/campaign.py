@@ -227,7 +227,6 @@ _SIGNALS = {"stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 
 def descendants(pid: int) -> list[int]:
-    """Return all descendants of `pid`."""
     found, todo = [], [pid]
     while todo:
         more = children(todo.pop())

@@ -69,7 +69,6 @@ def flag(key: str, value: Any) -> bool:
 
 
 def mapping(key: str, value: Any) -> dict[str, Any]:
-    """Return a mapping."""
     if not isinstance(value, dict):
         raise _wrong(key, value, "a mapping")
     return value

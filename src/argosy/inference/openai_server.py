@@ -83,7 +83,6 @@ class OpenAIApi:
         self._queue, self._created = ModelQueue(), int(time.time())
 
     def routes(self) -> list[Route]:
-        """Return all routes."""
         return [
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.one_model),

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from argosy.config.model import ModelConfig
+from argosy.data.chat_template import SETTINGS as TOKENIZER_CONFIG
 from argosy.data.stores.model_folder import Destination, ModelFolder, model_folder, new_folder
 from argosy.errors import ArgosyWarning, UserError, some_of
 from argosy.files import is_plain_name, read_at_most
@@ -38,7 +39,6 @@ from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import state_table
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 MOST_JSON_BYTES = 256 * 2**20
 """No config or index is larger: that of 671B parameters has 9 MB."""
 SHARD_BYTES = 5 * 10**9
