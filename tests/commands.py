@@ -54,8 +54,11 @@ every_minutes = 0
 
 [launch]
 processes = {processes}
+threads = 1
 device = "cpu"
 """
+"""One thread for each process, as the tests' own: a second one would wait for the first in a loop, for matrices this
+small; and how many threads add up is the same on one node and on several."""
 
 
 @dataclass

@@ -38,9 +38,6 @@ PATIENCE = ("--resilience.heartbeat_timeout_s", "1", "--resilience.hang_s", "2",
 """Little of it, for rows in which somebody stands still."""
 STEADY = ("--optimizer.lr", "1e-3")
 """For rows of more than 64 steps, in which norms are judged: so low a rate that none is an outlier."""
-ONE_THREAD = ("--launch.threads", "1")
-"""For runs on several nodes that are compared with one on a single node, where each process has fewer cores: it would
-sum in another order."""
 TOLD = (
     "worker_died", "writer_died", "coordinator_lost", "fork_server_replaced",
     "stopped", "frozen", "hang", "stuck_loader", "mismatch", "straggler", "slow_link",

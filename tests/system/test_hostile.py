@@ -12,7 +12,7 @@ import pytest
 
 from argosy.chaos.campaign import descendants
 from hostile import Recorder, babble, flood, guess, half_open, replay
-from matrix import ONE_THREAD, PLANS, Disturbed
+from matrix import PLANS, Disturbed
 from ports import free_port
 from waiting import PATIENT_S
 
@@ -30,7 +30,7 @@ class Attacked:
         self._recorder = Recorder(self.port)
         self._run = disturbed(
             PLANS["replicas"], SLOW, "--launch.nodes", "2", "--launch.processes", "1",
-            *("--launch.node", "a", "--launch.coordinator", f"127.0.0.1:{self.port}"), *ONE_THREAD, *options,
+            *("--launch.node", "a", "--launch.coordinator", f"127.0.0.1:{self.port}"), *options,
         )  # fmt: skip
         to_recorder = f"127.0.0.1:{self._recorder.port}"
         self._second = self._run.launch("--launch.node", "b", "--launch.coordinator", to_recorder)
@@ -59,7 +59,7 @@ class Attacked:
 
 
 def test_no_stranger_disturbs_a_run(disturbed, undisturbed):
-    healthy = undisturbed(PLANS["replicas"], *ONE_THREAD)
+    healthy = undisturbed(PLANS["replicas"])
     run = Attacked(disturbed)
     another_run_s = secrets.token_hex(32).encode()
     with half_open(run.port, 600):
@@ -97,7 +97,7 @@ def listens(pid: int) -> bool:
 @pytest.mark.slow
 def test_ten_thousand_connections_in_a_minute_cost_no_step(disturbed, undisturbed):
     long = ("--train.steps", "160", "--optimizer.lr", "1e-3")
-    healthy = undisturbed(PLANS["replicas"], *ONE_THREAD, *long)
+    healthy = undisturbed(PLANS["replicas"], *long)
     run = Attacked(disturbed, *long)
     began = time.monotonic()
     flood(run.port, 10_000, seconds=60)

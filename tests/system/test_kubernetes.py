@@ -12,7 +12,7 @@ import kubernetes_cluster
 from argosy.checkpoint import store
 from commands import Folder
 from kubernetes_cluster import WHERE_FROM, Cluster, cluster
-from matrix import ONE_THREAD, PLANS, Disturbed
+from matrix import PLANS, Disturbed
 from pages import PAGES, try_all
 from waiting import wait_until
 
@@ -40,7 +40,7 @@ def run(folder: Folder, api: Cluster, monkeypatch: pytest.MonkeyPatch) -> Distur
 
 def launch(run: Disturbed, *options: str, code: int = 0, volume: str = "shared") -> str:
     where = ("--on", "kubernetes", "--nodes", "2", "--volume", f"{volume}:{run.folder.path}")
-    words = ("launch", "run.toml", *where, "--image", "registry/argosy:1", "--launch.processes", "1", *ONE_THREAD)
+    words = ("launch", "run.toml", *where, "--image", "registry/argosy:1", "--launch.processes", "1")
     give = run.folder.argosy_here if code else run.folder.argosy
     return give(*words, *options, code=code)
 
@@ -78,7 +78,7 @@ def test_a_run_is_launched_followed_stopped_and_launched_again(run, api, undistu
     assert "[pod/tiny-" in log and "done: 40 steps" in log
     wait(run, lambda: "completed" in state_of_job(run))
     assert state(run)["state"] == "finished" and state(run)["step"] == 40
-    run.check(undisturbed(PLANS["replicas"], "--train.steps", "40", *ONE_THREAD))
+    run.check(undisturbed(PLANS["replicas"], "--train.steps", "40"))
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_a_pod_that_is_evicted_saves_and_another_takes_its_place(run, api, undis
     assert len([pod for pod in api.pods.values() if pod.index == 1]) == 2
     assert len([pod for pod in api.pods.values() if pod.index == 0]) == 1
     assert len(run.events("generation")) == 2
-    run.check(undisturbed(PLANS["replicas"], "--train.steps", "40", *ONE_THREAD))
+    run.check(undisturbed(PLANS["replicas"], "--train.steps", "40"))
 
 
 def test_a_run_that_fails_is_not_started_again(run, api):
@@ -144,7 +144,7 @@ def test_the_commands_of_the_page_work(run, api):
         "--gpus-per-node 8": "",
         "--volume shared": f"--volume shared:{run.folder.path}",
     }
-    options = (*ONE_THREAD, "--launch.processes", "1", "--train.steps", "6")
+    options = ("--launch.processes", "1", "--train.steps", "6")
     try_all("kubernetes.md", run.folder, here, options, untried=("docker",))
     assert state(run)["state"] == "finished"
     assert "The image for CUDA was not built" in (PAGES / "kubernetes.md").read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commands import Folder
-from matrix import ONE_THREAD, PLANS, Disturbed
+from matrix import PLANS, Disturbed
 from pages import try_all
 
 
@@ -18,7 +18,7 @@ def run(folder: Folder) -> Disturbed:
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_work(run: Disturbed) -> None:
-    try_all("local.md", run.folder, {}, (*ONE_THREAD, "--train.steps", "6"))
+    try_all("local.md", run.folder, {}, ("--train.steps", "6"))
     (found,) = run.folder.documents("runs", here=False)
     assert found["state"] == "finished" and found["step"] == 6
 

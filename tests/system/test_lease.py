@@ -15,7 +15,7 @@ from argosy.checkpoint import store
 from commands import Folder
 from etcd import WHERE_FROM, Etcd, etcd, is_installed
 from kubernetes_api import kubernetes_api
-from matrix import ONE_THREAD, PLANS, STEADY, Disturbed
+from matrix import PLANS, STEADY, Disturbed
 from nodes import Nodes
 
 TAKEN_OVER_S = 15.0
@@ -60,7 +60,7 @@ def cluster(folder: Folder) -> Iterator[Start]:
     def start(lease: str, names: str, *options: str) -> Cluster:
         run = Disturbed(folder, PLANS["replicas"], SLOW)
         run.options = ("--launch.nodes", "2", "--launch.processes", "1", "--resilience.wait_for_nodes_s", "1",
-                       "--launch.lease", lease, "--launch.address", "127.0.0.1", *options, *ONE_THREAD)  # fmt: skip
+                       "--launch.lease", lease, "--launch.address", "127.0.0.1", *options)  # fmt: skip
         begun.append(Cluster(run))
         begun[-1].begin(names)
         return begun[-1]
@@ -91,7 +91,7 @@ def test_the_coordinator_s_machine_is_lost_and_a_spare_takes_its_worker_s_place(
     nodes.end()
     assert took_s < TAKEN_OVER_S + BUSY_S
     assert nodes.sizes() == [2, 2] and {e["source"] for e in run.events("recovered")} == {"live"}
-    run.check(undisturbed(PLANS["replicas"], *ONE_THREAD), "coordinator_lost")
+    run.check(undisturbed(PLANS["replicas"]), "coordinator_lost")
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_the_same_without_etcd(cluster, undisturbed, lease, tmp_path, monkeypatc
     assert took_s < TAKEN_OVER_S + BUSY_S
     assert nodes.sizes() == [2, 2] and {e["source"] for e in run.events("recovered")} == {"live"}
     assert run.text.count(f"argosy: {survivor}: the coordinator is lost: ") == 1
-    run.check(undisturbed(PLANS["replicas"], *of_length(60), *ONE_THREAD), "coordinator_lost")
+    run.check(undisturbed(PLANS["replicas"], *of_length(60)), "coordinator_lost")
 
 
 @needs_etcd
@@ -126,7 +126,7 @@ def test_the_run_shrinks_where_there_is_no_spare(cluster, three_etcds, undisturb
     assert took_s < TAKEN_OVER_S + BUSY_S
     assert nodes.sizes() == [2, 1] and {e["source"] for e in run.events("recovered")} == {"live"}
     plans = (PLANS["replicas"], "dp_replicate=1,microbatch=2")
-    run.check([undisturbed(plan, *of_length(60), *ONE_THREAD) for plan in plans], "coordinator_lost")
+    run.check([undisturbed(plan, *of_length(60)) for plan in plans], "coordinator_lost")
 
 
 @needs_etcd
@@ -154,7 +154,7 @@ def test_a_machine_that_was_only_frozen_begins_nothing_and_commits_nothing(clust
     assert [e["time_s"] > thawed_s for e in run.events("lease_lost")] == [True]
     assert {c.manifest.generation for c in store.committed(run.run_dir) if c.manifest.saved_at_s > stopped_s} == {2}
     assert {e["source"] for e in run.events("recovered")} == {"live"}
-    run.check(undisturbed(PLANS["replicas"], *length, *ONE_THREAD), "coordinator_lost")
+    run.check(undisturbed(PLANS["replicas"], *length), "coordinator_lost")
 
 
 @needs_etcd
@@ -175,4 +175,4 @@ def test_without_etcd_training_goes_on_and_with_it_the_coordinator_comes_back(cl
     run.wait_until(lambda: len(nodes.came("a")) == len(nodes.came("b")) == 2)
     nodes.end()
     assert nodes.sizes() == [2], "the world lived on"
-    run.check(undisturbed(PLANS["replicas"], *length, *ONE_THREAD), "coordinator_lost")
+    run.check(undisturbed(PLANS["replicas"], *length), "coordinator_lost")

@@ -16,7 +16,7 @@ import pytest
 
 from argosy.checkpoint import store
 from commands import Folder
-from matrix import ONE_THREAD, PLANS, Disturbed
+from matrix import PLANS, Disturbed
 from pages import try_all
 from ray_cluster import WHERE_FROM, Cluster, cluster, is_installed
 from waiting import wait_until
@@ -43,7 +43,7 @@ def run(folder: Folder, running: Cluster) -> Iterator[Disturbed]:
 
 
 def launch(run: Disturbed, running: Cluster, *options: str, nodes: int = 2, code: int = 0) -> str:
-    words = ("launch", "run.toml", "--on", "ray", "--nodes", nodes, "--cpus-per-node", 1, *ONE_THREAD)
+    words = ("launch", "run.toml", "--on", "ray", "--nodes", nodes, "--cpus-per-node", 1)
     return run.folder.argosy(*words, "--address", running.dashboard, *options, code=code)
 
 
@@ -92,7 +92,7 @@ def test_a_run_is_launched_followed_stopped_and_launched_again(run, running, und
     assert "done: 30 steps" in run.folder.argosy("logs", "runs/tiny", "-f")
     found = wait_for(run, "finished")
     assert found["step"] == 30 and "the run is finished: the job ends with 0" in log(run)
-    run.check(undisturbed(PLANS["replicas"], "--train.steps", "30", *ONE_THREAD))
+    run.check(undisturbed(PLANS["replicas"], "--train.steps", "30"))
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_an_agent_whose_node_is_lost_goes_on_elsewhere(run, running, undisturbed
         # The launcher learns where agents run after they have begun: of one that was quickly lost it has no name.
         assert re.search(f"({lost}|a node) is lost", log(run)) and f"an agent runs on {after}" in log(run)
         told = {event["event"] for event in run.events("coordinator_lost")}  # it may have been on that node
-        run.check(undisturbed(PLANS["replicas"], "--train.steps", "120", *ONE_THREAD), *told)
+        run.check(undisturbed(PLANS["replicas"], "--train.steps", "120"), *told)
     finally:
         running.add(lost)
 
@@ -156,7 +156,7 @@ def test_an_agent_is_started_again_that_is_killed_or_whose_actor_is(run, running
         assert time.monotonic() < end, "the agent lives on without its actor"
         time.sleep(0.05)
     wait_for(run, "finished")
-    run.check(undisturbed(PLANS["replicas"], "--train.steps", "120", *ONE_THREAD))
+    run.check(undisturbed(PLANS["replicas"], "--train.steps", "120"))
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_the_command_of_a_dry_run_submits_the_same_job_by_hand(run, running):
 def test_the_commands_of_the_page_work(run, running):
     """The job by hand is what the test before this one gives."""
     here = {"--nodes 4": "--nodes 2", "--gpus-per-node 8": "--cpus-per-node 1", "http://head:8265": running.dashboard}
-    try_all("ray.md", run.folder, here, (*ONE_THREAD, "--train.steps", "6"), untried=("ray",))
+    try_all("ray.md", run.folder, here, ("--train.steps", "6"), untried=("ray",))
     assert wait_for(run, "finished")["step"] == 6
 
 

@@ -19,7 +19,7 @@ from argosy.checkpoint import store
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.network import slurm_topology
 from commands import Folder
-from matrix import ONE_THREAD, PLANS, Disturbed
+from matrix import PLANS, Disturbed
 from pages import PAGES, commands, try_all
 from ports import free_port
 from slurm import WHERE_FROM, Slurm, is_installed, slurm
@@ -62,7 +62,7 @@ def job(folder: Folder, cluster: Slurm, monkeypatch: pytest.MonkeyPatch):
 
     def run(nodes: int, *options: str, srun: tuple[str, ...] = (), faults: str = "") -> Disturbed:
         words = ("srun", f"--nodes={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", *srun)
-        return Disturbed(folder, PLANS["replicas"], faults, (*HERE, *ONE_THREAD, *options), within=words)
+        return Disturbed(folder, PLANS["replicas"], faults, (*HERE, *options), within=words)
 
     return run
 
@@ -71,7 +71,7 @@ def test_srun_starts_a_run_on_its_nodes(job, undisturbed):
     run = job(2).start().end()
     (world,) = run.events("generation")
     assert set(world["ranks"]) == {"n1/0", "n2/0"}
-    run.check(undisturbed(PLANS["replicas"], *ONE_THREAD))
+    run.check(undisturbed(PLANS["replicas"]))
 
 
 def test_slurm_reads_the_topology_that_the_planner_writes(cluster):
@@ -127,7 +127,7 @@ def launched(folder: Folder, cluster: Slurm, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def launch(run: Disturbed, *options: str) -> str:
-    words = ("launch", "run.toml", "--on", "slurm", "--nodes", "2", "--cpus-per-node", "1", *HERE, *ONE_THREAD)
+    words = ("launch", "run.toml", "--on", "slurm", "--nodes", "2", "--cpus-per-node", "1", *HERE)
     return run.folder.argosy(*words, *options)
 
 
@@ -166,7 +166,7 @@ def test_a_run_is_launched_followed_stopped_and_launched_again(launched, undistu
     assert "done: 40 steps" in launched.folder.argosy("logs", "runs/tiny", "-f")
     assert state(launched)["state"] == "finished" and state(launched)["step"] == 40
     assert "the run is finished: the job ends with 0" in log(launched)
-    launched.check(undisturbed(PLANS["replicas"], "--train.steps", "40", *ONE_THREAD))
+    launched.check(undisturbed(PLANS["replicas"], "--train.steps", "40"))
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_a_job_whose_time_is_over_is_requeued_until_the_run_has_ended(launched, 
     launch(launched, "--train.steps", "45", "--time", "2", "--resilience.grace_s", "10")
     wait_for(launched, "finished", seconds=600)
     assert log(launched).count("the job is requeued") == 1
-    launched.check(undisturbed(PLANS["replicas"], "--train.steps", "45", *ONE_THREAD))
+    launched.check(undisturbed(PLANS["replicas"], "--train.steps", "45"))
 
 
 def until(run: Disturbed, condition: Callable[[], object], seconds: float = 120) -> None:
@@ -310,7 +310,7 @@ def test_a_controller_that_is_away_has_ended_no_job(launched, cluster):
 def test_the_commands_of_the_page_work(launched, cluster):
     """srun's command is what the first tests here give."""
     here = {"--nodes 4": "--nodes 2", "--gpus-per-node 8": "--cpus-per-node 1"}
-    try_all("slurm.md", launched.folder, here, (*HERE, *ONE_THREAD, "--train.steps", "6"), untried=("srun",))
+    try_all("slurm.md", launched.folder, here, (*HERE, "--train.steps", "6"), untried=("srun",))
     assert [line for line in commands("slurm.md") if line.startswith("srun ")] == [
         "srun --nodes 4 --ntasks-per-node 1 argosy train run.toml"
     ]

@@ -14,7 +14,7 @@ import pytest
 
 from argosy.checkpoint import store
 from commands import Folder
-from matrix import ONE_THREAD, PLANS, Disturbed
+from matrix import PLANS, Disturbed
 from pages import try_all
 from ssh import WHERE_FROM, Hosts, hosts, is_installed
 
@@ -42,7 +42,7 @@ def run(folder: Folder, network: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def launch(run: Disturbed, network: Hosts, *options: str, names: str = "h1,h2", code: int = 0) -> str:
-    words = ("launch", "run.toml", "--on", "ssh", "--hosts", names, network.option, *ONE_THREAD)
+    words = ("launch", "run.toml", "--on", "ssh", "--hosts", names, network.option)
     give = run.folder.argosy_here if code else run.folder.argosy
     return give(*words, "--launch.processes", "1", *options, code=code)
 
@@ -80,7 +80,7 @@ def test_a_run_is_launched_on_hosts_followed_stopped_and_launched_again(run, net
     log = run.folder.argosy("logs", "runs/tiny", "-f")
     assert "h1: " in log and "h2: " in log and "done: 40 steps" in log
     assert state(run)["state"] == "finished" and state(run)["step"] == 40
-    run.check(undisturbed(PLANS["replicas"], "--train.steps", "40", *ONE_THREAD))
+    run.check(undisturbed(PLANS["replicas"], "--train.steps", "40"))
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_a_host_that_is_cut_off_is_named_and_its_agent_is_stopped_by_the_folder(
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_work(run, network):
-    options = (network.option, *ONE_THREAD, "--launch.processes", "1", "--train.steps", "6")
+    options = (network.option, "--launch.processes", "1", "--train.steps", "6")
     try_all("ssh.md", run.folder, {"node1,node2": "h1,h2"}, options)
     assert state(run)["state"] == "finished"
 
