@@ -44,12 +44,22 @@ MODEL = {
     "ffn_width": 64,
     "vocab_size": 400,
 }
-EAGER = Plan(compile=False)
+BATCH = 8
 
 
 def eager(plan: str) -> Plan:
-    """The plan that `plan` writes down, without torch.compile, which costs more than these runs."""
-    return Plan.parse(plan).model_copy(update={"compile": False})
+    """The plan that `plan` writes down, without torch.compile, which costs more than these runs.
+
+    Unless it says so, a rank has two microbatches, or as many as its pipeline has stages: of so few and small rows each
+    takes as long as a large one.
+    """
+    layout = Plan.parse(plan).model_copy(update={"compile": False})
+    if "microbatch=" in plan:
+        return layout
+    return layout.model_copy(update={"microbatch": max(1, BATCH // (layout.portions * max(2, layout.stages)))})
+
+
+EAGER = eager("")
 
 
 def prepare_corpus(out: Path, **keys: Any) -> Path:
@@ -74,11 +84,12 @@ def run_config(corpus: Path, **sections: dict[str, Any]) -> RunConfig:
     base: dict[str, dict[str, Any]] = {
         "model": MODEL,
         "data": {"sources": {str(corpus): 1.0}, "seq_len": 32},
-        "train": {"steps": 8, "global_batch": 8},
+        "train": {"steps": 8, "global_batch": BATCH},
         "optimizer": {"lr": 1e-2},
         "schedule": {"warmup_steps": 2},
-        "evaluate": {"every_steps": 4, "tokens": 1000},
+        "evaluate": {"every_steps": 4, "tokens": 500},
         "checkpoint": {"every_minutes": 0},
+        "launch": {"threads": 1},
     }
     merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in base | sections}
     run = RunConfig.model_validate({"name": "tiny", **merged})

@@ -271,10 +271,10 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, corpus: Path, tm
     save_run(run, tmp_path / "whole" / "run.toml")
     shutil.copyfile(corpus / "tokenizer.json", tmp_path / "whole" / "tokenizer.json")
     validated = [record["validation_loss"] for record in whole if "validation_loss" in record]
-    assert evaluate(tmp_path / "whole", max_tokens=1000).loss == pytest.approx(validated[-1], rel=1e-5)
+    assert evaluate(tmp_path / "whole", max_tokens=500).loss == pytest.approx(validated[-1], rel=1e-5)
 
     merge_checkpoint(tmp_path / "whole", tmp_path / "merged")
-    assert evaluate(tmp_path / "merged", corpus, max_tokens=1000).loss == pytest.approx(validated[-1], rel=1e-5)
+    assert evaluate(tmp_path / "merged", corpus, max_tokens=500).loss == pytest.approx(validated[-1], rel=1e-5)
     save_run(base, tmp_path / "base" / "run.toml")
     export_adapter(tmp_path / "whole", tmp_path / "peft")
     import_adapter(tmp_path / "peft", beside["weights"], tmp_path / "again")
@@ -312,7 +312,7 @@ def test_weights_may_lie_in_a_hugging_face_folder(corpus: Path, tmp_path: Path) 
     shutil.copyfile(corpus / "tokenizer.json", tmp_path / "run" / "tokenizer.json")
     validated = [record["validation_loss"] for record in again if "validation_loss" in record]
     assert losses(whole) == losses(again)[:4]
-    assert evaluate(tmp_path / "run", max_tokens=1000).loss == pytest.approx(validated[-1], rel=1e-5)
+    assert evaluate(tmp_path / "run", max_tokens=500).loss == pytest.approx(validated[-1], rel=1e-5)
     export_adapter(tmp_path / "run", tmp_path / "peft")
     import_adapter(tmp_path / "peft", tmp_path / "hf0", tmp_path / "again")
     first, second = (open_checkpoint(tmp_path / name).model().state_dict() for name in ("run", "again"))

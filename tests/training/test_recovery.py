@@ -218,7 +218,7 @@ class Training:
         rows = np.random.default_rng(step).integers(1, 400, (8, 33)).astype(np.int32)
         share = len(rows) // self.plan.dp
         mine = rows[state.model.dp_rank * share :][:share]
-        outcome = self.step.exchange(self.step.forward_backward(microbatches(mine, 1, 0, CPU)))
+        outcome = self.step.exchange(self.step.forward_backward(microbatches(mine, self.plan.microbatch, 0, CPU)))
         return self.step.update(outcome, learning_rate=0.01 / (step + 1))
 
     def apply(self, update: StepUpdate) -> None:

@@ -97,7 +97,7 @@ def own_work(world: World, corpus: Path, folder: Path) -> list[float]:
         arm("")
         shown = read_heartbeat(heartbeat.path)
         heartbeat.close()
-    assert shown is not None and set(shown.microbatches.values()) == {8}
+    assert shown is not None and set(shown.microbatches.values()) == {2}
     return [shown.busy_s[step] for step in range(3, 8)]
 
 
@@ -126,7 +126,7 @@ def trained(
         arm("")
 
 
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2,zero=2"])
+@pytest.mark.parametrize("plan", ["dp_replicate=2,microbatch=1", "dp_shard=2,zero=2,microbatch=1"])
 def test_a_slow_rank_gets_less_and_the_losses_stay(workers, corpus, tmp_path, plan):
     even, found = tmp_path / "even", tmp_path / "rebalanced"
     expected = workers.run(2, trained, corpus, even, plan, False, 0.0)[0]
