@@ -25,6 +25,8 @@ from argosy.parallel.world import World, leave_world
 
 POOL_SIZE = 8
 STARTED_AT_ONCE = 4
+FOR_SOME_PLANS = [f"torch.distributed.{name}" for name in ("tensor", "fsdp", "pipelining")]
+"""What argosy imports for some plans only: a second that each process would take."""
 TIMEOUT_S = 120
 AFTER_FAILURE_S = 5
 """What is left to the other ranks once one has failed: they may wait for it in a collective."""
@@ -36,7 +38,7 @@ class WorkerPool:
     def __init__(self) -> None:
         # Each process is forked from one that has imported what the tests need, and computes nothing itself.
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["tiny", "workers"])
+        self._context.set_forkserver_preload(["tiny", "workers", *FOR_SOME_PLANS, "pytest"])
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._stores = tempfile.TemporaryDirectory(prefix="argosy-pool-")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
@@ -31,7 +30,6 @@ from argosy.parallel.world import World
 from argosy.plan.parameters import adapter_of, parameter_table
 from argosy.plan.plan import Plan
 from tiny import MODEL, decoder, eager, losses, made_step, run_config, train_in, train_step, whole_parameters
-from transformers_models import load_theirs
 from workers import WorkerPool
 
 STEPS, LR, EPS = 10, 2e-3, 1e-5
@@ -140,6 +138,10 @@ def put_masks_into(theirs: torch.nn.Module, run: RunConfig) -> list[Draw]:
 @cache
 def of_peft(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same by PEFT, from the same start, which it reads from a folder of ours; its end we read from one of its."""
+    from peft import PeftModel  # here, as ranks import this module
+
+    from transformers_models import load_theirs
+
     run = run_config(Path("no data"), **sections(case))
     start = apply(Plan(compile=False, microbatch=8), run, World())
     adapter = {piece.name: piece.value for piece in start.pieces}

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification
 
 from argosy.config.dump import save_run
 from argosy.data.packing import ID_MASK, MISMATCHED, REJECTED, START, TRAINED, Words
@@ -192,6 +191,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, tmp_path: Path, 
 
 
 def test_a_reward_model_begins_with_a_base_and_goes_to_transformers(workers: WorkerPool, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification  # here, as ranks import this module
+
     folder, base = prepared(tmp_path, "dpo"), decoder()
     hf.export_folder(base.config, base.state_dict(), tmp_path / "hf", dtype=torch.float32)
     run = run_config(

@@ -23,7 +23,6 @@ from argosy.watch.reader import RunReader
 from tasks import ANSWERS, CHOICES, task_file
 from tiny import EAGER, decoder, eager, laid_out, losses, run_config, train_in
 from tokenizers_with_marks import begun_tokenizer
-from transformers_models import load_theirs
 
 SEQ_LEN = 64
 BITS = "  - metric: bits_per_byte\n  - metric: word_perplexity\ndoc_to_target: question\n"
@@ -121,6 +120,8 @@ def test_scores_after_a_beginning_are_those_of_lm_eval(tmp_path, corpus, choices
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerFast
+
+    from transformers_models import load_theirs  # here, as ranks import this module
 
     names = [str(choices), str(task_file(tmp_path, "texts", "loglikelihood_rolling", BITS))]
     begun, model = begun_tokenizer(corpus / TOKENIZER, tmp_path / TOKENIZER), decoder(vocab_size=408)
