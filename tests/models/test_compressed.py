@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig
 
@@ -50,6 +47,10 @@ def saved(name: str, folder: Path) -> torch.nn.Module:
 
 def by_compressed_tensors(weight: Tensor, preset: str) -> Tensor:
     """Return a weight rounded as the package itself does it."""
+    from compressed_tensors.quantization import preset_name_to_scheme  # here: all that run tests collect this module
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
     settings = preset_name_to_scheme(preset, ["Linear"]).weights
     assert settings is not None
     grouped = weight.unflatten(1, (-1, settings.group_size or weight.shape[1]))
@@ -83,6 +84,8 @@ def test_transformers_computes_with_the_weights_that_compressed_tensors_would_ma
 
 @pytest.mark.parametrize("kind", COMPRESSIONS)
 def test_config_json_says_the_preset(kind: CompressedFormat) -> None:
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
     compression = COMPRESSIONS[kind]
     said = QuantizationConfig.model_validate(json.loads(json.dumps(compression.settings(["lm_head"]))))
     scheme = said.config_groups["group_0"]

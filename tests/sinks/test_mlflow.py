@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from argosy.sinks.worker import SinkSession
 from run_folder import RunFolder
@@ -17,19 +16,25 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-def client(folder: Path) -> MlflowClient:
-    return MlflowClient(f"sqlite:///{folder / 'mlflow/mlflow.db'}")
+def client(uri: str) -> Any:
+    from mlflow.tracking import MlflowClient  # here: each of the processes that run tests collects this module
+
+    return MlflowClient(uri)
+
+
+def client_of(folder: Path) -> Any:
+    return client(f"sqlite:///{folder / 'mlflow/mlflow.db'}")
 
 
 def runs(folder: Path) -> list[Any]:
-    found = client(folder)
+    found = client_of(folder)
     experiment = found.get_experiment_by_name("argosy")
     return list(found.search_runs([experiment.experiment_id]))
 
 
 def points(folder: Path, name: str = "train/loss") -> list[tuple[int, float]]:
     (run,) = runs(folder)
-    return [(point.step, point.value) for point in client(folder).get_metric_history(run.info.run_id, name)]
+    return [(point.step, point.value) for point in client_of(folder).get_metric_history(run.info.run_id, name)]
 
 
 def test_a_run_is_written_to_the_tracking_server_of_the_run_file(tmp_path, monkeypatch):
@@ -41,7 +46,7 @@ def test_a_run_is_written_to_the_tracking_server_of_the_run_file(tmp_path, monke
     run.step(0, 1)
     told.catch_up()
     told.close()
-    found = MlflowClient(uri)
+    found = client(uri)
     (one,) = found.search_runs([found.get_experiment_by_name("mine").experiment_id])
     assert one.info.run_name == "tiny"
     assert [point.value for point in found.get_metric_history(one.info.run_id, "train/loss")] == [0, 1]

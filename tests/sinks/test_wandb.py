@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from wandb.proto.wandb_internal_pb2 import Record
 
 from argosy.sinks.worker import SinkSession
 from run_folder import RunFolder
@@ -21,8 +20,10 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 OFFLINE = {"mode": "offline", "project": "p"}
 
 
-def records(path: Path) -> Iterator[Record]:
+def records(path: Path) -> Iterator[Any]:
     """The records of a .wandb file: LevelDB's log format after a header of 7 bytes, in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record  # here: each of the processes that run tests collects this module
+
     data, at, parts = path.read_bytes(), HEADER, b""
     assert data[:4] == b":W&B"
     while at + HEADER <= len(data):
