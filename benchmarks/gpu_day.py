@@ -135,7 +135,8 @@ def tests(day: Day) -> None:
 
 
 def parity(day: Day) -> None:
-    """The same run on the CPU and on the GPU, eager and in fp32; then compiled in bf16, beside fp32 on the GPU."""
+    """The same run on the CPU and on the GPU, eager and in fp32; then compiled in bf16, beside fp32 on the GPU, and on
+    two GPUs with the choices that only GPUs have."""
     plain = "precision=fp32,compile=false"
     length = ("--train.steps", str(PARITY_STEPS))
     where = {"reference": "cpu", "device": DEVICE}
@@ -148,7 +149,11 @@ def parity(day: Day) -> None:
     day.notes.append(f"loss on the GPU off by {off:.2g} of the CPU's at most")
     if off > FAR_OFF:
         raise Failed(f"losses differ by {off:.2g}, which is no rounding: {reference}, {found}")
-    day.argosy("parity-bf16", "parity", "--plan", "precision=bf16", "--tolerance", "0.02", "--launch.device", DEVICE)
+    plans = {"bf16": "", "async_tp": ",tp=2,async_tp=true", "user_buffers": ",dp_shard=2,user_buffers=true"}
+    for name, more in plans.items():
+        if not more or day.gpus >= 2:
+            plan = f"precision=bf16{more}"
+            day.argosy(f"parity-{name}", "parity", "--plan", plan, "--tolerance", "0.02", "--launch.device", DEVICE)
 
 
 def _losses(run_dir: Path) -> list[float]:

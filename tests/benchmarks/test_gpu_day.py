@@ -44,4 +44,4 @@ def test_it_stops_at_the_first_failure_and_keeps_what_was_said(tmp_path: Path) -
 @pytest.mark.parametrize("stage", [gpu_day.versions, gpu_day.parity, gpu_day.faults], ids=lambda stage: stage.__name__)
 def test_stages_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: gpu_day.Stage) -> None:
     monkeypatch.setattr(gpu_day, "DEVICE", "cpu")
-    assert gpu_day.run_all([stage], gpu_day.Day(tmp_path, 1)) == 0
+    assert gpu_day.run_all([stage], gpu_day.Day(tmp_path, 2)) == 0
