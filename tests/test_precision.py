@@ -18,7 +18,7 @@ from argosy.models.microbatch import microbatches
 from argosy.parallel import apply
 from argosy.parallel.world import World
 from argosy.plan.parameters import feed_forward_table
-from argosy.plan.plan import FP8
+from argosy.plan.plan import FP8, Plan
 from argosy.precision import (
     BLOCK,
     SIGNED,
@@ -257,6 +257,22 @@ def test_newer_gpu_with_the_package_is_taken(monkeypatch, capability):
     check_fp8(CUDA)
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (12, 0)])
+def test_mxfp8_is_refused_where_no_matmul_takes_its_scales(monkeypatch, capability):
+    pretend(monkeypatch, capability, torchao=True)
+    with pytest.raises(UserError, match=r"mxfp8 needs .* compute capability 10 .* Try precision=fp8_rowwise"):
+        check_fp8(CUDA, "mxfp8")
+
+
+def test_rows_that_fill_no_blocks_are_multiplied_in_bf16():
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    layer = nn.Sequential(Linear(64, 32, bias=False))
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = layer(x)
+    use_fp8(layer, CPU, "mxfp8", emulate=True)
+    assert torch.equal(layer(x), expected) and not torch.equal(layer(x[:32]), expected[:32])
+
+
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
 def test_experts_are_refused_where_torch_has_no_product_for_them(monkeypatch, capability):
     pretend(monkeypatch, capability, torchao=True)
@@ -358,8 +374,8 @@ def emulated_step(world: World, plan: str, model: dict[str, Any]) -> Step:
 
 @pytest.mark.parametrize(
     ("precision", "model"),
-    [("fp8", SPLIT), ("fp8_rowwise", SPLIT), ("fp8_rowwise", EXPERTS)],
-    ids=["whole", "rows", "experts"],
+    [("fp8", SPLIT), ("fp8_rowwise", SPLIT), ("fp8_rowwise", EXPERTS), ("mxfp8", SPLIT)],
+    ids=["whole", "rows", "experts", "blocks"],
 )
 def test_layers_split_over_ranks_round_as_whole_ones_do(workers, precision, model):
     pytest.importorskip("torchao", reason="the extra fp8 is not installed")
@@ -383,6 +399,15 @@ def losses_of(world: World, plan: str, model: dict[str, Any] = EXPERTS) -> list[
 def test_experts_in_fp8_train_as_in_bf16(workers):
     pytest.importorskip("torchao", reason="the extra fp8 is not installed")
     wide, narrow = (workers.run(1, losses_of, f"precision={precision}")[0] for precision in ("bf16", "fp8_rowwise"))
+    assert wide[-1] < 0.7 * wide[0]
+    assert narrow == pytest.approx(wide, rel=5e-3) and narrow != pytest.approx(wide, rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["precision=mxfp8", "dp_shard=2,zero=3,precision=mxfp8"])
+def test_dense_layers_in_mxfp8_train_as_in_bf16(workers, plan):
+    pytest.importorskip("torchao", reason="the extra fp8 is not installed")
+    wide = workers.run(1, losses_of, "precision=bf16", SPLIT)[0]
+    narrow = workers.run(Plan.parse(plan).world_size, losses_of, plan, SPLIT)[0]
     assert wide[-1] < 0.7 * wide[0]
     assert narrow == pytest.approx(wide, rel=5e-3) and narrow != pytest.approx(wide, rel=1e-5)
 

@@ -37,6 +37,8 @@ TENSOR_CORES, FP8_CORES = (7, 0), (8, 9)
 """CUDA compute capability of the first devices with fast fp16 (Volta), and with fp8 (Ada; Hopper is 9.0)."""
 FP8_BY_GROUP = (9, 0)
 """That of the only devices with `F.scaled_grouped_mm` in fp8 by rows: torch 2.13 skips its tests on others."""
+MXFP8_CORES = 10
+"""The major number of that of devices whose matmuls take a scale for each 32 numbers in fp8 (B200, B300)."""
 FP8_OF_AMD = ("gfx94", "gfx95")
 """ROCm's names of the architectures with fp8: CDNA 3 (MI300) and 4 (MI350)."""
 Mark = float | torch.Event
@@ -291,6 +293,11 @@ def has_fp8(device: torch.device) -> bool:
 def has_fp8_by_group(device: torch.device) -> bool:
     """Return True if torch multiplies experts' rows in fp8 on such a device."""
     return capability(device) == FP8_BY_GROUP
+
+
+def has_mxfp8(device: torch.device) -> bool:
+    """Return True if torchao's MXFP8 matmuls run on such a device."""
+    return capability(device)[0] == MXFP8_CORES
 
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:

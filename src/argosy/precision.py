@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.accelerator import capability, device_name, has_fp8, has_fp8_by_group
+from argosy.accelerator import capability, device_name, has_fp8, has_fp8_by_group, has_mxfp8
 from argosy.errors import UserError, missing_extra
-from argosy.matmul import fp8_by_group
+from argosy.matmul import dense, fp8_by_group
 from argosy.plan.plan import FP8, Precision
 
 Places = tuple[Tensor, ...]
@@ -222,6 +222,11 @@ def check_fp8(device: torch.device, precision: str = "fp8", has_experts: bool = 
     able = capability(device)
     name = device_name(device)
     where = f"{name} (compute capability {able[0]}.{able[1]})" if any(able) else name
+    if precision == "mxfp8" and not has_mxfp8(device):
+        raise UserError(
+            f"plan: precision = mxfp8 needs a CUDA device of compute capability 10 (B200, B300); this one is {where}. "
+            f"Try precision={'fp8_rowwise' if has_fp8(device) else 'bf16'}."
+        )
     if not has_fp8(device):
         raise UserError(
             f"plan: precision = {precision} needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, "
@@ -265,15 +270,19 @@ def use_fp8(model: nn.Module, device: torch.device, precision: Precision = "fp8"
             f"plan: precision = {precision} finds no linear layer whose sizes on a rank are multiples of "
             f"{FP8[precision]}. Try precision=bf16, a smaller tp, or other model.width and model.ffn_width."
         )
+    of_layer = _mxfp8(emulate) if precision == "mxfp8" else _fp8(precision, emulate)
+    for module in modules:
+        module.product = of_layer if isinstance(module, nn.Linear) else fp8_by_group
+
+
+def _fp8(precision: Precision, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the product of a layer of torchao's: its layers hold whole weights and sum nothing over ranks."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = precision.partition("_")[2] or "tensorwise"
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    # torchao's layers hold whole weights and sum nothing over ranks: only the product of one is taken.
     pattern = convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=config)
-    of_layer = functools.partial(_product_in_fp8, pattern.linear_mm_config, pattern.config)
-    for module in modules:
-        module.product = of_layer if isinstance(module, nn.Linear) else fp8_by_group
+    return functools.partial(_product_in_fp8, pattern.linear_mm_config, pattern.config)
 
 
 def _product_in_fp8(kernels: Any, config: Any, x: Tensor, weight_YX: Tensor) -> Tensor:
@@ -281,4 +290,30 @@ def _product_in_fp8(kernels: Any, config: Any, x: Tensor, weight_YX: Tensor) -> 
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     y: Tensor = matmul_with_hp_or_float8_args.apply(x, weight_YX.t(), kernels, config)
+    return y
+
+
+def _mxfp8(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return torchao's product in MXFP8; plain operations round, which need no kernel and which the compiler fuses."""
+    from torchao.prototype.mx_formats.config import (
+        MXFP8Dim0CastKernelChoice,
+        MXFP8Dim1CastKernelChoice,
+        ScaleCalculationMode,
+    )
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    kernel = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+    casts = MXFP8Dim0CastKernelChoice.TORCH, MXFP8Dim1CastKernelChoice.TORCH
+    formats = (torch.float8_e4m3fn,) * 3
+    return functools.partial(_product_in_mxfp8, (*formats, 32, kernel, *casts, ScaleCalculationMode.RCEIL, False))
+
+
+def _product_in_mxfp8(settings: tuple[Any, ...], x: Tensor, weight_YX: Tensor) -> Tensor:
+    """Return x times the transposed weight; in bf16 if the gradient of the weight sums over no multiple of 32 rows."""
+    from torchao.prototype.moe_training.mxfp8_linear import mx_mm
+
+    weight_YX = weight_YX.to(x.dtype)
+    if x.shape[:-1].numel() % FP8["mxfp8"]:
+        return dense(x, weight_YX)
+    y: Tensor = mx_mm.apply(x, weight_YX, *settings)
     return y

@@ -284,6 +284,10 @@ def test_serving(ask: Any) -> None:
         (["--model", "llama3-8b", "--cluster", "8xt4", "--fix", "precision=bf16"], "T4 has no bf16 matmuls. Try prec"),
         ([*SMALL[:3], "8xa100", "--fix", "precision=bf16|fp8"], "A100-80 has no fp8 matmuls. Try precision=bf16 or"),
         ([*SMALL[:3], "8xa100", "--fix", "precision=fp8_rowwise"], "A100-80 has no fp8 matmuls. Try precision=bf16 or"),
+        (
+            [*SMALL[:3], "8xh100", "--fix", "precision=mxfp8"],
+            "H100-SXM has no mxfp8 matmuls. Try precision=fp8_rowwise",
+        ),
         ([*SMALL, "--tokens", "-1"], "--tokens -1.0: must be above 0"),
         ([*SMALL, "--tokens", "nan"], "--tokens nan: must be above 0"),
         ([*SMALL, "--top", "0"], "--top 0: must be above 0"),

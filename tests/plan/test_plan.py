@@ -82,7 +82,10 @@ def test_spaces_order_and_a_last_comma_do_not_matter(text):
         ("tp=0", "plan.tp = 0: must be a whole number above 0.\n  Try 1"),
         ("tp=2.5", 'plan.tp = "2.5": must be a whole number above 0.\n  Try 1'),
         ("tp=two", 'plan.tp = "two": must be a whole number above 0.\n  Try 1'),
-        ("precision=fp4", 'plan.precision = "fp4": must be one of "fp32", "bf16", "fp16", "fp8", "fp8_rowwise".'),
+        (
+            "precision=fp4",
+            'plan.precision = "fp4": must be one of "fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "mxfp8".',
+        ),
         ("zero=4", "plan.zero = 4: must be a whole number of at least 0 and of at most 3.\n  Try 3"),
         ("schedule=zvb", 'plan.schedule = "zvb": must be one of "gpipe", "1f1b",'),
         ("schedule=zvb", '\n  Try "zbv".'),

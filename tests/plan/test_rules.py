@@ -182,6 +182,12 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
     ),
     (rules.adapters_have_plain_products, "precision=fp8", {"lora": {"rank": 4}}, "its layers know no adapters"),
     (rules.adapters_have_plain_products, "tp=2,async_tp=true", {"lora": {"rank": 4}}, "Try async_tp=false."),
+    (
+        rules.number_formats_go_together,
+        "precision=mxfp8",
+        {"model": {"moe": {"experts": 8}}},
+        "plan.precision = mxfp8 with experts: in eight bits, theirs have a scale",
+    ),
     (rules.number_formats_go_together, "precision=fp16,weights=bf16", {}, "plan.weights = bf16 with precision = fp16"),
     (
         rules.recomputed_experts_are_gathered_alike,

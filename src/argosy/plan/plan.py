@@ -18,10 +18,10 @@ from argosy.plan.pipeline import SCHEDULES, Schedule, stages_of_rank
 from argosy.plan.quantities import Quantities, checked, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, WITH_SERVERS, Sync
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise"]
-FP8: dict[Precision, int] = {"fp8": 16, "fp8_rowwise": 16}
-"""Matmuls in eight bits: with one scale for a whole matrix, or one for each of its rows. Both sides of a rank's share
-of a matrix are multiples of these numbers: others are multiplied in bf16."""
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp8_rowwise", "mxfp8"]
+FP8: dict[Precision, int] = {"fp8": 16, "fp8_rowwise": 16, "mxfp8": 32}
+"""Matmuls in eight bits: with one scale for a whole matrix, one for each of its rows, or one for 32 numbers of a row.
+Both sides of a rank's share of a matrix are multiples of these numbers: others are multiplied in bf16."""
 
 
 def measured_format(precision: str) -> str:
@@ -99,7 +99,8 @@ class Plan(Section, Quantities[int]):
     layers: Ratio = ""
     """Layers of each pipeline stage, in the model's order: 5:3 of 8. Empty: dealt out by cost (`split_layers`)."""
     precision: Precision = "fp32"
-    """Number format of the model's arithmetic; fp8: of matmuls, with a scale for each matrix, or (rowwise) each row."""
+    """Number format of the model's arithmetic; fp8: of matmuls, with a scale for each matrix, (rowwise) each row, or
+    (mxfp8) each 32 numbers."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Number format of the weights that the optimizer updates; bf16 ones are rounded stochastically."""
     reduce: Literal["fp32", "bf16"] = "fp32"

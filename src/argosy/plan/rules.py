@@ -313,13 +313,14 @@ def recomputed_experts_are_gathered_alike(plan: Plan, run: RunConfig) -> str:
 
 @rule(
     lambda p, run: (
-        (p.is_("precision", "fp8") & (run.model.moe.experts > 0))
+        (p.is_("precision", "fp8", "mxfp8") & (run.model.moe.experts > 0))
         | (p.is_("precision", "fp16") & p.is_("weights", "bf16"))
     )
 )
 def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
-    if plan.precision == "fp8":
-        return "plan.precision = fp8 with experts: theirs has a scale for each row. Try precision=fp8_rowwise or bf16."
+    if plan.precision in FP8:
+        what = f"plan.precision = {plan.precision} with experts"
+        return f"{what}: in eight bits, theirs have a scale for each row. Try precision=fp8_rowwise or bf16."
     return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
 
 

@@ -23,8 +23,8 @@ from argosy.simulate.device_watch import DEFAULT, HOST, Clock, DeviceWatch
 from argosy.simulate.fake import is_in_place, is_view, replaced
 
 MEMORY_BYTES = 80 * 2**30
-CAPABILITY = (9, 0)
-"""That of a Hopper GPU: what the step asks for is what is fast there."""
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+"""Compute capability: what the step asks for is what is fast there."""
 NAME = "NVIDIA H100 (not there)"
 
 
@@ -207,11 +207,11 @@ class FakeEvent:
 
 
 @contextmanager
-def answered(device: FakeDevice, watch: DeviceWatch) -> Iterator[None]:
+def answered(device: FakeDevice, watch: DeviceWatch, capability: tuple[int, int] = HOPPER) -> Iterator[None]:
     """Answer `torch.cuda`, `torch.accelerator`, streams and events by `device` while this block runs."""
     cuda, accelerator = torch.device(NVIDIA, 0), torch.accelerator
     everything = SimpleNamespace(
-        name=NAME, total_memory=MEMORY_BYTES, major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132
+        name=NAME, total_memory=MEMORY_BYTES, major=capability[0], minor=capability[1], multi_processor_count=132
     )
     state = torch.zeros(16, dtype=torch.uint8)
 
@@ -247,7 +247,7 @@ def answered(device: FakeDevice, watch: DeviceWatch) -> Iterator[None]:
         "_lazy_init": lambda: None,
         "current_device": lambda: 0,
         "set_device": lambda _: None,
-        "get_device_capability": lambda *_: CAPABILITY,
+        "get_device_capability": lambda *_: capability,
         "get_device_name": lambda *_: NAME,
         "get_device_properties": lambda *_: everything,
         "is_bf16_supported": lambda *_, **__: True,

@@ -78,6 +78,10 @@ class FakeCudaMode(FakeTensorMode):
         if namespace in ("c10d", "_c10d_functional"):
             return self._send(func, types, args, kwargs)
         given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        for tensor in given:
+            if type(tensor).__module__.startswith("torchao."):  # of fake tensors, on which its operators compute
+                with self.calls, self:
+                    return type(tensor).__torch_dispatch__(func, types, args, kwargs)
         wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"])
         if wanted == META and not self.python_wants_meta and not any(map(_is_meta, given)):
             wanted = kwargs["device"] = CUDA

@@ -38,7 +38,7 @@ from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import dp_rank_of
 from argosy.plan.plan import FP8, Plan
-from argosy.simulate.cuda_calls import FakeDevice, answered
+from argosy.simulate.cuda_calls import BLACKWELL, HOPPER, FakeDevice, answered
 from argosy.simulate.device_watch import DeviceWatch
 from argosy.simulate.fake import fake_memory, fake_world, replaced
 from argosy.simulate.fake_cuda import CUDA, META, FakeCudaMode, MisplacedTensor, is_on_cuda, values_of
@@ -222,11 +222,11 @@ class CudaRecord:
 
 
 @contextmanager
-def fake_cuda(rank: int, size: int, watch: DeviceWatch) -> Iterator[World]:
+def fake_cuda(rank: int, size: int, watch: DeviceWatch, capability: tuple[int, int] = HOPPER) -> Iterator[World]:
     """Be rank `rank` of `size` on a GPU that is not there, in this process alone."""
     device = FakeDevice(watch)
     mode = FakeCudaMode(watch, device)
-    with answered(device, watch), seen_as_cuda(watch, device), fake_world(rank, size):
+    with answered(device, watch, capability), seen_as_cuda(watch, device), fake_world(rank, size):
         host = dist.new_group(backend="fake") if size > 1 else None
         if host is not None:
             mode.host_groups.add(host.group_name)
@@ -248,8 +248,10 @@ def step_on_cuda(plan: Plan, run: RunConfig, rank: int) -> CudaRecord:
     watch = DeviceWatch()
     try:
         if plan.precision in FP8 and find_spec("torchao") is not None:
-            import_module("torchao.float8")  # while torch is as it was: modules name its classes in annotations
-        with fake_cuda(rank, plan.world_size, watch) as world:
+            for module in ("torchao.float8", "torchao.prototype.moe_training.mxfp8_linear"):
+                import_module(module)  # while torch is as it was: modules name its classes in annotations
+        capability = BLACKWELL if plan.precision == "mxfp8" else HOPPER
+        with fake_cuda(rank, plan.world_size, watch, capability) as world:
             _run(plan.model_copy(update={"compile": False}), run, world, watch)
     except MisplacedTensor:
         if not watch.misplaced:

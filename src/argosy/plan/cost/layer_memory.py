@@ -157,8 +157,8 @@ class LayerMemory(RankSizes):
 
     @cached_property
     def _are_matrices_cast(self) -> NDArray[np.bool_]:
-        """True where matrices of layers are: into fp8 they are rounded as they are stored, and only for a product."""
-        return np.asarray(self._is_cast & ~self.plans.is_("precision", *FP8))
+        """True where matrices of layers are: fp8 is rounded from what is stored, and MXFP8 from bf16."""
+        return np.asarray(self._is_cast & ~self.plans.is_("precision", *(word for word in FP8 if word != "mxfp8")))
 
     @cached_property
     def _is_cast(self) -> NDArray[np.bool_]:

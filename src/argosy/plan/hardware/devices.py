@@ -95,6 +95,8 @@ class Device(Section):
     """accelerator, or cpu: processes share its cores and memory, and the host's work takes time from computing."""
     peak_flops_per_s: PeakFlops
     matmul_efficiency: Efficiencies
+    mxfp8: bool = False
+    """True if it multiplies fp8 with a scale for each 32 numbers as fast as with one scale (`precision=mxfp8`)."""
     memory_bytes: PositiveFloat
     """Device memory, nominal."""
     reserved_bytes: NonNegativeFloat = 0.0
