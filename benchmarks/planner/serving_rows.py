@@ -46,8 +46,8 @@ TIMES = ("ttft", "tpot", "e2e_latency")
 MODELS = Path(__file__).parent / "serving_models.csv"
 """Sizes of models. Of layers that hold a mixer or a feed-forward each (Nemotron Nano), two count as one, and what Mamba
 layers have more is in the width of feed-forwards without experts."""
-MOST_SEQUENCES = 2048
-"""Sequences at a time where a source says "max": TensorRT-LLM's default."""
+MOST_SEQUENCES = 4096
+"""Sequences at a time where a source says "max": what trtllm-bench allows (finetune_setting)."""
 PUBLISHERS = ("docs.vultr", "docs.nvidia.com/nim", "buildkite", "ROCm", "dstackai")
 """Publishers, by how addresses of their pages begin; others are named by the first word of a source."""
 
@@ -80,6 +80,8 @@ class Source:
     """All answers have one length: requests that begin together end together."""
     cache_bytes: float = 0.0
     """Bytes of a number in the cache; 0: not said."""
+    own_attention: bool = False
+    """With several devices, each has attention for sequences of its own if the model has experts."""
 
 
 _ARGONNE = (("nvidia a100", "a100-40"), ("nvidia h100", "h100-sxm"))
@@ -93,7 +95,8 @@ SOURCES = {
     r"FasterTransformer": Source(fixed=True),
     r"lmdeploy a100": Source(fixed=True),
     r"TensorRT-LLM v0": Source((0, 5), fixed=True),
-    r"TensorRT-LLM v1": Source((1, 0), fixed=True),
+    # enable_attention_dp for models with experts (perf-overview.md's llm_options.yml).
+    r"TensorRT-LLM v1": Source((1, 0), fixed=True, own_attention=True),
     r"NIM 1\.": Source((0, 17)),
     r"docs.vultr": Source(requests=400, alike=True),
     r"gpustack.*latency": Source(requests=100),
@@ -218,7 +221,10 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
     if not tp:  # llama.cpp gives each device some layers; elsewhere one replica has all
         tp, pp = (1.0, devices) if engine.name == "llama.cpp" else (devices / max(1.0, pp), max(1.0, pp))
     pp = pp or 1.0
-    own_attention = "dp" in re.split(r"[ -]", cell["precision"].lower()) and work.experts > 0
+    own_attention = work.experts > 0 and (
+        "dp" in re.split(r"[ -]", cell["precision"].lower()) or (source.own_attention and devices > 1)
+    )
+    tp = 1.0 if own_attention else tp
     replicas = devices if own_attention else max(1.0, devices / (tp * pp))
     is_maximum = cell["batch_or_concurrency"] == "max"
     sequences = _in_a_turn(prompt, output, replicas) if is_maximum else _number(cell, "batch_or_concurrency")
@@ -371,7 +377,9 @@ def _formats(cell: dict[str, str], device: Device, engine: ServingEngine, bits: 
     peak = (rates.narrow * rates.achieved_narrow) if computes_narrow else (rates.half * rates.achieved_half)
     if re.search(r"1[06]|bf16|fp16|half", precision) and weight_bytes == 1.0 and "fp8" not in precision:
         weight_bytes = 2.0
-    small_cache = weight_bytes <= 1.0 and (engine.name == "TensorRT-LLM" or re.search(r"fp8[- ]?kv|kv[- ]?fp8", text))
+    # TensorRT-LLM's guide leaves the cache of MXFP4 models on Hopper in 16 bits ("Hopper: use auto").
+    by_default = engine.name == "TensorRT-LLM" and (not bits or "fp4" in device.formats)
+    small_cache = weight_bytes <= 1.0 and (by_default or re.search(r"fp8[- ]?kv|kv[- ]?fp8", text))
     weight = min(weight_bytes, bits / 8) if bits else weight_bytes
     return Formats(weight, 1.0 if small_cache else 2.0, peak, float(bool(computes_narrow))), rates
 

@@ -117,9 +117,8 @@ def test_two_dies_of_a_card_are_two_devices(published: list[Any]) -> None:
 def test_rows_of_requests_that_all_come_at_once_are_read_so(published: list[Any]) -> None:
     maximum = [row.traffic for row in published if "TensorRT-LLM v1" in row.cells[0] and row.replicas == 1]
     assert all(traffic.together for traffic in maximum)
-    assert {traffic.sequences for traffic in maximum if traffic.prompt in (2048, 5000)} == {
-        1500
-    }  # or 3000 in two turns
+    of = {(traffic.prompt, traffic.output): traffic.sequences for traffic in maximum}
+    assert (of[2048, 2048], of[2048, 128], of[128, 128]) == (1500, 3000, 30000 / 8)  # at most 4,096 in a turn
     at_once = [row.traffic.first for row in published if "all requests at once" in row.cells[0]]
     assert at_once and set(at_once) == {1.0}
 
@@ -144,3 +143,18 @@ def test_answers_of_one_length_fill_rounds(published: list[Any]) -> None:
     filled = {(row.publisher, float(row.traffic.sequences)): row.filled for row in published if row.filled}
     assert filled["docs.vultr", 256] == pytest.approx(400 / 512)
     assert filled["docs.vultr", 400] == filled["vllm-project/recipes", 64] == 1.0
+
+
+def test_trtllm_bench_has_attention_of_its_own_on_each_device_for_experts(published: list[Any]) -> None:
+    """enable_attention_dp for models with experts: their tp of 8 deals experts to 8 devices, and cuts no attention."""
+    rows = [row for row in published if "TensorRT-LLM v1.0" in row.cells[0] and row.devices == 8]
+    of = {row.model: (float(row.cut.tp), float(row.cut.experts), row.replicas) for row in rows if row.cut.pp == 1}
+    assert of["Qwen3-235B-A22B"] == of["Llama-4-Maverick-17B-128E"] == (1, 8, 8)
+    assert of["Llama-3.1-405B"] == (8, 0, 1)
+
+
+def test_mxfp4_on_hopper_keeps_its_cache_in_16_bits(published: list[Any]) -> None:
+    rows = [row for row in published if row.model.startswith("gpt-oss") and row.engine.name == "TensorRT-LLM"]
+    assert {(row.device.name, row.formats.cache_bytes) for row in rows} == {
+        ("B200", 1.0), ("GB200", 1.0), ("H100-SXM", 2.0), ("H200", 2.0)
+    }  # fmt: skip

@@ -254,7 +254,8 @@ class ServingModel:
         starts = starts * constants.overhead / constants.compute  # kernels for small messages are the engine's
         of_sum = np.where(np.asarray(tp) > 1, starts + 2 * (tp - 1) / tp * message / (ring * constants.link), 0.0)
         dealt = np.asarray(self.ep) > np.asarray(tp)
-        to_experts = 2 * message * work.experts_per_token / (rates.link_bytes_per_s * constants.link) + 2 * starts
+        # Engines gather the tokens of all devices on each, and scatter the sums: vLLM's and TensorRT-LLM's default.
+        to_experts = 2 * message * (self.ep - 1) / (rates.link_bytes_per_s * constants.link) + 2 * starts
         sends = (pp - 1) * (starts + message / (ring * constants.link))
         return np.asarray(2 * work.layers * of_sum + np.where(dealt, work.moe_layers * to_experts, 0.0) + sends)
 
