@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from argosy.accelerator import CPU, sent_to
 from argosy.config.model import ModelConfig
+from argosy.models.attention_kernels import products_are_faster
 from argosy.models.banded_attention import banded_attention
 from argosy.models.compiler import outside_graphs, varies
 from argosy.models.layers import linear, local, norm, plain_rms_norm
@@ -211,11 +212,13 @@ def packed_attention(
     `banded_attention`.
     """
     has_kernel = q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16)
-    by_document = documents is not None and q_BTHE.device.type == "cpu"  # one operator, which the compiler takes whole
+    by_products = products_are_faster(q_BTHE)
+    # One operator, which the compiler takes whole.
+    by_document = by_products or (documents is not None and q_BTHE.device.type == "cpu")
     if softcap or sinks_H is not None or (window and not has_kernel) or by_document:
         starts = _row_starts(q_BTHE, CPU) if documents is None else documents.on_host
         q, k, v = (x.flatten(0, 1) for x in (q_BTHE, k_BTKE, v_BTKE))
-        return banded_attention(q, k, v, starts, starts, window, softcap, sinks_H).view(q_BTHE.shape)
+        return banded_attention(q, k, v, starts, starts, window, softcap, sinks_H, by_products).view(q_BTHE.shape)
     if documents is None and not window:
         return causal_attention(q_BTHE, k_BTKE, v_BTKE)
     if has_kernel:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from argosy.models import attention_products
+
 PADDED_TO = 32
 """On a CPU, causal squares in bf16 are padded to a multiple of this many tokens. oneDNN makes a kernel for each shape
 of a bf16 product and keeps it: without padding, kernels of all lengths of documents took a gigabyte after an hour, and
@@ -57,12 +59,21 @@ class Kernel(NamedTuple):
     """(dy_BTHE, q_BTHE, k_BSKE, v_BSKE, y_BTHE, lse_BHT, seen) -> dq_BTHE, dk_BSKE, dv_BSKE."""
 
 
-def kernel_for(q_BTHE: Tensor, softcap: float = 0.0, has_bands: bool = False) -> Kernel:
-    """Return the best kernel for these queries, for blocks that are whole or causal squares unless `has_bands`."""
+def products_are_faster(q: Tensor) -> bool:
+    """Return True if this code is being compiled, and `CPU_PRODUCTS` is faster than `CPU_FLASH` for causal squares."""
+    is_fast = attention_products.IS_FASTER and q.device.type == "cpu" and q.dtype == torch.bfloat16
+    return is_fast and torch.compiler.is_compiling()
+
+
+def kernel_for(q_BTHE: Tensor, softcap: float = 0.0, has_bands: bool = False, by_products: bool = False) -> Kernel:
+    """Return the best kernel for these queries, for blocks that are whole or causal squares unless `has_bands`.
+
+    by_products: `products_are_faster`, and all blocks are causal squares.
+    """
     if softcap:
         return Kernel(partial(_plain_forward, softcap=softcap), partial(_plain_backward, softcap=softcap))
     if q_BTHE.device.type == "cpu":
-        return CPU_FLASH
+        return CPU_PRODUCTS if by_products else CPU_FLASH
     if has_bands:
         return PLAIN
     E = q_BTHE.shape[-1]
@@ -114,6 +125,18 @@ def _cpu_mask(q_BTHE: Tensor, k_BSKE: Tensor, seen: Seen) -> tuple[bool, Tensor 
         return seen.causal, None
     hidden_TS = seen.hidden(q_BTHE.shape[1], k_BSKE.shape[1], q_BTHE.device)
     return False, q_BTHE.new_zeros(hidden_TS.shape).masked_fill_(hidden_TS, -torch.inf)
+
+
+def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    assert seen == CAUSAL
+    return attention_products.causal_forward(q, k, v)
+
+
+def _products_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert seen == CAUSAL
+    return attention_products.causal_backward(dy, q, k, v, y, lse)
 
 
 def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -172,6 +195,8 @@ def _scores(q_BTHE: Tensor, k_BSKE: Tensor, seen: Seen, softcap: float) -> Tenso
 
 
 CPU_FLASH = Kernel(_cpu_flash_forward, _cpu_flash_backward)
+CPU_PRODUCTS = Kernel(_products_forward, _products_backward)
+"""bf16; causal squares."""
 CUDA_FLASH = Kernel(_cuda_flash_forward, _cuda_flash_backward)
 """FlashAttention 2: bf16 or fp16, head widths that are multiples of 8 up to 256; no bands."""
 PLAIN = Kernel(_plain_forward, _plain_backward)

@@ -31,14 +31,15 @@ def banded_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
+    by_products: bool = False,
 ) -> Tensor:
     """Return attention within segments, [N, H, E].
 
     Segment i has the queries from q_starts[i] and the keys from k_starts[i] (int32, each up to the next; the last
     entries are N and M). Its last query and its last key are the same token. A query sees `window` keys up to its own
-    token; 0: all of the segment. `softcap`, `sinks_H`: see `config.attention`.
+    token; 0: all of the segment. `softcap`, `sinks_H`: see `config.attention`. by_products: `products_are_faster`.
     """
-    return _banded_attention(q_NHE, k_MKE, v_MKE, sinks_H, q_starts, k_starts, window, softcap)[0]
+    return _banded_attention(q_NHE, k_MKE, v_MKE, sinks_H, q_starts, k_starts, window, softcap, by_products)[0]
 
 
 class _Block(NamedTuple):
@@ -85,14 +86,21 @@ class _Cut(NamedTuple):
 
     @classmethod
     def of(
-        cls, q: Tensor, sinks: Tensor | None, q_starts: Tensor, k_starts: Tensor, window: int, softcap: float
+        cls,
+        q: Tensor,
+        sinks: Tensor | None,
+        q_starts: Tensor,
+        k_starts: Tensor,
+        window: int,
+        softcap: float,
+        by_products: bool,
     ) -> _Cut:
         uncut = q.device.type == "cpu" and not softcap and not window  # then the kernel cuts by itself
         most = max(1, q.shape[0]) if uncut else BLOCK
         blocks = list(_blocks(q_starts.tolist(), k_starts.tolist(), window, most))
         has_bands = any(block.seen != CAUSAL for block in blocks)
         plain = not has_bands and not softcap and sinks is None
-        return cls(blocks, kernel_for(q, softcap, has_bands), plain)
+        return cls(blocks, kernel_for(q, softcap, has_bands, by_products and plain), plain)
 
     def in_format(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors as the kernel gets them: on a CPU in fp32 unless plain (`attention_kernels.PADDED_TO`)."""
@@ -129,8 +137,9 @@ def _banded_attention(
     k_starts: Tensor,
     window: int,
     softcap: float,
+    by_products: bool,
 ) -> tuple[Tensor, Tensor]:
-    cut = _Cut.of(q, sinks, q_starts, k_starts, window, softcap)
+    cut = _Cut.of(q, sinks, q_starts, k_starts, window, softcap, by_products)
     y_NHE = q.new_empty(q.shape, dtype=cut.dtype_of(q))
     lse_NH = q.new_empty(q.shape[:2], dtype=torch.float32)
     ours = cut.in_format(q, k, v)
@@ -157,8 +166,9 @@ def _banded_attention_backward(
     lse: Tensor,
     window: int,
     softcap: float,
+    by_products: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    cut = _Cut.of(q, sinks, q_starts, k_starts, window, softcap)
+    cut = _Cut.of(q, sinks, q_starts, k_starts, window, softcap, by_products)
     dq, dk, dv = (torch.zeros(x.shape, dtype=cut.dtype_of(x), device=x.device) for x in (q, k, v))
     ours = cut.in_format(dy.contiguous(), q, k, v, y)
     for block in cut.blocks:
@@ -186,15 +196,15 @@ def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window, ctx.softcap = inputs
+    *tensors, ctx.window, ctx.softcap, ctx.by_products = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dy: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
     kept = ctx.saved_tensors  # to be asked for once only: recomputation gives it up then
-    dq, dk, dv, dsinks = _banded_attention_backward(dy, *kept, ctx.window, ctx.softcap)
-    return dq, dk, dv, None if kept[3] is None else dsinks, None, None, None, None
+    dq, dk, dv, dsinks = _banded_attention_backward(dy, *kept, ctx.window, ctx.softcap, ctx.by_products)
+    return dq, dk, dv, None if kept[3] is None else dsinks, None, None, None, None, None
 
 
 torch.library.register_autograd("argosy::banded_attention", _gradients, setup_context=_keep_for_backward)
@@ -211,5 +221,5 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, q_starts: Tens
 @register_flop_formula(torch.ops.argosy.banded_attention_backward, get_raw=True)
 def _backward_flops(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any, **_: Any) -> int:
     """FLOPs of backward: five matmuls for forward's two, since scores are computed again, as torch counts attention."""
-    q_starts, window = rest[0], rest[-2]
+    q_starts, window = rest[0], rest[-3]
     return _flops(q, k, v, sinks, q_starts, None, window) * 5 // 2
