@@ -6,7 +6,7 @@ block by block: a windowed layer costs what its window costs, and no more scores
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from argosy.models.attention_kernels import CAUSAL, Kernel, Seen, add_sinks, gradient_of_sinks, kernel_for
+from argosy.models.compiler import operator
 
 # N queries and M keys of all rows and documents laid end to end, H query heads, K key/value heads, E head width
 
@@ -111,23 +112,7 @@ class _Cut(NamedTuple):
         return x.dtype if self.is_plain else torch.float32
 
 
-def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that makes a function the operator argosy::`name`.
-
-    `torch.library.custom_op` would load the compiler at the operator's first call, in a run that compiles nothing too:
-    40 MB of Python objects, 80 MB of resident memory, and seconds.
-    """
-
-    def decorate(kernel: Callable[..., Any]) -> Any:
-        schema = torch.library.infer_schema(kernel, mutates_args=())
-        torch.library.define(f"argosy::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(f"argosy::{name}", "default", kernel)
-        return getattr(torch.ops.argosy, name).default
-
-    return decorate
-
-
-@_operator("banded_attention")
+@operator("banded_attention")
 def _banded_attention(
     q: Tensor,
     k: Tensor,
@@ -153,7 +138,7 @@ def _banded_attention(
     return y_NHE.to(q.dtype), lse_NH
 
 
-@_operator("banded_attention_backward")
+@operator("banded_attention_backward")
 def _banded_attention_backward(
     dy: Tensor,
     q: Tensor,

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from argosy.config.model import ModelConfig
 from argosy.models.attention import Documents
+from argosy.models.compiler import operator
 from argosy.models.layers import linear, local, rms_norm
 from argosy.plan.layer_spec import DELTA_CHUNK as CHUNK
 from argosy.plan.parameters import delta_net_table
@@ -276,7 +277,7 @@ def _unseen(places: Tensor | None, chunk: int, device: torch.device) -> Tensor:
 # backward of its own, and is kept or recomputed as a whole.
 
 
-@torch.library.custom_op("argosy::delta_scan", mutates_args=())
+@operator("delta_scan")
 def delta_scan(w: Tensor, u: Tensor, k: Tensor, keep: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Carry the state from chunk to chunk: values = u - w S, then S becomes keep S + k^T values.
 
@@ -291,13 +292,13 @@ def delta_scan(w: Tensor, u: Tensor, k: Tensor, keep: Tensor, state: Tensor) -> 
     return values, states, state
 
 
-@delta_scan.register_fake
+@torch.library.register_fake("argosy::delta_scan")
 def _(w: Tensor, u: Tensor, k: Tensor, keep: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     states = state.new_empty(len(w), *state.shape)
     return torch.empty_like(u, memory_format=torch.contiguous_format), states, state.new_empty(state.shape)
 
 
-@torch.library.custom_op("argosy::delta_scan_backward", mutates_args=())
+@operator("delta_scan_backward")
 def _delta_scan_backward(
     dvalues: Tensor, dstates: Tensor, dstate: Tensor, w: Tensor, k: Tensor, keep: Tensor, values: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -309,7 +310,7 @@ def _delta_scan_backward(
     return -(du @ states.mT), du, values @ after.mT, (states * after).sum((-1, -2)), dstate
 
 
-@_delta_scan_backward.register_fake
+@torch.library.register_fake("argosy::delta_scan_backward")
 def _(
     dvalues: Tensor, dstates: Tensor, dstate: Tensor, w: Tensor, k: Tensor, keep: Tensor, values: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -327,7 +328,7 @@ def _gradients(ctx: Any, dvalues: Tensor, dstates: Tensor, dstate: Tensor) -> tu
     return dw, du, dk, dkeep, dstate
 
 
-delta_scan.register_autograd(_gradients, setup_context=_keep_for_backward)
+torch.library.register_autograd("argosy::delta_scan", _gradients, setup_context=_keep_for_backward)
 
 
 @register_flop_formula(torch.ops.argosy.delta_scan, get_raw=True)

@@ -50,9 +50,6 @@ def check_reach(world: World, ranks: int) -> None:
 class AsyncSequenceParallel(SequenceParallel):
     """As `SequenceParallel`, but the tokens of linear layers travel under their products."""
 
-    def __init__(self, group: dist.ProcessGroup):
-        super().__init__(group)
-
     def feed(self, module: nn.Module) -> None:
         """Let the module compute from this rank's tokens: the layers that read its input take their products."""
         names = next(names for kind, names in READERS.items() if isinstance(module, kind))

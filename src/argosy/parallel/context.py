@@ -29,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from argosy.models.attention import Documents, packed_attention
 from argosy.models.attention_kernels import CAUSAL, WHOLE, Kernel, add_sinks, gradient_of_sinks, kernel_for
-from argosy.models.compiler import outside_graphs
+from argosy.models.compiler import operator, outside_graphs
 from argosy.models.delta_net import DeltaStreams, DeltaWeights, delta_attention
 from argosy.parallel import halo
 
@@ -322,14 +322,14 @@ _HANDLES = itertools.count()
 _RINGS: WeakValueDictionary[str, RingAttention] = WeakValueDictionary()
 
 
-@torch.library.custom_op("argosy::ring_attention", mutates_args=())
+@operator("ring_attention")
 def _ring_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None, softcap: float, handle: str
 ) -> tuple[Tensor, Tensor]:
     return _RINGS[handle].forward(q, k, v, documents, sinks, softcap)
 
 
-@torch.library.custom_op("argosy::ring_attention_backward", mutates_args=())
+@operator("ring_attention_backward")
 def _ring_attention_backward(
     dy: Tensor,
     q: Tensor,
@@ -344,12 +344,12 @@ def _ring_attention_backward(
     return _RINGS[handle].backward(dy, q, k, v, documents, y, lse, softcap)
 
 
-@_ring_attention.register_fake
+@torch.library.register_fake("argosy::ring_attention")
 def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@_ring_attention_backward.register_fake
+@torch.library.register_fake("argosy::ring_attention_backward")
 def _(dy: Tensor, q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(2, *k.shape)
 
@@ -368,7 +368,7 @@ def _gradients(ctx: Any, dy: Tensor, dlse: None) -> tuple[Tensor | None, ...]:
     return dq, *dkv.unbind(), None, dsinks, None, None
 
 
-_ring_attention.register_autograd(_gradients, setup_context=_keep_for_backward)
+torch.library.register_autograd("argosy::ring_attention", _gradients, setup_context=_keep_for_backward)
 
 
 @register_flop_formula(torch.ops.argosy.ring_attention, get_raw=True)
