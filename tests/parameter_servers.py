@@ -36,15 +36,13 @@ def asynchronous(corpus: Path, servers: int = 1, workers: str = "AB", **sections
 
 
 @contextmanager
-def serving(
-    run: RunConfig, run_dir: Path, serve: Callable[[ParameterServer], Any] | None = None
-) -> Iterator[list[ParameterServer]]:
-    """Hold all servers of a run, in a thread each, until the run is over."""
+def serving(run: RunConfig, run_dir: Path, late_s: float = 0.0) -> Iterator[list[ParameterServer]]:
+    """Hold all servers of a run, in a thread each, until the run is over, and `late_s` if a worker has not come."""
     run_dir.mkdir(parents=True, exist_ok=True)
     save_run(run, run_dir / "run.toml")
     ending = threading.Event()
     servers = [ParameterServer(run, run_dir, number) for number in range(len(run.sync.servers))]
-    threads = [threading.Thread(target=server.serve, args=(ending.is_set,)) for server in servers]
+    threads = [threading.Thread(target=server.serve, args=(ending.is_set, late_s)) for server in servers]
     for thread in threads:
         thread.start()
     try:

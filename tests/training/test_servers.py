@@ -261,6 +261,13 @@ def test_a_worker_of_another_run_is_refused_and_the_run_goes_on(corpus, tmp_path
     assert any(event["event"] == "site_refused" and why in event["why"] for event in events)
 
 
+def test_a_worker_that_starts_when_the_run_is_over_is_told(corpus, tmp_path):
+    run = asynchronous(corpus, 1)
+    with serving(run, tmp_path, late_s=60.0):
+        assert work(run, tmp_path, "A")
+        assert work(run, tmp_path, "B")
+
+
 def test_who_does_not_know_the_secret_is_not_heard(corpus, tmp_path, monkeypatch):
     run = asynchronous(corpus, train={"steps": 4})
     with serving(run, tmp_path):

@@ -60,6 +60,7 @@ class Leader:
         self._looked_s = 0.0
         self._waiting: dict[str, tuple[say.AskForWork, Answer]] = {}
         self._sessions: dict[str, str] = {}
+        self._to_come = {site.name for site in self._run.sites}
         self._held_since_s = 0.0
         self._next_score = 0
         self._scoring: str | None = None
@@ -74,6 +75,11 @@ class Leader:
     def is_done(self) -> bool:
         """True once all updates are made, the last weights are scored, and all workers know that."""
         return self._dealing.is_over and self._is_scored and not self._sessions
+
+    @property
+    def is_expecting(self) -> bool:
+        """True while a worker has not been here."""
+        return bool(self._to_come)
 
     @property
     def is_over(self) -> bool:
@@ -158,6 +164,7 @@ class Leader:
         if before == session:
             return
         self._sessions[site] = session
+        self._to_come.discard(site)
         self._give_back(site, "it was started again" if before is not None else "")
         if before is None:
             self._events.write("worker_came", site=site, step=self.step)

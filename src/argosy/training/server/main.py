@@ -42,6 +42,9 @@ from argosy.training.server.shard import Refuses, ServerShard
 TURN_S = 0.05
 LAST_S = 60.0
 """Once the run is over, workers that were there are waited for so long at most."""
+LATE_S = 20.0
+"""Once the run is over, workers that have not been there are waited for so long: one that is just starting would wait
+for servers that are gone."""
 FOLLOW_S = 15.0
 """A server that is to end waits so long for the first one's word."""
 TELL_S = 0.5
@@ -101,8 +104,10 @@ class ParameterServer:
         size = self._shard.size_bytes / 2**20
         self._progress.say(f" {self._name} is at {run.sync.servers[number]}, with {size:.1f} MiB of weights")
 
-    def serve(self, is_ending: Callable[[], bool]) -> bool:
+    def serve(self, is_ending: Callable[[], bool], late_s: float = LATE_S) -> bool:
         """Serve until the run is over, or `is_ending` returns True, and save the state.
+
+        late_s: `LATE_S`.
 
         Returns True if the run is over. Raises: RunFailed.
         """
@@ -112,7 +117,8 @@ class ParameterServer:
             now = time.monotonic()
             if self._leader is not None and self._leader.is_over:
                 over_s = over_s or now
-                self._is_over = self._leader.is_done or now - over_s > LAST_S
+                is_told = self._leader.is_done and (not self._leader.is_expecting or now - over_s > late_s)
+                self._is_over = is_told or now - over_s > LAST_S
             if is_ending():
                 end_s = end_s or now
                 # The first server says at which version all save; by itself another one can save nothing whole.
