@@ -53,6 +53,7 @@ def lengths(monkeypatch) -> list[int]:
     found: list[int] = []
     forward = products.causal_forward
     monkeypatch.setattr(products, "IS_FASTER", True)
+    monkeypatch.setattr(products, "LEAST", 64)
     monkeypatch.setattr(products, "causal_forward", lambda *given: found.append(given[0].shape[1]) or forward(*given))
     return found
 
@@ -69,17 +70,18 @@ def test_compiled_code_computes_rows_so(lengths):
     assert max(errors(ours, tuple(x.float() for x in exact))) < 2 * ROUNDED
 
 
-def test_each_document_is_computed_by_itself(lengths, monkeypatch):
+def test_each_document_is_computed_by_itself_and_short_ones_by_the_usual_kernel(lengths, monkeypatch):
     monkeypatch.setattr(products, "_compiled", lambda function: function)
     q, k, v, _ = (x.flatten(0, 1) for x in inputs(2, 96, 2, 2))
     starts = torch.tensor([0, 70, 96, 192], dtype=torch.int32)
     y, other = (banded_attention(q, k, v, starts, starts, by_products=chosen) for chosen in (True, False))
-    assert lengths == [70, 26, 96]
+    assert lengths == [70, 96]
     torch.testing.assert_close(y, other, rtol=0.02, atol=0.01)
 
 
 def test_fp32_is_not_cut_into_products(monkeypatch):
     monkeypatch.setattr(products, "IS_FASTER", True)
+    monkeypatch.setattr(products, "LEAST", 64)
     monkeypatch.setattr(products, "causal_forward", None)
     q, k, v, _ = (x.float() for x in inputs(1, 64, 2, 2))
     y = torch.compile(packed_attention, backend="eager")(q, k, v, None)

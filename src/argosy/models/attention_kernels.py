@@ -59,10 +59,10 @@ class Kernel(NamedTuple):
     """(dy_BTHE, q_BTHE, k_BSKE, v_BSKE, y_BTHE, lse_BHT, seen) -> dq_BTHE, dk_BSKE, dv_BSKE."""
 
 
-def products_are_faster(q: Tensor) -> bool:
-    """Return True if this code is being compiled, and `CPU_PRODUCTS` is faster than `CPU_FLASH` for causal squares."""
-    is_fast = attention_products.IS_FASTER and q.device.type == "cpu" and q.dtype == torch.bfloat16
-    return is_fast and torch.compiler.is_compiling()
+def products_are_faster(q_BTHE: Tensor) -> bool:
+    """Return True if this code is being compiled, and `CPU_PRODUCTS` is faster than `CPU_FLASH` for such rows."""
+    is_fast = attention_products.IS_FASTER and q_BTHE.shape[1] >= attention_products.LEAST
+    return is_fast and q_BTHE.device.type == "cpu" and q_BTHE.dtype == torch.bfloat16 and torch.compiler.is_compiling()
 
 
 def kernel_for(q_BTHE: Tensor, softcap: float = 0.0, has_bands: bool = False, by_products: bool = False) -> Kernel:
@@ -128,14 +128,16 @@ def _cpu_mask(q_BTHE: Tensor, k_BSKE: Tensor, seen: Seen) -> tuple[bool, Tensor 
 
 
 def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-    assert seen == CAUSAL
+    if q.shape[1] < attention_products.LEAST:
+        return _cpu_flash_forward(q, k, v, seen)
     return attention_products.causal_forward(q, k, v)
 
 
 def _products_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen
 ) -> tuple[Tensor, Tensor, Tensor]:
-    assert seen == CAUSAL
+    if q.shape[1] < attention_products.LEAST:
+        return _cpu_flash_backward(dy, q, k, v, y, lse, seen)
     return attention_products.causal_backward(dy, q, k, v, y, lse)
 
 
@@ -196,7 +198,7 @@ def _scores(q_BTHE: Tensor, k_BSKE: Tensor, seen: Seen, softcap: float) -> Tenso
 
 CPU_FLASH = Kernel(_cpu_flash_forward, _cpu_flash_backward)
 CPU_PRODUCTS = Kernel(_products_forward, _products_backward)
-"""bf16; causal squares."""
+"""bf16; causal squares, the small ones by `CPU_FLASH`."""
 CUDA_FLASH = Kernel(_cuda_flash_forward, _cuda_flash_backward)
 """FlashAttention 2: bf16 or fp16, head widths that are multiples of 8 up to 256; no bands."""
 PLAIN = Kernel(_plain_forward, _plain_backward)

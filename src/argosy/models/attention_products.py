@@ -22,6 +22,9 @@ from argosy.matmul import MKL_IS_SLOW
 
 IS_FASTER = MKL_IS_SLOW and torch.cpu.get_capabilities().get("avx512_bf16", False)
 """Looked up once: the compiler cannot trace how."""
+LEAST = 512
+"""Tokens of rows and documents from which on it is: of fewer, attention is a small part of a step, and what is compiled
+and made for each shape costs more than it saves."""
 PADDED_TO = 64
 """Rows are padded to a multiple of this many tokens: oneDNN makes a kernel for each shape and keeps it."""
 QUERIES = 256
