@@ -267,7 +267,7 @@ def fake(rank: int, steps: int) -> HeartbeatReading:
         },
     )
     own = dict.fromkeys(range(max(0, steps - 64), steps), 0.94 * noise)
-    empty = HeartbeatReading(rank, 1, rank, steps, "forward", 0, own, 0, 0, 10**9, {})
+    empty = HeartbeatReading(rank, 1, rank, steps, "forward", 0, own, 0, 10**9, {})
     return replace(empty, counted=counted)
 
 

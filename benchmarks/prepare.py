@@ -48,7 +48,7 @@ def main() -> None:
         builtin = PrepareConfig(input=("builtin:python",), max_text_bytes=text_bytes)
         files = find_files(builtin.input).files
         train(sample_texts(files, builtin, 5_000_000), 8192, tokenizer)
-        texts = [d.text for d in DocumentReader(files, "skip", text_bytes).read()]
+        texts = [d.text for d in DocumentReader(files, builtin, None, text_bytes).read()]
         if asked.near_duplicates:
             texts += [f"{text}\n# a line more" for text in texts[::10]]
             text_bytes = sum(len(text.encode()) for text in texts)

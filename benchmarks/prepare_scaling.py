@@ -41,7 +41,8 @@ def main() -> None:
         text_bytes = int(options.megabytes * 1e6)
         texts = Path(folder) / "texts.jsonl"
         with texts.open("w") as file:  # of this size: duplicates are looked for in all of the input
-            for document in DocumentReader(find_files(["builtin:python"]).files, "skip", text_bytes).read():
+            builtin = PrepareConfig(input=("builtin:python",))
+            for document in DocumentReader(find_files(builtin.input).files, builtin, None, text_bytes).read():
                 file.write(json.dumps({"text": document.text}) + "\n")
         config = PrepareConfig(input=(str(texts),), tokenizer=tokenizer, engine="huggingface")
         train(sample_texts(find_files(config.input).files, config, 2_000_000), 4096, tokenizer)
