@@ -44,6 +44,15 @@ MODEL = {
     "ffn_width": 64,
     "vocab_size": 400,
 }
+LATENT = {
+    "kv_heads": 4,
+    "head_width": 4,
+    "mla": {"q_rank": 12, "kv_rank": 8, "nope_width": 8, "rope_width": 4, "value_width": 8},
+}
+"""What makes it one with latent attention."""
+DELTA_NET = {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 6}
+"""The linear layers of a model that has some."""
+LINEAR = {"attention": {"layers": ["linear", "full"]}, "delta_net": DELTA_NET}
 BATCH = 8
 
 

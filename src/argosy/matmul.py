@@ -128,7 +128,7 @@ def _flops(x_shape: torch.Size, weight_shape: torch.Size, *_: Any, **__: Any) ->
 
 BLOCK = 16
 """The kernel takes multiples of so many numbers along a sum: for a weight's gradient, of the rows of each group."""
-FP8 = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 TINY = 1e-12
 """The least magnitude that a scale is for, as in torchao."""
 
@@ -160,7 +160,7 @@ class _Fp8ByGroup(torch.autograd.Function):
 def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [..., X] in fp8, contiguous, and what each row is to be multiplied by to be x again."""
     scales = _scales(torch.linalg.vector_norm(x, torch.inf, -1))
-    return (x * scales.to(x.dtype)[..., None]).to(FP8).contiguous(), scales.reciprocal()
+    return (x * scales.to(x.dtype)[..., None]).to(E4M3).contiguous(), scales.reciprocal()
 
 
 def _columns_in_fp8(x_NX: Tensor, places_N: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,12 +175,12 @@ def _columns_in_fp8(x_NX: Tensor, places_N: Tensor, ends_G: Tensor) -> tuple[Ten
     largest_GX.scatter_reduce_(0, groups_b[:, None].expand_as(largest_bX), largest_bX, "amax")
     scales_GX = _scales(largest_GX)
     scaled_bBX = x_bBX * scales_GX.to(x_NX.dtype)[groups_b, None]
-    return scaled_bBX.flatten(0, 1).to(FP8).mT.contiguous(), scales_GX.reciprocal()
+    return scaled_bBX.flatten(0, 1).to(E4M3).mT.contiguous(), scales_GX.reciprocal()
 
 
 def _scales(largest: Tensor) -> Tensor:
     """Return the largest powers of two that leave such magnitudes within fp8; NaN and infinity become NaN there."""
-    return (torch.finfo(FP8).max / largest.float().clamp(min=TINY)).log2().floor().exp2()
+    return (torch.finfo(E4M3).max / largest.float().clamp(min=TINY)).log2().floor().exp2()
 
 
 torch.library.define(

@@ -20,7 +20,7 @@ from argosy.observe.collectives import CommunicationMeter
 from argosy.parallel import async_tensor
 from argosy.parallel.async_tensor import check_reach
 from argosy.parallel.world import World
-from tiny import eager, gradients, laid_out
+from tiny import LATENT, LINEAR, eager, gradients, laid_out
 
 ROWS = np.random.default_rng(0).integers(0, 400, (2, 33)).astype(np.int32)
 ROWS[0, 9] = ROWS[1, 20:22] = 0
@@ -28,15 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "biases, norms and gates": {"attention_bias": True, "qk_norm": True, "attention": {"gate": True}},
     "one key/value head": {"kv_heads": 1, "attention_bias": True, "qk_norm": True},
     "no gate": {"family": "nemotron", "ffn_gate": False, "activation": "relu2", "ffn_bias": True},
-    "latent": {
-        "kv_heads": 4,
-        "head_width": 4,
-        "mla": {"q_rank": 12, "kv_rank": 8, "nope_width": 8, "rope_width": 4, "value_width": 8},
-    },
-    "linear": {
-        "attention": {"layers": ["linear", "full"]},
-        "delta_net": {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 6},
-    },
+    "latent": LATENT,
+    "linear": LINEAR,
     "shared experts": {"moe": {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "balance": "aux"}},
 }
 

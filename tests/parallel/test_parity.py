@@ -20,7 +20,7 @@ from argosy.launch import run_folder
 from argosy.parallel.world import World
 from argosy.plan.check import check_plan
 from argosy.plan.plan import Plan
-from tiny import SOURCES, eager, prepare_corpus, train_in
+from tiny import DELTA_NET, SOURCES, eager, prepare_corpus, train_in
 from workers import WorkerPool
 
 STEPS = 3
@@ -90,7 +90,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "family": "qwen3_next", "qk_norm": True, "norms": {"zero_centered": True},
         "attention": {"layers": ["linear", "linear", "linear", "full"], "gate": True, "rotary_width": 2},
-        "delta_net": {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 6},
+        "delta_net": DELTA_NET,
         "moe": EXPERTS | {"shared_experts": 1, "shared_gate": True, "shared_ffn_width": 24},
     },
     "uneven": {

@@ -18,11 +18,9 @@ from argosy.parallel.world import World
 from argosy.plan.plan import FP8, Plan
 from argosy.simulate.device_watch import DeviceWatch
 from argosy.simulate.on_cuda import CudaRecord, fake_cuda, step_on_cuda
-from tiny import run_config
+from tiny import LATENT, LINEAR, run_config
 
 MOE = {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "balance": "bias"}
-LATENT = {"q_rank": 12, "kv_rank": 8, "nope_width": 8, "rope_width": 4, "value_width": 8}
-DELTA = {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 6}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "deep": {"layers": 4},
@@ -30,8 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"moe": MOE},
     "losses": {"moe": {**MOE, "balance": "aux", "aux_coefficient": 0.01, "z_coefficient": 1e-3}},
     "capacity": {"moe": {**MOE, "capacity_factor": 1.5}},
-    "latent": {"kv_heads": 4, "head_width": 4, "mla": LATENT},
-    "linear": {"attention": {"layers": ["linear", "full"]}, "delta_net": DELTA},
+    "latent": LATENT,
+    "linear": LINEAR,
     "window": {"attention": {"layers": ["sliding", "full"], "window": 16}},
     "softcap": {"attention": {"softcap": 30.0}},
     "sinks": {"attention": {"sinks": True}},

@@ -20,7 +20,7 @@ from argosy.plan.plan import Plan
 from argosy.plan.workload import train_flops_per_token
 from argosy.simulate.rank import even_choice, simulate_rank
 from argosy.simulate.record import Change, LiveBytes, Operation, Sent, Trace, Wait
-from tiny import eager, run_config, train_step
+from tiny import LATENT, LINEAR, eager, run_config, train_step
 from wire_counter import WireCounter
 from workers import WorkerPool
 
@@ -32,17 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
         **UNEVEN,
         "moe": {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "first_dense_layers": 1},
     },
-    "latent": {
-        **UNEVEN,
-        "kv_heads": 4,
-        "head_width": 4,
-        "mla": {"q_rank": 12, "kv_rank": 8, "nope_width": 8, "rope_width": 4, "value_width": 8},
-    },
-    "linear": {
-        **UNEVEN,
-        "attention": {"layers": ["linear", "full"]},
-        "delta_net": {"key_heads": 4, "value_heads": 8, "key_width": 8, "value_width": 6},
-    },
+    "latent": {**UNEVEN, **LATENT},
+    "linear": {**UNEVEN, **LINEAR},
     "unlike": {
         **UNEVEN,
         "ffn_widths": [64, 96],

@@ -15,7 +15,7 @@ from argosy.simulate import rank as ranks
 from argosy.simulate.rank import simulate_rank
 from argosy.simulate.record import Change, Event, MemoryBlock, Operation, Pass, Sent, Trace, Wait, Where
 from argosy.simulate.repeat import grown, layers_alike
-from tiny import run_config
+from tiny import LATENT, run_config
 
 DENSE: dict[str, Any] = {"vocab_size": 403}
 MOE = {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "first_dense_layers": 1}
@@ -24,12 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {**DENSE, "tie_embeddings": True, "attention_bias": True, "qk_norm": True, "kv_heads": 1},
     "experts": {**DENSE, "moe": MOE},
     "unlike": {**DENSE, "attention": {"layers": ["sliding", "sliding", "full"], "window": 9, "kv_heads": [2, 2, 4]}},
-    "latent": {
-        **DENSE,
-        "kv_heads": 4,
-        "head_width": 4,
-        "mla": {"q_rank": 12, "kv_rank": 8, "nope_width": 8, "rope_width": 4, "value_width": 8},
-    },
+    "latent": {**DENSE, **LATENT},
 }
 
 
