@@ -130,7 +130,7 @@ def _scores(q_CNE: Tensor, k_CSE: Tensor) -> tuple[Tensor, Tensor]:
 def _probabilities(
     high_RS: Tensor, low_RS: Tensor, places_R1: Tensor, places_S: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    scores_RS = torch.where(places_S <= places_R1, (high_RS.float() + low_RS.float()) * scale, -torch.inf)
+    scores_RS = _seen(high_RS, low_RS, places_R1, places_S, scale)
     most_R1 = scores_RS.amax(-1, keepdim=True)
     weights_RS = (scores_RS - most_R1).exp()
     sum_R1 = weights_RS.sum(-1, keepdim=True)
@@ -147,9 +147,14 @@ def _gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the probabilities again, and the gradient of the products of queries and keys."""
-    scores_RS = torch.where(places_S <= places_R1, (high_RS.float() + low_RS.float()) * scale, -torch.inf)
+    scores_RS = _seen(high_RS, low_RS, places_R1, places_S, scale)
     p_RS = (scores_RS - lse_R1).exp()
     return p_RS.to(high_RS.dtype), (p_RS * over_mean_RS.float() * scale).to(high_RS.dtype)
+
+
+def _seen(high_RS: Tensor, low_RS: Tensor, places_R1: Tensor, places_S: Tensor, scale: float) -> Tensor:
+    """Return the scores in fp32; -inf for what comes after the query's own place."""
+    return torch.where(places_S <= places_R1, (high_RS.float() + low_RS.float()) * scale, -torch.inf)
 
 
 @cache
