@@ -2,8 +2,8 @@
 
     python benchmarks/sdc.py [--flips 2000] [--healthy 2000] [--ranks 4] [--elements 1000000]
 
-fingerprint   one bit of a tensor that several ranks hold (weights, optimizer): `parallel.gradients.sum_of_bits`
-checksum      one bit of a sum of gradients over ranks, by `parallel.gradients.is_sum` (resilience.check_collectives)
+fingerprint   one bit of a tensor that several ranks hold (weights, optimizer): `parallel.buckets.sum_of_bits`
+checksum      one bit of a sum of gradients over ranks, by `parallel.buckets.is_sum` (resilience.check_collectives)
 norm          one bit of one rank's gradient before it is summed, by the bad-step policy's limit on the norm alone
 recompute     the same, by others computing it again: every bit, in one of n k steps (not drawn here: it compares bits)
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from argosy.config.schema import ResilienceConfig
-from argosy.parallel.gradients import checksums, is_sum, sum_of_bits, tolerance
+from argosy.parallel.buckets import checksums, is_sum, sum_of_bits, tolerance
 from argosy.training.bad_steps import BadStepPolicy
 
 BITS = 32

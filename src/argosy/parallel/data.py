@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.models.decoder import Decoder
 from argosy.models.experts import moe_layers
-from argosy.parallel.buckets import Bucket, Gathering, GradientSync, SumRanks, cut, gradient_of
-from argosy.parallel.gradients import is_sum, sum_of_bits
+from argosy.parallel.buckets import Bucket, Gathering, GradientSync, SumRanks, cut, gradient_of, is_sum, sum_of_bits
 from argosy.parallel.pieces import PlacedPiece
 from argosy.sync.compressor import Lane, Moment
 

@@ -22,10 +22,9 @@ from argosy.observe.clock import StepClock
 from argosy.parallel.buckets import Bucket, GradientSync, SumRanks
 from argosy.parallel.context import shard_sequence
 from argosy.parallel.data import FullySharded, GradientSum
-from argosy.parallel.gradients import LocalSquares, has_own_gradients, square_share
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.offload import HostCopies
-from argosy.parallel.pieces import PlacedPiece, pieces_of
+from argosy.parallel.pieces import LocalSquares, PlacedPiece, has_own_gradients, pieces_of, square_share
 from argosy.parallel.pipeline import Pipeline, Schedule, Sequential
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import FP8, Plan
@@ -205,7 +204,7 @@ class ParallelModel:
                 twin.value.grad = None
 
     def square_share(self) -> Tensor:
-        """Return this rank's share of the gradient's squared global norm (`parallel.gradients.square_share`)."""
+        """Return this rank's share of the gradient's squared global norm (`parallel.pieces.square_share`)."""
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
         return square_share(self.pieces) if self.pieces else nothing
 

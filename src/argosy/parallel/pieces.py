@@ -1,11 +1,16 @@
 """Pieces: this rank's part of each parameter, a plain tensor that the optimizer updates and a checkpoint saves.
 
 However a parameter is split (tensor, expert, ZeRO), what is held is a box of the whole, and knows which.
+
+The norm of all gradients is computed in parts that stand around the one exchange of a step
+(`training.step.Step.exchange`): each rank adds up the squares of what it holds; all ranks' sums are added; each rank
+clips its part by the norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +25,7 @@ from argosy.models.layers import local
 from argosy.models.quantised_weight import QuantisationScheme, QuantisedWeight
 from argosy.optim.piece import Piece
 from argosy.parallel.mesh import Meshes
+from argosy.plan.plan import Plan
 
 if TYPE_CHECKING:  # importing it takes half a second, and a run that splits nothing does without
     from torch.distributed.tensor import DTensor
@@ -132,3 +138,81 @@ def _wrap(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape
 
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+def unscale(pieces: Sequence[PlacedPiece], scale: float) -> None:
+    """Divide the pieces' gradients by `scale`, that of the loss."""
+    if scale != 1.0:
+        for piece in pieces:
+            if piece.value.grad is not None:
+                piece.value.grad /= scale
+
+
+def square_share(pieces: Sequence[PlacedPiece]) -> Tensor:
+    """Return this rank's share of the gradient's squared global norm, fp64, no dims: the shares add up to it.
+
+    It is the squares of what the rank holds, divided by the number of ranks that hold the same.
+    """
+    share = torch.zeros((), dtype=torch.float64, device=pieces[0].value.device)
+    for replicas in sorted({piece.replicas for piece in pieces}):
+        gradients = [p.value.grad for p in pieces if p.replicas == replicas and p.value.grad is not None]
+        if gradients:
+            # As nn.utils.get_total_norm, but in fp32: that function rounds the norms of bf16 gradients to bf16.
+            norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            share += torch.stack(norms).double().square().sum() / replicas
+    return share
+
+
+def clip(pieces: Sequence[PlacedPiece], max_norm: float, norm: float) -> None:
+    """Scale the gradients, whose global norm is `norm`, down to a norm of `max_norm` (0: leave them)."""
+    if max_norm and pieces:
+        # Filled on the device: a number that is copied there makes the host wait for it.
+        total = torch.full((), norm, device=pieces[0].value.device)
+        # By default torch clips a simulator's tensors one by one, and real ones all at once.
+        nn.utils.clip_grads_with_norm_([p.value for p in pieces], max_norm, total, foreach=True)
+
+
+def has_own_gradients(plan: Plan) -> bool:
+    """Return True if each data-parallel rank has the whole gradient of its own samples before any sum."""
+    return plan.cp == plan.ep == 1 and not plan.shards_parameters
+
+
+class LocalSquares:
+    """Adds up squares as autograd hands gradients over."""
+
+    def __init__(self) -> None:
+        self._at, self._sum = 0, torch.zeros(())
+        self._arrivals: dict[int, int] = {}
+
+    def watch(self, pieces: Sequence[PlacedPiece]) -> None:
+        """Watch these parameters too. Call it before the rules are made that sum gradients: they free them, and hooks
+        of one parameter run in the order in which they were made."""
+        for piece in pieces:
+            piece.parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self)))
+
+    def arm(self, at: int, device: torch.device) -> None:
+        """Begin a step in which each parameter's gradient is taken after its backward number `at`; 0 takes none."""
+        self._at, self._arrivals = at, {}
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+
+    def take(self) -> Tensor:
+        """Return the sum of squares since `arm`, fp64, no dims, and take no more."""
+        self._at = 0
+        return self._sum
+
+    @torch.no_grad()
+    def arrived(self, parameter: Tensor) -> None:
+        """Count a gradient of `parameter`."""
+        if not self._at or parameter.grad is None:
+            return
+        count = self._arrivals.get(id(parameter), 0) + 1
+        self._arrivals[id(parameter)] = count
+        if count == self._at:  # in fp32: the norm of a bf16 gradient would be rounded to bf16
+            norm = torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float32)
+            self._sum = self._sum + norm.double().square()
+
+
+def _tell(squares: Callable[[], LocalSquares | None], parameter: Tensor) -> None:
+    """Tell of a gradient. The reference is weak: else a parameter would hold itself through autograd."""
+    if (alive := squares()) is not None:
+        alive.arrived(parameter)

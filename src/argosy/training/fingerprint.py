@@ -26,7 +26,7 @@ from argosy.data.order import key_of
 from argosy.errors import RunFailed
 from argosy.models.layers import local
 from argosy.optim.optimizer import Optimizer
-from argosy.parallel.gradients import sum_of_bits
+from argosy.parallel.buckets import sum_of_bits
 from argosy.parallel.mesh import Meshes
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.pieces import PlacedPiece

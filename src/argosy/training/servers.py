@@ -22,8 +22,7 @@ import torch
 
 from argosy.faults import fault
 from argosy.observe.counters import Communication
-from argosy.parallel.gradients import clip
-from argosy.parallel.pieces import PlacedPiece
+from argosy.parallel.pieces import PlacedPiece, clip
 from argosy.processes.secret import secret_of
 from argosy.sync.client import Client, WorkerTask
 from argosy.sync.layout import FOLDER, ServerLayout, group_folder

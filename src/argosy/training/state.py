@@ -20,10 +20,9 @@ from argosy.optim.optimizer import Optimizer, optimizer_of
 from argosy.optim.piece import Piece
 from argosy.parallel.encoding import SentTensor
 from argosy.parallel.expert import update_biases
-from argosy.parallel.gradients import clip
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.peers import over, peers_of
-from argosy.parallel.pieces import PlacedPiece
+from argosy.parallel.pieces import PlacedPiece, clip
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.precision import LossScaler

@@ -25,7 +25,7 @@ from argosy.models.preference import MISMATCHED
 from argosy.observe.clock import StepClock
 from argosy.optim.piece import Piece
 from argosy.parallel.expert import loads_of
-from argosy.parallel.gradients import unscale
+from argosy.parallel.pieces import unscale
 from argosy.parallel.world import World
 from argosy.sync.compressor import Moment
 from argosy.training.fingerprint import LIMBS, Fingerprints, is_nonzero, limbs_of

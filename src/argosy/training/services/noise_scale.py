@@ -30,7 +30,7 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.models.microbatch import Microbatch
 from argosy.observe.events import Metrics
-from argosy.parallel.gradients import LocalSquares, has_own_gradients, square_share
+from argosy.parallel.pieces import LocalSquares, has_own_gradients, square_share
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
 from argosy.plan.sync import Sync
