@@ -18,7 +18,7 @@ from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.data.prepare import prepare
 from argosy.data.tokenizer import train as train_tokenizer
-from argosy.extend.trust import approve
+from argosy.extend.loading import approve
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.microbatch import Microbatch

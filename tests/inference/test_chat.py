@@ -21,8 +21,7 @@ from argosy.cli import main
 from argosy.cli.chat import Talk
 from argosy.cli.documents import schema_of
 from argosy.errors import UserError
-from argosy.inference.chat import ChatModel
-from argosy.inference.loaded_model import LoadedModel
+from argosy.inference.loaded_model import ChatModel, LoadedModel
 from argosy.inference.sampling import Sampling, TextPiece
 from talker import make_talker, messages
 from waiting import PATIENT_S

@@ -23,8 +23,7 @@ from openai import OpenAI
 import argosy
 from argosy.cli.documents import schema_of
 from argosy.inference import openai_server
-from argosy.inference.chat import ChatModel
-from argosy.inference.loaded_model import LoadedModel
+from argosy.inference.loaded_model import ChatModel, LoadedModel
 from argosy.inference.openai_server import PORT, server_of
 from argosy.watch.http import listening
 from talker import make_talker, messages

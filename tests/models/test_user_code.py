@@ -11,7 +11,7 @@ import torch
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.extend.declared import CodeFile, read_code
-from argosy.extend.trust import approve
+from argosy.extend.loading import approve
 from argosy.models.hf import export_folder
 from argosy.models.loss import chunk_loss_and_gradient
 from argosy.models.user_code import check_loss, load_family, user_loss

@@ -10,7 +10,7 @@ import torch
 from argosy.config.optimizer import OptimizerConfig, OptimizerGroup
 from argosy.errors import RunFailed, UserError
 from argosy.extend.declared import CodeFile, read_code
-from argosy.extend.trust import approve
+from argosy.extend.loading import approve
 from argosy.optim.optimizer import Optimizer
 from argosy.optim.piece import Piece
 from argosy.optim.rules import check_rule, user_rule

@@ -18,8 +18,8 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.launch import run_folder
 from argosy.parallel.world import World
-from argosy.plan.check import check_plan
 from argosy.plan.plan import Plan
+from argosy.plan.search.space import check_plan
 from tiny import DELTA_NET, SOURCES, eager, prepare_corpus, train_in
 from workers import WorkerPool
 

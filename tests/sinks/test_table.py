@@ -7,7 +7,7 @@ import pytest
 from argosy.config.extend import ExtendConfig
 from argosy.config.observe import ObserveConfig
 from argosy.errors import UserError
-from argosy.extend.trust import approve
+from argosy.extend.loading import approve
 from argosy.sinks import table
 from argosy.sinks.sink import Sink
 

@@ -13,9 +13,8 @@ from argosy.engines.local import Local
 from argosy.engines.record import FOLDER, JobState, LaunchedJob
 from argosy.sweep.driver import Driver
 from argosy.sweep.load import load_sweep
-from argosy.sweep.needs import Limits
 from argosy.sweep.study import Study
-from argosy.sweep.trials import Trials
+from argosy.sweep.trials import Limits, Trials
 
 
 class Said(Exception):

@@ -16,8 +16,8 @@ import torch
 from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.inference.adapters import adapters_in, export_adapter, import_adapter, merge_checkpoint
 from argosy.inference.evaluate import evaluate
+from argosy.inference.huggingface import adapters_in, export_adapter, import_adapter, merge_checkpoint
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.resolve import check_parameters
 from argosy.models import compiler, hf, peft_adapter

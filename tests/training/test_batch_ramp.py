@@ -13,12 +13,12 @@ from argosy.data.loader import open_data
 from argosy.errors import UserError
 from argosy.observe.events import Metrics
 from argosy.parallel.world import World
-from argosy.plan.check import check_plan
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.report import PlanRequest, plan_report
 from argosy.plan.rules import first_problem
 from argosy.plan.search.search import search
+from argosy.plan.search.space import check_plan
 from argosy.training.schedule import Pace
 from tiny import EAGER, eager, losses, run_config, train_in
 

@@ -24,7 +24,7 @@ from argosy.cli.documents import DryRun, answer, show_dry_run
 from argosy.cli.options import ALL, TrustCode, parse_run
 from argosy.config.identity import check_repeatable
 from argosy.errors import UserError
-from argosy.extend.trust import check_approved
+from argosy.extend.loading import check_approved
 from argosy.faults import POINTS, VARIABLE
 from argosy.observe.terminal import lasting_output
 

@@ -27,7 +27,7 @@ from argosy.inference.sampling import Finish, Sampling
 from argosy.observe.terminal import printable, told_if_long
 
 if TYPE_CHECKING:
-    from argosy.inference.chat import ChatModel
+    from argosy.inference.loaded_model import ChatModel
 
 YOU, MODEL = "you> ", "model> "
 RESET, EXIT = "/reset", "/exit"
@@ -70,8 +70,7 @@ def main(argv: list[str]) -> int:
     sampling.check(lambda key: f"--{key.replace('_', '-')}")
     must_be_folder_or_url(options.path)
     with told_if_long("argosy chat: loading the model"):
-        from argosy.inference.chat import ChatModel
-        from argosy.inference.loaded_model import load_model
+        from argosy.inference.loaded_model import ChatModel, load_model
 
         model = load_model(options.path, options.plan, options.trust_code)
     with model:

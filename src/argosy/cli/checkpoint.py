@@ -217,7 +217,7 @@ def _listed(checkpoint: Checkpoint) -> ListedCheckpoint:
 
 
 def _list_adapters(options: Looking) -> int:
-    from argosy.inference.adapters import AdapterFacts, adapters_in
+    from argosy.inference.huggingface import AdapterFacts, adapters_in
 
     def line(adapter: AdapterFacts) -> str:
         lora, done = adapter.lora, "no checkpoint" if adapter.step is None else f"step {adapter.step}"
@@ -346,7 +346,7 @@ def _export(argv: list[str]) -> int:
         return _would_write(options)
     with Progress(enabled=True).during(f"exporting {options.path}"):
         if options.adapter:
-            from argosy.inference.adapters import export_adapter
+            from argosy.inference.huggingface import export_adapter
 
             out, card = Path(options.out), (options.license, options.overwrite)
             export_adapter(options.path, out, options.trust_code, *card)
@@ -378,7 +378,7 @@ def _merge(argv: list[str]) -> int:
     if options.dry_run:
         return _would_write(options)
     with Progress(enabled=True).during(f"merging {options.path}"):
-        from argosy.inference.adapters import merge_checkpoint
+        from argosy.inference.huggingface import merge_checkpoint
 
         merge_checkpoint(options.path, options.out, options.trust_code)
     return _wrote("checkpoint-merge", options)
@@ -398,7 +398,7 @@ def _import(argv: list[str]) -> int:
         return _would_write(options)
     with Progress(enabled=True).during(f"importing {options.folder}"):
         if options.base is not None:
-            from argosy.inference.adapters import import_adapter
+            from argosy.inference.huggingface import import_adapter
 
             import_adapter(Path(options.folder), options.base, options.out)
         else:

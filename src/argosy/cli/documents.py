@@ -65,7 +65,7 @@ DOCUMENTS = {
     "watch": DocumentKind("argosy.cli.watch:WatchAddress", "where the page is shown"),
     "checkpoint-list": DocumentKind("argosy.cli.checkpoint:ListedCheckpoint", "a checkpoint", is_many=True),
     "checkpoint-list-adapters": DocumentKind(
-        "argosy.inference.adapters:AdapterFacts", "a run with an adapter, of a folder of runs", is_many=True
+        "argosy.inference.huggingface:AdapterFacts", "a run with an adapter, of a folder of runs", is_many=True
     ),
     "checkpoint-verify": DocumentKind("argosy.cli.checkpoint:VerifiedCheckpoint", "a checkpoint", is_many=True),
     "checkpoint-prune": DocumentKind("argosy.cli.checkpoint:PrunedCheckpoints", "what was deleted"),

@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
             f"--format {form}: with --json, JSON is printed. Leave one out, or name a file: --out metrics.csv"
         )
     from argosy.watch.columns import STEP
-    from argosy.watch.query import table_of_steps
+    from argosy.watch.library import table_of_steps
 
     reader = read_run(options.run)
     names = [name.strip() for name in options.columns.split(",") if name.strip()]

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
 
     found = launched_in(options.folder)
     if options.json or options.where or options.sort:
-        from argosy.watch.query import chosen
+        from argosy.watch.library import chosen
 
         keys = tuple(field.name for field in fields(ListedRun))
         rows = chosen(map(_row, found), options.where, options.sort, keys)

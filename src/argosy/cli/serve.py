@@ -23,8 +23,7 @@ from argosy.errors import UserError, missing_extra
 from argosy.observe.terminal import printable, told_if_long
 
 if TYPE_CHECKING:
-    from argosy.inference.chat import ChatModel
-    from argosy.inference.loaded_model import LoadedModel
+    from argosy.inference.loaded_model import ChatModel, LoadedModel
 
 TOKEN = "ARGOSY_SERVE_TOKEN"
 """Variable of the environment with an API key of the user's own; then 127.0.0.1 asks for it as well."""
@@ -100,7 +99,7 @@ def main(argv: list[str]) -> int:
 def _chat_of(model: LoadedModel, template: str) -> tuple[ChatModel | None, str]:
     """Return the model with its chat template; without one, None and what is missing. Raises: UserError if it was
     named."""
-    from argosy.inference.chat import ChatModel
+    from argosy.inference.loaded_model import ChatModel
 
     try:
         return ChatModel(model, template), ""

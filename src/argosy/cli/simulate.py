@@ -32,7 +32,7 @@ from argosy.cli.documents import answer
 from argosy.cli.options import TrustCode, parse_run
 from argosy.config.launch import DeviceType
 from argosy.errors import RunFailed, UserError
-from argosy.extend.trust import check_approved
+from argosy.extend.loading import check_approved
 
 if TYPE_CHECKING:
     from argosy.config.schema import RunConfig

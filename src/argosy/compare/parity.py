@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as documented
 from argosy.config.identity import TOLD_TO_NOBODY, check_repeatable
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError
-from argosy.extend.trust import check_approved
+from argosy.extend.loading import check_approved
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.devices import check_compiler, find_devices
 from argosy.launch.local import train

@@ -23,7 +23,7 @@ from argosy.config.identity import TOLD_TO_NOBODY, check_repeatable
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.extend.trust import check_approved
+from argosy.extend.loading import check_approved
 from argosy.launch import run_folder
 from argosy.observe.events import Metrics, each_line
 from argosy.plan.plan import Plan

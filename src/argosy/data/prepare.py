@@ -37,7 +37,7 @@ from argosy.data.worker import DUPLICATES, KEYS, TOKENS, WORKER, PrepareJob, Sta
 from argosy.engines.engine import ProgramJob
 from argosy.engines.table import engine_for_programs
 from argosy.errors import ArgosyWarning, RunFailed, UserError
-from argosy.extend import trust
+from argosy.extend.loading import approve, environment
 from argosy.files import MadeFolder, atomic_write, made_folder
 
 TRAINING_CHARS = 10_000_000
@@ -87,7 +87,7 @@ def prepare(
     written (disk full) or workers die again and again. After any interruption, the same call resumes.
     """
     report = report or (lambda progress: None)
-    trust.approve(extend.code)
+    approve(extend.code)
     config = _with_row_length(config)
     options = _options(config, extend)
     if _is_prepared(config.out):
@@ -277,7 +277,7 @@ def _worker_job(folder: WorkFolder, machines: LaunchOptions, workers: int, name:
             "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
             "RAYON_NUM_THREADS": str(threads),  # workers share the cores: one alone, with one big file, takes all
             "OMP_NUM_THREADS": "1",
-            **trust.environment(),
+            **environment(),
         },
         is_tied=True,
         **asked,

@@ -24,8 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from argosy.config.launch import OWN_HOSTS, host_of
 from argosy.errors import UserError
-from argosy.inference.chat import ChatModel
-from argosy.inference.loaded_model import LoadedModel
+from argosy.inference.loaded_model import ChatModel, LoadedModel
 from argosy.inference.openai_requests import (
     MOST_CHOICES,
     ApiAnswer,

@@ -24,7 +24,7 @@ from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import Tokenizer, tokenizer_of, usage_of
 from argosy.errors import UserError
-from argosy.extend.trust import approve
+from argosy.extend.loading import approve
 from argosy.models.decoder import Decoder
 from argosy.models.hf import CONFIG, import_folder
 from argosy.models.lazy_weights import LazyWeights

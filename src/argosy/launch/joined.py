@@ -16,7 +16,7 @@ from argosy.checkpoint import fence
 from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import ArgosyError
-from argosy.extend.trust import approve
+from argosy.extend.loading import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import find_devices
 from argosy.launch.resolve import check_profile, resolve

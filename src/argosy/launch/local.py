@@ -21,7 +21,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import RunFailed, UserError, counted
-from argosy.extend.trust import approve
+from argosy.extend.loading import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
 from argosy.launch.resolve import check_profile, resolve, with_known_sizes
@@ -32,9 +32,9 @@ from argosy.observe.report import Report
 from argosy.observe.screen import Progress, Screen, read_lines_of
 from argosy.observe.surfaces import NotebookSurface, TerminalSurface, is_in_notebook
 from argosy.observe.terminal import has_live_line, lasting_output
-from argosy.plan.check import check_size
 from argosy.plan.plan import PLAN, is_asynchronous
 from argosy.plan.search.auto import processes_of
+from argosy.plan.search.space import check_size
 from argosy.processes.fork_server import ForkServer
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import Agent, node_name, process_name

@@ -14,7 +14,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.sync import server_name, server_number
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Interrupted, RunFailed, UserError
-from argosy.extend.trust import approve
+from argosy.extend.loading import approve
 from argosy.faults import RUN_DIR
 from argosy.files import make_folder
 from argosy.launch import run_folder

@@ -26,14 +26,13 @@ from argosy.data.chat_template import SETTINGS as TOKENIZER_CONFIG
 from argosy.data.stores.model_folder import Destination, ModelFolder, model_folder, new_folder
 from argosy.errors import ArgosyWarning, UserError, some_of
 from argosy.files import is_plain_name, read_at_most
-from argosy.models.compressed import WeightCompression, compressed
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
 from argosy.models.hf_families import family_of
 from argosy.models.hf_family import NAMES
 from argosy.models.hf_layers import refuse
 from argosy.models.hf_names import Conversion, copies_of, pieces_of, their_shapes
 from argosy.models.lazy_weights import FolderWeights, HeldWeights, LazyWeights
-from argosy.models.quantised import Stored, dequantised
+from argosy.models.quantised import Stored, WeightCompression, compressed, dequantised
 from argosy.models.tensor_file import StoredTensor, TensorToWrite, read_header, write_tensors
 from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import state_table

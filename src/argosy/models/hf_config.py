@@ -26,8 +26,19 @@ from argosy.config.section import dotted, key_fields, key_of, nest
 from argosy.errors import UserError
 from argosy.models.hf_families import FAMILIES, family_of
 from argosy.models.hf_family import DEFAULTS, KEYS, Family, value_of
-from argosy.models.hf_layers import GROUPED, in_json, layers_from_json, layers_to_json, plain, refuse
-from argosy.models.hf_rope import ROPE_KEYS, RopeJson, RopesJson, rope_from_json, rope_to_json
+from argosy.models.hf_layers import (
+    GROUPED,
+    ROPE_KEYS,
+    RopeJson,
+    RopesJson,
+    in_json,
+    layers_from_json,
+    layers_to_json,
+    plain,
+    refuse,
+    rope_from_json,
+    rope_to_json,
+)
 from argosy.models.quantised import check_quantization
 
 ONLY_IN_TRAINING = frozenset(

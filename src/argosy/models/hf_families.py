@@ -5,9 +5,8 @@ from __future__ import annotations
 from argosy.errors import UserError
 from argosy.models.hf_dense import DENSE_FAMILIES
 from argosy.models.hf_family import Family
-from argosy.models.hf_linear import LINEAR_FAMILIES
 from argosy.models.hf_mixtures import MIXTURES
-from argosy.models.hf_uneven import UNEVEN_FAMILIES
+from argosy.models.hf_uneven import LINEAR_FAMILIES, UNEVEN_FAMILIES
 from argosy.models.user_code import declared_family
 
 FAMILIES = DENSE_FAMILIES | MIXTURES | LINEAR_FAMILIES | UNEVEN_FAMILIES

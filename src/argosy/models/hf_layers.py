@@ -1,4 +1,5 @@
-"""The kinds of layers in config.json: windows, and layers without positions."""
+"""The kinds of layers in config.json: windows and layers without positions; and rotary embeddings, as versions 4 and 5
+of transformers write them."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+
+from argosy.config.attention import RopeScaling
 from argosy.config.model import ModelConfig, repeated
 from argosy.errors import UserError
 from argosy.models.hf_family import Family
+from argosy.models.rope import attention_scale
 
 GROUPED = "group_limited_greedy"
 
@@ -147,3 +152,179 @@ def in_json(value: object) -> str:
 def refuse(file: Path | str, key: str, value: object, why: str) -> NoReturn:
     """Raise the UserError for something in a folder that we cannot use."""
     raise UserError(f"{file}: {key[:100]} = {in_json(value)}: {why}. Choose another model.")
+
+
+ROPE_KEYS = {
+    "none": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "original_max_seq_len": "original_max_position_embeddings",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_seq_len": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+    },
+    "longrope": {
+        "factor": "factor",
+        "original_max_seq_len": "original_max_position_embeddings",
+        "short_divisors": "short_factor",
+        "long_divisors": "long_factor",
+    },
+    "proportional": {"factor": "factor", "rotated_share": "partial_rotary_factor"},
+}
+"""`RopeScaling.kind` -> its fields -> their keys. Their name for "none" is "default"."""
+
+MLA_YARN = ("mscale", "mscale_all_dim")
+"""DeepSeek's keys of YaRN's temperature. If both are equal, the whole head has it, as in `models.mla`."""
+
+
+class RopeJson(BaseModel):
+    """Keys read of the rotary embedding; null stands for what is missing."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: PositiveFloat | None = None
+    factor: PositiveFloat | None = None
+    original_max_position_embeddings: Annotated[PositiveFloat, Field(le=2**53)] | None = None
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+    beta_fast: PositiveFloat | None = None
+    beta_slow: PositiveFloat | None = None
+    attention_factor: PositiveFloat | None = None
+    partial_rotary_factor: PositiveFloat | None = None
+    truncate: bool | None = None
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    short_factor: Annotated[list[PositiveFloat], Field(max_length=2**14)] | None = None
+    long_factor: Annotated[list[PositiveFloat], Field(max_length=2**14)] | None = None
+
+
+class RopesJson(RopeJson):
+    """As `RopeJson`, or one for each kind of layer."""
+
+    full_attention: RopeJson | None = None
+    sliding_attention: RopeJson | None = None
+
+
+def rope_to_json(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the keys that `rope_from_json` reads."""
+    scaling = config.rope_scaling
+    rope: dict[str, Any] = {theirs: plain(getattr(scaling, ours)) for ours, theirs in ROPE_KEYS[scaling.kind].items()}
+    if scaling.kind == "yarn" and config.mla.kv_rank:
+        given = scaling.attention_factor
+        temperature = (given - 1) / (0.1 * math.log(scaling.factor)) if given and scaling.factor > 1 else 1.0
+        rope |= dict.fromkeys(MLA_YARN, temperature)
+    elif scaling.kind in ("yarn", "longrope") and scaling.attention_factor:
+        rope["attention_factor"] = scaling.attention_factor
+    if scaling.kind == "yarn" and not scaling.truncate:
+        rope["truncate"] = False
+    scaled = {"rope_type": scaling.kind, **rope} if rope else None
+    # transformers 4 reads only these two keys, and 5 reads them as well as its own `rope_parameters`.
+    values: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": scaled}
+    if scaled is None and "rope_scaling" in family.defaults:  # which would stand in for nothing
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if family.nests_rope:
+        full = {"rope_theta": config.rope_theta, **(scaled or {"rope_type": "default"})}
+        sliding: dict[str, Any] = dict(full) if config.attention.sliding_rope_scaled else {"rope_type": "default"}
+        sliding["rope_theta"] = config.attention.sliding_rope_theta or config.rope_theta
+        if family.partial is not None:
+            whole, width = config.head_width, config.attention.rotary_width or config.head_width
+            full["partial_rotary_factor"] = share_of(width, whole)
+            sliding["partial_rotary_factor"] = share_of(config.attention.sliding_rotary_width or width, whole)
+        values["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+        values["rope_local_base_freq"] = sliding["rope_theta"]
+    return values
+
+
+def rope_from_json(
+    given: Mapping[str, Any], found: Mapping[str, Any], family: Family, file: Path | str
+) -> dict[str, Any]:
+    """Return the fields of the rotary embeddings, from the keys of either version."""
+    section = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
+    if given.get("rope_scaling") and not (family.nests_rope and given.get("rope_parameters")):
+        section = "rope_scaling"
+    rope = {key: value for key, value in (given.get(section) or {}).items() if value is not None}
+    rope = {key: value for key, value in rope.items() if key not in family.rope_of_pictures}
+    sliding = None
+    if family.nests_rope and "full_attention" in rope:
+        sliding = rope.get("sliding_attention") or {}
+        rope = rope["full_attention"]
+        section += ".full_attention"
+    theta, scaling, partial = _one_rope(rope, given, bool(family.needs and found.get("mla.kv_rank")), section, file)
+    values: dict[str, Any] = {"rope_theta": theta, "rope_scaling": RopeScaling.model_validate(scaling)}
+    partial = partial or given.get("partial_rotary_factor", family.partial) or 1.0
+    if partial != 1.0 and family.partial is None:
+        refuse(file, f"{section}.partial_rotary_factor", partial, "this class rotates whole heads")
+    if partial != 1.0:
+        values["attention.rotary_width"] = int(found["head_width"] * partial)
+    if family.nests_rope:
+        if sliding is None:
+            sliding = {"rope_theta": given.get("rope_local_base_freq", family.sliding_theta or theta)}
+            sliding |= {} if family.sliding_theta or not scaling else {"rope_type": "default"}
+        own_theta = sliding.get("rope_theta", given.get("rope_local_base_freq", family.sliding_theta or theta))
+        own, own_scaling, own_partial = _one_rope(
+            {k: v for k, v in sliding.items() if v is not None} | {"rope_theta": own_theta}, given, False,
+            "rope_parameters.sliding_attention", file,
+        )  # fmt: skip
+        if own_scaling["kind"] != "none" and own_scaling != scaling:
+            refuse(file, "rope_parameters.sliding_attention", sliding, "only none or that of full layers is known")
+        has_windows = bool(found.get("attention.layers"))
+        own_partial = own_partial or given.get("partial_rotary_factor", family.partial) or 1.0
+        if has_windows and own_partial != partial and family.partial is not None:
+            values["attention.sliding_rotary_width"] = int(found["head_width"] * own_partial)
+        if has_windows and own != theta:
+            values["attention.sliding_rope_theta"] = own
+        if has_windows and scaling["kind"] != "none" and own_scaling["kind"] == "none":
+            values["attention.sliding_rope_scaled"] = False
+    return values
+
+
+def _one_rope(
+    rope: dict[str, Any], given: Mapping[str, Any], is_latent: bool, section: str, file: Path | str
+) -> tuple[float, dict[str, Any], float | None]:
+    """Return the base, the fields of `RopeScaling` and the rotated share of one rotary embedding."""
+    rope = dict(rope)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    theta, partial = rope.pop("rope_theta", given["rope_theta"]), rope.pop("partial_rotary_factor", None)
+    kind = {"default": "none", "su": "longrope"}.get(kind, kind)  # su: of Phi-3 before it had a name
+    if kind not in ROPE_KEYS:
+        known = ", ".join(["default", *(name for name in ROPE_KEYS if name != "none")])
+        refuse(file, f"{section}.rope_type", kind, f"known are {known}")
+    if kind == "proportional":  # a share of the frequencies, not of the head
+        rope |= {"partial_rotary_factor": partial or 1.0, "factor": rope.get("factor", 1.0)}
+        partial = None
+    keys = ROPE_KEYS[kind]
+    if "original_max_seq_len" in keys:
+        original = given.get("original_max_position_embeddings", given["max_position_embeddings"])
+        rope.setdefault("original_max_position_embeddings", original)
+    scaling: dict[str, Any] = {"kind": kind} | {
+        ours: rope.pop(theirs) for ours, theirs in keys.items() if theirs in rope
+    }
+    if kind in ("yarn", "longrope"):
+        scaling.setdefault("factor", given["max_position_embeddings"] / scaling["original_max_seq_len"])
+    for ours in ("factor", "low_freq_factor", "high_freq_factor", "short_divisors", "long_divisors"):
+        if ours in keys and ours not in scaling:
+            raise UserError(f"{file}: {section}.{keys[ours]} is missing, and {kind} needs it. Add it.")
+    if kind in ("yarn", "longrope"):
+        if kind == "yarn" and rope.pop("truncate", True) is False:
+            scaling["truncate"] = False
+        usual = attention_scale(RopeScaling.model_validate(scaling))
+        factor = rope.pop("attention_factor", usual)
+        if is_latent and kind == "yarn":
+            both = [rope.pop(key, None) for key in MLA_YARN]
+            if both[0] is None or both[0] != both[1]:
+                refuse(file, f"{section}.{MLA_YARN[both[0] is not None]}", both[1], "both must be there, and alike")
+            factor = 0.1 * both[0] * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+        if not math.isclose(factor, usual, rel_tol=1e-6):
+            scaling["attention_factor"] = factor
+    for key, value in rope.items():
+        refuse(file, f"{section}.{key}", value, "not known")
+    return theta, scaling, partial

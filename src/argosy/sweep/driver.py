@@ -23,16 +23,29 @@ from argosy.config.load import RUN_FILE
 from argosy.config.schema import RunConfig
 from argosy.engines.record import FOLDER, LaunchedJob
 from argosy.errors import Interrupted, RunFailed, UserError, signals_to
-from argosy.extend.trust import approve
+from argosy.extend.loading import approve
 from argosy.launch.resolve import prepare_shown
 from argosy.observe.screen import Progress
 from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.sweep.load import Sweep, in_words, short
-from argosy.sweep.needs import Limits, needs_of, processes, threads
 from argosy.sweep.result import Result
 from argosy.sweep.rungs import Bracket, Judgement, halving, hyperband, judge
 from argosy.sweep.study import JOURNAL, Study, Trial, check_is_same, check_optuna, enter, locked, trial_folder
-from argosy.sweep.trials import DIVERGED, Task, Trials, has_reached, last_words, limits_on, metric_of, outcome, steps_of
+from argosy.sweep.trials import (
+    DIVERGED,
+    Limits,
+    Task,
+    Trials,
+    has_reached,
+    last_words,
+    limits_on,
+    metric_of,
+    needs_of,
+    outcome,
+    processes,
+    steps_of,
+    threads,
+)
 
 REFUSED = "refused"
 """Begins the reason of a trial whose values do not go together."""

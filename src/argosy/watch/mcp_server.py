@@ -26,9 +26,9 @@ from argosy.config.layers import preset_names
 from argosy.config.load import RUN_FILE
 from argosy.errors import ArgosyError
 from argosy.observe.terminal import printable
-from argosy.watch import manual, overview, query
+from argosy.watch import manual, overview
 from argosy.watch.conclusions import conclusions_of
-from argosy.watch.library import Library, OpenRun, run_folder
+from argosy.watch.library import Library, OpenRun, chosen, run_folder, table_of_steps
 from argosy.watch.status import status_of
 from argosy.watch.timeline import shown_events
 
@@ -71,7 +71,7 @@ class RunTools:
             return {key: value for key, value in overview.line(run_id, run).items() if key != "spark"}
 
         rows = self._library.ask_all(row, overview.unreadable)
-        found = query.chosen(rows, where, sort, overview.KEYS)
+        found = chosen(rows, where, sort, overview.KEYS)
         return [_plain(each) for each in found[: _within(limit, MOST_RUNS)]]
 
     def status(self, run: str, since: str = "") -> dict[str, Any]:
@@ -90,7 +90,7 @@ class RunTools:
         def answer(each: OpenRun) -> dict[str, list[Any]]:
             if not columns:
                 return {"keys": sorted({*each.reader.keys(), *each.reader.evaluations.keys()})}
-            table = query.table_of_steps(each.reader, columns, first, last, max(1, every))
+            table = table_of_steps(each.reader, columns, first, last, max(1, every))
             return {name: values[-_within(limit, MOST_ROWS) :] for name, values in table.items()}
 
         return self._ask(run, answer)

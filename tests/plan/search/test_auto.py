@@ -12,13 +12,13 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.config.train import TrainConfig
 from argosy.errors import ArgosyWarning, UserError
-from argosy.plan.check import check_plan
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, choose_plan, other_choice, plan_to_go_on
 from argosy.plan.search.search import search
+from argosy.plan.search.space import check_plan
 
 LAPTOP = Devices(count=2, kind="cpu", fast_bf16=False)
 GPUS = Devices(count=8, kind="cuda", fast_bf16=True, name="NVIDIA H100 80GB HBM3")

@@ -9,11 +9,11 @@ import pytest
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.check import check_plan
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.search.replan import Replanned, replan, step_with_slow_rank_s, with_slow_link, worth_migrating
+from argosy.plan.search.space import check_plan
 
 CPUS, GPUS = Cluster.parse("4xcpu"), Cluster.parse("16xh100")
 

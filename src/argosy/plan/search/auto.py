@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from argosy.config.launch import USUAL_ACCELERATOR, DeviceType
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, UserError
-from argosy.plan.check import check_plan
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.heterogeneous import uneven_splits
 from argosy.plan.hardware.clusters import Cluster, NodeGroup
@@ -21,7 +20,7 @@ from argosy.plan.quantities import divisors
 from argosy.plan.rules import first_problem
 from argosy.plan.search.agreement import choose_word
 from argosy.plan.search.search import AS_FAST, SearchResult, misfit, plainest, search_to_run, why_nothing_fits
-from argosy.plan.search.space import pins_of
+from argosy.plan.search.space import check_plan, pins_of
 
 MESHES_SPLIT = 16
 """On devices of several kinds, work is dealt out by speed under the best plans of so many meshes."""

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from any_plans import ANY_PLAN, any_run, run
 from argosy.config.launch import LaunchConfig
 from argosy.errors import UserError
-from argosy.plan.check import check_plan, check_size, nearest
 from argosy.plan.plan import Plan
 from argosy.plan.rules import first_problem
+from argosy.plan.search.space import check_plan, check_size, nearest
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
