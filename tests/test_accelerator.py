@@ -67,7 +67,7 @@ def test_random_numbers_and_memory_are_the_backend_s(gaudi: dict[str, Any]) -> N
     assert accelerator.peak_memory_bytes(device) == 7
     accelerator.use(device)
     assert gaudi["used"] == device
-    assert accelerator.allocations(device) is None and not accelerator.has_fp8(device)
+    assert accelerator.allocations(device) is None and not accelerator.is_amd_with_fp8(device)
     assert torch.profiler.ProfilerActivity.HPU in accelerator.profiler_activities(device)
 
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from argosy.config.layers import preset_names
 from argosy.errors import UserError
 from argosy.models.experts import Experts
 from argosy.models.layers import FeedForward, Linear
 from argosy.models.microbatch import microbatches
 from argosy.parallel import apply
 from argosy.parallel.world import World
+from argosy.plan.hardware.devices import find_device
 from argosy.plan.parameters import feed_forward_table
 from argosy.plan.plan import FP8, Plan
 from argosy.precision import (
@@ -264,6 +266,26 @@ def test_mxfp8_is_refused_where_no_matmul_takes_its_scales(monkeypatch, capabili
         check_fp8(CUDA, "mxfp8")
 
 
+@pytest.mark.parametrize("name", preset_names("devices"))
+def test_the_planner_and_the_start_refuse_alike(monkeypatch, name):
+    device, experts = find_device(name), decoder(**EXPERTS)
+    if device.compute_capability is None:
+        pytest.skip("the driver gives no compute capability")
+    pretend(monkeypatch, divmod(round(10 * device.compute_capability), 10), torchao=True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device.name)
+    monkeypatch.setattr("argosy.precision._fp8", lambda *_: None)
+    monkeypatch.setattr("argosy.precision._mxfp8", lambda *_: None)
+    for model, has_experts in ((nn.Sequential(Linear(64, 32)), False), (experts, True)):
+        for precision in FP8:
+            predicted = device.why_not_in(precision, has_experts)
+            try:
+                use_fp8(model, CUDA, precision)
+            except UserError as error:
+                assert predicted is not None and predicted.startswith(str(error).rpartition(" Try ")[0])
+            else:
+                assert predicted is None
+
+
 def test_rows_that_fill_no_blocks_are_multiplied_in_bf16():
     pytest.importorskip("torchao", reason="the extra fp8 is not installed")
     layer = nn.Sequential(Linear(64, 32, bias=False))
@@ -310,7 +332,7 @@ def test_model_without_such_layers_is_refused():
 
 def test_the_part_of_a_rank_must_fit(workers):
     for said in workers.run(4, refusal_of_tp, {"ffn_width": 32, "kv_heads": 4}):
-        assert said.startswith("plan: precision = fp8 finds no linear layer whose sizes on a rank are multiples of 16.")
+        assert said.startswith("plan.precision = fp8 finds no linear layer whose sizes on a rank are multiples of 16.")
 
 
 def refusal_of_tp(world: World, model: dict[str, Any]) -> str:

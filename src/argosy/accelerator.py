@@ -33,12 +33,8 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 NVIDIA: DeviceType = "cuda"
 NCCL = "nccl"
 """The backend of process groups on cuda devices: NCCL, or RCCL by the same name."""
-TENSOR_CORES, FP8_CORES = (7, 0), (8, 9)
-"""CUDA compute capability of the first devices with fast fp16 (Volta), and with fp8 (Ada; Hopper is 9.0)."""
-FP8_BY_GROUP = (9, 0)
-"""That of the only devices with `F.scaled_grouped_mm` in fp8 by rows: torch 2.13 skips its tests on others."""
-MXFP8_CORES = 10
-"""The major number of that of devices whose matmuls take a scale for each 32 numbers in fp8 (B200, B300)."""
+TENSOR_CORES = (7, 0)
+"""CUDA compute capability of the first devices with fast fp16 (Volta)."""
 FP8_OF_AMD = ("gfx94", "gfx95")
 """ROCm's names of the architectures with fp8: CDNA 3 (MI300) and 4 (MI350)."""
 Mark = float | torch.Event
@@ -283,21 +279,11 @@ def has_fast_fp16(device: torch.device) -> bool:
     return capability(device) >= TENSOR_CORES
 
 
-def has_fp8(device: torch.device) -> bool:
-    """Return True if torchao's fp8 matmuls run on such a device."""
-    if device.type == NVIDIA and getattr(torch.version, "hip", None):
-        return str(torch.cuda.get_device_properties(device).gcnArchName).startswith(FP8_OF_AMD)
-    return capability(device) >= FP8_CORES
-
-
-def has_fp8_by_group(device: torch.device) -> bool:
-    """Return True if torch multiplies experts' rows in fp8 on such a device."""
-    return capability(device) == FP8_BY_GROUP
-
-
-def has_mxfp8(device: torch.device) -> bool:
-    """Return True if torchao's MXFP8 matmuls run on such a device."""
-    return capability(device)[0] == MXFP8_CORES
+def is_amd_with_fp8(device: torch.device) -> bool:
+    """Return True for AMD's devices on which torchao's fp8 matmuls run; of NVIDIA's, `capability` tells."""
+    if device.type != NVIDIA or not getattr(torch.version, "hip", None):
+        return False
+    return str(torch.cuda.get_device_properties(device).gcnArchName).startswith(FP8_OF_AMD)
 
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from argosy.accelerator import capability, device_name, has_fp8, has_fp8_by_group, has_mxfp8
+from argosy.accelerator import capability, device_name, is_amd_with_fp8
 from argosy.errors import UserError, missing_extra
 from argosy.matmul import dense, fp8_by_group
+from argosy.plan.hardware.number_formats import why_not_in_fp8
 from argosy.plan.plan import FP8, Precision
 
 Places = tuple[Tensor, ...]
@@ -219,26 +220,11 @@ SKIPPED = ("embedding", "head", "router")
 
 def check_fp8(device: torch.device, precision: str = "fp8", has_experts: bool = False) -> None:
     """Raise UserError if `device` cannot multiply in fp8, or torchao is not installed."""
-    able = capability(device)
-    name = device_name(device)
-    where = f"{name} (compute capability {able[0]}.{able[1]})" if any(able) else name
-    if precision == "mxfp8" and not has_mxfp8(device):
-        raise UserError(
-            f"plan: precision = mxfp8 needs a CUDA device of compute capability 10 (B200, B300); this one is {where}. "
-            f"Try precision={'fp8_rowwise' if has_fp8(device) else 'bf16'}."
-        )
-    if not has_fp8(device):
-        raise UserError(
-            f"plan: precision = {precision} needs a CUDA device of compute capability 8.9 or more (Ada, Hopper, "
-            f"Blackwell); this one is {where}. Try precision=bf16."
-        )
-    if has_experts and not has_fp8_by_group(device):
-        raise UserError(
-            f"plan: precision = {precision} with experts needs a CUDA device of compute capability 9.0 (Hopper), the "
-            f"only one for which torch multiplies them in fp8; this one is {where}. Try precision=bf16."
-        )
+    able, of_amd, name = capability(device), is_amd_with_fp8(device), device_name(device)
+    if (why := why_not_in_fp8(precision, able, of_amd, has_experts, name, "bf16")) is not None:
+        raise UserError(why)
     if importlib.util.find_spec("torchao") is None:
-        raise missing_extra("torchao", "fp8", f"plan: precision = {precision}")
+        raise missing_extra("torchao", "fp8", f"plan.precision = {precision}")
 
 
 def takes_fp8(module: nn.Module, name: str, precision: Precision = "fp8") -> bool:
@@ -262,12 +248,14 @@ def use_fp8(model: nn.Module, device: torch.device, precision: Precision = "fp8"
     device can do. Raises: UserError as `check_fp8` does, or if no layer has sizes that fp8 can take.
     """
     modules = [module for name, module in model.named_modules() if takes_fp8(module, name, precision)]
-    layers = [module for module in modules if isinstance(module, nn.Linear)]
     if not emulate:
-        check_fp8(device, precision, has_experts=len(layers) < len(modules))
+        has_experts = any(
+            hasattr(module, "product") and not isinstance(module, nn.Linear) for module in model.modules()
+        )
+        check_fp8(device, precision, has_experts)
     if not modules:
         raise UserError(
-            f"plan: precision = {precision} finds no linear layer whose sizes on a rank are multiples of "
+            f"plan.precision = {precision} finds no linear layer whose sizes on a rank are multiples of "
             f"{FP8[precision]}. Try precision=bf16, a smaller tp, or other model.width and model.ffn_width."
         )
     of_layer = _mxfp8(emulate) if precision == "mxfp8" else _fp8(precision, emulate)

@@ -282,11 +282,18 @@ def test_serving(ask: Any) -> None:
         ([*SMALL, "--fix", "tp=2,pp=8"], "pp=8 x tp=2 takes 16 devices at a time, which does not divide 8"),
         ([*SMALL, "--fix", "schedule=zbv,compile=true"], "Add compile=false"),
         (["--model", "llama3-8b", "--cluster", "8xt4", "--fix", "precision=bf16"], "T4 has no bf16 matmuls. Try prec"),
-        ([*SMALL[:3], "8xa100", "--fix", "precision=bf16|fp8"], "A100-80 has no fp8 matmuls. Try precision=bf16 or"),
-        ([*SMALL[:3], "8xa100", "--fix", "precision=fp8_rowwise"], "A100-80 has no fp8 matmuls. Try precision=bf16 or"),
+        ([*SMALL[:3], "8xa100", "--fix", "precision=bf16|fp8"], "8.9 or more (Ada, Hopper, Blackwell), or AMD's"),
+        (
+            [*SMALL[:3], "8xa100", "--fix", "precision=fp8_rowwise"],
+            "A100-80 (compute capability 8.0). Try precision=bf16",
+        ),
         (
             [*SMALL[:3], "8xh100", "--fix", "precision=mxfp8"],
-            "H100-SXM has no mxfp8 matmuls. Try precision=fp8_rowwise",
+            "H100-SXM (compute capability 9.0). Try precision=fp8_rowwise",
+        ),
+        (
+            ["--model", "qwen3-30b-a3b", "--cluster", "8xb200", "--fix", "precision=fp8_rowwise"],
+            "B200 (compute capability 10.0). Try precision=bf16",
         ),
         ([*SMALL, "--tokens", "-1"], "--tokens -1.0: must be above 0"),
         ([*SMALL, "--tokens", "nan"], "--tokens nan: must be above 0"),

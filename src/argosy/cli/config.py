@@ -100,6 +100,8 @@ class DeviceOptions:
     """Devices of a node."""
     power_w: float | None = None
     """Power, W; without it, energy is not predicted."""
+    compute_capability: float | None = None
+    """NVIDIA's, such as 8.9; without it, no plan in fp8 is predicted."""
     out: Path | None = None
     """The file to write; default: NAME.toml. It must not exist yet."""
     json: PrintJson = False

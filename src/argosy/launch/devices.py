@@ -38,6 +38,7 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
     """
     # Not at the top: `ask` needs no torch.
     from argosy.accelerator import (
+        capability,
         count_here,
         device_name,
         has_bf16,
@@ -63,7 +64,18 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
         bf16 = has_bf16(first)
         fp16 = not bf16 and has_fast_fp16(first)
         on_host = host_memory_bytes() / min(count, gpus)
-        return Devices(count, here, bf16, fp16, device_name(first), memory_bytes(first), on_host, per_node=gpus)
+        major, minor = capability(first)
+        return Devices(
+            count,
+            here,
+            bf16,
+            fp16,
+            device_name(first),
+            memory_bytes(first),
+            on_host,
+            per_node=gpus,
+            compute_capability=major + minor / 10 or None,
+        )
     count = processes or launch.processes or planned or 1
     cores = len(os.sched_getaffinity(0))
     if not processes and count > cores:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 
 from argosy.config.layers import preset_names, preset_path
@@ -74,6 +77,48 @@ def test_cards_have_the_dense_rates_with_fp32_accumulation_of_their_data_sheets(
     assert device.peak("bf16") == device.peak("fp16") == bf16 * 1e12
     assert (device.memory_bytes, device.memory_bytes_per_s, device.power_w) == (gib * 2**30, gb_s * 1e9, watts)
     assert set(device.formats) & {"fp8"} == (set() if name in ("rtx-3090", "a10g") else {"fp8"})
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_nvidias_devices_have_a_compute_capability_and_no_others(name):
+    device = find_device(name)
+    assert (device.compute_capability is not None) is (device.vendor == "NVIDIA")
+    if device.compute_capability is not None:
+        assert ("fp8" in device.formats) is (device.compute_capability >= 8.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "has_experts", "message"),
+    [
+        ("h100", "mxfp8", False, r"needs .* capability 10 .*; this one is H100-SXM .* Try precision=fp8_rowwise\."),
+        ("b200", "fp8_rowwise", True, r"with experts needs .* 9\.0 \(Hopper\).* \(compute capability 10\.0\)"),
+        ("b200", "mxfp8", False, None),
+        ("h200", "fp8_rowwise", True, None),
+        ("rtx-5090", "mxfp8", False, r"compute capability 12\.0"),
+        ("rtx-5090", "fp8", False, None),
+        ("mi300x", "fp8", False, None),
+        ("mi300x", "fp8_rowwise", True, r"with experts needs .*; this one is MI300X\. Try"),
+        ("mi250x-gcd", "fp8", False, r"AMD's from CDNA 3 on; this one is MI250X-GCD, whose description has no"),
+        (
+            "gaudi3",
+            "fp8",
+            False,
+            r"Gaudi-3, whose description has no compute_capability\. Try precision=bf16",
+        ),
+        ("t4", "fp8", False, r"Try precision=fp16 or fp32\."),
+    ],
+)
+def test_eight_bits_are_multiplied_where_their_kernels_run(name, precision, has_experts, message):
+    problem = find_device(name).why_not_in(precision, has_experts)
+    assert (problem is None) if message is None else re.search(message, problem)
+
+
+def test_a_data_sheet_that_says_the_compute_capability_may_have_fp8():
+    sheet = replace(SHEET, compute_capability=8.9)
+    assert sheet.device("mine").why_not_in("fp8", False) is None
+    assert "no compute_capability" in SHEET.device("mine").why_not_in("fp8", False)
+    without = replace(sheet, tflops={"bf16": 165.2}).device("mine")
+    assert without.why_not_in("fp8", False) == "plan.precision = fp8: mine has no fp8 matmuls. Try precision=bf16."
 
 
 def test_a_t4_has_neither_bf16_nor_tf32():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -187,10 +189,27 @@ def test_a_gpu_without_bf16_takes_fp16():
     assert choose_plan(run("auto,precision=fp32"), T4S).precision == "fp32"
 
 
-@pytest.mark.parametrize("plan", ["auto,precision=bf16", "dp_replicate=2,precision=fp8"])
-def test_a_precision_that_the_gpu_has_not_is_refused(plan):
-    with pytest.raises(UserError, match=r"T4 has no (bf16|fp8) matmuls\. Try precision=fp16 or fp32\."):
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("auto,precision=bf16", r"T4 has no bf16 matmuls\. Try"),
+        ("dp_replicate=2,precision=fp8", r"8\.9 or more .* this one is T4 \(compute capability 7\.5\)\. Try"),
+    ],
+)
+def test_a_precision_that_the_gpu_has_not_is_refused(plan, message):
+    with pytest.raises(UserError, match=rf"{message} precision=fp16 or fp32\."):
         choose_plan(run(plan), T4S)
+
+
+def test_what_the_driver_says_of_a_gpu_that_the_catalogue_does_not_know_decides_on_fp8():
+    unknown = Devices(2, "cuda", fast_bf16=True, name="NVIDIA Titan Q", compute_capability=8.6)
+    with (
+        pytest.warns(ArgosyWarning, match="does not know"),
+        pytest.raises(UserError, match=r"this one is NVIDIA Titan Q \(compute capability 8\.6\)"),
+    ):
+        choose_plan(run("dp_replicate=2,precision=fp8"), unknown)
+    with pytest.warns(ArgosyWarning, match="does not know"):
+        choose_plan(run("dp_replicate=2,precision=fp8"), replace(unknown, compute_capability=8.9))
 
 
 def test_a_gpu_that_the_catalogue_does_not_know_gets_a_plan_and_a_warning():

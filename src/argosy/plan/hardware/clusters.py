@@ -230,19 +230,11 @@ class Cluster(Section):
         """The slowest device: a job whose work is dealt out evenly waits for it."""
         return self.slowest.device
 
-    def check_precision(self, precision: str) -> None:
+    def check_precision(self, precision: str, has_experts: bool) -> None:
         """Raise UserError if a device has no matmuls in a plan's precision. CPUs compute any format, some slowly."""
-        matmuls = precision.partition("_")[0]  # a scale for each row is for the same matmuls
         for device in (group.device for group in self.groups):
-            has_them = device.mxfp8 if matmuls == "mxfp8" else matmuls in device.formats
-            if device.kind == "cpu" or precision == "fp32" or has_them:
-                continue
-            others = ["fp8_rowwise"] if matmuls == "mxfp8" and "fp8" in device.formats else []
-            others += [known for known in ("bf16", "fp16", "fp32") if known in device.formats]
-            raise UserError(
-                f"plan.precision = {precision}: {device.name} has no {matmuls} matmuls. "
-                f"Try precision={' or '.join(others)}."
-            )
+            if device.kind != "cpu" and (problem := device.why_not_in(precision, has_experts)) is not None:
+                raise UserError(problem)
 
     @property
     def uniform(self) -> bool:

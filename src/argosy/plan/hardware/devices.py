@@ -26,7 +26,9 @@ from argosy.config.load import build
 from argosy.config.optimizer import Fraction
 from argosy.config.section import Section
 from argosy.errors import UserError
+from argosy.plan.hardware.number_formats import why_not_in_fp8
 from argosy.plan.hardware.technology import Keys, Silicon
+from argosy.plan.plan import FP8
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """Number format of a matmul's inputs."""
@@ -95,8 +97,8 @@ class Device(Section):
     """accelerator, or cpu: processes share its cores and memory, and the host's work takes time from computing."""
     peak_flops_per_s: PeakFlops
     matmul_efficiency: Efficiencies
-    mxfp8: bool = False
-    """True if it multiplies fp8 with a scale for each 32 numbers as fast as with one scale (`precision=mxfp8`)."""
+    compute_capability: PositiveFloat | None = None
+    """NVIDIA's number of what its kernels can use (9.0: Hopper); none: another maker's, or nobody said."""
     memory_bytes: PositiveFloat
     """Device memory, nominal."""
     reserved_bytes: NonNegativeFloat = 0.0
@@ -260,6 +262,20 @@ class Device(Section):
         order: tuple[Format, ...] = ("bf16", "fp16", "fp32", *self.formats)
         return self.matmul_flops_per_s(next(fmt for fmt in order if fmt in self.formats))
 
+    def why_not_in(self, precision: str, has_experts: bool) -> str | None:
+        """Explain why it cannot train in a plan's precision; return None if it can, as fp32 always."""
+        others = " or ".join(known for known in ("bf16", "fp16", "fp32") if known in self.formats)
+        if precision in FP8:
+            able = divmod(round(10 * (self.compute_capability or 0)), 10)
+            of_amd = self.vendor == "AMD" and "fp8" in self.formats
+            who = self.name if any(able) or of_amd else f"{self.name}, whose description has no compute_capability"
+            if (why := why_not_in_fp8(precision, able, of_amd, has_experts, who, others)) is not None:
+                return why
+        matmuls = "fp8" if precision in FP8 else precision
+        if matmuls == "fp32" or matmuls in self.formats:
+            return None
+        return f"plan.precision = {precision}: {self.name} has no {matmuls} matmuls. Try precision={others}."
+
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a device from a file. Raises: UserError that names every wrong key, with its line."""
@@ -362,6 +378,8 @@ class DataSheet:
     """Devices of a node."""
     power_w: float | None = None
     """Power, W."""
+    compute_capability: float | None = None
+    """NVIDIA's, such as 8.9."""
 
     def device(self, name: str) -> Device:
         """Return the device. Raises: UserError if `name` is in the catalogue, or a figure cannot be."""
@@ -393,6 +411,7 @@ class DataSheet:
             nic_bytes_per_s=(self.nic_gb_s or min(NIC_GB_S, link_gb_s)) * 1e9,
             nic_latency_s=8e-6,
             power_w=self.power_w,
+            compute_capability=self.compute_capability,
             assumed=(*known, "link_latency_s", "nic_latency_s"),
             source=f"its data sheet, as given to `argosy config device` on {date.today()}",
         )

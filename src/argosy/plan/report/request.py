@@ -73,8 +73,8 @@ def of_model(model: str | ModelConfig, cluster: str, asked: Question, name: str 
     """
     place = _priced(Cluster.parse(cluster), asked)
     pins = dict(parse_pins(asked.fix))
-    _check_precisions(pins, place)
     run, assumed, of_batch = _run_of_model(model, name, asked, place.devices)
+    _check_precisions(pins, place, run)
     tokens, more = _tokens(asked)
     assumed = [*assumed, *of_batch, *more]
     batch = "" if asked.serving else "".join(of_batch)
@@ -106,7 +106,7 @@ def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanReq
                 "file."
             )
     pins = numbers | pins
-    _check_precisions(pins, cluster)
+    _check_precisions(pins, cluster, run)
     if not said_in(run.plan).sync_is_open or "sync" in pins:
         pass
     elif given is not None:
@@ -121,9 +121,9 @@ def of_run(run: RunConfig, place: Cluster | Devices, asked: Question) -> PlanReq
     return PlanRequest(run, cluster, tokens, asked.objective, pins, asked.top, given, (*assumed, *more))
 
 
-def _check_precisions(pins: Pins, place: Cluster) -> None:
+def _check_precisions(pins: Pins, place: Cluster, run: RunConfig) -> None:
     for precision in pins.get("precision", ()):
-        place.check_precision(precision)
+        place.check_precision(str(precision), has_experts=run.model.moe.experts > 0)
 
 
 def _priced(cluster: Cluster, asked: Question) -> Cluster:
