@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from argosy.config.optimizer import OptimizerConfig
-from argosy.optim import rules
-from argosy.optim.optimizer import Optimizer
+from argosy.optim import optimizer as module
+from argosy.optim.optimizer import Optimizer, newton_schulz
 from argosy.optim.piece import Piece
-from argosy.optim.rules import newton_schulz
 from argosy.parallel.world import World
 from optim.pieces import gather_over, normal, part_of, train
 
@@ -103,7 +102,7 @@ def cut_and_train(world: World, dim: int, dealt: bool) -> dict[str, torch.Tensor
 def replicate_and_train(world: World) -> tuple[dict[str, torch.Tensor], int]:
     """Every rank has all parameters whole; what becomes of them, and how many matrices this rank worked on."""
     pieces = [dataclasses.replace(piece, group=dist.group.WORLD) for piece in whole_pieces()]
-    with mock.patch.object(rules, "newton_schulz", wraps=newton_schulz) as work:
+    with mock.patch.object(module, "newton_schulz", wraps=newton_schulz) as work:
         train(pieces, CONFIG, steps=1)
     return {piece.name: piece.value for piece in pieces}, work.call_count
 
@@ -137,8 +136,8 @@ def prepare_and_step_alone(world: World) -> dict[str, torch.Tensor]:
         assert torch.equal(piece.value, normal(piece.shape, piece.name)), piece.name
     assert all(map(torch.equal, moments, [t for piece in pieces for t in optimizer.state_of(piece).values()]))
     with (
-        mock.patch.object(rules.dist, "broadcast", side_effect=AssertionError),
-        mock.patch.object(rules, "newton_schulz"),
+        mock.patch.object(module.dist, "broadcast", side_effect=AssertionError),
+        mock.patch.object(module, "newton_schulz"),
     ):
         if world.is_first:  # the other is gone
             optimizer.step()

@@ -11,9 +11,8 @@ from argosy.config.optimizer import OptimizerConfig, OptimizerGroup
 from argosy.errors import RunFailed, UserError
 from argosy.extend.declared import CodeFile, read_code
 from argosy.extend.loading import approve
-from argosy.optim.optimizer import Optimizer
+from argosy.optim.optimizer import Optimizer, check_rule, user_rule
 from argosy.optim.piece import Piece
-from argosy.optim.rules import check_rule, user_rule
 from optim.pieces import normal, train, whole_pieces
 
 

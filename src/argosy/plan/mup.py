@@ -65,7 +65,7 @@ def rate_factor(name: str, shape: tuple[int, ...], rule: str, model: ModelConfig
     if rule != "muon":
         return 1 / inputs
     here, at_base = max(shape[-2:]), max(shape[-2] / outputs, shape[-1] / inputs)
-    return math.sqrt(outputs / inputs * at_base / here)  # its step has the size 0.2 sqrt(max(M, N)) (`optim.rules`)
+    return math.sqrt(outputs / inputs * at_base / here)  # its step has the size 0.2 sqrt(max(M, N)) (`optim.optimizer`)
 
 
 def logit_factor(model: ModelConfig) -> float:

@@ -22,7 +22,7 @@ from argosy.models.user_code import check_loss
 from argosy.observe.clock import StepClock
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.heartbeat import Heartbeat
-from argosy.optim.rules import check_rule
+from argosy.optim.optimizer import check_rule
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World, node_of_each_rank
 from argosy.plan.plan import Plan
