@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
 CODE = """
-import _ctypes, json, os, shutil, sys
+import _ctypes, json, os, platform, shutil, sys
 from pathlib import Path
 import argosy.supervise.worker
 from argosy.models import attention, compiler
@@ -31,10 +32,33 @@ shutil.copy(_ctypes.__file__, library)
 broken.touch()
 loads = [isa._probe_load(str(library)), isa._probe_load(str(broken)), isa._probe_load(str(broken))]
 library.unlink()
+
+from torch._inductor import cpu_vec_isa
+
+class VectorSet:
+    def __init__(self, name, works):
+        self.name, self.works = name, works
+
+    def __str__(self):
+        return ""  # no flag that this CPU would have to have
+
+    def __bool__(self):
+        tried.append(self.name)
+        return self.works
+
+tried = []
+sets = [VectorSet("broken", False), VectorSet("wide", True), VectorSet("narrow", True)]
+cpu_vec_isa.supported_vec_isa_list = sets
+is_x86 = platform.machine() == "x86_64"
+found = [[each.name for each in cpu_vec_isa.valid_vec_isa_list()] for _ in range(2)] if is_x86 else None
+widest = {"found": found, "tried": list(tried), "left": cpu_vec_isa.supported_vec_isa_list == sets}
+os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
+widest["named"] = len(cpu_vec_isa.valid_vec_isa_list()) if is_x86 else None
 functions = attention._attention_by_document, halo.halo_attention, recompute._recomputed_around_compiled
 print(json.dumps({
     "loaded": loaded,
     "loads": [*loads, isa._probe_load(str(library))],
+    "widest": widest,
     "cache": os.environ[compiler.CACHE_DIR],
     "disabled": [getattr(function, "_torchdynamo_disable", False) for function in functions],
 }))
@@ -64,6 +88,11 @@ def test_what_is_compiled_is_kept_in_the_users_cache_for_all_runs(found):
 
 def test_a_library_that_loads_is_tried_once_and_a_broken_one_each_time(found):
     assert found["loads"] == [True, False, False, True]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch has several sets for x86-64 alone")
+def test_vector_sets_are_tried_from_the_widest_on_until_one_works(found):
+    assert found["widest"] == {"found": [["wide"], ["wide"]], "tried": ["broken", "wide"], "left": True, "named": 2}
 
 
 def test_what_is_marked_stays_outside_compiled_graphs(found):

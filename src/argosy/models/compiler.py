@@ -6,6 +6,7 @@ when the compiler is loaded.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -21,6 +22,9 @@ CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 """torch's environment variable for it."""
 PROBE = "_probe_load"
 """torch's method of a vector instruction set that tries a library; no public name."""
+
+VALID_SETS, SUPPORTED_SETS = "valid_vec_isa_list", "supported_vec_isa_list"
+"""torch's function that tries the vector instruction sets, and its list of them; no public names."""
 
 F = TypeVar("F", bound=Callable[..., object])
 _outside_graphs: list[Callable[..., object]] = []
@@ -81,6 +85,7 @@ def load() -> None:
     if os.environ[CACHE_DIR] == default_cache_dir():  # another package has imported the compiler
         os.environ[CACHE_DIR] = str(CACHE)
     _keep_probes()
+    _try_few_vector_sets()
     while _outside_graphs:
         _disable(_outside_graphs.pop())
 
@@ -103,6 +108,38 @@ def _keep_probes() -> None:
 
     if probe.__module__ != __name__:
         setattr(VecISA, PROBE, kept)
+
+
+def _try_few_vector_sets() -> None:
+    """Let torch try a CPU's vector instruction sets from the widest on until one works, and no others.
+
+    It has g++ build and link a test of each at the first compilation (7 CPU-seconds with AVX-512, one after the other),
+    and then takes the first that works, unless the user names another.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    find_all = getattr(cpu_vec_isa, VALID_SETS, None)
+    find_again = getattr(find_all, "__wrapped__", None)  # it keeps its first answer
+    if find_all is None or find_again is None or not hasattr(cpu_vec_isa, SUPPORTED_SETS):  # another torch, or done
+        return
+
+    @functools.lru_cache(1)
+    def widest() -> list[Any]:
+        supported = getattr(cpu_vec_isa, SUPPORTED_SETS)
+        try:
+            for vector_set in supported:
+                setattr(cpu_vec_isa, SUPPORTED_SETS, [vector_set])
+                if found := find_again():
+                    return list(found)
+            return []
+        finally:
+            setattr(cpu_vec_isa, SUPPORTED_SETS, supported)
+
+    def find() -> list[Any]:
+        is_named = os.environ.get("ATEN_CPU_CAPABILITY") or config.cpp.simdlen is not None
+        return list(find_all()) if is_named else widest()
+
+    setattr(cpu_vec_isa, VALID_SETS, find)
 
 
 def _disable(function: Callable[..., object]) -> None:
