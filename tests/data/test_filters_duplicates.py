@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from argosy.config.data import FiltersConfig, PrepareConfig
 from argosy.data import filters, worker
 from argosy.data import prepare as module
+from argosy.data.crew import LEAST_AHEAD
 from argosy.data.manifest import TOKENIZER
 from argosy.data.prepare import prepare
 from argosy.data.shards import TokenSource
 from argosy.data.tokenizer import Tokenizer
+from argosy.data.work import WorkFolder, WorkState
 from argosy.errors import UserError
 
 pytest.importorskip("datatrove", reason="pip install 'argosy[filters]'")
@@ -94,6 +96,19 @@ def test_workers_pieces_and_parts_of_the_keys_make_no_difference(
     monkeypatch.setattr(module, "PIECE_BYTES", 1700)
     prepare(changed(config, out=tmp_path / "three", processes=3))
     assert contents(config.out) == contents(tmp_path / "three")
+
+
+def test_all_workers_make_tokens_after_the_search(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = dict[str, int]()
+
+    def say(folder: WorkFolder, state: WorkState) -> None:
+        ahead[state.stage] = state.ahead
+        told(folder, state)
+
+    told = WorkFolder.say
+    monkeypatch.setattr(WorkFolder, "say", say)
+    prepare(config)
+    assert ahead[worker.DUPLICATES] == 1 and ahead[worker.TOKENS] >= LEAST_AHEAD
 
 
 @pytest.mark.parametrize("stage", [worker.KEYS, worker.DUPLICATES, worker.TOKENS])

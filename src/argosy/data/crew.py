@@ -71,7 +71,7 @@ class Workers:
         """The state of each worker that was started and not replaced, and a few words on it."""
         self._over = set[str]()
         """Workers whose jobs have ended; one that was replaced because it was silent may go on."""
-        self._state = WorkState(uuid.uuid4().hex, ahead=max(LEAST_AHEAD, 4 * wanted))
+        self._state = WorkState(uuid.uuid4().hex)
         self._told_s = self._looked_s = -1e9
         self._beats: dict[str, tuple[int, float]] = {}
         self._restarts = Restarts(RestartPolicy(most_failures=MOST_ENDS * wanted))
@@ -93,7 +93,7 @@ class Workers:
 
         Raises: the error of a task that failed; RunFailed if workers end again and again.
         """
-        ahead = ahead or self._state.ahead
+        ahead = ahead or max(LEAST_AHEAD, 4 * self._wanted)
         for number in range(first, tasks):
             task, is_last = PrepareTask(stage, number), False
             if number > first:
