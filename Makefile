@@ -15,7 +15,7 @@ help:
 	@echo "make test-faults  the whole matrix of faults, each at five places (an hour and a half)"
 	@echo "make healthy   an hour of undisturbed training, in which no fault must be found (RUN=run.toml)"
 	@echo "make chaos     a run that is killed, stopped and corrupted at random for half an hour"
-	@echo "make lint      ruff, mypy, the order of imports, and the rules of the house (.ci/house.py)"
+	@echo "make lint      ruff, mypy (benchmarks too), the order of imports, and the rules of the house (.ci/house.py)"
 	@echo "make docs      build the site (build/site), check its links, write the run file's JSON schema"
 	@echo "make test-docs  run the commands of the documents (a quarter of an hour)"
 	@echo "make cards     measure each model family against transformers; writes docs/families.md and .json"

@@ -48,7 +48,7 @@ from argosy.processes.secret import call, secret_of
 from argosy.resilience.node_health import Health
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import LEASE_S
-from argosy.supervise.messages import FROM_COORDINATOR
+from argosy.supervise.messages import FROM_COORDINATOR, FromCoordinator
 from argosy.supervise.node_report import NodeReporter
 from argosy.supervise.place import COORDINATOR
 
@@ -106,7 +106,7 @@ class Agent:
         self.say(say.AgentHello(folder=folder, name=self.name, host=address, slots=SLOTS, is_checking=True))
         self.say(say.NodeChecked(health=HEALTH))
 
-    def _obey(self, message: say.FromCoordinator) -> None:
+    def _obey(self, message: FromCoordinator) -> None:
         match message:
             case say.Heard():
                 now_s = time.monotonic()

@@ -54,11 +54,11 @@ def main() -> None:
         of = [one for one in tried if one.share == share]
         errors = [abs(np.log(one.true / one.mid)) for one in of]
         width = np.median([one.high / one.low for one in of])
-        error, held = np.expm1(np.median(errors)), sum(one.held for one in of)
-        print(f"at {share:.0%}: {held} of {len(of)} held; median error {error:.1%}, median high / low {width:.2f}")
+        error, right = np.expm1(np.median(errors)), sum(one.held for one in of)
+        print(f"at {share:.0%}: {right} of {len(of)} held; median error {error:.1%}, median high / low {width:.2f}")
         losses = [one.loss for one in of if one.loss is not None]
-        held = sum(low <= true <= high for low, _, high, true in losses)
-        print(f"  power law of the loss: {held} of {len(losses)} held")
+        right = sum(low <= true <= high for low, _, high, true in losses)
+        print(f"  power law of the loss: {right} of {len(losses)} held")
 
 
 def backtest(folder: Path) -> list[Tried]:

@@ -140,7 +140,7 @@ def trace(kind: str) -> Traced:
     try:
         _steps(kind, traced)
     finally:
-        inductor.compile_fx, GraphLowering.compile_to_module = compile_all, to_module
+        inductor.compile_fx, GraphLowering.compile_to_module = compile_all, to_module  # type: ignore[method-assign]
     traced.breaks = dict(counters["graph_break"])
     return traced
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.data.loader import open_data
-from argosy.data.manifest import TOKENIZER, Manifest
+from argosy.data.manifest import TOKENIZER, Manifest, Shard, SplitName
 from argosy.data.shards import ShardWriter
 from argosy.data.tokenizer import Tokenizer, train
 
@@ -101,11 +101,12 @@ def make(folder: Path, tokens: int) -> None:
     folder.mkdir(parents=True)
     train([f"def f{i}(x): return x + {i}" for i in range(100)], 300, folder / TOKENIZER)
     tokenizer, numbers = Tokenizer.load(folder / TOKENIZER), np.random.default_rng(0)
-    shards = {"train": [], "validation": []}
-    for split, number, size in [
+    shards: dict[SplitName, list[Shard]] = {"train": [], "validation": []}
+    sizes: list[tuple[SplitName, int, int]] = [
         *(("train", number, SHARD_TOKENS) for number in range(tokens // SHARD_TOKENS)),
         ("validation", 0, 100_000),
-    ]:
+    ]
+    for split, number, size in sizes:
         writer = ShardWriter(folder / f"{split}-{number:05d}", np.dtype("<u2"))
         for _ in range(size // 100_000):
             writer.write(numbers.integers(0, 300, 100_000), np.array([100_000]))

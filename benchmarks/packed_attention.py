@@ -58,7 +58,7 @@ def begin(multiple: int) -> None:
     if multiple:
         attention_kernels.PADDED_TO = multiple
     else:
-        attention.packed_attention = masked_attention
+        attention.packed_attention = masked_attention  # type: ignore[assignment]
 
 
 def one_step(step: int, seq_len: int) -> float:

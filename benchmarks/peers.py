@@ -154,7 +154,7 @@ def argosy(setting: Setting, turns: Turns, compiled: bool) -> None:
     )
     if setting.device == "cpu":
         keep_freed_memory()
-    world = World(device=torch.device(setting.device, 0 if setting.device == "cuda" else None))
+    world = World(device=torch.device("cuda:0" if setting.device == "cuda" else setting.device))
     plan = Plan.model_validate({"microbatch": setting.batch, "precision": setting.precision, "compile": compiled})
     model = apply(plan, run, world)
     _check(setting, (piece.value for piece in model.pieces))
@@ -209,12 +209,17 @@ def huggingface(setting: Setting, turns: Turns, compiled: bool) -> None:
         TrainingArguments,
     )
 
-    class AfterEachStep(TrainerCallback):  # type: ignore[misc]
+    class AfterEachStep(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             turns.step_done()
 
-    mixture = {"num_local_experts": setting.experts, "num_experts_per_tok": TOP_K, "sliding_window": None}
-    config = (MixtralConfig if setting.experts else LlamaConfig)(
+    mixture: dict[str, Any] = {
+        "num_local_experts": setting.experts,
+        "num_experts_per_tok": TOP_K,
+        "sliding_window": None,
+    }
+    config_class: Any = MixtralConfig if setting.experts else LlamaConfig
+    config = config_class(
         vocab_size=setting.vocab_size,
         hidden_size=setting.width,
         intermediate_size=setting.ffn_width,
@@ -371,7 +376,7 @@ def _plain_loop(
     turns: Turns,
     compiled: bool,
     model: nn.Module,
-    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    loss_of: Callable[[Any, Tensor, Tensor], Tensor],
 ) -> None:
     _check(setting, model.parameters())
     model.to(setting.device)

@@ -259,12 +259,13 @@ def _status(field: str) -> int:
 
 def smaller(scenario: Scenario, factor: int) -> Scenario:
     """Return the scenario with that many times fewer replicas or shards."""
-    plans = []
+    plans: list[str] = []
     for text in (scenario.before, scenario.after):
         plan = Plan.parse(text)
         axis = "dp_shard" if plan.dp_replicate == 1 else "dp_replicate"
         plans.append(str(plan.model_copy(update={axis: getattr(plan, axis) // factor})))
-    return Scenario(*plans, scenario.lost, scenario.in_memory)
+    before, after = plans
+    return Scenario(before, after, scenario.lost, scenario.in_memory)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from argosy.processes.connection import Connection
 from argosy.processes.secret import call, listen
@@ -30,7 +30,8 @@ from argosy.sync.messages import PIECE_BYTES
 SECRET = b"a secret that only a benchmark knows, and no run"
 QUESTIONS = 300
 AHEAD_BYTES = 1 << 23
-Send, Receive = Callable[[bytes], None], Callable[[], bytes]
+Send: TypeAlias = Callable[[bytes], None]
+Receive: TypeAlias = Callable[[], bytes]
 
 
 class Ours:

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import tyro
@@ -76,7 +77,8 @@ def steps_of_both(options: Options) -> dict[str, object]:
             contender.turn(2)
         for round_ in range(options.rounds):
             order = (ours, theirs) if round_ % 2 else (theirs, ours)
-            wall, cpu = {}, {}
+            wall: dict[str, float] = {}
+            cpu: dict[str, float] = {}
             for name in order:
                 before = both[name].cpu_s()
                 wall[name] = sum(both[name].turn(options.steps)["seconds"])
@@ -86,19 +88,17 @@ def steps_of_both(options: Options) -> dict[str, object]:
         for contender in both.values():
             contender.leave()
     quarter = options.rounds // 4
-    found = {}
-    for kind, each in ratios.items():
-        ordered = sorted(each)
-        found |= {
-            kind: round(median(each), 4),
-            f"{kind}, quartiles": (round(ordered[quarter], 4), round(ordered[-1 - quarter], 4)),
-        }
+    found: dict[str, object] = {}
+    for kind, of_rounds in ratios.items():
+        ordered = sorted(of_rounds)
+        found[kind] = round(median(of_rounds), 4)
+        found[f"{kind}, quartiles"] = (round(ordered[quarter], 4), round(ordered[-1 - quarter], 4))
     return found
 
 
 def compilations(attention: dict[str, object]) -> dict[int, int]:
     """Return the graphs that compiling the blocks makes, by the number of layers."""
-    found = {}
+    found: dict[int, int] = {}
     for layers in (2, 4, 8):
         torch.compiler.reset()
         made = 0
@@ -120,14 +120,14 @@ def compilations(attention: dict[str, object]) -> dict[int, int]:
 def block_cpu_s(seq_len: int, window: int, repeats: int) -> float:
     """Return the CPU seconds of attention's forward and backward in one layer."""
     model = _decoder(1, 256, {"layers": ["sliding"], "window": window} if window else {})
-    block = model.blocks["0"].attention
+    attention: Any = model.blocks["0"].attention
     x = torch.randn(1, seq_len, 256, requires_grad=True)
     rotary = next(iter(model.places_to(seq_len, x.device).values()))
     places = tuple(part[None, :seq_len] for part in rotary)
     took = []
     for _ in range(repeats + 1):
         began = time.process_time()
-        block(x, places, None).sum().backward()
+        attention(x, places, None).sum().backward()
         took.append(time.process_time() - began)
     return min(took[1:])
 

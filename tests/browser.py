@@ -62,7 +62,7 @@ def look(browser: Any, base: str, **context: Any) -> Iterator[Watched]:
     own.set_default_timeout(LONGEST_MS)
     watched = Watched(own.new_page(), base)
     watched.page.on("pageerror", lambda error: watched.complaints.append(str(error)))
-    watched.page.on("console", lambda said: said.type == "error" and watched.complaints.append(said.text))
+    watched.page.on("console", lambda said: watched.complaints.extend([said.text] if said.type == "error" else []))
     try:
         yield watched
     finally:

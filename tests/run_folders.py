@@ -267,7 +267,7 @@ class Made:
 
     def _node_line(self, node: int, ranks: list[int], first: int, last: int) -> dict[str, Any]:
         numbers = random.Random(first)
-        own = [[step, [self._own_s(rank, step, numbers) for rank in ranks]] for step in range(first, last + 1)]
+        own = [(step, [self._own_s(rank, step, numbers) for rank in ranks]) for step in range(first, last + 1)]
         means = [round(sum(row[1][n] for row in own) / len(own), 6) for n in range(len(ranks))]
         step_s = self.metric_line(last)["step_time_s"]
         waits = [round(step_s - mean, 6) for mean in means]

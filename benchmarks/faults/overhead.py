@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from argosy.observe.events import read_lines
 from argosy.observe.heartbeat import Heartbeat
@@ -44,7 +45,7 @@ def main() -> None:
     print(f"copies in memory   {copy_s / median(plain) / EVERY:+.2%} ({1e3 * copy_s:.1f} ms in {EVERY} steps)")
 
 
-def trained(folder: Path, run: str, overrides: list[str]) -> list[dict]:
+def trained(folder: Path, run: str, overrides: list[str]) -> list[dict[str, Any]]:
     """The lines of the steps that count, of a run made here."""
     settings = ["--resilience.fingerprint_every_steps", "2", "--resilience.memory_checkpoint_every_steps", str(EVERY)]
     settings += ["--checkpoint.every_steps", "0", "--checkpoint.every_minutes", "0", "--evaluate.every_steps", "0"]
@@ -53,7 +54,7 @@ def trained(folder: Path, run: str, overrides: list[str]) -> list[dict]:
     return [r for r in read_lines(folder / "run" / "metrics.jsonl") if "step_time_s" in r and r["step"] >= SKIPPED]
 
 
-def paired(steps: list[dict]) -> list[float]:
+def paired(steps: list[dict[str, Any]]) -> list[float]:
     """Each step with fingerprints over the mean of the two around it."""
     seconds = {record["step"]: record["step_time_s"] for record in steps}
     return [

@@ -10,6 +10,7 @@ import shutil
 import sys
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,12 +48,16 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, step: int, group: object) -> object:
+def save(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path, step: int, group: dist.ProcessGroup | None
+) -> Future[Any]:
     """Begin to save; what it is saved as counts once `commit` has renamed it."""
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "step": torch.tensor(step)}
     (folder / "saves").mkdir(exist_ok=True)
-    return dcp.async_save(state, checkpoint_id=folder / "saves" / f"{step:08d}.partial", process_group=group)
+    saved = dcp.async_save(state, checkpoint_id=folder / "saves" / f"{step:08d}.partial", process_group=group)
+    assert isinstance(saved, Future)
+    return saved
 
 
 def commit(folder: Path) -> None:
@@ -81,7 +86,7 @@ def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Pa
     if not saves:
         return 0
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "step": torch.tensor(0)}
+    state: dict[str, Any] = {"model": weights, "optimizer": moments, "step": torch.tensor(0)}
     dcp.load(state, checkpoint_id=saves[-1])
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return int(state["step"])

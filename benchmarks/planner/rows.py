@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from systems import system_of
@@ -21,7 +22,7 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.memory_model import MemoryModel
 from argosy.plan.cost.rates import Rates, System
 from argosy.plan.cost.step_time import StepModel
-from argosy.plan.hardware.devices import Device, find_device
+from argosy.plan.hardware.devices import Device, Format, find_device
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import Schedule
 from argosy.plan.plan import Plan
@@ -56,7 +57,7 @@ class Row:
     work: Workload
     device: str
     gpus: int
-    narrow: str
+    narrow: Format
     """The narrow number format in use."""
     nic_bytes_per_s: float | None
     """Network bandwidth of a device, if the source gives it."""
@@ -144,8 +145,8 @@ def _row(cell: dict[str, str], recipes: bool = True) -> Row:
         cell = {**cell, "precision": "fp8" if "Megatron-Bridge" in cell["source"] else "bf16"}
     if number["global_batch"] is None:  # a speed does not depend on it much
         counted = re.search(r"micro_num (\d+)", cell["notes"])
-        microbatches = int(counted[1]) if counted else 8 * number["pp"] if (number["pp"] or 1) > 1 else 1
-        number["global_batch"] = (number["dp"] or number["n_gpus"]) * (number["micro_batch"] or 1) * microbatches
+        microbatches = int(counted[1]) if counted else 8 * pp if (pp := number["pp"] or 1) > 1 else 1
+        number["global_batch"] = (number["dp"] or number["n_gpus"] or 1) * (number["micro_batch"] or 1) * microbatches
     work = _workload(cell, number)
     system = system_of(cell, recipes)
     plan, open_keys = _plan(cell, number, system)
@@ -157,7 +158,7 @@ def _row(cell: dict[str, str], recipes: bool = True) -> Row:
         group="|".join(cell[key] for key in COMPARABLE),
         work=work,
         device=cell["gpu"],
-        gpus=int(number["n_gpus"]),
+        gpus=int(number["n_gpus"] or 0),
         narrow="fp4" if "fp4" in cell["precision"] else "fp8",
         nic_bytes_per_s=_nic(cell["notes"] + cell["source"]),
         system=system,
@@ -293,7 +294,7 @@ def completed(row: Row, recipes: bool = True) -> Row:
     if not row.open:
         return row
     said, rates = row.plan, rates_of(row)
-    choices = {
+    choices: dict[str, list[Any]] = {
         "tp": [1, 2, 4, 8] if "tp" in row.open else [said.tp],
         "pp": [1, 2, 4, 8, 16] if "pp" in row.open else [said.pp],
         "micro_batch": [1, 2, 4, 8, 16] if "micro_batch" in row.open else [said.microbatch],
@@ -317,7 +318,7 @@ def completed(row: Row, recipes: bool = True) -> Row:
     time = StepModel(layouts, row.work, rates, row.system, Constants()).predict().total
     memory = MemoryModel(layouts, row.work, row.system, Constants()).predict().total
     too_much = np.maximum(0, memory / (0.94 * rates.memory_bytes) - 1)
-    return replace(row, plan=plans[int(np.lexsort((time, too_much))[0])])
+    return replace(row, plan=plans[int(np.lexsort((np.asarray(time), too_much))[0])])
 
 
 def _schedule(cell: dict[str, str], interleave: int) -> Schedule:
@@ -348,7 +349,7 @@ def _measured(
     if metric == "step_time_s":
         return value
     gpus = float(number["n_gpus"] or 1)
-    tokens = float(work.global_batch) * work.seq_len / gpus
+    tokens = float(work.global_batch * work.seq_len) / gpus
     if metric == "tokens_per_s_per_gpu":
         return tokens / value
     flops = _flops_per_token(work, cell)

@@ -110,7 +110,7 @@ SOURCES = {
     r"vllm/performance-benchmark/builds/9515": Source((0, 6), fixed=True),
 }
 """Beginning of a source, or a part of it -> what it says."""
-MAXIMUM_LOAD = {
+MAXIMUM_LOAD: dict[tuple[float, float | None], float] = {
     (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,
     (1024, 1024): 3000, (1024, 8192): 1500, (1024, 32768): 1000, (2048, 128): 3000, (2048, 2048): 1500,
     (5000, 500): 1500, (8192, 1024): 1500, (20000, 2000): 1000, (32768, 1024): 1000,
@@ -357,8 +357,14 @@ def _of_sizes(sizes: dict[str, float]) -> tuple[Workload, float, float | None]:
         seq_len=0,
         global_batch=0,
         attention_span=0,
-        **{key: given(key) for key in ("moe_layers", "experts", "experts_per_token", "expert_ffn_width")},
-        **{key: given(key) for key in ("shared_ffn_width", "q_rank", "kv_rank", "rope_width")},
+        moe_layers=given("moe_layers"),
+        experts=given("experts"),
+        experts_per_token=given("experts_per_token"),
+        expert_ffn_width=given("expert_ffn_width"),
+        shared_ffn_width=given("shared_ffn_width"),
+        q_rank=given("q_rank"),
+        kv_rank=given("kv_rank"),
+        rope_width=given("rope_width"),
     )
     return work, given("cached_layers") or given("layers"), given("weight_bits") or None
 

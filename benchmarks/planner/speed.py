@@ -14,7 +14,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,7 @@ def main() -> None:
     found = {
         "plans": len(plans),
         "plans_per_s": rate(len(plans), lambda: evaluate(costs, plans)),
-        "plans_per_s_one_at_a_time": rate(len(some), lambda: [evaluate_one(costs, plan) for plan in some]),
+        "plans_per_s_one_at_a_time": rate(len(some), lambda: evaluate_each(costs, some)),
         "search_plans_per_s": search_rate(costs),
         "answers_s": {name: answer_s(words) for name, words in ANSWERS.items()},
     }
@@ -66,10 +67,11 @@ def evaluate(costs: CostModel, plans: Layouts) -> None:
     assert np.asarray(costs.predict_time(plans).total).shape == legal.shape
 
 
-def evaluate_one(costs: CostModel, plan: Plan) -> None:
-    """Compute the same for one plan."""
-    assert first_problem(plan, costs.run) is None
-    evaluate(costs, Layouts.of([plan]))
+def evaluate_each(costs: CostModel, plans: Sequence[Plan]) -> None:
+    """Compute the same for one plan at a time."""
+    for plan in plans:
+        assert first_problem(plan, costs.run) is None
+        evaluate(costs, Layouts.of([plan]))
 
 
 def rate(plans: int, work: Callable[[], object]) -> float:
@@ -105,7 +107,7 @@ def answer_s(words: str) -> dict[str, float]:
     return {"wall": min(wall), "processor": min(processor)}
 
 
-def in_words(found: dict) -> str:
+def in_words(found: dict[str, Any]) -> str:
     lines = [
         f"{found['plans_per_s']:>12,.0f} plans a second and core: rules, memory, time (bar: {BAR_PER_S:,})",
         f"{found['plans_per_s_one_at_a_time']:>12,.0f} the same one at a time",

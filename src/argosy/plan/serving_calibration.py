@@ -73,7 +73,7 @@ def learn_serving(
     }
 
 
-def shifted(constants: ServingConstants, factors: Mapping[str, float | Factor]) -> ServingConstants:
+def shifted(constants: ServingConstants, factors: Mapping[str, float | Floats | Factor]) -> ServingConstants:
     """Return the constants, some of them multiplied by factors."""
     values = {name: each.value if isinstance(each, Factor) else each for name, each in factors.items()}
     return replace(constants, **{name: getattr(constants, name) * value for name, value in values.items()})
