@@ -212,7 +212,7 @@ def packed_attention(
     `banded_attention`.
     """
     has_kernel = q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16)
-    by_products = products_are_faster(q_BTHE)
+    by_products = torch.compiler.is_compiling() and products_are_faster(q_BTHE)
     # One operator, which the compiler takes whole.
     by_document = by_products or (documents is not None and q_BTHE.device.type == "cpu")
     if softcap or sinks_H is not None or (window and not has_kernel) or by_document:

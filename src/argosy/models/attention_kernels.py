@@ -60,9 +60,9 @@ class Kernel(NamedTuple):
 
 
 def products_are_faster(q_BTHE: Tensor) -> bool:
-    """Return True if this code is being compiled, and `CPU_PRODUCTS` is faster than `CPU_FLASH` for such rows."""
+    """Return True if `CPU_PRODUCTS` is faster than `CPU_FLASH` for such rows, in compiled code."""
     is_fast = attention_products.IS_FASTER and q_BTHE.shape[1] >= attention_products.LEAST
-    return is_fast and q_BTHE.device.type == "cpu" and q_BTHE.dtype == torch.bfloat16 and torch.compiler.is_compiling()
+    return is_fast and q_BTHE.device.type == "cpu" and q_BTHE.dtype == torch.bfloat16
 
 
 def kernel_for(q_BTHE: Tensor, softcap: float = 0.0, has_bands: bool = False, by_products: bool = False) -> Kernel:

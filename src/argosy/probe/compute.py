@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +30,8 @@ from argosy.data.prepare import prepare
 from argosy.errors import UserError
 from argosy.files import sync
 from argosy.matmul import dense
-from argosy.models.attention import Documents, causal_attention
+from argosy.models.attention import Documents, packed_attention
+from argosy.models.attention_kernels import products_are_faster
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
 from argosy.models.rope import place_table
@@ -171,7 +173,10 @@ def _matmul_s(world: World, case: Matmul, slice_s: float) -> float:
 
 
 def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: float) -> list[AttentionRate]:
-    """Measure causal attention with the model's heads (latent attention: at the mean width of keys and values)."""
+    """Measure causal attention with the model's heads (latent attention: at the mean width of keys and values).
+
+    Compiled where that makes it faster: steps are compiled unless their plan says otherwise.
+    """
     mla = model.mla
     width = (mla.key_width + mla.value_width) // 2 if mla.kv_rank else model.head_width
     rates = []
@@ -179,15 +184,14 @@ def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: f
         shapes = [(1, seq_len, heads, width) for heads in (model.heads, model.kv_heads, model.kv_heads)]
         q, k, v = (torch.randn(s, device=world.device).to(DTYPES[fmt]).requires_grad_() for s in shapes)
         gradient = torch.ones_like(q)
+        attend = torch.compile(packed_attention) if products_are_faster(q) else packed_attention
+        y = attend(q, k, v, None)
         world.barrier()
         with torch.no_grad():
-            forward_s = seconds(lambda q=q, k=k, v=v: causal_attention(q, k, v), world.device, slice_s)  # type: ignore[misc]
-        y = causal_attention(q, k, v)
+            forward_s = seconds(partial(attend, q.detach(), k.detach(), v.detach(), None), world.device, slice_s)
         world.barrier()
         backward_s = seconds(
-            lambda y=y, x=(q, k, v), g=gradient: torch.autograd.grad(y, x, g, retain_graph=True),  # type: ignore[misc]
-            world.device,
-            slice_s,
+            partial(torch.autograd.grad, y, (q, k, v), gradient, retain_graph=True), world.device, slice_s
         )
         flops = 2.0 * model.heads * seq_len**2 * width
         rates.append(
