@@ -119,6 +119,41 @@ def test_tokens_of_all_devices_are_gathered_where_each_has_attention_of_its_own(
     assert float(sixteen["exchange"]) == pytest.approx(15 * of_device, rel=1e-3)
 
 
+def test_a_sum_across_nodes_leaves_each_by_all_of_its_cards() -> None:
+    across, tokens = model_of("llama3-70b", "16xa100", tp=16), 1e5
+    rates, message = across.rates, 2 * tokens * across.work.width
+    sent = 2 * 80 * 2 * 15 / 16 * message
+    assert 8 * rates.nic_bytes_per_s < rates.link_bytes_per_s
+    seconds = across.pass_parts(tokens, 1.0, 0.0, 0.0)["exchange"]
+    assert float(seconds) == pytest.approx(sent / (8 * rates.nic_bytes_per_s), rel=1e-6)
+
+
+def test_latent_attention_decodes_as_fast_as_heads_multiply_with_the_latent() -> None:
+    many = model_of("deepseek-v3", "8xh200", weights="fp8", cache="fp8", experts=8)
+    context = 256 * 4096
+    flops = 2 * context * 61 * 128 * (512 + 64 + 512)
+    read = context * 61 * (512 + 64) / many.rates.memory_bytes_per_s
+    seconds = float(many.pass_parts(256.0, 256.0, 0.0, float(context))["attention"])
+    compute = flops / float(many.rates.half * many.rates.achieved_half)
+    assert compute > 1.5 * read
+    assert compute < seconds < compute + read
+
+
+def test_each_stage_of_a_pipeline_prepares_its_pass() -> None:
+    host = replace(IDEAL, pass_s=1e-3, sequence_s=1e-5)
+    one, four = (model_of("llama3-8b", "4xh100", pp=pp, constants=host) for pp in (1, 4))
+    assert four.decode_s(4.0, 1000.0) - one.decode_s(1.0, 1000.0) == pytest.approx(3 * (1e-3 + 1e-5), rel=0.05)
+
+
+def test_the_busiest_device_makes_the_others_wait() -> None:
+    alone, dealt = (model_of("mixtral-8x7b", "4xh100", experts=n) for n in (1, 4))
+    tokens = 1e6
+    seconds = [float(each.pass_parts(tokens, 1.0, 0.0, 0.0)["weights"]) for each in (alone, dealt)]
+    of_experts = 32 * 2 * 2 * tokens * 3 * 4096 * 14336 / float(alone.formats.flops_per_s)
+    uneven = (2 * np.log(4) * 4 / 8) ** 0.5
+    assert seconds[1] - seconds[0] == pytest.approx(uneven * of_experts, rel=0.01)
+
+
 def test_requests_that_share_a_replica_pause_for_the_prompts_of_others() -> None:
     model = model_of("llama3-8b", "1xh100")
     fixed, steady = (model.latencies(ServingLoad(32, 1024, 256, together)) for together in (1.0, 0.0))

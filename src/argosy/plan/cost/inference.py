@@ -48,6 +48,8 @@ ADMITTED = 0.1
 """Share of an answer's cache that has to be free when its prompt is let in; assumed."""
 SOFTNESS = 3.0
 """Exponent p of the soft maximum (x^p + y^p)^(1/p); assumed."""
+UNEVEN = 1.0
+"""Standard deviation of the tokens of an expert over their mean; assumed, as if popularity were exponential."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,10 @@ class ServingModel:
         routed = tokens * np.maximum(1.0, self.ep / tp)
         hit = 1 - (1 - chosen) ** routed
         of_experts = work.moe_layers * work.expert_parameters
-        computed = 2 * routed * of_experts * chosen / self.ep / (rate * constants.experts)
+        # All wait for the busiest device that whole experts are dealt to: the largest of so many normal numbers.
+        dealt = np.where(np.asarray(self.ep) > np.asarray(tp), self.ep, 1.0)
+        busiest = 1 + UNEVEN * np.sqrt(2 * np.log(dealt) * dealt / np.maximum(1.0, work.experts))
+        computed = busiest * 2 * routed * of_experts * chosen / self.ep / (rate * constants.experts)
         return np.asarray(seconds + _soft_max(computed, of_experts * hit * formats.weight_bytes / self.ep / reads))
 
     def _attention_s(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> Floats:
@@ -238,9 +243,14 @@ class ServingModel:
         work, rates, constants, tp = self.work, self.rates, self.constants, self.cut.tp
         widths = work.heads * (work.key_width + work.value_width) * (self.cached_layers - work.delta_layers)
         flops = 2 * tokens * span * widths + tokens * work.delta_layers * work.delta_flops_per_token
-        scores = flops / tp / (rates.half * rates.achieved_half * constants.attention)
+        rate = tp * rates.half * rates.achieved_half * constants.attention
+        scores = flops / rate
         read = cached * self.token_cache_bytes + 2 * sequences * self.state_bytes
         cache = read * self.cut.pp / (rates.memory_bytes_per_s * constants.cache)
+        # Each head of latent attention multiplies with the whole latent, so that decoding may be bound by it.
+        latent = np.where(np.asarray(work.kv_rank) > 0, 2 * work.kv_rank + work.rope_width, 0.0)
+        decoded = 2 * cached * tokens / sequences * work.heads * latent * self.cached_layers
+        cache = _soft_max(cache, np.where(np.asarray(span) > 0, 0.0, decoded / rate))
         moved = tokens * work.width * work.layers * ACTIVATION_BYTES * constants.pointwise / tp
         return np.asarray(scores + cache + moved / rates.memory_bytes_per_s)
 
@@ -249,7 +259,9 @@ class ServingModel:
         work, rates, constants, tp, pp = self.work, self.rates, self.constants, self.cut.tp, self.cut.pp
         message = tokens * work.width * ACTIVATION_BYTES
         across = np.asarray(tp * 1.0 > rates.node)
-        ring = np.where(across, np.minimum(rates.nic_bytes_per_s, rates.link_bytes_per_s), rates.link_bytes_per_s)
+        # A ring across nodes leaves each by all of its network cards: one channel for each (NCCL).
+        cards = rates.nic_bytes_per_s * np.minimum(rates.node, tp)
+        ring = np.where(across, np.minimum(cards, rates.link_bytes_per_s), rates.link_bytes_per_s)
         starts = constants.sum_s + constants.sum_hops * rates.link_latency_s + np.where(across, constants.nic_s, 0.0)
         starts = starts * constants.overhead / constants.compute  # kernels for small messages are the engine's
         of_sum = np.where(np.asarray(tp) > 1, starts + 2 * (tp - 1) / tp * message / (ring * constants.link), 0.0)
@@ -262,7 +274,8 @@ class ServingModel:
     def _overhead_s(self, sequences: Numbers) -> Floats:
         work, constants = self.work, self.constants
         gaps = work.layers * constants.layer_s + work.moe_layers * constants.moe_layer_s
-        return np.asarray(gaps + constants.pass_s + constants.sequence_s * sequences)
+        # Each stage of a pipeline prepares the pass on its host before it computes it.
+        return np.asarray(gaps + self.cut.pp * (constants.pass_s + constants.sequence_s * sequences))
 
     def prefill_s(self, sequences: Numbers, prompt: Numbers) -> Floats:
         """Return the seconds of the prompts of `sequences`, in passes of `ServingOptions.chunk` tokens at most.
