@@ -6,7 +6,7 @@ It writes src/argosy/plan/cost/serving.toml. A fifth of the published groups of 
 fitted to (`serving_rows.held_out`). The spread of errors is that of publishers of whom nothing was learnt
 ("strangers"), of other devices and models of publishers that were learnt from ("known"), and of predictions of either
 that five rows of the same engine and device corrected ("calibrated", "calibrated_known"), each such that 1.645 of it
-hold nine of ten errors.
+hold nine of ten errors; for the first two beside what comes from groups without any row and from `burst`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from score_serving import (
     KNOWN_WIDTH,
     METRICS,
     PUBLISHED,
-    burst_std,
+    assumed_std,
     calibrated_errors,
     errors_without,
     maker,
     width,
+    without,
     without_publishers,
 )
 from serving_fit import ServingFit, fit
 from serving_rows import ServingRow, ServingTable, held_out, read
 
 from argosy.files import atomic_write
-from argosy.plan.cost.estimate import INTERVAL_Z
 from argosy.plan.cost.serving_constants import SERVING
 
 Floats = NDArray[np.float64]
@@ -50,7 +50,8 @@ def main() -> None:
     spread = {}
     for kind, key in kinds.items():
         errors = errors_without(table, key, table, offsets=kind == "known")
-        spread[kind] = _widths(table, errors, found)
+        more = assumed_std(table, found.of(table.rows), without(key, table))
+        spread[kind] = _widths(table, errors, more)
     everywhere = np.ones(len(table), bool)
     starts = {
         "calibrated": (without_publishers(table, found.of(table.rows), everywhere), 1.0),
@@ -60,7 +61,7 @@ def main() -> None:
         drawn = []
         for seed in DRAWS:
             errors, chosen = calibrated_errors(table, constants, FEW, np.full(len(table), share), seed)
-            drawn.append(_widths(table.take(chosen), errors[chosen], None))
+            drawn.append(_widths_of_makers(table.take(chosen), errors[chosen]))
         names = set.intersection(*(set(widths) for widths in drawn))
         spread[kind] = {name: float(np.mean([widths[name] for widths in drawn])) for name in drawn[0] if name in names}
     with atomic_write(SERVING) as file:
@@ -75,20 +76,21 @@ def _fold(row: ServingRow) -> str:
     return str(zlib.crc32(f"fold|{row.publisher}|{row.device.name}|{row.model}".encode()) % FOLDS)
 
 
-def _widths(table: ServingTable, errors: Floats, found: ServingFit | None) -> dict[str, float]:
-    known = burst_std(table, found.of(table.rows)) if found else np.zeros(len(table))
-    makers = np.array([maker(row) for row in table.rows])
-    widths = {}
-    for metric in METRICS:
-        for name in ("nvidia", "others"):
-            chosen = (table.metric == metric) & (makers == name)
-            if chosen.sum() >= FEW:
-                # What the burst adds is known of each row: the rest is the spread.
-                whole = width(errors[chosen], table.take(chosen).rows) / INTERVAL_Z
-                widths[f"{metric}_{name}"] = max(
-                    0.02, (max(0.0, whole**2 - float(np.median(known[chosen] ** 2)))) ** 0.5
-                )
-    return widths
+def _widths(table: ServingTable, errors: Floats, more: Floats) -> dict[str, float]:
+    parts = {metric: table.metric == metric for metric in METRICS}
+    return {
+        name: width(errors[here], more[here], table.take(here).rows) for name, here in parts.items() if sum(here) >= FEW
+    }
+
+
+def _widths_of_makers(table: ServingTable, errors: Floats) -> dict[str, float]:
+    makers, none = np.array([maker(row) for row in table.rows]), np.zeros(len(table))
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(makers):
+        here = makers == name
+        widths = _widths(table.take(here), errors[here], none[here])
+        found |= {f"{metric}_{name}": std for metric, std in widths.items()}
+    return found
 
 
 def _toml(found: ServingFit, spread: Mapping[str, Mapping[str, float]], used: int, all_rows: int, left: int) -> str:

@@ -1,16 +1,18 @@
 """How true predictions of serving are, on measurements that others have published.
 
-    python benchmarks/planner/score_serving.py [FILE.csv] [--calibration-rows N] [--json]
+    python benchmarks/planner/score_serving.py [FILE.csv] [--calibration-rows N [--chosen]] [--json]
 
 Nothing is predicted by constants that were fitted to it. A row of the file that is among the published ones is
 predicted by a fit without any row of its publisher ("all"); another one by the constants that Argosy has. For published
 rows it also says how far predictions are off without the row's engine, and without its generation of devices, and of
 the fifth that nothing is ever fitted to ("held_out"). With --calibration-rows, N rows of each publisher, engine and
-device, drawn with a fixed seed, correct the predictions of the others, which are scored.
+device, drawn with a fixed seed, correct the predictions of the others, which are scored; with --chosen they are those
+that would narrow predictions of all most, whatever their measurements are.
 
 Errors are of seconds, or of tokens/s ("throughput"): n rows, the median absolute error in percent, the bias (median of
 predicted over measured, less 1, in percent), and the share of measurements in the 90 % interval. "regret" is how much
 slower than the best the tp is that the planner would have chosen, among rows that differ in it alone.
+"width_of_others" has intervals as wide as errors on other publishers make them: nothing of the row's own is known.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import argparse
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +35,29 @@ from strangers import GENERATIONS, weighted_quantile
 
 from argosy.errors import UserError
 from argosy.plan.cost.estimate import INTERVAL_Z
-from argosy.plan.cost.serving_constants import ServingConstants, fitted_serving
-from argosy.plan.serving_calibration import learn_serving, shifted
+from argosy.plan.cost.serving_constants import (
+    SLOPE,
+    ServingConstants,
+    fitted_serving,
+    spread_of,
+    unknown_std,
+    unknown_variances,
+)
+from argosy.plan.serving_calibration import ROW_STD, SHIFTED, learn_serving, shifted
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Key = Callable[[ServingRow], str]
+Seen = Callable[[ServingRow], Collection[str]]
+"""A row -> the groups that were learnt from."""
 
 PUBLISHED = Path(__file__).parent / "inference.csv"
 METRICS = (*TIMES, "throughput")
-BURST_STD = 0.9
-"""Standard deviation of the logarithm of `ServingConstants.burst`: published benchmarks that keep a number of requests
-on the way let them come evenly (a quarter of its value explains them) or at once (four times)."""
 KNOWN_WIDTH = 0.4
 """Share of what engines differ by that an engine of a known publisher may be off."""
 SEED = 0
+NARROWEST = 0.02
+"""Least standard deviation of a prediction's logarithm."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,13 +65,14 @@ def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("file", type=Path, nargs="?", default=PUBLISHED)
     options.add_argument("--calibration-rows", type=int, default=0, metavar="N")
+    options.add_argument("--chosen", action="store_true", help="choose those rows by what they would tell")
     options.add_argument("--json", action="store_true")
     chosen = options.parse_args(argv)
     try:
         if chosen.calibration_rows < 0:
             raise UserError(f"--calibration-rows {chosen.calibration_rows}: must be 0 or more. Try 5.")
         rows, skipped = read(chosen.file)
-        result = score(rows, chosen.calibration_rows)
+        result = score(rows, chosen.calibration_rows, chosen.chosen)
     except UserError as error:
         print(f"score: {error}", file=sys.stderr)
         return 2
@@ -69,21 +81,22 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def score(rows: Sequence[ServingRow], few: int) -> dict[str, Any]:
-    """Return the figures; few: rows of each publisher, engine and device that calibrate."""
+def score(rows: Sequence[ServingRow], few: int, by_design: bool = False) -> dict[str, Any]:
+    """Return the figures; few: rows of each publisher, engine and device that calibrate; by_design: not drawn."""
     table = ServingTable(rows)
     published = {row.cells for row in read(PUBLISHED)[0]}
     known = np.array([row.cells in published for row in table.rows], bool)
     constants, std = shipped(table)
     if known.any():
         constants = without_publishers(table, constants, known)
-        std = np.where(known, _std(table, "strangers", burst_std(table, constants)), std)
+        more = assumed_std(table, constants, without(_publisher, _learnt()))
+        std = np.where(known, np.hypot(_std(table, "strangers"), more), std)
     if few:
         strange = known | ~learnt_from(table)
-        errors, chosen = calibrated_errors(table, constants, few, np.where(strange, 1.0, KNOWN_WIDTH))
-        none = np.zeros(len(table))
-        std = np.where(strange, _std(table, "calibrated", none), _std(table, "calibrated_known", none))
-        return {"all": _figures(table.take(chosen), errors[chosen], std[chosen])}
+        widths = np.where(strange, 1.0, KNOWN_WIDTH)
+        errors, left = calibrated_errors(table, constants, few, widths, None if by_design else SEED)
+        std = np.where(strange, _std(table, "calibrated"), _std(table, "calibrated_known"))
+        return {"all": _figures(table.take(left), errors[left], std[left])}
     errors = np.log(table.predict(constants) / table.measured)
     result: dict[str, Any] = {"all": _figures(table, errors, std), "regret": regret(table, errors)}
     makers = np.array([maker(row) for row in table.rows])
@@ -91,13 +104,21 @@ def score(rows: Sequence[ServingRow], few: int) -> dict[str, Any]:
         result[name] = _figures(table.take(makers == name), errors[makers == name], std[makers == name])
     if known.any():
         here, learnt = table.take(known), _learnt()
+        at_here, spread = _rows_of(constants, np.flatnonzero(known)), _std(table, "strangers")[known]
         for name, key in (("without_engine", _engine), ("without_generation", generation)):
-            result[name] = _figures(here, errors_without(here, key, learnt), std[known])
+            unseen = assumed_std(here, at_here, without(key, learnt))
+            result[name] = _figures(here, errors_without(here, key, learnt), np.hypot(spread, unseen))
         kept = np.array([held_out(row) for row in table.rows]) & known
         if kept.any():
             scored = table.take(kept)
             of_shipped, width_of = shipped(scored)
             result["held_out"] = _figures(scored, np.log(scored.predict(of_shipped) / scored.measured), width_of)
+    if known.all():
+        of_others = np.hypot(_widths_of_others(table, errors, more), more)
+        result["width_of_others"] = _figures(table, errors, of_others)
+        for name in sorted(set(makers)):
+            here = makers == name
+            result[f"width_of_others, {name}"] = _figures(table.take(here), errors[here], of_others[here])
     for name in sorted({row.publisher for row in table.rows}):
         chosen = table.publisher == name
         result[f"publisher {name}"] = _figures(table.take(chosen), errors[chosen], std[chosen])
@@ -115,9 +136,9 @@ def shipped(table: ServingTable) -> tuple[ServingConstants, Floats]:
     constants = ServingConstants(**{name: np.array([getattr(part, name) for part in parts]) for name in names})
     offsets = np.array([found.publishers.get(row.publisher, 0.0) for row in table.rows])
     constants = shifted(constants, {"compute": np.exp(offsets), "overhead": np.exp(offsets)})
-    strangers = _std(table, "strangers", burst_std(table, constants))
-    of_known = _std(table, "known", burst_std(table, constants))
-    return constants, np.where(learnt_from(table), of_known, strangers)
+    more = assumed_std(table, constants, lambda _: found.shifts)
+    spread = np.where(learnt_from(table), _std(table, "known"), _std(table, "strangers"))
+    return constants, np.hypot(spread, more)
 
 
 def learnt_from(table: ServingTable) -> Mask:
@@ -164,21 +185,22 @@ def errors_without(table: ServingTable, key: Key, learnt: ServingTable, offsets:
 
 
 def calibrated_errors(
-    table: ServingTable, constants: ServingConstants, few: int, widths: Floats, seed: int = SEED
+    table: ServingTable, constants: ServingConstants, few: int, widths: Floats, seed: int | None = SEED
 ) -> tuple[Floats, Mask]:
     """Return log(predicted / measured), and the rows that were not among the `few` of their group that calibrate.
 
-    widths: for each row, how much of what engines differ by its engine may be off.
+    widths: for each row, how much of what engines differ by its engine may be off; seed: None if the rows are chosen.
     """
     groups = defaultdict(list)
     for index, row in enumerate(table.rows):
         groups[row.publisher, row.engine.label, row.device.name].append(index)
     errors, scored = np.zeros(len(table)), np.zeros(len(table), bool)
     draw = np.random.default_rng(seed)
+    slopes = _slopes(table, constants) if seed is None else None
     for members in groups.values():
         if len(members) <= few:
             continue
-        order = draw.permutation(members)
+        order = draw.permutation(members) if slopes is None else _telling_first(np.array(members), slopes, few)
         given, others = table.take(order[:few]), table.take(order[few:])
         at_given, at_others = (_rows_of(constants, places) for places in (order[:few], order[few:]))
         factors = learn_serving(given.predict, given.measured, at_given, float(widths[order[0]]))
@@ -187,23 +209,52 @@ def calibrated_errors(
     return errors, scored
 
 
+def _slopes(table: ServingTable, constants: ServingConstants) -> Floats:
+    """Return the change of each prediction's logarithm by a standard deviation of what an engine may differ in."""
+    base = np.log(table.predict(constants))
+    moves = [np.log(table.predict(shifted(constants, {name: np.exp(SLOPE)}))) - base for name in SHIFTED]
+    return np.column_stack(moves) / SLOPE * list(SHIFTED.values())
+
+
+def _telling_first(members: NDArray[np.int64], slopes: Floats, few: int) -> NDArray[np.int64]:
+    """Return the members, first those that narrow the predictions of all most, one by one (A-optimal design)."""
+    own, known = slopes[members], np.eye(slopes.shape[1])
+    first: list[int] = []
+    for _ in range(few):
+        shared = own @ known @ own.T
+        gains = (shared**2).mean(axis=0) / (np.diag(shared) + ROW_STD**2)
+        gains[first] = -1
+        first.append(best := int(np.argmax(gains)))
+        towards = known @ own[best]
+        known = known - np.outer(towards, towards) / (own[best] @ towards + ROW_STD**2)
+    return np.concatenate([members[first], np.delete(members, first)])
+
+
 def _rows_of(constants: ServingConstants, places: NDArray[np.int64]) -> ServingConstants:
     return replace(constants, **{name: np.asarray(column)[places] for name, column in vars(constants).items()})
 
 
-def burst_std(table: ServingTable, constants: ServingConstants) -> Floats:
-    """Return how much of each prediction's uncertainty comes from how other requests came."""
-    more = shifted(constants, {"burst": 1.01})
-    return np.asarray(np.abs(np.log(table.predict(more) / table.predict(constants))) / np.log(1.01) * BURST_STD)
+def assumed_std(table: ServingTable, constants: ServingConstants, seen: Seen) -> Floats:
+    """Return how much of each prediction's uncertainty comes from groups that were not seen, and from `burst`."""
+    of_rows = [unknown_variances(row.groups, seen(row)) for row in table.rows]
+    return unknown_std(
+        table.predict, constants, {name: np.array([each[name] for each in of_rows]) for name in of_rows[0]}
+    )
 
 
-def _std(table: ServingTable, kind: str, burst: Floats) -> Floats:
-    widths, found = fitted_serving().spread[kind], []
-    for row in table.rows:
-        names = (f"{row.metric}_{maker(row)}", f"{row.metric}_nvidia", f"e2e_latency_{maker(row)}")
-        one, *others = [widths[name] for name in names if name in widths]
-        found.append(one if names[0] in widths else max(one, *others))
-    return np.hypot(found, burst)
+def without(key: Key, learnt: ServingTable) -> Seen:
+    """Return for a row the groups of those of `learnt` that have not its key."""
+    keys, groups = [key(row) for row in learnt.rows], [row.groups for row in learnt.rows]
+
+    @cache
+    def seen(name: str) -> frozenset[str]:
+        return frozenset(group for of, each in zip(keys, groups, strict=True) if of != name for group in each)
+
+    return lambda row: seen(key(row))
+
+
+def _std(table: ServingTable, kind: str) -> Floats:
+    return np.array([spread_of(row.metric, row.vendor, kind) for row in table.rows])
 
 
 def maker(row: ServingRow) -> str:
@@ -217,13 +268,29 @@ def generation(row: ServingRow) -> str:
     return next((known for known, starts in GENERATIONS.items() if name.startswith(starts)), name)
 
 
+def _publisher(row: ServingRow) -> str:
+    return row.publisher
+
+
 def _engine(row: ServingRow) -> str:
     return row.engine.name
 
 
-def width(errors: Floats, rows: Sequence[ServingRow]) -> float:
-    """Return half the width of the interval that holds nine of ten errors, in logarithms."""
-    return weighted_quantile(np.abs(errors), row_weights(list(rows)), 0.9)
+def width(errors: Floats, more: Floats, rows: Sequence[ServingRow]) -> float:
+    """Return the standard deviation with which, beside `more` of each row, intervals hold nine of ten errors."""
+    rest = np.sqrt(np.maximum(0.0, errors**2 - (INTERVAL_Z * more) ** 2))
+    return max(NARROWEST, weighted_quantile(rest, row_weights(list(rows)), 0.9) / INTERVAL_Z)
+
+
+def _widths_of_others(table: ServingTable, errors: Floats, more: Floats) -> Floats:
+    """Return `width` for each row, of the errors of other publishers alone."""
+    found = np.zeros(len(table))
+    for metric in METRICS:
+        for name in set(table.publisher):
+            others = (table.metric == metric) & (table.publisher != name)
+            here = (table.metric == metric) & (table.publisher == name)
+            found[here] = width(errors[others], more[others], table.take(others).rows) if others.any() else NARROWEST
+    return found
 
 
 def _figures(table: ServingTable, errors: Floats, std: Floats) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Fit the constants of serving to published rows: the most probable ones, given what was assumed beforehand.
 
 The logarithm of a constant is normal around its guess. The years before 2025, an engine, its old releases, a maker of
-devices, and an engine on a maker's devices each shift some of them (`SHIFTED`) by effects that are normal around 0, so
+devices, and an engine on a maker's devices each shift some of them (`EFFECTS`) by effects that are normal around 0, so
 that few rows move one little; a publisher shifts all of its rows alike, and has a server of its own. Errors of rows
 have heavy tails (Student's t). Gauss-Newton on reweighted residuals finds the maximum (Marquardt 1963).
 """
@@ -15,19 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from serving_rows import ServingRow, ServingTable
 
-from argosy.plan.cost.serving_constants import ServingConstants
+from argosy.plan.cost.serving_constants import EFFECTS, ServingConstants, effect_std
 
 Floats = NDArray[np.float64]
 
 NAMES = tuple(f.name for f in fields(ServingConstants) if f.name not in ("compute", "overhead"))
 """Constants of the population."""
-SHIFTED = {
-    "compute": 0.15, "overhead": 0.4, "matmul": 0.15, "cache": 0.25, "sequence_s": 0.5, "eager_layer_s": 1.0,
-    "request_s": 0.7,
-}  # fmt: skip
-"""Constants that effects shift, and the standard deviation of a shift's logarithm."""
-ON_VENDOR = 3.0
-"""How much wider effects of an engine on a maker's devices are: ports differ more than engines do."""
 PUBLISHER_STD = 0.15
 SERVER_STD = 0.7
 """Standard deviation of the logarithm of a publisher's own `request_s`: its server, its network, its client."""
@@ -49,10 +42,10 @@ class ServingFit:
     def of(self, rows: list[ServingRow]) -> ServingConstants:
         """Return the constants of each row, a column each, without what is its publisher's own of them."""
         found = {name: np.full(len(rows), log) for name, log in self.constants.items()}
-        found |= {name: found.get(name, np.zeros(len(rows))).copy() for name in SHIFTED}
+        found |= {name: found.get(name, np.zeros(len(rows))).copy() for name in EFFECTS}
         for index, row in enumerate(rows):
             for group in row.groups:
-                for name in SHIFTED:
+                for name in EFFECTS:
                     found[name][index] += self.shifts.get((group, name), 0.0)
         return ServingConstants(**{name: np.exp(column) for name, column in found.items()})
 
@@ -97,7 +90,7 @@ def fit(table: ServingTable) -> ServingFit:
 
     def columns(constants: ServingConstants) -> dict[str, Floats]:
         base, found = np.log(table.predict(constants)), {}
-        for name in dict.fromkeys((*NAMES, *SHIFTED)):
+        for name in dict.fromkeys((*NAMES, *EFFECTS)):
             moved = replace(constants, **{name: getattr(constants, name) * np.exp(DIFFERENCE)})
             found[name] = (np.log(table.predict(moved)) - base) / DIFFERENCE
         return found
@@ -141,10 +134,10 @@ class _Effects:
         groups = sorted({group for each in of_row for group in each})
         self._masks = {group: np.array([group in each for each in of_row], float) for group in groups}
         self._masks |= {_server(name): np.array(table.publisher == name, float) for name in publishers}
-        self.keys = [(group, name) for group in groups for name in SHIFTED]
+        self.keys = [(group, name) for group in groups for name in EFFECTS]
         self.keys += [(_server(name), "request_s") for name in publishers]
         self._of: dict[str, tuple[Floats, list[int]]] = {}
-        for name in SHIFTED:
+        for name in EFFECTS:
             places = [i for i, (_, of) in enumerate(self.keys) if of == name]
             masks = np.array([self._masks[self.keys[i][0]] for i in places]).T
             self._of[name] = masks, [len(NAMES) + i for i in places]
@@ -168,7 +161,7 @@ def _server(publisher: str) -> str:
 def _std(group: str, name: str) -> float:
     if group.startswith(_server("")):
         return SERVER_STD
-    return SHIFTED[name] * (ON_VENDOR if " on " in group else 1.0)
+    return effect_std(group, name)
 
 
 def row_weights(rows: list[ServingRow]) -> Floats:

@@ -51,9 +51,10 @@ def test_new_rows_are_scored_by_metric(tmp_path: Path) -> None:
     assert found["all"]["e2e_latency"]["coverage_pct"] is None
 
 
-def test_rows_of_the_file_correct_the_others(tmp_path: Path) -> None:
-    path = str(written(tmp_path / "new.csv", rows()))
-    alone, corrected = (json.loads(score(path, "--json", *more).stdout) for more in ((), ("--calibration-rows", "5")))
+@pytest.mark.parametrize("how", [[], ["--chosen"]])
+def test_rows_of_the_file_correct_the_others(tmp_path: Path, how: list[str]) -> None:
+    path, five = str(written(tmp_path / "new.csv", rows())), ["--calibration-rows", "5", *how]
+    alone, corrected = (json.loads(score(path, "--json", *more).stdout) for more in ([], five))
     assert sum(corrected["all"][metric]["n"] for metric in ("ttft", "tpot", "throughput")) == 24 - 5
     of = [each["all"]["throughput"]["median_abs_pct_error"] for each in (alone, corrected)]
     assert of[1] < of[0]

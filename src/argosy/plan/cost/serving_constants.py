@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from math import prod
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from argosy.plan.workload import Numbers
+
+Floats = NDArray[np.float64]
 
 SERVING = Path(__file__).parent / "serving.toml"
 """The file that `benchmarks/planner/fit_serving.py` writes."""
@@ -33,6 +38,18 @@ ENGINES = {
 NEW = {"vLLM": (0, 6), "TensorRT-LLM": (0, 16)}
 """Releases before these, of 2024 and earlier, count as engines of their own ("old"): vLLM 0.6 took scheduling off the
 path of passes, TensorRT-LLM 0.16 has today's kernels for small sums and fp8."""
+EFFECTS = {
+    "compute": 0.15, "overhead": 0.4, "matmul": 0.15, "cache": 0.25, "sequence_s": 0.5, "eager_layer_s": 1.0,
+    "request_s": 0.7,
+}  # fmt: skip
+"""Constants that groups of measurements shift, and the standard deviation of a shift's logarithm; assumed."""
+ON_VENDOR = 3.0
+"""Factor on it for an engine on a maker's devices: ports differ more than engines do."""
+BURST_STD = 0.9
+"""Standard deviation of the logarithm of `ServingConstants.burst`: published benchmarks that keep a number of requests
+on the way let them come evenly (a quarter of its value explains them) or at once (four times)."""
+SLOPE = 0.01
+"""Change of a logarithm by which slopes are measured."""
 PAST = ("FasterTransformer", "DeepSpeed-MII", "DeepSpeed", "llama.cpp", "LMDeploy")
 """Engines that were measured in releases of 2024 and earlier only."""
 
@@ -157,12 +174,36 @@ def fitted_serving() -> FittedServing:
     return FittedServing(ServingConstants(**table["constants"]), table["shifts"], table["spread"], table["publishers"])
 
 
-def spread_of(metric: str, vendor: str, calibrated: bool = False) -> float:
-    """Return the standard deviation of the logarithm of measured over predicted.
+def effect_std(group: str, name: str) -> float:
+    """Return the assumed standard deviation of the logarithm of a group's shift of a constant."""
+    return EFFECTS[name] * (ON_VENDOR if " on " in group else 1.0)
 
-    metric: ttft, tpot, e2e_latency or throughput; calibrated: rows of the same engine and device were learnt from.
+
+def unknown_variances(groups: Collection[str], seen: Collection[str]) -> dict[str, float]:
+    """Return the variances of constants' logarithms: of `burst`, and of shifts by groups that were not seen."""
+    new = [group for group in groups if group not in seen]
+    return {name: sum(effect_std(group, name) ** 2 for group in new) for name in EFFECTS} | {"burst": BURST_STD**2}
+
+
+def unknown_std(
+    predict: Callable[[ServingConstants], Floats], constants: ServingConstants, variances: Mapping[str, Numbers]
+) -> Floats:
+    """Return the standard deviation of the logarithm of each prediction that comes from constants' variances."""
+    base, variance = np.log(predict(constants)), np.asarray(0.0)
+    for name, each in variances.items():
+        moved = replace(constants, **{name: getattr(constants, name) * np.exp(SLOPE)})
+        variance = variance + ((np.log(predict(moved)) - base) / SLOPE) ** 2 * each
+    return np.sqrt(variance)
+
+
+def spread_of(metric: str, vendor: str, kind: str = "strangers") -> float:
+    """Return the standard deviation of the logarithm of measured over predicted, beside `unknown_std`.
+
+    metric: ttft, tpot, e2e_latency or throughput; kind: a table of `FittedServing.spread`.
     """
-    widths = fitted_serving().spread["calibrated" if calibrated else "strangers"]
+    widths = fitted_serving().spread[kind]
+    if metric in widths:
+        return widths[metric]
     if vendor == "NVIDIA":
         return widths[f"{metric}_nvidia"]
     return widths.get(f"{metric}_others", max(widths[f"{metric}_nvidia"], widths["e2e_latency_others"]))
