@@ -169,12 +169,29 @@ def test_a_long_document_has_the_same_signature_in_parts(monkeypatch: pytest.Mon
     assert filters.key_maker(FiltersConfig(duplicates="drop_near"))(long) == whole and len(whole) == 15
 
 
-def test_hashes_are_those_of_datatrove() -> None:
+@pytest.fixture(scope="module")
+def datatroves_step() -> Any:
     from datatrove.pipeline.dedup import minhash
     from datatrove.utils.hashing import HashConfig
 
     settings = minhash.MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))
-    step = minhash.MinhashDedupSignature("memory://argosy", settings, language=filters.word_tokenizer())
+    return minhash.MinhashDedupSignature("memory://argosy", settings, language=filters.word_tokenizer())
+
+
+KEYS_OF = filters.key_maker(FiltersConfig(duplicates="drop_near"))
+PIECES = ["A cafe\u0301", "naïve", "x_1.5,2", "３４", "日本สวัสดี", "🙂ok", "a\u2000b", " \u0301 ", "It’s\x1f", "İ"]
+
+
+@given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(), st.text(st.characters(max_codepoint=127)))).map(" ".join))
+def test_keys_are_those_of_datatrove(datatroves_step: Any, text: str) -> None:
+    shingles = datatroves_step.get_shingles(text)
+    buckets = datatroves_step.get_signature(shingles) if len(shingles) else []
+    expected = [filters._hash(b"bucket%d" % n, np.array(b, np.uint64).tobytes()) for n, b in enumerate(buckets)]
+    assert KEYS_OF(text)[1:] == expected
+
+
+def test_hashes_are_those_of_datatrove(datatroves_step: Any) -> None:
+    step = datatroves_step
     values = np.random.default_rng(0).integers(0, 2**64, 1500, np.uint64)
     values[:5] = 0, 1, 2**61 - 2, 2**61 - 1, 2**64 - 1
     for shingles in (values[:, None], *values[:5, None, None]):

@@ -12,6 +12,7 @@ memory, and in each run of equal keys all but the first are marked.
 from __future__ import annotations
 
 import hashlib
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,9 @@ OWN_LISTS = "datatrove"
 """The value of `blocked_urls` that means the lists in datatrove's package."""
 MOST_BYTES = 256 * 2**20
 """No list of URLs or words is larger."""
+
+SINGLE_CHARACTER_WORDS = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+"""Scripts without spaces, each character of which is taken for a word."""
 
 Rule = Callable[[str, str], str]
 """Say why a document is left out, or "": its text, its URL."""
@@ -91,7 +95,7 @@ def word_tokenizer() -> Any:
     datatrove's own need spaCy, or a package for each language. In scripts without spaces each character is a word.
     """
     regex, base = imported("regex"), imported("datatrove.utils.word_tokenizers").WordTokenizer
-    single = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+    single = SINGLE_CHARACTER_WORDS
     pattern = regex.compile(rf"[{single}]|[\w--[{single}]]+|[^\w\s]", regex.V1)
 
     class Words(base):  # type: ignore[misc, valid-type]
@@ -214,9 +218,9 @@ def imported(module: str) -> Any:
 
 MOST_KEYS = 2**25
 """Keys that are sorted at once: about a gigabyte with what belongs to them."""
-SHINGLES_AT_ONCE = 512
-"""n-grams of a document that are hashed at once, times as many hashes as a signature has: half a megabyte, so that it
-stays in a core's cache."""
+SHINGLES_AT_ONCE = 128
+"""n-grams of a document that are hashed at once, times as many hashes as a signature has: two arrays of 115 kB, so that
+they stay in a core's cache."""
 MERSENNE_PRIME = np.uint64(2**61 - 1)
 
 Numbers = npt.NDArray[Any]
@@ -238,24 +242,56 @@ def key_maker(config: FiltersConfig) -> Callable[[str], list[int]]:
 
 
 def _signature(config: FiltersConfig) -> Callable[[str], list[int]]:
-    minhash = of_datatrove("dedup.minhash")
-    hashing = imported("datatrove.utils.hashing").HashConfig(hash_fc="sha1")
-    settings = minhash.MinhashConfig(
-        n_grams=config.ngram,
-        num_buckets=config.buckets,
-        hashes_per_bucket=config.bucket_hashes,
-        hash_config=hashing,
-    )
-    step = minhash.MinhashDedupSignature("memory://argosy", settings, language=word_tokenizer())
+    """Return the function that gives the keys of buckets: n-grams and hashes are those of datatrove, with SHA-1."""
+    words_of = _simplified_words()
+    draw = np.random.RandomState(1)
+    shape = (1, config.buckets * config.bucket_hashes)
+    factors_1H = draw.randint(1, MERSENNE_PRIME, dtype=np.uint64, size=shape)
+    offsets_1H = draw.randint(0, MERSENNE_PRIME, dtype=np.uint64, size=shape)
+    first_8_bytes = np.dtype({"names": ["hash"], "formats": ["<u8"], "offsets": [0], "itemsize": 20})
 
     def keys(text: str) -> list[int]:
-        shingles = step.get_shingles(text)
-        if not len(shingles):
+        words = words_of(text)
+        ngrams = map(b" ".join, zip(*(words[first:] for first in range(config.ngram)), strict=False))
+        digests = b"".join([hashlib.sha1(ngram).digest() for ngram in ngrams])
+        if not digests:
             return []  # fewer words than an n-gram has
-        buckets = least_hashes(shingles, *step.parameters).reshape(config.buckets, config.bucket_hashes)
+        shingles_N1 = np.frombuffer(digests, first_8_bytes)["hash"][:, None]
+        buckets = least_hashes(shingles_N1, factors_1H, offsets_1H).reshape(config.buckets, config.bucket_hashes)
         return [_hash(b"bucket%d" % number, bucket.tobytes()) for number, bucket in enumerate(buckets)]
 
     return keys
+
+
+def _simplified_words() -> Callable[[str], list[bytes]]:
+    """Return the function that gives the words of a text as datatrove simplifies it.
+
+    In lower case, each number is 0, without punctuation and accents. datatrove looks at each character of the text in
+    Python. Here that is done once for each that is in it: there are few different ones.
+    """
+    module, find = imported("datatrove.utils.text"), word_tokenizer().word_tokenize
+    lower_case_and_numbers = module.TextNormConfig(
+        remove_punctuation=False, norm_whitespace=False, norm_unicode_diacritics=False
+    )
+    punctuation = {chr(code) for code in module.PUNCTUATION_TRANS}
+    ends_words = imported("regex").compile(rf"[{SINGLE_CHARACTER_WORDS}]|[^\w\s]", imported("regex").V1)
+
+    def words(text: str) -> list[bytes]:
+        text = module.simplify_text(text, lower_case_and_numbers)
+        if text.isascii():
+            return text.translate(module.PUNCTUATION_TRANS).encode().split()
+        characters = set(text)
+        for mark in characters & punctuation:
+            text = text.replace(mark, " ")
+        text = unicodedata.normalize("NFD", text)
+        characters = set(unicodedata.normalize("NFD", "".join(characters - punctuation)))
+        accents = {character for character in characters if unicodedata.category(character) == "Mn"}
+        for accent in accents:
+            text = text.replace(accent, "")
+        found = find(text) if ends_words.search("".join(characters - accents)) else text.split()
+        return [word.encode() for word in found]
+
+    return words
 
 
 def least_hashes(shingles_N1: Numbers, factors_1H: Numbers, offsets_1H: Numbers) -> Numbers:
@@ -264,15 +300,20 @@ def least_hashes(shingles_N1: Numbers, factors_1H: Numbers, offsets_1H: Numbers)
     All are uint64. Sums take the place of the remainder, as 2^61 = 1 modulo 2^61 - 1: processors need tens of cycles
     for a division, and two threads of a core share what divides.
     """
-    least_H = np.full(factors_1H.shape[1], MERSENNE_PRIME)
+    hashes_count = factors_1H.shape[1]
+    least_H = np.full(hashes_count, MERSENNE_PRIME)
+    both = np.empty((2, min(SHINGLES_AT_ONCE, len(shingles_N1)), hashes_count), np.uint64)
     for at in range(0, len(shingles_N1), SHINGLES_AT_ONCE):
-        hashes = shingles_N1[at : at + SHINGLES_AT_ONCE] * factors_1H
+        shingles = shingles_N1[at : at + SHINGLES_AT_ONCE]
+        hashes, others = both[:, : len(shingles)]
+        np.multiply(shingles, factors_1H, out=hashes)
         hashes += offsets_1H
-        above = hashes >> np.uint64(61)
+        np.right_shift(hashes, np.uint64(61), out=others)
         hashes &= MERSENNE_PRIME
-        hashes += above
+        hashes += others
         # What is below the prime stays: its difference to the prime wraps, and is larger.
-        np.minimum(hashes, hashes - MERSENNE_PRIME, out=hashes)
+        np.subtract(hashes, MERSENNE_PRIME, out=others)
+        np.minimum(hashes, others, out=hashes)
         np.minimum(least_H, hashes.min(axis=0), out=least_H)
     return least_H
 
