@@ -131,7 +131,8 @@ def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) 
     run_dir = (run_dir or Path("runs") / run.name).absolute()
     run_folder.check_parts(run_dir, run)
     approve(run.extend.code)
-    run, run_dir = settle_site(run, run_dir, Progress(enabled=is_first).say)
+    if run.sites:
+        run, run_dir = settle_site(run, run_dir, Progress(enabled=is_first).say)
     stop = StopSignal().listen()
     world = join_world(run.launch)
     with lasting_output(run_dir / "logs" / f"rank-{world.rank}.log"), ExitStack() as held:

@@ -74,7 +74,8 @@ def train(
     approve(run.extend.code)  # before any process of the run starts, which inherits that
     if run.sites and not run.site:
         return train_sites(run, run_dir, accept_changes=accept_changes, quiet=quiet)
-    run, run_dir = settle_site(run, run_dir, Progress(enabled=not quiet).say)
+    if run.sites:
+        run, run_dir = settle_site(run, run_dir, Progress(enabled=not quiet).say)
     _check_processes(run, origin)
     check_place(run.launch)
     check_sinks(run.observe, run.extend)

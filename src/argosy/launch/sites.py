@@ -38,14 +38,12 @@ from argosy.sync.links import keys_of
 
 
 def settle_site(run: RunConfig, run_dir: Path, say: Callable[[str], None]) -> tuple[RunConfig, Path]:
-    """Return the site's own run and its folder, for a run and its folder; both as they are if it has no sites.
+    """Return the site's own run and its folder, for a run with sites and its folder.
 
     say: told what was chosen for the run.
 
     Raises: UserError if the sites cannot train it.
     """
-    if not run.sites:
-        return run, run_dir
     if not run.site:
         raise UserError("the run has [[sites]], and no site is said. Say which of them this is: --site NAME")
     if is_asynchronous(run.plan):
