@@ -110,6 +110,7 @@ def test_what_does_not_change_the_numbers_may_be_otherwise(tmp_path, harmless):
             {"data": {"sources": {"/corpus": 1.0, "/b": 2.0}}},
             "  data.sources: {'/corpus': 1.0} in the folder, {'/corpus': 1.0, '/b': 2.0} now",
         ),
+        ({"model": {"weights": "hf://a/b"}}, "  model.weights: none in the folder, hf://a/b now"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

@@ -30,6 +30,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.chat_template import TEMPLATE
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.manifest import TOKENIZER
+from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import USAGE, usage_of
 from argosy.engines.record import FOLDER as LAUNCH
 from argosy.errors import StorageError, UserError, some_of
@@ -117,6 +118,8 @@ CODE = "extend"
 """The part of a run's folder with copies of the user's code, by their checksums: the older ones stay."""
 NEVER = ("model", "sync.local_steps")
 """Keys that even `--accept-changes` cannot change: the checkpoint would not fit."""
+WEIGHTS = "model.weights"
+"""The weights that a run began with fit its checkpoints wherever they lie now, but others make another run."""
 
 
 @contextmanager
@@ -188,7 +191,7 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
         return run
     before = load(run_dir / "run.toml")
     changed = _differences(before, run)
-    fatal = {key: values for key, values in changed.items() if is_under(key, NEVER)}
+    fatal = {key: values for key, values in changed.items() if is_under(key, NEVER) and key != WEIGHTS}
     identity = _data_identity(checkpoints)
     if identity not in (None, data_identity):
         changed["data"] = (f"prepared data {identity}", f"prepared data {data_identity}")
@@ -308,8 +311,12 @@ def _data_identity(checkpoints: list[Checkpoint]) -> str | None:
 
 def _differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return dotted key -> both values, for keys that must not change silently."""
-    old, new = lasting_values(before), lasting_values(now)
+    old, new = (lasting_values(run) | {WEIGHTS: _weights(run)} for run in (before, now))
     return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}
+
+
+def _weights(run: RunConfig) -> str:
+    return spelled(run.model.weights) if run.model.weights else "none"
 
 
 MOUNTS = Path("/proc/self/mountinfo")
