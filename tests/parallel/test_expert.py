@@ -108,7 +108,7 @@ def test_recomputed_and_dealt_they_do_too(parts, workers):
     assert_same(workers.run(2, with_dealt_experts, "mixtral", 0.0, True, parts), whole("mixtral"), torch.cat)
 
 
-def in_order(world: World) -> list[str]:
+def in_order(world: World, kind: str, parts: int) -> list[str]:
     """What a rank does in a step of an experts' layer, in order."""
     done: list[str] = []
 
@@ -119,10 +119,13 @@ def in_order(world: World) -> list[str]:
 
         return both
 
-    module = layer("mixtral")
+    module = layer(kind)
     deal_out(module, world.rank, world.size)
-    module.experts.exchange, module.experts.parts = ExpertParallel(dist.group.WORLD), 2
+    module.experts.exchange, module.experts.parts = ExpertParallel(dist.group.WORLD), parts
     compute = module.experts.compute
+    if module.shared is not None:
+        module.shared.register_forward_hook(lambda *_: done.append("shares"))
+        module.shared.down.weight.register_hook(lambda _: done.append("shares"))
 
     def computing(x_PD: Tensor, counts_e: Tensor, **keys: Any) -> Tensor:
         done.append("computes")
@@ -144,10 +147,18 @@ def in_order(world: World) -> list[str]:
 
 def test_while_a_half_is_computed_the_other_travels_in_backward_too(workers):
     a_pass = ["sends", "sends", "waits", "computes", "sends", "waits", "computes", "sends", "waits", "waits"]
-    for done in workers.run(2, in_order):
+    for done in workers.run(2, in_order, "mixtral", 2):
         turn = done.index("")
         assert done[:turn] == a_pass
         assert [what.removesuffix(" back") for what in done[turn + 1 :]] == a_pass
+
+
+def test_while_tokens_travel_shared_experts_are_computed(workers):
+    for done in workers.run(2, in_order, "deepseek-v3", 1):
+        turn = done.index("")
+        assert done[:turn] == ["sends", "shares", "waits", "computes", "sends", "waits"]
+        there_and_back = ["sends", "waits", "computes", "sends", "shares", "waits"]
+        assert [what.removesuffix(" back") for what in done[turn + 1 :]] == there_and_back
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -68,9 +68,11 @@ class MoE(nn.Module):
         routing = self.router(x_BTD)
         training = torch.is_grad_enabled()  # true in a recomputed forward pass too
         experts_BTK = self._within_capacity(routing.experts_BTK) if training else routing.experts_BTK
-        y_BTD: Tensor = self.experts(x_BTD, experts_BTK, routing.weights_BTK)
-        if self.shared is not None:
-            shared_BTD = self.shared(x_BTD)
+        shared = None if self.shared is None else partial(self.shared, x_BTD)
+        beside = shared if self.experts.tokens_travel else None
+        y_BTD, shared_BTD = self.experts(x_BTD, experts_BTK, routing.weights_BTK, beside=beside)
+        if shared is not None:
+            shared_BTD = shared() if beside is None else shared_BTD
             if self.shared_gate is not None:
                 shared_BTD = shared_BTD * self.shared_gate(x_BTD).sigmoid()
             y_BTD = y_BTD + shared_BTD
@@ -234,8 +236,8 @@ def _run_edges(sorted_BP: Tensor, experts: int) -> Tensor:
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Pairs sorted by expert [P, D], and how many each expert has -> the experts' outputs, [P, D]."""
 Exchange = Callable[[Sequence[tuple[Tensor, Tensor]], Compute], Iterator[Tensor]]
-"""Sends batches of pairs, [P, D] and [E] each, to their experts and yields the results, batch by batch; expert
-parallelism replaces `at_home` by its own."""
+"""Sends batches of pairs, [P, D] and [E] each, to their experts and returns the results, batch by batch, computed when
+they are asked for; expert parallelism replaces `at_home` by its own."""
 
 
 def at_home(batches: Sequence[tuple[Tensor, Tensor]], compute: Compute) -> Iterator[Tensor]:
@@ -291,15 +293,24 @@ class Experts(nn.Module):
         #: Parts in which tokens go to their experts: while one is under way, another is computed.
         self.parts = 1
 
+    @property
+    def tokens_travel(self) -> bool:
+        """True if experts are on several ranks."""
+        return self.exchange is not at_home
+
     @outside_graphs  # each expert's number of tokens differs from batch to batch
-    def forward(self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts (E: none), [B, T, D] in `x_BTD`'s dtype."""
+    def forward(
+        self, x_BTD: Tensor, experts_BTK: Tensor, weights_BTK: Tensor, beside: Callable[[], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the weighted sum of the outputs of each token's experts (E: none), [B, T, D] in `x_BTD`'s dtype; and
+        the result of `beside`, which is computed while tokens are on their way, as its backward is."""
         whole = (x_BTD.flatten(0, 1), experts_BTK.flatten(0, 1), weights_BTK.flatten(0, 1))
         batches = [self._sorted(*part) for part in zip(*(_in_parts(x, self.parts) for x in whole), strict=True)]
         compute = partial(self.compute, kept={})
         results = self.exchange([(batch.x_PD, batch.counts_E) for batch in batches], compute)
+        meanwhile = None if beside is None else beside()
         y_ND = [self._summed(y_PD, batch) for y_PD, batch in zip(results, batches, strict=True)]
-        return (y_ND[0] if len(y_ND) == 1 else torch.cat(y_ND)).view(x_BTD.shape)
+        return (y_ND[0] if len(y_ND) == 1 else torch.cat(y_ND)).view(x_BTD.shape), meanwhile
 
     def _sorted(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> _Pairs:
         """Sort the pairs of these tokens and their experts by expert."""
@@ -309,7 +320,7 @@ class Experts(nn.Module):
         counts_E = _run_edges(sorted_P, self.count).diff()
         if self.may_drop and not is_accelerator(x_ND.device):
             pairs_P = pairs_P[: int(counts_E.sum())]
-        elif self.may_drop and self.exchange is at_home:
+        elif self.may_drop and not self.tokens_travel:
             # How many are left only the device knows, and the host would wait for it in each layer: those without an
             # expert go to the last one, and count for nothing.
             weights_NK = weights_NK.masked_fill(experts_NK == self.count, 0.0)

@@ -64,6 +64,9 @@ def compile_blocks(model: Decoder, enabled: bool) -> None:
         compiler.load()
         for block in model.blocks.values():
             block.compile()
+            for moe in moe_layers(block):
+                if moe.shared is not None and moe.experts.tokens_travel:
+                    moe.shared.compile()  # it is called beside the experts, which no graph has
         if model.norm is not None:
             model.norm.compile()
         if isinstance(model.loss_of_chunk, VocabularyLoss):

@@ -47,13 +47,17 @@ class ExpertParallel:
             SentRows(x_PD[: sum(send)], send, receive, self._group)  # what a capacity has dropped is left out
             for (x_PD, _), send, receive in zip(batches, send_bn, receive_bn, strict=True)
         ]
+        return self._results(arriving, received_nbe, compute)
+
+    def _results(self, arriving: Sequence[SentRows], received_nbe: Tensor, compute: Compute) -> Iterator[Tensor]:
+        """Compute what arrives, and yield what comes back."""
         returning = []
-        for number, rows in enumerate(arriving):
-            received_ne, send, receive = received_nbe[:, number], send_bn[number], receive_bn[number]
-            order_Q = _by_expert(received_ne, sum(receive))
+        for rows, received_ne in zip(arriving, received_nbe.unbind(1), strict=True):
+            order_Q = _by_expert(received_ne, sum(rows.receive))
             places_Q = inverse(order_Q)
             y_QD = compute(take_rows(rows.received(), order_Q, places_Q[:, None]), received_ne.sum(0))
-            returning.append(SentRows(take_rows(y_QD, places_Q, order_Q[:, None]), receive, send, self._group))
+            back = take_rows(y_QD, places_Q, order_Q[:, None])
+            returning.append(SentRows(back, rows.receive, rows.send, self._group))
         for rows in returning:
             yield rows.received()
 
@@ -76,7 +80,7 @@ def split_experts(
         experts.share_of_bias = 1 / group.size()
         tokens = between(group)
         experts.register_forward_pre_hook(lambda _, inputs: tuple(tokens.gather(x) for x in inputs))
-        experts.register_forward_hook(lambda _, inputs, y: tokens.reduce(y))
+        experts.register_forward_hook(lambda _, inputs, results: (tokens.reduce(results[0]), results[1]))
         if isinstance(experts.down_lora, LowRank):  # each rank has some of its inputs
             experts.down_lora.sum_squares = partial(sum_over_ranks, group=group)
     for name, parameter in table.items():
@@ -94,7 +98,7 @@ class SentRows:
     """
 
     def __init__(self, x_PD: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup):
-        self._send, self._receive, self._group = list(send), list(receive), group
+        self.send, self.receive, self._group = list(send), list(receive), group
         self._messages: list[tuple[Any, Tensor, Tensor]] = []
         self._y: Tensor | None = _Send.apply(x_PD, self)
 
@@ -106,7 +110,7 @@ class SentRows:
 
     def depart(self, x: Tensor, is_gradient: bool) -> Tensor:
         """Start sending rows, or gradients the other way; return the memory for what comes."""
-        send, receive = (self._receive, self._send) if is_gradient else (self._send, self._receive)
+        send, receive = (self.receive, self.send) if is_gradient else (self.send, self.receive)
         x, y = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
         work = dist.all_to_all_single(y, x, receive, send, group=self._group, async_op=True)
         self._messages.append((work, x, y))  # their memory must last until it is there

@@ -101,6 +101,20 @@ def test_halves_of_tokens_hide_up_to_half_of_their_way_and_no_more_than_is_compu
         assert least * whole < halves < most * whole
 
 
+def test_shared_experts_hide_up_to_the_way_there_and_no_more_than_they_are_computed():
+    plans = Layouts.of([Plan.parse("dp_shard=64,ep=8"), Plan.parse("dp_shard=64,ep=8,overlap_experts=true")])
+    for width, least, most in ((0, 1.0, 1.0), (64, 0.51, 0.99), (1_000_000, 0.499, 0.501)):
+        shared = replace(work("mixtral-8x7b"), shared_ffn_width=width)
+        after, meanwhile = (
+            StepModel(plans, shared, H100, System(even_experts=1, computes_shared_meanwhile=n), Constants(imbalance=1))
+            .predict()
+            .experts
+            for n in (0, 1)
+        )
+        assert least * after[0] <= meanwhile[0] <= most * after[0]
+        assert 0 <= meanwhile[1] <= after[1]
+
+
 def test_products_hide_the_exchange_of_their_tokens_but_for_the_first_part():
     """On a link as slow as this they cannot hide all."""
     for link, least, most in ((450e9, 0.0, 0.01), (25e9, 0.5, 0.95)):

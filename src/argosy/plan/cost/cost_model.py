@@ -246,6 +246,7 @@ class CostModel:
             saves_here=self.rates.host_waits,
             buckets=1,
             gathers_ahead=1,
+            computes_shared_meanwhile=1,
             checks_gradients=float(self.run.resilience.replay_check_every_steps > 0),
         )
 

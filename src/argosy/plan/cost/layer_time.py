@@ -205,19 +205,19 @@ class LayerModel(RankSizes):
     @cached_property
     def mixture(self) -> LayerTime:
         """The router, the experts at an even load of tokens, and the shared experts."""
-        work, plans, system, constants = self.work, self.plans, self.system, self.constants
+        work, system, constants = self.work, self.system, self.constants
         pairs, hidden = self._pairs, work.expert_ffn_width / self.expert_tp
         fused = np.where(system.sends_once > 0, FUSED_EXCHANGE, 1.0)
         results = (work.ffn_matrices - 1) * hidden + work.width
         moved = constants.permute * fused * pairs * work.width + constants.pointwise_ffn * pairs * hidden
         moved = moved + work.expert_biases * BIAS_PASSES * pairs * results
         router = self._matmul(self.tokens / self.sequence_ranks, work.width, work.experts, matrices=())
-        return (
-            self.expert_matmuls
-            + self._moving(moved)
-            + router
-            + self._mlp(self.tokens, work.shared_ffn_width / plans.tp)
-        )
+        return self.expert_matmuls + self._moving(moved) + router + self.shared_experts
+
+    @cached_property
+    def shared_experts(self) -> LayerTime:
+        """The experts that all tokens share."""
+        return self._mlp(self.tokens, self.work.shared_ffn_width / self.plans.tp)
 
     @cached_property
     def expert_matmuls(self) -> LayerTime:

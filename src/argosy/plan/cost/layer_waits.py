@@ -115,19 +115,25 @@ class WaitModel(LayerModel):
     def _experts(self) -> Numbers:
         """Return the wait for tokens to reach their experts and come back, and for the busiest expert.
 
-        In halves, the second's way there and the first's way back are hidden by what is computed meanwhile.
+        In halves, the second's way there and the first's way back are hidden by what is computed meanwhile; the first
+        way there, in backward too, by shared experts.
         """
         plans, work, constants = self.plans, self.work, self.constants
         message = self.to_experts / self.expert_parts
         exposed = constants.exposed_experts * np.where(self.system.overlaps_experts > 0, 0.25, 1.0)
         one_way = exposed * self.expert_parts * all_to_all_s(message, self.expert_group, self._crossing())
-        matmuls, reached = self.expert_matmuls, work.reached
-        hidden = (self._forwards - reached) * np.minimum(one_way, matmuls.forward)
-        hidden = hidden + np.minimum(reached * one_way, matmuls.backward(reached, self.trained_matmuls))
-        exchange = 2 * self._forwards * one_way - np.where(self.expert_parts > 1, hidden, 0.0)
+        of_halves = np.where(self.expert_parts > 1, self._hidden_s(one_way, self.expert_matmuls), 0.0)
+        of_shared = self._hidden_s(one_way / self.expert_parts, self.shared_experts)
+        exchange = 2 * self._forwards * one_way - of_halves - self.system.computes_shared_meanwhile * of_shared
         mixture_s = self.mixture.forward + self.mixture.backward(self.work.reached, self.trained_matmuls)
         busiest = (constants.imbalance - 1) * np.where(self.system.even_experts > 0, 0.0, mixture_s)
         return work.moe_layers / work.layers * (exchange + np.where(plans.ep > 1, busiest, 0.0))
+
+    def _hidden_s(self, message_s: Numbers, computed: LayerTime) -> Numbers:
+        """Return the seconds of one message in each forward and in backward that go by while this is computed."""
+        reached = self.work.reached
+        backward = np.minimum(reached * message_s, computed.backward(reached, self.trained_matmuls))
+        return (self._forwards - reached) * np.minimum(message_s, computed.forward) + backward
 
     # Bytes of a rank's messages
 

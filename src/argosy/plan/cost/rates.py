@@ -201,6 +201,8 @@ class System:
     """1: with ZeRO 1 and 2 updated values travel under the next forward, each layer waiting for its own."""
     overlaps_experts: Numbers = 0
     """1: tokens travel to experts while other microbatches compute (DualPipe)."""
+    computes_shared_meanwhile: Numbers = 0
+    """1: shared experts are computed while a microbatch's first tokens are on their way to the others."""
     overlaps_tensor: Numbers = 0
     """1: tensor-parallel collectives run under matmuls (asynchronous TP)."""
 
