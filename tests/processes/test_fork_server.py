@@ -69,6 +69,27 @@ def test_what_it_is_prepared_with_is_there_in_what_it_forks_and_in_those_of_the_
     assert fork_server.fork("b", GREET, {}).receive()["colour"] == "greenish"
 
 
+def shout() -> None:
+    """Entry: print its colour, to both streams."""
+    print(os.environ["COLOUR"], flush=True)
+    print(os.environ["COLOUR"].upper(), file=sys.stderr, flush=True)
+
+
+def test_one_that_was_started_early_takes_on_streams_and_what_was_put_into_the_environment(
+    fork_server, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("COLOUR", "blue")
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        fork_server.take_on(out.fileno(), err.fileno())
+        for again in (False, True):  # one that replaces it prints there too
+            if again:
+                fork_server.replace()
+            fork_server.fork("a", ForkEntry.of(shout), {})
+            wait_for(fork_server, lambda said: any(m["kind"] == "ended" for m in said))
+    assert (tmp_path / "out").read_text() == "blue\n" * 2
+    assert (tmp_path / "err").read_text() == "BLUE\n" * 2
+
+
 def test_it_forks_what_is_asked_for_with_a_channel_and_an_environment_of_its_own(fork_server):
     red = fork_server.fork("a", GREET, {"COLOUR": "red"})
     blue = fork_server.fork("b", GREET, {"COLOUR": "blue"})

@@ -19,18 +19,20 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from argosy.cli.documents import DryRun, show_dry_run, write
-from argosy.cli.options import origin, parse_run
-from argosy.config.schema import RunConfig
-from argosy.engines.slurm import is_first_task, with_slurm
 from argosy.observe.terminal import lasting_output
-from argosy.plan.plan import is_asynchronous
-from argosy.sync.layout import is_server
+from argosy.processes.fork_server import WORKER_MODULE, ForkServer
 
+if TYPE_CHECKING:
+    from argosy.config.schema import RunConfig
+
+STARTS_NOTHING = ("-h", "--help", "--help-all", "--dry-run", "--dry_run")
+"""Words with which no process is started."""
 SHORT, LONG = "--profile", "--observe.profile.steps"
 
 
@@ -52,6 +54,19 @@ class Options:
 
 @lasting_output()  # a run goes on when the reader of its output does not
 def main(argv: list[str]) -> None:
+    # Half a second of its own imports is still to come: the fork server imports torch meanwhile.
+    starts = "RANK" not in os.environ and not any(word in STARTS_NOTHING for word in argv)
+    with closing(ForkServer(WORKER_MODULE)) if starts else nullcontext() as forks:
+        _train(argv, forks)
+
+
+def _train(argv: list[str], forks: ForkServer | None) -> None:
+    from argosy.cli.documents import DryRun, show_dry_run, write
+    from argosy.cli.options import origin, parse_run
+    from argosy.engines.slurm import is_first_task, with_slurm
+    from argosy.plan.plan import is_asynchronous
+    from argosy.sync.layout import is_server
+
     argv = [word.replace(SHORT, LONG) if word == SHORT or word.startswith(f"{SHORT}=") else word for word in argv]
     options, run = parse_run(argv, "argosy train", Options)
     if options.dry_run:
@@ -75,10 +90,13 @@ def main(argv: list[str]) -> None:
     if is_server(run):
         from argosy.launch.servers import serve
 
+        if forks is not None:
+            forks.close()
         serve(run, options.run_dir, accept_changes=options.accept_changes)
         return
     run = with_slurm(run, os.environ)
-    report = train(run, options.run_dir, accept_changes=options.accept_changes, origin=partial(origin, argv))
+    changes = options.accept_changes
+    report = train(run, options.run_dir, accept_changes=changes, origin=partial(origin, argv), started=forks)
     if options.json:
         write("train", report)
     elif report.status == "finished" and not (run.site and is_asynchronous(run.plan)) and is_first_task(os.environ):

@@ -35,10 +35,10 @@ from argosy.observe.terminal import has_live_line, lasting_output
 from argosy.plan.plan import PLAN, is_asynchronous
 from argosy.plan.search.auto import processes_of
 from argosy.plan.search.space import check_size
-from argosy.processes.fork_server import ForkServer
+from argosy.processes.fork_server import WORKER_MODULE, ForkServer
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import Agent, node_name, process_name
-from argosy.supervise.node_workers import WORKER, WORKERS_IMPORTS
+from argosy.supervise.node_workers import WORKERS_IMPORTS
 from argosy.supervise.place import check_place
 from argosy.sync.layout import is_server
 from argosy.watch.status import ending_in_words
@@ -53,6 +53,7 @@ def train(
     quiet: bool = False,
     origin: Callable[[str], str] = lambda key: "",
     on_step: OnStep | None = None,
+    started: ForkServer | None = None,
 ) -> Report:
     """Train `run` in `run_dir` (runs/NAME by default) with processes of this machine; return its report.
 
@@ -61,6 +62,7 @@ def train(
     key of the run has its value from, for messages. on_step: called in this process, in a thread of its own, with each
     new line of metrics.jsonl: a step has "loss", an evaluation "validation_loss", both have "step". A step that is run
     again after a failure is told again. If on_step raises, the run saves its state and ends, and that error is raised.
+    started: a fork server of `WORKER_MODULE` to take, and to close, in place of another.
 
     Raises: UserError if the run cannot be started as asked; RunFailed if it could not go on; Interrupted after
     SIGTERM or SIGINT, once its state is saved.
@@ -73,6 +75,8 @@ def train(
     run_folder.check_parts(run_dir, run)
     approve(run.extend.code)  # before any process of the run starts, which inherits that
     if run.sites and not run.site:
+        if started is not None:
+            started.close()
         return train_sites(run, run_dir, accept_changes=accept_changes, quiet=quiet)
     if run.sites:
         run, run_dir = settle_site(run, run_dir, Progress(enabled=not quiet).say)
@@ -82,7 +86,7 @@ def train(
     with (
         shown(quiet) as where,
         lasting_output(run_dir / "logs" / f"{process_name(run.launch)}.log"),
-        fork_server(where) as forks,
+        fork_server(where, started) as forks,
         run_folder.locked(run_dir, _name_of_node(run), run.launch.nodes),
     ):
         progress = Progress(enabled=not quiet)
@@ -156,9 +160,11 @@ def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> 
 
 
 @contextmanager
-def fork_server(where: Shown) -> Iterator[ForkServer]:
-    """Start the fork server of a run's processes; it imports torch while the run is being settled."""
-    with closing(ForkServer(WORKER.module, where.stdout, where.stderr)) as forks:
+def fork_server(where: Shown, started: ForkServer | None = None) -> Iterator[ForkServer]:
+    """Start the fork server of a run's processes, if none was `started`; it imports torch while the run is settled."""
+    with closing(started or ForkServer(WORKER_MODULE, where.stdout, where.stderr)) as forks:
+        if started is not None:
+            started.take_on(where.stdout, where.stderr)
         yield forks
 
 

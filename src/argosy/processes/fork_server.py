@@ -27,10 +27,23 @@ from typing import Any, NoReturn
 
 from argosy.errors import STOP_SIGNALS
 from argosy.processes.channel import Channel, Gone, Message
-from argosy.processes.child import CHANNEL, PARENT, PARENT_S, STOPPED_S, Child, ForkEntry, Patience, channel_to_parent
+from argosy.processes.child import (
+    CHANNEL,
+    PARENT,
+    PARENT_S,
+    STDERR,
+    STOPPED_S,
+    Child,
+    ForkEntry,
+    Patience,
+    channel_to_parent,
+)
 
+WORKER_MODULE = "argosy.supervise.worker"
+"""The module of a run's workers, by name, as it imports torch."""
 RENDEZVOUS = ForkEntry("argosy.parallel.world", "hold_store")
 """The process that holds the store in which the members of a world find each other."""
+STDOUT = 1
 STORE_HOST = "ARGOSY_STORE_HOST"
 """Environment variable of that process: the address of this machine at which the members reach the store."""
 
@@ -53,6 +66,7 @@ class ForkServer:
         process's own.
         """
         self._imports, self._stdout, self._stderr = imports, stdout, stderr
+        self._environment = dict(os.environ)
         self._prepared: dict[str, Any] | None = None
         self._start()
 
@@ -85,6 +99,18 @@ class ForkServer:
     def _send_prepare(self) -> None:
         with suppress(Gone):
             self._process.channel.send("prepare", asked=self._prepared)
+
+    def take_on(self, stdout: int | None, stderr: int | None) -> None:
+        """Have it print to these descriptors, with what this process has put into its environment since `__init__`.
+
+        For one that was started before its asker knew them.
+        """
+        changed = {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
+        self._stdout, self._stderr, self._environment = stdout, stderr, dict(os.environ)
+        given = {number: ours for number, ours in ((STDOUT, stdout), (STDERR, stderr)) if ours is not None}
+        asked = {"of": list(given), "environment": changed}
+        with suppress(Gone):
+            self._process.channel.send("take_on", descriptors=list(given.values()), asked=asked)
 
     def fork(self, key: str, entry: ForkEntry, environment: Mapping[str, str]) -> Channel:
         """Ask for a process that calls `entry`, with `environment` added to its own.
@@ -191,6 +217,9 @@ def _serve(asker: Channel) -> ForkEntry | None:
                     if request["kind"] == "prepare":
                         _prepare(request["asked"])
                         continue
+                    if request["kind"] == "take_on":
+                        _take_on(request["asked"], request.get("descriptors", []))
+                        continue
                     asked, (descriptor,) = request["asked"], request["descriptors"]
                     pid = os.fork()
                     if not pid:
@@ -206,6 +235,13 @@ def _serve(asker: Channel) -> ForkEntry | None:
                     asker.send("forked", key=asked["key"], pid=pid)
     signal.set_wakeup_fd(-1)
     return None
+
+
+def _take_on(asked: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    os.environ |= asked["environment"]
+    for number, descriptor in zip(asked["of"], descriptors, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
 
 
 def _prepare(asked: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from argosy.observe.screen import SCREEN
 from argosy.observe.terminal import print_message
 from argosy.processes.channel import Gone
 from argosy.processes.child import STOPPED, ForkEntry, process_state
-from argosy.processes.fork_server import ForkServer
+from argosy.processes.fork_server import WORKER_MODULE, ForkServer
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.hang import JoiningWatch, Newcomer
 from argosy.resilience.detect.node import NodeWatch
@@ -35,8 +35,8 @@ from argosy.supervise.scratch import MEMORY
 from argosy.supervise.stack_gatherer import FOLDER, StackGatherer, flight_environment
 from argosy.supervise.stopping import Stopping
 
-WORKER = ForkEntry("argosy.supervise.worker")
-"""A worker process; by name, as it imports torch, which an agent does without."""
+WORKER = ForkEntry(WORKER_MODULE)
+"""A worker process."""
 WORKERS_IMPORTS = ForkEntry("argosy.parallel.apply", "load")
 """Imports what the workers of a plan need beside `WORKER`."""
 BREAK_S = 10.0
