@@ -18,11 +18,11 @@ from argosy.models.layers import FeedForward, Linear
 from argosy.models.microbatch import microbatches
 from argosy.parallel import apply
 from argosy.parallel.world import World
+from argosy.plan.cost.exact_state import INT8_BLOCK
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.parameters import feed_forward_table
 from argosy.plan.plan import FP8, Plan
 from argosy.precision import (
-    BLOCK,
     SIGNED,
     UNSIGNED,
     LossScaler,
@@ -126,10 +126,10 @@ def test_what_was_saved_comes_back_bit_for_bit(code, shape):
 @CODES
 def test_errors_are_small_next_to_the_number_or_to_the_block(code):
     x = sample(code, 64, 512)
-    largest = x.view(64, 2, BLOCK).abs().amax(-1, keepdim=True).expand(64, 2, BLOCK).reshape_as(x)
+    largest = x.view(64, 2, INT8_BLOCK).abs().amax(-1, keepdim=True).expand(64, 2, INT8_BLOCK).reshape_as(x)
     error = (dequantize(quantize(x, code)) - x).abs()
     assert torch.all(error <= x.abs() / 15 + largest * code.offset / 8)
-    assert torch.equal(dequantize(quantize(x, code)).abs().view(64, 2, BLOCK).amax(-1), largest[:, ::BLOCK])
+    assert torch.equal(dequantize(quantize(x, code)).abs().view(64, 2, INT8_BLOCK).amax(-1), largest[:, ::INT8_BLOCK])
 
 
 @CODES

@@ -32,8 +32,12 @@ from torch.nn import functional as F
 from argosy.accelerator import capability, device_name, is_amd_with_fp8
 from argosy.errors import UserError, missing_extra
 from argosy.matmul import dense, fp8_by_group
+from argosy.plan.cost.exact_state import INT8_BLOCK
 from argosy.plan.hardware.number_formats import why_not_in_fp8
 from argosy.plan.plan import FP8, Precision
+
+FLOAT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes of torch by the words of plans and options."""
 
 Places = tuple[Tensor, ...]
 """For each dim of a local part, the int32 offsets of its indices in the whole. Their broadcast sum is the place."""
@@ -80,7 +84,6 @@ def round_to_bf16(x: Tensor, random: Tensor) -> Tensor:
     return ((x.view(torch.int32) + random) & ~0xFFFF).view(torch.float32).bfloat16()
 
 
-BLOCK = 256
 _CUT = 20
 """Mantissa bits of fp32 that the code leaves out: 23 - 3."""
 
@@ -151,9 +154,9 @@ def dequantize(quantized: Quantized) -> Tensor:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """Return [..., n] as [rows, blocks, up to BLOCK], with the last block padded with zeros."""
+    """Return [..., n] as [rows, blocks, up to INT8_BLOCK], with the last block padded with zeros."""
     rows, n = math.prod(x.shape[:-1]), x.shape[-1]
-    width = min(BLOCK, max(n, 1))
+    width = min(INT8_BLOCK, max(n, 1))
     count = -(-n // width)
     return F.pad(x.reshape(rows, n), (0, count * width - n)).view(rows, count, width)
 

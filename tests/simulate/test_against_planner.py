@@ -21,8 +21,7 @@ from argosy.plan.hardware.topology import Topology
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.workload import Workload
-from argosy.simulate.rank import simulate_rank
-from argosy.simulate.simulate import simulate
+from argosy.simulate.simulate import simulate, simulate_rank
 from argosy.simulate.timeline import COMPUTE, draw
 
 BOTTOM = ("embedding", "blocks.0", "blocks.1")
@@ -98,16 +97,16 @@ def test_the_closed_form_has_the_simulated_peak(preset, written, keys):
     precision = "" if "precision" in written else ",precision=bf16"
     plan = Plan.parse(f"{written}{precision},compile=false")
     run = run_of(preset, plan, keys)
-    simulated = simulate(plan, run, [0], Cluster.parse("8xh100"))[0]
+    peak = simulate(plan, run, [0], Cluster.parse("8xh100"))[0].record.memory
     found = Counter[str]()
-    for category, size in simulated.peak.items():
+    for category, size in peak.at_peak.items():
         found[OF_SIMULATED.get(category, COMES_AND_GOES)] += size
     planned = planned_peak(plan, run)
-    assert sum(planned.values()) == pytest.approx(simulated.peak_bytes, rel=0.03)
+    assert sum(planned.values()) == pytest.approx(peak.peak_bytes, rel=0.03)
     if plan.shards_parameters:  # gradients on their way to other ranks are in a buffer of their sum
         for sizes in (planned, found):
             sizes[COMES_AND_GOES] += sizes.pop("gradients")
-    assert planned == {name: pytest.approx(found[name], rel=0.05, abs=SMALL * simulated.peak_bytes) for name in planned}
+    assert planned == {name: pytest.approx(found[name], rel=0.05, abs=SMALL * peak.peak_bytes) for name in planned}
 
 
 COMES_AND_GOES = "comes and goes"

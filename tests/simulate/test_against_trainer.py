@@ -12,8 +12,8 @@ import pytest
 from argosy.config.schema import RunConfig
 from argosy.models.experts import Router
 from argosy.parallel.world import World
-from argosy.simulate.rank import even_choice, simulate_rank
 from argosy.simulate.record import Operation, Recorder, Sent, Trace
+from argosy.simulate.simulate import even_choice, traced
 from argosy.training.step import Step
 from tiny import SOURCES, eager, prepare_corpus, run_config, train_in
 from workers import WorkerPool
@@ -100,4 +100,4 @@ def test_a_simulated_step_does_what_the_trainer_does(
     layout = eager(plan)
     found = workers.run(layout.world_size, trained, plan, run, tmp_path)
     for rank, expected in enumerate(found):
-        assert operations(simulate_rank(layout, run, rank, in_full=True)) == expected, f"rank {rank}"
+        assert operations(traced(layout, run, rank)) == expected, f"rank {rank}"

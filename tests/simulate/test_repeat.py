@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from argosy.plan.plan import Plan
-from argosy.simulate import rank as ranks
-from argosy.simulate.rank import simulate_rank
+from argosy.simulate import simulate as module
 from argosy.simulate.record import Change, Event, MemoryBlock, Operation, Pass, Sent, Trace, Wait, Where
 from argosy.simulate.repeat import grown, layers_alike
+from argosy.simulate.simulate import simulate_rank
 from tiny import LATENT, run_config
 
 DENSE: dict[str, Any] = {"vocab_size": 403}
@@ -108,7 +108,7 @@ def test_a_few_layers_and_microbatches_give_the_trace_of_all(
     model: str, plan: str, rank: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = Plan.parse(plan)
-    monkeypatch.setattr(ranks, "WORTH_IT", 0)
+    monkeypatch.setattr(module, "WORTH_IT", 0)
     layers = 5 * layout.recompute_every * layout.pp * (3 if model == "unlike" else 1) + (model == "experts")
     run = run_config(
         Path("no data"),
@@ -116,14 +116,14 @@ def test_a_few_layers_and_microbatches_give_the_trace_of_all(
         train={"global_batch": microbatches * layout.dp * layout.microbatch},
     )
     traced: list[Any] = []
-    really = ranks._traced
+    really = module.traced
 
-    def noted(plan: Plan, run: Any, rank: int, microbatches: int | None, layers: Any) -> Trace:
+    def noted(plan: Plan, run: Any, rank: int, microbatches: int | None, layers: Any = None) -> Trace:
         traced.append(layers)
         return really(plan, run, rank, microbatches, layers)
 
-    monkeypatch.setattr(ranks, "_traced", noted)
-    few, all_ = simulate_rank(layout, run, rank), really(layout, run, rank, None, None)
+    monkeypatch.setattr(module, "traced", noted)
+    few, all_ = simulate_rank(layout, run, rank), really(layout, run, rank)
     assert content(few) == content(all_)
     if layers_alike(layout, run, rank) is not None:
         assert None not in traced, "it traced all layers"

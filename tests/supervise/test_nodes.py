@@ -7,13 +7,29 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from unittest.mock import Mock
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from argosy.errors import FINAL, Poisoned, Retryable
 from argosy.processes.channel import Channel
-from argosy.supervise.nodes import HANDOVER_FILE, OLD_NAMES, Cause, Failures, Handover, WorkerProcess
+from argosy.supervise.nodes import (
+    HANDOVER_FILE,
+    OLD_NAMES,
+    Cause,
+    Failures,
+    Handover,
+    Node,
+    NodeCounts,
+    Place,
+    RankProcess,
+    RankState,
+    Roster,
+    WorkerProcess,
+)
 
 KILLED = Cause("signal SIGKILL", exit_code=-9)
 
@@ -112,3 +128,156 @@ def test_a_signal_reaches_it_and_one_to_the_dead_is_no_error():
     with pytest.raises(ProcessLookupError):
         os.kill(held.pid, 0)
     held.signal(signal.SIGKILL)
+
+
+SLOTS = 3
+NAMES = "abcd"
+
+
+def counted(roster: Roster, generation: int) -> NodeCounts:
+    """All counts, taken from the nodes."""
+    is_member = lambda w: 0 < generation == w.generation and w.state in (RankState.RUNNING, RankState.DONE)  # noqa: E731
+    nodes = list(roster.nodes.values())
+    free = [node for node in nodes if not node.is_avoided]
+
+    def ready(node: Node) -> list[RankProcess]:
+        waiting = [w for w in node.workers.values() if w.state is RankState.READY and not node.is_being_checked]
+        return [w for w in waiting if w.generation or len(waiting) == node.slots]
+
+    members = [worker for node in nodes for worker in node.workers.values() if is_member(worker)]
+    return NodeCounts(
+        room=sum(node.slots for node in nodes),
+        unavoided_room=sum(node.slots for node in free),
+        unused_room=sum(node.slots for node in nodes if not any(map(is_member, node.workers.values()))),
+        ready=sum(len(ready(node)) for node in nodes),
+        unavoided_ready=sum(len(ready(node)) for node in free),
+        members=len(members),
+        done=sum(worker.state is RankState.DONE for worker in members),
+    )
+
+
+def assigned(roster: Roster, ready: list[Place], size: int) -> dict[Place, int]:
+    """What `assign` returns, by looking through everything for each rank."""
+    free = dict.fromkeys(range(size))
+    places: dict[Place, int] = {}
+    worker_at = lambda place: roster.nodes[place[0]].workers[place[1]]  # noqa: E731
+    for place in sorted(ready, key=lambda place: -worker_at(place).generation):
+        worker = worker_at(place)
+        if worker.generation and worker.rank in free:
+            places[place] = worker.rank
+            del free[worker.rank]
+    others = [place for place in ready if place not in places]
+    for rank in list(free):
+        neighbour = next((n for (n, _), r in places.items() if abs(r - rank) == 1), None)
+        place = next((p for p in others if p[0] == neighbour), others[0])
+        others.remove(place)
+        places[place] = rank
+    return places
+
+
+def check(roster: Roster, generation: int) -> None:
+    """Compare all that is kept with what is there."""
+    assert roster.counts == counted(roster, generation)
+    assert set(roster.vacant) == {name for name, node in roster.nodes.items() if len(node.workers) < node.slots}
+    of_done = {n for n, node in roster.nodes.items() if any(w.state is RankState.DONE for w in node.workers.values())}
+    assert set(roster.finished) == of_done
+    for rank in range(SLOTS * len(NAMES)):
+        places = [
+            (name, slot)
+            for name, node in roster.nodes.items()
+            for slot, worker in node.workers.items()
+            if worker.rank == rank and roster.is_member(worker)
+        ]
+        assert roster.place_of(rank) == (places[0] if places else None)
+    for name, node in roster.nodes.items():
+        ranks = {worker.rank for worker in node.workers.values() if roster.is_member(worker)}
+        assert roster.ranks_of(name) == ranks and roster.members_of(name) == len(ranks)
+
+
+class Walk:
+    """A roster to which one thing after the other happens."""
+
+    def __init__(self, draw: Callable[[st.SearchStrategy], object]):
+        self.draw, self.roster, self.generation = draw, Roster(0), 0
+
+    def node(self) -> Node | None:
+        self.name = self.draw(st.sampled_from(NAMES))
+        return self.roster.nodes.get(self.name)
+
+    def comes(self) -> None:
+        self.node()
+        flags = {flag: self.draw(st.booleans()) for flag in ("is_avoided", "is_last", "is_being_checked")}
+        self.roster.put(self.name, Node("host", SLOTS, {}, **flags))
+
+    def goes(self) -> None:
+        self.node()
+        self.roster.remove(self.name)
+
+    def turns(self) -> None:
+        if (node := self.node()) is not None:
+            flag = self.draw(st.sampled_from(["is_avoided", "is_last", "is_being_checked"]))
+            setattr(node, flag, not getattr(node, flag))
+            self.roster.changed(self.name)
+
+    def works(self) -> None:
+        if (node := self.node()) is not None:
+            for worker in node.workers.values():
+                worker.state = self.draw(st.sampled_from(RankState))
+            self.roster.changed(self.name)
+
+    def starts(self) -> None:
+        if (node := self.node()) is not None:
+            for slot in range(SLOTS):
+                node.workers.setdefault(slot, RankProcess(RankState.READY))
+            self.roster.changed(self.name)
+
+    def loses(self) -> None:
+        if (node := self.node()) is not None:
+            node.workers.pop(self.draw(st.integers(0, SLOTS - 1)), None)
+            self.roster.changed(self.name)
+
+    def forms(self) -> None:
+        ready = self.roster.ready()
+        preferred = sorted(
+            ready, key=lambda p: (self.roster.nodes[p[0]].is_avoided, self.roster.nodes[p[0]].is_last, p)
+        )
+        assert ready == preferred and len(ready) == self.roster.counts.ready
+        if ready and not self.roster.counts.members:
+            size = self.draw(st.integers(1, len(ready)))
+            chosen = ready[:size] if self.roster.has_reserve(ready) else ready
+            places = self.roster.assign(chosen, size)
+            assert places == assigned(self.roster, chosen, size)
+            self.generation += 1
+            self.roster.begin(self.generation, places)
+
+
+HAPPENS = [Walk.comes, Walk.goes, Walk.turns, Walk.works, Walk.starts, Walk.loses, Walk.forms]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.lists(st.sampled_from(HAPPENS), max_size=40))
+def test_what_is_kept_is_what_is_there(data, happens):
+    walk = Walk(data.draw)
+    for name in NAMES:
+        walk.roster.put(name, Node("host", SLOTS, {slot: RankProcess(RankState.READY) for slot in range(SLOTS)}))
+    for happen in happens:
+        happen(walk)
+        check(walk.roster, walk.generation)
+
+
+def test_an_event_counts_one_node_again_and_not_all(monkeypatch):
+    roster = Roster(0)
+    for number in range(100):
+        roster.put(f"node{number}", Node("host", 8))
+    counted_nodes = []
+    monkeypatch.setattr(Roster, "_count", lambda self, node: counted_nodes.append(node) or NodeCounts())
+    roster.changed("node7")
+    assert counted_nodes == [roster.nodes["node7"]]
+
+
+def test_nodes_get_ranks_in_the_order_of_the_rank_map_and_others_follow():
+    roster = Roster(0, {"c": 0, "a": 1})
+    for name in "abcd":
+        roster.put(name, Node(name, 1, {0: RankProcess(RankState.READY)}))
+    assert roster.ready() == [("c", 0), ("a", 0), ("b", 0), ("d", 0)]
+    assert roster.assign(roster.ready(), 3) == {("c", 0): 0, ("a", 0): 1, ("b", 0): 2}

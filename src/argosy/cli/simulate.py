@@ -26,7 +26,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from argosy.cli.documents import answer
 from argosy.cli.options import TrustCode, parse_run
@@ -37,7 +37,7 @@ from argosy.extend.loading import check_approved
 if TYPE_CHECKING:
     from argosy.config.schema import RunConfig
     from argosy.plan.plan import Plan
-    from argosy.simulate.simulate import Simulated
+    from argosy.simulate.simulate import SimulatedRecord
 
 SHORT = {"--model": "--model.preset", "--global-batch": "--train.global-batch", "--seq-len": "--data.seq-len"}
 """Short options -> the keys of a run that they stand for."""
@@ -46,7 +46,6 @@ IDLE = (
     *("evaluate.every_steps", "checkpoint.every_steps", "launch.processes", "seed"),
 )
 """Keys without effect on a simulated step."""
-KeyT = TypeVar("KeyT")
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,12 @@ def main(argv: list[str]) -> None:
         return
     found = simulate(plan, run, ranks, cluster, processes=len(os.sched_getaffinity(0)))
     if options.trace is not None:
-        write_chrome_trace({one.rank: one.timeline for one in found}, options.trace)
+        write_chrome_trace({one.record.rank: one.timeline for one in found}, options.trace)
     answer(
         options.json,
         "simulate",
-        "\n\n".join([*map(_in_words, found), *cluster.device.caveats]),
-        *(one.record() for one in found),
+        "\n\n".join([*(_in_words(one.record) for one in found), *cluster.device.caveats]),
+        *(one.record for one in found),
     )
 
 
@@ -119,22 +118,25 @@ def _in_full(word: str) -> str:
     return SHORT.get(name, name) + equals + value
 
 
-def _in_words(found: Simulated) -> str:
-    time = found.timeline
+def _in_words(found: SimulatedRecord) -> str:
+    from argosy.simulate.record import Where
+
+    memory, time = found.memory, found.time
     waited = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in sorted(time.waited_s.items())) or "nothing"
-    host = f", {_size(found.host_bytes)} on the host" if found.host_bytes else ""
+    host = f", {_size(memory.host_bytes)} on the host" if memory.host_bytes else ""
+    flops = {phase: count for phase, count in found.flops.items() if phase != "total"}
     return "\n".join(
         [
             f"rank {found.rank} of {found.plan}",
-            f"memory   {_size(found.peak_bytes)} at the peak, in {found.peak_where}; "
-            f"{_size(found.held_bytes)} between steps{host}",
-            *(f"  {category:12} {_size(size):>10}" for category, size in _largest_first(found.peak)),
-            f"FLOPs    {sum(found.flops.values()):.4g} a step: "
-            + ", ".join(f"{phase} {count:.3g}" for phase, count in _largest_first(found.flops)),
+            f"memory   {_size(memory.peak_bytes)} at the peak, in {Where(memory.peak_phase, memory.peak_layer)}; "
+            f"{_size(memory.held_bytes)} between steps{host}",
+            *(f"  {category:12} {_size(size):>10}" for category, size in _largest_first(memory.at_peak)),
+            f"FLOPs    {found.flops['total']:.4g} a step: "
+            + ", ".join(f"{phase} {count:.3g}" for phase, count in _largest_first(flops)),
             "sent in a step",
             *(
-                f"  {axis:12} {kind:15} {_size(size):>10}  {found.messages[axis, kind]:>6} messages"
-                for (axis, kind), size in _largest_first(found.sent_bytes)
+                f"  {sent.axis:12} {sent.collective:15} {_size(sent.bytes):>10}  {sent.messages:>6} messages"
+                for sent in sorted(found.traffic, key=lambda sent: -sent.bytes)
             ),
             f"time     {time.step_s:.3g} s at best: {time.compute_s:.3g} s of work; waits for {waited}",
             f"simulated in {found.tracing_s:.1f} s",
@@ -142,7 +144,7 @@ def _in_words(found: Simulated) -> str:
     )
 
 
-def _largest_first(sizes: Mapping[KeyT, int]) -> list[tuple[KeyT, int]]:
+def _largest_first(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(sizes.items(), key=lambda item: -item[1])
 
 

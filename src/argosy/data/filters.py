@@ -28,7 +28,7 @@ from argosy.files import read_at_most
 EXTRA = "filters"
 OWN_LISTS = "datatrove"
 """The value of `blocked_urls` that means the lists in datatrove's package."""
-MOST_BYTES = 256 * 2**20
+MOST_LIST_BYTES = 256 * 2**20
 """No list of URLs or words is larger."""
 
 SINGLE_CHARACTER_WORDS = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
@@ -199,7 +199,7 @@ def _lines(key: str, path: Path) -> Iterator[str]:
 
 def _read(key: str, path: Path) -> bytes:
     try:
-        return read_at_most(path, MOST_BYTES)
+        return read_at_most(path, MOST_LIST_BYTES)
     except OSError as error:
         raise UserError(f"filters.{key} = {path}: cannot be read ({error.strerror}). Check the path.") from None
 

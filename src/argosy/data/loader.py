@@ -28,7 +28,7 @@ from argosy.faults import fault
 
 WAITED_S = 1.0
 """Seconds between two lines of a loader that waits for a store."""
-AHEAD = 4
+STEPS_AHEAD = 4
 """Steps that are read ahead."""
 
 DRAWS = 1000
@@ -227,7 +227,7 @@ class Loader:
         return Samples(found.sources[rows], found.epochs[rows], found.windows[rows]), steps
 
     def _read_ahead(self, step: int) -> None:
-        while len(self._coming) <= AHEAD:
+        while len(self._coming) <= STEPS_AHEAD:
             self._coming.append((step, self._thread.submit(self.read, step)))
             step += 1
 

@@ -44,7 +44,7 @@ NAMES_KEPT = 100
 """Names of files left out that the manifest keeps."""
 NAMES_IN_WORDS = 3
 
-MOST_BYTES = 256 * 2**20
+MOST_MANIFEST_BYTES = 256 * 2**20
 """No manifest is larger: that of 100,000 shards has 35 MB."""
 
 
@@ -217,7 +217,7 @@ class Manifest(_Record):
         if not path.exists():
             raise UserError(f"{folder}: no prepared data here ({NAME} is missing). {_how_to_fill(folder)}")
         try:
-            return cls.model_validate_json(read_at_most(path, MOST_BYTES))
+            return cls.model_validate_json(read_at_most(path, MOST_MANIFEST_BYTES))
         except ValidationError as error:
             raise UserError(
                 f"{path}: {first_error(error)}. It is damaged or of another version: delete {folder} and prepare it "

@@ -43,6 +43,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
 TURNS = 8
@@ -141,8 +142,6 @@ class Mixture:
     def _count_below(self, threshold: int, n: int) -> int:
         return floor_sum(n, CIRCLE, STEP, self._shift) - floor_sum(n, CIRCLE, STEP, self._shift - threshold)
 
-
-I64 = npt.NDArray[np.int64]
 
 Range = tuple[int, int]
 """The first sample, and the one after the last."""

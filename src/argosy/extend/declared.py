@@ -19,7 +19,7 @@ from typing import Any
 from argosy.extend.register import DECORATORS, ClassRegistration, Kind, Registration
 
 ROOM = "argosy.extend"
-MOST_BYTES = 2**20
+MOST_CODE_BYTES = 2**20
 """No file of extensions is longer."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -96,9 +96,9 @@ def read_code(path: Path, name: str | None = None, module: str | None = None) ->
 @lru_cache(maxsize=64)
 def _read(path: Path, name: str, module: str | None, *_stamp: int) -> CodeFile:
     with path.open("rb") as file:
-        source = file.read(MOST_BYTES + 1)
-    if len(source) > MOST_BYTES:
-        raise ValueError(f"{path}: is longer than {MOST_BYTES} bytes")
+        source = file.read(MOST_CODE_BYTES + 1)
+    if len(source) > MOST_CODE_BYTES:
+        raise ValueError(f"{path}: is longer than {MOST_CODE_BYTES} bytes")
     try:
         tree = ast.parse(source, str(path))
     except SyntaxError as error:

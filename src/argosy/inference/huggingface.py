@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 import yaml
 from pydantic import ValidationError
 
@@ -44,8 +43,9 @@ from argosy.observe.events import from_the_end
 from argosy.observe.panel import duration
 from argosy.observe.report import Report
 from argosy.plan.parameters import parameters
+from argosy.precision import FLOAT_DTYPES
 
-DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"stored": None} | FLOAT_DTYPES
 
 
 def export_checkpoint(

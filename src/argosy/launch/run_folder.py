@@ -52,8 +52,15 @@ OF_A_START = (f"{LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{nam
               "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH, "sites", LEDGER, "asked.toml",
               *(f"{name}*" for name in USAGE))  # fmt: skip
 """Names of what a run that was interrupted while it started may have left."""
-MOST_NAMED = 3
-"""Most files that are not a run's that a message names."""
+
+
+def refuse_others(folder: Path, names: Sequence[str], kind: str) -> None:
+    """Raise UserError if `folder`, which is to be that of a run or a sweep, holds files of these names."""
+    if names:
+        raise UserError(
+            f"{folder} is not the folder of a {kind}: it holds {some_of(names, 3)}. Give --{kind}-dir a folder that is "
+            f"new or empty, or that of a {kind} to go on with."
+        )
 
 
 @contextmanager
@@ -91,12 +98,7 @@ def check_is_own(run_dir: Path) -> None:
         for name in names
         if not any(fnmatch(name, own) for own in OF_A_START) or (name == "run.toml" and not has_lock)
     )
-    if others:
-        named = some_of(others, MOST_NAMED)
-        raise UserError(
-            f"{run_dir} is not the folder of a run: it holds {named}. Give --run-dir a folder that is new or empty, or "
-            "that of a run to go on with."
-        )
+    refuse_others(run_dir, others, "run")
 
 
 def _cannot_be_made(run_dir: Path, problem: OSError) -> UserError:

@@ -19,7 +19,7 @@ from argosy.models.compiler import operator
 
 # N queries and M keys of all rows and documents laid end to end, H query heads, K key/value heads, E head width
 
-BLOCK = 256
+QUERIES = 256
 """Queries of a block."""
 
 
@@ -97,7 +97,7 @@ class _Cut(NamedTuple):
         by_products: bool,
     ) -> _Cut:
         uncut = q.device.type == "cpu" and not softcap and not window  # then the kernel cuts by itself
-        most = max(1, q.shape[0]) if uncut else BLOCK
+        most = max(1, q.shape[0]) if uncut else QUERIES
         blocks = list(_blocks(q_starts.tolist(), k_starts.tolist(), window, most))
         has_bands = any(block.seen != CAUSAL for block in blocks)
         plain = not has_bands and not softcap and sinks is None

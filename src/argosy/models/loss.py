@@ -10,11 +10,9 @@ from torch import Tensor
 
 from argosy.data.packing import IGNORED
 from argosy.matmul import ROWS, dense
+from argosy.plan.layer_spec import CHUNK_LOGITS
 
 # N tokens (batch and sequence flattened), C tokens of a chunk, D model width, V vocabulary
-
-CHUNK_LOGITS = 8 * 2**20
-"""Logits computed at once (32 MiB in fp32): enough for full-speed matmuls, few enough for caches."""
 
 ChunkLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """`chunk_loss_and_gradient`, maybe compiled, or a version for ranks that each have a part of the vocabulary."""

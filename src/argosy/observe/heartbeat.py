@@ -75,6 +75,15 @@ def heartbeat_path(folder: Path, pid: int) -> Path:
     return folder / f"worker-{pid}.heartbeat"
 
 
+def thinned(steps: list[int], most: int) -> list[int]:
+    """Return at most so many of the steps: the multiples of a power of two, which are the same on all nodes."""
+    stride = 1
+    while len(steps) > most:
+        stride *= 2
+        steps = [step for step in steps if step % stride == 0]
+    return steps
+
+
 class Heartbeat:
     """The worker's side. Only the loop's thread calls its methods; none of them waits for anything."""
 

@@ -25,7 +25,7 @@ from argosy.errors import ArgosyWarning
 from argosy.observe.counters import Counters
 from argosy.observe.energy import CataloguePower, EnergyMeter, Rapl, totals_of
 from argosy.observe.events import JsonLines
-from argosy.observe.heartbeat import HeartbeatReading
+from argosy.observe.heartbeat import HeartbeatReading, thinned
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -291,10 +291,7 @@ class NodeMetrics:
         fresh = sorted(step for step in common if step > self._own_until)
         if fresh:
             self._own_until = fresh[-1]
-        stride = 1
-        while len(fresh) > MOST_OWN:
-            stride *= 2
-            fresh = [step for step in fresh if step % stride == 0]
+        fresh = thinned(fresh, MOST_OWN)
         microbatches: list[tuple[int, list[int]]] = []
         for step in fresh:
             many = [reading.microbatches.get(step, 1) for reading in now]

@@ -27,6 +27,8 @@ DEEPEST_RECORD = 32
 MANY_BRACKETS = 500
 """A line with fewer brackets is not looked through for tables that are nested too deeply for other parsers."""
 
+NORM_KINDS = ("weight", "gradient", "update")
+"""Norms of a layer, as `observe.norms_every_steps` has them written."""
 MOST_LINE_BYTES = 2**22
 """A longer line is no record of ours."""
 _SURROGATES = (b"\\ud", b"\\uD")

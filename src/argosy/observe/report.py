@@ -19,6 +19,8 @@ from argosy.plan.calibration import Reconciled
 from argosy.plan.cost.estimate import gib, table_in_html
 
 COLUMNS = 80
+SLOW_STEP = 3.0
+"""A step that took so many times the median compiled, evaluated or was disturbed."""
 DIGITS = {"step_time_s": 6, "tokens_per_s": 1, "mfu": 4}
 """Digits behind the point, as in metrics.jsonl: the median of an even number of steps lies between two of them."""
 

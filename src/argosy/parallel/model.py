@@ -29,10 +29,11 @@ from argosy.parallel.pipeline import Pipeline, Schedule, Sequential
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import FP8, Plan
 from argosy.plan.sync import is_summed_exactly
+from argosy.precision import FLOAT_DTYPES
 from argosy.sync.compressor import Lane, Moment
 from argosy.sync.compressors import COMPRESSORS
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(FP8, torch.bfloat16)
+DTYPES = FLOAT_DTYPES | dict.fromkeys(FP8, torch.bfloat16)
 """The dtype of the arithmetic around matmuls, by the plan's word."""
 
 

@@ -22,17 +22,9 @@ from argosy.models import compiler
 from argosy.models.compiler import outside_graphs
 from argosy.models.delta_net import GatedDeltaNet
 from argosy.observe.wire import tensors_in
+from argosy.plan.cost.layer_memory import KEPT_FLOPS_PER_BYTE
 
 RecomputeMode = Literal["none", "selective", "full"]
-
-KEEP_ABOVE_FLOPS_PER_BYTE = 8.0
-"""Selective recomputation keeps an output if each of its bytes saves more FLOPs than this.
-
-Elementwise operations, norms and casts cost about one FLOP a byte, a matmul with inner dimension K costs 2K over the
-size of an element, attention over S tokens 4S over that size: any bound between these gives the same choice for dense
-models, and a higher one gives up low-rank matmuls and attention inside short documents first. Below a device's ridge
-point (about 10 on a CPU, 200 to 300 on datacentre GPUs in bf16) computing again takes no longer than reading.
-"""
 
 # FSDP2 marks for the profiler what it does around experts, which in backward is something else than in forward. Torch
 # compares the operations of both, and takes the marks for some.
@@ -102,7 +94,7 @@ class _KeepWhatIsDear:
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         outputs = list(tensors_in(context.op_output))
         if self._is_kept_and_summed(op, args) or (
-            recompute_flops_per_byte(op, args, kwargs, context.op_output) > KEEP_ABOVE_FLOPS_PER_BYTE
+            recompute_flops_per_byte(op, args, kwargs, context.op_output) > KEPT_FLOPS_PER_BYTE
         ):
             self._kept.update(StorageWeakRef(tensor.untyped_storage()) for tensor in outputs)
             return CheckpointPolicy.MUST_SAVE

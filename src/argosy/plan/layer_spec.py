@@ -20,6 +20,8 @@ from argosy.config.model import ModelConfig, repeated
 
 DELTA_CHUNK = 64
 """Tokens of a chunk in which gated delta-nets compute rows (`models.delta_net`)."""
+CHUNK_LOGITS = 8 * 2**20
+"""Logits that the loss computes at once (32 MiB in fp32): enough for full-speed matmuls, few enough for caches."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from argosy.plan.hardware.measurements import AttentionRate, CompressionRate, Ma
 from argosy.plan.layer_spec import layer_spec
 from argosy.plan.parameters import block_table
 from argosy.plan.sync import COMPRESSED
+from argosy.precision import FLOAT_DTYPES
 from argosy.sync.compressor import BucketFacts, Compressor, Moment, Segment
 from argosy.sync.compressors import COMPRESSORS
 
@@ -92,7 +93,6 @@ def lower_quartile(samples: Sequence[float]) -> float:
 NumberFormat = Literal["fp32", "bf16", "fp16"]
 Kind = Literal["square", "forward", "input_gradient", "weight_gradient"]
 
-DTYPES: dict[NumberFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS: dict[str, tuple[NumberFormat, ...]] = {"cpu": ("fp32", "bf16"), "accelerator": ("fp32", "bf16", "fp16")}
 SQUARES = {"cpu": (512, 1024), "accelerator": (2048, 4096, 8192, 16384)}
 COPY_BYTES = {"cpu": 2**27, "accelerator": 2**31}
@@ -156,7 +156,7 @@ def measure_matmuls(world: World, cases: Iterable[Matmul], slice_s: float) -> li
 
 
 def _matmul_s(world: World, case: Matmul, slice_s: float) -> float:
-    dtype, device = DTYPES[case.number_format], world.device
+    dtype, device = FLOAT_DTYPES[case.number_format], world.device
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, device=device).to(dtype)
@@ -182,7 +182,7 @@ def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: f
     rates = []
     for fmt in FORMATS[kind_of(world.device)]:
         shapes = [(1, seq_len, heads, width) for heads in (model.heads, model.kv_heads, model.kv_heads)]
-        q, k, v = (torch.randn(s, device=world.device).to(DTYPES[fmt]).requires_grad_() for s in shapes)
+        q, k, v = (torch.randn(s, device=world.device).to(FLOAT_DTYPES[fmt]).requires_grad_() for s in shapes)
         gradient = torch.ones_like(q)
         attend = torch.compile(packed_attention) if products_are_faster(q) else packed_attention
         y = attend(q, k, v, None)

@@ -35,6 +35,8 @@ Address = tuple[str, int]
 BACKLOG = 4096
 """Connections that wait to be accepted: all processes of a large run come at once."""
 CALL_TIMEOUT_S = 1.0
+HELLO_S = 10.0
+"""A connection that has not said who it is within this time is closed."""
 RECEIVE_BYTES = 1 << 18
 TURN_BYTES = 1 << 18
 """The most that is read in one turn: the others wait meanwhile."""

@@ -30,10 +30,10 @@ from argosy.accelerator import count_here, free_bytes, kind_of, numbered, synchr
 from argosy.faults import fault
 from argosy.plan.hardware.local_machine import read_memory
 from argosy.plan.plan import measured_format
+from argosy.precision import FLOAT_DTYPES
 from argosy.processes.child import channel_to_parent
 from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIDE = {"cpu": 512, "accelerator": 8192}
 INNER = 256
 """Products are of matrices [side, INNER] and [INNER, side]: the longest sums that are exact in bf16."""
@@ -143,7 +143,7 @@ def _check_unit(unit: Unit, asked: NodeCheckRequest) -> list[UnitResult]:
 
 def multiply(unit: Unit, number_format: str, seconds: float) -> UnitResult:
     """Multiply the same two matrices repeatedly: the bits of every product are known."""
-    test, dtype = f"{number_format} product", DTYPES[number_format]
+    test, dtype = f"{number_format} product", FLOAT_DTYPES[number_format]
     seed = int.from_bytes(os.urandom(4), "little")  # some faults need special data: others each time
     a, b = factors(SIDE[kind_of(unit.device)], dtype, unit.device, seed)
     exact = a @ b  # warms up, too

@@ -42,7 +42,7 @@ from argosy.simulate.cuda_calls import BLACKWELL, HOPPER, FakeDevice, answered
 from argosy.simulate.device_watch import DeviceWatch
 from argosy.simulate.fake import fake_memory, fake_world, replaced
 from argosy.simulate.fake_cuda import CUDA, META, FakeCudaMode, MisplacedTensor, is_on_cuda, values_of
-from argosy.simulate.rank import without_values
+from argosy.simulate.simulate import without_values
 from argosy.training.evaluation import HeldOut, evaluate
 from argosy.training.records import Records
 from argosy.training.services.noise_scale import NoiseScale, check_can_estimate

@@ -12,14 +12,12 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 
-from argosy.processes.connection import BACKLOG, BadMessage, Connection, WireRecord, decoded, encoded
+from argosy.processes.connection import BACKLOG, HELLO_S, BadMessage, Connection, WireRecord, decoded, encoded
 from argosy.processes.secret import listen
 from argosy.supervise.messages import FROM_AGENT, AgentHello, FromAgent
 
 LEASE_S = 10.0
 """An agent that says nothing for this long counts as unreachable."""
-HELLO_S = 10.0
-"""A connection that has not said who it is within this time is closed."""
 MOST_STRANGERS = 512
 """Connections that have not said who they are. One more closes the oldest of them."""
 ACCEPTS = 64

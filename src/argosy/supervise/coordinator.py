@@ -31,8 +31,7 @@ from argosy.resilience.node_health import Health, NodeRates
 from argosy.resilience.replanner import Replanner
 from argosy.supervise import messages as say
 from argosy.supervise.agent_connections import LEASE_S, AgentConnection, AgentConnections
-from argosy.supervise.lease.held import HeldLease, open_lease
-from argosy.supervise.lease.lease import LeaseLost
+from argosy.supervise.lease.lease import HeldLease, LeaseLost
 from argosy.supervise.membership import MOST_NAMED, Membership, Settings
 from argosy.supervise.migration import Migrator
 from argosy.supervise.nodes import (
@@ -47,6 +46,7 @@ from argosy.supervise.nodes import (
     RankState,
     Start,
 )
+from argosy.supervise.place import open_lease
 from argosy.supervise.watch import RunWatch
 
 TICK_S = 0.02

@@ -23,11 +23,12 @@ from argosy.supervise.nodes import (
     Join,
     Node,
     Order,
+    Place,
     RankProcess,
     RankState,
+    Roster,
     Start,
 )
-from argosy.supervise.roster import Place, Roster
 
 MOST_SUSPICIONS = 3
 """A node that was suspected or refused this often is used after all others for the rest of the run."""

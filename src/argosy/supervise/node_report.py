@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field, FiniteFloat
 
-from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading
+from argosy.observe.heartbeat import LAST_STEPS, HeartbeatReading, thinned
 from argosy.processes.child import process_state
 from argosy.processes.connection import Count
 from argosy.resilience.detect.finding import WorkerSeen
@@ -118,10 +118,7 @@ class NodeReporter:
         self._last_step = fresh[-1]
         self._microbatches = _microbatches(now, fresh[-1])
         fresh = [step for step in fresh if _microbatches(now, step) == self._microbatches]
-        stride = 1
-        while len(fresh) > most_steps:
-            stride *= 2
-            fresh = [step for step in fresh if step % stride == 0]
+        fresh = thinned(fresh, most_steps)
         return [(step, [round(reading.busy_s[step], 6) for reading in now.values()]) for step in fresh]
 
     def _seen(

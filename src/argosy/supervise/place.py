@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+from argosy.checkpoint.fence import name_of
 from argosy.config.launch import LaunchConfig, LeaseUrl, host_and_port, is_loopback, read_rank_map
 from argosy.errors import RunFailed, UserError
 from argosy.observe.events import Events
@@ -25,8 +26,9 @@ from argosy.plan.plan import Plan
 from argosy.processes.child import Child
 from argosy.processes.connection import Address
 from argosy.processes.supervisor import RestartPolicy, Restarts
-from argosy.supervise.lease.held import check_lease, open_lease
-from argosy.supervise.lease.lease import Holder, LeaseUnreachable
+from argosy.supervise.lease.etcd import EtcdLease
+from argosy.supervise.lease.kubernetes import KubernetesLease
+from argosy.supervise.lease.lease import FolderLease, Holder, Lease, LeaseUnreachable
 
 COORDINATOR_RESTARTS = RestartPolicy(most_failures=5)
 """If so many coordinators in a row die before they say anything, another would do the same."""
@@ -155,7 +157,7 @@ def check_place(launch: LaunchConfig) -> None:
     check_coordinator(launch)
     read_rank_map(launch.rank_map)
     if launch.lease:
-        check_lease(launch.lease)
+        _opened(LeaseUrl.parse(launch.lease), Path(), "", "")  # its client is there, and configured
         own_address(launch)
 
 
@@ -164,6 +166,22 @@ def place_of(run_dir: Path, launch: LaunchConfig, plan: Plan, events: Events) ->
     owner = uuid.uuid4().hex
     process = CoordinatorProcess(run_dir, plan, owner, events, launch.nodes)
     return LeasedPlace(run_dir, launch, process, owner) if launch.lease else FixedPlace(launch, process)
+
+
+def open_lease(text: str, run_dir: Path, token: str = "") -> Lease:
+    """Return the lease of a run; `token`: of the process that has acquired it for this one.
+
+    Raises: UserError if the backend's client is not installed, or not configured.
+    """
+    return _opened(LeaseUrl.parse(text), run_dir, name_of(run_dir), token)
+
+
+def _opened(url: LeaseUrl, run_dir: Path, run: str, token: str) -> Lease:
+    if url.kind == "etcd":
+        return EtcdLease(list(url.endpoints), url.prefix, run, url.is_tls, token)
+    if url.kind == "kubernetes":
+        return KubernetesLease(url.namespace, url.name, run, token)
+    return FolderLease(run_dir, token)
 
 
 class FixedPlace:

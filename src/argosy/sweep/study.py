@@ -19,15 +19,15 @@ from argosy.compare.results import SWEEP_FILE
 from argosy.config.dump import dump, save_run
 from argosy.config.schema import RunConfig
 from argosy.config.section import dotted, flatten
-from argosy.errors import UserError, missing_extra, some_of
+from argosy.errors import UserError, missing_extra
 from argosy.files import atomic_write, lock_or_holder, made_folder
+from argosy.launch.run_folder import refuse_others
 from argosy.sweep.load import Scalar, Sweep, SweepParameter, Values, drawn, load_sweep
 
 JOURNAL = "journal.log"
 LOCK, BASE = ".lock", "base.toml"
 OWN = (LOCK, SWEEP_FILE, BASE, JOURNAL)
 MAY_CHANGE = ("parallel", "run")
-MOST_NAMED = 3
 
 
 def trial_folder(folder: Path, number: int) -> Path:
@@ -61,13 +61,8 @@ def check_is_own(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file, and a sweep needs a folder. Choose another with --sweep-dir.")
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    others = sorted(names - set(OWN))
-    if others and SWEEP_FILE not in names:
-        named = some_of(others, MOST_NAMED)
-        raise UserError(
-            f"{folder} is not the folder of a sweep: it holds {named}. Give --sweep-dir a folder that is new or empty, "
-            "or that of a sweep to go on with."
-        )
+    if SWEEP_FILE not in names:
+        refuse_others(folder, sorted(names - set(OWN)), "sweep")
 
 
 def enter(folder: Path, sweep: Sweep) -> None:

@@ -33,6 +33,7 @@ from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.local_machine import DetectedHardware, host_memory_bytes, machine_at_hand
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.sweep.config import Parallel, SweepConfig
+from argosy.watch.metrics_table import OF_EVALUATIONS
 from argosy.watch.reader import RunReader, is_run
 
 BESIDE_BYTES, WORKER_BYTES = 300e6, 250e6
@@ -313,7 +314,6 @@ class Trials:
 
 SHARE_OF_STEPS = 0.1
 """The metric of steps is the mean over so many of the last ones."""
-OF_EVALUATIONS = ("validation_loss", "bits_per_byte", "tasks")
 """Keys, and the table, of an evaluation's line."""
 DIVERGED = "diverged"
 """Begins the reason of a trial whose numbers are no longer finite."""

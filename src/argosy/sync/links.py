@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 from argosy.config.launch import host_and_port, interface_of
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError, missing_extra
-from argosy.processes.connection import FRAME_BYTES, Address, BadMessage, Connection, WireRecord, call
+from argosy.processes.connection import FRAME_BYTES, HELLO_S, Address, BadMessage, Connection, WireRecord, call
 from argosy.processes.secret import Certificate, listen, secret_of
 from argosy.processes.secret import call as called
 from argosy.sync.layout import Sites
@@ -42,7 +42,6 @@ BIND_S, BIND_AGAIN_S = 10.0, 0.2
 PING_S = 1.0
 SILENT_S = 10.0
 """A peer that says nothing for this long is not connected any more: a link that was cut does not say so."""
-HELLO_S = 10.0
 CALL_AGAIN_S, REFUSED_AGAIN_S = 1.0, 5.0
 """Seconds from a failed call to the next one; and from a refusal."""
 CALL_LOOK_S = 0.02

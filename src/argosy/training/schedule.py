@@ -11,6 +11,7 @@ import torch
 
 from argosy.config.optimizer import ScheduleConfig
 from argosy.config.schema import RunConfig
+from argosy.observe.report import SLOW_STEP
 from argosy.parallel.world import World
 
 
@@ -46,8 +47,6 @@ def _between(final: float, share: float) -> float:
 
 SLACK = 0.92
 """Share of the budget for steps and evaluations; saves and the sample at the end take the rest."""
-SLOW = 3.0
-"""A step that took so many times the median compiled, evaluated or was disturbed."""
 FIRST_STEPS, COMPILING_STEPS = 1, 2
 """First steps of a world, which say nothing of those to come: they fill caches, or compile."""
 FORWARD = 0.4
@@ -123,7 +122,7 @@ class Pace:
             return max(0.0, self._budget_s - (time.monotonic() - self._began))
         if not self._steady:
             return None if done < self.steps else 0.0
-        slow = SLOW * statistics.median(self._steady)
+        slow = SLOW_STEP * statistics.median(self._steady)
         step_s = statistics.mean(s for s in self._steady if s <= slow)
         samples = self._batches.before(self.steps) - self._batches.before(done)  # smaller batches take less time
         return samples / self._batches.largest * step_s * (1 + self._evaluation_per_step)

@@ -20,7 +20,15 @@ from argosy.data.loader import OpenData
 from argosy.models.generate import sample_tokens
 from argosy.observe.energy import RunSoFar, energy_of_run
 from argosy.observe.events import Metrics, each_line, plan_since
-from argosy.observe.report import Report, totals, typical, typical_bytes, typical_round_wait_s, typical_update_s
+from argosy.observe.report import (
+    COLUMNS,
+    Report,
+    totals,
+    typical,
+    typical_bytes,
+    typical_round_wait_s,
+    typical_update_s,
+)
 from argosy.observe.screen import Progress
 from argosy.plan.calibration import Reconciled, reconcile
 from argosy.plan.cost.prediction import Prediction
@@ -30,7 +38,6 @@ from argosy.plan.plan import Plan
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
 SAMPLE_TOKENS = 200
-COLUMNS = 80
 ASYNCHRONOUS = "the order in which gradients come (plan.sync = async)"
 BAD_STEPS = {
     "skip": "is skipped (resilience.on_bad_step)",

@@ -19,6 +19,7 @@ from argosy.watch.alerts import Alert, standing
 from argosy.watch.columns import rows_of
 from argosy.watch.facts import RECENT, DeviceSeen, DiskSeen, Floats, RankTable, RunFacts
 from argosy.watch.forecast import Forecast, forecast
+from argosy.watch.metrics_table import FIRST_KEYS
 from argosy.watch.reader import RunReader
 from argosy.watch.rules import learning, ranks, reliability, times
 from argosy.watch.rules.planner import Advice, Planner, Rule
@@ -34,9 +35,7 @@ DISK_S = 3600.0
 OWN_STEPS = 50
 """Steps whose own work is compared between ranks."""
 KNOWN = 4000
-"""Last lines of a longer run that keys other than `OF_ALL` are read from: all of them would be gigabytes."""
-OF_ALL = ("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
-"""Keys that a reader has of all steps at once."""
+"""Last lines of a longer run that keys other than `FIRST_KEYS` are read from: all of them would be gigabytes."""
 FRESH_S = 600.0
 """A node's line that is so much older than the newest one tells nothing of now."""
 
@@ -71,7 +70,7 @@ def facts_of(reader: RunReader, now_s: float | None = None) -> RunFacts:
 
 
 class _Newest:
-    """The columns of a long run: `OF_ALL` of all steps; of other keys the last values, NaN before."""
+    """The columns of a long run: `FIRST_KEYS` of all steps; of other keys the last values, NaN before."""
 
     def __init__(self, reader: RunReader):
         self._of_all, self._count = reader.steps, len(reader.steps)
@@ -83,7 +82,7 @@ class _Newest:
         self._at, self._last = at[self._is_there], last
 
     def __getitem__(self, key: str) -> Floats:
-        if key in OF_ALL:
+        if key in FIRST_KEYS:
             return self._of_all[key]
         column = np.full(self._count, np.nan)
         if key in self._last:
@@ -91,7 +90,7 @@ class _Newest:
         return column
 
     def keys(self) -> list[str]:
-        return list({**dict.fromkeys(OF_ALL), **dict.fromkeys(self._last)})
+        return list({**dict.fromkeys(FIRST_KEYS), **dict.fromkeys(self._last)})
 
 
 def _lines(reader: RunReader, first_step: float) -> Iterator[tuple[str, list[Record]]]:

@@ -23,11 +23,11 @@ import numpy as np
 
 from argosy.plan.cost.economy import RESTART_S, power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
+from argosy.plan.cost.reliability import DRAWS
 from argosy.watch.facts import Floats, RunFacts
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.stops import failures, rates_of
 
-DRAWS = 4000
 FORECAST_STEPS = 10
 """No forecast with fewer steps, most of them first ones."""
 BLOCKS = 30

@@ -29,7 +29,7 @@ LOSS = "loss"
 VALIDATION_LOSS = "validation_loss"
 """A line with this key, and without the other, is that of an evaluation."""
 BITS_PER_BYTE = "bits_per_byte"
-FIRST = (STEP, LOSS, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
+FIRST_KEYS = (STEP, LOSS, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
 """Keys of a long file that are read of each line before anything is shown."""
 NORMS = "norms"
 """Group that only steps that are due have; in a table of its own, since it is hundreds of keys in a large model."""
@@ -83,7 +83,7 @@ class MetricsTable:
             self._forget_after(self._file.note)
         is_long = self._file.unread_bytes() > READ_WHOLE_BYTES
         if is_long and not len(self.steps):
-            self._groups = set(FIRST)
+            self._groups = set(FIRST_KEYS)
         for chunk in self._file.blocks():
             changed = True
             if is_long and self._groups is not None:
@@ -98,8 +98,8 @@ class MetricsTable:
 
     def drop_all_but_first(self) -> None:
         """Give the memory of other groups back; they are read again when they are asked for."""
-        self._groups = set(FIRST)
-        self.steps.drop([key for key in self.steps if group_of(key) not in FIRST])
+        self._groups = set(FIRST_KEYS)
+        self.steps.drop([key for key in self.steps if group_of(key) not in FIRST_KEYS])
 
     def _forget_after(self, step: float) -> None:
         if np.isfinite(step):

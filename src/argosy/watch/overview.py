@@ -18,6 +18,7 @@ from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.observe.energy import JOULES_PER_KWH, machine_started_on
 from argosy.observe.heartbeat import BESIDE
+from argosy.observe.records import NORM_KINDS
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
 from argosy.watch.columns import STEP
@@ -212,7 +213,6 @@ NORM_POINTS = 300
 MOST_SAMPLES = 50
 MOST_PROFILES = 100
 MOST_LOGS, MOST_LOG_LINES, LOG_BYTES = 64, 2000, 2**16
-NORMS = ("weight", "gradient", "update")
 
 
 def model(reader: RunReader, first: float | None = None, last: float | None = None) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def model(reader: RunReader, first: float | None = None, last: float | None = No
     table = reader.norms
     buckets = Buckets.of(table, first, last, NORM_POINTS)
     layers = list(dict.fromkeys(key.rpartition(".")[0] for key in table if "." in key))
-    norms = {kind: [buckets.mean(table[f"{layer}.{kind}"]) for layer in layers] for kind in NORMS}
+    norms = {kind: [buckets.mean(table[f"{layer}.{kind}"]) for layer in layers] for kind in NORM_KINDS}
     return {
         "norms": {"step": np.round(buckets.mean(table[STEP])), "layers": layers, **norms},
         "experts": _experts(reader.last_line),

@@ -29,6 +29,7 @@ from argosy.observe.heartbeat import BESIDE, HeartbeatReading, read_heartbeat
 from argosy.observe.line_follower import LineFollower
 from argosy.observe.panel import RunView, duration, figures, one_line, step_in_words
 from argosy.observe.records import evaluation_line, step_line
+from argosy.observe.report import SLOW_STEP
 from argosy.observe.surfaces import TerminalSurface
 from argosy.observe.terminal import has_live_line, printable
 from argosy.plan.calibration import PARTS, part_of
@@ -49,8 +50,6 @@ HISTORY_BYTES = 2**22
 """Bytes at the end of metrics.jsonl that are read when a run goes on: some thousand steps."""
 CURVE_POINTS = 8192
 """A curve that has more points loses every second one: no screen has more columns."""
-SLOW = 3.0
-"""A step that took so many times the median compiled or was disturbed."""
 SHOWN_EVENTS = 8
 ODD_STOPS = "yellow"
 """Colour of stops that are more or fewer than nine times of ten."""
@@ -171,7 +170,7 @@ class FolderView(RunFiles):
         if not self.recent_steps:
             return []
         usual = statistics.median(record["step_time_s"] for record in self.recent_steps)
-        return [record for record in self.recent_steps if record["step_time_s"] <= SLOW * usual]
+        return [record for record in self.recent_steps if record["step_time_s"] <= SLOW_STEP * usual]
 
     def _left_s(self, run: RunConfig | None, steady: list[dict[str, Any]]) -> float | None:
         """Return the seconds to the end at the speed of the last steps, with what is done beside them."""

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from argosy.supervise.lease import held as module
-from argosy.supervise.lease.held import HeldLease
-from argosy.supervise.lease.lease import SAFE_S, TTL_S, Holder, LeaseLost, LeaseUnreachable
+from argosy.supervise.lease import lease as module
+from argosy.supervise.lease.lease import SAFE_S, TTL_S, HeldLease, Holder, LeaseLost, LeaseUnreachable
 from waiting import wait_until
 
 

@@ -23,8 +23,8 @@ from argosy.supervise.lease import etcd as etcd_module
 from argosy.supervise.lease import kubernetes as kubernetes_module
 from argosy.supervise.lease import lease as lease_module
 from argosy.supervise.lease.etcd import EtcdLease
-from argosy.supervise.lease.held import open_lease
 from argosy.supervise.lease.lease import Holder, Lease, LeaseLost, LeaseUnreachable
+from argosy.supervise.place import open_lease
 from etcd import WHERE_FROM, Etcd, etcd, is_installed
 from kubernetes_api import Api, kubernetes_api
 from waiting import PATIENT_S, wait_until

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.data.manifest import Shard
-from argosy.data.order import Samples
+from argosy.data.order import I64, Samples
 from argosy.data.shards import TokenSource
 from argosy.data.stores.cache import Cache, Reader
 from argosy.data.stores.folder import PAUSES_S, StoreFolder
@@ -37,8 +37,6 @@ SPAN_BLOCKS = 16
 CLOSING_S = 1.0
 URGENT_STEPS = 16
 """Blocks that are needed within so many steps are fetched one by one: none waits for blocks that are needed later."""
-
-I64 = npt.NDArray[np.int64]
 
 
 class Ahead:

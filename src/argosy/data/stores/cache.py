@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from argosy.config.data import CacheConfig
 from argosy.data.manifest import BLOCK_BYTES
+from argosy.data.order import U64
 from argosy.errors import UserError
 from argosy.files import PARTIAL, atomic_write
 
@@ -46,7 +47,6 @@ BATCH_SHARE = 0.01
 NEVER = 2**32 - 1
 """Steps until a block is needed that no reader has in its plan."""
 
-U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
 PLAN_ROW = np.dtype([("key", "<u8"), ("due", "<u4")])
 

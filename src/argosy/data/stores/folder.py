@@ -19,13 +19,21 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.manifest import BLOCK_BYTES, MOST_BYTES, TOKENIZER, BlockChecksums, Manifest, Shard, read_checksums
+from argosy.data.manifest import (
+    BLOCK_BYTES,
+    MOST_MANIFEST_BYTES,
+    TOKENIZER,
+    BlockChecksums,
+    Manifest,
+    Shard,
+    read_checksums,
+)
 from argosy.data.manifest import NAME as MANIFEST
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.store import Store, StoreUnreachable
 from argosy.errors import ArgosyError, ArgosyWarning, DataError, Retryable, UserError
 
-ATTEMPTS = 3
+BLOCK_FETCHES = 3
 """A block that does not match its checksum is fetched so often."""
 OPEN_S = 20.0
 """Time for which the folder's manifest is asked for when a run starts."""
@@ -100,7 +108,7 @@ class StoreFolder:
 
     def _brought(self) -> tuple[bool, Manifest]:
         """Bring the manifest here, again if it was damaged on its way; True if it is another than before."""
-        for _ in range(ATTEMPTS - 1):
+        for _ in range(BLOCK_FETCHES - 1):
             is_new = self._bring()
             with suppress(ArgosyError):
                 return is_new, self._parsed()
@@ -111,7 +119,7 @@ class StoreFolder:
         etag = self.local / "etag"
         known = etag.read_text() if etag.exists() and (self.local / MANIFEST).exists() else ""
         try:
-            newer = self.store.get_newer(MANIFEST, known, MOST_BYTES)
+            newer = self.store.get_newer(MANIFEST, known, MOST_MANIFEST_BYTES)
         except FileNotFoundError:
             raise UserError(
                 f"data.sources: {self.url}: no prepared data here ({MANIFEST} is missing). Prepare it: argosy prepare "
@@ -119,14 +127,14 @@ class StoreFolder:
             ) from None
         if newer is None:
             return False
-        tokenizer = self.store.get(TOKENIZER, MOST_BYTES)
+        tokenizer = self.store.get(TOKENIZER, MOST_MANIFEST_BYTES)
         if tokenizer is None:
             raise UserError(f"data.sources: {self.url}/{TOKENIZER} is missing. Put it there again.")
         for name, content in ((TOKENIZER, tokenizer), (MANIFEST, newer[0])):
-            if len(content) > MOST_BYTES:
+            if len(content) > MOST_MANIFEST_BYTES:
                 raise UserError(
-                    f"data.sources: {self.url}/{name} has more than {MOST_BYTES >> 20} MiB: it is not what its name "
-                    "says. Put the prepared data there again."
+                    f"data.sources: {self.url}/{name} has more than {MOST_MANIFEST_BYTES >> 20} MiB: it is not what "
+                    "its name says. Put the prepared data there again."
                 )
         for name, content in ((TOKENIZER, tokenizer), (MANIFEST, newer[0]), ("url", self.url.encode())):
             _put(self.local / name, content)
@@ -229,7 +237,7 @@ class StoreFolder:
         """Return blocks that match their checksums, as the store has them."""
         size = shard.tokens * np.dtype(self.manifest.dtype).itemsize
         sums = self.checksums(shard)
-        for attempt in range(ATTEMPTS):
+        for attempt in range(BLOCK_FETCHES):
             start = first * BLOCK_BYTES
             try:
                 data = memoryview(self.store.get_range(f"{shard.name}.bin", start, min(stop * BLOCK_BYTES, size)))
@@ -242,11 +250,11 @@ class StoreFolder:
             if not bad:
                 return {block: bytes(content) for block, content in found.items()}
             self.news.append(("block_damaged", {"shard": f"{self.url}/{shard.name}.bin", "block": bad[0]}))
-            if attempt + 1 < ATTEMPTS:
+            if attempt + 1 < BLOCK_FETCHES:
                 sums = self.checksums(shard, again=True)  # they may be what is damaged
         raise DataError(
             f"{self.url}/{shard.name}.bin: the block at byte {bad[0] * BLOCK_BYTES} does not match its checksum, "
-            f"though it was fetched {ATTEMPTS} times. Copy the shard there again, or prepare the data again."
+            f"though it was fetched {BLOCK_FETCHES} times. Copy the shard there again, or prepare the data again."
         )
 
     def count(self, hits: int = 0, misses: int = 0, fetched_bytes: int = 0) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.data.manifest import BLOCK_BYTES, Shard, SplitName
+from argosy.data.order import I64
 from argosy.data.shards import I32, TokenSource, range_of_ids
 from argosy.data.stores.cache import Cache, block_key
 from argosy.data.stores.folder import StoreFolder
@@ -27,8 +28,6 @@ FETCHES = 32
 """Requests at once: with 20 ms each and 256 KiB, more than 1 Gbit/s takes."""
 ROWS_AT_ONCE = 64
 """Windows whose blocks are made sure of before they are read."""
-
-I64 = npt.NDArray[np.int64]
 
 
 class StoreShard:

@@ -161,7 +161,7 @@ def repeated_s(time: StepTime) -> float:
 Floats = NDArray[np.float64]
 BreakdownT = TypeVar("BreakdownT", StepTime, Footprint)
 
-CHUNK = 4096
+PLANS_AT_ONCE = 4096
 """Plans that are computed at once, so that their columns stay in the cache."""
 FAST_HALF = 1.5
 """bf16 is chosen if its matmuls are this much faster than those of fp32, as in `plan.search.auto`."""
@@ -306,7 +306,7 @@ class CostModel:
         """Return the plans with the size of buckets that each waits least for (`plan.cost.step_time`)."""
         sizes = [
             self.step_model(some).best_bucket_mb()
-            for some in (plans[start : start + CHUNK] for start in range(0, len(plans), CHUNK))
+            for some in (plans[start : start + PLANS_AT_ONCE] for start in range(0, len(plans), PLANS_AT_ONCE))
         ]
         return replace(plans, bucket_mb=np.concatenate(sizes)) if sizes else plans
 
@@ -372,8 +372,8 @@ def _alone_as_zero(plans: Layouts) -> Layouts:
 
 def _in_chunks(plans: Layouts, predict: Callable[[Layouts], BreakdownT], kind: type[BreakdownT]) -> BreakdownT:
     whole = {f.name: np.empty(len(plans)) for f in fields(kind)}
-    for start in range(0, len(plans), CHUNK):
-        cost = predict(_alone_as_zero(plans[start : start + CHUNK]))
+    for start in range(0, len(plans), PLANS_AT_ONCE):
+        cost = predict(_alone_as_zero(plans[start : start + PLANS_AT_ONCE]))
         for name, column in whole.items():
-            column[start : start + CHUNK] = getattr(cost, name)
+            column[start : start + PLANS_AT_ONCE] = getattr(cost, name)
     return kind(**whole)

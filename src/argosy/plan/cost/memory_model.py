@@ -21,12 +21,11 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.layer_memory import LayerMemory
 from argosy.plan.cost.network import Compression
 from argosy.plan.cost.rates import System
+from argosy.plan.layer_spec import CHUNK_LOGITS
 from argosy.plan.layouts import Layouts
 from argosy.plan.pipeline import INTERLEAVED, V_SHAPED, last_stage_layers
 from argosy.plan.workload import Numbers, Workload
 
-LOSS_CHUNK_LOGITS = 8 * 2**20
-"""Logits that exist at once if the loss is computed in chunks (`models.loss`)."""
 LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 21
 """Bytes of each: once in the arithmetic's format, twice in fp32, and its gradient; eager, also what lies between."""
 
@@ -289,7 +288,7 @@ class MemoryModel(LayerMemory):
         plans, work, system, element = self.plans, self.work, self.system, self.activation_bytes
         hidden, matrix = self.tokens * work.width, work.width * work.head_outputs / plans.tp
         whole = self.tokens * work.head_outputs / plans.tp
-        chunk = np.minimum(whole, LOSS_CHUNK_LOGITS)
+        chunk = np.minimum(whole, CHUNK_LOGITS)
         gradients = 4 * work.trained_head * matrix + element * hidden
         arithmetic = chunk * np.where(self.eager, LOSS_CHUNK_BYTES_EAGER, LOSS_CHUNK_BYTES)
         product = (work.trained_head * matrix + 2 * chunk) * element

@@ -146,6 +146,15 @@ def within_site(costs: CostModel, cluster: Cluster) -> CostModel:
     return costs.on(part, min(cluster.sites.values()))
 
 
+def costs_of_one_plan(run: RunConfig, cluster: Cluster) -> CostModel:
+    """Return the cost model of the devices that have one plan: all, or, of a run of several sites, those of one.
+
+    Raises: UserError, as `within_site`.
+    """
+    whole = CostModel.of(run, cluster)
+    return within_site(whole, cluster) if run.sites and len(cluster.sites) > 1 else whole
+
+
 def exchange_bytes(costs: CostModel, cluster: Cluster) -> float:
     """Return the bytes that each site sends to sum all gradients once."""
     return _sent(costs, len(cluster.sites), WEIGHT_BYTES)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
-from argosy.plan.cost.cost_model import CostModel
+from argosy.plan.cost.cost_model import PLANS_AT_ONCE, CostModel
 from argosy.plan.cost.economy import DRAW
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.inference import CACHES, WEIGHTS, Formats, ReplicaCut, ServingLoad, ServingModel
@@ -33,8 +33,6 @@ from argosy.plan.report.request import Question, of_model
 from argosy.plan.search.candidates import WholeRunModel
 from argosy.plan.search.search import SearchResult, plainest, search
 
-CHUNK = 4096
-"""Points that are computed at once, so that their columns stay in the cache."""
 DRAWN, HELD_OUT, OTHERS = 10, 8, 4
 """Points that are drawn to be searched for plans, and in each round to tell the regret; and that are searched in number
 formats with slower matmuls."""
@@ -343,8 +341,8 @@ def front(objectives: Floats) -> NDArray[np.int64]:
 
 
 def _chunks(n: int) -> Iterator[slice]:
-    for start in range(0, n, CHUNK):
-        yield slice(start, min(n, start + CHUNK))
+    for start in range(0, n, PLANS_AT_ONCE):
+        yield slice(start, min(n, start + PLANS_AT_ONCE))
 
 
 def _one(rates: Rates) -> Rates:

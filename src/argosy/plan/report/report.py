@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import Goodput, price_per_device_h
 from argosy.plan.cost.estimate import Estimate, count, gib, percent, seconds, table_in_html
 from argosy.plan.cost.heterogeneous import UnevenSplit, uneven_splits
-from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, updates_in_words, with_workers, within_site
+from argosy.plan.cost.sites import ExchangeCost, bytes_of_step, costs_of_one_plan, updates_in_words, with_workers
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import GIB
 from argosy.plan.layouts import Layouts
@@ -41,6 +41,7 @@ from argosy.plan.search.search import (
     misfit,
     nearest_that_fits,
     search,
+    why_nothing_fits,
 )
 from argosy.plan.search.space import Pins
 
@@ -68,7 +69,7 @@ class PlanRequest:
     tokens: float | None = None
     """Tokens to train on; None: 20 for each active parameter."""
     objective: Objective = "time"
-    pins: Pins | None = None
+    pins: Pins = field(default_factory=dict)
     top: int = 10
     given: Plan | None = None
     """A plan to explain in place of the best."""
@@ -190,7 +191,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         pareto=economy.choices(found.plans[front]),
         explanation=explanation,
         uneven=() if economy.sites > 1 else tuple(uneven_splits(costs, shown)),
-        exchanges=() if economy.is_asynchronous else ways_to_agree(run, cluster, request.pins or {}),
+        exchanges=() if economy.is_asynchronous else ways_to_agree(run, cluster, request.pins),
         notes=tuple(_notes(request, economy, explained, inside_s)),
         network=network_report(costs, explained),
     )
@@ -206,8 +207,8 @@ def searched(
     """
     problem, tried = "", request
     while True:
-        costs = _costs(tried)
-        counts, pins = counts_of(costs), tried.pins or {}
+        costs = costs_of_one_plan(tried.run, _with_workers(tried))
+        counts, pins = counts_of(costs), tried.pins
         try:
             found = search(costs, pins, counts)
         except UserError as error:
@@ -232,13 +233,6 @@ def _with_batch(request: PlanRequest, batch: int) -> PlanRequest:
         assumed=tuple(said if line == request.assumed_batch else line for line in request.assumed),
         assumed_batch=said,
     )
-
-
-def _costs(request: PlanRequest) -> CostModel:
-    """Return the cost model of the devices that have one plan: all, or those of a site."""
-    run, cluster = request.run, _with_workers(request)
-    whole = CostModel.of(run, cluster)
-    return within_site(whole, cluster) if run.sites and len(cluster.sites) > 1 else whole
 
 
 def _with_workers(request: PlanRequest) -> Cluster:
@@ -322,22 +316,13 @@ def _of_rounds(economy: WholeRunModel, inside_s: float) -> str:
 
 def _nothing_fits(request: PlanRequest, costs: CostModel, found: SearchResult, counts: Sequence[int]) -> str:
     """Explain by how much the leanest plan does not fit, and what would."""
-    missing = misfit(costs, found.leanest)
-    assert missing is not None  # or it would have been found
-    lines = [
-        f'nothing fits: of {found.looked_at:,} plans the leanest, "{found.leanest}", needs '
-        f"{missing.needs_bytes / GIB:.1f} GiB {missing.where}, {missing.excess_bytes / GIB:.1f} GiB more than the "
-        f"{missing.has_bytes / GIB:.1f} GiB that it may (with a margin for the prediction); "
-        f"{missing.largest} takes {missing.largest_bytes / GIB:.1f} GiB."
-    ]
-    remedies = _remedies(request, costs, found.leanest, counts)
-    return "\n  ".join([*lines, *(remedies or ["A larger device, or a smaller model, would do."])])
+    remedies = _remedies(request, costs, found.leanest, counts) or ["A larger device, or a smaller model, would do."]
+    return "\n  ".join([why_nothing_fits(costs, found), *remedies])
 
 
 def _remedies(request: PlanRequest, costs: CostModel, leanest: Plan, counts: Sequence[int]) -> list[str]:
     """Describe what would make a plan fit."""
-    pins = request.pins or {}
-    remedies = []
+    pins, remedies = request.pins, []
     if pins:
         free = search(costs, {}, counts)
         row = nearest_that_fits(leanest, free)
@@ -349,7 +334,8 @@ def _remedies(request: PlanRequest, costs: CostModel, leanest: Plan, counts: Seq
     ]
     if request.run.optimizer.state != "int8" and request.run.optimizer.kind in OPTIMIZERS:
         optimizer = request.run.optimizer.model_copy(update={"state": "int8"})
-        small = _costs(replace(request, run=request.run.model_copy(update={"optimizer": optimizer})))
+        smaller = request.run.model_copy(update={"optimizer": optimizer})
+        small = costs_of_one_plan(smaller, _with_workers(request))
         ways += [(IN_8_BITS, small, pins), (f"{IN_8_BITS}, {ways[0][0].lower()}", small, ways[0][2])]
     for how, leaner, more in ways:
         has_both = IN_8_BITS in how and "offload" in more

@@ -51,7 +51,7 @@ def serving_report(request: PlanRequest, question: ServingQuestion) -> ServingRe
     """
     run, cluster = request.run, request.cluster
     costs = CostModel.of(run, cluster)
-    search = ServingSearch(costs, cluster, question, request.pins or {})
+    search = ServingSearch(costs, cluster, question, request.pins)
     found = search.found()
     front = pareto(found)
     return ServingReport(

@@ -16,7 +16,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import Goodput, WholeRun, checkpoint_cost, goodput, whole_run
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.rates import in_precision
-from argosy.plan.cost.sites import exchange_s, within_site
+from argosy.plan.cost.sites import costs_of_one_plan, exchange_s
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Objective, has_workers
@@ -93,8 +93,7 @@ class WholeRunModel:
         for batch, many in run.train.batches.steps_of(run.train.batch_ramp[-1].until_step):
             train = run.train.model_copy(update={"global_batch": batch, "batch_ramp": ()})
             stage = run.model_copy(update={"train": train})
-            whole = CostModel.of(stage, self.cluster)
-            costs = within_site(whole, self.cluster) if self.sites > 1 else whole
+            costs = costs_of_one_plan(stage, self.cluster)
             made = min(float(many), np.ceil(left / stage.tokens_per_step))
             step_s = np.asarray(costs.predict_time(plans).total)
             steps, full = steps + made, full + made * (step_s + between_s) / (full_s + between_s)

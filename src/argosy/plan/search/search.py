@@ -2,9 +2,9 @@
 that fit. A mesh is dropped if its leanest plan (smallest microbatch, most recompute) does not fit.
 
 Replicas may sum gradients in tiers, neighbours of a node or a site first. That changes no number but by the order of a
-sum. A plan stays plain unless tiers save `WORTH` of its step: where nodes have fast adapters, a ring through all ranks
-is as fast. Of the plans about as fast as the fastest, the plainest is taken; of one that does not fit it is said by how
-much, and which is the nearest that does."""
+sum. A plan stays plain unless tiers save `AS_FAST` of its step: where nodes have fast adapters, a ring through all
+ranks is as fast. Of the plans about as fast as the fastest, the plainest is taken; of one that does not fit it is said
+by how much, and which is the nearest that does."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from argosy.plan.plan import MESH, Plan
 from argosy.plan.rules import breaks_any
 from argosy.plan.search.space import Pins, Space, columns_of, crossed, joined
 
-WORTH = 0.03
-"""Share of a step that tiers must save: predictions do not tell plans apart by less (`plan.search.search`)."""
+AS_FAST = 0.03
+"""Predictions cannot tell plans apart if their steps differ by less (the regret of `benchmarks/planner`)."""
 OURS = ("sum_inside", "sum_between")
 
 
 def with_tiers(costs: CostModel, plans: Layouts, time: StepTime, pins: Pins) -> tuple[Layouts, StepTime]:
-    """Return the plans with the tiers that make each fastest, if that saves `WORTH` of its step, and their times.
+    """Return the plans with the tiers that make each fastest, if that saves `AS_FAST` of its step, and their times.
 
     time: that of `plans`. Plans that could not become as fast as the fastest of all are left as they are.
     """
@@ -41,7 +41,7 @@ def with_tiers(costs: CostModel, plans: Layouts, time: StepTime, pins: Pins) -> 
         return plans, time
     total = np.array(time.total)
     without = total - np.asarray(time.gradients)
-    could = (np.asarray(time.gradients) > WORTH * total) & (without < total.min())
+    could = (np.asarray(time.gradients) > AS_FAST * total) & (without < total.min())
     columns = {f.name: np.array(np.broadcast_to(getattr(plans, f.name), len(plans))) for f in fields(plans)}
     best = total.copy()
     for inside, between in _tiers(costs, plans):
@@ -53,7 +53,7 @@ def with_tiers(costs: CostModel, plans: Layouts, time: StepTime, pins: Pins) -> 
             continue
         tiered = tiered if "bucket_mb" in pins else costs.with_buckets(tiered)
         timed = costs.predict_time(tiered)
-        saves = np.asarray(timed.total) < np.minimum(best[rows], (1 - WORTH) * total[rows])
+        saves = np.asarray(timed.total) < np.minimum(best[rows], (1 - AS_FAST) * total[rows])
         better = rows[saves]
         best[better] = np.asarray(timed.total)[saves]
         for key in (*OURS, "bucket_mb"):
@@ -256,8 +256,6 @@ def with_memory(costs: CostModel, memory_bytes: float, host_memory_bytes: float)
     return replace(costs, rates=rates)
 
 
-AS_FAST = 0.03
-"""Predictions cannot tell plans apart if their steps differ by less (the regret of `benchmarks/planner`)."""
 OFFLOADS = tuple(word for word in WORDS["offload"] if word != "none")
 
 
@@ -319,7 +317,8 @@ def why_nothing_fits(costs: CostModel, found: SearchResult) -> str:
     missing = misfit(costs, found.leanest)
     assert missing is not None  # or it would have been found
     return (
-        f'nothing fits: the leanest plan, "{found.leanest}", needs {missing.needs_bytes / GIB:.1f} GiB '
-        f"{missing.where}, which may need {missing.has_bytes / GIB:.1f} GiB; {missing.largest} takes "
-        f"{missing.largest_bytes / GIB:.1f} GiB."
+        f'nothing fits: of {found.looked_at:,} plans the leanest, "{found.leanest}", needs '
+        f"{missing.needs_bytes / GIB:.1f} GiB {missing.where}, {missing.excess_bytes / GIB:.1f} GiB more than the "
+        f"{missing.has_bytes / GIB:.1f} GiB that it may (with a margin for the prediction); "
+        f"{missing.largest} takes {missing.largest_bytes / GIB:.1f} GiB."
     )

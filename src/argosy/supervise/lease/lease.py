@@ -3,11 +3,13 @@
 A lease that is not renewed ends, and another may acquire it. So a process may believe that it holds one which has just
 ended: it stood still, or its clock is slow. What it does then is stopped by fencing, not by time: a backend lets it
 begin a generation only if it still holds the lease at that moment (`Lease.check`), and the run's folder lets nobody
-begin one that has begun (`checkpoint.fence`). `FolderLease` is the backend that needs no service.
+begin one that has begun (`checkpoint.fence`). `FolderLease` is the backend that needs no service, and
+`HeldLease` the thread that renews a lease while it is held.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -180,3 +182,79 @@ def _reachable() -> Iterator[None]:
         yield
     except OSError as problem:
         raise LeaseUnreachable(str(problem)) from None
+
+
+RENEW_AGAIN_S = 0.2
+"""Time until an unreachable backend is asked again."""
+
+
+class HeldLease:
+    """Holds a lease that was acquired for this process, until it is lost, cannot be renewed, or `end` gives it up.
+
+    A thread renews it, so that a coordinator that searches for a plan keeps its place; its agent replaces one that
+    does not come back from that.
+    """
+
+    def __init__(self, lease: Lease):
+        """Raises: LeaseLost, LeaseUnreachable if the lease cannot be renewed now."""
+        self._lease, self._lock = lease, threading.Lock()
+        self._ends, self._valid_until_s, self.problem = threading.Event(), 0.0, ""
+        """problem: why it could not be renewed, the last time."""
+        self._renew()
+        threading.Thread(target=self._keep, name="argosy-lease", daemon=True).start()
+
+    @property
+    def is_held(self) -> bool:
+        """True while no other can have the lease, as far as this machine's clock tells."""
+        return _clock_s() < self._valid_until_s
+
+    def check(self, generation: int) -> None:
+        """Note that this process begins `generation`; wait for a backend that does not answer while the lease lasts.
+
+        Raises: LeaseLost.
+        """
+        while self.is_held:
+            try:
+                with self._lock:
+                    self._lease.check(generation)
+                return
+            except LeaseUnreachable as problem:
+                self.problem = str(problem)
+                time.sleep(RENEW_AGAIN_S)
+        raise LeaseLost(self.problem or "it was not renewed in time")
+
+    def end(self) -> None:
+        """Give the lease up, so that another can have it at once."""
+        self._ends.set()
+        with self._lock:
+            is_held, self._valid_until_s = self.is_held, 0.0
+            if is_held:
+                try:
+                    self._lease.release()
+                except (LeaseLost, LeaseUnreachable) as problem:  # it ends by itself
+                    self.problem = str(problem)
+
+    def _keep(self) -> None:
+        wait_s = RENEW_S
+        while not self._ends.wait(wait_s):
+            wait_s = RENEW_S
+            try:
+                with self._lock:
+                    if not self.is_held:
+                        return
+                    self._renew()
+            except LeaseLost as problem:
+                self.problem, self._valid_until_s = str(problem), 0.0
+                return
+            except LeaseUnreachable as problem:
+                self.problem, wait_s = str(problem), RENEW_AGAIN_S
+
+    def _renew(self) -> None:
+        asked_s = _clock_s()
+        self._lease.renew()
+        self._valid_until_s = asked_s + SAFE_S
+
+
+def _clock_s() -> float:
+    """Return seconds of a clock that goes on while the machine sleeps, as CLOCK_MONOTONIC does not."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

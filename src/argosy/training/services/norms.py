@@ -16,6 +16,7 @@ from torch import Tensor
 from argosy.accelerator import sent_to, sent_to_host
 from argosy.config.schema import RunConfig
 from argosy.models.preference import STATISTICS
+from argosy.observe.records import NORM_KINDS
 from argosy.optim.piece import Piece
 from argosy.parallel.model import ParallelModel
 from argosy.parallel.world import World
@@ -24,7 +25,6 @@ from argosy.training.parts import Parts
 from argosy.training.services.service import Service
 from argosy.training.step import StepOutcome
 
-KINDS = ("weight", "gradient", "update")
 """weight: before the update; gradient: before clipping; update: what the weights have changed by."""
 
 
@@ -76,7 +76,7 @@ class LayerNorms(Service):
 
     def after_update(self, step: int) -> None:
         """Add up the squares of all ranks."""
-        shape, device = (len(KINDS), len(self.layers)), self._world.device
+        shape, device = (len(NORM_KINDS), len(self.layers)), self._world.device
         total = torch.zeros(shape, dtype=torch.float64, device=device)
         for squares in self._squares.values():
             total += sent_to(device, squares)
@@ -88,16 +88,16 @@ class LayerNorms(Service):
         if step != self._step or self._newest is None:
             return {}
         of_layers = zip(self.layers, self._newest.T.tolist(), strict=True)
-        return {"norms": {layer: dict(zip(KINDS, norms, strict=True)) for layer, norms in of_layers}}
+        return {"norms": {layer: dict(zip(NORM_KINDS, norms, strict=True)) for layer, norms in of_layers}}
 
     def _add(self, kind: str, piece: Piece, tensor: Tensor) -> None:
         place, replicas = self._place[piece.name]
         if tensor.device not in self._squares:
-            shape = (len(KINDS), len(self.layers))
+            shape = (len(NORM_KINDS), len(self.layers))
             self._squares[tensor.device] = torch.zeros(shape, dtype=torch.float64, device=tensor.device)
         # In fp32: the norm of a bf16 tensor would be rounded to bf16.
         norm = torch.linalg.vector_norm(tensor, dtype=torch.float32)
-        self._squares[tensor.device][KINDS.index(kind), place] += norm.double().square() / replicas
+        self._squares[tensor.device][NORM_KINDS.index(kind), place] += norm.double().square() / replicas
 
 
 class Preferences(Service):
