@@ -68,6 +68,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "softcap": {"attention": {"softcap": 30.0}},
     "fp8": {},
     "fp8_rowwise": {},
+    "mxfp8": {},
 }
 DOCUMENTS = (1, 3, 5, 9, 17)
 """Documents of the first row, step by step."""
