@@ -14,9 +14,10 @@ import torch
 from hypothesis import given
 
 from argosy import faults
+from argosy.precision import FLOAT_DTYPES
 from argosy.processes.child import ForkEntry
 from argosy.processes.fork_server import ForkServer
-from argosy.resilience.node_check import DTYPES, Unit, check_node, factors, multiply, remember, units, wrong_number
+from argosy.resilience.node_check import Unit, check_node, factors, multiply, remember, units, wrong_number
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest, NodeRates, Wrong
 
 HERE = "resilience.test_node_check"
@@ -37,7 +38,7 @@ def armed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
 @pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp16"])
 def test_products_are_exact_in_every_format_and_order(number_format):
-    a, b = factors(64, DTYPES[number_format], torch.device("cpu"))
+    a, b = factors(64, FLOAT_DTYPES[number_format], torch.device("cpu"))
     exact = a.long() @ b.long()
     assert exact.abs().max() > 2 * len(b) ** 0.5, "large enough to say something"
     assert torch.equal((a @ b).long(), exact)
@@ -51,7 +52,7 @@ BITS = [("fp32", bit) for bit in range(32)] + [("bf16", bit) for bit in range(16
 
 @pytest.mark.parametrize(("number_format", "bit"), BITS)
 def test_any_flipped_bit_of_a_product_is_seen_and_where_it_is(number_format, bit):
-    a, b = factors(32, DTYPES[number_format], torch.device("cpu"))
+    a, b = factors(32, FLOAT_DTYPES[number_format], torch.device("cpu"))
     product = a @ b
     integer, width = (torch.int32, 32) if number_format == "fp32" else (torch.int16, 16)
     product.view(integer)[5, 7] ^= 1 << bit if bit < width - 1 else -(1 << bit)

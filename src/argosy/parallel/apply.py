@@ -55,7 +55,9 @@ def load() -> None:
     if plan.shards_parameters:
         import torch.distributed.fsdp
     if max(plan.tp, plan.ep, plan.dp_shard) > 1:
-        import torch.distributed.tensor  # noqa: F401
+        import torch.distributed.tensor
+    if max(plan.tp, plan.cp, plan.ep, plan.dp_shard) > 1 or plan.recompute != "none":
+        import torch._dynamo  # noqa: F401  what torch marks as not to be compiled loads it when it is first called
 
 
 def compile_blocks(model: Decoder, enabled: bool) -> None:

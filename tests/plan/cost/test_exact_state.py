@@ -15,7 +15,6 @@ from argosy.config.optimizer import OptimizerConfig
 from argosy.config.schema import RunConfig
 from argosy.optim.optimizer import RULES
 from argosy.plan.cost.exact_state import (
-    INT8_BLOCK,
     MOMENTS,
     local_shard_of,
     moment_bytes,
@@ -25,7 +24,6 @@ from argosy.plan.cost.exact_state import (
 )
 from argosy.plan.parameters import Parameter, parameter_table, parameters
 from argosy.plan.plan import Plan
-from argosy.precision import BLOCK
 
 SMALL = ModelConfig(layers=4, width=64, heads=8, kv_heads=2, head_width=8, ffn_width=96, vocab_size=203)
 
@@ -113,9 +111,8 @@ def test_moments_take_what_the_optimizer_keeps(kind, state, name, shape, expecte
     assert moment_bytes(name, shape, shape, OptimizerConfig(kind=kind, state=state)) == expected
 
 
-def test_moments_and_blocks_are_those_of_the_optimizer():
+def test_moments_are_those_of_the_optimizer():
     assert {name: len(rule.moments) for name, rule in RULES.items()} == MOMENTS
-    assert INT8_BLOCK == BLOCK
 
 
 def test_the_arithmetic_needs_no_torch():

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.breakdown import Factors
-from argosy.plan.cost.constants import COMPILER_BYTES, Constants, constants_of, memory_std, time_std
+from argosy.plan.cost.constants import Constants, constants_of, memory_std, time_std
 from argosy.plan.cost.estimate import first_of
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
 from argosy.plan.cost.fabric import Fabric
@@ -242,7 +242,6 @@ class CostModel:
         of_moment = 4.0 if optimizer.state == "fp32" else 1.0 + 4 / INT8_BLOCK
         return System(
             moment_bytes=moments_of(self.run)[optimizer.kind] * of_moment,
-            compiler_bytes=COMPILER_BYTES * self.rates.host_waits,
             saves_here=self.rates.host_waits,
             buckets=1,
             gathers_ahead=1,

@@ -46,7 +46,7 @@ class Footprint(Breakdown):
     agreement: Numbers
     """State that replicas or sites keep to agree in fewer bytes: residuals, outer weights and momentum."""
     workspace: Numbers
-    """Buffers of kernels and collectives, what compiling takes, and the copies for a checkpoint."""
+    """Buffers of kernels and collectives, and the copies for a checkpoint."""
     reserve: Numbers
     """Memory that the allocator holds unused."""
 
@@ -138,7 +138,6 @@ class MemoryModel(LayerMemory):
             gathered=gathered,
             agreement=self._agreement(trained, mine),
             workspace=constants.workspace_bytes
-            + np.where(self.eager, 0.0, system.compiler_bytes)
             + self._received()
             + system.saves_here * self._saved(saved, mine, weight_bytes),
             reserve=np.zeros(1),

@@ -121,18 +121,14 @@ def _rounds(plan: Plan, costs: CostModel, joined: Cluster | None, step_s: float)
 
 
 def _state(plan: Plan, costs: CostModel, cluster: Cluster, last: bool) -> dict[str, float]:
-    """Return the exact bytes of the state on the first rank of the first pipeline stage, or of the last.
+    """Return the exact bytes of what is always there on the first rank of the first pipeline stage, or of the last.
 
-    If gradients are checked there are two sets at a time: this rank's own, and another rank's that it computes again.
+    Gradients come and go: the memory model says how many of them there are at the peak.
     """
     rank = (plan.pp - 1) * (plan.world_size // plan.pp) if last else 0
     state = state_bytes(plan, costs.run, rank)
     elsewhere = plan.is_("offload", "optimizer", "all") and cluster.device.kind != "cpu"
-    return {
-        "weights": float(state.parameters),
-        "gradients": float((1 + costs.system.checks_gradients) * state.gradients),
-        "optimizer": 0.0 if elsewhere else float(state.optimizer),
-    }
+    return {"weights": float(state.parameters), "optimizer": 0.0 if elsewhere else float(state.optimizer)}
 
 
 def _by_axis(plan: Plan, run: RunConfig) -> dict[str, int]:

@@ -171,8 +171,6 @@ class System:
     """Hidden-state widths that a layer keeps for backward, beside the inputs and outputs of both norms."""
     selective: Numbers = 0
     """Share of a layer's activations that selective recompute keeps; 0: the results of matmuls and attention."""
-    compiler_bytes: Numbers = 0
-    """Bytes that torch.compile takes of the device's memory: on a CPU, where the process that computes compiles too."""
     saves_here: Numbers = 0
     """1: the copies that are made for a checkpoint lie in the device's own memory, which on a CPU is the host's."""
     receives_ahead: Numbers = 1
