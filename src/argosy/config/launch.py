@@ -251,7 +251,7 @@ class LaunchConfig(Section):
     GPUs, or one process without GPUs."""
     threads: NonNegativeInt = 0
     """CPU threads per worker; 0 divides the cores equally."""
-    device: Literal["auto"] | DeviceType = "auto"
+    device: Literal["auto", DeviceType] = "auto"
     """Device of the workers, as torch names it; auto: the accelerator that torch finds, else the CPU."""
     max_restarts: NonNegativeInt = 3
     """Number of times in a row that lost workers are replaced without progress in between."""

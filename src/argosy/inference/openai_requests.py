@@ -56,7 +56,7 @@ class StreamOptions(BaseModel):
 class SamplingRequest(BaseModel):
     """The keys that completions of text and of conversations share."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

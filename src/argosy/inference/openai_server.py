@@ -128,8 +128,9 @@ class OpenAIApi:
             asked = kind.model_validate_json(bytes(body))
         except ValidationError as problem:
             first = problem.errors()[0]
-            place = ".".join(str(part) for part in first["loc"][:2])
-            raise ApiError(400, f"{place or 'the request'}: {first['msg']}.", param=place or None) from None
+            key = str(first["loc"][0]) if first["loc"] else None
+            wrong = first["msg"].removeprefix("Value error, ")
+            raise ApiError(400, f"{key or 'the request'}: {wrong}.", param=key) from None
         self._check_name(asked.model)
         return asked
 
@@ -257,6 +258,7 @@ def server_of(
             app,
             http=PatientProtocol,
             ws="none",
+            lifespan="off",  # the app has none, and Ctrl-C would print the traceback of its end
             loop="asyncio",
             log_level="error",
             access_log=False,
