@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import _ctypes
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from argosy.models.compiler import drop_damaged_libraries
 
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
 CODE = """
@@ -84,6 +88,19 @@ def test_a_run_that_compiles_and_splits_nothing_starts_without_the_compiler(foun
 
 def test_what_is_compiled_is_kept_in_the_users_cache_for_all_runs(found):
     assert found["cache"] == str(found["folder"] / "cache" / "argosy" / "inductor")
+
+
+@pytest.mark.parametrize(("kept_bytes", "is_left"), [(None, True), (2000, False), (0, False), (10, False)], ids=str)
+def test_libraries_that_a_crash_has_cut_off_are_deleted_once_nobody_writes_them(tmp_path, kept_bytes, is_left):
+    library = tmp_path / "ab" / "kernel.so"
+    library.parent.mkdir()
+    shutil.copy(_ctypes.__file__, library)
+    if kept_bytes is not None:
+        os.truncate(library, kept_bytes)
+    drop_damaged_libraries(tmp_path)
+    assert library.exists()  # it may be under way
+    drop_damaged_libraries(tmp_path, old_s=-1)
+    assert library.exists() == is_left
 
 
 def test_a_library_that_loads_is_tried_once_and_a_broken_one_each_time(found):

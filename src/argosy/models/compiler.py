@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,9 @@ PROBE = "_probe_load"
 
 VALID_SETS, SUPPORTED_SETS = "valid_vec_isa_list", "supported_vec_isa_list"
 """torch's function that tries the vector instruction sets, and its list of them; no public names."""
+
+OLD_S = 60.0
+"""Seconds after which nobody writes a library of the cache any more."""
 
 F = TypeVar("F", bound=Callable[..., object])
 _outside_graphs: list[Callable[..., object]] = []
@@ -75,6 +80,7 @@ def load() -> None:
     What it makes is kept on disk, so that only the first run of a model waits for it. TORCHINDUCTOR_CACHE_DIR, if the
     user has set it, says where.
     """
+    is_first = not is_loaded()
     os.environ.setdefault(CACHE_DIR, str(CACHE))  # importing the compiler sets it to a folder of /tmp
     for name in ("torch._dynamo", "torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo"):
         importlib.import_module(name)
@@ -84,10 +90,35 @@ def load() -> None:
 
     if os.environ[CACHE_DIR] == default_cache_dir():  # another package has imported the compiler
         os.environ[CACHE_DIR] = str(CACHE)
+    if is_first:
+        drop_damaged_libraries(Path(os.environ[CACHE_DIR]))
     _keep_probes()
     _try_few_vector_sets()
     while _outside_graphs:
         _disable(_outside_graphs.pop())
+
+
+def drop_damaged_libraries(cache: Path, old_s: float = OLD_S) -> None:
+    """Delete libraries that a machine's crash has left half-written: torch would try to load them for ever.
+
+    In ELF files the table of sections is last. Files younger than `old_s` may still be written by another process.
+    """
+    for library in cache.glob("*/*.so"):
+        try:
+            about = library.stat()
+            with library.open("rb") as file:
+                head = file.read(64)
+            is_damaged = len(head) < 64 or not any(head)
+            if not is_damaged and head.startswith(b"\x7fELF\x02"):
+                table_at, entry_bytes, entries = (
+                    *struct.unpack_from("<Q", head, 40),
+                    *struct.unpack_from("<HH", head, 58),
+                )
+                is_damaged = about.st_size < table_at + entry_bytes * entries
+            if is_damaged and time.time() - about.st_mtime > old_s:
+                library.unlink()
+        except OSError:  # another process has deleted it, or it is not this user's
+            continue
 
 
 def _keep_probes() -> None:
