@@ -110,10 +110,8 @@ def drop_damaged_libraries(cache: Path, old_s: float = OLD_S) -> None:
                 head = file.read(64)
             is_damaged = len(head) < 64 or not any(head)
             if not is_damaged and head.startswith(b"\x7fELF\x02"):
-                table_at, entry_bytes, entries = (
-                    *struct.unpack_from("<Q", head, 40),
-                    *struct.unpack_from("<HH", head, 58),
-                )
+                (table_at,) = struct.unpack_from("<Q", head, 40)
+                entry_bytes, entries = struct.unpack_from("<HH", head, 58)
                 is_damaged = about.st_size < table_at + entry_bytes * entries
             if is_damaged and time.time() - about.st_mtime > old_s:
                 library.unlink()
