@@ -53,7 +53,7 @@ def by_hand(
 @pytest.mark.parametrize("window", [0, 1, 7, 100])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_results_and_gradients_are_those_of_a_mask(lengths, window, softcap, has_sinks, block, monkeypatch):
-    monkeypatch.setattr(banded, "BLOCK", block)
+    monkeypatch.setattr(banded, "QUERIES", block)
     q, k, v, s = inputs()
     sinks = s if has_sinks else None
     starts = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
@@ -79,11 +79,11 @@ def test_both_kernels_see_the_same_band(seen: Seen):
 
 def test_the_cost_grows_with_the_window_and_not_with_the_square_of_the_sequence():
     def blocks_seen(tokens: int) -> int:
-        blocks = banded._blocks([0, tokens], [0, tokens], 100, banded.BLOCK)
+        blocks = banded._blocks([0, tokens], [0, tokens], 100, banded.QUERIES)
         return sum(len(range(*b.of_queries.indices(tokens))) * len(range(*b.of_keys.indices(tokens))) for b in blocks)
 
     assert blocks_seen(16_384) < 4.1 * blocks_seen(4096)
-    assert blocks_seen(16_384) <= 16_384 * (100 + banded.BLOCK)
+    assert blocks_seen(16_384) <= 16_384 * (100 + banded.QUERIES)
     q, k, v = (torch.randn(1, 512, 2, WIDTH) for _ in range(3))
     flops = []
     for window in (0, 128):

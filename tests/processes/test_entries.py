@@ -59,8 +59,11 @@ def _text(word: ast.expr, known: dict[str, str]) -> str | None:
     match word:
         case ast.Constant(str(value)):
             return value
-        case ast.Name(name):
-            return known.get(name)
+        case ast.Name(name) if name in known:
+            return known[name]
+        case ast.Name(name):  # another module's constant
+            value = getattr(importlib.import_module(known["__name__"]), name, None)
+            return value if isinstance(value, str) else None
     return None
 
 

@@ -75,7 +75,7 @@ def test_of_an_object_without_end_only_what_it_may_have_is_read(
     url = f"file://{tmp_path / 'there'}"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert len(Store(url).get(name, 2**20)) == 2**20 + 1
-    monkeypatch.setattr("argosy.data.stores.folder.MOST_BYTES", 2**20)
+    monkeypatch.setattr("argosy.data.stores.folder.MOST_MANIFEST_BYTES", 2**20)
     with pytest.raises(UserError, match=rf"there/{name} has more than 1 MiB: it is not what its name says"):
         StoreFolder(url, Cache(CacheConfig(folder=str(tmp_path / "cache"))))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
