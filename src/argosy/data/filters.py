@@ -95,8 +95,7 @@ def word_tokenizer() -> Any:
     datatrove's own need spaCy, or a package for each language. In scripts without spaces each character is a word.
     """
     regex, base = imported("regex"), imported("datatrove.utils.word_tokenizers").WordTokenizer
-    single = SINGLE_CHARACTER_WORDS
-    pattern = regex.compile(rf"[{single}]|[\w--[{single}]]+|[^\w\s]", regex.V1)
+    pattern = regex.compile(rf"[{SINGLE_CHARACTER_WORDS}]|[\w--[{SINGLE_CHARACTER_WORDS}]]+|[^\w\s]", regex.V1)
 
     class Words(base):  # type: ignore[misc, valid-type]
         def word_tokenize(self, text: str) -> list[str]:

@@ -30,6 +30,7 @@ from argosy.data.prepare import prepare
 from argosy.errors import UserError
 from argosy.files import sync
 from argosy.matmul import dense
+from argosy.models import compiler
 from argosy.models.attention import Documents, packed_attention
 from argosy.models.attention_kernels import products_are_faster
 from argosy.models.decoder import Decoder
@@ -184,7 +185,10 @@ def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: f
         shapes = [(1, seq_len, heads, width) for heads in (model.heads, model.kv_heads, model.kv_heads)]
         q, k, v = (torch.randn(s, device=world.device).to(FLOAT_DTYPES[fmt]).requires_grad_() for s in shapes)
         gradient = torch.ones_like(q)
-        attend = torch.compile(packed_attention) if products_are_faster(q) else packed_attention
+        attend = packed_attention
+        if products_are_faster(q):
+            compiler.load()
+            attend = torch.compile(packed_attention)
         y = attend(q, k, v, None)
         world.barrier()
         with torch.no_grad():
