@@ -155,6 +155,9 @@ def test_at_a_terminal_ctrl_c_ends_no_conversation(folder: Path) -> None:
         os.write(master, f"{typed_line}\n".encode())
         assert shown in read_until(master, "you> ")
     os.kill(process.pid, signal.SIGINT)
+    # Python sees a signal between readline's prompt and its wait for keys only at the next key or signal.
+    while not select.select([master], [], [], 1)[0]:
+        os.kill(process.pid, signal.SIGINT)
     read_until(master, "(/exit ends)")
     os.write(master, b"/exit\n")
     assert process.wait(120) == 0
