@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from argosy.config.model import ModelConfig
 from argosy.models.attention import Documents
 from argosy.models.decoder import Decoder
 from argosy.models.initialize import materialize
@@ -156,8 +157,10 @@ def test_reading_with_a_cache_gives_the_logits_of_reading_at_once(pieces, small,
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens_BT), rtol=1e-4, atol=1e-4)
 
 
-def test_bf16_stays_close_to_fp32_and_leaves_the_gradients_in_fp32(small, build):
-    exact, rounded = build(small), build(small, compute_dtype=torch.bfloat16)
+@pytest.mark.parametrize("attention", [{}, {"rotary_layers": [True, False], "temperature": 0.1}], ids=["", "llama4"])
+def test_bf16_stays_close_to_fp32_and_leaves_the_gradients_in_fp32(small, build, attention):
+    config = ModelConfig(**small.model_dump() | {"attention": attention})
+    exact, rounded = build(config), build(config, compute_dtype=torch.bfloat16)
     losses = [model(tokens(), tokens(seed=2)) for model in (exact, rounded)]
     assert losses[1].dtype == torch.float32
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=0)

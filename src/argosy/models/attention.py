@@ -145,7 +145,7 @@ class Attention(nn.Module):
         `packed_attention`. In a layer with chunks each is a document."""
         q_BTHE = self._placed(self.q(x_BTD), self.q_norm, places)
         if places is not None and len(places) == 1:
-            q_BTHE = q_BTHE * places[0][..., None]
+            q_BTHE = (q_BTHE * places[0][..., None]).to(q_BTHE.dtype)  # the factor is fp32
         if self.query_factor != 1.0:
             q_BTHE = q_BTHE * self.query_factor
         k_BTX = self.k(x_BTD)
