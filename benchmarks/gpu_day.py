@@ -3,6 +3,7 @@
     make gpu                                           # all of it, into gpu-DATE/
     python benchmarks/gpu_day.py --only parity peers   # some stages
     python benchmarks/gpu_day.py --first probe         # from this stage on
+    python benchmarks/gpu_day.py --rehearse            # every stage on this machine's CPU, with a tiny model
 
 It stops at the first stage that fails: what comes after it would tell less. Each stage's output is a file in one
 folder, beside `versions.txt` and `summary.json` (state and seconds of each stage).
@@ -25,9 +26,11 @@ import tyro
 
 HERE = Path(__file__).resolve().parent
 TREE = HERE.parent
-PYTHON, DEVICE = sys.executable, "cuda"
+PYTHON = sys.executable
 ONE_B = {"layers": 16, "width": 2048, "ffn-width": 8192, "vocab-size": 32768, "seq-len": 4096, "batch": 2}
 """1.2e9 parameters; so many rows that two contenders fit into 80 GB side by side."""
+SMALL = {"layers": 2, "width": 64, "ffn-width": 128, "vocab-size": 512, "seq-len": 64, "batch": 2}
+"""In its place in a rehearsal."""
 PEERS = {"huggingface": ("transformers", "accelerate"), "litgpt": ("litgpt",), "plain": ()}
 """Contender of `train_step.py` -> the packages that it needs."""
 NO_CONTENDER = "torchtitan"
@@ -48,6 +51,8 @@ class Options:
     """Run these stages alone."""
     first: str | None = None
     """Begin with this stage."""
+    rehearse: bool = False
+    """Run the stages on the CPU with a tiny model, to see that each command is as it should be."""
 
 
 @dataclass
@@ -67,8 +72,11 @@ class Failed(Exception):
 class Day:
     """The results' folder, and how commands are run into it."""
 
-    def __init__(self, out: Path, gpus: int):
-        self.out, self.gpus = out, gpus
+    def __init__(self, out: Path, gpus: int, is_rehearsal: bool = False):
+        self.out, self.gpus, self.is_rehearsal = out, gpus, is_rehearsal
+        self.device = "cpu" if is_rehearsal else "cuda"
+        self.model, self.seq_len = ("llama-5m", "256") if is_rehearsal else ("llama3.2-1b", "4096")
+        """The preset that is probed, predicted and profiled, and the tokens of its rows."""
         self.notes: list[str] = []
 
     def run(self, name: str, command: Sequence[str], environment: dict[str, str] | None = None) -> Path:
@@ -101,6 +109,12 @@ class Day:
         self.argosy(f"train-{name}", "train", *words, "--run-dir", str(self.run_dir(name)), environment=environment)
         return self.run_dir(name)
 
+    def train_model(self, name: str, steps: int, *words: str) -> Path:
+        """Train `model`, 8 rows of a GPU in a step, without evaluations, and return the run's folder."""
+        rows = ("--data.seq-len", self.seq_len, "--train.global-batch", str(8 * self.gpus))
+        more = ("--train.steps", str(steps), "--evaluate.every_steps", "0", "--launch.device", self.device)
+        return self.train(name, "--model.preset", self.model, *rows, *more, *words)
+
 
 def versions(day: Day) -> None:
     """Write down what the figures are of."""
@@ -108,7 +122,7 @@ def versions(day: Day) -> None:
 
     from argosy.accelerator import device_name, numbered, software
 
-    device = numbered()
+    device = torch.device("cpu") if day.is_rehearsal else numbered()
     lines = [
         f"{day.gpus} x {device_name(device)}",
         software(device),
@@ -139,7 +153,7 @@ def parity(day: Day) -> None:
     two GPUs with the choices that only GPUs have."""
     plain = "precision=fp32,compile=false"
     length = ("--train.steps", str(PARITY_STEPS))
-    where = {"reference": "cpu", "device": DEVICE}
+    where = {"reference": "cpu", "device": day.device}
     runs = {
         name: day.train(f"parity-{name}", *TINY, *length, "--launch.device", device, "--plan", plain)
         for name, device in where.items()
@@ -153,7 +167,7 @@ def parity(day: Day) -> None:
     for name, more in plans.items():
         if not more or day.gpus >= 2:
             plan = f"precision=bf16{more}"
-            day.argosy(f"parity-{name}", "parity", "--plan", plan, "--tolerance", "0.02", "--launch.device", DEVICE)
+            day.argosy(f"parity-{name}", "parity", "--plan", plan, "--tolerance", "0.02", "--launch.device", day.device)
 
 
 def _losses(run_dir: Path) -> list[float]:
@@ -164,13 +178,14 @@ def _losses(run_dir: Path) -> list[float]:
 
 def peers(day: Day) -> None:
     """A step of a 1B model beside each peer that is installed, taking turns."""
-    sizes = [word for key, value in ONE_B.items() for word in (f"--{key}", str(value))]
+    model = SMALL if day.is_rehearsal else ONE_B
+    sizes = [word for key, value in model.items() for word in (f"--{key}", str(value))]
     day.notes.append(f"{NO_CONTENDER}: left out, train_step.py has no contender of it")
     for peer, packages in PEERS.items():
         if missing := [package for package in packages if find_spec(package) is None]:
             day.notes.append(f"{peer}: left out, {missing[0]} is not installed")
             continue
-        command = [PYTHON, "benchmarks/train_step.py", *sizes, "--precision", "bf16", "--device", DEVICE]
+        command = [PYTHON, "benchmarks/train_step.py", *sizes, "--precision", "bf16", "--device", day.device]
         result = ["--json", str(day.out / f"peers-{peer}.json")]
         day.run(f"peers-{peer}", [*command, "--contenders", "argosy", peer, "--rounds", "8", "--steps", "5", *result])
 
@@ -179,8 +194,8 @@ def faults(day: Day) -> None:
     """A worker that is killed before an update and one whose device reports an error: training goes on."""
     rows = {"killed": "kill@exchange:step=7,rank=0", "error": "raise@forward:step=7,rank=0"}
     for name, fault in rows.items():
-        given = {"ARGOSY_FAULTS": fault}
-        run_dir = day.train(f"fault-{name}", *TINY, "--train.steps", "12", "--launch.device", DEVICE, environment=given)
+        words = (*TINY, "--train.steps", "12", "--launch.device", day.device)
+        run_dir = day.train(f"fault-{name}", *words, environment={"ARGOSY_FAULTS": fault})
         if len(_losses(run_dir)) != 12:
             raise Failed(f"{run_dir}: not all of its steps are there")
     if day.gpus < 2:
@@ -189,26 +204,21 @@ def faults(day: Day) -> None:
 
 def probe(day: Day) -> None:
     """Measure the machine."""
-    day.argosy("probe", "probe", "--model", "llama3.2-1b", "--out", str(day.out / "cluster.toml"))
+    day.argosy("probe", "probe", "--model", day.model, "--out", str(day.out / "cluster.toml"))
 
 
 def prediction(day: Day) -> None:
     """The planner's prediction beside a run of a 1B model."""
     cluster = day.out / "cluster.toml"
     known = ("--launch.cluster", str(cluster)) if cluster.exists() else ()
-    words = ("--model.preset", "llama3.2-1b", "--data.seq-len", "4096", "--train.global-batch", str(8 * day.gpus))
-    run_dir = day.train(
-        "1b", *words, "--train.steps", "60", "--evaluate.every_steps", "0", "--launch.device", DEVICE, *known
-    )
+    run_dir = day.train_model("1b", 60, *known)
     report = json.loads((run_dir / "report.json").read_text())
     (day.out / "prediction.json").write_text(json.dumps(report.get("prediction", report), indent=1))
 
 
 def profile(day: Day) -> None:
     """A profile of the 1B model's steps."""
-    words = ("--model.preset", "llama3.2-1b", "--data.seq-len", "4096", "--train.global-batch", str(8 * day.gpus))
-    more = ("--train.steps", "20", "--profile", "12:15", "--evaluate.every_steps", "0", "--launch.device", DEVICE)
-    day.train("profile", *words, *more)
+    day.train_model("profile", 20, "--profile", "12:15")
 
 
 Stage = Callable[[Day], None]
@@ -221,14 +231,14 @@ def main() -> int:
     if unknown := [name for name in (*options.only, *filter(None, [options.first])) if name not in names]:
         print(f"{unknown[0]}: there is no such stage. Stages: {', '.join(names)}.", file=sys.stderr)
         return 2
-    if not (gpus := _gpus()):
+    if not (gpus := 2 if options.rehearse else _gpus()):
         print("make gpu: torch sees no GPU here. What can be known without one: docs/before-a-gpu.md.", file=sys.stderr)
         return 2
     out = options.out or Path(f"gpu-{datetime.now():%Y-%m-%d-%H%M}")
     out.mkdir(parents=True)
     begins = names.index(options.first) if options.first else 0
     chosen = [stage for stage in STAGES[begins:] if not options.only or stage.__name__ in options.only]
-    return run_all(chosen, Day(out.resolve(), gpus))
+    return run_all(chosen, Day(out.resolve(), gpus, options.rehearse))
 
 
 def _gpus() -> int:
