@@ -40,6 +40,7 @@ def plans(size: st.SearchStrategy[int], **others: st.SearchStrategy[Any]) -> st.
         async_tp=st.sampled_from([False, False, True]),
         overlap_experts=st.sampled_from([False, False, True]),
         user_buffers=st.sampled_from([False, False, True]),
+        fp8_gather=st.sampled_from([False, False, True]),
         compile=st.booleans(),
         **others,
     )

@@ -137,7 +137,7 @@ class _Fp8ByGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NX: Tensor, weight_GYX: Tensor, counts_G: Tensor) -> Tensor:
         ctx.save_for_backward(x_NX, weight_GYX, counts_G)
-        return _scaled_product(*_in_fp8(x_NX), *_in_fp8(weight_GYX), counts_G.cumsum(0, dtype=torch.int32))
+        return _scaled_product(*in_fp8(x_NX), *in_fp8(weight_GYX), counts_G.cumsum(0, dtype=torch.int32))
 
     @staticmethod
     def backward(ctx: Any, dy_NY: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -145,7 +145,7 @@ class _Fp8ByGroup(torch.autograd.Function):
         dx_NX = dw_GYX = None
         if ctx.needs_input_grad[0]:
             ends_G = counts_G.cumsum(0, dtype=torch.int32)
-            dx_NX = _scaled_product(*_in_fp8(dy_NY), *_in_fp8(weight_GYX.mT), ends_G).to(x_NX.dtype)
+            dx_NX = _scaled_product(*in_fp8(dy_NY), *in_fp8(weight_GYX.mT), ends_G).to(x_NX.dtype)
         if ctx.needs_input_grad[1]:
             filled_G = (counts_G.clamp(min=1) + (BLOCK - 1)) // BLOCK * BLOCK
             moved_G = (filled_G - counts_G).cumsum(0) - (filled_G - counts_G)
@@ -157,7 +157,7 @@ class _Fp8ByGroup(torch.autograd.Function):
         return dx_NX, dw_GYX, None
 
 
-def _in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [..., X] in fp8, contiguous, and what each row is to be multiplied by to be x again."""
     scales = _scales(torch.linalg.vector_norm(x, torch.inf, -1))
     return (x * scales.to(x.dtype)[..., None]).to(E4M3).contiguous(), scales.reciprocal()

@@ -236,19 +236,24 @@ def takes_fp8(module: nn.Module, name: str, precision: Precision = "fp8") -> boo
     """
     if not hasattr(module, "product") or name.rpartition(".")[2] in SKIPPED:
         return False
-    own = module.named_parameters(recurse=False)
-    matrices = [parameter for parameter_name, parameter in own if not parameter_name.endswith("bias")]
-    parts = [matrix.to_local() if hasattr(matrix, "to_local") else matrix for matrix in matrices]
+    parts = [matrix.to_local() if hasattr(matrix, "to_local") else matrix for matrix in matrices_of(module)]
     return all(size % FP8[precision] == 0 for part in parts for size in part.shape[-2:])
 
 
-def use_fp8(model: nn.Module, device: torch.device, precision: Precision = "fp8", emulate: bool = False) -> None:
+def matrices_of(module: nn.Module) -> list[Tensor]:
+    """Return the parameters of a layer that `takes_fp8`, without biases."""
+    return [parameter for name, parameter in module.named_parameters(recurse=False) if not name.endswith("bias")]
+
+
+def use_fp8(
+    model: nn.Module, device: torch.device, precision: Precision = "fp8", emulate: bool = False
+) -> list[nn.Module]:
     """Make linear layers and experts multiply in fp8, scaled as `precision` says; their parameters stay as they are.
 
     Call it once tensor parallelism has cut the weights. Scales are those of this rank's parts: each partial product has
     its own and is as wide as its inputs again before ranks sum it, so ranks agree on none, and no scale is coarser than
     that of the whole. Experts have a scale for each row. `emulate`: round to fp8 but multiply as before, which any
-    device can do. Raises: UserError as `check_fp8` does, or if no layer has sizes that fp8 can take.
+    device can do. Returns the layers. Raises: UserError as `check_fp8` does, or if no layer has sizes that fp8 takes.
     """
     modules = [module for name, module in model.named_modules() if takes_fp8(module, name, precision)]
     if not emulate:
@@ -264,6 +269,7 @@ def use_fp8(model: nn.Module, device: torch.device, precision: Precision = "fp8"
     of_layer = _mxfp8(emulate) if precision == "mxfp8" else _fp8(precision, emulate)
     for module in modules:
         module.product = of_layer if isinstance(module, nn.Linear) else fp8_by_group
+    return modules
 
 
 def _fp8(precision: Precision, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:

@@ -7,20 +7,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from argosy.config.schema import RunConfig
 from argosy.models.layers import local
 from argosy.models.microbatch import microbatches
 from argosy.observe.collectives import CommunicationMeter
 from argosy.observe.wire import Counts
+from argosy.parallel import apply
 from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import StateBytes, state_bytes
 from argosy.plan.cost.traffic import traffic
+from argosy.plan.plan import Precision
 from argosy.plan.sync import COMPRESSED
+from argosy.precision import takes_fp8
 from tiny import eager, run_config, train_step
 from wire_counter import WireCounter
 
@@ -58,6 +63,9 @@ MODELS["layers unlike"] = {
         "value_width": 6,
     },
 }
+BLOCKS = {**UNEVEN, "width": 64, "ffn_width": 128, "head_width": 16, "attention_bias": True}
+MODELS["of whole blocks"] = BLOCKS
+MODELS["experts of whole blocks"] = {**BLOCKS, "moe": {"experts": 6, "expert_ffn_width": 32, "shared_experts": 1}}
 FROZEN = {
     "dense, the bottom frozen": ("embedding", "blocks.0", "blocks.1"),
     "tied, frozen here and there": ("embedding", "blocks.1", "*.attention.q.*", "*.mlp.down.*", "*.mlp_norm"),
@@ -146,6 +154,12 @@ PLANS = [
     ("layers unlike", "cp=4,zero=0,microbatch=4,context=ulysses"),
     ("layers unlike", "tp=4,microbatch=4"),
     ("layers unlike", "pp=2,dp_shard=2,zero=3"),
+    *(
+        (model, f"{plan},zero=3,precision=fp8_rowwise,fp8_gather=true")
+        for model in ("of whole blocks", "experts of whole blocks")
+        for plan in ("dp_shard=4", "tp=2,dp_shard=2", "pp=2,dp_shard=2")
+    ),
+    ("experts of whole blocks", "dp_shard=4,ep=2,zero=3,precision=fp8_rowwise,fp8_gather=true"),
 ]
 MUON_PLANS = [
     ("dense", "dp_shard=2,zero=0"),
@@ -166,6 +180,7 @@ QUICK = {
     ("dense", "dp_shard=4,zero=3", "adamw"),
     ("dense", "tp=2,microbatch=2", "adamw"),
     ("dense", "pp=2", "adamw"),
+    ("experts of whole blocks", "dp_shard=4,zero=3,precision=fp8_rowwise,fp8_gather=true", "adamw"),
     ("dense", "cp=2,zero=0,microbatch=4", "adamw"),
     ("experts", "dp_shard=2,ep=2,tp=2,zero=1", "adamw"),
     ("experts, predicting further", "pp=2,tp=2", "adamw"),
@@ -203,9 +218,15 @@ def sections(model: str, optimizer: str) -> dict[str, dict[str, Any]]:
     return {"model": MODELS[model], "optimizer": {"kind": optimizer}, "train": {"frozen": frozen}, "lora": lora}
 
 
+def taking_fp8(model: nn.Module, device: torch.device, precision: Precision) -> list[nn.Module]:
+    """The layers that would multiply in fp8, left as they are: what they send is the same."""
+    return [module for name, module in model.named_modules() if takes_fp8(module, name, precision)]
+
+
 def measure(world: World, plan: str, model_name: str, kind: str) -> Found:
     layout = eager(plan)
-    step = train_step(world, layout, **sections(model_name, kind))
+    with mock.patch.object(apply, "use_fp8", taking_fp8):
+        step = train_step(world, layout, **sections(model_name, kind))
     model = step.state.model
     share = len(ROWS) // layout.dp
     rows = ROWS[model.dp_rank * share : (model.dp_rank + 1) * share]

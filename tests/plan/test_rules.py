@@ -155,7 +155,7 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         "plan.overlap_experts = true with plan.ep",
     ),
     (rules.messages_that_are_hidden_travel, "dp_shard=2,async_tp=true", {}, "plan.async_tp = true with plan.tp = 1"),
-    (rules.user_buffers_have_messages, "dp_shard=2,zero=2,user_buffers=true", {}, "and there are none. Leave it out."),
+    (rules.messages_of_fsdp_are_sent, "dp_shard=2,zero=2,user_buffers=true", {}, "and there are none. Leave it out."),
     (
         rules.products_that_exchange_are_whole,
         "tp=2,precision=fp8,async_tp=true",
@@ -179,6 +179,24 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
         "precision=fp8",
         {"model": {"moe": {"experts": 8}}},
         "plan.precision = fp8 with experts",
+    ),
+    (
+        rules.messages_of_fsdp_are_sent,
+        "precision=fp8_rowwise,fp8_gather=true",
+        {},
+        "plan.fp8_gather = true is for messages of zero=3",
+    ),
+    (
+        rules.number_formats_go_together,
+        "dp_shard=2,precision=fp8,fp8_gather=true",
+        {},
+        "plan.precision = fp8 with fp8_gather = true: only fp8_rowwise",
+    ),
+    (
+        rules.number_formats_go_together,
+        "precision=mxfp8,microbatch=2",
+        {"data": {"seq_len": 24}},
+        "plan.precision = mxfp8 with 48 tokens of a microbatch on a rank: gradients of weights are sums of 32",
     ),
     (rules.adapters_have_plain_products, "precision=fp8", {"lora": {"rank": 4}}, "its layers know no adapters"),
     (rules.adapters_have_plain_products, "tp=2,async_tp=true", {"lora": {"rank": 4}}, "Try async_tp=false."),

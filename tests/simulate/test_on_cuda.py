@@ -94,7 +94,11 @@ def test_the_host_waits_twice_in_a_step(model: str, plan: str, sections: dict[st
 
 @pytest.mark.parametrize(
     ("model", "plan"),
-    [*(("dense", f"tp=2,precision={precision}") for precision in FP8), ("experts", "precision=fp8_rowwise")],
+    [
+        *(("dense", f"tp=2,precision={precision}") for precision in FP8),
+        ("experts", "precision=fp8_rowwise"),
+        ("experts", "dp_shard=2,zero=3,precision=fp8_rowwise,recompute=full,fp8_gather=true"),
+    ],
 )
 def test_it_waits_no_oftener_in_fp8(model: str, plan: str) -> None:
     pytest.importorskip("torchao", reason="the extra fp8 is not installed")

@@ -28,7 +28,7 @@ from argosy.models.preference import Preference
 from argosy.models.user_code import load_family, user_loss
 from argosy.parallel.async_tensor import AsyncSequenceParallel, check_reach
 from argosy.parallel.context import DeltaExchange, RingAttention, UlyssesAttention, shard_sequence, unshard_sequence
-from argosy.parallel.data import shard_fully
+from argosy.parallel.data import gather_in_fp8, shard_fully
 from argosy.parallel.expert import SplitRows, split_experts
 from argosy.parallel.mesh import Meshes, lay_out_meshes
 from argosy.parallel.model import DTYPES, ParallelModel
@@ -40,7 +40,7 @@ from argosy.plan.cost.exact_state import stages_on, weight_format
 from argosy.plan.parameters import Stage, inside, run_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import FP8, PLAN, Plan
-from argosy.precision import use_fp8
+from argosy.precision import matrices_of, use_fp8
 
 
 def load() -> None:
@@ -124,8 +124,7 @@ def lay_out(
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(DTYPES[weight_format(name, model.table[name], plan, run)])
         split_model(model, plan, run, meshes, splits_tokens)
-        if plan.precision in FP8:
-            use_fp8(model, world.device, plan.precision)
+        in_fp8 = use_fp8(model, world.device, plan.precision) if plan.precision in FP8 else []
         if run.lora.is_quantised:
             quantise(model, run.lora)
         freeze(model)
@@ -144,6 +143,8 @@ def lay_out(
         for scheme in model.schemes.values():
             scheme.to(world.device)
         materialize(model, run.model, world.device, run.seed)
+        if plan.fp8_gather:
+            gather_in_fp8(matrix for module in in_fp8 for matrix in matrices_of(module))
     return meshes, parts
 
 

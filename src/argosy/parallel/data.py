@@ -8,20 +8,24 @@ Each gradient is freed when it has been sent; stage 1 keeps it until the step is
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from argosy.matmul import in_fp8
 from argosy.models.decoder import Decoder
 from argosy.models.experts import moe_layers
+from argosy.models.layers import local
 from argosy.parallel.buckets import Bucket, Gathering, GradientSync, SumRanks, cut, gradient_of, is_sum, sum_of_bits
 from argosy.parallel.pieces import PlacedPiece
 from argosy.sync.compressor import Lane, Moment
@@ -216,6 +220,41 @@ def shard_fully(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # or it scales inside the collective, which gloo cannot
             module.set_allocate_memory_from_process_group_for_comm(user_buffers)
+
+
+def gather_in_fp8(matrices: Iterable[Any]) -> None:
+    """Let FSDP2 gather these parameters in fp8, with a factor for each row, where ranks share rows evenly.
+
+    Call it once they have memory, before they are gathered first. Factors are powers of two, as those of the rowwise
+    product, and widening to bf16 is exact: the product's own rounding finds the same numbers again, but for what is so
+    small that fp8 has fewer bits for it. What FSDP2 calls are its hooks of tensors that travel otherwise than they are.
+    """
+    for matrix in matrices:
+        mesh, placements = matrix.device_mesh, matrix.placements
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        cuts = [size for size, cut in zip(mesh.shape, placements, strict=True) if getattr(cut, "dim", None) == 0]
+        if sizes.get("expert_shard", sizes.get("shard")) == 1 or matrix.shape[0] % math.prod(cuts):
+            continue  # nothing is sent, or FSDP2 pads it, all that it sends of a part alike
+        part = matrix._local_tensor  # `to_local` returns another tensor of the same memory, where FSDP2 does not look
+        part.fsdp_pre_all_gather = partial(_narrow, weakref.ref(part))
+        part.fsdp_post_all_gather = _widen
+
+
+def _narrow(part: Callable[[], Any], mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+    """Return what is sent of a part, fp8 [..., Y, X] and bf16 [..., Y], and nothing to remember."""
+    numbers, factors = in_fp8(part().to(policy.param_dtype))
+    return (numbers, factors.bfloat16()), None
+
+
+def _widen(received: tuple[Tensor, Tensor], _: None, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+    """Return the whole matrix, and what FSDP2 is to free with it; or write it to `out`, for which it made memory."""
+    numbers, factors = received
+    # Not `detach`: autograd would take the matrix of the forward, which has the same numbers, for another.
+    whole = torch.empty_like(numbers, dtype=dtype) if out is None else local(out).data
+    whole.copy_(numbers).mul_(factors[..., None])
+    for tensor in received:
+        tensor.untyped_storage().resize_(0)
+    return (whole, (whole,)) if out is None else None
 
 
 class FullySharded:

@@ -23,6 +23,7 @@ WORDS: dict[str, tuple[Any, ...]] = {
     "async_tp": (False, True),
     "overlap_experts": (False, True),
     "user_buffers": (False, True),
+    "fp8_gather": (False, True),
     "schedule": SCHEDULE_NAMES,
     "context": ("ring", "ulysses"),
     "recompute": get_args(Recompute),
@@ -52,6 +53,7 @@ class Layouts(Quantities[Ints]):
     overlap_experts: Ints
     zero: Ints
     user_buffers: Ints
+    fp8_gather: Ints
     schedule: Ints
     stages_per_rank: Ints
     context: Ints

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from argosy.config.model import ModelConfig, MTPConfig
 from argosy.plan.layer_spec import layer_kinds
+from argosy.plan.quantities import lowest
 from argosy.plan.workload import Numbers, train_flops_per_token
 
 if TYPE_CHECKING:
@@ -53,6 +54,16 @@ def cannot_run(p: Any, microbatches: Any) -> Any:
     too_few = p.is_("schedule", "1f1b", "dualpipev") & (microbatches < p.stages)
     uneven = p.is_("schedule", *INTERLEAVED) & (microbatches % (rounds + (rounds == 0)) != 0)
     return (p.pp > 1) & (too_few | uneven)
+
+
+def cannot_run_a_share(p: Any, batch: int) -> Any:
+    """Return True where the schedule cannot run the microbatches that `plan.shares` gives some pipeline of a batch."""
+    found: Any = False
+    of_portion = batch // (p.portions * p.microbatch)
+    for said, numbers in p.numbers("shares"):
+        for share in set(lowest(numbers)):
+            found = found | (said & cannot_run(p, of_portion * share))
+    return found
 
 
 @lru_cache(64)

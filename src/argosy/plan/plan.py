@@ -79,6 +79,8 @@ class Plan(Section, Quantities[int]):
     """State that dp_shard x cp ranks share: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too (FSDP2)."""
     user_buffers: bool = False
     """True if FSDP2's messages lie in memory that NCCL allocates and registers; elsewhere without effect."""
+    fp8_gather: bool = False
+    """True if FSDP2 gathers in fp8 the weights that are multiplied in fp8."""
     schedule: Schedule = "1f1b"
     """Order of the microbatches in the pipeline."""
     stages_per_rank: PositiveInt = 2

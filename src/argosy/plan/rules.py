@@ -14,7 +14,7 @@ from typing import Any
 from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import dense_widths, head_counts, names_of_heads
 from argosy.plan.layouts import Layouts
-from argosy.plan.pipeline import INTERLEAVED, SPLITTING, cannot_run
+from argosy.plan.pipeline import INTERLEAVED, SPLITTING, cannot_run, cannot_run_a_share
 from argosy.plan.plan import FP8, NO_WORKERS, NOT_OF_SITES, Plan
 from argosy.plan.quantities import around, divisors, lowest, numbers_of
 from argosy.plan.sync import COMPRESSED, OF_SITES, WITH_SERVERS
@@ -190,10 +190,8 @@ def ulysses_has_heads(plan: Plan, run: RunConfig) -> str:
 
 @rule(lambda p, run: (p.pp > 1) & (p.stages > run.model.layers))
 def every_stage_has_a_layer(plan: Plan, run: RunConfig) -> str:
-    return (
-        f"plan.pp = {plan.pp} with schedule {plan.schedule} makes {plan.stages} stages, "
-        f"and model.layers = {run.model.layers}: each stage needs a layer."
-    )
+    said = f"plan.pp = {plan.pp} with schedule {plan.schedule} makes {plan.stages} stages"
+    return f"{said}, and model.layers = {run.model.layers}: each stage needs a layer."
 
 
 @rule(lambda p, run: (p.pp > 1) & p.is_("schedule", *INTERLEAVED) & (p.stages_per_rank < 2))
@@ -215,16 +213,7 @@ def schedule_admits_the_microbatches(plan: Plan, run: RunConfig) -> str:
     return f"{problem} {remedy}: try {below} or {above}."
 
 
-def _cannot_run_a_share(p: Plans, run: RunConfig) -> Any:
-    found: Any = False
-    of_portion = run.train.global_batch // (p.portions * p.microbatch)
-    for said, numbers in p.numbers("shares"):
-        for share in set(lowest(numbers)):
-            found = found | (said & cannot_run(p, of_portion * share))
-    return found
-
-
-@rule(_cannot_run_a_share)
+@rule(lambda p, run: cannot_run_a_share(p, run.train.global_batch))
 def schedule_admits_every_share(plan: Plan, run: RunConfig) -> str:
     of_portion = run.train.global_batch // (plan.portions * plan.microbatch)
     each = [of_portion * share for share in lowest(numbers_of(plan.shares))]
@@ -285,9 +274,14 @@ def messages_that_are_hidden_travel(plan: Plan, run: RunConfig) -> str:
     return f"plan.{word} = true with plan.{axis} = 1: it sends nothing. Leave it out, or give {axis} some of the ranks."
 
 
-@rule(lambda p, run: p.is_("user_buffers", True) & ((p.zero != 3) | (p.dp_shard * p.cp == 1)))
-def user_buffers_have_messages(plan: Plan, run: RunConfig) -> str:
-    return "plan.user_buffers = true is for messages of zero=3 over dp_shard or cp, and there are none. Leave it out."
+@rule(
+    lambda p, run: (
+        (p.is_("user_buffers", True) | p.is_("fp8_gather", True)) & ((p.zero != 3) | (p.dp_shard * p.cp == 1))
+    )
+)
+def messages_of_fsdp_are_sent(plan: Plan, run: RunConfig) -> str:
+    word = "user_buffers" if plan.user_buffers else "fp8_gather"
+    return f"plan.{word} = true is for messages of zero=3 over dp_shard or cp, and there are none. Leave it out."
 
 
 @rule(
@@ -315,13 +309,21 @@ def recomputed_experts_are_gathered_alike(plan: Plan, run: RunConfig) -> str:
     lambda p, run: (
         (p.is_("precision", "fp8", "mxfp8") & (run.model.moe.experts > 0))
         | (p.is_("precision", "fp16") & p.is_("weights", "bf16"))
+        | (p.is_("precision", "mxfp8") & (p.microbatch * run.data.seq_len // p.cp % FP8["mxfp8"] != 0))
+        | (p.is_("fp8_gather", True) & p.is_("precision", "fp32", "bf16", "fp16", "fp8", "mxfp8"))
     )
 )
 def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
-    if plan.precision in FP8:
-        what = f"plan.precision = {plan.precision} with experts"
-        return f"{what}: in eight bits, theirs have a scale for each row. Try precision=fp8_rowwise or bf16."
-    return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
+    if plan.precision == "fp16" and plan.weights == "bf16":
+        return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
+    if plan.fp8_gather and plan.precision != "fp8_rowwise":
+        what, why = "fp8_gather = true", "only fp8_rowwise multiplies by what was gathered as it is"
+    elif run.model.moe.experts:
+        what, why = "experts", "in eight bits, theirs have a scale for each row"
+    else:
+        what = f"{plan.microbatch * run.data.seq_len // plan.cp} tokens of a microbatch on a rank"
+        why = f"gradients of weights are sums of {FP8['mxfp8']} tokens each"
+    return f"plan.precision = {plan.precision} with {what}: {why}. Try precision=fp8_rowwise or bf16."
 
 
 @rule(lambda p, run: (p.is_("precision", *FP8) | p.is_("async_tp", True)) & (run.lora.rank > 0))
@@ -395,10 +397,8 @@ def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
 
 @rule(lambda p, run: p.is_("sync", *WITH_SERVERS) & p.is_("precision", "fp16"))
 def asynchronous_gradients_have_no_loss_scale(plan: Plan, run: RunConfig) -> str:
-    return (
-        "plan.sync = async with precision = fp16: workers come and go, and a loss scale would be found anew each time. "
-        "Try precision=bf16 or fp32."
-    )
+    said = "plan.sync = async with precision = fp16: workers come and go"
+    return f"{said}, and a loss scale would be found anew each time. Try precision=bf16 or fp32."
 
 
 @rule(lambda p, run: p.is_("sync", "async") & bool(run.train.frozen or run.lora.rank or run.evaluate.tasks))

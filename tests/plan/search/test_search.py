@@ -78,6 +78,7 @@ def every_plan(costs: CostModel) -> Layouts:
         "async_tp": 0,
         "overlap_experts": 0,
         "user_buffers": 0,
+        "fp8_gather": 0,
         "offload": 0,
         "weights": 0,
         "reduce": 0,

@@ -35,6 +35,8 @@ from argosy.plan.quantities import numbers_of
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2} | dict.fromkeys(FP8, 2)
 """Bytes of an element that is stored or sent, by the plan's word: fp8 is for matmuls only, all around them is bf16."""
 MOMENTS = {"adamw": 2, "lion": 1, "muon": 1}
+FACTOR_BYTES = 2
+"""Bytes of the factor of a row that is gathered in fp8."""
 INT8_BLOCK = 256
 """Elements of a row that share one fp32 scale."""
 
@@ -90,6 +92,20 @@ class LocalShard:
         if parameter.tp_dim == len(parameter.shape) - 1:
             columns = -(-columns // plan.tp)  # ranks with fewer have as many bytes
         return replace(self, local=(*self.local[:-1], run.lora.row_bytes(columns)))
+
+    def gathered_bytes(self, parameter: Parameter, plan: Plan, run: RunConfig) -> int:
+        """Return the bytes of the whole as ZeRO 3 gathers it, padding included."""
+        if (packed := self.in_bytes(parameter, plan, run)) is not None:
+            return self.ranks * packed.chunk
+        if plan.fp8_gather and parameter.is_linear and self._fits_fp8(plan):
+            return self.numel + FACTOR_BYTES * self.numel // self.local[-1]
+        element = DTYPE_BYTES[plan.weights if plan.precision == "fp32" else plan.precision]
+        return element * self.ranks * self.chunk
+
+    def _fits_fp8(self, plan: Plan) -> bool:
+        """Return True if the rank's part of a matrix is multiplied in fp8, and ranks share its rows evenly."""
+        sides = self.local[-2:]
+        return all(side % FP8[plan.precision] == 0 for side in sides) and self.local[0] % self.ranks == 0
 
 
 def state_bytes(plan: Plan, run: RunConfig, rank: int = 0) -> StateBytes:

@@ -206,9 +206,10 @@ class WaitModel(LayerModel):
         beside, beside_experts = self.adapters(1.0)
         trained = dense * self.work.trained_dense + beside, experts * self.work.trained_experts + beside_experts
         groups = self.shard_group, self.expert_shard_group
+        element = np.where(plans.is_("fp8_gather", True), 1.0, self.activation_bytes)
         sizes = zip((dense, experts), self.quantised(1.0), trained, groups, strict=True)
         for parameters, packed, summed, group in sizes:
-            size = (parameters - packed) * self.activation_bytes + packed * self.work.quantised_bytes
+            size = (parameters - packed) * element + packed * self.work.quantised_bytes
             gather = gather_s(size, group) * gathers
             both = gather + times * gather_s(summed * system.reduced_bytes, group)
             moved = moved + np.where(parameters > 0, both, 0.0)

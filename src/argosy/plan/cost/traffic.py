@@ -14,7 +14,7 @@ equal shares), a step sends
                                                                     with `sync`, or in tiers: `sync_traffic`
     shard      reduce_scatter, zero 1 to 3    r N                   1
                all_gather, zero 1, 2          w N                   1           of updated values
-               all_gather, zero 3             e N                   2 M         blocks; what is around them M
+               all_gather, zero 3             e N, fp8_gather N     2 M         blocks; what is around them M
                                                                     M + 1       in a pipeline, around them 1;
                                                                     1           if its schedule splits backward
     tp         all_gather                     e B T D               4 M         each block; 1 M the embedding, the norm
@@ -213,16 +213,14 @@ def _trained(plan: Plan, run: RunConfig, rank: int) -> Iterator[tuple[str, Param
 def _gradients(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
     """Yield the sums of gradients over data-parallel ranks, and the gathering of sharded values."""
     reduced, weight = DTYPE_BYTES[plan.reduce], DTYPE_BYTES[plan.weights]
-    gathered = weight if plan.precision == "fp32" else DTYPE_BYTES[plan.precision]
     for name, parameter, cut in _held(plan, run, rank):
         shard, replicate = (
             ("expert_shard", "expert_replicate") if is_dealt_out(parameter, plan) else ("shard", "replicate")
         )
         padded = cut.ranks * cut.chunk
         if cut.ranks > 1 and plan.zero == 3:
-            times, packed = _times_gathered(plan, run, rank, name), cut.in_bytes(parameter, plan, run)
-            size = gathered * padded if packed is None else cut.ranks * packed.chunk
-            yield Collective(shard, "all_gather", times * size, cut.ranks)
+            size = _times_gathered(plan, run, rank, name) * cut.gathered_bytes(parameter, plan, run)
+            yield Collective(shard, "all_gather", size, cut.ranks)
         if not parameter.is_trained:
             continue
         if cut.ranks > 1:

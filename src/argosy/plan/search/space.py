@@ -161,6 +161,7 @@ class Space:
             "async_tp": self._of("async_tp", False),
             "overlap_experts": self._of("overlap_experts", False),
             "user_buffers": self._of("user_buffers", False),
+            "fp8_gather": self._of("fp8_gather", False),
             "offload": self._of("offload", "none"),
             "precision": self._of("precision", self.costs.precision),
             "weights": self._of("weights", "fp32"),
