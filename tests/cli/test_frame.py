@@ -129,9 +129,7 @@ def test_an_unknown_command_gets_the_near_one(capsys):
 def test_an_error_becomes_an_exit_code_without_a_traceback(command, capsys, error, code):
     command(fails_with(error))
     assert cli.main(["train"]) == code
-    stopped = (
-        "argosy train: stopped. Training had not begun. Data that were prepared are kept; the same command goes on"
-    )
+    stopped = "argosy train: stopped. What was prepared or saved is kept; the same command goes on"
     assert capsys.readouterr().err == (f"{stopped} from there.\n" if code == 130 else "argosy: wrong\n")
 
 

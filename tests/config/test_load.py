@@ -250,7 +250,11 @@ def test_a_missing_or_unreadable_file_is_said_with_near_names(tmp_path, run_file
     assert "Try" in refusal(tmp_path)[0]
     assert "there is no folder" in refusal(tmp_path / "no" / "run.toml")[0]
     path.write_bytes(b'name = "\xff"')
-    assert "not UTF-8" in refusal(path)[0]
+    assert "not UTF-8). Save it as UTF-8." in refusal(path)[0]
+    (tmp_path / "link.toml").symlink_to("nowhere.toml")
+    assert refusal(tmp_path / "link.toml")[0].endswith(
+        "link.toml: a link to nowhere.toml, which is not there. Name the run file itself."
+    )
     with pytest.raises(UserError, match="did you mean demo"):
         load("dema")
 

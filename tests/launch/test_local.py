@@ -23,7 +23,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.launch import run_folder
-from argosy.launch.local import Following, Shown, fork_server, shown, train
+from argosy.launch.local import Following, Shown, fork_server, shown, train, would_train
 from argosy.observe.events import Metrics, read_lines
 from argosy.observe.report import Report
 from argosy.parallel.world import World
@@ -63,6 +63,12 @@ def the_worker_killed_after(steps: int, run_dir: Path) -> Iterator[None]:
     killer.start()
     yield
     killer.join()
+
+
+def test_a_dry_run_refuses_the_data_that_training_would(tmp_path):
+    for sources, words in ({str(tmp_path / "no"): 1.0}, "no prepared data here"), ({}, "there is no data to train on"):
+        with pytest.raises(UserError, match=words):
+            would_train(run_config(tmp_path, data={"sources": sources}), tmp_path / "run", str)
 
 
 @pytest.mark.slow

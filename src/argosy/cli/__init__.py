@@ -49,7 +49,7 @@ COMMANDS = {
 
 WHEN_STOPPED = {
     "prepare": "The same command goes on from the last whole shard.",
-    "train": "Training had not begun. Data that were prepared are kept; the same command goes on from there.",
+    "train": "What was prepared or saved is kept; the same command goes on from there.",
 }
 """Command -> what it does next after Ctrl-C. A run that trains says that itself, since it has a state to save."""
 

@@ -56,7 +56,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = read_at_most(path, MOST_TOML_BYTES).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file (byte {error.start} is not UTF-8).") from None
+        raise UserError(f"{path}: not a text file (byte {error.start} is not UTF-8). Save it as UTF-8.") from None
     if line := _too_deep(text):
         raise UserError(f"{path}:{line}: more than {MOST_DEPTH} names in one key, or brackets inside of each other.")
     try:

@@ -217,6 +217,8 @@ def run_file(source: str) -> Path:
         raise UserError(f"{path}: a folder, not a run file.{f' Try {inside}.' if inside else ''}")
     if not path.parent.is_dir():
         raise UserError(f"{path}: there is no folder {path.parent}.")
+    if path.is_symlink():
+        raise UserError(f"{path}: a link to {path.readlink()}, which is not there. Name the run file itself.")
     names = [*(p.name for p in path.parent.glob("*.toml")), *preset_names("runs")]
     raise UserError(f"{path}: no such run file or preset; {near_names(path.name, sorted(names))}")
 

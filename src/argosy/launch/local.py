@@ -24,7 +24,7 @@ from argosy.errors import RunFailed, UserError, counted
 from argosy.extend.loading import approve
 from argosy.launch import run_folder
 from argosy.launch.devices import ask, devices_of_run
-from argosy.launch.resolve import check_profile, resolve, with_known_sizes
+from argosy.launch.resolve import check_data, check_profile, resolve, with_known_sizes
 from argosy.launch.sites import settle_site, train_sites
 from argosy.observe.events import Events
 from argosy.observe.line_follower import LineFollower
@@ -140,6 +140,7 @@ def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> 
     check_place(run.launch)
     check_sinks(run.observe, run.extend)
     run_folder.check_is_own(run_dir)
+    check_data(run)
     run = with_known_sizes(run)
     if _report_if_finished(run_dir, run) is not None:
         return []

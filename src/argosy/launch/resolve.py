@@ -236,7 +236,24 @@ def _check_tokenizer(run: RunConfig, theirs: bytes | None, sha256: str, what: st
     )
 
 
+def check_data(run: RunConfig) -> None:
+    """Check that there are data to train on, or input of which they will be made; nothing is prepared.
+
+    Raises: UserError if there are none, or a folder of them cannot be read.
+    """
+    making = run.data.prepare
+    if not (making.input or run.data.sources):
+        raise UserError(
+            "there is no data to train on. Give data.sources (folders that `argosy prepare` wrote), or "
+            "data.prepare.input (text to prepare)."
+        )
+    for source in run.data.sources:
+        if not is_url(source) and not (making.input and Path(source) == making.out):
+            Manifest.load(Path(source), check_shards=False)
+
+
 def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
+    check_data(run)
     if run.data.prepare.input:
         is_prepared = (run.data.prepare.out / MANIFEST).exists()
         manifest = prepare_shown(run, progress)
@@ -245,11 +262,6 @@ def _with_data(run: RunConfig, progress: Progress) -> RunConfig:
         if not is_prepared:
             progress.close()
             progress.say(printable(f"{run.data.prepare.out}: {manifest.in_words('--data.prepare.extensions')}"))
-    elif not run.data.sources:
-        raise UserError(
-            "there is no data to train on. Give data.sources (folders that `argosy prepare` wrote), or "
-            "data.prepare.input (text to prepare)."
-        )
     if run.data.sources:
         return run
     sources = {str(run.data.prepare.out): 1.0}

@@ -253,7 +253,10 @@ def jobs_of(run_dir: Path) -> dict[str, LaunchedJob]:
     folders = {"": run_dir} | {path.name: path for path in sorted((run_dir / SITES).glob("*"))}
     jobs = {name: job for name, folder in folders.items() if (job := LaunchedJob.load(folder)) is not None}
     if not jobs:
-        raise UserError(f"{run_dir}: the run was not launched by `argosy launch`, so no engine knows it.")
+        raise UserError(
+            f"{run_dir}: the run was not launched by `argosy launch`, so no engine knows it. "
+            "Press Ctrl-C where it was started: it saves, and ends."
+        )
     return {"": jobs[""]} if "" in jobs else jobs
 
 
