@@ -47,6 +47,7 @@ from argosy.plan.serving_calibration import ROW_STD, SHIFTED, learn_serving, shi
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Strings = NDArray[np.str_]
 Key = Callable[[ServingRow], str]
 Seen = Callable[[ServingRow], Collection[str]]
 """A row -> the groups that were learnt from."""
@@ -96,32 +97,32 @@ def score(rows: Sequence[ServingRow], few: int, by_design: bool = False) -> dict
         widths = np.where(strange, 1.0, KNOWN_WIDTH)
         errors, left = calibrated_errors(table, constants, few, widths, None if by_design else SEED)
         std = np.where(strange, _std(table, "calibrated"), _std(table, "calibrated_known"))
-        return {"all": _figures(table.take(left), errors[left], std[left])}
+        return {"all": _figures(table.metric[left], errors[left], std[left])}
     errors = np.log(table.predict(constants) / table.measured)
-    result: dict[str, Any] = {"all": _figures(table, errors, std), "regret": regret(table, errors)}
+    result: dict[str, Any] = {"all": _figures(table.metric, errors, std), "regret": regret(table, errors)}
     makers = np.array([maker(row) for row in table.rows])
     for name in sorted(set(makers)) if len(set(makers)) > 1 else ():
-        result[name] = _figures(table.take(makers == name), errors[makers == name], std[makers == name])
+        result[name] = _figures(table.metric[makers == name], errors[makers == name], std[makers == name])
     if known.any():
         here, learnt = table.take(known), _learnt()
         at_here, spread = _rows_of(constants, np.flatnonzero(known)), _std(table, "strangers")[known]
         for name, key in (("without_engine", _engine), ("without_generation", generation)):
             unseen = assumed_std(here, at_here, without(key, learnt))
-            result[name] = _figures(here, errors_without(here, key, learnt), np.hypot(spread, unseen))
+            result[name] = _figures(here.metric, errors_without(here, key, learnt), np.hypot(spread, unseen))
         kept = np.array([held_out(row) for row in table.rows]) & known
         if kept.any():
             scored = table.take(kept)
             of_shipped, width_of = shipped(scored)
-            result["held_out"] = _figures(scored, np.log(scored.predict(of_shipped) / scored.measured), width_of)
+            result["held_out"] = _figures(scored.metric, np.log(scored.predict(of_shipped) / scored.measured), width_of)
     if known.all():
         of_others = np.hypot(_widths_of_others(table, errors, more), more)
-        result["width_of_others"] = _figures(table, errors, of_others)
+        result["width_of_others"] = _figures(table.metric, errors, of_others)
         for name in sorted(set(makers)):
             here = makers == name
-            result[f"width_of_others, {name}"] = _figures(table.take(here), errors[here], of_others[here])
+            result[f"width_of_others, {name}"] = _figures(table.metric[here], errors[here], of_others[here])
     for name in sorted({row.publisher for row in table.rows}):
         chosen = table.publisher == name
-        result[f"publisher {name}"] = _figures(table.take(chosen), errors[chosen], std[chosen])
+        result[f"publisher {name}"] = _figures(table.metric[chosen], errors[chosen], std[chosen])
     return result
 
 
@@ -293,11 +294,11 @@ def _widths_of_others(table: ServingTable, errors: Floats, more: Floats) -> Floa
     return found
 
 
-def _figures(table: ServingTable, errors: Floats, std: Floats) -> dict[str, dict[str, Any]]:
+def _figures(metrics: Strings, errors: Floats, std: Floats) -> dict[str, dict[str, Any]]:
     """Return the figures of each metric; those of times are there even if the file has no such rows."""
     found: dict[str, dict[str, Any]] = {}
     for metric in METRICS:
-        here = table.metric == metric
+        here = metrics == metric
         if not here.any():
             if metric in TIMES:
                 found[metric] = {"n": 0, "median_abs_pct_error": None, "bias": None, "coverage_pct": None}

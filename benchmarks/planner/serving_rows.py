@@ -41,6 +41,8 @@ COLUMNS = (
     "source", "model", "params_b", "device", "devices", "tp", "pp", "precision", "batch_or_concurrency", "input_len",
     "output_len", "metric", "value", "unit",
 )  # fmt: skip
+NEEDED = ("model", "device", "batch_or_concurrency", "input_len", "metric", "value")
+"""Columns that a file has to have; others may be left out, as cells of theirs may be empty."""
 TIMES = ("ttft", "tpot", "e2e_latency")
 """Metrics that bars hold for; others are throughputs, in tokens/s."""
 MODELS = Path(__file__).parent / "serving_models.csv"
@@ -80,6 +82,8 @@ class Source:
     """All answers have one length: requests that begin together end together."""
     cache_bytes: float = 0.0
     """Bytes of a number in the cache; 0: not said."""
+    apart: bool = False
+    """Each sequence of a batch has a client of its own: the first to come is computed while the others wait."""
     own_attention: bool = False
     """With several devices, each has attention for sequences of its own if the model has experts."""
 
@@ -93,7 +97,8 @@ SOURCES = {
     r"LLM-Inference-Bench.*llama\.cpp": Source((0, 5), fixed=True, devices=_ARGONNE, dies=_CARDS, chunks=True),
     r"LLM-Inference-Bench": Source((0, 5), fixed=True, devices=_ARGONNE, dies=_CARDS),
     r"FasterTransformer": Source(fixed=True),
-    r"lmdeploy a100": Source(fixed=True),
+    # profile_generation.py starts a thread for each sequence.
+    r"lmdeploy a100": Source(fixed=True, apart=True),
     r"TensorRT-LLM v0": Source((0, 5), fixed=True),
     # enable_attention_dp for models with experts (perf-overview.md's llm_options.yml).
     r"TensorRT-LLM v1": Source((1, 0), fixed=True, own_attention=True),
@@ -151,6 +156,8 @@ class ServingRow:
     formats: Formats
     options: ServingOptions
     traffic: ServingLoad
+    apart: float
+    """1: the first sequence of a batch is computed while the others wait."""
     filled: float
     """Share of places with a request, of requests in rounds that begin and end together; 0: they come one by one."""
     metric: str
@@ -174,7 +181,7 @@ def read(path: Path) -> tuple[list[ServingRow], list[tuple[int, str]]]:
     try:
         with path.open(newline="") as file:
             table = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (table.fieldnames or [])]
+            missing = [name for name in NEEDED if name not in (table.fieldnames or [])]
             if missing:
                 raise UserError(f"{path}: line 1: no column {', '.join(missing)}. The columns are {','.join(COLUMNS)}.")
             cells = list(table)
@@ -184,9 +191,12 @@ def read(path: Path) -> tuple[list[ServingRow], list[tuple[int, str]]]:
     skipped: list[tuple[int, str]] = []
     for line, cell in enumerate(cells, start=2):
         try:
-            rows.append(_row(line, {key: (cell[key] or "").strip() for key in COLUMNS}))
-        except (Skip, UserError) as why:
-            skipped.append((line, str(why)))
+            rows.append(_row(line, {key: (cell.get(key) or "").strip() for key in COLUMNS}))
+        except (Skip, UserError) as error:
+            skipped.append((line, str(error)))
+    if not rows:
+        line, why = skipped[0] if skipped else (1, "no rows follow")
+        raise UserError(f"{path}: no row can be predicted; line {line}: {why}. The columns are {','.join(COLUMNS)}.")
     return rows, skipped
 
 
@@ -239,6 +249,7 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
     chunk = sequences if source.chunks else source.chunk
     sequences = 1.0 if source.chunks else sequences
     formats, rates = _formats(cell, device, engine, bits)
+    of_engine = ServingOptions.of(engine, device.vendor)
     if source.cache_bytes:
         formats = replace(formats, cache_bytes=source.cache_bytes)
     # A replica has what the busiest one gets, at most its default.
@@ -252,12 +263,15 @@ def _row(line: int, cell: dict[str, str]) -> ServingRow:
         work=work,
         rates=rates,
         cached_layers=cached,
-        options=ServingOptions(float(device.name in source.eager_on), chunk),
+        options=replace(
+            of_engine, eager=max(float(device.name in source.eager_on), float(of_engine.eager)), chunk=chunk
+        ),
         cut=ReplicaCut(tp, pp, devices if own_attention else 0.0),
         replicas=replicas,
         devices=devices,
         formats=formats,
         traffic=ServingLoad(max(1.0, here), prompt, max(1.0, output or 1.0), float(source.fixed), first),
+        apart=float(source.apart),
         filled=filled,
         metric=metric if metric in TIMES else "throughput",
         value=value,
@@ -401,6 +415,7 @@ class ServingTable:
         self.traffic = stack([row.traffic for row in rows])
         self.cached_layers = np.array([row.cached_layers for row in rows])
         self.replicas = np.array([row.replicas for row in rows])
+        self.apart = np.array([row.apart for row in rows])
         self.filled = np.array([row.filled for row in rows])
         self.metric = np.array([row.metric for row in rows])
         self.measured = np.array([row.value for row in rows])
@@ -419,7 +434,9 @@ class ServingTable:
         model = ServingModel(
             self.work, self.rates, self.cut, self.formats, constants, self.cached_layers, options=self.options
         )
-        return model.latencies(self.traffic)
+        found, sequences = model.latencies(self.traffic), np.asarray(self.traffic.sequences)
+        waits = self.apart * (1 - 1 / sequences) * model.prefill_s(1.0, self.traffic.prompt)
+        return replace(found, ttft_s=found.ttft_s + waits)
 
     def predict(self, constants: ServingConstants) -> Floats:
         """Return seconds, or tokens of all devices a second, of each row."""

@@ -71,6 +71,16 @@ def test_rows_that_cannot_be_predicted_are_counted(tmp_path: Path) -> None:
     assert "device 'Abacus 9' is not in the catalogue" in found["skipped"]["why"]
 
 
+def test_columns_that_say_more_may_be_left_out(tmp_path: Path) -> None:
+    """Of an unknown engine on one device; fewer rows than calibrate leave none to be scored."""
+    path = tmp_path / "few.csv"
+    path.write_text("model,device,batch_or_concurrency,input_len,metric,value\nllama3-8b,H100,1,1024,ttft,0.09\n")
+    found = json.loads(score(str(path), "--json").stdout)
+    assert found["all"]["ttft"]["n"] == 1
+    none = json.loads(score(str(path), "--json", "--calibration-rows", "5").stdout)
+    assert {metric: none["all"][metric]["n"] for metric in METRICS} == dict.fromkeys(METRICS, 0)
+
+
 @pytest.mark.slow
 def test_a_few_published_rows_of_one_engine_are_predicted_without_it(tmp_path: Path) -> None:
     """What is learnt from are the published rows, not those of the file."""
@@ -82,7 +92,15 @@ def test_a_few_published_rows_of_one_engine_are_predicted_without_it(tmp_path: P
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a,b\n1,2\n", "line 1: no column source"), ("\udc80", "cannot be read")],
+    [
+        ("a,b\n1,2\n", "line 1: no column model"),
+        ("\udc80", "cannot be read"),
+        ("model,device,batch_or_concurrency,input_len,metric,value\n", "no row can be predicted; line 1: no rows"),
+        (
+            "model,device,batch_or_concurrency,input_len,metric,value\nllama3-8b,Abacus 9,1,512,ttft,0.1\n",
+            "no row can be predicted; line 2: device 'Abacus 9'",
+        ),
+    ],
 )
 def test_files_that_are_no_table_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.csv"
@@ -144,6 +162,16 @@ def test_answers_of_one_length_fill_rounds(published: list[Any]) -> None:
     filled = {(row.publisher, float(row.traffic.sequences)): row.filled for row in published if row.filled}
     assert filled["docs.vultr", 256] == pytest.approx(400 / 512)
     assert filled["docs.vultr", 400] == filled["vllm-project/recipes", 64] == 1.0
+
+
+def test_clients_of_their_own_wait_for_the_first(published: list[Any]) -> None:
+    """lmdeploy's profile_generation.py: prompts of one token, 16 at a time, take two passes."""
+    rows = [row for row in published if row.publisher == "lmdeploy" and row.metric == "ttft"]
+    assert len(rows) == 80 and {row.apart for row in rows} == {1.0}
+    alone, many = (next(row for row in rows if row.traffic.prompt == 1 and row.traffic.sequences == n) for n in (1, 16))
+    table = import_module("serving_rows").ServingTable([alone, many])
+    one, sixteen = table.predict(import_module("serving_fit").ServingConstants())
+    assert 1.8 * one < sixteen < 2.1 * one
 
 
 def test_trtllm_bench_has_attention_of_its_own_on_each_device_for_experts(published: list[Any]) -> None:

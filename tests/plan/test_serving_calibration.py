@@ -84,6 +84,8 @@ def test_predictions_that_were_right_are_left_alone() -> None:
         (("bf16", "q5"), "precision = 'q5' is none of"),
         (("512,256", "512,-1"), "output_len = '-1' is not 1 or more"),
         ((",value", ",seconds"), "no column value"),
+        (("llama3-8b,1,1", "llama3-8b,16,1"), "line 2: tp x pp = 16 is more than the cluster's [0-9]+ devices"),
+        (("llama3-8b,1,1", "llama3-70b,1,1"), "line 2: llama3-70b in bf16 needs 131.4 GiB for weights on a device"),
     ],
 )
 def test_files_that_cannot_be_read_say_where(tmp_path: Path, change: tuple[str, str], message: str) -> None:

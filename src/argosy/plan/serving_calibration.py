@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 
 from argosy.config.load import load
 from argosy.errors import UserError
-from argosy.plan.cost.inference import CACHES, WEIGHTS, ReplicaCut, ServingLoad, ServingModel, formats_of
+from argosy.plan.cost.estimate import gib
+from argosy.plan.cost.inference import (
+    CACHES,
+    WEIGHTS,
+    ReplicaCut,
+    ServingLoad,
+    ServingModel,
+    ServingOptions,
+    formats_of,
+)
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import (
     ServingConstants,
@@ -99,7 +108,7 @@ def learn_from_file(path: Path, cluster: Cluster, engine: str) -> tuple[Cluster,
         raise UserError(f"--learn {path}: say what was measured: --engine vLLM, SGLang or TensorRT-LLM, with release.")
     device = cluster.device
     rates, start = Rates.of(cluster), fitted_serving().of(served, device.vendor, device.name)
-    rows = [_Measured(path, line, cells, cluster, rates) for line, cells in enumerate(_cells(path), start=2)]
+    rows = [_Measured(path, line, cells, cluster, rates, engine) for line, cells in enumerate(_cells(path), start=2)]
     measured = np.array([row.value for row in rows])
     factors = learn_serving(lambda constants: np.array([row.predict(constants) for row in rows]), measured, start)
     return cluster.model_copy(update={"serving": factors, "serving_engine": engine}), len(rows)
@@ -151,14 +160,16 @@ def _cells(path: Path) -> list[dict[str, str]]:
 class _Measured:
     """A row, and the model that predicts it."""
 
-    def __init__(self, path: Path, line: int, cells: Mapping[str, str], cluster: Cluster, rates: Rates):
+    def __init__(self, path: Path, line: int, cells: Mapping[str, str], cluster: Cluster, rates: Rates, engine: str):
         def number(name: str, least: float = 1.0) -> float:
             try:
                 found = float(cells[name])
             except (TypeError, ValueError):
                 found = float("nan")
             if not least <= found < float("inf"):
-                raise UserError(f"--learn {path}: line {line}: {name} = {cells[name]!r} is not {least:g} or more.")
+                raise UserError(
+                    f"--learn {path}: line {line}: {name} = {cells[name]!r} is not {least:g} or more. Correct it."
+                )
             return found
 
         def one_of(name: str, known: Collection[str]) -> str:
@@ -175,8 +186,25 @@ class _Measured:
         self._work = Workload.of_model(run.model, 1, 1)
         self._rates, self._cut = rates, ReplicaCut(number("tp"), number("pp"))
         self._formats = formats_of(cluster.device, rates, one_of("precision", WEIGHTS), next(iter(CACHES)))
+        self._options = ServingOptions.of(ServingEngine.of(engine), cluster.device.vendor)
         self._traffic = ServingLoad(number("batch_or_concurrency"), number("input_len"), number("output_len"))
+        taken, where = float(self._cut.tp) * float(self._cut.pp), f"--learn {path}: line {line}"
+        if taken > cluster.devices:
+            raise UserError(
+                f"{where}: tp x pp = {taken:g} is more than the cluster's {cluster.devices} devices. Give the cluster "
+                "that it was measured on."
+            )
+        model = self._model(ServingConstants())
+        if model.room(self._traffic.prompt) < 1:
+            raise UserError(
+                f"{where}: {cells['model']} in {cells['precision']} needs {gib(model.weights_bytes)} GiB for weights "
+                f"on a device with tp x pp = {taken:g}, and {cluster.device.name} has {gib(rates.memory_bytes)}. "
+                "Correct tp, pp, precision or input_len."
+            )
 
     def predict(self, constants: ServingConstants) -> float:
-        found = ServingModel(self._work, self._rates, self._cut, self._formats, constants).latencies(self._traffic)
+        found = self._model(constants).latencies(self._traffic)
         return float({"ttft": found.ttft_s, "tpot": found.tpot_s, "e2e_latency": found.e2e_s}[self.metric])
+
+    def _model(self, constants: ServingConstants) -> ServingModel:
+        return ServingModel(self._work, self._rates, self._cut, self._formats, constants, options=self._options)

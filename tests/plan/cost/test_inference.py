@@ -18,13 +18,15 @@ from argosy.plan.cost.inference import (
     formats_of,
 )
 from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.serving_constants import ServingConstants
+from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine
 from argosy.plan.hardware.clusters import Cluster
 
 KIB = 1024
 IDEAL = ServingConstants(
     **dict.fromkeys(("bandwidth", "cache", "matmul", "narrow", "experts", "attention", "link"), 1.0),
-    **dict.fromkeys(("half_tokens", "pointwise", "sum_s", "sum_hops", "nic_s", "layer_s", "moe_layer_s"), 1e-12),
+    **dict.fromkeys(
+        ("half_tokens", "pointwise", "sum_s", "sum_hops", "nic_s", "library_s", "layer_s", "moe_layer_s"), 1e-12
+    ),
     **dict.fromkeys(("pass_s", "sequence_s", "eager_layer_s", "request_s", "burst"), 1e-12),
 )
 """Nothing but rooflines."""
@@ -194,6 +196,34 @@ def test_without_captured_graphs_a_token_takes_as_long_as_its_kernels_are_launch
     assert float(eager.decode_s(1, 64)) == pytest.approx(0.032, rel=0.01)
     assert float(graphs.decode_s(1, 64)) < 0.01
     assert float(eager.prefill_s(1, 64)) == float(graphs.prefill_s(1, 64))
+
+
+def test_query_heads_read_the_cache_each_for_itself_where_kernels_share_no_reads() -> None:
+    """Four query heads to a key: above 512 of them in a pass, 32 of each sequence, the cache is read four times."""
+    shared, apart = (model_of("llama3-8b", "1xh100", **of) for of in ({}, {"sharing_heads": 512}))
+
+    def cache_s(model: ServingModel, sequences: int) -> float:
+        return float(model.pass_parts(sequences, sequences, 0.0, 4096.0 * sequences)["attention"])
+
+    assert cache_s(apart, 16) == cache_s(shared, 16)
+    assert cache_s(apart, 17) == pytest.approx(4 * cache_s(shared, 17), rel=1e-3)
+    assert float(apart.prefill_s(17, 4096)) == float(shared.prefill_s(17, 4096))
+
+
+def test_engines_have_the_kernels_of_their_release() -> None:
+    def of(engine: str, vendor: str) -> ServingOptions:
+        return ServingOptions.of(ServingEngine.of(engine), vendor)
+
+    assert of("vLLM 0.5", "AMD") == ServingOptions(sharing_heads=512, library_sums=1.0)
+    assert of("vLLM 0.10", "AMD") == of("vLLM 0.5", "NVIDIA") == ServingOptions()
+    assert of("DeepSpeed-MII", "NVIDIA") == ServingOptions(library_sums=1.0)
+    assert of("llama.cpp", "AMD").eager and not of("llama.cpp", "NVIDIA").eager
+    sums = replace(IDEAL, library_s=1e-3)
+    own, library = (
+        float(model_of("llama3-8b", "8xh100", 8, constants=sums, library_sums=each).decode_s(1, 1024))
+        for each in (0.0, 1.0)
+    )
+    assert library - own == pytest.approx(2 * 32 * 1e-3, rel=1e-3)
 
 
 def test_activations_of_the_longest_pass_take_room_from_the_cache() -> None:

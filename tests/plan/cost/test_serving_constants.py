@@ -44,7 +44,8 @@ def test_what_is_not_known_of_an_engine_is_that_of_all() -> None:
 def test_measured_devices_have_narrower_intervals_than_ports() -> None:
     of_nvidia, of_amd, of_another = (spread_of("e2e_latency", name, "calibrated") for name in ("NVIDIA", "AMD", "X"))
     assert of_nvidia < of_amd <= of_another
-    assert of_nvidia < spread_of("e2e_latency", "NVIDIA")
+    for metric in ("tpot", "throughput"):
+        assert spread_of(metric, "NVIDIA", "calibrated") < spread_of(metric, "NVIDIA")
 
 
 def test_what_nobody_has_measured_widens_an_interval() -> None:

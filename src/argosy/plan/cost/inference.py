@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.serving_constants import ServingConstants
+from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine
 from argosy.plan.hardware.devices import Device, Format
 from argosy.plan.workload import Numbers, Workload
 
@@ -48,6 +48,13 @@ ADMITTED = 0.1
 """Share of an answer's cache that has to be free when its prompt is let in; assumed."""
 SOFTNESS = 3.0
 """Exponent p of the soft maximum (x^p + y^p)^(1/p); assumed."""
+SHARING_HEADS = 512
+"""Query heads of all sequences of a pass above which vLLM of 2024 takes the attention on AMD's devices in which each
+reads the cache for itself (paged_attention_v1 if num_seqs * num_heads > 512)."""
+HALF_WAVES = 1.34
+"""Time of matrix-vector products in warps of 32 on devices of 64 over that in 64 (llama.cpp pull request 11519)."""
+WITHOUT_OWN_SUMS = ("DeepSpeed", "DeepSpeed-MII", "FasterTransformer")
+"""Engines of 2024 and earlier without kernels of their own for small sums."""
 UNEVEN = 1.0
 """Standard deviation of the tokens of an expert over their mean; assumed, as if popularity were exponential."""
 
@@ -95,12 +102,27 @@ class Draft:
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """Settings that the command line of an engine gives."""
+    """Settings of the command line of an engine, and the kernels that its release has for a device."""
 
     eager: Numbers = 0.0
     """1: no pass is replayed from a captured graph."""
     chunk: Numbers = CHUNK_TOKENS
     """Most prompt tokens of a pass; room for the activations of so many is kept free."""
+    sharing_heads: Numbers = np.inf
+    """Query heads of all sequences of a decode pass above which each reads the cache of its key for itself."""
+    library_sums: Numbers = 0.0
+    """1: small sums go by NCCL or RCCL, as large ones do."""
+    reads: Numbers = 1.0
+    """Bandwidth of reading weights over that of most engines."""
+
+    @classmethod
+    def of(cls, engine: ServingEngine, vendor: str) -> ServingOptions:
+        """Return the options that an engine has by default on a maker's devices."""
+        if vendor == "AMD" and engine.name == "llama.cpp":  # no graphs, no attention that shares reads
+            return cls(eager=1.0, sharing_heads=0.0, reads=1 / HALF_WAVES)
+        if vendor == "AMD" and engine.label == "vLLM old":
+            return cls(sharing_heads=SHARING_HEADS, library_sums=1.0)
+        return cls(library_sums=float(engine.name in WITHOUT_OWN_SUMS))
 
 
 @dataclass(frozen=True)
@@ -221,7 +243,7 @@ class ServingModel:
         filled = 1 / (1 + constants.half_tokens / tokens)
         full = formats.flops_per_s * constants.matmul * filled
         rate = full * np.where(np.asarray(formats.narrow) > 0, constants.narrow, 1.0)
-        reads = rates.memory_bytes_per_s * constants.bandwidth
+        reads = rates.memory_bytes_per_s * constants.bandwidth * self.options.reads
         shared = work.moe_layers * work.router_and_shared_parameters
         dense = work.layers * work.attention_parameters + work.dense_layers * work.ffn_parameters + shared
         seconds = _soft_max(2 * tokens * dense / tp / rate, dense * formats.weight_bytes / tp / reads)
@@ -245,7 +267,7 @@ class ServingModel:
         flops = 2 * tokens * span * widths + tokens * work.delta_layers * work.delta_flops_per_token
         rate = tp * rates.half * rates.achieved_half * constants.attention
         scores = flops / rate
-        read = cached * self.token_cache_bytes + 2 * sequences * self.state_bytes
+        read = self._rereads(sequences, span) * cached * self.token_cache_bytes + 2 * sequences * self.state_bytes
         cache = read * self.cut.pp / (rates.memory_bytes_per_s * constants.cache)
         # Each head of latent attention multiplies with the whole latent, so that decoding may be bound by it.
         latent = np.where(np.asarray(work.kv_rank) > 0, 2 * work.kv_rank + work.rope_width, 0.0)
@@ -253,6 +275,13 @@ class ServingModel:
         cache = _soft_max(cache, np.where(np.asarray(span) > 0, 0.0, decoded / rate))
         moved = tokens * work.width * work.layers * ACTIVATION_BYTES * constants.pointwise / tp
         return np.asarray(scores + cache + moved / rates.memory_bytes_per_s)
+
+    def _rereads(self, sequences: Numbers, span: Numbers) -> Floats:
+        """Return how often a pass reads the cache."""
+        heads = np.maximum(1.0, self.work.heads / self.cut.tp)
+        of_key = heads / self.work.kv_heads_on(self.cut.tp, cached=True)
+        apart = (np.asarray(span) == 0) & (sequences * heads > np.asarray(self.options.sharing_heads))
+        return np.where(apart & (np.asarray(self.work.kv_rank) == 0), of_key, 1.0)
 
     def _exchange_s(self, tokens: Numbers) -> Floats:
         """Return the seconds of two sums over tp ranks in each layer, of tokens' way to experts, and between stages."""
@@ -263,6 +292,7 @@ class ServingModel:
         cards = rates.nic_bytes_per_s * np.minimum(rates.node, tp)
         ring = np.where(across, np.minimum(cards, rates.link_bytes_per_s), rates.link_bytes_per_s)
         starts = constants.sum_s + constants.sum_hops * rates.link_latency_s + np.where(across, constants.nic_s, 0.0)
+        starts = starts + self.options.library_sums * constants.library_s
         starts = starts * constants.overhead / constants.compute  # kernels for small messages are the engine's
         of_sum = np.where(np.asarray(tp) > 1, starts + 2 * (tp - 1) / tp * message / (ring * constants.link), 0.0)
         dealt = np.asarray(self.ep) > np.asarray(tp)

@@ -86,6 +86,8 @@ class ServingConstants:
     """Latencies of the link that a sum waits for."""
     nic_s: Numbers = field(default=20e-6, metadata={"spread": 1.6})
     """Seconds more to start a sum across nodes."""
+    library_s: Numbers = field(default=20e-6, metadata={"spread": 1.6})
+    """Seconds more to start a sum by NCCL or RCCL."""
     layer_s: Numbers = field(default=20e-6, metadata={"spread": 2.0})
     """Seconds between the kernels of a layer: launches and gaps."""
     moe_layer_s: Numbers = field(default=20e-6, metadata={"spread": 2.0})

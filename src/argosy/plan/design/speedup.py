@@ -20,7 +20,15 @@ from pydantic.dataclasses import dataclass as documented
 
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.inference import CACHES, WEIGHTS, Formats, ReplicaCut, ServingLoad, ServingModel
+from argosy.plan.cost.inference import (
+    CACHES,
+    WEIGHTS,
+    Formats,
+    ReplicaCut,
+    ServingLoad,
+    ServingModel,
+    ServingOptions,
+)
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import ServingEngine, fitted_serving
 from argosy.plan.cost.step_time import StepModel
@@ -157,6 +165,7 @@ def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
     costs = [CostModel.of(request.run, request.cluster) for request in requests]
     rates, engine = (costs[0].rates, costs[1].rates), ServingEngine.of(asked.engine)
     constants = fitted_serving().of(engine, before.vendor, before.name)
+    options = ServingOptions.of(engine, before.vendor)
     formats = (_best_format(before, asked.weights), _best_format(after, asked.weights))
 
     @cache
@@ -167,7 +176,7 @@ def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
         best = 0.0
         for tp in asked.tp:
             form = Formats(WEIGHTS[weights], CACHES[asked.kv_cache], flops, float(weights != "bf16"))
-            model = ServingModel(costs[0].workload, mixed, ReplicaCut(float(tp)), form, constants)
+            model = ServingModel(costs[0].workload, mixed, ReplicaCut(float(tp)), form, constants, options=options)
             for sequences in asked.sequences:
                 found = model.latencies(ServingLoad(float(sequences), asked.prompt, asked.output))
                 fits = float(found.room) >= sequences and tp <= float(np.asarray(mixed.node))

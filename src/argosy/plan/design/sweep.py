@@ -19,7 +19,15 @@ from argosy.errors import UserError
 from argosy.plan.cost.cost_model import PLANS_AT_ONCE, CostModel
 from argosy.plan.cost.economy import DRAW
 from argosy.plan.cost.estimate import Estimate
-from argosy.plan.cost.inference import CACHES, WEIGHTS, Formats, ReplicaCut, ServingLoad, ServingModel
+from argosy.plan.cost.inference import (
+    CACHES,
+    WEIGHTS,
+    Formats,
+    ReplicaCut,
+    ServingLoad,
+    ServingModel,
+    ServingOptions,
+)
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import ServingEngine, fitted_serving
 from argosy.plan.cost.step_time import StepModel, StepTime
@@ -273,6 +281,7 @@ class ServingSweep:
             raise UserError(f"serve.engine = {asked.engine}: not known. Try vLLM, SGLang or TensorRT-LLM.")
         base = points.base
         self.constants = fitted_serving().of(engine, base.vendor, base.name)
+        self.options = ServingOptions.of(engine, base.vendor)
         model = self.request.run.model
         self.tps = [tp for tp in asked.tp if tensor_parts(model) % tp == 0]
         if not self.tps:
@@ -291,7 +300,7 @@ class ServingSweep:
         flops = points.flops_per_s[computed][rows] * points.achieved[computed][rows]
         is_narrow = float(computed in ("fp8", "fp4"))
         formats = Formats(WEIGHTS[weights], CACHES[asked.kv_cache], flops, is_narrow)
-        return ServingModel(self.costs.workload, rates, ReplicaCut(tp), formats, self.constants)
+        return ServingModel(self.costs.workload, rates, ReplicaCut(tp), formats, self.constants, options=self.options)
 
     def swept(self) -> Served:
         points, asked, n = self.points, self.asked, len(self.points)

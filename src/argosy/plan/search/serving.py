@@ -26,6 +26,7 @@ from argosy.plan.cost.inference import (
     ReplicaCut,
     ServingLoad,
     ServingModel,
+    ServingOptions,
     formats_of,
 )
 from argosy.plan.cost.scheduler import SimulatedReplica
@@ -172,7 +173,8 @@ class ServingSearch:
         ]
         if not self.ways:
             fixed = ", ".join(f"{key} = {'|'.join(map(str, values))}" for key, values in pins.items())
-            raise UserError(f"no way to cut {costs.run.model.heads} heads over {costs.devices} devices with {fixed}.")
+            whole = f"{costs.run.model.heads} heads over {costs.devices} devices"
+            raise UserError(f"no way to cut {whole} with {fixed}. Try numbers that divide both.")
 
     def model(self, ways: Sequence[_Way]) -> ServingModel:
         """Return the model of the ways, as columns."""
@@ -183,7 +185,10 @@ class ServingSearch:
         )
         run = self.costs.run
         work = Workload.of(run.model_copy(update={"model": run.model.without_further()}))
-        return ServingModel(work, self.costs.rates, cut, columns, self.constants, draft=self.question.draft)
+        options = ServingOptions.of(self.engine, self.cluster.device.vendor)
+        return ServingModel(
+            work, self.costs.rates, cut, columns, self.constants, draft=self.question.draft, options=options
+        )
 
     def found(self) -> list[Serving]:
         """Return all ways that fit, at all numbers of requests at a time. Raises: UserError if nothing fits."""
@@ -439,4 +444,6 @@ def _single(model: ServingModel) -> ServingModel:
     """Return a model of columns of one as one of numbers."""
     cut = ReplicaCut(float(np.asarray(model.cut.tp)[0]), float(np.asarray(model.cut.pp)[0]))
     formats = Formats(**{name: float(column[0]) for name, column in vars(model.formats).items()})
-    return ServingModel(model.work, model.rates, cut, formats, model.constants, draft=model.draft)
+    return ServingModel(
+        model.work, model.rates, cut, formats, model.constants, draft=model.draft, options=model.options
+    )
