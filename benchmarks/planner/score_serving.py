@@ -2,6 +2,9 @@
 
     python benchmarks/planner/score_serving.py [FILE.csv] [--calibration-rows N [--chosen]] [--json]
 
+FILE has the columns of inference.csv; only model, device, batch_or_concurrency, input_len, metric and value are
+needed. Rows that cannot be predicted are counted ("skipped").
+
 Nothing is predicted by constants that were fitted to it. A row of the file that is among the published ones is
 predicted by a fit without any row of its publisher ("all"); another one by the constants that Argosy has. For published
 rows it also says how far predictions are off without the row's engine, and without its generation of devices, and of
