@@ -57,6 +57,9 @@ def test_limits_that_are_nearly_met_are_told_once():
     assert [f.kind for f in limits.observe(LimitsReading({7: (950, 1024)}, (95, 100), (990, 1000)))] == 2 * [
         "limit_near"
     ]
+    assert not limits.observe(LimitsReading({7: (700, 1024)}, (95, 100), (990, 1000)))
+    (again,) = limits.observe(LimitsReading({7: (950, 1024)}, (95, 100), (990, 1000)))
+    assert "process 7 has 950 open files" in again.why
 
 
 def test_no_limit_is_never_met():

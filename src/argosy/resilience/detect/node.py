@@ -194,7 +194,7 @@ class ClockDetector:
         return [Finding("clock_jump", "alarm", why, evidence={"jump_s": round(jump_s, 3)})]
 
 
-NEARLY, ENOUGH = 0.9, 0.8
+NEAR_LIMIT, BELOW_LIMIT = 0.9, 0.8
 """Used shares: report above the first, reset below the second."""
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -233,7 +233,7 @@ class LimitsDetector:
 
     def _told(self, why: str, key: Hashable, used: int, most: int) -> Iterator[Finding]:
         share = used / most if most > 0 else 0.0
-        if self._latch.rises(key, share > NEARLY, share < ENOUGH):
+        if self._latch.rises(key, share > NEAR_LIMIT, share < BELOW_LIMIT):
             yield Finding("limit_near", "alarm", why, evidence={"used": used, "limit": most})
 
 
@@ -302,9 +302,9 @@ class NodeWatch:
         ]
 
 
-LOW = 0.04
-"""Share of the limit that is left: below it the kernel soon kills a process."""
-ENOUGH = 0.08
+LOW, NO_LONGER_LOW = 0.04, 0.08
+"""Shares of the limit that are left: report below the first, where the kernel soon kills a process; reset above the
+second."""
 FULL = 0.2
 """With less than this share left just before, a kill on the machine counts as one of this run."""
 SOON_S = 900.0
@@ -356,7 +356,7 @@ class MemoryDetector:
 
     def _low(self, now: MemoryReading) -> Iterator[Finding]:
         share = now.available_bytes / now.limit_bytes
-        if self._latch.rises("low", share < LOW, share > ENOUGH):
+        if self._latch.rises("low", share < LOW, share > NO_LONGER_LOW):
             yield Finding("memory_low", "alarm", f"{_left(now)}: the kernel may soon kill", evidence=_facts(now))
 
     def _shrinking(self, now: MemoryReading) -> Iterator[Finding]:
