@@ -83,6 +83,13 @@ def test_a_folder_that_is_no_run_is_refused(kind: str, tmp_path: Path) -> None:
         RunReader(folder)
 
 
+@pytest.mark.parametrize("inside", ["sites/oslo", "demo"])
+def test_a_folder_of_runs_is_refused_with_one_of_them(inside: str, tmp_path: Path) -> None:
+    made = Made(steps=2).write(tmp_path / "two" / inside)
+    with pytest.raises(UserError, match=f"Name a run's folder, such as {made}."):
+        RunReader(tmp_path / "two")
+
+
 def test_what_is_damaged_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     folder = Made(steps=20).write(tmp_path / "demo")
     (folder / "run.toml").write_text("nonsense = ")

@@ -14,6 +14,7 @@ from argosy.watch import status as status_module
 from argosy.watch.reader import RunReader
 from argosy.watch.status import MOST_BYTES, RunSummary, ending_in_words, in_text, since_time_s, status_of
 from run_folder import RunFolder
+from run_folders import Made, Trouble
 
 
 def status(folder: Path, since: str = "") -> RunSummary:
@@ -103,6 +104,15 @@ def test_what_is_over_leads_to_the_command_that_goes_on(run, facts, state, comma
     assert (found.state, found.next.rule) == (state, state)
     assert found.next.command.startswith(command) and str(run.path) in found.next.command
     assert (found.health == "critical") == (state == "failed")
+
+
+def test_advice_is_a_warning_only_while_the_run_can_follow_it(tmp_path):
+    found = {}
+    for is_finished in (False, True):
+        made = Made(steps=400, trouble=Trouble(slow_link=(100, 1)), is_finished=is_finished, start_s=time.time() - 170)
+        found[is_finished] = status(made.write(tmp_path / str(is_finished)))
+    assert not found[False].alerts and found[False].health == "warning"
+    assert found[True].next.rule == "finished" and found[True].health == "good"
 
 
 def test_a_spike_is_an_alert_with_its_evidence(run):

@@ -221,7 +221,7 @@ class Manifest(_Record):
         except ValidationError as error:
             raise UserError(
                 f"{path}: {first_error(error)}. It is damaged or of another version: delete {folder} and prepare it "
-                f"again: argosy prepare --out {folder}"
+                f"again: argosy prepare TEXT --out {folder}"
             ) from None
 
     def _shards(self) -> list[Shard]:

@@ -26,6 +26,8 @@ except ImportError:
 
 MOST_NEW_TOKENS = 256
 """Tokens of a text of which a task does not say how long it may be, as lm-eval has it."""
+FAMILIAR = ("arc_easy", "hellaswag", "mmlu")
+"""Tasks that are named to those who named one that is not known."""
 BOOTSTRAPS = 100
 """Resamplings for the standard error of metrics that have no formula for it."""
 
@@ -122,8 +124,11 @@ def _load(names: Sequence[str], fewshot: int | None, trusts_code: bool, may_writ
     for name in set(names) - set(files):
         if not manager.match_tasks([name]):
             near = difflib.get_close_matches(name, manager.all_tasks, 3)
-            hint = f"Did you mean {' or '.join(near)}?" if near else "Name a task of lm-eval, or a task file (*.yaml)."
-            raise UserError(f"the task {name!r} is not known to lm-eval {lm_eval.__version__}. {hint}")
+            hint = f"Did you mean {' or '.join(near)}?" if near else "Or name a task file (*.yaml)."
+            raise UserError(
+                f"the task {name!r} is not known to lm-eval {lm_eval.__version__}, which knows "
+                f"{len(manager.all_tasks):,}, such as {', '.join(FAMILIAR)}. {hint}"
+            )
     try:
         found = manager.load(list(names))
     except Exception as problem:  # whatever a task file or a data set's host may do

@@ -275,7 +275,8 @@ def standing_of(alerts: Iterable[Alert]) -> list[Alert]:
 def _health(state: str, alerts: list[Alert], advice: Iterable[Advice]) -> Health:
     if state in ("failed", "dead") or any(alert.severity == "critical" for alert in alerts):
         return "critical"
-    if state == "silent" or alerts or any(each.severity == "warning" for each in advice):
+    goes_on = state not in ("finished", "stopped")  # of what is over, nobody can follow the advice any more
+    if state == "silent" or alerts or (goes_on and any(each.severity == "warning" for each in advice)):
         return "warning"
     return "good"
 
