@@ -153,6 +153,8 @@ def test_a_report_says_whether_it_is_well():
     assert report().is_passed and "passed" in report().in_words() and "75%" in report().in_words()
     for wrong in ({"finished": False}, {"same_weights": False}, {"ledger": ("samples 0 to 3 are missing",)}):
         assert not report(**wrong).is_passed and "FAILED" in report(**wrong).in_words()
+    undisturbed = report(faults=()).in_words()
+    assert "passed" not in undisturbed and "shows nothing: try a smaller --every-s" in undisturbed
     assert ChaosReport.model_validate_json(report().model_dump_json()) == report()
 
 
