@@ -194,7 +194,8 @@ class ChaosReport(BaseModel):
         same = {True: "the same, bit for bit", False: "NOT the same"}
         lines.append(f"final weights {same[self.same_weights]}; losses {same[self.same_losses]}")
         lines += [f"  {problem}" for problem in (*self.differences, *self.ledger, *self.left_behind)]
-        passed = "passed" if self.faults else "undisturbed, so it shows nothing: try a smaller --every-s, or a longer run"
+        nothing = "no fault met it, so it shows nothing: try a smaller --every-s, or a longer run"
+        passed = "passed" if self.faults else nothing
         lines.append(passed if self.is_passed else "FAILED" + ("" if self.finished else ": the run did not end"))
         return "\n".join(lines)
 
