@@ -24,6 +24,7 @@ MOE = {"experts": 4, "expert_ffn_width": 16, "shared_experts": 1, "balance": "bi
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "deep": {"layers": 4},
+    "wide": {"ffn_width": 2048},  # only activations from 64 KiB on are offloaded
     "tied": {"tie_embeddings": True, "attention_bias": True, "qk_norm": True, "kv_heads": 1},
     "experts": {"moe": MOE},
     "losses": {"moe": {**MOE, "balance": "aux", "aux_coefficient": 0.01, "z_coefficient": 1e-3}},
@@ -57,7 +58,7 @@ SLOW: list[tuple[str, str, dict[str, Any]]] = [
     ("dense", "cp=2,context=ulysses,precision=bf16", {}),
     ("dense", "dp_replicate=2,dp_shard=2,zero=3,precision=bf16,weights=bf16", {}),
     ("dense", "dp_replicate=2,dp_shard=2,zero=1,precision=bf16", {}),
-    ("dense", "dp_shard=2,zero=2,offload=activations,precision=bf16", {}),
+    ("wide", "dp_shard=2,zero=2,offload=activations,precision=bf16", {}),
     ("experts", "pp=2,precision=bf16", {}),
     ("mtp", "pp=2,precision=bf16", {}),
     *(("deep", f"pp=2,schedule={kind},precision=bf16", {}) for kind in ("interleaved_1f1b", "zbv", "dualpipev")),
@@ -110,7 +111,7 @@ def test_it_waits_no_oftener_in_fp8(model: str, plan: str) -> None:
     [
         ("experts", "dp_shard=2,ep=2,zero=1,precision=bf16", {}, {"parallel/expert.py": 2}),  # one for each layer
         ("experts", "dp_shard=2,ep=2,zero=1,precision=bf16,overlap_experts=true", {}, {"parallel/expert.py": 2}),
-        pytest.param("dense", "offload=all,precision=bf16", {}, {"parallel/offload.py": 1}, marks=pytest.mark.slow),
+        pytest.param("wide", "offload=all,precision=bf16", {}, {"parallel/offload.py": 1}, marks=pytest.mark.slow),
         pytest.param("dense", "dp_shard=2,zero=1", MUON, {"parallel/world.py": 1}, marks=pytest.mark.slow),
     ],
 )

@@ -63,12 +63,19 @@ class FakeCudaMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._watch, self._device = watch, device
         self.python_wants_meta = False
-        self.calls = FunctionCalls(self, device)
+        self.calls = FunctionCalls(self)
         self.host_groups: set[str] = set()
         """Names of the process groups for tensors in host memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        is_pinned = kwargs.pop("pin_memory", False)
+        result = self._result(func, types, args, kwargs)
+        if is_pinned:
+            self._device.pin(result)
+        return result
+
+    def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.prim.device.default and not self.in_kernel_invocation:
             return args[0].fake_device
         namespace = getattr(func, "namespace", "")
@@ -317,21 +324,17 @@ def _keep_values(result: Any, known: Any) -> None:
 
 
 class FunctionCalls(TorchFunctionMode):
-    """Tells apart what Python itself wants on the meta device, or in pinned memory, from what C++ asks for."""
+    """Tells apart what Python itself wants on the meta device from what C++ asks for."""
 
-    def __init__(self, fake: FakeCudaMode, device: FakeDevice) -> None:
+    def __init__(self, fake: FakeCudaMode) -> None:
         super().__init__()
-        self._fake, self._device = fake, device
+        self._fake = fake
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         wish, before = kwargs.get("device"), self._fake.python_wants_meta
-        is_pinned = kwargs.pop("pin_memory", False)
         self._fake.python_wants_meta = before or (wish is not None and str(wish) == "meta")
         try:
-            result = func(*args, **kwargs)
+            return func(*args, **kwargs)
         finally:
             self._fake.python_wants_meta = before
-        if is_pinned:
-            self._device.pin(result)
-        return result
