@@ -256,9 +256,9 @@ def run_all(stages: Sequence[Stage], day: Day) -> int:
         try:
             stage(day)
             state = "passed"
-        except Failed as why:
+        except (Failed, OSError, ValueError) as why:  # or what a stage reads is not there, or not as it should be
             state = "failed"
-            day.notes.append(str(why))
+            day.notes.append(f"{type(why).__name__}: {why}")
         outcomes[stage.__name__] = Outcome(state, round(time.monotonic() - began, 1), day.notes)
         summary = {name: asdict(outcome) for name, outcome in outcomes.items()}
         (day.out / "summary.json").write_text(json.dumps(summary, indent=1))

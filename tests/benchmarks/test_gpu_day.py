@@ -43,6 +43,16 @@ def test_it_stops_at_the_first_failure_and_keeps_what_was_said(tmp_path: Path) -
     assert (tmp_path / "bad.txt").read_text().endswith("why\n")
 
 
+def test_a_result_that_is_missing_fails_its_stage(tmp_path: Path) -> None:
+    def reads(day: gpu_day.Day) -> None:
+        """Reads."""
+        (day.out / "report.json").read_text()
+
+    assert gpu_day.run_all([reads], gpu_day.Day(tmp_path, 1)) == 1
+    (outcome,) = json.loads((tmp_path / "summary.json").read_text()).values()
+    assert outcome["state"] == "failed" and "report.json" in outcome["notes"][0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [stage for stage in gpu_day.STAGES if stage is not gpu_day.tests], ids=STAGE_NAME)
 def test_stages_run(tmp_path: Path, stage: gpu_day.Stage) -> None:
