@@ -33,8 +33,7 @@ from argosy.accelerator import capability, device_name, is_amd_with_fp8
 from argosy.errors import UserError, missing_extra
 from argosy.matmul import dense, fp8_by_group
 from argosy.plan.cost.exact_state import INT8_BLOCK
-from argosy.plan.hardware.number_formats import why_not_in_fp8
-from argosy.plan.plan import FP8, Precision
+from argosy.plan.plan import FP8, Precision, why_not_in_fp8
 
 FLOAT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of torch by the words of plans and options."""

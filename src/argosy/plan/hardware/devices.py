@@ -26,9 +26,8 @@ from argosy.config.load import build
 from argosy.config.optimizer import Fraction
 from argosy.config.section import Section
 from argosy.errors import UserError
-from argosy.plan.hardware.number_formats import why_not_in_fp8
 from argosy.plan.hardware.technology import Keys, Silicon
-from argosy.plan.plan import FP8
+from argosy.plan.plan import FP8, why_not_in_fp8
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """Number format of a matmul's inputs."""
