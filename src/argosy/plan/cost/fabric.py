@@ -27,7 +27,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,14 +49,6 @@ _IS_INNER = np.array([[[o.index(j) < o.index(i) for j in range(3)] for i in rang
 """[order, i, j]: part j lies inside part i."""
 MOST_SHAPES = 24
 """Shapes of a torus that a circuit switch is asked for, the most even first."""
-
-
-class Far(NamedTuple):
-    """The links between sites, as one device sees them."""
-
-    devices: Numbers
-    bytes_per_s: Numbers
-    latency_s: Numbers
 
 
 @dataclass(frozen=True)
@@ -170,39 +161,13 @@ class Fabric:
             bounds.append(np.maximum(bounds[-1], end))
         return bounds
 
-    def group(
-        self,
-        ranks: Numbers,
-        stride: Numbers,
-        inside: Numbers,
-        link: Numbers,
-        nic: Numbers,
-        gain: Numbers,
-        far: Far,
-        constants: Constants,
-    ) -> Group:
-        """Return a group of `ranks`, `stride` apart, `inside` of them in a node.
-
-        link, nic: bytes/s of a rank inside its node, and to its switch.
-        """
+    def group(self, plain: Group, stride: Numbers, constants: Constants) -> Group:
+        """Return a group at one site on this network: `plain` has its ranks, `stride` apart, with the bandwidths of a
+        rank inside its node and to its switch."""
         if self.topology.is_torus:
-            group = self._on_torus(ranks, stride, constants)
-        else:
-            group = self._on_switches(ranks, stride, inside, link, nic, gain, constants)
-        at_site = np.clip(far.devices // np.maximum(1, stride), 1, ranks)
-        is_far = at_site < ranks
-        if not np.any(is_far):
-            return group
-        thin = np.where(is_far, far.bytes_per_s, np.inf)
-        return replace(
-            group,
-            ring=np.minimum(group.ring, at_site * thin),
-            nic=np.minimum(group.nic, thin),
-            exchange=np.minimum(nic if group.exchange is None else group.exchange, thin),
-            latency=group.latency + np.where(is_far, far.latency_s, 0.0),
-            round=np.where(is_far, np.maximum(group.round, far.latency_s * (np.asarray(ranks) - 1)), group.round),
-            algorithms=tuple(name for name in group.algorithms if name != "sharp") or ("ring",),
-        )
+            return self._on_torus(plain, stride, constants)
+        on = self._on_circuits if self.topology.circuits else self._on_switches
+        return on(plain, self._digits(plain.ranks, stride, self.unit), constants)
 
     def _digits(self, ranks: Numbers, stride: Numbers, smallest: Numbers) -> list[Digits]:
         """Return where the ranks lie on the network that are not next to each other in a node of `smallest` devices."""
@@ -217,21 +182,9 @@ class Fabric:
             found.append(Digits(first * scale, np.maximum(1.0, last / first)))
         return found
 
-    def _on_switches(
-        self,
-        ranks: Numbers,
-        stride: Numbers,
-        inside: Numbers,
-        link: Numbers,
-        nic: Numbers,
-        gain: Numbers,
-        constants: Constants,
-    ) -> Group:
-        n, topology = np.asarray(ranks, float), self.topology
-        digits = self._digits(ranks, stride, self.unit)
+    def _on_switches(self, plain: Group, digits: Sequence[Digits], constants: Constants) -> Group:
+        n, inside, nic, topology = np.asarray(plain.ranks, float), plain.inside, plain.nic, self.topology
         leaves = inside < n
-        if topology.circuits:
-            return self._on_circuits(n, inside, digits, link, nic, gain, constants)
         ring, next_one, slowest = inside * nic, nic * 1.0, (1 - inside / n) / nic
         crossed: Numbers = np.where(leaves, 1.0, 0.0)
         for level in self.levels:
@@ -241,68 +194,47 @@ class Fabric:
             next_one = np.where(beyond, np.minimum(next_one, here * nic * level.ring), next_one)
             slowest = np.where(beyond, np.maximum(slowest, (1 - here / n) / (nic * level.exchange)), slowest)
             crossed = crossed + beyond
-        across = np.where(inside > 1, np.minimum(link, ring), ring)
         hop = constants.hop + topology.switch_latency_s * np.maximum(0.0, 2 * (crossed - 1))
-        forwarded = 1 - 1 / self.unit if topology.keeps_rails else 0.0
-        return Group(
-            ranks,
-            inside,
-            np.where(leaves, across, link),
-            link,
-            next_one,
-            np.where(n > 1, constants.latency, 0.0),
-            hop * (n - 1),
-            gain,
+        return replace(
+            plain,
+            ring=_through(plain, ring),
+            nic=next_one,
+            round=hop * (n - 1),
             exchange=np.where(leaves, (1 - inside / n) / np.maximum(slowest, 1e-30), nic),
-            forwarded=forwarded,
+            forwarded=1 - 1 / self.unit if topology.keeps_rails else 0.0,
             tree=2 * crossed * (topology.switch_latency_s + constants.hop),
             adapter=nic,
             algorithms=topology.algorithms,
             wires=((WIRE, np.where(leaves, 1.0, 0.0)),),
         )
 
-    def _on_circuits(
-        self,
-        n: Numbers,
-        inside: Numbers,
-        digits: Sequence[Digits],
-        link: Numbers,
-        nic: Numbers,
-        gain: Numbers,
-        constants: Constants,
-    ) -> Group:
+    def _on_circuits(self, plain: Group, digits: Sequence[Digits], constants: Constants) -> Group:
         """Return a group whose nodes are joined by circuits; a part of the rank without any goes by way of others."""
-        leaves, least = inside < n, 1 / (2 * self.topology.circuits)
+        n, inside, nic = np.asarray(plain.ranks, float), plain.inside, plain.nic
+        least = 1 / (2 * self.topology.circuits)
         share: Numbers = 1.0
         for each, has in zip(digits[-len(self.shares) :], self.shares, strict=True):
             share = np.where(each.size > 1, np.minimum(share, np.maximum(has, least)), share)
-        nodes, many = np.maximum(1.0, np.asarray(n) / inside), share * self.topology.circuits
-        many = np.maximum(1.0, many)
+        nodes, many = np.maximum(1.0, n / inside), np.maximum(1.0, share * self.topology.circuits)
         hops = np.maximum(1.0, many * (nodes ** (1 / many) - 1) / 2)
-        ring = inside * nic * share
         part = 1.0 if len(self.shares) == 1 else np.where(np.asarray(digits[-1].size) > 1, 2.0, 1.0)
-        return Group(
-            n,
-            inside,
-            np.where(leaves, np.where(inside > 1, np.minimum(link, ring), ring), link),
-            link,
-            nic * share,
-            np.where(np.asarray(n) > 1, constants.latency, 0.0),
-            constants.hop * (np.asarray(n) - 1),
-            gain,
+        return replace(
+            plain,
+            ring=_through(plain, inside * nic * share),
+            nic=nic * share,
             exchange=nic * share / hops,
             algorithms=tuple(name for name in self.topology.algorithms if name != "sharp"),
-            wires=tuple((place, np.where(leaves & (part == place), 1.0, 0.0)) for place in (1, 2)),
+            wires=tuple((place, np.where((inside < n) & (part == place), 1.0, 0.0)) for place in (1, 2)),
         )
 
-    def _on_torus(self, ranks: Numbers, stride: Numbers, constants: Constants) -> Group:
-        n, link = np.asarray(ranks, float), self.link_bytes_per_s * constants.link
+    def _on_torus(self, plain: Group, stride: Numbers, constants: Constants) -> Group:
+        n, link = np.asarray(plain.ranks, float), self.link_bytes_per_s * constants.link
         rate: Numbers = np.zeros(1)
         slowest: Numbers = np.zeros(1)
         to_next: Numbers = np.full(1, np.inf)
         hops: Numbers = np.zeros(1)
         wires, first = [], np.ones(1)
-        digits = self._digits(ranks, stride, 1)
+        digits = self._digits(plain.ranks, stride, 1)
         wraps = self.topology.wrap
         for place, size in enumerate(self.dims):
             end, passes = first * size, np.zeros(1)
@@ -322,15 +254,14 @@ class Fabric:
             first = end
         alone = rate <= 0
         rate, to_next = np.where(alone, link, rate), np.where(alone, link, to_next)
-        return Group(
-            ranks,
-            np.ones(1),
-            rate,
-            rate,
-            to_next,
-            np.where(n > 1, constants.latency, 0.0),
-            (constants.hop + self.topology.switch_latency_s) * hops,
-            1.0,
+        return replace(
+            plain,
+            inside=np.ones(1),
+            ring=rate,
+            link=rate,
+            nic=to_next,
+            round=(constants.hop + self.topology.switch_latency_s) * hops,
+            reduction_gain=1.0,
             exchange=np.where(alone, link, (1 - 1 / n) / np.maximum(slowest, 1e-30)),
             algorithms=tuple(name for name in self.topology.algorithms if name in ("ring", "tree")) or ("ring",),
             wires=tuple(wires),
@@ -388,6 +319,12 @@ class Fabric:
             found += places % size * int(strides[place])
             places = places // size
         return found // self.unit
+
+
+def _through(plain: Group, ring: Numbers) -> Numbers:
+    """Return the bytes/s of a ring that enters and leaves its nodes by `ring`, and inside of them takes their links."""
+    inside, link = plain.inside, plain.link
+    return np.where(inside < plain.ranks, np.where(inside > 1, np.minimum(link, ring), ring), link)
 
 
 def _ranks_in(devices: int, digits: Sequence[Digits]) -> Numbers:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from argosy.config.sync import SyncConfig
 from argosy.plan.cost.collectives import Group
 from argosy.plan.cost.constants import Constants
-from argosy.plan.cost.fabric import Arrangement, Fabric, Far
+from argosy.plan.cost.fabric import Arrangement, Fabric
 from argosy.plan.cost.rates import Rates
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import WORDS, Layouts, column_of
@@ -48,19 +48,25 @@ def group_of(ranks: Numbers, stride: Numbers, rates: Rates, constants: Constants
     """Return the group of `ranks` ranks whose neighbours are `stride` ranks apart."""
     inside = np.clip(rates.node // np.maximum(1, stride), 1, ranks)
     link, nic = rates.link_bytes_per_s * constants.link, rates.nic_bytes_per_s * constants.nic
-    if rates.fabric is not None:
-        thin = Far(rates.site, rates.far_bytes_per_s, rates.far_latency_s)
-        return rates.fabric.group(ranks, stride, inside, link, nic, rates.reduction_gain, thin, constants)
-    across = np.where(inside > 1, np.minimum(link, inside * nic), nic)
-    ring = np.where(inside < ranks, across, link)
+    ring = np.where(inside < ranks, np.where(inside > 1, np.minimum(link, inside * nic), nic), link)
     latency = np.where(np.asarray(ranks) > 1, constants.latency, 0.0)
+    group = Group(ranks, inside, ring, link, nic, latency, constants.hop * (ranks - 1), rates.reduction_gain)
+    if rates.fabric is not None:
+        group = rates.fabric.group(group, stride, constants)
     at_site = np.clip(rates.site // np.maximum(1, stride), 1, ranks)
     far = at_site < ranks
-    ring = np.where(far, np.minimum(ring, at_site * rates.far_bytes_per_s), ring)
-    nic = np.where(far, np.minimum(nic, rates.far_bytes_per_s), nic)
-    latency = latency + np.where(far, rates.far_latency_s, 0.0)
-    hop = np.where(far, np.maximum(constants.hop, rates.far_latency_s), constants.hop)
-    return Group(ranks, inside, ring, link, nic, latency, hop * (ranks - 1), rates.reduction_gain)
+    if not np.any(far):
+        return group
+    thin = np.where(far, rates.far_bytes_per_s, np.inf)
+    return replace(
+        group,
+        ring=np.minimum(group.ring, at_site * thin),
+        nic=np.minimum(group.nic, thin),
+        exchange=None if group.exchange is None else np.minimum(group.exchange, thin),
+        latency=group.latency + np.where(far, rates.far_latency_s, 0.0),
+        round=np.where(far, np.maximum(group.round, rates.far_latency_s * (np.asarray(ranks) - 1)), group.round),
+        algorithms=group.algorithms and (tuple(name for name in group.algorithms if name != "sharp") or ("ring",)),
+    )
 
 
 def between_sites_s(sent: float, cluster: Cluster, messages: int) -> float:

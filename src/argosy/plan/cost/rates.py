@@ -14,6 +14,11 @@ from argosy.plan.workload import Numbers
 
 EVERYWHERE = 1 << 40
 """Devices of a site, where there is one only: more than any cluster has."""
+SLOWEST_DECIDES = (
+    *("memory_bytes", "memory_bytes_per_s", "reduction_gain"),
+    *("host_link_bytes_per_s", "host_memory_bytes_per_s", "host_memory_bytes"),
+)
+"""Rates of a cluster that are those of its slowest devices."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +108,15 @@ class Rates:
             kind.link_bytes_per_s * group.link_bytes_per_s / group.device.link_bytes_per_s
             for kind, group in zip(kinds, cluster.groups, strict=True)
         ]
-        first = network.bytes_per_s if network else min(g.nic_bytes_per_s for g in cluster.groups)
-        if cluster.topology is not None:
-            first = min(group.nic_bytes_per_s for group in cluster.groups)
+        adapter = min(group.nic_bytes_per_s for group in cluster.groups)
+        first = adapter if network is None or cluster.topology is not None else network.bytes_per_s
+        slowest: dict[str, Numbers] = {name: min(getattr(kind, name) for kind in kinds) for name in SLOWEST_DECIDES}
         return replace(
             cls.of_device(cluster.device, narrow),
-            memory_bytes=min(kind.memory_bytes for kind in kinds),
-            memory_bytes_per_s=min(kind.memory_bytes_per_s for kind in kinds),
+            **slowest,
             link_bytes_per_s=min(links),
             nic_bytes_per_s=first,
             node=cluster.devices_per_node,
-            reduction_gain=min(kind.reduction_gain for kind in kinds),
-            host_link_bytes_per_s=min(kind.host_link_bytes_per_s for kind in kinds),
-            host_memory_bytes_per_s=min(kind.host_memory_bytes_per_s for kind in kinds),
-            host_memory_bytes=min(kind.host_memory_bytes for kind in kinds),
             fabric=Fabric.of(cluster, min(links)),
             **_between_sites(cluster),
         )
