@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from argosy.plan.cost.estimate import DAY, HOUR, count, percent, seconds, within
-from argosy.plan.report.html import document
+from argosy.plan.report.html import document, table
 from argosy.plan.report.jobs import JobSchedule, ScheduledJob, after_now
 from argosy.plan.report.terminal import console_of, figures_table, line_printer
 
@@ -23,6 +23,7 @@ HEADS = (
     *("deadline", "in time", "late", "late costs"),
 )
 """Columns of the table; the last one, the price of devices, is headed by the currency."""
+WORDS = ("job", "cluster")
 WIDTH, LABEL, LAST, ROW = 900, 150, 50, 34
 """Sizes of the page's chart in pixels: its width, room for names, for the last time's label, a row's height."""
 LEGEND = "a bar is as high as the job's share of the cluster"
@@ -98,10 +99,10 @@ def _span_s(found: JobSchedule) -> float:
 
 
 def _figures(found: JobSchedule) -> Table:
-    table = figures_table(*HEADS, found.currency, words=("job", "cluster"))
+    figures = figures_table(*HEADS, found.currency, words=WORDS)
     for job in found.jobs:
-        table.add_row(*_row(job))
-    return table
+        figures.add_row(*_row(job))
+    return figures
 
 
 def _row(job: ScheduledJob) -> tuple[str, ...]:
@@ -123,8 +124,6 @@ def _row(job: ScheduledJob) -> tuple[str, ...]:
 def page(found: JobSchedule) -> str:
     """Return the schedule as one HTML page."""
     title = headline(found)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _row(job))}</tr>" for job in found.jobs)
-    head = "".join(f"<th>{escape(name)}</th>" for name in (*HEADS, found.currency))
     commands = escape("\n".join(_commands(found)))
     charts = "".join(
         f"<h2>{escape(name)}: {escape(found.described[name])}, {percent(found.used[name])} used</h2>"
@@ -135,7 +134,7 @@ def page(found: JobSchedule) -> str:
         title,
         f"<h1>{escape(title)}</h1>{charts}"
         f'<p class="quiet">A line before or behind a bar is its deadline; {LEGEND}.</p>'
-        f'<h2>Jobs</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+        f"<h2>Jobs</h2>{table((*HEADS, found.currency), map(_row, found.jobs), WORDS)}"
         f"<h2>Commands, for the clusters' own schedulers</h2><pre>{commands}</pre>",
     )
 

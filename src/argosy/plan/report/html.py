@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from html import escape
 
 from argosy.plan.cost.estimate import count, gib, percent, seconds, within
@@ -11,14 +11,12 @@ from argosy.plan.report.explain import (
     MEANING,
     MEMORY_MEANING,
     burn_in_in_words,
-    count_of_stops,
     shown_stops,
-    spares_in_words,
     stops_in_words,
 )
 from argosy.plan.report.network import AXIS_COLUMNS, NetworkReport, axis_cells, network_in_words
-from argosy.plan.report.report import PlanReport
-from argosy.plan.report.terminal import LEAST_SHOWN, headline, prices, search_line, shares_in_words
+from argosy.plan.report.report import PlanReport, figures_of
+from argosy.plan.report.terminal import LEAST_SHOWN, facts, headline, search_line, shares_in_words, stop_cells, why_not
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 
@@ -74,38 +72,27 @@ def document(title: str, body: str) -> str:
     )
 
 
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[str] = ()) -> str:
+    """Return a table whose columns `words` are texts, and the others figures; a plan may be broken after each comma."""
+    kinds = [' class="text"' if head in words else "" for head in heads]
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        texts = [
+            _code(cell) if head == "plan" and tag == "td" else escape(cell)
+            for head, cell in zip(heads, cells, strict=True)
+        ]
+        return "".join(f"<{tag}{kind}>{text}</{tag}>" for kind, text in zip(kinds, texts, strict=True))
+
+    lines = [row("th", heads), *(row("td", cells) for cells in rows)]
+    return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+
+
 def _facts(report: PlanReport) -> str:
     about = report.explanation
-    choice, run = about.choice, about.choice.run
-    rows = [
-        ("step", f"{within(choice.step_s, seconds)}; {percent(choice.mfu)} MFU, {count(choice.tokens_per_s)} tokens/s"),
-        ("memory", f"{within(choice.memory_bytes, gib)} of {gib(report.memory_bytes)} GiB"),
-        ("whole run", f"{within(run.time_s, seconds)}; {within(run.device_hours, count)} device-hours"),
-        (
-            "failures",
-            f"one in {within(about.failures.mtbf_s, seconds)}; {within(about.failures.effective, percent)} of the time "
-            f"is productive; {stops_in_words(about.reliability)}",
-        ),
-        (
-            "against them",
-            f"save every {within(about.failures.interval_s, seconds)}, in-memory checkpoint every "
-            f"{seconds(about.failures.copy_interval_s)}; {spares_in_words(about.reliability)}; "
-            f"{burn_in_in_words(about.reliability.burn_in)}",
-        ),
-    ]
-    if run.money:
-        rows.append(("cost", f"{within(run.money, count)} {report.currency} {prices(report)}".rstrip()))
-    if run.energy_kwh and run.co2_kg:
-        rows.append(("energy", f"{within(run.energy_kwh, count)} kWh, {within(run.co2_kg, count)} kg CO2"))
-    missing = ""
-    if about.misfit:
-        near = f" The nearest that fits: <code>{escape(about.near.plan)}</code>." if about.near else ""
-        missing = (
-            f'<p class="bad">It does not fit: {gib(about.misfit.excess_bytes)} GiB too much, most of it '
-            f"{escape(about.misfit.largest)} ({gib(about.misfit.largest_bytes)} GiB).{near}</p>"
-        )
-    table = "".join(f'<tr><th class="text">{n}</th><td class="text">{escape(v)}</td></tr>' for n, v in rows)
-    return f"<p><code>{_breakable(choice.plan)}</code></p>{missing}<table>{table}</table>"
+    missing = f'<p class="bad">It {escape(why_not(about))}.</p>' if about.misfit else ""
+    speed = "speed", f"{percent(about.choice.mfu)} MFU", f"{count(about.choice.tokens_per_s)} tokens/s"
+    heads = ("of the plan", "figure", "note")
+    return f"<p>{_code(about.choice.plan)}</p>{missing}{table(heads, (speed, *facts(report)), heads)}"
 
 
 def _waterfall(values: dict[str, float]) -> str:
@@ -127,14 +114,9 @@ def _network(found: NetworkReport | None) -> list[str]:
     """Return where ranks are on the network, if its topology is known."""
     if found is None or not found.axes:
         return []
-    kinds = ["" if is_number else ' class="text"' for is_number in AXIS_COLUMNS.values()]
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-
-    rows = "".join(f"<tr>{row('td', axis_cells(axis))}</tr>" for axis in found.axes)
-    table = f'<div class="wide"><table><tr>{row("th", tuple(AXIS_COLUMNS))}</tr>{rows}</table></div>'
-    return [f"<h2>Where ranks are</h2><p>{escape(network_in_words(found))}</p>{table}"]
+    words = [name for name, is_number in AXIS_COLUMNS.items() if not is_number]
+    axes = table(tuple(AXIS_COLUMNS), map(axis_cells, found.axes), words)
+    return [f"<h2>Where ranks are</h2><p>{escape(network_in_words(found))}</p>{axes}"]
 
 
 def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Numbers], str]) -> str:
@@ -218,9 +200,9 @@ def _point(choice: Candidate, x: Callable[[Numbers], float], y: Callable[[Number
     )
 
 
-def _breakable(plan: str) -> str:
-    """Return a plan's text that may be broken after each comma."""
-    return escape(plan).replace(",", ",<wbr>")
+def _code(plan: str) -> str:
+    """Return a plan's text, which may be broken after each comma."""
+    return f"<code>{escape(plan).replace(',', ',<wbr>')}</code>"
 
 
 def _svg(width: float, height: float, parts: Sequence[str]) -> str:
@@ -229,52 +211,33 @@ def _svg(width: float, height: float, parts: Sequence[str]) -> str:
 
 
 def _choices(report: PlanReport, choices: Sequence[Candidate]) -> str:
-    heads = ("step", "GiB", "MFU", "tokens/s", "devices", "run", report.currency, "kWh")
-    head = '<th class="text">plan</th>' + "".join(f"<th>{escape(name)}</th>" for name in heads)
-    body = []
-    for choice in choices:
-        run = choice.run
-        cells = (
-            within(choice.step_s, seconds),
-            within(choice.memory_bytes, gib),
-            percent(choice.mfu),
-            count(choice.tokens_per_s),
-            str(choice.devices),
-            seconds(run.time_s.mid),
-            within(run.money, count) if run.money else "?",
-            within(run.energy_kwh, count) if run.energy_kwh else "?",
-        )
-        row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        body.append(f'<tr><td class="text"><code>{_breakable(choice.plan)}</code></td>{row}</tr>')
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(body)}</table></div>'
+    rows = ((choice.plan, *figures_of(choice, within)) for choice in choices)
+    return table(("plan", *report.columns), rows, words=("plan",))
 
 
 def _stops(report: PlanReport) -> str:
-    rows = "".join(
-        f'<tr><th class="text">{escape(each.called)}</th><td>{count_of_stops(each.expected)}</td>'
-        f"<td>{each.low:.0f} to {each.high:.0f}</td></tr>"
-        for each in shown_stops(report.explanation.reliability.components)
+    about = report.explanation.reliability
+    stops = table(
+        ("component", "expected", "nine times of ten"), map(stop_cells, shown_stops(about.components)), ("component",)
     )
-    return f'<table><tr><th class="text">component</th><th>expected</th><th>nine times of ten</th></tr>{rows}</table>'
+    return f"<p>{stops_in_words(about)}. By the catalogue {burn_in_in_words(about.burn_in)}.</p>{stops}"
 
 
 def _outlooks(report: PlanReport) -> list[str]:
     parts = []
     if report.uneven:
         lines = "".join(
-            f"<li>{seconds(split.step_s)} a step with <code>{escape(split.plan)}</code>: "
-            f"{escape(shares_in_words(split))}</li>"
+            f"<li>{seconds(split.step_s)} a step with {_code(split.plan)}: {escape(shares_in_words(split))}</li>"
             for split in report.uneven
         )
         parts.append(f"<h2>Work dealt out by the speed of devices</h2><ul>{lines}</ul>")
     if report.exchanges:
-        rows = "".join(
-            f"<tr><td>{e.inner_steps}</td><td>{e.bytes_per_step / GIB:.3g}</td><td>{seconds(e.step_s)}</td>"
-            f'<td class="text"><code>{_breakable(e.plan)}</code></td></tr>'
-            for e in report.exchanges
+        rows = (
+            (str(way.inner_steps), f"{way.bytes_per_step / GIB:.3g}", seconds(way.step_s), way.plan)
+            for way in report.exchanges
         )
         parts.append(
             "<h2>Sites that sum gradients in every step (H = 1), or agree every H steps (sync=diloco)</h2>"
-            f"<table><tr><th>H</th><th>GiB a step and site</th><th>step</th><th>plan</th></tr>{rows}</table>"
+            + table(("H", "GiB a step and site", "step", "plan"), rows, words=("plan",))
         )
     return parts

@@ -44,6 +44,7 @@ from argosy.plan.search.search import (
     why_nothing_fits,
 )
 from argosy.plan.search.space import Pins
+from argosy.plan.workload import Numbers
 
 TOKENS_PER_PARAMETER = 20
 """Training tokens for each active parameter, by default (Hoffmann et al. 2022)."""
@@ -139,24 +140,35 @@ class PlanReport:
     network: NetworkReport | None = None
     """Placement of the explained plan's ranks; None if the cluster's file does not say how nodes are joined."""
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Heads of the table of plans (`figures_of`)."""
+        return "step", "GiB", "MFU", "tokens/s", "devices", "run", self.currency, "kWh"
+
     def _repr_html_(self) -> str:
         """Return the best plans as a table: how a notebook shows the report."""
-        rows = [
-            (
-                seconds(choice.step_s.mid),
-                f"{gib(choice.memory_bytes.mid)} GiB",
-                percent(choice.mfu),
-                count(choice.tokens_per_s),
-                str(choice.devices),
-                seconds(choice.run.time_s.mid),
-                count(choice.run.money.mid) if choice.run.money else "?",
-                choice.plan,
-            )
-            for choice in self.choices
-        ]
-        return table_in_html(
-            rows, ("step", "memory", "MFU", "tokens/s", "devices", "run", self.currency or "money", "plan")
-        )
+        rows = [(*figures_of(choice), choice.plan) for choice in self.choices]
+        return table_in_html(rows, (*self.columns, "plan"))
+
+
+def middle(estimate: Estimate, write: Callable[[Numbers], str]) -> str:
+    """Return the middle of an estimate alone, as `plan.cost.estimate.within` does with its interval."""
+    return write(estimate.mid)
+
+
+def figures_of(choice: Candidate, put: Callable[[Estimate, Callable[[Numbers], str]], str] = middle) -> tuple[str, ...]:
+    """Return a plan's figures, one for each of `PlanReport.columns`; `put` writes those that have an interval."""
+    run = choice.run
+    return (
+        put(choice.step_s, seconds),
+        put(choice.memory_bytes, gib),
+        percent(choice.mfu),
+        count(choice.tokens_per_s),
+        str(choice.devices),
+        seconds(run.time_s.mid),
+        put(run.money, count) if run.money else "?",
+        put(run.energy_kwh, count) if run.energy_kwh else "?",
+    )
 
 
 def plan_report(request: PlanRequest) -> PlanReport:

@@ -26,7 +26,7 @@ from argosy.plan.report.explain import (
     unlike,
 )
 from argosy.plan.report.network import AXIS_COLUMNS, NetworkReport, axis_cells, network_in_words
-from argosy.plan.report.report import PlanReport, PlanRequest, describe, plan_report
+from argosy.plan.report.report import Explanation, PlanReport, PlanRequest, describe, figures_of, plan_report
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 
@@ -109,21 +109,9 @@ def search_line(report: PlanReport) -> str:
 def _choices(report: PlanReport, choices: tuple[Candidate, ...], width: int) -> Iterator[RenderableType]:
     """Yield the table of plans; where they do not fit into its lines, they follow it by number, one in a line."""
     is_narrow = width < FIGURES_WIDTH + max(len(choice.plan) for choice in choices)
-    figures = ("step", "GiB", "MFU", "tokens/s", "devices", "run", report.currency, "kWh")
-    table = figures_table(*figures, "plan", words=("plan",))
+    table = figures_table(*report.columns, "plan", words=("plan",))
     for number, choice in enumerate(choices, 1):
-        run = choice.run
-        table.add_row(
-            seconds(choice.step_s.mid),
-            gib(choice.memory_bytes.mid),
-            percent(choice.mfu),
-            count(choice.tokens_per_s),
-            str(choice.devices),
-            seconds(run.time_s.mid),
-            count(run.money.mid) if run.money else "?",
-            count(run.energy_kwh.mid) if run.energy_kwh else "?",
-            f"{number}" if is_narrow else choice.plan,
-        )
+        table.add_row(*figures_of(choice), f"{number}" if is_narrow else choice.plan)
     yield table
     if is_narrow:
         yield Text()
@@ -138,40 +126,14 @@ def _line(text: str, style: str = "") -> Text:
 
 def _explained(report: PlanReport) -> Iterator[RenderableType]:
     about = report.explanation
-    choice, run, missing = about.choice, about.choice.run, about.misfit
     yield Text()
-    yield _line(f'"{choice.plan}"', style="bold")
-    if missing:
-        yield Text(
-            f"does not fit: {gib(missing.excess_bytes)} GiB too much, most of it {missing.largest} "
-            f"({gib(missing.largest_bytes)} GiB)"
-            + (
-                f'; the nearest that fits: "{about.near.plan}" ({seconds(about.near.step_s.mid)})' if about.near else ""
-            ),
-            style="red",
-        )
-    facts = figures_table()
-    facts.add_row("step", within(choice.step_s, seconds), "within the interval nine times of ten")
-    facts.add_row("memory", f"{within(choice.memory_bytes, gib)} GiB", f"of {gib(report.memory_bytes)} GiB")
-    facts.add_row("whole run", within(run.time_s, seconds), f"{within(run.device_hours, count)} device-hours")
-    if run.money:
-        facts.add_row("cost", f"{within(run.money, count)} {report.currency}", prices(report))
-    if run.energy_kwh and run.co2_kg:
-        facts.add_row("energy", f"{within(run.energy_kwh, count)} kWh", f"{within(run.co2_kg, count)} kg CO2")
-    if about.sums:
-        facts.add_row("sums", *about.sums)
-    failures = about.failures
-    facts.add_row(
-        "failures",
-        f"one in {within(failures.mtbf_s, seconds)}",
-        f"{within(failures.effective, percent)} of the time is productive",
-    )
-    facts.add_row(
-        "against them",
-        f"save every {within(failures.interval_s, seconds)}, in memory every {seconds(failures.copy_interval_s)}",
-        spares_in_words(about.reliability),
-    )
-    yield facts
+    yield _line(f'"{about.choice.plan}"', style="bold")
+    if about.misfit:
+        yield Text(why_not(about), style="red")
+    table = figures_table()
+    for row in facts(report):
+        table.add_row(*row)
+    yield table
     yield Text("\nWhere a step's time goes, from the ideal on:")
     yield _bars(about.waterfall, MEANING, seconds)
     if report.network is not None and report.network.axes:
@@ -191,15 +153,49 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
     yield Text(f"By the catalogue {burn_in_in_words(about.reliability.burn_in)}.", style="dim")
 
 
+def why_not(about: Explanation) -> str:
+    """Return why the plan does not fit, and the nearest that does."""
+    missing, near = about.misfit, about.near
+    assert missing is not None
+    nearest = f'; the nearest that fits: "{near.plan}" ({seconds(near.step_s.mid)})' if near else ""
+    return (
+        f"does not fit: {gib(missing.excess_bytes)} GiB too much, most of it {missing.largest} "
+        f"({gib(missing.largest_bytes)} GiB){nearest}"
+    )
+
+
+def facts(report: PlanReport) -> Iterator[tuple[str, str, str]]:
+    """Yield the figures of the explained plan: what it is, the figure with its interval, and a remark."""
+    about, choice, run = report.explanation, report.explanation.choice, report.explanation.choice.run
+    failures = about.failures
+    yield "step", within(choice.step_s, seconds), "within the interval nine times of ten"
+    yield "memory", f"{within(choice.memory_bytes, gib)} GiB", f"of {gib(report.memory_bytes)} GiB"
+    yield "whole run", within(run.time_s, seconds), f"{within(run.device_hours, count)} device-hours"
+    if run.money:
+        yield "cost", f"{within(run.money, count)} {report.currency}", prices(report)
+    if run.energy_kwh and run.co2_kg:
+        yield "energy", f"{within(run.energy_kwh, count)} kWh", f"{within(run.co2_kg, count)} kg CO2"
+    if about.sums:
+        yield "sums", *about.sums
+    productive = f"{within(failures.effective, percent)} of the time is productive"
+    yield "failures", f"one in {within(failures.mtbf_s, seconds)}", productive
+    saved = f"save every {within(failures.interval_s, seconds)}, in memory every {seconds(failures.copy_interval_s)}"
+    yield "against them", saved, spares_in_words(about.reliability)
+
+
 def stops_table(components: Sequence[ExpectedStops]) -> Table:
     """Return expected stops by component, beside those that were seen if somebody looked."""
     looked = any(each.seen is not None for each in components)
     figures = ("component", "expected", "nine times of ten", *("seen", "") * looked)
     table = figures_table(*figures, words=("component", ""), wraps=True)
     for each in shown_stops(components):
-        seen = (str(each.seen or 0), unlike(each)) if looked else ()
-        table.add_row(each.called, count_of_stops(each.expected), f"{each.low:.0f} to {each.high:.0f}", *seen)
+        table.add_row(*stop_cells(each), *((str(each.seen or 0), unlike(each)) if looked else ()))
     return table
+
+
+def stop_cells(stops: ExpectedStops) -> tuple[str, str, str]:
+    """Return a component, its expected stops, and their interval."""
+    return stops.called, count_of_stops(stops.expected), f"{stops.low:.0f} to {stops.high:.0f}"
 
 
 def prices(report: PlanReport) -> str:
