@@ -7,7 +7,7 @@ for columns of plans; `plan.cost.exact_state` counts the state of one rank of on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -86,7 +86,11 @@ class Breakdown:
 
     def rows(self, chosen: NDArray[Any]) -> Self:
         """Return the figures of the plans that a mask or an array of row numbers chooses."""
-        return replace(self, **{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+        return self.each(lambda column: column[chosen])
+
+    def each(self, change: Callable[[Any], Numbers]) -> Self:
+        """Return the figures, each of them changed alike."""
+        return replace(self, **{f.name: change(getattr(self, f.name)) for f in fields(self)})
 
 
 class RankSizes:

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
-from argosy.plan.cost.breakdown import Factors
+from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, Factors, spread
 from argosy.plan.cost.constants import Constants, constants_of, memory_std, time_std
-from argosy.plan.cost.estimate import first_of
+from argosy.plan.cost.estimate import Estimate, first_of
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
 from argosy.plan.cost.fabric import Fabric
 from argosy.plan.cost.memory_model import Footprint, MemoryModel
@@ -75,13 +75,7 @@ def kinds_of(cluster: Cluster) -> tuple[DeviceKind, ...]:
 class UnevenTimes:
     """Predicts the steps of one run on devices of several kinds."""
 
-    run: RunConfig
-    work: Workload
-    system: System
-    constants: Constants
-    compression: Compression
-    factors: Factors
-    kinds: tuple[DeviceKind, ...]
+    costs: CostModel
 
     def predict(self, plan: Plan) -> StepTime | None:
         """Return the seconds of a step: those of the replica that takes longest; for layers, those of the slowest kind
@@ -96,28 +90,30 @@ class UnevenTimes:
     def holders(self, plan: Plan, many: int) -> NDArray[np.int64] | None:
         """Return how many of `many` holders are on each kind; None if one would have devices of several kinds."""
         of_one = plan.world_size // many
-        if many == 1 or sum(kind.devices for kind in self.kinds) != plan.world_size:
+        if many == 1 or sum(kind.devices for kind in self.costs.kinds) != plan.world_size:
             return None
-        if any(kind.devices % of_one for kind in self.kinds):
+        if any(kind.devices % of_one for kind in self.costs.kinds):
             return None
-        return np.array([kind.devices // of_one for kind in self.kinds])
+        return np.array([kind.devices // of_one for kind in self.costs.kinds])
 
     def of_share(self, plan: Plan, kind: DeviceKind, microbatches: NDArray[np.int64]) -> StepTime:
         """Return the time of a step in which ranks on `kind` run so many microbatches, for each of the numbers."""
         one = Layouts.of([plan.model_copy(update={"shares": "", "layers": ""})])
-        work = replace(self.work, global_batch=microbatches * float(plan.dp * plan.microbatch))
-        model = StepModel(one, work, kind.rates, self.system, self.constants, self.compression)
-        return model.predict().calibrated(self.factors)
+        c = self.costs
+        work = replace(c.workload, global_batch=microbatches * float(plan.dp * plan.microbatch))
+        model = StepModel(one, work, kind.rates, c.system, c.constants, c.compression)
+        return model.predict().calibrated(c.factors)
 
     def of_kinds(self, plan: Plan) -> list[StepTime]:
         """Return the time of a step of `plan`, dealt out evenly, on devices of each kind alone."""
         even = plan.model_copy(update={"shares": "", "layers": ""})
-        many = np.array([even.microbatches(self.run.train.global_batch)])
-        return [self.of_share(even, kind, many) for kind in self.kinds]
+        many = np.array([even.microbatches(self.costs.run.train.global_batch)])
+        return [self.of_share(even, kind, many) for kind in self.costs.kinds]
 
     def of_layer(self, plan: Plan, times: Sequence[StepTime]) -> NDArray[np.float64]:
         """Return the seconds of a layer and microbatch on each kind, whose steps take `times`."""
-        microbatches, even = plan.microbatches(self.run.train.global_batch), self.run.model.layers / plan.pp
+        run = self.costs.run
+        microbatches, even = plan.microbatches(run.train.global_batch), run.model.layers / plan.pp
         return np.array([repeated_s(time) / microbatches / even for time in times])
 
     def of_pipeline_s(
@@ -125,10 +121,10 @@ class UnevenTimes:
     ) -> float:
         """Return the seconds of a step of a pipeline whose ranks have so many layers; `holders` of them on each
         kind."""
-        kind_of = np.repeat(np.arange(len(self.kinds)), holders)
+        kind_of = np.repeat(np.arange(len(self.costs.kinds)), holders)
         of_ranks = self.of_layer(plan, times)[kind_of] * np.array(layers)
         once = max(sum(first_of(getattr(time, name)) for name in ONCE_A_STEP) for time in times)
-        microbatches = plan.microbatches(self.run.train.global_batch)
+        microbatches = plan.microbatches(self.costs.run.train.global_batch)
         return float(pipeline_s(of_ranks, plan.stages // plan.pp, microbatches) + once)
 
     def _of_shares(self, plan: Plan) -> StepTime | None:
@@ -136,10 +132,10 @@ class UnevenTimes:
         holders = self.holders(plan, many)
         if plan.pp > 1 or holders is None:  # a pipeline's replicas lie across all devices
             return None
-        batch = self.run.train.global_batch
+        batch = self.costs.run.train.global_batch
         counts = [plan.microbatches_of(n * plan.dp // many, batch) for n in range(many)]
         most = [max(counts[end - n : end]) for n, end in zip(holders, np.cumsum(holders), strict=True)]
-        times = [self.of_share(plan, kind, np.array([n])) for kind, n in zip(self.kinds, most, strict=True)]
+        times = [self.of_share(plan, kind, np.array([n])) for kind, n in zip(self.costs.kinds, most, strict=True)]
         return max(times, key=lambda time: first_of(time.total))
 
     def _of_layers(self, plan: Plan) -> StepTime | None:
@@ -150,7 +146,7 @@ class UnevenTimes:
         step_s = self.of_pipeline_s(plan, times, plan.layers_of_ranks, holders)
         slowest = max(times, key=lambda time: first_of(time.total))
         scale = step_s / first_of(slowest.total)
-        return StepTime(**{f.name: getattr(slowest, f.name) * scale for f in fields(StepTime)})
+        return slowest.each(lambda column: column * scale)
 
 
 def repeated_s(time: StepTime) -> float:
@@ -318,6 +314,14 @@ class CostModel:
         """Return the seconds of one plan's step."""
         return first_of(self.predict_time(Layouts.of([plan])).total)
 
+    def time_of(self, parts: Mapping[str, float], beside_s: float = 0.0) -> Estimate:
+        """Return the seconds of a step whose parts these are, by category, and of what comes beside them."""
+        return Estimate.log_normal(sum(parts.values()) + beside_s, spread(parts, OF_TIME, self.factors, self.time_std))
+
+    def memory_of(self, parts: Mapping[str, float]) -> Estimate:
+        """Return the bytes of a rank whose parts these are, by category."""
+        return Estimate.log_normal(sum(parts.values()), spread(parts, OF_MEMORY, self.factors, self.memory_std))
+
     def placements(self, plans: Layouts) -> Placements | None:
         """Return how each plan's ranks are placed on the network; None if its topology is not known."""
         fabric = self.rates.fabric
@@ -350,9 +354,7 @@ class CostModel:
     @cached_property
     def uneven(self) -> UnevenTimes:
         """Predicts plans that deal work out by the speed of devices of several kinds."""
-        return UnevenTimes(
-            self.run, self.workload, self.system, self.constants, self.compression, self.factors, self.kinds
-        )
+        return UnevenTimes(self)
 
     def _by_speed(self, plans: Layouts, time: StepTime) -> StepTime:
         """Replace the times of plans that deal work out unevenly: the others wait for the slowest device."""

@@ -32,7 +32,8 @@ LOSS_CHUNK_BYTES, LOSS_CHUNK_BYTES_EAGER = 14, 21
 
 @dataclass(frozen=True)
 class Footprint(Breakdown):
-    """Bytes at the peak of the rank that needs most; the categories add up to it."""
+    """Bytes at the peak of the rank that needs most; the categories add up to it. `plan.report.explain.MEMORY_MEANING`
+    says what each is."""
 
     parts = OF_MEMORY
 
@@ -42,13 +43,9 @@ class Footprint(Breakdown):
     activations: Numbers
     logits: Numbers
     gathered: Numbers
-    """Parameters of the layers at work, if ranks share them, and gradients that are not summed yet."""
     agreement: Numbers
-    """State that replicas or sites keep to agree in fewer bytes: residuals, outer weights and momentum."""
     workspace: Numbers
-    """Buffers of kernels and collectives, and the copies for a checkpoint."""
     reserve: Numbers
-    """Memory that the allocator holds unused."""
 
 
 class MemoryModel(LayerMemory):

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from argosy.config.lines import read_table
 from argosy.config.schema import RunConfig
-from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate, seconds
 from argosy.plan.cost.exact_state import state_bytes
@@ -91,12 +90,11 @@ def predict(plan: Plan, run: RunConfig, cluster: Cluster, joined: Cluster | None
     update = _update(run, joined or cluster, inside_s) if is_worker else {}
     if update and run.sync.local_steps == 1:  # else a typical step has no push
         by_category["sites"] = update["seconds"] - inside_s
-    step_s, memory_bytes = sum(by_category.values()), sum(memory.values())
     return Prediction(
         cluster=cluster.name or str(cluster.devices),
-        step_s=Estimate.log_normal(step_s, spread(by_category, OF_TIME, costs.factors, costs.time_std)),
+        step_s=costs.time_of(by_category),
         seconds=by_category,
-        memory_bytes=Estimate.log_normal(memory_bytes, spread(memory, OF_MEMORY, costs.factors, costs.memory_std)),
+        memory_bytes=costs.memory_of(memory),
         memory=memory,
         traffic=_by_axis(plan, run),
         update=update,

@@ -73,37 +73,25 @@ BACKWARD_SHARE = 0.6
 
 @dataclass(frozen=True)
 class StepTime(Breakdown):
-    """Seconds of a step by category; their sum is the step."""
+    """Seconds of a step by category; their sum is the step. `plan.report.explain.MEANING` says what each is."""
 
     parts = OF_TIME
 
     ideal: Numbers
-    """Model FLOPs at the data sheet's rate."""
     matmul: Numbers
-    """Seconds of matmuls beyond that: rates never reached, shapes, conversions to narrow formats."""
     attention: Numbers
-    """Seconds of attention beyond that."""
     pointwise: Numbers
-    """Operations as fast as memory."""
     host: Numbers
-    """Kernels so small that the host cannot start them fast enough."""
     recompute: Numbers
     offload: Numbers
-    """Waiting for activations that go to the host's memory and back."""
     tensor: Numbers
-    """Waiting for tensor-parallel ranks."""
     context: Numbers
     experts: Numbers
-    """Waiting for tokens that go to experts, and for the busiest expert."""
     pipeline: Numbers
-    """Waiting for sends between stages."""
     bubble: Numbers
-    """Idle stages, and stages shorter than the longest."""
     gradients: Numbers
-    """Waiting for data-parallel ranks: sums of gradients, gathering of parameters."""
     optimizer: Numbers
     other: Numbers
-    """Costs of every step, and stragglers."""
 
 
 class StepModel(WaitModel):
@@ -123,7 +111,7 @@ class StepModel(WaitModel):
         bubble = self._bubble(mean + sends) + m * (heaviest - mean)
         of_matmuls, of_attention = self.ideal_s()
         passes = 1 + work.reached + self.trained_matmuls
-        gradients = m * per_rank * gathered + self._gradients(m * mean, mean)
+        gradients = m * per_rank * gathered + self._gradients(mean)
         times = StepTime(
             ideal=of_matmuls + of_attention,
             matmul=m * (per_rank * passes * layer.matmul + (2 + work.trained_head) * head.matmul / plans.pp)
@@ -163,7 +151,7 @@ class StepModel(WaitModel):
 
     # What comes once a step
 
-    def _gradients(self, compute: Numbers, window: Numbers) -> Numbers:
+    def _gradients(self, window: Numbers) -> Numbers:
         """Return the wait of ZeRO 0 to 2 for one sum of all gradients a step, of which the last backward hides a part,
         and for the updated values, which may travel under the next forward."""
         plans, system, constants = self.plans, self.system, self.constants

@@ -35,19 +35,18 @@ TRAINING = ("run_s", "usd", "kwh")
 SERVING = ("tpot_s", "usd_per_million", "kwh_per_million")
 
 
-@dataclass(frozen=True)
-class Bound:
-    """One matrix multiplication on one device."""
+@dataclass(frozen=True, kw_only=True)
+class BoundMatmul(ModelMatmul):
+    """A matrix multiplication on a device of the space."""
 
+    device: dict[str, Any]
+    """The figures of the device that vary."""
     work: str
     """training, prefill or decode."""
-    matmul: ModelMatmul
     compute_s: float
     memory_s: float
-
-    @property
-    def binds(self) -> str:
-        return "compute" if self.compute_s >= self.memory_s else "memory"
+    binds: str
+    """compute or memory."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class DesignReport:
     effects: dict[str, dict[str, list[float]]]
     along: dict[str, dict[str, list[Stop]]]
     """Work -> figure -> its values with what binds."""
-    bounds: dict[int, list[Bound]]
+    bounds: dict[int, list[BoundMatmul]]
     """Row -> its matrix multiplications: those along the figures, and the best of each front."""
     speedups: list[Speedup]
     took_s: float
@@ -138,12 +137,19 @@ def _bounds(
     trained: Trained | None,
     serving: ServingSweep | None,
     served: Served | None,
-) -> Iterable[Bound]:
+) -> Iterable[BoundMatmul]:
     plan = " ".join(trained.plans[trained.way[row]]) if trained is not None and trained.way[row] >= 0 else ""
     for work, number_format, some in _passes(training, serving, served, row, plan):
         compute, memory = seconds_of_matmuls(some, points, number_format, np.array([row]))
         for one, of_compute, of_memory in zip(some, compute[:, 0], memory[:, 0], strict=True):
-            yield Bound(work, one, float(of_compute), float(of_memory))
+            yield BoundMatmul(
+                **vars(one),
+                device=points.values(row),
+                work=work,
+                compute_s=float(of_compute),
+                memory_s=float(of_memory),
+                binds="compute" if of_compute >= of_memory else "memory",
+            )
 
 
 def _caveats(space: DesignSpace, points: Points) -> list[str]:
@@ -156,20 +162,6 @@ def _caveats(space: DesignSpace, points: Points) -> list[str]:
         lines.append(f"{one.name}: {one.source}.{assumed}")
     lines += [f"{many:,} combinations were left out: {reason}." for reason, many in points.impossible.items()]
     return [*lines, *points.base.caveats]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundMatmul(ModelMatmul):
-    """A matrix multiplication on a device of the space, as a program reads it."""
-
-    device: dict[str, Any]
-    """The figures of the device that vary."""
-    work: str
-    """training, prefill or decode."""
-    compute_s: float
-    memory_s: float
-    binds: str
-    """compute or memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,18 +195,6 @@ class DesignRecord:
 def as_record(report: DesignReport) -> DesignRecord:
     """Return the report for programs."""
     points, trained, served = report.points, report.trained, report.served
-    matmuls = [
-        BoundMatmul(
-            **vars(bound.matmul),
-            device=points.values(row),
-            work=bound.work,
-            compute_s=bound.compute_s,
-            memory_s=bound.memory_s,
-            binds=bound.binds,
-        )
-        for row, bounds in report.bounds.items()
-        for bound in bounds
-    ]
     return DesignRecord(
         name=report.space.name,
         points=len(points),
@@ -226,7 +206,7 @@ def as_record(report: DesignReport) -> DesignRecord:
         fronts={work: [_row(report, row) for row in rows] for work, rows in report.fronts.items()},
         effects=report.effects,
         along=report.along,
-        matmuls=matmuls,
+        matmuls=[bound for bounds in report.bounds.values() for bound in bounds],
         speedups=report.speedups,
         fits_none={
             "training": int(np.isnan(trained.step_s).sum()) if trained else 0,
@@ -336,13 +316,12 @@ def in_words(report: DesignReport, top: int = 10) -> str:
     return "\n".join([*lines, "", *report.caveats])
 
 
-def _matmuls(bounds: list[Bound]) -> list[str]:
+def _matmuls(bounds: list[BoundMatmul]) -> list[str]:
     lines = [f"  {'':10}{'':24}{'times':>8}{'m':>9}{'k':>8}{'n':>8}{'compute':>12}{'memory':>12}  binds"]
-    for bound in bounds:
-        one = bound.matmul
+    for one in bounds:
         lines.append(
-            f"  {bound.work:10}{one.name:24}{one.times:>8.0f}{one.m:>9.0f}{one.k:>8.0f}{one.n:>8.0f}"
-            f"{seconds(bound.compute_s):>12}{seconds(bound.memory_s):>12}  {bound.binds}"
+            f"  {one.work:10}{one.name:24}{one.times:>8.0f}{one.m:>9.0f}{one.k:>8.0f}{one.n:>8.0f}"
+            f"{seconds(one.compute_s):>12}{seconds(one.memory_s):>12}  {one.binds}"
         )
     return lines
 

@@ -385,7 +385,7 @@ def _commands(
             lines.append(f"argosy stop runs/{each.job}")
         elif spec.model:
             lines[0] += "; add its data, --data.sources ..."
-        words = _launch(stint, spec, place, choice, cluster, rank)
+        words = _launch(stint, spec, place, choice, cluster)
         if place.on == "slurm":
             words += ["--time", _slurm_time(longest_s), f"--extra=--nice={PRIORITY_STEP * rank}"]
             words += [f"--extra=--begin=now+{stint.begin_s:.0f}"] if stint.begin_s and not k else []
@@ -395,9 +395,7 @@ def _commands(
     return found
 
 
-def _launch(
-    stint: Stint, spec: JobSpec, place: ClusterSpec, choice: JobChoices, cluster: Cluster, rank: int
-) -> list[str]:
+def _launch(stint: Stint, spec: JobSpec, place: ClusterSpec, choice: JobChoices, cluster: Cluster) -> list[str]:
     """Return the words of `argosy launch` for a stint, without what its scheduler is told of time and priority."""
     per_node = min(stint.devices, cluster.devices_per_node, cluster.device.devices_per_host)
     words = [

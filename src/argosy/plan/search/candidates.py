@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
-from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, spread
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import Goodput, WholeRun, checkpoint_cost, goodput, whole_run
 from argosy.plan.cost.estimate import Estimate
@@ -116,17 +115,9 @@ class WholeRunModel:
         costs, n = self.costs, len(plans)
         devices = np.broadcast_to(plans.world_size, n)
         time, memory = costs.predict_time(plans), costs.predict_memory(plans)
-        steps = [
-            Estimate.log_normal(
-                inside_s + self.between_sites_s(inside_s), spread(parts, OF_TIME, costs.factors, costs.time_std)
-            )
-            for parts in (time.by_category(i) for i in range(n))
-            for inside_s in (sum(parts.values()),)
-        ]
-        ranks = [
-            Estimate.log_normal(sum(parts.values()), spread(parts, OF_MEMORY, costs.factors, costs.memory_std))
-            for parts in (memory.by_category(i) for i in range(n))
-        ]
+        inside = [time.by_category(i) for i in range(n)]
+        steps = [costs.time_of(parts, float(self.between_sites_s(sum(parts.values())))) for parts in inside]
+        ranks = [costs.memory_of(memory.by_category(i)) for i in range(n)]
         fits = costs.has_room(plans, np.array([float(rank.mid) for rank in ranks]))
         step_s = stacked(steps)
         failures = self.failures(devices, step_s.mid)

@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
-from argosy.plan.cost.breakdown import OF_MEMORY, spread
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.memory_model import Footprint
 from argosy.plan.cost.step_time import StepTime
 from argosy.plan.hardware.devices import GIB
@@ -243,9 +241,7 @@ def least_memory_bytes(costs: CostModel, plan: Plan) -> tuple[float, float]:
     Nine times of ten it needs more.
     """
     row = Layouts.of([plan])
-    parts = costs.predict_memory(row).by_category(0)
-    std = spread(parts, OF_MEMORY, costs.factors, costs.memory_std)
-    on_device = Estimate.log_normal(sum(parts.values()), std)
+    on_device = costs.memory_of(costs.predict_memory(row).by_category())
     low = float(on_device.low)
     return low, float(costs.predict_host_memory(row)[0]) * low / float(on_device.mid)
 

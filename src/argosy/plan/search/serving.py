@@ -71,13 +71,24 @@ class ServingQuestion:
 
 
 @dataclass(frozen=True)
-class Serving:
-    """One way to serve, at one number of requests at a time."""
+class ServingWay:
+    """A way to serve: how a replica is cut, and its number formats."""
 
     tp: int
     pp: int
     weights: str
     cache: str
+
+    @property
+    def size(self) -> int:
+        """Devices of a replica."""
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True)
+class Serving(ServingWay):
+    """One way to serve, at one number of requests at a time."""
+
     replicas: int
     prefill_devices: int
     """Devices that only prefill; 0: every replica prefills its own requests."""
@@ -105,17 +116,13 @@ class Serving:
     @property
     def devices(self) -> int:
         """Devices of all replicas, and those that only prefill."""
-        return self.replicas * self.tp * self.pp + self.prefill_devices
+        return self.replicas * self.size + self.prefill_devices
 
 
 @dataclass(frozen=True)
-class Sized:
+class Sized(ServingWay):
     """Devices that hold a rate of requests."""
 
-    tp: int
-    pp: int
-    weights: str
-    cache: str
     replicas: int
     prefill_devices: int
     devices: int
@@ -127,14 +134,6 @@ class Sized:
     money_per_million: float | None
     """Cost of a million output tokens at that rate, idle time included, in the cluster's currency."""
     kwh_per_million: float | None
-
-
-@dataclass(frozen=True)
-class _Way:
-    tp: int
-    pp: int
-    weights: str
-    cache: str
 
 
 class ServingSearch:
@@ -167,7 +166,7 @@ class ServingSearch:
         constants = fitted_serving().of(self.engine, device.vendor, device.name)
         self.constants = shifted(constants, cluster.serving) if self.learnt else constants
         self.ways = [
-            _Way(*way)
+            ServingWay(*way)
             for way in product(*_cuts(costs, pins), self.weights, question.caches)
             if _allowed(costs, *way[:2])
         ]
@@ -176,7 +175,7 @@ class ServingSearch:
             whole = f"{costs.run.model.heads} heads over {costs.devices} devices"
             raise UserError(f"no way to cut {whole} with {fixed}. Try numbers that divide both.")
 
-    def model(self, ways: Sequence[_Way]) -> ServingModel:
+    def model(self, ways: Sequence[ServingWay]) -> ServingModel:
         """Return the model of the ways, as columns."""
         cut = ReplicaCut(np.array([way.tp for way in ways], float), np.array([way.pp for way in ways], float))
         formats = [formats_of(self.cluster.device, self.costs.rates, way.weights, way.cache) for way in ways]
@@ -195,9 +194,9 @@ class ServingSearch:
         asked, all_devices = self.question, self.costs.devices
         length = asked.prompt + asked.output
         rooms = self.model(self.ways).room(length)
-        rows: list[tuple[_Way, int, int]] = []
+        rows: list[tuple[ServingWay, int, int]] = []
         for way, room in zip(self.ways, rooms.tolist(), strict=True):
-            replicas = all_devices // (way.tp * way.pp)
+            replicas = all_devices // way.size
             most = math.floor(room)
             if asked.sequences is not None:
                 here = -(-asked.sequences // replicas)
@@ -226,7 +225,7 @@ class ServingSearch:
             "for at a time. Try fewer or shorter requests, --weights fp8, --kv-cache fp8, or more devices."
         )
 
-    def _points(self, rows: list[tuple[_Way, int, int]], model: ServingModel) -> list[Serving]:
+    def _points(self, rows: list[tuple[ServingWay, int, int]], model: ServingModel) -> list[Serving]:
         asked = self.question
         sequences = np.array([n for _, _, n in rows], float)
         found = model.latencies(ServingLoad(sequences, asked.prompt, asked.output))
@@ -235,11 +234,11 @@ class ServingSearch:
         replicas = np.array([n for _, n, _ in rows], float)
         return self._servings(rows, model, found.ttft_s, found.tpot_s, rates * replicas, np.zeros(len(rows)), None)
 
-    def _apart(self, rows: list[tuple[_Way, int, int]], model: ServingModel) -> list[Serving]:
+    def _apart(self, rows: list[tuple[ServingWay, int, int]], model: ServingModel) -> list[Serving]:
         """Return the ways whose prefill has devices of its own, as many as keep the others busy."""
         asked, costs = self.question, self.costs
         prefill_s = self.model(self.ways).prefill_s(1.0, asked.prompt)
-        work = prefill_s * np.array([way.tp * way.pp for way in self.ways])
+        work = prefill_s * np.array([way.size for way in self.ways])
         fits = self.model(self.ways).room(asked.prompt) >= 1
         kept = []
         for index, (way, _, sequences) in enumerate(rows):
@@ -247,11 +246,11 @@ class ServingSearch:
             best = min(same, key=lambda i: float(work[i]))
             token_s = float(model.decode_s(sequences, asked.prompt + asked.output / 2)[index])
             answers_per_s = sequences / (asked.output * token_s)
-            size = self.ways[best].tp * self.ways[best].pp
+            size = self.ways[best].size
             per_replica = answers_per_s * float(work[best]) / PREFILL_LOAD
-            replicas = math.floor(costs.devices / (way.tp * way.pp + per_replica))
+            replicas = math.floor(costs.devices / (way.size + per_replica))
             prefill = size * math.ceil(replicas * per_replica / size) if replicas else 0
-            while replicas and replicas * way.tp * way.pp + prefill > costs.devices:
+            while replicas and replicas * way.size + prefill > costs.devices:
                 replicas -= 1
                 prefill = size * math.ceil(replicas * per_replica / size)
             if replicas:
@@ -273,7 +272,7 @@ class ServingSearch:
 
     def _servings(
         self,
-        rows: list[tuple[_Way, int, int]],
+        rows: list[tuple[ServingWay, int, int]],
         model: ServingModel,
         ttft: Floats,
         tpot: Floats,
@@ -291,16 +290,13 @@ class ServingSearch:
         std = standard_deviations(model, load, self.engine, self.cluster.device, self.learnt)
         servings = []
         for i, (way, replicas, n) in enumerate(rows):
-            devices = replicas * way.tp * way.pp + int(prefill[i])
+            devices = replicas * way.size + int(prefill[i])
             tokens = Estimate.log_normal(float(rates[i]), float(std["throughput"][i]))
             hours = propagate(lambda rate, used=devices: 1e6 / rate / 3600 * used, tokens)
             others = float(tpot[i]) - sum(float(part[i]) for part in parts.values())
             servings.append(
                 Serving(
-                    tp=way.tp,
-                    pp=way.pp,
-                    weights=way.weights,
-                    cache=way.cache,
+                    **vars(way),
                     replicas=replicas,
                     prefill_devices=int(prefill[i]),
                     prefill_tp=prefill_tp[i] if prefill_tp else 0,
@@ -338,8 +334,8 @@ class ServingSearch:
             self._nothing_reaches()
         return sorted(answers, key=lambda each: (each.devices, each.prefill_devices))
 
-    def _sized(self, way: _Way, model: ServingModel, rate: float, apart: bool) -> Sized | None:
-        asked, size = self.question, way.tp * way.pp
+    def _sized(self, way: ServingWay, model: ServingModel, rate: float, apart: bool) -> Sized | None:
+        asked, size = self.question, way.size
         prefill, limit, first_p95_s = 0, asked.ttft_s, 0.0
         if apart:
             alone = float(model.prefill_s(1.0, asked.prompt))
@@ -363,10 +359,7 @@ class ServingSearch:
         hours = 1e6 / (rate * asked.output) / 3600 * devices
         price, power = price_per_device_h(self.cluster), power_per_device_w(self.cluster)
         return Sized(
-            tp=way.tp,
-            pp=way.pp,
-            weights=way.weights,
-            cache=way.cache,
+            **vars(way),
             replicas=replicas,
             prefill_devices=prefill,
             devices=devices,
