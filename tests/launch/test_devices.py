@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from argosy.config.sync import SiteConfig
 from argosy.errors import ArgosyWarning, UserError
 from argosy.launch.devices import ask, check_compiler, devices_of_run, find_devices
 from argosy.plan.plan import Plan
+from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer
 
 CORES = len(os.sched_getaffinity(0))
@@ -90,6 +93,29 @@ def test_a_fork_server_that_is_stopped_while_it_starts_does_not_hold_up_the_star
         devices = ask(forks, patience, LaunchConfig(device="cpu", processes=1), 0)
     assert devices.count == 1
     assert "waited for the process that looks for devices (the process that forks it: it was" in capfd.readouterr().err
+
+
+def wait_for_file() -> None:
+    """Entry of the fork server itself: wait until the test has its answer."""
+    end_s = time.monotonic() + 60
+    while not Path(os.environ["ANSWERED"]).exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    os.environ["LOADED"] = "yes"
+
+
+def tell_what_is_loaded() -> None:
+    """Entry: tell whether `wait_for_file` has ended in the fork server."""
+    channel_to_parent().send("loaded", answer=os.environ["LOADED"])
+
+
+def test_what_the_fork_server_does_meanwhile_does_not_hold_up_the_answer(tmp_path, monkeypatch):
+    monkeypatch.setenv("ANSWERED", str(tmp_path / "answered"))
+    with closing(ForkServer("colorsys")) as forks:
+        slow, launch = ForkEntry.of(wait_for_file), LaunchConfig(device="cpu", processes=1)
+        assert ask(forks, ResilienceConfig(), launch, 0, meanwhile=slow).count == 1
+        (tmp_path / "answered").touch()
+        assert forks.fork("later", ForkEntry.of(tell_what_is_loaded), {}).receive()["answer"] == "yes"
 
 
 @pytest.mark.parametrize(("capability", "bf16", "fp16"), [((7, 5), False, True), ((8, 0), True, False)])

@@ -33,12 +33,12 @@ from argosy.observe.screen import Progress, Screen, read_lines_of
 from argosy.observe.surfaces import NotebookSurface, TerminalSurface, is_in_notebook
 from argosy.observe.terminal import has_live_line, lasting_output
 from argosy.plan.plan import PLAN, is_asynchronous
-from argosy.plan.search.auto import processes_of
+from argosy.plan.search.auto import may_compile, processes_of
 from argosy.plan.search.space import check_size
 from argosy.processes.fork_server import WORKER_MODULE, ForkServer
 from argosy.sinks.table import check_sinks
 from argosy.supervise.agent import Agent, node_name, process_name
-from argosy.supervise.node_workers import WORKERS_IMPORTS
+from argosy.supervise.node_workers import COMPILER, WORKERS_IMPORTS
 from argosy.supervise.place import check_place
 from argosy.sync.layout import is_server
 from argosy.watch.status import ending_in_words
@@ -91,7 +91,7 @@ def train(
     ):
         progress = Progress(enabled=not quiet)
         began = time.monotonic()
-        find = partial(ask, forks, run.resilience)
+        find = partial(ask, forks, run.resilience, meanwhile=COMPILER if may_compile(run.plan) else None)
         with run_folder.settling(run_dir):
             run_folder.check_before_preparing(run_dir, run, partial(devices_of_run, run, find))
             with progress.during("reading the data"):

@@ -39,6 +39,8 @@ WORKER = ForkEntry(WORKER_MODULE)
 """A worker process."""
 WORKERS_IMPORTS = ForkEntry("argosy.parallel.apply", "load")
 """Imports what the workers of a plan need beside `WORKER`."""
+COMPILER = ForkEntry("argosy.models.compiler", "load")
+"""The part of that which takes as long as torch, and which nearly every plan needs: known before there is a plan."""
 BREAK_S = 10.0
 """A worker that takes longer to leave a broken world is killed."""
 NEWCOMERS_EVERY_S = 0.5

@@ -18,7 +18,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.plan.search.auto import Devices, choose_plan, other_choice, plan_to_go_on
+from argosy.plan.search.auto import Devices, choose_plan, may_compile, other_choice, plan_to_go_on
 from argosy.plan.search.search import search
 from argosy.plan.search.space import check_plan
 
@@ -230,3 +230,11 @@ def test_on_devices_of_several_kinds_auto_deals_work_out_by_their_speed(said, wo
     check_plan(plan, run, 16)
     even = plan.model_copy(update={"shares": "", "layers": ""})
     assert predict(plan, run, mixed).step_s.mid < 0.97 * predict(even, run, mixed).step_s.mid or not word
+
+
+@pytest.mark.parametrize(
+    ("plan", "compiles"),
+    [("auto", True), ("dp_replicate=2", True), ("auto,compile=false", False), ("tp=2,compile=false", False)],
+)
+def test_only_a_written_plan_says_that_nothing_is_compiled(plan, compiles):
+    assert may_compile(plan) is compiles

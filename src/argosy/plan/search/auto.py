@@ -57,6 +57,11 @@ def processes_of(plan: str) -> int:
     return 0 if said.is_auto else Plan.from_words(said.words).world_size
 
 
+def may_compile(plan: str) -> bool:
+    """Return False if a written plan compiles nothing. Raises: UserError."""
+    return Plan.from_words(said_in(plan).words).compile
+
+
 def fast_precision(devices: Devices) -> Precision:
     """Return the precision that a plan takes if it names none: the one with the fastest matmuls."""
     return "bf16" if devices.fast_bf16 else "fp16" if devices.fast_fp16 else "fp32"
