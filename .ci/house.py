@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -17,8 +18,10 @@ SOURCE, TESTS = ROOT / "src" / "argosy", ROOT / "tests"
 MOST_LINES = 450
 SHARED_NAMES = {
     "Options": "each command's options are called so: it is what `cli` looks for",
+    "T": "a type variable means nothing outside its functions",
+    "M": "as T",
 }
-"""Class names that may be defined more than once -> why."""
+"""Names of classes and constants that may be defined more than once -> why."""
 SINCE = "775ee0b"
 """The last commit from before subjects had a form."""
 MOST_SUBJECT = 72
@@ -27,13 +30,25 @@ NO_VERB = re.compile(r"(An?|The|This|What|Which|Who|Whose|Where|When|How|No|One|
 
 
 def names_defined_twice() -> list[str]:
-    """Return a line for each class name that two modules define."""
+    """Return a line for each name of a class or constant that is defined twice, in two modules or in one."""
     places = defaultdict(list)
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and node.name not in SHARED_NAMES:
-                places[node.name].append(str(path.relative_to(SOURCE)))
-    return [f"class {name} is defined in {', '.join(where)}" for name, where in places.items() if len(where) > 1]
+            for name in defined(node):
+                if name not in SHARED_NAMES:
+                    places[name].append(str(path.relative_to(SOURCE)))
+    return [f"{name} is defined in {', '.join(where)}" for name, where in places.items() if len(where) > 1]
+
+
+def defined(node: ast.stmt) -> Iterator[str]:
+    """Yield the names of the class or the constants that a statement of a module defines."""
+    if isinstance(node, ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for name in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(name, ast.Name) and name.id.lstrip("_").isupper():
+                    yield name.id
 
 
 def tests_of_one_name() -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from argosy.config.data import PrepareConfig
 from argosy.config.schema import RunConfig
-from argosy.data.manifest import NAME as MANIFEST
+from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.data.prepare import prepare
 from argosy.errors import RunFailed
 from argosy.parallel.world import World

@@ -56,7 +56,7 @@ def begin(multiple: int) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     if multiple:
-        attention_kernels.PADDED_TO = multiple
+        attention_kernels.PADDED_TOKENS = multiple
     else:
         attention.packed_attention = masked_attention  # type: ignore[assignment]
 

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
-    module.PIECE_BYTES = 2**21  # type: ignore[attr-defined]  # as many pieces as a larger input has
+    module.DOCUMENTS_PIECE_BYTES = 2**21  # type: ignore[attr-defined]  # as many pieces as a larger input has
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Path(folder) / "tokenizer.json"
         text_bytes = int(options.megabytes * 1e6)

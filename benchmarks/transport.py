@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from argosy.processes.connection import Connection
 from argosy.processes.secret import call, listen
 from argosy.sync.links import contexts
-from argosy.sync.messages import PIECE_BYTES
+from argosy.sync.messages import MESSAGE_PIECE_BYTES
 
 SECRET = b"a secret that only a benchmark knows, and no run"
 QUESTIONS = 300
@@ -102,8 +102,8 @@ def zeromq(port: int, is_server: bool, has_curve: bool) -> tuple[Send, Receive]:
 
 Opened = Callable[[int, bool], tuple[Send, Receive]]
 TRANSPORTS: dict[str, tuple[Opened, int]] = {
-    "ours": (partial(ours, has_tls=False), PIECE_BYTES),
-    "ours, TLS": (partial(ours, has_tls=True), PIECE_BYTES),
+    "ours": (partial(ours, has_tls=False), MESSAGE_PIECE_BYTES),
+    "ours, TLS": (partial(ours, has_tls=True), MESSAGE_PIECE_BYTES),
     "ZeroMQ": (partial(zeromq, has_curve=False), 1 << 20),
     "ZeroMQ, CURVE": (partial(zeromq, has_curve=True), 1 << 20),
 }

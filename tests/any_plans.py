@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from argosy.config.schema import RunConfig
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import AXES, Plan
+from argosy.plan.plan import MESH_AXES, Plan
 
 
 def run(sites: Any = (), **sections: dict[str, Any]) -> RunConfig:
@@ -30,7 +30,7 @@ def plans(size: st.SearchStrategy[int], **others: st.SearchStrategy[Any]) -> st.
     """Return plans whose axes have any `size`; the keys in `others` vary too, the rest have their defaults."""
     return st.builds(
         Plan,
-        **dict.fromkeys((*AXES, "ep"), size),
+        **dict.fromkeys((*MESH_AXES, "ep"), size),
         zero=st.integers(0, 3),
         schedule=st.sampled_from(sorted(SCHEDULES)),
         context=st.sampled_from(["ring", "ulysses"]),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from argosy.data.packing import ID_MASK, START, TRAINED, Packer, Words, sequences_in
+from argosy.data.packing import ID_MASK, START_BIT, TRAINED, Packer, Words, sequences_in
 from argosy.models.decoder import Decoder
 
 VOCABULARY = 400
@@ -20,7 +20,7 @@ def conversation(random: np.random.Generator, length: int) -> Words:
     words = random.integers(1, VOCABULARY, length).astype(np.int32)
     words[1:] |= np.where(random.random(length - 1) < 0.5, TRAINED, 0).astype(np.int32)
     words[-1] |= TRAINED
-    words[0] |= START
+    words[0] |= START_BIT
     return words
 
 
@@ -42,7 +42,7 @@ def scores(model: Decoder, row: np.ndarray) -> list[tuple[int, Tensor, int]]:
     """Of each sequence of a row, alone in the model: its kind, its answer's log-probability or score, its tokens."""
     found = []
     kinds = sequences_in(row[None]).kinds[0]
-    starts = [*np.flatnonzero(row[:-1] & START), len(row) - 1]
+    starts = [*np.flatnonzero(row[:-1] & START_BIT), len(row) - 1]
     for begin, end in itertools.pairwise(starts):
         words = torch.from_numpy(row[begin:end].astype(np.int64))
         if kinds[begin]:

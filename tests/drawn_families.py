@@ -9,7 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from argosy.config.model import FAMILIES
-from argosy.models.hf_families import FAMILIES as CLASSES
+from argosy.models.hf_families import FAMILY_OF as CLASSES
 from argosy.models.hf_family import Family
 
 VOCABULARY, ORIGINAL = 101, 16

@@ -20,7 +20,7 @@ from argosy.processes.connection import BadMessage, WireRecord
 from argosy.sync.exchange import SiteExchange
 from argosy.sync.layout import Sites, at_site
 from argosy.sync.ledger import RoundLedger, dealt_in
-from argosy.sync.links import SILENT_S
+from argosy.sync.links import PEER_SILENT_S
 from argosy.sync.messages import FROM_SITE, FromSite, framed, unframed
 
 TURN_S = 0.1
@@ -58,7 +58,7 @@ class Wires:
                     self.sites[name] = None
                     self.tell(name, self._exchange.hello())
                 self._send_again(name)
-            elif name in self.sites and self._country.now_s - self.heard_s[name] > SILENT_S:
+            elif name in self.sites and self._country.now_s - self.heard_s[name] > PEER_SILENT_S:
                 del self.sites[name]
                 self._held.pop(name, None)
         heard, self.inbox = self.inbox, deque()

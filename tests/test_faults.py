@@ -212,7 +212,7 @@ def test_slow_costs_a_multiple_of_the_work():
 def killed_by(action: str, timeout_s: float = 30) -> int:
     """How a process ends that meets `action`."""
     code = "from argosy.faults import fault; fault('forward'); print('went on')"
-    environment = {**os.environ, faults.VARIABLE: f"{action}@forward"}
+    environment = {**os.environ, faults.FAULTS_VARIABLE: f"{action}@forward"}
     return subprocess.run([sys.executable, "-c", code], env=environment, timeout=timeout_s, check=False).returncode
 
 
@@ -240,7 +240,7 @@ def test_the_lock_of_python_can_be_held():
 
 def test_a_process_can_be_stopped(tmp_path: Path):
     code = "from argosy.faults import fault; fault('loader')"
-    environment = {**os.environ, faults.VARIABLE: "stop@loader"}
+    environment = {**os.environ, faults.FAULTS_VARIABLE: "stop@loader"}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
     try:
         wait_until(lambda: process_state(process.pid) == "T")

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from argosy import matmul
-from argosy.matmul import ROWS, dense, dense_by_group, fp8_by_group
+from argosy.matmul import ROWS_MULTIPLE, dense, dense_by_group, fp8_by_group
 from argosy.models.layers import Linear
 from argosy.precision import use_fp8
 
@@ -22,7 +22,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "MKL_IS_SLOW", True)
 
 
-def operands(rows: int = 2 * ROWS, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def operands(rows: int = 2 * ROWS_MULTIPLE, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """x [2, rows / 2, 128], weight [160, 128], bias [160]; 2.6 million multiplications with 128 rows."""
     generator = torch.Generator().manual_seed(1)
     shapes = ((2, rows // 2, 128), (160, 128), (160,))
@@ -58,7 +58,9 @@ def test_a_weight_that_is_part_of_wider_rows_is_copied_for_onednn(monkeypatch: p
 
 @WITH_ONEDNN
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("counts", [(3 * ROWS + 5, 0, 2 * ROWS, 7), (0, 0, 0, 5 * ROWS + 12)], ids=str)
+@pytest.mark.parametrize(
+    "counts", [(3 * ROWS_MULTIPLE + 5, 0, 2 * ROWS_MULTIPLE, 7), (0, 0, 0, 5 * ROWS_MULTIPLE + 12)], ids=str
+)
 def test_rows_of_groups_are_split_for_onednn(counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weights = (torch.randn(s, generator=generator).requires_grad_() for s in ((sum(counts), 128), (4, 160, 128)))
@@ -72,7 +74,7 @@ def test_rows_of_groups_are_split_for_onednn(counts: tuple[int, ...], monkeypatc
     gradients = (torch.autograd.grad(each, (x, weights), slopes) for each in (y, expected))
     for got, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
-    assert asked[0] == max(counts) - max(counts) % ROWS and not any(rows % ROWS for rows in asked[:2])
+    assert asked[0] == max(counts) - max(counts) % ROWS_MULTIPLE and not any(rows % ROWS_MULTIPLE for rows in asked[:2])
 
 
 @WITH_ONEDNN
@@ -88,7 +90,7 @@ def test_flops_are_counted_as_torch_counts_a_product() -> None:
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize(
-    ("rows", "dtype"), [(2 * ROWS + 2, torch.float32), (2 * ROWS, torch.bfloat16), (2, torch.float32)]
+    ("rows", "dtype"), [(2 * ROWS_MULTIPLE + 2, torch.float32), (2 * ROWS_MULTIPLE, torch.bfloat16), (2, torch.float32)]
 )
 def test_rows_of_any_number_other_formats_and_small_ones_are_torch_s(rows: int, dtype: torch.dtype) -> None:
     tensors = operands(rows, dtype)

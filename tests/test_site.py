@@ -93,7 +93,7 @@ def test_the_python_reference_has_every_public_name() -> None:
 
 
 def test_the_page_of_prometheus_has_every_name() -> None:
-    from argosy.watch.prometheus import METRICS
+    from argosy.watch.prometheus import METRIC_HELP
 
     page = prometheus.page()
-    assert METRICS and all(f"| `{name}` |" in page for name in METRICS)
+    assert METRIC_HELP and all(f"| `{name}` |" in page for name in METRIC_HELP)

@@ -32,7 +32,7 @@ from serving_fit import ServingFit, fit
 from serving_rows import ServingRow, ServingTable, held_out, read
 
 from argosy.files import atomic_write
-from argosy.plan.cost.serving_constants import SERVING
+from argosy.plan.cost.serving_constants import SERVING_FILE
 
 Floats = NDArray[np.float64]
 FOLDS, FEW = 5, 5
@@ -64,7 +64,7 @@ def main() -> None:
             drawn.append(_widths_of_makers(table.take(chosen), errors[chosen]))
         names = set.intersection(*(set(widths) for widths in drawn))
         spread[kind] = {name: float(np.mean([widths[name] for widths in drawn])) for name in drawn[0] if name in names}
-    with atomic_write(SERVING) as file:
+    with atomic_write(SERVING_FILE) as file:
         file.write(_toml(found, spread, len(table), len(rows), len(skipped)).encode())
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-HIDDEN = "***"
-REMEDY = (
+MASK = "***"
+CREDENTIALS_REMEDY = (
     "it holds credentials, which would be written to run.toml. Leave them out of the URL and give them by the "
     "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS, "
     "AZURE_STORAGE_SAS_TOKEN, ETCDCTL_USER and ETCDCTL_PASSWORD, ...) or in ~/.config/fsspec/conf.json; what a signed "
@@ -19,7 +19,7 @@ REMEDY = (
 
 # One slash: of a URL that was taken for a path. A chained URL (zip://x::https://y) is several.
 # It begins where no letter of a scheme is before it, so that a long text without URLs is looked at once.
-_URL = re.compile(r"""(?<![a-zA-Z0-9+.-])([a-zA-Z0-9+.-]+)(:/{1,2})((?:(?!::)[^\s'"<>])+)""")
+_URL_WITH_USER = re.compile(r"""(?<![a-zA-Z0-9+.-])([a-zA-Z0-9+.-]+)(:/{1,2})((?:(?!::)[^\s'"<>])+)""")
 _HOST = re.compile(r"(\[[^\]]*\]?|[^:]*)(:[0-9]*)?")
 _QUERY = re.compile(r"([?&;#])([^=?&;#]+)=([^&;#]+)")
 _SECRET_NAME = re.compile(
@@ -37,7 +37,7 @@ _ALL_SECRETS = ("http", "https")
 
 def redact(text: str) -> str:
     """Return `text` with *** in place of the credentials of all URLs in it: user and password, signatures, tokens."""
-    return _URL.sub(_redacted, text) if ":/" in text else text
+    return _URL_WITH_USER.sub(_redacted, text) if ":/" in text else text
 
 
 def has_credentials(text: str) -> bool:
@@ -63,12 +63,12 @@ def _without_user(scheme: str, rest: str) -> str:
     first = re.split("[/?#]", rest, maxsplit=1)[0]
     user, at, _ = first.rpartition("@")
     if at and scheme not in _NO_SECRETS and (":" in user or scheme in _ALL_SECRETS):
-        return HIDDEN + rest[len(user) :]
+        return MASK + rest[len(user) :]
     if not at and "@" in rest and not _HOST.fullmatch(first):  # no port: a password with a slash in it, as AWS makes
-        return HIDDEN + rest[rest.rindex("@") :]
+        return MASK + rest[rest.rindex("@") :]
     return rest
 
 
 def _without_value(entry: re.Match[str]) -> str:
     mark, name, value = entry.groups()
-    return f"{mark}{name}={HIDDEN if _SECRET_NAME.search(name) else value}"
+    return f"{mark}{name}={MASK if _SECRET_NAME.search(name) else value}"

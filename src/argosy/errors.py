@@ -97,9 +97,9 @@ PLACE = re.compile(
     r"(?P<file>(?!-)([^\s:]*[/.][^\s:]*|[^\s:]+(?=: (no such|not a |neither |a file))))(:(?P<line>\d+)(:\d+)?)?: "
 )
 SETTING = re.compile(r"(?P<key>(--)?[A-Za-z][\w.-]*) = (?P<value>\"[^\"]*\"|'[^']*'|[^\s,;:]*[^\s,;:.])")
-OPTION = re.compile(r"(?P<key>--[A-Za-z][\w.-]*)(?:(?: (?P<value>[^\s:]+))?:)? ")
+OPTION_IN_MESSAGE = re.compile(r"(?P<key>--[A-Za-z][\w.-]*)(?:(?: (?P<value>[^\s:]+))?:)? ")
 """An option at the beginning of a message, with or without its value."""
-REMEDY = re.compile(r"(?:[.:!?] (?=[A-Z`])|; (?=did you mean|there are:))")
+REMEDY_IN_MESSAGE = re.compile(r"(?:[.:!?] (?=[A-Z`])|; (?=did you mean|there are:))")
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ class ErrorDocument:
 
 def record_of_error(error: ArgosyError) -> ErrorDocument:
     text = str(error)
-    place, end = PLACE.match(text), REMEDY.search(text)
+    place, end = PLACE.match(text), REMEDY_IN_MESSAGE.search(text)
     first_line, _, _ = text.partition("\n")  # what follows quotes a file
-    setting = SETTING.search(first_line) or OPTION.match(text)
+    setting = SETTING.search(first_line) or OPTION_IN_MESSAGE.match(text)
     return ErrorDocument(
         error=text,
         exit_code=error.exit_code,
@@ -134,7 +134,7 @@ def record_of_error(error: ArgosyError) -> ErrorDocument:
     )
 
 
-FINAL = 64
+FINAL_BIT = 64
 """A worker process adds this to the exit code of an error that a restart would only meet again."""
 
 

@@ -30,12 +30,12 @@ from typing import Any, NoReturn
 
 from argosy.errors import UserError
 
-VARIABLE = "ARGOSY_FAULTS"
+FAULTS_VARIABLE = "ARGOSY_FAULTS"
 RUN_DIR = "ARGOSY_RUN_DIR"
 """Environment variable: the run's folder, in whose events faults that struck are recorded."""
-RECORD = Path("events") / "faults.jsonl"
+FAULTS_RECORD = Path("events") / "faults.jsonl"
 
-POINTS = {
+FAULT_POINTS = {
     "node_check": "in a node health check; tensors: each result, as of `core 0 fp32 product` or `cuda:0 memory`",
     "join": "before a worker joins its world",
     "recover": "in a new world, before state is taken from others or from disk",
@@ -188,7 +188,7 @@ class Faults:
     def _record(self) -> Path | None:
         """Return the file of recorded faults. Looked up late: a forked process gets its folder after the import."""
         run_dir = self._run_dir or os.environ.get(RUN_DIR)
-        return Path(run_dir) / RECORD if run_dir else None
+        return Path(run_dir) / FAULTS_RECORD if run_dir else None
 
     def _strike(self, fault: Fault, target: Any) -> None:
         """`target`: the tensor, for a fault on a tensor."""
@@ -215,7 +215,7 @@ def fault(
     fraction: float | None = None,
     tensors: Tensors | None = None,
 ) -> None:
-    """Inject the faults that are due at `point`, one of `POINTS`.
+    """Inject the faults that are due at `point`, one of `FAULT_POINTS`.
 
     step: by default the one whose batch was taken last. rank: by default that of this process.
     Raises: OSError or RuntimeError, if that is the fault.
@@ -239,7 +239,7 @@ def parse(text: str) -> list[Fault]:
         try:
             entries = json.loads(text)
         except json.JSONDecodeError as problem:
-            raise UserError(f"{VARIABLE}: not JSON: {problem}") from None
+            raise UserError(f"{FAULTS_VARIABLE}: not JSON: {problem}") from None
     else:
         entries = [_split(part.strip()) for part in text.split(";") if part.strip()]
     return [_checked(entry) for entry in entries]
@@ -249,7 +249,7 @@ def _split(text: str) -> dict[str, Any]:
     head, _, tail = text.partition(":")
     action, at, point = head.partition("@")
     if not at:
-        raise UserError(f"{VARIABLE}: {text!r} is not ACTION@POINT. Try kill@optimizer:step=5,rank=1.")
+        raise UserError(f"{FAULTS_VARIABLE}: {text!r} is not ACTION@POINT. Try kill@optimizer:step=5,rank=1.")
     pairs = [pair.partition("=") for pair in tail.split(",") if pair.strip()]
     return {"action": action.strip(), "point": point.strip()} | {k.strip(): v.strip() for k, _, v in pairs}
 
@@ -259,18 +259,20 @@ def _checked(entry: Mapping[str, Any]) -> Fault:
     values: dict[str, Any] = {}
     for name, value in entry.items():
         if name not in known:
-            raise UserError(f"{VARIABLE}: a fault has no key {name!r}; {_near(name, known)}")
+            raise UserError(f"{FAULTS_VARIABLE}: a fault has no key {name!r}; {_near(name, known)}")
         kind = str(known[name].type).partition(" ")[0]
         try:
             values[name] = _READ[kind](value)
         except (ValueError, TypeError):
-            raise UserError(f"{VARIABLE}: {name} = {value!r} is not a {_NUMBERS[kind]}.") from None
+            raise UserError(f"{FAULTS_VARIABLE}: {name} = {value!r} is not a {_NUMBER_KINDS[kind]}.") from None
     actions = [*ACTIONS, *ON_TENSORS, "slow"]
-    for key, names in (("action", actions), ("point", list(POINTS))):
+    for key, names in (("action", actions), ("point", list(FAULT_POINTS))):
         if values.get(key) not in names:
-            raise UserError(f"{VARIABLE}: there is no {key} {values.get(key)!r}; {_near(str(values.get(key)), names)}")
+            raise UserError(
+                f"{FAULTS_VARIABLE}: there is no {key} {values.get(key)!r}; {_near(str(values.get(key)), names)}"
+            )
     if values["action"] == "oom" and values.get("gib") is None:
-        raise UserError(f"{VARIABLE}: oom needs gib=, the memory to take.")
+        raise UserError(f"{FAULTS_VARIABLE}: oom needs gib=, the memory to take.")
     return Fault(**values)
 
 
@@ -285,7 +287,7 @@ def _truth(word: Any) -> bool:
 
 
 _READ: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": _truth, "str": str}
-_NUMBERS = {"int": "whole number", "float": "number", "bool": "truth value", "str": "text"}
+_NUMBER_KINDS = {"int": "whole number", "float": "number", "bool": "truth value", "str": "text"}
 
 
 def _target(fault: Fault, tensors: Tensors | None) -> Any:
@@ -418,4 +420,4 @@ ON_TENSORS: dict[str, Callable[[Any, Fault], None]] = {
 
 
 _armed: Faults | None = None
-arm(os.environ.get(VARIABLE, ""))
+arm(os.environ.get(FAULTS_VARIABLE, ""))

@@ -23,14 +23,14 @@ from argosy.errors import StorageError, UserError
 PARTIAL = ".partial"
 """Suffix of a file that is being written. Nothing reads such a file; what a kill left, the next write replaces."""
 
-LOCK = ".lock"
+RUN_LOCK = ".lock"
 """File in a run's folder that the process that holds it has locked; with a node's name behind it, on several."""
 LOCK_TRIES, LOCK_TRY_S = 5, 0.02
 
 OTHERS_WRITE = 0o022
 """The permission bits that let others than the owner write."""
 
-COPY_BYTES = 64 * 2**20
+FILE_COPY_BYTES = 64 * 2**20
 """Bytes of a large file that are copied at once."""
 
 LONGEST_NAME_BYTES = 240
@@ -309,8 +309,8 @@ class RegularFile:
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `start` on, which must be there."""
-        for done in range(0, len(buffer), COPY_BYTES):
-            first, some = start + done, buffer[done : done + COPY_BYTES]
+        for done in range(0, len(buffer), FILE_COPY_BYTES):
+            first, some = start + done, buffer[done : done + FILE_COPY_BYTES]
             assert self._pages is not None and first + len(some) <= self.size
             some[:] = memoryview(self._pages)[first : first + len(some)]
             page = first // mmap.PAGESIZE * mmap.PAGESIZE

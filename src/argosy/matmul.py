@@ -20,9 +20,9 @@ from torch.utils.flop_counter import register_flop_formula
 # N rows (tokens, in whatever dims before the last), X numbers of a row, Y outputs, G groups of rows
 
 CPU_INFO = Path("/proc/cpuinfo")
-LEAST = 2**21
+LEAST_PRODUCT = 2**21
 """Multiplications of a product for which oneDNN is asked: small ones are faster without the operator around it."""
-ROWS = 64
+ROWS_MULTIPLE = 64
 """Numbers of rows of which oneDNN gets multiples. It makes a kernel of some megabytes for each shape that it meets and
 keeps it: the tokens of a microbatch are always as many, those of a prompt or of an expert are not."""
 
@@ -42,17 +42,19 @@ def dense_by_group(x_NX: Tensor, weight_GYX: Tensor, counts: Sequence[int]) -> T
     """Multiply rows by their group's matrix: the next `counts[g]` of `x_NX` by `weight_GYX[g]`; `counts` adds up to N.
 
     One group comes after the other, those without rows too, so that all weights get a gradient. Where oneDNN is asked,
-    it gets of each group the largest multiple of `ROWS`, and torch the few rows that are left.
+    it gets of each group the largest multiple of `ROWS_MULTIPLE`, and torch the few rows that are left.
     """
     weights: Iterable[Tensor] = weight_GYX
     if MKL_IS_SLOW and x_NX.dtype == torch.float32:
-        counts = [part for count in counts for part in (count - count % ROWS, count % ROWS)]
+        counts = [part for count in counts for part in (count - count % ROWS_MULTIPLE, count % ROWS_MULTIPLE)]
         weights = (weight for weight in weight_GYX for _ in range(2))
     return torch.cat([dense(x, weight) for x, weight in zip(x_NX.split(list(counts)), weights, strict=True)])
 
 
 def fp8_by_group(x_NX: Tensor, weight_GYX: Tensor, counts_G: Tensor) -> Tensor:
-    """Multiply as `dense_by_group`, forward and backward, in fp8 (E4M3); return bf16. X and Y: multiples of `BLOCK`.
+    """Multiply as `dense_by_group`, forward and backward, in fp8 (E4M3); return bf16.
+
+    X and Y: multiples of `GROUPED_MULTIPLE`.
 
     Each row of either operand has a power of two for its scale, as in torchao's rowwise recipe; rows are what is summed
     over. The host does not wait for the counts. On a CPU fp8 numbers are multiplied as fp32.
@@ -65,7 +67,7 @@ def _is_for_onednn(x: Tensor, weight_YX: Tensor) -> bool:
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight_YX.dtype != torch.float32 or not MKL_IS_SLOW:
         return False
     rows = x.numel() // max(x.shape[-1], 1)
-    return rows % ROWS == 0 and rows * weight_YX.numel() >= LEAST
+    return rows % ROWS_MULTIPLE == 0 and rows * weight_YX.numel() >= LEAST_PRODUCT
 
 
 def mkl_is_slow() -> bool:
@@ -126,7 +128,7 @@ def _flops(x_shape: torch.Size, weight_shape: torch.Size, *_: Any, **__: Any) ->
 
 # In fp8. R rows with each group's filled up to whole blocks of B, and some to spare; b blocks
 
-BLOCK = 16
+GROUPED_MULTIPLE = 16
 """The kernel takes multiples of so many numbers along a sum: for a weight's gradient, of the rows of each group."""
 E4M3 = torch.float8_e4m3fn
 TINY = 1e-12
@@ -147,7 +149,7 @@ class _Fp8ByGroup(torch.autograd.Function):
             ends_G = counts_G.cumsum(0, dtype=torch.int32)
             dx_NX = _scaled_product(*in_fp8(dy_NY), *in_fp8(weight_GYX.mT), ends_G).to(x_NX.dtype)
         if ctx.needs_input_grad[1]:
-            filled_G = (counts_G.clamp(min=1) + (BLOCK - 1)) // BLOCK * BLOCK
+            filled_G = (counts_G.clamp(min=1) + (GROUPED_MULTIPLE - 1)) // GROUPED_MULTIPLE * GROUPED_MULTIPLE
             moved_G = (filled_G - counts_G).cumsum(0) - (filled_G - counts_G)
             places_N = torch.arange(len(x_NX), device=x_NX.device)
             places_N = places_N + moved_G.repeat_interleave(counts_G, output_size=len(x_NX))
@@ -165,10 +167,10 @@ def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _columns_in_fp8(x_NX: Tensor, places_N: Tensor, ends_G: Tensor) -> tuple[Tensor, Tensor]:
     """Return x in fp8 with its rows at their places, transposed [X, R], and factors for each group's columns [G, X]."""
-    blocks = -(-len(x_NX) // BLOCK) + len(ends_G)  # no fewer, whatever the counts
-    rows_RX = x_NX.new_zeros(blocks * BLOCK, x_NX.shape[1]).index_copy_(0, places_N, x_NX)
-    x_bBX = rows_RX.unflatten(0, (blocks, BLOCK))
-    starts_b = torch.arange(0, blocks * BLOCK, BLOCK, dtype=ends_G.dtype, device=x_NX.device)
+    blocks = -(-len(x_NX) // GROUPED_MULTIPLE) + len(ends_G)  # no fewer, whatever the counts
+    rows_RX = x_NX.new_zeros(blocks * GROUPED_MULTIPLE, x_NX.shape[1]).index_copy_(0, places_N, x_NX)
+    x_bBX = rows_RX.unflatten(0, (blocks, GROUPED_MULTIPLE))
+    starts_b = torch.arange(0, blocks * GROUPED_MULTIPLE, GROUPED_MULTIPLE, dtype=ends_G.dtype, device=x_NX.device)
     groups_b = torch.searchsorted(ends_G, starts_b, right=True).clamp(max=len(ends_G) - 1)  # past the last are zeros
     largest_bX = torch.linalg.vector_norm(x_bBX, torch.inf, 1).float()
     largest_GX = largest_bX.new_zeros(len(ends_G), x_NX.shape[1])

@@ -71,9 +71,9 @@ def test_folders_of_older_generations_lose_their_names_when_a_new_one_begins(tmp
 
 
 def test_a_process_belongs_to_the_generation_that_its_environment_names(monkeypatch):
-    monkeypatch.delenv(fence.GENERATION, raising=False)
+    monkeypatch.delenv(fence.GENERATION_VARIABLE, raising=False)
     assert fence.own_generation() == 0
-    monkeypatch.setenv(fence.GENERATION, "7")
+    monkeypatch.setenv(fence.GENERATION_VARIABLE, "7")
     assert fence.own_generation() == 7
 
 

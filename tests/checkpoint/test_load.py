@@ -75,7 +75,7 @@ def test_no_more_of_a_tensor_than_a_piece_is_in_memory_twice(checkpoint, monkeyp
         return tensor
 
     monkeypatch.setattr(ShardFile, "read", watched)
-    monkeypatch.setattr(load, "PIECE_BYTES", 48)
+    monkeypatch.setattr(load, "TENSOR_PIECE_BYTES", 48)
     live = torch.zeros(10, 6)
     load_into(wholes({"model.a": live}), checkpoint)
     assert torch.equal(live, MODEL["a"]) and read_bytes == [48] * 5

@@ -17,8 +17,8 @@ import torch
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.history import History, Position
 from argosy.checkpoint.memory import (
-    FOLDER,
-    NODE,
+    MEMORY_VARIABLE,
+    NODE_VARIABLE,
     MemoryCheckpointer,
     Placement,
     memory_checkpoints_in,
@@ -115,10 +115,10 @@ def test_the_mirror_is_on_the_next_node_in_the_ring(nodes, mirror):
 
 
 def test_the_environment_names_folder_and_node(monkeypatch):
-    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
     assert memory_folder() is None
-    monkeypatch.setenv(FOLDER, "/dev/shm/somewhere")
-    monkeypatch.setenv(NODE, "n7")
+    monkeypatch.setenv(MEMORY_VARIABLE, "/dev/shm/somewhere")
+    monkeypatch.setenv(NODE_VARIABLE, "n7")
     assert (memory_folder(), node_name()) == (Path("/dev/shm/somewhere"), "n7")
 
 
@@ -251,7 +251,7 @@ def save_together(world: World, folder: Path, nodes: list[str], full: str = "") 
     node = folder / nodes[world.rank]
     node.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NODE, nodes[world.rank])
+        patch.setenv(NODE_VARIABLE, nodes[world.rank])
         saving = MemoryCheckpointer(node, list(state(0, world.rank)), world, HISTORY, problems.append)
         for step in (10, 20, 30):
             if full and world.rank == world.size - 1 and step == 30:

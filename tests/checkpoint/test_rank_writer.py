@@ -89,7 +89,7 @@ def _quietly(mine: SaveOrder, snapshot: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 4, 7, 10])
 def test_with_several_groups_their_heads_sum_them_up(tmp_path, snapshot, monkeypatch, size):
-    monkeypatch.setattr(rank_writer, "GROUP", 3)
+    monkeypatch.setattr(rank_writer, "RANKS_OF_A_HEAD", 3)
     save_in_groups(tmp_path, size, snapshot)
     (checkpoint,) = store.committed(tmp_path)
     checkpoint.verify()
@@ -98,7 +98,7 @@ def test_with_several_groups_their_heads_sum_them_up(tmp_path, snapshot, monkeyp
 
 @pytest.mark.parametrize("failing", [1, 3, 4])
 def test_a_part_that_fails_in_any_group_is_the_end_of_the_attempt_and_named(tmp_path, snapshot, monkeypatch, failing):
-    monkeypatch.setattr(rank_writer, "GROUP", 3)
+    monkeypatch.setattr(rank_writer, "RANKS_OF_A_HEAD", 3)
     real = rank_writer._write
 
     def write(mine: SaveOrder, *rest: Any) -> Any:
@@ -114,7 +114,7 @@ def test_a_part_that_fails_in_any_group_is_the_end_of_the_attempt_and_named(tmp_
 
 
 def test_a_rank_that_does_not_come_is_named_by_its_head_and_a_head_by_the_first(tmp_path, snapshot, monkeypatch):
-    monkeypatch.setattr(rank_writer, "GROUP", 2)
+    monkeypatch.setattr(rank_writer, "RANKS_OF_A_HEAD", 2)
     monkeypatch.setattr(rank_writer, "STALL_S", 1.0)
     _quietly(order(tmp_path, 1, 6), snapshot)
     head = threading.Thread(target=_quietly, args=(order(tmp_path, 2, 6), snapshot))
@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_come_is_named_by_its_head_and_a_head_by_the_first(
 
 
 def test_no_rank_looks_at_the_notes_of_all(tmp_path, snapshot, monkeypatch):
-    monkeypatch.setattr(rank_writer, "GROUP", 4)
+    monkeypatch.setattr(rank_writer, "RANKS_OF_A_HEAD", 4)
     looked: dict[int, set[Path]] = defaultdict(set)
     real = Note.read.__func__
 

@@ -151,20 +151,20 @@ def test_a_writer_that_hangs_does_not_hold_up_training_for_ever(tmp_path, saving
 
 
 def test_a_writer_that_stands_still_is_replaced_in_seconds(tmp_path, saving, monkeypatch):
-    monkeypatch.setattr(save_module, "SILENT_S", 0.5)
+    monkeypatch.setattr(save_module, "WRITER_SILENT_S", 0.5)
     saving.save(1.0, step=1)
     os.kill(saving.saver.writer_pid, signal.SIGSTOP)
     saving.save(2.0, step=2, wait=False)
     wait_until(lambda: saving.saver.poll() or saving.told("writer_died"))  # training need not wait for that
     assert "stopped" in saving.told("writer_died")[0]["why"]
     assert saving.told("save_failed")[0]["step"] == 2 and not saving.saver.is_in_flight
-    monkeypatch.setattr(save_module, "SILENT_S", 10.0)
+    monkeypatch.setattr(save_module, "WRITER_SILENT_S", 10.0)
     saving.save(3.0, step=3)
     assert_saved(tmp_path, {1: 1.0, 3: 3.0})
 
 
 def test_a_writer_that_stands_still_when_all_is_saved_does_not_hold_up_the_end(tmp_path, saving, monkeypatch):
-    monkeypatch.setattr(save_module, "SILENT_S", 0.5)
+    monkeypatch.setattr(save_module, "WRITER_SILENT_S", 0.5)
     saving.save(1.0, step=1)
     os.kill(saving.saver.writer_pid, signal.SIGSTOP)
     saving.close()
@@ -172,8 +172,8 @@ def test_a_writer_that_stands_still_when_all_is_saved_does_not_hold_up_the_end(t
 
 
 def test_a_writer_whose_disk_is_slow_answers(tmp_path, saving, monkeypatch):
-    monkeypatch.setattr(save_module, "SILENT_S", 4.0)
-    monkeypatch.setattr(save_module, "ASK_S", 0.1)
+    monkeypatch.setattr(save_module, "WRITER_SILENT_S", 4.0)
+    monkeypatch.setattr(save_module, "WRITER_ASK_S", 0.1)
     monkeypatch.setenv("ARGOSY_FAULTS", "slow@save:step=1,fraction=0.9,seconds=8")
     saving.save(1.0, step=1)
     saving.close()
@@ -329,7 +329,7 @@ def save_and_fork(run_dir: Path, pids: Any) -> None:
 
 
 def test_what_is_of_a_generation_before_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv(fence.GENERATION, "4")
+    monkeypatch.setenv(fence.GENERATION_VARIABLE, "4")
     saving = Saving(tmp_path)
     saving.save(1.0, step=1)
     assert store.committed(tmp_path)[0].manifest.generation == 4

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import PLACES, Box
 from argosy.checkpoint.shards import ShardFile, box_bytes, part_box, wholes, write_shard
-from argosy.models.tensor_file import CODES
+from argosy.models.tensor_file import FILE_CODES
 
-DTYPES = list(CODES)
+DTYPES = list(FILE_CODES)
 
 
 def in_memory(parts: dict[Box, Tensor], **about: str) -> tuple[int, Path]:

@@ -58,7 +58,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(writer, "FIRST_WRITER_S", 0.2)
 
 
 def test_each_reads_what_another_wrote_and_all_of_it_is_read_once(checkpoint, tmp_path, read):
@@ -76,7 +76,7 @@ def test_the_first_reads_the_shares_that_have_no_note(checkpoint, tmp_path, read
 
 
 def test_the_first_waits_for_one_that_is_a_little_late(checkpoint, tmp_path, read, monkeypatch):
-    monkeypatch.setattr(writer, "PATIENCE_S", 10.0)
+    monkeypatch.setattr(writer, "FIRST_WRITER_S", 10.0)
     vouch(order(tmp_path, 1), CLOSING)
     late = threading.Timer(0.3, vouch, (order(tmp_path, 2), CLOSING))
     late.start()

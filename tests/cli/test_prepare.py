@@ -106,7 +106,7 @@ def test_conversations_are_shown_with_what_is_learned_of_them(prepared, capsys, 
     ]
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     prepare.main(["--out", "pairs", "--verify", "--show", "1"])
-    assert f"{prepare.GREEN}no<|im_end|>{prepare.PLAIN}" in capsys.readouterr().out
+    assert f"{prepare.GREEN_STYLE}no<|im_end|>{prepare.RESET_STYLE}" in capsys.readouterr().out
     with pytest.raises(UserError, match="--show 3 prints conversations: say what they are for"):
         prepare.main(["my text.txt", "--out", "other", "--show", "3"])
     with pytest.raises(UserError, match="data holds text, and no conversations"):

@@ -9,7 +9,7 @@ import pytest
 
 from argosy.cli import stop
 from argosy.engines.engine import Engine, RunJob
-from argosy.engines.record import FOLDER, JobState, LaunchedJob
+from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.engines.table import ENGINES
 from argosy.errors import UserError
 
@@ -48,7 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setitem(ENGINES, "memory", Memory)
     for site, job in {"lyon": "cut-off", "oslo": "1", "rome": "over", "wien": "queued", "york": "silent"}.items():
         folder = tmp_path / "run/sites" / site
-        (folder / FOLDER).mkdir(parents=True)
+        (folder / LAUNCH_FOLDER).mkdir(parents=True)
         LaunchedJob(engine="memory", id=job, submitted_s=0, nodes=1).save(folder)
     yield tmp_path / "run"
     Memory.stopped.clear()

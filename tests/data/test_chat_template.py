@@ -9,10 +9,10 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Engine
 
 from argosy.data.chat_encoder import ChatEncoder
-from argosy.data.chat_template import CHATML, NOT_FOUND, REFUSED, ChatTemplate
+from argosy.data.chat_template import CHATML, REFUSED_BY_TEMPLATE, UNSHOWN_ANSWERS, ChatTemplate
 from argosy.data.conversations import BadRecord, Conversation, conversations_of
 from argosy.data.manifest import TOKENIZER
-from argosy.data.packing import ID_MASK, START, TRAINED
+from argosy.data.packing import ID_MASK, START_BIT, TRAINED
 from argosy.errors import UserError
 
 MARK, UNMARK = "{% generation %}", "{% endgeneration %}"
@@ -95,7 +95,7 @@ def test_text_and_masks_are_those_of_transformers(tokenizer_json: Path, tmp_path
     words = ChatEncoder(tmp_path / TOKENIZER, 1000, 0.0).encode([json.dumps([part])]).tokens
     assert (words & ID_MASK).tolist() == expected["input_ids"]
     assert (words & TRAINED != 0).astype(int).tolist() == expected["assistant_masks"]
-    assert (words & START != 0).nonzero()[0].tolist() == [0]
+    assert (words & START_BIT != 0).nonzero()[0].tolist() == [0]
 
 
 @pytest.mark.parametrize("text", [LLAMA_3, GEMMA, PLAIN_CHATML], ids=["llama 3", "gemma", "chatml"])
@@ -125,13 +125,13 @@ def test_tools_reach_the_template() -> None:
 @pytest.mark.parametrize(
     ("text", "messages", "kind"),
     [
-        (FORGETFUL, TALK, NOT_FOUND),
-        ("{% for m in messages %}{{ m['content'][:3] }}{% endfor %}", TALK, NOT_FOUND),
-        (CHATML.replace(MARK, MARK + UNMARK + MARK), TALK, NOT_FOUND),
-        (MISTRAL, TALK, REFUSED),
-        ("{{ messages[0].nothing.more }}", TALK, REFUSED),
-        ("{{ ''.__class__.__mro__ }}", TALK, REFUSED),
-        ("{{ messages.append(1) }}", TALK, REFUSED),
+        (FORGETFUL, TALK, UNSHOWN_ANSWERS),
+        ("{% for m in messages %}{{ m['content'][:3] }}{% endfor %}", TALK, UNSHOWN_ANSWERS),
+        (CHATML.replace(MARK, MARK + UNMARK + MARK), TALK, UNSHOWN_ANSWERS),
+        (MISTRAL, TALK, REFUSED_BY_TEMPLATE),
+        ("{{ messages[0].nothing.more }}", TALK, REFUSED_BY_TEMPLATE),
+        ("{{ ''.__class__.__mro__ }}", TALK, REFUSED_BY_TEMPLATE),
+        ("{{ messages.append(1) }}", TALK, REFUSED_BY_TEMPLATE),
     ],
 )
 def test_what_is_not_found_is_refused(text: str, messages: list[dict[str, Any]], kind: str) -> None:

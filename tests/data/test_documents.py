@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from argosy.config.data import PrepareConfig
 from argosy.data import documents as module
 from argosy.data.documents import (
+    DOCUMENTS_PIECE_BYTES,
     FILES,
     LEAST_PIECE_BYTES,
     MOST_OF_BEFORE,
-    PIECE_BYTES,
     DocumentReader,
     InputPiece,
     cut_input,
@@ -255,7 +255,7 @@ def test_the_limit_can_be_raised_and_does_not_hold_for_a_text_file_of_that_size(
 def test_lines_are_those_of_the_file_however_it_is_read(lines: list[bytes], chunk: int) -> None:
     data = b"\n".join(lines)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("argosy.data.formats.CHUNK_BYTES", chunk)
+        patch.setattr("argosy.data.formats.DECOMPRESS_BYTES", chunk)
         found = list(_lines(io.BytesIO(data), "x", 1000))
     assert found == [line.removesuffix(b"\n") for line in io.BytesIO(data)]
 
@@ -325,9 +325,9 @@ def test_pieces_grow_with_what_is_before_them(files: list[InputFile]) -> None:
     for piece in pieces[:-1]:
         end = 20_000 * piece.end if piece.to_byte is None else piece.to_byte
         size = end - before
-        assert least <= size <= min(PIECE_BYTES, max(LEAST_PIECE_BYTES, before * MOST_OF_BEFORE))
+        assert least <= size <= min(DOCUMENTS_PIECE_BYTES, max(LEAST_PIECE_BYTES, before * MOST_OF_BEFORE))
         before, least = end, size - 20_000
-    assert len(pieces) < 3000 * MB / PIECE_BYTES + 80
+    assert len(pieces) < 3000 * MB / DOCUMENTS_PIECE_BYTES + 80
 
 
 def test_a_small_input_is_shared_evenly() -> None:

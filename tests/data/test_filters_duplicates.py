@@ -43,8 +43,8 @@ REPEATED = {20: "duplicate", 21: "near-duplicate", 43: "near-duplicate", 44: "ne
 
 @pytest.fixture
 def config(tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
-    monkeypatch.setattr(module, "PIECE_BYTES", 3000)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(module, "DOCUMENTS_PIECE_BYTES", 3000)
+    monkeypatch.setattr(module, "RESULT_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in DOCUMENTS))
     return PrepareConfig(
         input=(str(tmp_path / "a.jsonl"),),
@@ -92,8 +92,8 @@ def test_workers_pieces_and_parts_of_the_keys_make_no_difference(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(config)
-    monkeypatch.setattr(filters, "MOST_KEYS", 100)
-    monkeypatch.setattr(module, "PIECE_BYTES", 1700)
+    monkeypatch.setattr(filters, "SORTED_KEYS", 100)
+    monkeypatch.setattr(module, "DOCUMENTS_PIECE_BYTES", 1700)
     prepare(changed(config, out=tmp_path / "three", processes=3))
     assert contents(config.out) == contents(tmp_path / "three")
 
@@ -108,10 +108,10 @@ def test_all_workers_make_tokens_after_the_search(config: PrepareConfig, monkeyp
     told = WorkFolder.say
     monkeypatch.setattr(WorkFolder, "say", say)
     prepare(config)
-    assert ahead[worker.DUPLICATES] == 1 and ahead[worker.TOKENS] >= LEAST_AHEAD
+    assert ahead[worker.DUPLICATES_OUTPUT] == 1 and ahead[worker.TOKENS_OUTPUT] >= LEAST_AHEAD
 
 
-@pytest.mark.parametrize("stage", [worker.KEYS, worker.DUPLICATES, worker.TOKENS])
+@pytest.mark.parametrize("stage", [worker.KEYS_OUTPUT, worker.DUPLICATES_OUTPUT, worker.TOKENS_OUTPUT])
 def test_interrupted_in_any_stage_it_goes_on(
     config: PrepareConfig, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

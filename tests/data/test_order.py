@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from argosy.data.order import (
     CIRCLE,
-    STEP,
+    GOLDEN_STEP,
     Mixture,
     MixtureStage,
     SampleOrder,
@@ -210,8 +210,8 @@ def test_source_of_weight_zero_is_never_drawn() -> None:
 
 def test_the_step_spreads_evenly_at_every_scale() -> None:
     """The claim about STEP in its docstring: continued fraction with partial quotients of at most 5."""
-    quotients, a, m = [], STEP, CIRCLE
+    quotients, a, m = [], GOLDEN_STEP, CIRCLE
     while a:
         quotients.append(m // a)
         a, m = m % a, a
-    assert STEP % 2 == 1 and max(quotients) <= 5
+    assert GOLDEN_STEP % 2 == 1 and max(quotients) <= 5

@@ -18,13 +18,13 @@ from argosy.config.extend import ExtendConfig
 from argosy.data import prepare as module
 from argosy.data.crew import PrepareProgress
 from argosy.data.documents import InputPiece
-from argosy.data.manifest import NAME, TOKENIZER, Manifest, verify
+from argosy.data.manifest import DATA_MANIFEST, TOKENIZER, Manifest, verify
 from argosy.data.prepare import prepare
 from argosy.data.shards import TokenSource
 from argosy.data.sources import find_files
 from argosy.data.tokenizer import Tokenizer, train
-from argosy.data.work import FOLDER, WorkFolder, WorkState
-from argosy.data.worker import TOKENS, PrepareJob
+from argosy.data.work import WORK_FOLDER, WorkFolder, WorkState
+from argosy.data.worker import TOKENS_OUTPUT, PrepareJob
 from argosy.engines.engine import Job
 from argosy.engines.local import Local
 from argosy.engines.record import LaunchedJob
@@ -39,8 +39,8 @@ DOCUMENTS = [f"{text}# {i * i}\n" * (i % 7 + 1) for i, text in enumerate(TEXTS)]
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH_CHARS", 2000)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 2000)
-    monkeypatch.setattr(module, "PIECE_BYTES", 5000)
+    monkeypatch.setattr(module, "RESULT_BYTES", 2000)
+    monkeypatch.setattr(module, "DOCUMENTS_PIECE_BYTES", 5000)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_documents_of_before_keep_beginning_with_nothing(
     assert manifest.options["begin"] == Tokenizer.load(begun).begin_ids
     first = TokenSource(config.out, "train").tokens(0, 1)
     assert first.tolist() == manifest.options["begin"]
-    path = config.out / NAME
+    path = config.out / DATA_MANIFEST
     facts = json.loads(path.read_text())
     del facts["options"]["begin"]
     path.write_text(json.dumps(facts))
@@ -186,8 +186,8 @@ def test_the_limit_ends_at_the_same_byte_for_all_workers_pieces_and_chunks(
     (tmp_path / "texts" / "000.txt").write_text("ü" * 300)  # a limit may cut a character
     made = {}
     for workers, sizes in {1: (10**6, 10**6), 2: (5000, 2000), 3: (900, 300)}.items():
-        monkeypatch.setattr(module, "PIECE_BYTES", sizes[0])
-        monkeypatch.setattr(module, "CHUNK_BYTES", sizes[1])
+        monkeypatch.setattr(module, "DOCUMENTS_PIECE_BYTES", sizes[0])
+        monkeypatch.setattr(module, "RESULT_BYTES", sizes[1])
         out = tmp_path / f"{workers}"
         prepare(changed(config, out=out, processes=workers, max_text_bytes=limit))
         made[workers] = contents(out)
@@ -269,7 +269,7 @@ def test_a_damaged_result_is_made_again(config: PrepareConfig, monkeypatch: pyte
         patch.setattr(module.Meter, "count", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(damaged)
-    for result in (damaged.out / FOLDER / "results").glob("tokens-*-?????"):
+    for result in (damaged.out / WORK_FOLDER / "results").glob("tokens-*-?????"):
         data = result.read_bytes()
         result.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert prepare(damaged) == whole
@@ -279,8 +279,8 @@ SCRIPT = """
 import json, sys
 from argosy.config.data import PrepareConfig
 from argosy.data import crew, prepare as module
-module.BATCH_CHARS = module.CHUNK_BYTES = 2000
-module.PIECE_BYTES = 5000
+module.BATCH_CHARS = module.RESULT_BYTES = 2000
+module.DOCUMENTS_PIECE_BYTES = 5000
 crew.REPORT_EVERY_S = 0
 def report(progress):
     print(progress.stage, flush=True)
@@ -354,7 +354,7 @@ def test_a_worker_on_a_full_disk_ends_without_a_traceback(tmp_path: Path) -> Non
     (file,) = find_files(config.input).files
     job = PrepareJob("", config, ExtendConfig(), "huggingface", "uint16", 1000, 1000)
     folder.make(job.as_json(), [file.as_found], [astuple(InputPiece(0, 1))])
-    folder.say(WorkState("caller", stage=TOKENS, tasks=1, ahead=1))
+    folder.say(WorkState("caller", stage=TOKENS_OUTPUT, tasks=1, ahead=1))
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder.path)], capture_output=True, text=True, timeout=PATIENT_S, check=False
     )

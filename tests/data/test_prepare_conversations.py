@@ -11,7 +11,7 @@ import pytest
 from argosy.config.data import PrepareConfig
 from argosy.data import prepare as module
 from argosy.data.manifest import Manifest, verify
-from argosy.data.packing import ID_MASK, START, TRAINED, is_packed
+from argosy.data.packing import ID_MASK, START_BIT, TRAINED, is_packed
 from argosy.data.prepare import prepare
 from argosy.data.shards import ShardIndex, TokenSource
 from argosy.data.tokenizer import Tokenizer
@@ -28,8 +28,8 @@ def chat(number: int) -> dict[str, Any]:
 
 @pytest.fixture
 def config(tmp_path: Path, tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch) -> PrepareConfig:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 2000)
-    monkeypatch.setattr(module, "PIECE_BYTES", 3000)
+    monkeypatch.setattr(module, "RESULT_BYTES", 2000)
+    monkeypatch.setattr(module, "DOCUMENTS_PIECE_BYTES", 3000)
     lines = [json.dumps(chat(number)) for number in range(GOOD)]
     (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
     return PrepareConfig(
@@ -54,7 +54,7 @@ def texts(folder: Path, manifest: Manifest) -> list[str]:
         source.read_windows(np.arange(len(rows)), rows)
         assert is_packed(rows)
         for row in rows[:, :-1]:
-            starts = [*np.flatnonzero(row & START), SEQ_LEN]
+            starts = [*np.flatnonzero(row & START_BIT), SEQ_LEN]
             for begin, end in itertools.pairwise(starts):
                 words = row[begin:end]
                 learned = words[words & TRAINED != 0] & ID_MASK

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from argosy.data.manifest import BLOCK_BYTES, BlockChecksums, write_checksums
+from argosy.data.manifest import CHECKSUM_BLOCK_BYTES, BlockChecksums, write_checksums
 from argosy.data.shards import ShardIndex, ShardReader, ShardWriter, TokenSource, spread_windows, token_dtype
 from argosy.errors import DataError, UserError
 from data.conftest import MakeFolder, damage, write_folder
@@ -79,7 +79,7 @@ def test_abandoned_shard_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@given(st.lists(st.integers(0, 3 * BLOCK_BYTES), max_size=6))
+@given(st.lists(st.integers(0, 3 * CHECKSUM_BLOCK_BYTES), max_size=6))
 def test_block_checksums_do_not_depend_on_the_pieces(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int]
 ) -> None:
@@ -90,13 +90,15 @@ def test_block_checksums_do_not_depend_on_the_pieces(
         start += size
     path = tmp_path_factory.mktemp("crc") / "a.crc32"
     checksums.write(path)
-    expected = [zlib.crc32(data[:start][at : at + BLOCK_BYTES]) for at in range(0, start, BLOCK_BYTES)]
+    expected = [
+        zlib.crc32(data[:start][at : at + CHECKSUM_BLOCK_BYTES]) for at in range(0, start, CHECKSUM_BLOCK_BYTES)
+    ]
     assert np.fromfile(path, "<u4").tolist() == expected
 
 
 def three_blocks(tmp_path: Path) -> Path:
     writer = ShardWriter(tmp_path / "train-00000", U16)
-    tokens = np.arange(3 * BLOCK_BYTES // 2) % 500
+    tokens = np.arange(3 * CHECKSUM_BLOCK_BYTES // 2) % 500
     writer.write(tokens, np.array([len(tokens)]))
     writer.close(0)
     return tmp_path / "train-00000.bin"
@@ -104,11 +106,13 @@ def three_blocks(tmp_path: Path) -> Path:
 
 def test_flipped_bit_is_found_before_its_tokens_are_used(tmp_path: Path) -> None:
     path = three_blocks(tmp_path)
-    damage(path, BLOCK_BYTES + 5)
+    damage(path, CHECKSUM_BLOCK_BYTES + 5)
     reader = ShardReader(path, U16, vocab_size=500)
-    block = BLOCK_BYTES // 2
+    block = CHECKSUM_BLOCK_BYTES // 2
     assert len(reader.tokens(0, block)) == block
-    with pytest.raises(DataError, match=rf"train-00000\.bin: the block at byte {BLOCK_BYTES} .*[Rr]estore the file"):
+    with pytest.raises(
+        DataError, match=rf"train-00000\.bin: the block at byte {CHECKSUM_BLOCK_BYTES} .*[Rr]estore the file"
+    ):
         reader.tokens(block - 1, block + 1)
 
 

@@ -220,7 +220,7 @@ def test_a_folder_that_was_prepared_before_sources_had_checksums_of_their_own_is
 def test_an_interrupted_prepare_goes_on_where_it_was(tmp_path, monkeypatch):
     whole = prepare(config(tmp_path / "whole", shard_tokens=800), extend=extend(tmp_path))
     monkeypatch.setattr(module, "BATCH_CHARS", 500)
-    monkeypatch.setattr(module, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(module, "RESULT_BYTES", 500)
     failing = SUMS.replace("yield", "\n        if i == 200 and not is_there(): raise OSError('gone')\n        yield")
     helper = f"import os\ndef is_there(): return os.path.exists({str(tmp_path / 'ok')!r})\n"
     mine = ExtendConfig(files=(_file(tmp_path, helper, failing),))

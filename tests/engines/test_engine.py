@@ -52,7 +52,7 @@ def test_a_log_is_followed_until_its_job_has_ended(tmp_path: Path, monkeypatch: 
         return states.pop(0), ""
 
     monkeypatch.setattr(Local, "state", state)
-    monkeypatch.setattr("argosy.engines.engine.FOLLOW_S", 0.01)
+    monkeypatch.setattr("argosy.engines.engine.FOLLOW_LOOK_S", 0.01)
     job = LaunchedJob(engine="local", id="1@1", submitted_s=0, nodes=1, log=str(log))
     assert b"".join(Local().logs(job, follow=True)) == b"4\n3\n2\n1\n"
     assert b"".join(Local().logs(job, follow=False)) == b"4\n3\n2\n1\n"

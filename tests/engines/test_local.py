@@ -12,9 +12,9 @@ import pytest
 
 from argosy.engines.engine import ProgramJob
 from argosy.engines.local import Local, job_of
-from argosy.engines.record import FOLDER, LaunchedJob
+from argosy.engines.record import LAUNCH_FOLDER, LaunchedJob
 from argosy.errors import UserError
-from argosy.files import LOCK
+from argosy.files import RUN_LOCK
 from waiting import wait_until
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
@@ -22,7 +22,7 @@ SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    (tmp_path / "runs/a run" / FOLDER).mkdir(parents=True)
+    (tmp_path / "runs/a run" / LAUNCH_FOLDER).mkdir(parents=True)
     return tmp_path / "runs/a run"
 
 
@@ -50,7 +50,7 @@ def process(request: pytest.FixtureRequest, run: Path) -> Iterator[subprocess.Po
 
 
 def test_the_process_that_trains_a_run_is_known_and_stopped(run, process):
-    job = job_of(process.pid, run / FOLDER / "local.out")
+    job = job_of(process.pid, run / LAUNCH_FOLDER / "local.out")
     assert Local().state(job) == ("running", f"process {process.pid}")
     Local().stop(job)
     assert process.wait(20) == -15
@@ -63,7 +63,7 @@ def test_another_process_is_never_meant(run, change):
     other.mkdir()
     process = trains("--run-dir", str(other if change == "another run" else run), cwd=run)
     try:
-        job = job_of(process.pid, Path() if change == "no file" else run / FOLDER / "local.out")
+        job = job_of(process.pid, Path() if change == "no file" else run / LAUNCH_FOLDER / "local.out")
         if change == "another time":
             job = job.model_copy(update={"id": f"{process.pid}@1"})
         assert Local().state(job) == ("ended", "")
@@ -75,7 +75,7 @@ def test_another_process_is_never_meant(run, change):
 
 
 def test_a_process_of_another_machine_is_not_taken_for_one_that_has_ended(run):
-    job = job_of(os.getpid(), run / FOLDER / "local.out")
+    job = job_of(os.getpid(), run / LAUNCH_FOLDER / "local.out")
     far = job.model_copy(update={"place": {"host": "far", "boot": "another"}})
     assert Local().state(far)[0] == "unknown" and "far" in Local().state(far)[1]
     with pytest.raises(UserError, match=r"its process is on far.*Give the command there"):
@@ -85,7 +85,7 @@ def test_a_process_of_another_machine_is_not_taken_for_one_that_has_ended(run):
 
 
 def test_a_record_of_an_older_version_is_of_this_machine(run):
-    job = LaunchedJob(engine="local", id="1@1", submitted_s=0, nodes=1, log=str(run / FOLDER / "local.out"))
+    job = LaunchedJob(engine="local", id="1@1", submitted_s=0, nodes=1, log=str(run / LAUNCH_FOLDER / "local.out"))
     assert Local().state(job)[0] == "ended"
 
 
@@ -119,8 +119,8 @@ def test_many_programs_are_stopped(tmp_path):
 def test_the_process_that_holds_a_folder_is_found_without_a_record(run):
     text = "import fcntl, sys\nfile = open(sys.argv[1], 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\n" \
            "print(__import__('os').getpid(), file=file, flush=True)\nprint(flush=True)\nsys.stdin.read()"  # fmt: skip
-    words = [sys.executable, "-c", text, str(run / LOCK), "argosy", "train", "--run-dir", str(run)]
-    job = ProgramJob(title="mine", module="argosy", words=(), work_dir=run, log=run / FOLDER / "local.out")
+    words = [sys.executable, "-c", text, str(run / RUN_LOCK), "argosy", "train", "--run-dir", str(run)]
+    job = ProgramJob(title="mine", module="argosy", words=(), work_dir=run, log=run / LAUNCH_FOLDER / "local.out")
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline()
         found = Local().find(job)

@@ -15,7 +15,7 @@ import pytest
 
 from argosy.cli import main
 from argosy.engines.local import job_of
-from argosy.engines.record import FOLDER, RECORD, LaunchedJob
+from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob
 from argosy.engines.table import engine_of, state_of
 from argosy.errors import UserError
 
@@ -33,7 +33,7 @@ GOOD: dict[str, dict[str, Any]] = {
 def write(run_dir: Path, engine: str, **changes: Any) -> Path:
     """Write a record as somebody else would, with a text editor."""
     record = {"engine": engine, "submitted_s": 0, "nodes": 1, **GOOD[engine], **changes}
-    path = run_dir / FOLDER / RECORD
+    path = run_dir / LAUNCH_FOLDER / JOB_RECORD
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))
     path.chmod(0o644)
@@ -110,8 +110,8 @@ def test_a_record_of_another_user_is_shown_and_not_acted_upon(tmp_path, capsys):
     run = tmp_path / "runs/theirs"
     process = subprocess.Popen(command(run))
     try:
-        path = write(run, "local", **started(process, run / FOLDER / "local.out"))
-        (run / FOLDER / "local.out").write_text("step 1\x1b]0;owned\x07\n")
+        path = write(run, "local", **started(process, run / LAUNCH_FOLDER / "local.out"))
+        (run / LAUNCH_FOLDER / "local.out").write_text("step 1\x1b]0;owned\x07\n")
         os.chown(path, NOBODY, NOBODY)
         assert main(["runs", str(tmp_path / "runs")]) == 0
         listed = capsys.readouterr().out
@@ -171,7 +171,7 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_forged_record_stops_no_process_of_its_reader(tmp_path, victim, capsys):
     run = tmp_path / "runs/a"
-    write(run, "local", **started(victim, run / FOLDER / "local.out"))
+    write(run, "local", **started(victim, run / LAUNCH_FOLDER / "local.out"))
     assert main(["stop", str(run)]) == 0
     assert "has ended already" in capsys.readouterr().out and victim.poll() is None
     write(run, "local", **started(victim, Path()))
@@ -180,9 +180,9 @@ def test_a_forged_record_stops_no_process_of_its_reader(tmp_path, victim, capsys
 
 def test_what_is_printed_is_looked_for_in_the_run_s_folder_only(tmp_path):
     write(tmp_path, "slurm", log="/etc/passwd")
-    assert loaded(tmp_path).log == str(tmp_path / FOLDER / "passwd")
+    assert loaded(tmp_path).log == str(tmp_path / LAUNCH_FOLDER / "passwd")
     write(tmp_path, "ssh", log="/elsewhere/launch")
-    assert loaded(tmp_path).log == str(tmp_path / FOLDER)
+    assert loaded(tmp_path).log == str(tmp_path / LAUNCH_FOLDER)
     write(tmp_path, "slurm")
     assert loaded(tmp_path).log == ""
 
@@ -202,6 +202,6 @@ def test_a_record_that_is_a_link_or_no_file_is_refused(tmp_path):
 def test_without_a_home_a_job_is_recorded_without_a_seal(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    (tmp_path / FOLDER).mkdir()
+    (tmp_path / LAUNCH_FOLDER).mkdir()
     LaunchedJob(engine="slurm", id="4", submitted_s=0, nodes=1).save(tmp_path)
     assert not loaded(tmp_path).is_sealed and engine_of(loaded(tmp_path)).name == "slurm"

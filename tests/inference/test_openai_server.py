@@ -24,7 +24,7 @@ import argosy
 from argosy.cli.documents import schema_of
 from argosy.inference import openai_server
 from argosy.inference.loaded_model import ChatModel, LoadedModel
-from argosy.inference.openai_server import PORT, server_of
+from argosy.inference.openai_server import SERVE_PORT, server_of
 from argosy.watch.http import listening
 from talker import make_talker, messages
 from waiting import wait_until
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
 @contextmanager
 def served(model: LoadedModel, token: str = "", has_chat: bool = True) -> Iterator[str]:
     """Serve a model as "talker" while the block runs. Gives the address."""
-    with listening("127.0.0.1", None, PORT) as listener:
+    with listening("127.0.0.1", None, SERVE_PORT) as listener:
         server = server_of(listener, model, "talker", ChatModel(model) if has_chat else None, token, "127.0.0.1")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -181,7 +181,7 @@ def test_requests_that_come_together_are_answered_as_if_alone(client: OpenAI) ->
 def test_one_more_than_may_wait_is_told_to_come_again(
     client: OpenAI, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_server, "MOST_WAITING", -1)
+    monkeypatch.setattr(openai_server, "MOST_WAITING_REQUESTS", -1)
     with pytest.raises(openai.RateLimitError, match="wait already"):
         client.chat.completions.create(model="talker", messages=HI)
 

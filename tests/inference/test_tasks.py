@@ -9,7 +9,7 @@ import pytest
 
 import argosy
 from argosy.errors import UserError
-from argosy.inference.evaluate import FILE, evaluate_tasks
+from argosy.inference.evaluate import SCORES_FILE, evaluate_tasks
 from argosy.observe.events import read_lines
 from tasks import CHOICES, task_file
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::argosy.errors.ArgosyWarning")  
 
 @pytest.fixture
 def run_dir(trained: Path) -> Path:
-    (trained / FILE).unlink(missing_ok=True)
+    (trained / SCORES_FILE).unlink(missing_ok=True)
     return trained
 
 
@@ -26,7 +26,7 @@ def test_scores_are_the_same_in_two_processes_and_kept_with_the_run(run_dir: Pat
     choices = task_file(tmp_path, "choices", "multiple_choice", CHOICES)
     alone, together = (evaluate_tasks(run_dir, [str(choices)], seq_len=64, plan=plan) for plan in ("", "tp=2"))
     assert alone == together
-    kept = read_lines(run_dir / FILE)
+    kept = read_lines(run_dir / SCORES_FILE)
     assert [(line["step"], line["tasks"], line["limit"]) for line in kept] == [(39, alone, 0)] * 2
 
 

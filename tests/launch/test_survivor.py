@@ -17,7 +17,7 @@ from argosy.launch.survivor import do_others_run, is_lost, was_there_at_the_end
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survivor, "CALL_AGAIN_S", 0.0)
+    monkeypatch.setattr(survivor, "SURVIVOR_AGAIN_S", 0.0)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from argosy.models import attention_products as products
 from argosy.models.attention import packed_attention
-from argosy.models.attention_kernels import CAUSAL, PLAIN
+from argosy.models.attention_kernels import PLAIN_KERNEL, SEES_EARLIER
 from argosy.models.banded_attention import banded_attention
 
 ROUNDED = 6e-3
@@ -36,13 +36,13 @@ def errors(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> Iterator[floa
 @pytest.mark.parametrize(("size", "bar"), [(1.0, ROUNDED), (30.0, 2 * ROUNDED)], ids=["usual", "scores of hundreds"])
 def test_results_and_gradients_are_those_of_exact_arithmetic(tokens, kv_heads, size, bar, monkeypatch):
     monkeypatch.setattr(products, "_compiled", lambda function: function)
-    monkeypatch.setattr(products, "QUERIES", 128)  # several parts, of several heads each
+    monkeypatch.setattr(products, "TILE_QUERIES", 128)  # several parts, of several heads each
     monkeypatch.setattr(products, "SCORES", 3 * 128 * 384)
     q, k, v, dy = inputs(2, tokens, 4, kv_heads, size)
-    exact = PLAIN.forward(*(x.float() for x in (q, k, v)), CAUSAL)
+    exact = PLAIN_KERNEL.forward(*(x.float() for x in (q, k, v)), SEES_EARLIER)
     found = products.causal_forward(q, k, v)
     assert max(errors(found, exact)) < ROUNDED
-    of_exact = PLAIN.backward(*(x.float() for x in (dy, q, k, v)), *exact, CAUSAL)
+    of_exact = PLAIN_KERNEL.backward(*(x.float() for x in (dy, q, k, v)), *exact, SEES_EARLIER)
     gradients = products.causal_backward(dy, q, k, v, *found)
     assert max(errors(gradients, of_exact)) < bar
 
@@ -53,7 +53,7 @@ def lengths(monkeypatch) -> list[int]:
     found: list[int] = []
     forward = products.causal_forward
     monkeypatch.setattr(products, "IS_FASTER", True)
-    monkeypatch.setattr(products, "LEAST", 64)
+    monkeypatch.setattr(products, "LEAST_TOKENS", 64)
     monkeypatch.setattr(products, "causal_forward", lambda *given: found.append(given[0].shape[1]) or forward(*given))
     return found
 
@@ -81,7 +81,7 @@ def test_each_document_is_computed_by_itself_and_short_ones_by_the_usual_kernel(
 
 def test_fp32_is_not_cut_into_products(monkeypatch):
     monkeypatch.setattr(products, "IS_FASTER", True)
-    monkeypatch.setattr(products, "LEAST", 64)
+    monkeypatch.setattr(products, "LEAST_TOKENS", 64)
     monkeypatch.setattr(products, "causal_forward", None)
     q, k, v, _ = (x.float() for x in inputs(1, 64, 2, 2))
     y = torch.compile(packed_attention, backend="eager")(q, k, v, None)

@@ -15,7 +15,7 @@ from argosy.config.attention import AttentionConfig
 from argosy.config.model import ModelConfig
 from argosy.models import banded_attention as banded
 from argosy.models.attention import Documents, LayerCache, cached_attention, packed_attention
-from argosy.models.attention_kernels import CPU_FLASH, PLAIN, Seen
+from argosy.models.attention_kernels import CPU_FLASH, PLAIN_KERNEL, Seen
 from argosy.plan.layer_spec import layer_spec
 
 ROWS, TOKENS, HEADS, KV_HEADS, WIDTH = 2, 24, 4, 2, 8
@@ -53,7 +53,7 @@ def by_hand(
 @pytest.mark.parametrize("window", [0, 1, 7, 100])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_results_and_gradients_are_those_of_a_mask(lengths, window, softcap, has_sinks, block, monkeypatch):
-    monkeypatch.setattr(banded, "QUERIES", block)
+    monkeypatch.setattr(banded, "BLOCK_QUERIES", block)
     q, k, v, s = inputs()
     sinks = s if has_sinks else None
     starts = torch.tensor([0, *itertools.accumulate(itertools.chain(*lengths))], dtype=torch.int32)
@@ -71,19 +71,19 @@ def test_results_and_gradients_are_those_of_a_mask(lengths, window, softcap, has
 def test_both_kernels_see_the_same_band(seen: Seen):
     generator = torch.Generator().manual_seed(0)
     q, k, v, dy = (torch.randn(2, n, 2, WIDTH, generator=generator) for n in (4, 9, 9, 4))
-    ours, other = (kernel.forward(q, k, v, seen) for kernel in (CPU_FLASH, PLAIN))
+    ours, other = (kernel.forward(q, k, v, seen) for kernel in (CPU_FLASH, PLAIN_KERNEL))
     torch.testing.assert_close(ours, other)
-    gradients = (kernel.backward(dy, q, k, v, *other, seen) for kernel in (CPU_FLASH, PLAIN))
+    gradients = (kernel.backward(dy, q, k, v, *other, seen) for kernel in (CPU_FLASH, PLAIN_KERNEL))
     torch.testing.assert_close(*gradients)
 
 
 def test_the_cost_grows_with_the_window_and_not_with_the_square_of_the_sequence():
     def blocks_seen(tokens: int) -> int:
-        blocks = banded._blocks([0, tokens], [0, tokens], 100, banded.QUERIES)
+        blocks = banded._blocks([0, tokens], [0, tokens], 100, banded.BLOCK_QUERIES)
         return sum(len(range(*b.of_queries.indices(tokens))) * len(range(*b.of_keys.indices(tokens))) for b in blocks)
 
     assert blocks_seen(16_384) < 4.1 * blocks_seen(4096)
-    assert blocks_seen(16_384) <= 16_384 * (100 + banded.QUERIES)
+    assert blocks_seen(16_384) <= 16_384 * (100 + banded.BLOCK_QUERIES)
     q, k, v = (torch.randn(1, 512, 2, WIDTH) for _ in range(3))
     flops = []
     for window in (0, 128):

@@ -96,7 +96,7 @@ def test_any_part_is_bit_for_bit_what_the_whole_has_there_however_much_is_made_a
     for dim, (begin, size) in enumerate(zip(begins, sizes, strict=True)):
         expected = expected.narrow(dim, begin, size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(initialize, "AT_ONCE", at_once)
+        patch.setattr(initialize, "ELEMENTS_AT_ONCE", at_once)
         assert torch.equal(box("w.weight", shape, begins, sizes, seed), expected)
 
 
@@ -127,7 +127,7 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("part", [(512, 40), (32, 16, 40), (2, 9000)], ids=str)
 def test_no_more_is_made_at_once_than_a_little(part, monkeypatch):
-    monkeypatch.setattr(initialize, "AT_ONCE", 1000)
+    monkeypatch.setattr(initialize, "ELEMENTS_AT_ONCE", 1000)
     memory = torch.empty(part)
     with LargestTensor(memory) as largest:
         fill_initial(memory, "w.weight", Parameter(tuple(2 * size for size in part)), (0,) * len(part), UNIT, 0)

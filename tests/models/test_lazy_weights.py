@@ -21,7 +21,7 @@ from argosy.config.schema import RunConfig
 from argosy.models import hf, tensor_file
 from argosy.models.hf_names import pieces_of, their_shapes
 from argosy.models.lazy_weights import FolderWeights, HeldWeights
-from argosy.models.tensor_file import CODES, DTYPES, StoredTensor
+from argosy.models.tensor_file import FILE_CODES, FILE_DTYPES, StoredTensor
 from argosy.plan.parameters import state_table
 
 GIB = 2**30
@@ -86,7 +86,7 @@ class Counted:
 class OnMeta(StoredTensor):
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
         shape = self.shape if count is None else (count, *self.shape[1:])
-        return torch.empty(shape, dtype=DTYPES[self.code], device="meta")
+        return torch.empty(shape, dtype=FILE_DTYPES[self.code], device="meta")
 
 
 def preset(name: str) -> ModelConfig:
@@ -116,8 +116,8 @@ def test_two_tensors_are_in_memory_at_most_while_a_model_goes_in_and_out(name, m
 
 
 def test_a_weight_comes_in_parts_that_make_it_up(monkeypatch):
-    monkeypatch.setattr("argosy.models.lazy_weights.PART_BYTES", 100)
+    monkeypatch.setattr("argosy.models.lazy_weights.TENSOR_READ_BYTES", 100)
     weight = torch.randn(11, 7)
     parts = list(HeldWeights({"w": weight}).in_parts("w"))
     assert len(parts) > 3 and torch.equal(torch.cat(parts), weight)
-    assert CODES[weight.dtype] == "F32"
+    assert FILE_CODES[weight.dtype] == "F32"

@@ -17,7 +17,7 @@ from argosy.config.model import ModelConfig
 from argosy.data.stores.model_folder import CompressedFormat
 from argosy.errors import ArgosyWarning, UserError
 from argosy.models import hf, quantised
-from argosy.models.quantised import COMPRESSIONS
+from argosy.models.quantised import WEIGHT_COMPRESSIONS
 
 BLOCK = [16, 8]
 GPT_OSS = {
@@ -51,7 +51,7 @@ def fp8(small, build, tmp_path) -> Path:
 
 
 def test_fp8_blocks_become_the_numbers_of_transformers(fp8, monkeypatch):
-    monkeypatch.setattr(quantised, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(quantised, "QUANTISE_ROWS", 7)
     with pytest.warns(ArgosyWarning, match=r"fp8: the weights are in fp8, and are dequantised to bf16"):
         _, weights = hf.import_folder(fp8)
     stored = load_file(fp8 / "model.safetensors")
@@ -171,7 +171,7 @@ def by_compressed_tensors(weight: Tensor, preset: str) -> Tensor:
     return fake_quantize(weight, scale, zero, settings)
 
 
-@pytest.mark.parametrize("kind", COMPRESSIONS)
+@pytest.mark.parametrize("kind", WEIGHT_COMPRESSIONS)
 @pytest.mark.parametrize("name", THEIRS)
 @torch.no_grad()
 def test_transformers_computes_with_the_weights_that_compressed_tensors_would_make(
@@ -180,7 +180,7 @@ def test_transformers_computes_with_the_weights_that_compressed_tensors_would_ma
     theirs = saved(name, tmp_path / "theirs")
     before = theirs(IDS).logits
     config, weights = hf.import_folder(tmp_path / "theirs")
-    out, compression = tmp_path / "out", COMPRESSIONS[kind]
+    out, compression = tmp_path / "out", WEIGHT_COMPRESSIONS[kind]
     hf.export_folder(config, weights, out, dtype=torch.float32, compression=compression)
     read, info = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -195,11 +195,11 @@ def test_transformers_computes_with_the_weights_that_compressed_tensors_would_ma
     assert 0 < (after - before).norm() / before.norm() < MOST[kind]
 
 
-@pytest.mark.parametrize("kind", COMPRESSIONS)
+@pytest.mark.parametrize("kind", WEIGHT_COMPRESSIONS)
 def test_config_json_says_the_preset(kind: CompressedFormat) -> None:
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
-    compression = COMPRESSIONS[kind]
+    compression = WEIGHT_COMPRESSIONS[kind]
     said = QuantizationConfig.model_validate(json.loads(json.dumps(compression.settings(["lm_head"]))))
     scheme = said.config_groups["group_0"]
     preset = preset_name_to_scheme(compression.preset, ["Linear"])
@@ -211,7 +211,7 @@ def test_config_json_says_the_preset(kind: CompressedFormat) -> None:
 def test_the_files_are_as_small_as_their_bits(tmp_path: Path) -> None:
     config, weights = hf.import_folder(_saved_at(tmp_path / "theirs"))
     sizes = {}
-    for kind, compression in COMPRESSIONS.items():
+    for kind, compression in WEIGHT_COMPRESSIONS.items():
         hf.export_folder(config, weights, tmp_path / kind, dtype=torch.bfloat16, compression=compression)
         sizes[kind] = (tmp_path / kind / "model.safetensors").stat().st_size
         assert json.loads((tmp_path / kind / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -230,10 +230,10 @@ def test_what_would_not_be_read_is_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(odd).save_pretrained(tmp_path / "odd")
     config, weights = hf.import_folder(tmp_path / "odd")
     with pytest.raises(UserError, match=r"down_proj.weight has 192 inputs.*int8"):
-        hf.export_folder(config, weights, tmp_path / "out", compression=COMPRESSIONS["int4"])
+        hf.export_folder(config, weights, tmp_path / "out", compression=WEIGHT_COMPRESSIONS["int4"])
     experts = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
     AutoModelForCausalLM.from_config(experts).save_pretrained(tmp_path / "experts")
     config, weights = hf.import_folder(tmp_path / "experts")
     with pytest.raises(UserError, match=r"model.family = qwen3_moe"):
-        hf.export_folder(config, weights, tmp_path / "out", compression=COMPRESSIONS["int8"])
+        hf.export_folder(config, weights, tmp_path / "out", compression=WEIGHT_COMPRESSIONS["int8"])
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.config.train import LoraConfig
-from argosy.models.quantised_weight import NF4, STEPS, QuantisationScheme, QuantisedWeight
+from argosy.models.quantised_weight import INT8_STEPS, NF4, QuantisationScheme, QuantisedWeight
 
 BASES = ("nf4", "int8")
 
@@ -26,7 +26,11 @@ def drawn(rows: int, columns: int) -> Tensor:
 
 def by_definition(numbers: Tensor, base: str) -> Tensor:
     """Each number's nearest, block by block, in fp64; the codes are those of bitsandbytes 0.50.2, bit for bit."""
-    levels = torch.tensor(NF4, dtype=torch.float64) if base == "nf4" else torch.arange(-STEPS, STEPS + 1) / STEPS
+    levels = (
+        torch.tensor(NF4, dtype=torch.float64)
+        if base == "nf4"
+        else torch.arange(-INT8_STEPS, INT8_STEPS + 1) / INT8_STEPS
+    )
     found = []
     for block in numbers.split(64, -1):
         scale = block.abs().amax(-1, keepdim=True)

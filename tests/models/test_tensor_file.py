@@ -15,7 +15,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from argosy.files import RegularFile
-from argosy.models.tensor_file import CODES, StoredTensor, TensorToWrite, read_header, write_tensors
+from argosy.models.tensor_file import FILE_CODES, StoredTensor, TensorToWrite, read_header, write_tensors
 from mutations import ODD_VALUES
 
 TENSORS = {
@@ -77,7 +77,7 @@ def test_whatever_a_header_says_the_numbers_are_those_of_the_library_or_refused(
     header = json.loads(data[8 : 8 + length])
     entry = chance.choice(list(header.values()))
     changes: list[Callable[[], None]] = [
-        lambda: entry.update(dtype=chance.choice([*CODES.values(), *ODD_VALUES])),
+        lambda: entry.update(dtype=chance.choice([*FILE_CODES.values(), *ODD_VALUES])),
         lambda: entry.update(shape=chance.choice([[2, 6], [12], [3, 4, 1], [2**62, 4], *ODD_VALUES])),
         lambda: entry["data_offsets"].__setitem__(chance.randrange(2), chance.choice([0, 3, 48, 2**63, *ODD_VALUES])),
         lambda: entry.pop(chance.choice(["dtype", "shape", "data_offsets"])),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from argosy.observe import counters
-from argosy.observe.counters import AXES, CATEGORIES, TIERS, Counters
+from argosy.observe.counters import CATEGORIES, COUNTED_AXES, NETWORK_TIERS, Counters
 
 
 def words() -> memoryview:
-    page = memoryview(bytearray(8 * (3 + counters.WORDS))).cast("q")
+    page = memoryview(bytearray(8 * (3 + counters.COUNTER_WORDS))).cast("q")
     counters.clear(page, 3)
     return page
 
@@ -17,7 +17,10 @@ def words() -> memoryview:
 def test_every_category_axis_and_tier_has_a_place_of_its_own():
     page = words()
     seconds = {category: 0.5 + number for number, category in enumerate(CATEGORIES)}
-    communication = {axis: {tier: [1.0 + i, 10 * j] for j, tier in enumerate(TIERS, 1)} for i, axis in enumerate(AXES)}
+    communication = {
+        axis: {tier: [1.0 + i, 10 * j] for j, tier in enumerate(NETWORK_TIERS, 1)}
+        for i, axis in enumerate(COUNTED_AXES)
+    }
     counters.add_step(page, 3, 7, seconds, communication, 123)
     found = counters.read(page.tolist(), 3)
     assert (found.steps, found.first_step, found.last_step, found.memory_bytes) == (1, 7, 7, 123)

@@ -72,7 +72,7 @@ def test_an_event_has_its_time_and_its_facts_in_the_file_of_its_process(tmp_path
 
 @pytest.mark.parametrize("size", [1, 7, 12, 13, 1000])
 def test_records_come_from_the_end_as_they_come_from_the_beginning(tmp_path, monkeypatch, size):
-    monkeypatch.setattr("argosy.observe.events.CHUNK_BYTES", size)
+    monkeypatch.setattr("argosy.observe.events.EVENTS_READ_BYTES", size)
     path = tmp_path / "lines.jsonl"
     assert list(from_the_end(path)) == list(each_line(path)) == []
     path.write_bytes(b'{"step": 0}\n\nno json\n[1]\n{"step": 1, "text": "\xc3\xa9"}\n{"step": 2}')
@@ -158,7 +158,7 @@ def test_it_is_known_what_was_written_of_the_last_steps(metrics):
 @pytest.mark.parametrize("chunk", [1, 7, 64, 2**16])
 @pytest.mark.parametrize("resumed_at", [0, 3, 6])
 def test_a_file_is_read_backwards_in_pieces_of_any_size(metrics, monkeypatch, chunk, resumed_at):
-    monkeypatch.setattr("argosy.observe.events.CHUNK_BYTES", chunk)
+    monkeypatch.setattr("argosy.observe.events.EVENTS_READ_BYTES", chunk)
     assert [record["step"] for record in metrics.last(4)] == [2, 3, 4, 5]
     metrics.forget_from(resumed_at)
     assert [record["step"] for record in metrics.last(100)] == list(range(resumed_at))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from argosy.observe.heartbeat import (
-    LOOP_VERSION,
+    LOOP_VERSION_SLOT,
     NAME_BYTES,
     Heartbeat,
     HeartbeatReading,
@@ -118,7 +118,7 @@ def test_a_reading_is_never_of_two_moments(heartbeat):
 
 def test_a_writer_that_died_halfway_can_still_be_read(heartbeat):
     heartbeat.begin(5)
-    heartbeat._words[LOOP_VERSION] += 1
+    heartbeat._words[LOOP_VERSION_SLOT] += 1
     assert reading(heartbeat).step == 5
 
 

@@ -106,8 +106,8 @@ def test_a_file_that_cannot_be_read_has_nothing_new(tmp_path):
 
 @pytest.mark.parametrize("by_line", [True, False])
 def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch, by_line):
-    monkeypatch.setattr(line_follower, "LONGEST_LINE_BYTES", 10_000)
-    monkeypatch.setattr(line_follower, "BLOCK_BYTES", 4_000)
+    monkeypatch.setattr(line_follower, "LONGEST_RECORD_BYTES", 10_000)
+    monkeypatch.setattr(line_follower, "LINE_READ_BYTES", 4_000)
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b"x" * 30_000 + b'\n{"step": 1}\n')
     lines = LineFollower(path, by_line=by_line)
@@ -115,7 +115,7 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch, by_line):
 
 
 def test_blocks_are_read_again_as_they_were_and_notes_go_back_with_a_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(line_follower, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(line_follower, "LINE_READ_BYTES", 100)
     path = tmp_path / "lines.jsonl"
     add(path, *range(20))
     lines = LineFollower(path)

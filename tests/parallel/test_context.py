@@ -16,7 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from argosy.models import compiler
 from argosy.models.attention import AttentionCore, Documents, causal_attention, packed_attention
-from argosy.models.attention_kernels import CAUSAL, CPU_FLASH, CUDA_FLASH, PLAIN, WHOLE, Kernel, Seen, kernel_for
+from argosy.models.attention_kernels import (
+    CPU_FLASH,
+    CUDA_FLASH,
+    PLAIN_KERNEL,
+    SEES_ALL,
+    SEES_EARLIER,
+    Kernel,
+    Seen,
+    kernel_for,
+)
 from argosy.parallel.context import (
     RingAttention,
     UlyssesAttention,
@@ -28,7 +37,7 @@ from argosy.parallel.recompute import selective_contexts
 from argosy.parallel.world import World
 from argosy.simulate.record import LiveBytes
 
-KERNELS = {"flash": CPU_FLASH, "plain": PLAIN}
+KERNELS = {"flash": CPU_FLASH, "plain": PLAIN_KERNEL}
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU's kernel")
 
 
@@ -49,7 +58,7 @@ def written_out(q_BTHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor,
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_a_whole_tile_is_softmax_attention_with_its_log_sum_exp(kernel: Kernel, kv_heads: int):
     q, k, v, _ = tile_inputs(4, kv_heads, queries=5, keys=12)
-    y, lse = kernel.forward(q, k, v, WHOLE)
+    y, lse = kernel.forward(q, k, v, SEES_ALL)
     expected_y, expected_lse = written_out(q, k, v)
     torch.testing.assert_close(y, expected_y)
     torch.testing.assert_close(lse, expected_lse)
@@ -61,9 +70,9 @@ def test_a_causal_tile_and_its_gradients_are_those_of_the_model(kernel: Kernel, 
     q, k, v, dy = tile_inputs(4, kv_heads)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = causal_attention(*leaves)
-    y, lse = kernel.forward(q, k, v, CAUSAL)
+    y, lse = kernel.forward(q, k, v, SEES_EARLIER)
     torch.testing.assert_close(y, expected)
-    gradients = kernel.backward(dy, q, k, v, y, lse, CAUSAL)
+    gradients = kernel.backward(dy, q, k, v, y, lse, SEES_EARLIER)
     for ours, theirs in zip(gradients, torch.autograd.grad(expected, leaves, dy), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -72,9 +81,9 @@ def test_a_causal_tile_and_its_gradients_are_those_of_the_model(kernel: Kernel, 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_with_the_whole_output_and_log_sum_exp_gradients_of_parts_add_up(kernel: Kernel, kv_heads: int):
     q, k, v, dy = tile_inputs(4, kv_heads)
-    whole = kernel.forward(q, k, v, WHOLE)
-    dq, dk, dv = kernel.backward(dy, q, k, v, *whole, WHOLE)
-    parts = [kernel.backward(dy, q, k[:, s], v[:, s], *whole, WHOLE) for s in (slice(0, 5), slice(5, 12))]
+    whole = kernel.forward(q, k, v, SEES_ALL)
+    dq, dk, dv = kernel.backward(dy, q, k, v, *whole, SEES_ALL)
+    parts = [kernel.backward(dy, q, k[:, s], v[:, s], *whole, SEES_ALL) for s in (slice(0, 5), slice(5, 12))]
     torch.testing.assert_close(parts[0][0] + parts[1][0], dq)
     torch.testing.assert_close(torch.cat([part[1] for part in parts], dim=1), dk)
     torch.testing.assert_close(torch.cat([part[2] for part in parts], dim=1), dv)
@@ -83,23 +92,23 @@ def test_with_the_whole_output_and_log_sum_exp_gradients_of_parts_add_up(kernel:
 def test_the_gpu_kernel_takes_these_arguments_and_gives_these_shapes():
     """On the meta device: torch's own operators, all but the arithmetic; they are private, and may change."""
     q, k, v, dy = (x.to("meta", torch.bfloat16) for x in tile_inputs(4, 2, queries=5, keys=12))
-    y, lse = CUDA_FLASH.forward(q, k, v, WHOLE)
+    y, lse = CUDA_FLASH.forward(q, k, v, SEES_ALL)
     assert y.shape == q.shape and lse.shape == (2, 4, 5) and lse.dtype == torch.float32
-    gradients = CUDA_FLASH.backward(dy, q, k, v, y, lse, WHOLE)
+    gradients = CUDA_FLASH.backward(dy, q, k, v, y, lse, SEES_ALL)
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-@pytest.mark.parametrize("seen", [WHOLE, CAUSAL])
+@pytest.mark.parametrize("seen", [SEES_ALL, SEES_EARLIER])
 def test_the_gpu_kernel_gives_the_plain_numbers(seen: Seen):
     q, k, v, dy = (x.to("cuda", torch.bfloat16) for x in tile_inputs(4, 2, queries=64, keys=64, width=64))
     assert kernel_for(q) is CUDA_FLASH
     y, lse = CUDA_FLASH.forward(q, k, v, seen)
-    expected_y, expected_lse = PLAIN.forward(q, k, v, seen)
+    expected_y, expected_lse = PLAIN_KERNEL.forward(q, k, v, seen)
     torch.testing.assert_close(y.float(), expected_y, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
-    gradients, expected = (kernel.backward(dy, q, k, v, y, lse, seen) for kernel in (CUDA_FLASH, PLAIN))
+    gradients, expected = (kernel.backward(dy, q, k, v, y, lse, seen) for kernel in (CUDA_FLASH, PLAIN_KERNEL))
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours.float(), theirs, rtol=2e-2, atol=2e-2)
 
@@ -156,7 +165,7 @@ DOCUMENTS = {
 }
 CORES: dict[str, Callable[[dist.ProcessGroup], AttentionCore]] = {
     "ring": RingAttention,
-    "ring, plain kernel": lambda group: RingAttention(group, PLAIN),
+    "ring, plain kernel": lambda group: RingAttention(group, PLAIN_KERNEL),
     "ulysses": UlyssesAttention,
 }
 

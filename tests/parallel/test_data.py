@@ -21,7 +21,7 @@ from argosy.models.microbatch import microbatches
 from argosy.observe.clock import StepClock
 from argosy.parallel import buckets
 from argosy.parallel.buckets import GradientSync, SumRanks
-from argosy.parallel.data import AHEAD, GradientSum
+from argosy.parallel.data import BUCKETS_AHEAD, GradientSum
 from argosy.parallel.mesh import Replicas, SumTier
 from argosy.parallel.pieces import PlacedPiece
 from argosy.parallel.world import World
@@ -378,7 +378,7 @@ def test_values_are_taken_over_layer_by_layer_as_they_are_needed(workers, zero):
     for first, last, at_once, in_all in workers.run(2, taken_in_turn, zero):
         assert first == [True, False]
         assert last == [True, True]
-        assert (at_once, in_all) == (AHEAD, 2 * (len(WIDTHS) - 1))
+        assert (at_once, in_all) == (BUCKETS_AHEAD, 2 * (len(WIDTHS) - 1))
 
 
 def taken_in_turn(world: World, zero: int) -> tuple[list[bool], list[bool], int, int]:

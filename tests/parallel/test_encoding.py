@@ -83,7 +83,7 @@ def test_a_run_and_its_plan_come_out_as_they_went_in():
 
 
 @settings(deadline=None)
-@given(st.sampled_from(encoding.DTYPES), st.lists(st.integers(0, 3), max_size=3))
+@given(st.sampled_from(encoding.WIRE_DTYPES), st.lists(st.integers(0, 3), max_size=3))
 def test_small_tensors_keep_their_bits(dtype, shape):
     loads = (torch.rand(shape) * 9).to(getattr(torch, dtype))
     update = StepUpdate(3, 1.0, 2.0, 0.0, 0.1, 256, loads)
@@ -117,7 +117,10 @@ def test_a_value_of_another_type_neither_leaves_nor_enters():
 
 def test_what_has_the_right_frame_and_the_wrong_content_is_refused():
     body = b'[{"step": 1, "tokens": "many"}]'
-    message = encoding.FRAME.pack(encoding.MARK, encoding._hash(Position), len(body), encoding.zlib.crc32(body)) + body
+    message = (
+        encoding.FRAME_HEADER.pack(encoding.FRAME_MARK, encoding._hash(Position), len(body), encoding.zlib.crc32(body))
+        + body
+    )
     with pytest.raises(WrongMessage, match="tokens"):
         decode(message, Position)
 
@@ -140,7 +143,7 @@ def test_a_class_that_only_a_pickle_could_carry_cannot_be_sent():
 
 
 def test_a_message_has_a_limit(monkeypatch):
-    monkeypatch.setattr(encoding, "MOST_BYTES", 100)
+    monkeypatch.setattr(encoding, "MOST_FRAME_BYTES", 100)
     with pytest.raises(TypeError, match="more than the 100 of a message"):
         encode("x" * 100, str)
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.parallel.mesh import lay_out_meshes
 from argosy.parallel.world import World
-from argosy.plan.plan import AXES, Plan
+from argosy.plan.plan import MESH_AXES, Plan
 from tiny import eager
 
 VIEWS = ("axes", "state", "experts")
@@ -91,7 +91,7 @@ def facts(world: World, plan: Plan, tied: bool) -> dict[str, object]:
     meshes = lay_out_meshes("cpu", plan, tied, timeout_s=60)
     return {
         "views": [getattr(meshes, view).mesh.flatten().tolist() for view in VIEWS],
-        "place": [meshes.rank(axis) for axis in AXES],
+        "place": [meshes.rank(axis) for axis in MESH_AXES],
         "stage": [world.rank] if meshes.stage is None else dist.get_process_group_ranks(meshes.stage),
         "ends": None if meshes.ends is None else dist.get_process_group_ranks(meshes.ends),
         "ranks_of_stage": [meshes.ranks_of_stage(is_shared_by_ends=shared) for shared in (False, True)],
@@ -110,7 +110,7 @@ def test_every_view_counts_the_ranks_alike(workers, plan):
     for rank, found in enumerate(workers.run(4, facts, plan, False)):
         assert found["views"] == [[0, 1, 2, 3]] * 3
         place = 0
-        for axis, index in zip(AXES, found["place"], strict=True):
+        for axis, index in zip(MESH_AXES, found["place"], strict=True):
             place = place * getattr(plan, axis) + index
         assert place == rank
 
@@ -172,8 +172,8 @@ def test_state_is_shared_over_a_mesh_under_zero_1_and_2_if_only_with_oneself(wor
 def test_a_single_process_is_a_mesh_of_ones_without_a_group():
     meshes = lay_out_meshes("cpu", Plan(zero=1), tied_ends=False, timeout_s=60)
     assert not dist.is_initialized()
-    assert [meshes.rank(axis) for axis in AXES] == [0] * len(AXES)
-    assert [meshes.group(axis) for axis in (*AXES, "replicate", "shard", "ep")] == [None] * (len(AXES) + 3)
+    assert [meshes.rank(axis) for axis in MESH_AXES] == [0] * len(MESH_AXES)
+    assert [meshes.group(axis) for axis in (*MESH_AXES, "replicate", "shard", "ep")] == [None] * (len(MESH_AXES) + 3)
     assert (meshes.stage, meshes.ends, meshes.sharing(()), meshes.axis_of_groups()) == (None, None, None, {})
     assert (meshes.ranks_of_stage(is_shared_by_ends=True), meshes.holders((), ())) == (1, (0,))
     with pytest.raises(LookupError, match="nothing is split"):

@@ -16,7 +16,16 @@ from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.observe.counters import Category
 from argosy.observe.heartbeat import BESIDE
-from argosy.plan.calibration import PARTS, PRIOR_STD, Reconciled, cluster_file, in_words, learn, part_of, reconcile
+from argosy.plan.calibration import (
+    CALIBRATED_PARTS,
+    FACTOR_STD,
+    Reconciled,
+    cluster_file,
+    in_words,
+    learn,
+    part_of,
+    reconcile,
+)
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.cost.step_time import StepTime
@@ -40,8 +49,8 @@ def compared(plan: str = "dp_replicate=8", with_reserve: bool = True) -> Reconci
 
 
 def test_every_second_is_in_one_part_on_both_sides():
-    predicted = [name for part in PARTS.values() for name in part.predicted]
-    measured = [name for part in PARTS.values() for name in part.measured]
+    predicted = [name for part in CALIBRATED_PARTS.values() for name in part.predicted]
+    measured = [name for part in CALIBRATED_PARTS.values() for name in part.measured]
     assert sorted(predicted) == sorted([*(f.name for f in fields(StepTime)), "sites"])  # pushes of workers
     assert sorted(measured) == sorted({*get_args(Category), "other"} - set(BESIDE))
 
@@ -115,7 +124,7 @@ def finished(folder: Path, plan: str, noise: float = 0.0, **report: Any) -> Path
     real = predict(layout, run, resized(CLUSTER.model_copy(update={"factors": factors}), layout.world_size))
     compared = reconcile(plain, layout, {}, float(real.memory_bytes.mid) * np.exp(noise), with_reserve=True)
     truth = reconcile(real, layout, {}, 0.0, with_reserve=True)
-    seconds = {name: truth.seconds[name].predicted * float(np.exp(noise)) for name in PARTS}
+    seconds = {name: truth.seconds[name].predicted * float(np.exp(noise)) for name in CALIBRATED_PARTS}
     compared = compared.model_copy(
         update={
             "seconds": {name: c.model_copy(update={"measured": seconds[name]}) for name, c in compared.seconds.items()},
@@ -153,7 +162,7 @@ def test_few_runs_move_a_factor_less_and_say_less_surely(tmp_path):
 def test_what_no_run_tells_about_has_no_factor(tmp_path):
     found = learn([finished(tmp_path / "alone", "microbatch=4")], CLUSTER).factors
     assert "network" not in found and "compute" in found
-    assert all(factor.std / factor.value < PRIOR_STD for factor in found.values())
+    assert all(factor.std / factor.value < FACTOR_STD for factor in found.values())
 
 
 def test_learning_again_gives_the_same_since_it_starts_from_the_runs_alone(tmp_path):

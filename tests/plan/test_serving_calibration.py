@@ -14,7 +14,7 @@ from argosy.plan.cost.inference import ReplicaCut, ServingLoad, ServingModel, fo
 from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine, fitted_serving
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.serving_calibration import COLUMNS, learn_from_file, learn_serving, shifted
+from argosy.plan.serving_calibration import MEASURED_COLUMNS, learn_from_file, learn_serving, shifted
 from argosy.plan.workload import Workload
 
 CLUSTER = Cluster.parse("8xh100")
@@ -46,7 +46,7 @@ def written(path: Path, constants: ServingConstants) -> Path:
         for metric, value in zip(("ttft", "tpot"), latencies_of(constants, tp, sequences, prompt, output), strict=True):
             rows.append(("llama3-8b", tp, 1, "bf16", sequences, prompt, output, metric, value))
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, *rows])
+        csv.writer(file).writerows([MEASURED_COLUMNS, *rows])
     return path
 
 

@@ -17,7 +17,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.measurements import Measurements
 from argosy.plan.sync import COMPRESSED
 from argosy.probe.compute import (
-    BLOCK_BYTES,
+    DISK_BLOCK_BYTES,
     Matmul,
     matmuls_to_measure,
     measure_attention,
@@ -108,7 +108,7 @@ def test_the_planner_takes_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_the_disk_has_rates_and_keeps_no_file(tmp_path: Path) -> None:
-    rates = measure_disk(World(), tmp_path, 2 * BLOCK_BYTES)
+    rates = measure_disk(World(), tmp_path, 2 * DISK_BLOCK_BYTES)
     assert 1e5 < rates.write_bytes_per_s < 1e12 and 1e5 < rates.read_bytes_per_s < 1e12
     assert not list(tmp_path.iterdir())
 

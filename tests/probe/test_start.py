@@ -51,7 +51,7 @@ def greet(asked: ProbeRequest, world: World) -> Cluster:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, request) -> Path:
-    monkeypatch.setattr(probe, "MEMBER", ForkEntry("probe.test_start"))
+    monkeypatch.setattr(probe, "PROBE_MEMBER", ForkEntry("probe.test_start"))
     made = tmp_path / request.param
     made.mkdir()
     return made

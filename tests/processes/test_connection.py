@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from argosy.processes import connection as module
 from argosy.processes.connection import FRAME_BYTES, Connection
 from argosy.processes.connection import call as connect
-from argosy.processes.secret import MAGIC, Handshake, call, certificate_of, listen
+from argosy.processes.secret import HELLO_MAGIC, Handshake, call, certificate_of, listen
 from waiting import PATIENT_S
 
 SECRET = b"s" * 32
@@ -116,7 +116,7 @@ def test_one_turn_reads_so_much_and_no_more(pair):
         pair.caller.send(bytes(FRAME_BYTES // 4))
     assert wait_for(pair.listener)
     first = pair.listener.take()
-    assert sum(map(len, first)) <= module.TURN_BYTES + module.RECEIVE_BYTES
+    assert sum(map(len, first)) <= module.TURN_BYTES + module.CONNECTION_RECEIVE_BYTES
     pair.turn_until(lambda: len(pair.received["listener"]) + len(first) == 16)
 
 
@@ -242,7 +242,7 @@ def test_whatever_a_stranger_sends_is_the_end_of_its_own_connection_at_most(chun
                 break
         assert not listener.is_proven
         listener.close()
-        assert one.recv(len(MAGIC)) == MAGIC
+        assert one.recv(len(HELLO_MAGIC)) == HELLO_MAGIC
 
 
 def test_a_call_does_not_wait_whether_it_is_answered_or_not():

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from argosy.config.launch import LaunchConfig
 from argosy.errors import UserError
 from argosy.processes.secret import (
-    FILE,
-    FOLDER,
-    MAGIC,
-    NAME,
+    HELLO_MAGIC,
     NONCE_BYTES,
     PROOF_BYTES,
-    REFUSED,
-    VALUE,
+    REFUSED_PROOF,
+    SECRET_FILE,
+    SECRET_FILE_VAR,
+    SECRET_VARIABLE,
+    TLS_FOLDER,
     Handshake,
     Keys,
     Stranger,
@@ -38,7 +38,7 @@ from argosy.processes.secret import (
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (VALUE, FILE):
+    for name in (SECRET_VARIABLE, SECRET_FILE_VAR):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -46,8 +46,8 @@ def test_all_who_ask_at_once_get_the_same_and_nobody_else_can_read_it(tmp_path):
     with ThreadPoolExecutor(16) as pool:
         found = set(pool.map(secret_of, [tmp_path] * 64))
     assert len(found) == 1 and len(found.pop()) == 64
-    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
-    assert [file.name for file in tmp_path.iterdir()] == [NAME]
+    assert (tmp_path / SECRET_FILE).stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in tmp_path.iterdir()] == [SECRET_FILE]
 
 
 def test_two_runs_have_different_ones(tmp_path):
@@ -60,21 +60,21 @@ def test_one_that_is_given_is_taken_and_none_is_written(tmp_path, monkeypatch):
     given = "s" * 32
     (tmp_path / "given").write_text(given + "\n")
     (tmp_path / "given").chmod(0o600)
-    monkeypatch.setenv(FILE, str(tmp_path / "given"))
+    monkeypatch.setenv(SECRET_FILE_VAR, str(tmp_path / "given"))
     assert secret_of(tmp_path) == given.encode()
-    monkeypatch.setenv(VALUE, "t" * 32)
-    assert secret_of(tmp_path) == b"t" * 32 and not (tmp_path / NAME).exists()
+    monkeypatch.setenv(SECRET_VARIABLE, "t" * 32)
+    assert secret_of(tmp_path) == b"t" * 32 and not (tmp_path / SECRET_FILE).exists()
 
 
 def test_a_file_that_others_may_read_is_refused(tmp_path):
     secret_of(tmp_path)
-    (tmp_path / NAME).chmod(0o644)
+    (tmp_path / SECRET_FILE).chmod(0o644)
     with pytest.raises(UserError, match=r"mode 0644.*Try: chmod 600 .*\.secret"):
         secret_of(tmp_path)
 
 
 def test_one_that_could_be_guessed_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv(VALUE, "hunter2")
+    monkeypatch.setenv(SECRET_VARIABLE, "hunter2")
     with pytest.raises(UserError, match=r"ARGOSY_SECRET: .* fewer than 32 characters"):
         secret_of(tmp_path)
 
@@ -85,7 +85,7 @@ def test_one_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     if content is not None:
         os.close(os.open(path, os.O_CREAT, 0o600))
         path.write_bytes(content)
-    monkeypatch.setenv(FILE, str(path))
+    monkeypatch.setenv(SECRET_FILE_VAR, str(path))
     with pytest.raises(UserError, match=r"ARGOSY_SECRET_FILE = .*given: .* cannot be read"):
         secret_of(tmp_path)
 
@@ -136,17 +136,17 @@ def test_a_caller_with_another_secret_is_refused_and_learns_no_proof():
     caller, listener = call(OTHER), listen(SECRET)
     greeting, _ = begin(listener), begin(caller)
     answer, _ = end(caller, greeting)
-    assert listener.send(answer) == (REFUSED, 0)
+    assert listener.send(answer) == (REFUSED_PROOF, 0)
     with pytest.raises(Stranger):
         next(listener)
     with pytest.raises(Stranger):
-        caller.send(REFUSED)
+        caller.send(REFUSED_PROOF)
 
 
 def test_a_listener_that_does_not_know_the_secret_is_found_out():
     caller = call(SECRET)
     begin(caller)
-    end(caller, MAGIC + bytes(NONCE_BYTES))
+    end(caller, HELLO_MAGIC + bytes(NONCE_BYTES))
     with pytest.raises(Stranger, match="does not know"):
         caller.send(bytes(PROOF_BYTES))
 
@@ -157,7 +157,7 @@ def test_what_was_recorded_from_another_conversation_is_refused():
     recorded, _ = end(caller, greeting)
     again = listen(SECRET)
     begin(again)
-    assert again.send(recorded)[0] == REFUSED
+    assert again.send(recorded)[0] == REFUSED_PROOF
 
 
 def test_a_proof_that_is_sent_back_to_its_author_is_refused():
@@ -165,12 +165,12 @@ def test_a_proof_that_is_sent_back_to_its_author_is_refused():
     first, second = call(SECRET), call(SECRET)
     begin(first), begin(second)
     nonce = bytes(range(NONCE_BYTES))
-    answer, _ = end(first, MAGIC + nonce)
-    other, _ = end(second, MAGIC + answer[:NONCE_BYTES])
+    answer, _ = end(first, HELLO_MAGIC + nonce)
+    other, _ = end(second, HELLO_MAGIC + answer[:NONCE_BYTES])
     for proof in (answer[NONCE_BYTES:], other[NONCE_BYTES:]):
         victim = call(SECRET)
         begin(victim)
-        end(victim, MAGIC + nonce)
+        end(victim, HELLO_MAGIC + nonce)
         with pytest.raises(Stranger):
             victim.send(proof)
 
@@ -179,21 +179,21 @@ def test_a_proof_that_is_sent_back_to_its_author_is_refused():
 def test_no_made_up_answer_passes(answer):
     listener = listen(SECRET)
     begin(listener)
-    assert listener.send(answer)[0] == REFUSED
+    assert listener.send(answer)[0] == REFUSED_PROOF
 
 
 def test_another_program_is_named_as_such():
     caller = call(SECRET)
     begin(caller)
     with pytest.raises(Stranger, match="not argosy"):
-        caller.send(b"HTTP/1.1 400 Bad Request\r\n".ljust(len(MAGIC) + NONCE_BYTES))
+        caller.send(b"HTTP/1.1 400 Bad Request\r\n".ljust(len(HELLO_MAGIC) + NONCE_BYTES))
 
 
 def test_all_who_ask_at_once_get_the_same(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(certificate_of, [tmp_path] * 8))
     assert len({one.certificate.read_bytes() for one in made}) == 1
-    assert [file.name for file in tmp_path.iterdir()] == [FOLDER]
+    assert [file.name for file in tmp_path.iterdir()] == [TLS_FOLDER]
     assert made[0].key.stat().st_mode & 0o777 == 0o600
     assert made[0].context(is_server=True) and made[0].context(is_server=False)
 

@@ -143,7 +143,7 @@ def test_a_check_that_dies_of_the_machine_is_evidence(fork_server, monkeypatch):
 
 def test_a_check_that_never_ends_is_killed_and_evidence(fork_server, monkeypatch):
     monkeypatch.setattr("argosy.resilience.node_health.NODE_CHECK", ForkEntry.of(sleep))
-    monkeypatch.setattr("argosy.resilience.node_health.PATIENCE_S", 0.1)
+    monkeypatch.setattr("argosy.resilience.node_health.CHECK_PATIENCE_S", 0.1)
     (wrong,) = result(fork_server).wrong
     assert wrong.problem.startswith("not ended")
 

@@ -19,7 +19,7 @@ from argosy.config.observe import AlertsConfig
 from argosy.errors import UserError
 from argosy.observe.events import read_lines
 from argosy.sinks import alerting
-from argosy.sinks.alerting import WAITING, Alerting, SinkDelivery
+from argosy.sinks.alerting import MOST_WAITING_ALERTS, Alerting, SinkDelivery
 from argosy.sinks.sink import About
 from waiting import wait_until
 
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alerting, "PAUSES_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(alerting, "ALERT_PAUSES_S", (0.01, 0.01, 0.01))
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_of_many_alerts_the_oldest_are_dropped(webhook):
     server = webhook(lambda number: lambda handler: time.sleep(5))
     failed: list[str] = []
     one = SinkDelivery(AlertsConfig(webhook=server.url), failed.append)
-    for number in range(WAITING + 10):
+    for number in range(MOST_WAITING_ALERTS + 10):
         one.put({**ALERT, "step": number})
     assert 8 <= sum("was dropped" in why for why in failed) <= 10
 

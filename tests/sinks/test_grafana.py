@@ -7,7 +7,7 @@ import re
 from importlib.resources import files
 from typing import Any
 
-from argosy.watch.prometheus import METRICS, exposition
+from argosy.watch.prometheus import METRIC_HELP, exposition
 from watch.test_prometheus import FULL
 
 BOARD: dict[str, Any] = json.loads(files("argosy.sinks").joinpath("grafana.json").read_text())
@@ -38,7 +38,7 @@ def test_every_query_asks_for_names_and_labels_that_there_are():
         names = NAME.findall(query)
         assert names, query
         for name in names:
-            assert name in METRICS, query
+            assert name in METRIC_HELP, query
         for name, matchers in MATCHER.findall(query):
             assert set(LABEL.findall(matchers)) <= labels[name], query
             assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= labels[name] | {"run"}, legend

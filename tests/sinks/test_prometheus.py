@@ -121,7 +121,7 @@ def test_a_peer_that_says_nothing_does_not_keep_others_waiting(tmp_path):
 
 
 def test_strangers_that_send_slowly_keep_a_few_places_for_a_few_seconds(tmp_path, monkeypatch):
-    monkeypatch.setattr(prometheus, "REQUEST_S", 0.5)
+    monkeypatch.setattr(prometheus, "SCRAPE_LIMIT_S", 0.5)
     RunFolder(tmp_path, prometheus={"port": 0})
     with listening(tmp_path) as sink, ExitStack() as opened:
         host, port = sink.state["address"].split("/")[2].split(":")

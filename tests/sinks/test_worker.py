@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from argosy.sinks.worker import MOST_FILES, MOST_LINES, Feed, NewRows
+from argosy.sinks.worker import LINES_AT_ONCE, MOST_FOLLOWED, Feed, NewRows
 from run_folder import RunFolder
 
 
@@ -75,17 +75,17 @@ def test_another_process_goes_on_where_the_last_one_was(tmp_path):
 
 def test_a_long_file_is_told_in_parts(tmp_path):
     run = RunFolder(tmp_path)
-    run.step(*range(MOST_LINES + 10))
+    run.step(*range(LINES_AT_ONCE + 10))
     feed = Feed(tmp_path, {})
     first, second = feed.take(), feed.take()
-    assert (len(first.metrics), first.is_more) == (MOST_LINES, True)
+    assert (len(first.metrics), first.is_more) == (LINES_AT_ONCE, True)
     assert (len(second.metrics), second.is_more) == (10, False)
 
 
 def test_a_large_run_is_followed_by_the_events_of_few_processes(tmp_path):
     run = RunFolder(tmp_path)
     run.event("start")
-    for rank in range(1, MOST_FILES + 1):
+    for rank in range(1, MOST_FOLLOWED + 1):
         (tmp_path / f"events/rank-{rank}.jsonl").write_text('{"time_s": 1.0, "event": "start"}\n')
     (tmp_path / "events/launcher.jsonl").write_text('{"time_s": 0.0, "event": "worker_started"}\n')
     assert [record["event"] for record in Feed(tmp_path, {}).take().events] == ["worker_started", "start"]

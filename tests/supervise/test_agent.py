@@ -24,7 +24,7 @@ from argosy.plan.plan import Plan
 from argosy.processes.channel import Channel, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer
-from argosy.processes.secret import VALUE, listen
+from argosy.processes.secret import SECRET_VARIABLE, listen
 from argosy.resilience import node_health
 from argosy.resilience.node_health import Health
 from argosy.supervise import coordinator_client as module
@@ -78,7 +78,7 @@ def forks() -> Forks:
 
 @pytest.fixture
 def agent(tmp_path: Path, server: socket.socket, monkeypatch: pytest.MonkeyPatch, forks: Forks) -> Agent:
-    monkeypatch.setenv(VALUE, SECRET.decode())
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
     launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
     run = RunConfig(launch=launch, resilience=ResilienceConfig(coordinator_timeout_s=0.5))
     return Agent(tmp_path, run, Plan.parse("dp_replicate=2"), forks)  # type: ignore[arg-type]
@@ -171,8 +171,8 @@ def take_until(coordinator: Peer, kind: str, slots: set[int]) -> None:
 def test_a_fork_server_that_dies_amid_a_request_is_replaced_and_the_request_made_again(
     tmp_path, server, monkeypatch, dies
 ):
-    monkeypatch.setenv(VALUE, SECRET.decode())
-    monkeypatch.setattr(node_workers, "WORKER", ForkEntry.of(wait))
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
+    monkeypatch.setattr(node_workers, "WORKER_ENTRY", ForkEntry.of(wait))
     launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
     run = RunConfig(launch=launch, resilience=ResilienceConfig(node_check_s=0))
     forks = ForkServer("colorsys")
@@ -213,8 +213,8 @@ def test_a_fork_server_that_dies_amid_a_request_is_replaced_and_the_request_made
 
 
 def test_a_fork_server_that_is_dead_when_the_node_is_to_be_checked_is_replaced(tmp_path, server, monkeypatch):
-    monkeypatch.setenv(VALUE, SECRET.decode())
-    monkeypatch.setattr(node_workers, "WORKER", ForkEntry.of(wait))
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
+    monkeypatch.setattr(node_workers, "WORKER_ENTRY", ForkEntry.of(wait))
     monkeypatch.setattr(node_health, "NODE_CHECK", ForkEntry.of(healthy))
     launch = LaunchConfig(nodes=2, node="a", coordinator=f"127.0.0.1:{server.getsockname()[1]}")
     forks = ForkServer("colorsys")

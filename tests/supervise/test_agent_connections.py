@@ -116,7 +116,7 @@ def _proven(server: Server) -> Peer:
 
 
 def test_the_oldest_of_too_many_strangers_goes_and_an_agent_still_comes_in(server, monkeypatch):
-    monkeypatch.setattr(module, "MOST_STRANGERS", 20)
+    monkeypatch.setattr(module, "MOST_UNKNOWN_AGENTS", 20)
     with ExitStack() as held:
         for _ in range(100):
             held.enter_context(server.stranger())

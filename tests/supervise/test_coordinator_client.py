@@ -22,7 +22,7 @@ from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.observe.events import Events, read_lines
 from argosy.plan.plan import Plan
-from argosy.processes.secret import VALUE, listen
+from argosy.processes.secret import SECRET_VARIABLE, listen
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.coordinator_client import CoordinatorClient
 from argosy.supervise.messages import AgentHello, FromCoordinator, Heard, NodeHeartbeat, RunStopping, StartWorker
@@ -68,7 +68,7 @@ def answered(elsewhere: socket.socket, client: Client, secret: bytes = SECRET) -
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VALUE, SECRET.decode())
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_one_that_hangs_up_before_it_proved_anything_is_called_again_after_a_whi
 
 def test_one_that_does_not_know_the_secret_is_another_runs(client, elsewhere):
     def stand_in() -> None:
-        for _ in range(module.MOST_STRANGERS):
+        for _ in range(module.MOST_UNPROVEN):
             with pytest.raises(PeerGone):
                 Peer(elsewhere.accept()[0], listen(b"the secret of some other run, not of this"))
 

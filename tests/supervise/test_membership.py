@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from argosy.errors import FINAL
+from argosy.errors import FINAL_BIT
 from argosy.supervise.membership import STOP_WAIT_S, Membership, Replan, Settings
 from argosy.supervise.nodes import Break, Cause, CheckNode, FinishRun, Join, Order, RankState, Start
 
@@ -134,7 +134,7 @@ def test_one_that_is_done_is_started_again_if_another_dies_before_its_end():
 
 def test_an_error_that_a_restart_would_only_meet_again_ends_the_run():
     run = Run({"a": 2}).go()
-    run.of.lost("a", 1, Cause("the loss is NaN", "RunFailed", FINAL + 1))
+    run.of.lost("a", 1, Cause("the loss is NaN", "RunFailed", FINAL_BIT + 1))
     assert FinishRun(1, "the loss is NaN", "RunFailed") in run.of.orders(0.0)
     run.of.lost("a", 0, KILLED)
     assert not any(isinstance(order, Start | Join | FinishRun) for order in run.of.orders(0.0))

@@ -16,7 +16,7 @@ import pytest
 
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
-from argosy.errors import FINAL
+from argosy.errors import FINAL_BIT
 from argosy.observe.events import Events, read_lines
 from argosy.processes.channel import Channel, Gone, Message
 from argosy.processes.child import ForkEntry
@@ -131,7 +131,7 @@ def test_an_error_that_a_restart_would_only_meet_again_is_told_in_the_worker_s_w
     node.says(0, "failed", error="UserError", text="no such data", traceback="")
     process.kill()
     process.wait()
-    node.workers.ended(process.pid, FINAL + 2)
+    node.workers.ended(process.pid, FINAL_BIT + 2)
     lost = node.told[-1]
     assert isinstance(lost, say.WorkerLost) and (lost.why, lost.error) == ("no such data", "UserError")
     assert not node.events("worker_died"), "the user gets one message: the run's"

@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from argosy.errors import FINAL, Poisoned, Retryable
+from argosy.errors import FINAL_BIT, Poisoned, Retryable
 from argosy.processes.channel import Channel
 from argosy.supervise.nodes import (
     HANDOVER_FILE,
@@ -112,7 +112,7 @@ def process(**facts) -> WorkerProcess:
         ({}, 7, Cause("exit code 7", "", 7, 3)),
         ({}, 0, Cause("exit code 0", "", 1, 3)),  # it was not done: it is lost, whatever it says
         ({"failure": SAID}, 1, Cause("exit code 1, no room left", "StorageError", 1, 3)),
-        ({"failure": SAID}, FINAL, Cause("no room left\nin any place", "StorageError", FINAL, 3)),
+        ({"failure": SAID}, FINAL_BIT, Cause("no room left\nin any place", "StorageError", FINAL_BIT, 3)),
         ({"failure": SAID | {"text": ""}}, 1, Cause("exit code 1, ", "StorageError", 1, 3)),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from argosy.supervise import scratch
-from argosy.supervise.scratch import LOCK, MEMORY, scratch_folder
+from argosy.supervise.scratch import MEMORY_FOLDER, SCRATCH_LOCK, scratch_folder
 from waiting import PATIENT_S
 
 
@@ -23,7 +23,7 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_it_is_named_after_its_process_and_is_gone_afterwards(tmp_path):
     with pytest.raises(LookupError), scratch_folder() as folder:
         assert folder.parent == tmp_path and folder.name.startswith(f"argosy-{os.getpid()}-")
-        (folder / MEMORY / "checkpoint").write_bytes(b"x")
+        (folder / MEMORY_FOLDER / "checkpoint").write_bytes(b"x")
         raise LookupError
     assert not list(tmp_path.iterdir())
 
@@ -64,15 +64,15 @@ def test_what_another_user_puts_in_the_shared_folder_neither_holds_a_start_nor_i
     if kind == "another user's":
         if os.geteuid():
             pytest.skip("a file of another user's needs the rights of root")
-        (folder / LOCK).touch()
+        (folder / SCRATCH_LOCK).touch()
         os.chown(folder, 65534, 65534)
     else:
-        pipe = folder / LOCK if kind == "pipe" else tmp_path / "pipe"
+        pipe = folder / SCRATCH_LOCK if kind == "pipe" else tmp_path / "pipe"
         os.mkfifo(pipe)
-        if not (folder / LOCK).exists():
-            (folder / LOCK).symlink_to(pipe)
+        if not (folder / SCRATCH_LOCK).exists():
+            (folder / SCRATCH_LOCK).symlink_to(pipe)
     started = subprocess.run([sys.executable, "-c", SWEEP, str(tmp_path)], timeout=PATIENT_S, check=False)
-    assert started.returncode == 0 and os.path.lexists(folder / LOCK)
+    assert started.returncode == 0 and os.path.lexists(folder / SCRATCH_LOCK)
 
 
 def test_an_agent_among_other_processes_does_not_remove_what_a_living_one_holds(tmp_path):
@@ -81,14 +81,14 @@ def test_an_agent_among_other_processes_does_not_remove_what_a_living_one_holds(
         pytest.skip("a namespace of processes needs the rights of root")
     with scratch_folder() as folder:
         swept = subprocess.run([*OTHER_PROCESSES, sys.executable, "-c", SWEEP, str(tmp_path)], check=True)
-        assert swept.returncode == 0 and (folder / MEMORY).is_dir()
+        assert swept.returncode == 0 and (folder / MEMORY_FOLDER).is_dir()
     agent = subprocess.Popen(
         [*OTHER_PROCESSES, sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     with agent:
         folder = Path(agent.stdout.readline().strip())
         with scratch_folder():
-            assert (folder / MEMORY).is_dir()
+            assert (folder / MEMORY_FOLDER).is_dir()
         agent.kill()
     end_s = time.monotonic() + 10  # the process inside dies a moment after the one that holds the namespace
     while folder.exists() and time.monotonic() < end_s:

@@ -11,11 +11,11 @@ import pytest
 
 from argosy.supervise.stack_gatherer import (
     COLLECT_S,
-    FOLDER,
     MOST_REQUEST_BYTES,
-    OLD_S,
-    REQUEST,
     REQUEST_EVERY_S,
+    REQUEST_OLD_S,
+    STACKS_FOLDER,
+    STACKS_REQUEST,
     StackGatherer,
     ask_flight_recorders,
     flight_environment,
@@ -26,20 +26,20 @@ def look(run_dir: Path, gatherer: StackGatherer, times: int = 3) -> list[str]:
     """Let an agent without workers look; return the answers that there are."""
     for turn in range(times):
         gatherer.keep(100.0 + turn * (REQUEST_EVERY_S + COLLECT_S), run_dir, [])
-    return sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.json") if path.name != REQUEST)
+    return sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.json") if path.name != STACKS_REQUEST)
 
 
 def write(run_dir: Path, text: str) -> Path:
-    (run_dir / FOLDER).mkdir(exist_ok=True)
-    (run_dir / FOLDER / REQUEST).write_text(text)
-    return run_dir / FOLDER / REQUEST
+    (run_dir / STACKS_FOLDER).mkdir(exist_ok=True)
+    (run_dir / STACKS_FOLDER / STACKS_REQUEST).write_text(text)
+    return run_dir / STACKS_FOLDER / STACKS_REQUEST
 
 
 def test_a_request_is_answered_once(tmp_path):
     write(tmp_path, '{"name": "17-ab"}')
     gatherer = StackGatherer(tmp_path, "node")
     assert look(tmp_path, gatherer) == ["stacks/17-ab/node.json"]
-    answer = tmp_path / FOLDER / "17-ab" / "node.json"
+    answer = tmp_path / STACKS_FOLDER / "17-ab" / "node.json"
     assert json.loads(answer.read_text())["workers"] == []
     answer.unlink()
     assert look(tmp_path, gatherer) == []
@@ -67,7 +67,7 @@ def test_what_is_no_request_is_left_alone(tmp_path, text):
 
 def test_an_old_request_a_link_and_a_pipe_are_left_alone(tmp_path):
     request = write(tmp_path, '{"name": "17-ab"}')
-    os.utime(request, (time.time() - OLD_S - 1,) * 2)
+    os.utime(request, (time.time() - REQUEST_OLD_S - 1,) * 2)
     assert look(tmp_path, StackGatherer(tmp_path, "node")) == []
     (tmp_path / "elsewhere").write_text('{"name": "17-ab"}')
     request.unlink()
@@ -80,7 +80,7 @@ def test_an_old_request_a_link_and_a_pipe_are_left_alone(tmp_path):
 
 def test_an_answer_that_cannot_be_written_disturbs_nobody(tmp_path):
     write(tmp_path, '{"name": "17-ab"}')
-    (tmp_path / FOLDER / "17-ab").write_text("a file in the way")
+    (tmp_path / STACKS_FOLDER / "17-ab").write_text("a file in the way")
     assert look(tmp_path, StackGatherer(tmp_path, "node")) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from argosy.config.launch import LaunchOptions
 from argosy.engines.engine import Engine, Job
 from argosy.engines.local import Local
-from argosy.engines.record import FOLDER, JobState, LaunchedJob
+from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.sweep.driver import Driver
 from argosy.sweep.load import load_sweep
 from argosy.sweep.study import Study
@@ -54,7 +54,7 @@ def test_a_trial_that_never_stopped_does_not_go_on(tmp_path: Path, state: JobSta
     (tmp_path / "s.toml").write_text("method = 'grid'\n[parameters]\nseed = [1]\n[run.train]\nsteps = 90\n")
     sweep = load_sweep(tmp_path / "s.toml")
     run_dir = tmp_path / "0000"
-    (run_dir / FOLDER).mkdir(parents=True)
+    (run_dir / LAUNCH_FOLDER).mkdir(parents=True)
     (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(steps)))
     LaunchedJob(engine="slurm", id="7@1", submitted_s=0, nodes=1).save(run_dir)
 

@@ -10,7 +10,7 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.sweep.load import Sweep, load_sweep
-from argosy.sweep.study import JOURNAL, Study
+from argosy.sweep.study import STUDY_JOURNAL, Study
 
 RANGES = """
 optimizer.lr = { min = 1e-4, max = 1e-1, log = true }
@@ -50,7 +50,7 @@ def test_a_proposal_that_a_kill_cut_in_two_is_finished(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     expected = Study(tmp_path / "a", asked).propose()
     Study(tmp_path / "b", asked).propose()
-    journal = tmp_path / "b" / JOURNAL
+    journal = tmp_path / "b" / STUDY_JOURNAL
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:20])  # and the last line is not whole
     study = Study(tmp_path / "b", asked)
@@ -74,12 +74,12 @@ def test_what_became_of_trials_is_read_by_another_process(tmp_path: Path) -> Non
     study.stop(0)
     study.fail(1, "the disk is full")
     study.complete(2, 3.0)
-    before = (tmp_path / JOURNAL).read_bytes()
+    before = (tmp_path / STUDY_JOURNAL).read_bytes()
     stopped, failed, done = Study(tmp_path, asked, may_write=False).trials()
     assert (stopped.state, stopped.metric, stopped.rungs) == ("stopped", 4.0, {10: 4.0})
     assert (failed.state, failed.reason) == ("failed", "the disk is full")
     assert (done.state, done.metric) == ("done", 3.0)
-    assert (tmp_path / JOURNAL).read_bytes() == before
+    assert (tmp_path / STUDY_JOURNAL).read_bytes() == before
 
 
 def test_the_parameter_that_decides_is_important(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_without_optuna_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match=r"pip install 'argosy\[sweep\]'"):
         Study(tmp_path, asked)
-    assert not (tmp_path / JOURNAL).exists()
+    assert not (tmp_path / STUDY_JOURNAL).exists()
 
 
 def test_a_trial_with_the_values_of_another_has_its_result(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.local import Local
-from argosy.engines.record import FOLDER, JobState, LaunchedJob
+from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.errors import UserError
 from argosy.sweep.trials import Limits, Needs, Room, Task, Trials, needs_of
 
@@ -40,7 +40,7 @@ class Kept(Local):
 
 def task(folder: Path, number: int, **needs: int) -> Task:
     run_dir = folder / f"{number:04d}"
-    (run_dir / FOLDER).mkdir(parents=True)
+    (run_dir / LAUNCH_FOLDER).mkdir(parents=True)
     return Task(number, RunConfig(), run_dir / "run.toml", run_dir, Needs(**{"cores": 1, **needs}))  # type: ignore[arg-type]
 
 
@@ -57,7 +57,7 @@ def test_a_trial_is_a_program_with_gpus_of_its_own(tmp_path: Path) -> None:
     assert first.environment["CUDA_VISIBLE_DEVICES"] == "0,1" and second.environment["CUDA_VISIBLE_DEVICES"] == "2"
     run_dir = tmp_path / "0000"
     assert first.python_words == ("-m", "argosy", "train", str(run_dir / "run.toml"), "--run-dir", str(run_dir))
-    assert (first.cpus_per_node, first.time, first.log) == (1, "1:00", run_dir / FOLDER / "local.out")
+    assert (first.cpus_per_node, first.time, first.log) == (1, "1:00", run_dir / LAUNCH_FOLDER / "local.out")
     assert first.name != second.name and first.name.startswith("mine-")
 
 
@@ -98,7 +98,7 @@ def test_an_engine_that_is_away_ends_no_trial_until_patience_is_over(
     mine.states(jobs)
     engine.says = UserError("away")
     assert mine.states(jobs) == ["running"]
-    monkeypatch.setattr("argosy.sweep.trials.PATIENCE_S", -1.0)
+    monkeypatch.setattr("argosy.sweep.trials.ENGINE_PATIENCE_S", -1.0)
     with pytest.raises(UserError, match="away"):
         mine.states(jobs)
 

@@ -24,9 +24,9 @@ Opened = Callable[[str], Peer]
 
 @pytest.fixture
 def run(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    monkeypatch.setattr(client, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(client, "MESSAGE_PIECE_BYTES", PIECE)
     monkeypatch.setattr(client, "AHEAD_BYTES", 4 * PIECE)
-    monkeypatch.setattr("argosy.sync.links.CALL_AGAIN_S", 0.0)
+    monkeypatch.setattr("argosy.sync.links.LINK_AGAIN_S", 0.0)
     return asynchronous(corpus, 2)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from argosy.config.sync import SyncConfig
 from argosy.parallel.world import World
 from argosy.sync.compressor import BucketFacts, Lane, Moment, Segment
-from argosy.sync.compressors import COMPRESSORS
+from argosy.sync.compressors import COMPRESSOR_OF
 
 SEGMENTS = (Segment(1, 40, 30), Segment(3, 17, 19), Segment(1, 5, 7))
 NUMBERS = sum(segment.elements for segment in SEGMENTS)
@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {"block": 64, "rank": 2, "density": 0.05, "momentum":
 
 
 def facts(word: str, **settings: Any) -> BucketFacts:
-    way = COMPRESSORS[word](SyncConfig(**{**SETTINGS, **settings}))
+    way = COMPRESSOR_OF[word](SyncConfig(**{**SETTINGS, **settings}))
     return BucketFacts(3, SEGMENTS, way.memory(SEGMENTS, torch.device("cpu")), seed=7)
 
 
@@ -30,7 +30,7 @@ def gradients(rank: int, step: int) -> Tensor:
 
 
 def summed(word: str, flat: Tensor, bucket: BucketFacts, moment: Moment, **settings: Any) -> Tensor:
-    way = COMPRESSORS[word](SyncConfig(**{**SETTINGS, **settings}))
+    way = COMPRESSOR_OF[word](SyncConfig(**{**SETTINGS, **settings}))
     lane = Lane(torch.device("cpu"))
     assert dist.group.WORLD is not None
     return lane.finish(lane.submit(way.sum(flat, [dist.group.WORLD] * way.messages, bucket, moment), [way.messages]))
@@ -185,7 +185,7 @@ def beside_powersgd_hook(world: World) -> tuple[list[Tensor], list[Tensor]]:
     draw = PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=2, random_seed=5).rng
     first_q = torch.randn(1, 30, 3, generator=torch.Generator().manual_seed(int(draw.randint(1_000_000_000))))
     theirs = hooked(powerSGD_hook, state, [flat.clone() for flat in flats])
-    way = COMPRESSORS["powersgd"](SyncConfig(rank=3))
+    way = COMPRESSOR_OF["powersgd"](SyncConfig(rank=3))
     bucket = BucketFacts(0, one, way.memory(one, torch.device("cpu")), seed=0)
     bucket.memory.kept["q"] = first_q.flatten()
     lane, ours = Lane(torch.device("cpu")), []

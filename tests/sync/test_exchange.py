@@ -236,7 +236,7 @@ def test_at_random(country: Callable[..., Country], seed: int, quorum: int) -> N
 def test_a_transfer_goes_on_from_where_the_link_was_cut(
     country: Callable[..., Country], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "PIECE_BYTES", 64)
+    monkeypatch.setattr(assembly, "MESSAGE_PIECE_BYTES", 64)
     monkeypatch.setattr(assembly, "AHEAD_BYTES", 128)
     run = country(names="AB", rounds=4, patience_s=1000.0)
     run.start()

@@ -14,7 +14,7 @@ import pytest
 from argosy.checkpoint import store
 from argosy.config.load import load
 from argosy.data.loader import open_data
-from argosy.data.packing import START, TRAINED
+from argosy.data.packing import START_BIT, TRAINED
 from commands import Folder
 from matrix import PLANS, Disturbed
 from nodes import Nodes
@@ -105,7 +105,7 @@ def assert_each_conversation_once(run: Disturbed) -> None:
         rows = np.empty((len(samples), config.data.seq_len + 1), np.int32)
         source.read_windows(samples.windows, rows)
         for row in rows[samples.epochs == 0, :-1]:
-            parts = np.split(row, np.flatnonzero(row & START))
+            parts = np.split(row, np.flatnonzero(row & START_BIT))
             read.update(part.tobytes() for part in parts if (part & TRAINED).any())
     assert set(read.values()) == {1} and len(read) == sum(s.documents for s in source.manifest.splits["train"]) > 900
 

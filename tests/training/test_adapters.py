@@ -128,7 +128,7 @@ def put_masks_into(theirs: torch.nn.Module, run: RunConfig) -> list[Draw]:
     """Put our masks in place of PEFT's dropouts, and return them."""
     modules, found = dict(theirs.named_modules()), list[Draw]()
     for module in peft_adapter.peft_modules(run.model) if run.lora.dropout else ():
-        dropouts = modules.get(f"{peft_adapter.PREFIX}{module.name}.lora_dropout")
+        dropouts = modules.get(f"{peft_adapter.PEFT_PREFIX}{module.name}.lora_dropout")
         if dropouts is not None:
             dropouts["default"] = Draw(adapter_of(module.ours[0]), run.lora.dropout)
             found.append(dropouts["default"])
@@ -399,7 +399,7 @@ def test_a_base_that_cannot_be_is_refused(lora: dict[str, Any], words: str) -> N
 )
 def test_settings_of_peft_that_cannot_be_are_refused(tmp_path: Path, said: dict[str, Any], words: str) -> None:
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **said}
-    (tmp_path / peft_adapter.CONFIG).write_text(json.dumps(settings))
-    (tmp_path / peft_adapter.TENSORS).touch()
+    (tmp_path / peft_adapter.ADAPTER_CONFIG).write_text(json.dumps(settings))
+    (tmp_path / peft_adapter.ADAPTER_TENSORS).touch()
     with pytest.raises(UserError, match=words):
         peft_adapter.import_adapter(tmp_path, decoder().config, {})

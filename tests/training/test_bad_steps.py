@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from argosy.config.schema import ResilienceConfig
-from argosy.training.bad_steps import MOST_IN_A_ROW, MOST_REWINDS, Action, BadStep, BadStepCounts, BadStepPolicy
+from argosy.training.bad_steps import MOST_BAD_STEPS, MOST_REWINDS, Action, BadStep, BadStepCounts, BadStepPolicy
 
 NOT_FINITE = [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf), (-math.inf, math.nan)]
 APPLY, RETRY, SKIP, REWIND, STOP = Action.APPLY, Action.RETRY, Action.SKIP, Action.REWIND, Action.STOP
@@ -88,7 +88,7 @@ def test_counts_go_on_in_a_new_world_from_the_rank_that_has_the_newest():
     twice(before, 7, math.nan, 1.0)
     new.load_newest([policy().counts(), new.counts(), before.counts()])
     assert new.counts() == before.counts()
-    tries = [twice(new, 7, math.nan, 1.0) for _ in range(MOST_IN_A_ROW - 1)]
+    tries = [twice(new, 7, math.nan, 1.0) for _ in range(MOST_BAD_STEPS - 1)]
     assert [bad.in_a_row for _, bad in tries] == [2, 3, 4, 5] and tries[-1][0] is STOP
     assert before.counts().in_a_row == 1, "they share nothing"
 
@@ -115,22 +115,22 @@ def test_a_detector_that_is_switched_off_sees_nothing():
 
 def test_bad_steps_do_not_move_what_the_next_ones_are_compared_with():
     one, other = settled(), settled()
-    for _ in range(MOST_IN_A_ROW - 1):
+    for _ in range(MOST_BAD_STEPS - 1):
         twice(one, 100, 9.0, 0.6)
     assert one.limits(100) == other.limits(100)
 
 
 def test_bad_steps_in_a_row_end_the_run():
     steps = policy()
-    tries = [twice(steps, 7, math.nan, 1.0) for _ in range(MOST_IN_A_ROW)]
-    assert [action for action, _ in tries] == [SKIP] * (MOST_IN_A_ROW - 1) + [STOP]
+    tries = [twice(steps, 7, math.nan, 1.0) for _ in range(MOST_BAD_STEPS)]
+    assert [action for action, _ in tries] == [SKIP] * (MOST_BAD_STEPS - 1) + [STOP]
     assert [bad.in_a_row for _, bad in tries] == [1, 2, 3, 4, 5]
 
 
 def test_a_good_step_between_bad_ones_forgives_them():
     steps = policy()
     for _ in range(3):
-        for _ in range(MOST_IN_A_ROW - 1):
+        for _ in range(MOST_BAD_STEPS - 1):
             assert twice(steps, 4, math.inf, 1.0)[0] is SKIP
         assert steps.decide(5, 5.0, 1.0)[0] is APPLY
 
@@ -149,7 +149,7 @@ def test_the_policy_rewind_goes_back_after_bad_steps_in_a_row():
 
 def test_with_nothing_to_go_back_to_bad_steps_are_skipped_until_the_run_ends():
     steps = policy(on_bad_step="rewind", rewind_after=2)
-    actions = [twice(steps, 9, math.nan, 1.0)[0] for _ in range(MOST_IN_A_ROW)]
+    actions = [twice(steps, 9, math.nan, 1.0)[0] for _ in range(MOST_BAD_STEPS)]
     assert actions == [SKIP, REWIND, SKIP, SKIP, STOP]
 
 

@@ -23,7 +23,7 @@ from argosy.observe.events import read_lines
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.report import Report
 from argosy.parallel.world import World
-from argosy.training.bad_steps import MOST_IN_A_ROW
+from argosy.training.bad_steps import MOST_BAD_STEPS
 from argosy.training.integrity import check_can_replay
 from argosy.training.trainer import Trainer
 from argosy.watch.reader import RunReader
@@ -164,7 +164,7 @@ def test_the_steps_after_going_back_are_those_that_were_there_before(corpus, tmp
 
 def test_a_run_of_bad_steps_ends_with_what_to_try(corpus, tmp_path):
     run = run_config(corpus, checkpoint={"every_steps": 2, "background": False})
-    with pytest.raises(RunFailed, match=rf"last {MOST_IN_A_ROW} steps were not finite.*Try a smaller optimizer\.lr"):
+    with pytest.raises(RunFailed, match=rf"last {MOST_BAD_STEPS} steps were not finite.*Try a smaller optimizer\.lr"):
         train_on_poison(ALONE, run, "", tmp_path, set(range(30, 1000)))
     assert store.newest_whole(tmp_path).checkpoint.step == 2
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.config.dump import save_run
-from argosy.data.packing import ID_MASK, MISMATCHED, REJECTED, START, TRAINED, Words
+from argosy.data.packing import ID_MASK, MISMATCHED_BIT, REJECTED_BIT, START_BIT, TRAINED, Words
 from argosy.data.shards import TokenSource
 from argosy.errors import UserError
 from argosy.inference.evaluate import evaluate
@@ -49,7 +49,7 @@ QUICK = {
 def sequence(random: np.random.Generator, prompt: Words, marks: int) -> Words:
     answer = random.integers(1, 400, int(random.integers(1, 6))).astype(np.int32) | TRAINED
     words = np.concatenate([prompt, answer]).astype(np.int32)
-    words[0] |= START | marks
+    words[0] |= START_BIT | marks
     return words
 
 
@@ -58,8 +58,8 @@ def units(is_judged: bool) -> list[Words]:
     random, found = np.random.default_rng(0), []
     for number in range(120):
         prompt = random.integers(1, 400, int(random.integers(2, 8))).astype(np.int32)
-        second = MISMATCHED if is_judged else REJECTED
-        first = REJECTED if is_judged and number % 3 == 0 else 0
+        second = MISMATCHED_BIT if is_judged else REJECTED_BIT
+        first = REJECTED_BIT if is_judged and number % 3 == 0 else 0
         found.append(np.concatenate([sequence(random, prompt, first), sequence(random, prompt, second)]))
     return found
 
@@ -220,7 +220,7 @@ def test_a_reward_model_begins_with_a_base_and_goes_to_transformers(workers: Wor
     row = TokenSource(folder, "train").tokens(0, 192)
     ours = open_checkpoint(tmp_path / "whole").model(torch.device("cpu"))
     with torch.no_grad():
-        for begin, end in itertools.pairwise(np.flatnonzero(row & START)):
+        for begin, end in itertools.pairwise(np.flatnonzero(row & START_BIT)):
             ids = torch.from_numpy((row[begin:end] & ID_MASK).astype(np.int64))[None]
             assert float(theirs(ids).logits) == pytest.approx(float(ours(ids)[0, -1]), abs=1e-5)
     import_checkpoint(tmp_path / "out", tmp_path / "back")

@@ -18,7 +18,7 @@ from argosy.accelerator import CPU
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.exchange import CorruptMessage
 from argosy.checkpoint.history import History, Position
-from argosy.checkpoint.memory import NODE, MemoryCheckpointer, memory_checkpoints_in
+from argosy.checkpoint.memory import NODE_VARIABLE, MemoryCheckpointer, memory_checkpoints_in
 from argosy.config.schema import CheckpointConfig, RunConfig
 from argosy.errors import StorageError
 from argosy.models.microbatch import microbatches
@@ -194,7 +194,7 @@ class Training:
         self.step = Step(self.run, self.state, world, StepClock(CPU))
         self.node = None if folder is None else folder / nodes[world.rank]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(NODE, nodes[world.rank])
+            patch.setenv(NODE_VARIABLE, nodes[world.rank])
             self.recovery: Recovery = recover(self.state, survivor, disk or NoDisk(), self.node, world)
             self._copies = None
             if self.node is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from argosy.checkpoint.memory import FOLDER, NODE, memory_checkpoints_in
+from argosy.checkpoint.memory import MEMORY_VARIABLE, NODE_VARIABLE, memory_checkpoints_in
 from argosy.config.schema import RunConfig
 from argosy.errors import RunFailed, StorageError
 from argosy.observe.events import read_lines
@@ -89,8 +89,8 @@ def trained(world: World, run: RunConfig, folder: Path) -> list[int]:
     memory = folder / f"memory-{world.rank}"
     memory.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NODE, f"node-{world.rank}")
-        patch.setenv(FOLDER, str(memory))
+        patch.setenv(NODE_VARIABLE, f"node-{world.rank}")
+        patch.setenv(MEMORY_VARIABLE, str(memory))
         train(run, eager("dp_shard=2,zero=1"), world, folder / "run", StopSignal())
     return [saved.step for saved in memory_checkpoints_in(memory)]
 
@@ -194,8 +194,8 @@ def held(world: World, run: RunConfig, plan: str, folder: Path) -> tuple[int, st
     memory = folder / f"memory-{world.rank}"
     memory.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NODE, f"node-{world.rank}")
-        patch.setenv(FOLDER, str(memory))
+        patch.setenv(NODE_VARIABLE, f"node-{world.rank}")
+        patch.setenv(MEMORY_VARIABLE, str(memory))
         survivor, heartbeat = Survivor(), Heartbeat(folder)
         heartbeat.join(1, world.rank, dict)
         with suppress(WorldIsOver):

@@ -13,7 +13,7 @@ from argosy import faults
 from argosy.accelerator import peak_memory_bytes
 from argosy.chaos.run import read_ledger
 from argosy.checkpoint import store
-from argosy.checkpoint.memory import FOLDER, NODE
+from argosy.checkpoint.memory import MEMORY_VARIABLE, NODE_VARIABLE
 from argosy.config.schema import RunConfig
 from argosy.observe.events import Metrics, read_lines
 from argosy.observe.report import Report
@@ -32,8 +32,8 @@ def interrupted(
     memory = folder / f"memory-{world.rank}"
     memory.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(NODE, f"node-{world.rank}")
-        patch.setenv(FOLDER, str(memory))
+        patch.setenv(NODE_VARIABLE, f"node-{world.rank}")
+        patch.setenv(MEMORY_VARIABLE, str(memory))
         survivor = Survivor()
         with suppress(WorldIsOver):
             train(run, eager(plan), world, folder / "run", OverAfter(5), survivor)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.data.packing import MISMATCHED, REJECTED, START, TRAINED, Words
+from argosy.data.packing import MISMATCHED_BIT, REJECTED_BIT, START_BIT, TRAINED, Words
 from argosy.models.microbatch import compared_microbatches, microbatches
 from argosy.parallel.world import World
 from chats import SEQ_LEN, VOCABULARY, reference_of, rows_of
@@ -53,7 +53,7 @@ def examples_of(objective: str) -> list[Example]:
 
 def sequence(prompt: list[int], answer: list[int], mark: int = 0) -> Words:
     words = np.array([*prompt, *(i | TRAINED for i in answer)], np.int32)
-    words[0] |= START | mark
+    words[0] |= START_BIT | mark
     return words
 
 
@@ -70,11 +70,11 @@ def rows(objective: str) -> np.ndarray:
         found = [row_of(*whole[n : n + 2]) for n in range(0, len(whole), 2)]
     for one in [] if objective == "sft" else examples:
         if objective == "kto":
-            judged = sequence(one["prompt_ids"], one["completion_ids"], 0 if one["label"] else REJECTED)
-            found.append(row_of(judged, sequence(one["prompt_ids"], one["KL_completion_ids"], MISMATCHED)))
+            judged = sequence(one["prompt_ids"], one["completion_ids"], 0 if one["label"] else REJECTED_BIT)
+            found.append(row_of(judged, sequence(one["prompt_ids"], one["KL_completion_ids"], MISMATCHED_BIT)))
         else:
             chosen = sequence(one["prompt_ids"], one["chosen_ids"])
-            found.append(row_of(chosen, sequence(one["prompt_ids"], one["rejected_ids"], REJECTED)))
+            found.append(row_of(chosen, sequence(one["prompt_ids"], one["rejected_ids"], REJECTED_BIT)))
     assert all(len(row) == 1 for row in found)
     return np.concatenate(found)
 

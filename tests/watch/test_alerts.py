@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.config.observe import ALL, AlertKind, AlertsConfig
+from argosy.config.observe import ALERT_KINDS, AlertKind, AlertsConfig
 from argosy.watch.alerts import CALM_S, CHECKS, Alert, Alerts, standing
 from argosy.watch.facts import DiskSeen, RunFacts
 from watched import BEGAN_S, STEPS, columns, continued, event, healthy, small_run
@@ -69,7 +69,7 @@ RIGHT: dict[AlertKind, Callable[[], RunFacts]] = {
 }
 
 
-@pytest.mark.parametrize("alert", ALL)
+@pytest.mark.parametrize("alert", ALERT_KINDS)
 def test_an_alert_begins_with_its_evidence_and_says_what_to_do(alert: AlertKind):
     make, expected = WRONG[alert]
     (found,) = Alerts(AlertsConfig(on=(alert,))).look(make())
@@ -78,7 +78,7 @@ def test_an_alert_begins_with_its_evidence_and_says_what_to_do(alert: AlertKind)
     json.dumps(found.record(), allow_nan=False)
 
 
-@pytest.mark.parametrize("alert", ALL)
+@pytest.mark.parametrize("alert", ALERT_KINDS)
 def test_a_run_in_which_all_is_well_again_has_no_alert(alert: AlertKind):
     assert Alerts(AlertsConfig(on=(alert,))).look(RIGHT[alert]()) == []
 
@@ -86,10 +86,10 @@ def test_a_run_in_which_all_is_well_again_has_no_alert(alert: AlertKind):
 def test_a_healthy_run_has_no_alert():
     assert Alerts(AlertsConfig()).look(healthy()) == []
     assert Alerts(AlertsConfig()).look(RunFacts(now_s=0.0)) == []
-    assert CHECKS.keys() == set(ALL) == WRONG.keys() == RIGHT.keys()
+    assert CHECKS.keys() == set(ALERT_KINDS) == WRONG.keys() == RIGHT.keys()
 
 
-@pytest.mark.parametrize("alert", ALL)
+@pytest.mark.parametrize("alert", ALERT_KINDS)
 def test_each_of_begins_goes_on_and_ends_is_said_once(alert: AlertKind):
     alerts = Alerts(AlertsConfig(on=(alert,), goes_on_minutes=1.0))
     wrong, right = WRONG[alert][0](), RIGHT[alert]()

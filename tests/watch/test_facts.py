@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from argosy.watch.facts import FIRST_STEPS, RECENT, RunFacts, median
+from argosy.watch.facts import RECENT, WARMING_STEPS, RunFacts, median
 from watched import STEP_S, STEPS, columns, continued, healthy, small_run, start
 
 
 def test_the_present_is_the_last_steps_without_the_first_of_the_newest_world():
     facts = healthy(events=[start(step=STEPS - 50, at_s=1_700_000_100.0, plan="other")])
-    assert facts.over == (STEPS - 50 + FIRST_STEPS, STEPS - 1) and facts.recent_count == 50 - FIRST_STEPS
+    assert facts.over == (STEPS - 50 + WARMING_STEPS, STEPS - 1) and facts.recent_count == 50 - WARMING_STEPS
     assert healthy().recent_count == RECENT
     assert facts.plan_since == STEPS - 50
 
@@ -21,7 +21,7 @@ def test_the_present_is_the_last_steps_without_the_first_of_the_newest_world():
 def test_first_steps_of_each_world_are_not_warm():
     facts = healthy(events=[start(step=100, at_s=1_700_000_050.0)])
     cold = np.flatnonzero(~facts.warm)
-    assert cold.tolist() == [*range(FIRST_STEPS), *range(100, 100 + FIRST_STEPS)]
+    assert cold.tolist() == [*range(WARMING_STEPS), *range(100, 100 + WARMING_STEPS)]
 
 
 def test_time_in_which_nobody_ran_it_does_not_count():

@@ -17,7 +17,7 @@ import pytest
 
 from argosy.errors import UserError
 from argosy.watch.library import condition_of, ordered, table_of_steps
-from argosy.watch.overview import KEYS, line
+from argosy.watch.overview import RUN_ROW_KEYS, line
 from argosy.watch.reader import RunReader
 from run_folder import RunFolder
 
@@ -280,7 +280,7 @@ def reader(tmp_path: Path) -> RunReader:
 
 
 def test_the_keys_of_a_run_are_those_of_its_line(reader: RunReader) -> None:
-    assert tuple(line("tiny", reader)) == KEYS
+    assert tuple(line("tiny", reader)) == RUN_ROW_KEYS
 
 
 def test_steps_become_columns(reader: RunReader) -> None:

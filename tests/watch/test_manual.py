@@ -11,7 +11,7 @@ from argosy import cli
 from argosy.errors import UserError
 from argosy.watch import manual
 from argosy.watch.alerts import CHECKS
-from argosy.watch.conclusions import RULES
+from argosy.watch.conclusions import ADVICE_RULES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -48,7 +48,7 @@ def test_the_skill_is_short_and_names_only_what_there_is(capsys: pytest.CaptureF
     assert len(text.splitlines()) <= 200 and text.startswith("---\nname: argosy\n")
     commands = set(re.findall(r"\bargosy ([a-z]+)", text)) - {"for"}
     assert commands <= {*cli.COMMANDS}
-    rules = {rule.__name__ for rule in RULES} | CHECKS.keys() | {"silent", "dead", "failed", "none"}
+    rules = {rule.__name__ for rule in ADVICE_RULES} | CHECKS.keys() | {"silent", "dead", "failed", "none"}
     table = text[text.index("| `next.rule` |") : text.index("## Act through")]
     rows = (row.split("|")[1] for row in table.splitlines()[2:] if row.startswith("|"))
     assert {rule for row in rows for rule in re.findall(r"`(\w+)`", row)} <= rules

@@ -16,8 +16,8 @@ from run_folders import Made, append
 def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The ways in which a file is read: all of it, group by group as a long one, and that without the fast parser."""
     if request.param != "all keys":
-        monkeypatch.setattr(metrics_table, "READ_WHOLE_BYTES", 0)
-        monkeypatch.setattr(line_follower, "BLOCK_BYTES", 20_000)
+        monkeypatch.setattr(metrics_table, "TABLE_READ_WHOLE_BYTES", 0)
+        monkeypatch.setattr(line_follower, "LINE_READ_BYTES", 20_000)
     if request.param == "without msgspec":
         monkeypatch.setattr(metrics_table, "msgspec", None)
     return str(request.param)
@@ -179,8 +179,8 @@ def test_memory_that_was_given_back_is_read_again(reading: str, path: Path) -> N
 
 
 def test_a_file_without_lines_is_passed_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_follower, "LONGEST_LINE_BYTES", 10_000)
-    monkeypatch.setattr(line_follower, "BLOCK_BYTES", 4_000)
+    monkeypatch.setattr(line_follower, "LONGEST_RECORD_BYTES", 10_000)
+    monkeypatch.setattr(line_follower, "LINE_READ_BYTES", 4_000)
     path.write_bytes(b"x" * 100_000)
     table = read(path)
     assert len(table.steps) == 0

@@ -15,7 +15,7 @@ from run_folders import append
 @pytest.fixture
 def series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NodeSeries:
     """2000 lines, a second apart, of which a stretch of more than 4 kB is not read whole."""
-    monkeypatch.setattr(nodes, "READ_WHOLE_BYTES", 4096)
+    monkeypatch.setattr(nodes, "NODES_READ_WHOLE_BYTES", 4096)
     append(tmp_path / "n.jsonl", *({"time_s": float(n), "padding": "x" * (n % 90)} for n in range(2000)))
     found = NodeSeries(tmp_path / "n.jsonl")
     found.refresh()

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from argosy.watch import metrics_table as preview_module
-from argosy.watch.metrics_table import LINES, preview
+from argosy.watch.metrics_table import PREVIEW_LINES, preview
 from run_folders import Made, append
 from watch.served import served
 
@@ -30,7 +30,7 @@ def test_a_preview_has_lines_of_the_whole_run_and_the_last_one(root: Path) -> No
     found = preview(root / "long")
     assert found is not None
     steps = found.steps["step"]
-    assert 0.9 * LINES < len(steps) <= LINES + 1
+    assert 0.9 * PREVIEW_LINES < len(steps) <= PREVIEW_LINES + 1
     assert steps[0] < 10 and steps[-1] == STEPS - 1
     assert max(steps[1:] - steps[:-1]) < 10
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from argosy.watch.prometheus import METRICS, Latest, exposition
+from argosy.watch.prometheus import METRIC_HELP, Latest, exposition
 
 SAMPLE = re.compile(r'^[a-z_]+\{([a-z_]+="(\\.|[^"\\\n])*",?)+\} \S+$')
 FULL = Latest(
@@ -32,7 +32,7 @@ def test_every_name_is_said_and_every_line_is_well_formed():
     text = exposition([FULL, Latest(run="other")])
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(SAMPLE.match(line) for line in lines), text
-    assert {line.partition("{")[0] for line in lines} == set(METRICS)
+    assert {line.partition("{")[0] for line in lines} == set(METRIC_HELP)
     assert 'argosy_loss{run="a \\"b\\"\\n\\\\c"} 2.5' in lines
     assert 'argosy_gradient_norm{run="a \\"b\\"\\n\\\\c"} +Inf' in lines
     assert text.count("# TYPE argosy_steps_done gauge\n") == 1

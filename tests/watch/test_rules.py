@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from argosy.watch.conclusions import RULES, advise
+from argosy.watch.conclusions import ADVICE_RULES, advise
 from argosy.watch.facts import DeviceSeen, RunFacts
 from argosy.watch.forecast import forecast
 from argosy.watch.rules.planner import Advice, Planner
@@ -22,7 +22,7 @@ GENERATION = {"ranks": {f"node{rank // 4}/{rank % 4}": rank for rank in range(8)
 
 def said(rule: str, facts: RunFacts) -> Advice | None:
     """What the rule alone says of the run."""
-    return {each.__name__: each for each in RULES}[rule](facts, Planner(facts))
+    return {each.__name__: each for each in ADVICE_RULES}[rule](facts, Planner(facts))
 
 
 def big(step_s: float = 6.0, plan: str = FSDP, steps: dict[str, Any] | None = None, **facts: Any) -> RunFacts:
@@ -247,7 +247,7 @@ def test_a_rule_is_silent_below_its_threshold(case: str):
 
 
 def test_all_rules_are_tested_both_ways():
-    names = {rule.__name__ for rule in RULES}
+    names = {rule.__name__ for rule in ADVICE_RULES}
     assert {re.split("[, ]", case)[0] for case in SPEAKS} == names
     assert names - {re.split("[, ]", case)[0] for case in NEAR_MISSES} == {"memory_left_over", "faster_plan"}
 

@@ -114,7 +114,7 @@ def test_every_answer_tells_the_browser_what_the_page_may_do(open_server: Served
 
 
 def test_a_request_that_does_not_arrive_ends(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "REQUEST_S", 0.3)
+    monkeypatch.setattr(http, "REQUEST_LIMIT_S", 0.3)
     with served(root) as server:
         silent, slow = server.connection(), server.connection()
         slow.sendall(b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\nX: ")
@@ -155,7 +155,7 @@ def _wait_for_end(connection) -> None:
 
 
 def test_news_are_not_cut_off_as_a_slow_request(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "REQUEST_S", 0.2)
+    monkeypatch.setattr(http, "REQUEST_LIMIT_S", 0.2)
     with served(root) as server, server.connection() as line:
         line.sendall(b"GET /api/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         time.sleep(0.8)

@@ -262,7 +262,7 @@ def test_nothing_is_written_or_changed_by_any_method(server: Served) -> None:
 
 
 def test_news_come_when_a_run_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "NEWS_S", 0.1)
+    monkeypatch.setattr(server_module, "LIVE_NEWS_S", 0.1)
     monkeypatch.setattr(library, "REREAD_S", 0.05)
     made = Made(steps=5, total_steps=50, start_s=time.time() - 12, is_finished=False)
     folder = made.write(tmp_path / "demo")
@@ -317,8 +317,8 @@ def test_a_hundred_runs_at_once_are_answered_in_bounded_memory(tmp_path: Path, m
 def test_a_long_run_is_read_by_groups_and_its_numbers_are_all_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_table, "READ_WHOLE_BYTES", 0)
-    monkeypatch.setattr(line_follower, "BLOCK_BYTES", 50_000)
+    monkeypatch.setattr(metrics_table, "TABLE_READ_WHOLE_BYTES", 0)
+    monkeypatch.setattr(line_follower, "LINE_READ_BYTES", 50_000)
     Made(steps=300).write(tmp_path / "long")
     with served(tmp_path) as server:
         found = server.get("/api/runs/long/series?keys=loss,seconds.forward").json()

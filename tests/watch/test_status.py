@@ -12,7 +12,7 @@ from argosy.errors import UserError
 from argosy.observe.report import Report
 from argosy.watch import status as status_module
 from argosy.watch.reader import RunReader
-from argosy.watch.status import MOST_BYTES, RunSummary, ending_in_words, in_text, since_time_s, status_of
+from argosy.watch.status import MOST_STATUS_BYTES, RunSummary, ending_in_words, in_text, since_time_s, status_of
 from run_folder import RunFolder
 from run_folders import Made, Trouble
 
@@ -131,11 +131,11 @@ def test_it_stays_small_and_is_data_whatever_the_folder_says(run, letter, monkey
                   since_s=1e9, run=long, subject=f"{number} {long}", evidence={long: 1.0})  # fmt: skip
     found = training(run, [3.0] * 20)
     text = json.dumps(found.model_dump())
-    assert len(text) <= MOST_BYTES
+    assert len(text) <= MOST_STATUS_BYTES
     assert json.loads(text)["next"]["command"].startswith("argosy ")
     assert found.more_changes == 0 and found.changes and found.alerts
     since = status(run.path, "1")
-    monkeypatch.setattr(status_module, "MOST_BYTES", 10**6)
+    monkeypatch.setattr(status_module, "MOST_STATUS_BYTES", 10**6)
     assert len(status(run.path, "1").changes) > len(since.changes)
     assert named_and_counted(status(run.path, "1")) == named_and_counted(since)
     assert RunSummary.model_validate_json(text) == found
@@ -144,7 +144,7 @@ def test_it_stays_small_and_is_data_whatever_the_folder_says(run, letter, monkey
 def test_a_usual_one_is_under_two_kilobytes(run):
     for number in range(20):
         run.event("save", step=number, checkpoint=f"step-{number:08}")
-    assert len(training(run, [3.0 + 0.01 * (n % 3) for n in range(60)]).model_dump_json()) < MOST_BYTES
+    assert len(training(run, [3.0 + 0.01 * (n % 3) for n in range(60)]).model_dump_json()) < MOST_STATUS_BYTES
 
 
 REPORT = Report(

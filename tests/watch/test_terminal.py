@@ -129,7 +129,7 @@ def test_files_that_are_damaged_are_not_shown(tmp_path):
 
 
 def test_ranks_are_those_of_the_newest_world_and_one_that_stands_still_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(terminal, "STANDS_S", 0.02)
+    monkeypatch.setattr(terminal, "RANK_STANDS_S", 0.02)
     heartbeat = Heartbeat(tmp_path)
     folder = FolderView(tmp_path)
     folder.heartbeats = tmp_path

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argosy.watch.prometheus import METRICS, kind_of
+from argosy.watch.prometheus import METRIC_HELP, kind_of
 from reference.markdown import escaped, keys_table
 
 
 def page() -> str:
     """Return the page: a table of every name, its kind and its meaning."""
-    rows = [f"| `{name}` | {kind_of(name)} | {escaped(meaning)} |" for name, meaning in METRICS.items()]
+    rows = [f"| `{name}` | {kind_of(name)} | {escaped(meaning)} |" for name, meaning in METRIC_HELP.items()]
     return "\n\n".join(
         [
             "# Prometheus metrics",

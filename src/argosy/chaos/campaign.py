@@ -20,7 +20,7 @@ from argosy.observe.heartbeat import HeartbeatReading, read_heartbeat
 from argosy.processes.child import process_state
 from argosy.supervise.scratch import SCRATCH
 
-TICK_S = 0.05
+CHAOS_TICK_S = 0.05
 NO_TARGET_S = 1.0
 """A fault that finds no process for this long is left out: faults must not pile up until there is one again."""
 MOST_STARTS = 50
@@ -122,7 +122,7 @@ class Campaign:
         self.exit_code = -signal.SIGKILL
         try:
             while time.monotonic() < give_up_at:
-                time.sleep(TICK_S)
+                time.sleep(CHAOS_TICK_S)
                 self._watch(launcher)
                 if (code := launcher.poll()) is not None:
                     if not self._goes_on(code):

@@ -27,7 +27,7 @@ from argosy.chaos.campaign import KINDS, Campaign, InjectedFault, PlannedFault, 
 from argosy.checkpoint.boxes import PLACES
 from argosy.checkpoint.store import committed
 from argosy.errors import UserError
-from argosy.faults import VARIABLE
+from argosy.faults import FAULTS_VARIABLE
 from argosy.observe.events import each_line
 from argosy.processes.child import wait_until
 from argosy.supervise.scratch import SCRATCH
@@ -229,7 +229,7 @@ def run_chaos(
     command = [sys.executable, "-m", "argosy", "train", str(reference / "run.toml"), "--run-dir", str(chaos)]
     points = fault_points_of([fault for fault in faults if fault.at_s < reference_s], len(took_s), ranks)
     limit_s = max(LEAST_LIMIT_S, LIMIT * reference_s)
-    campaign = Campaign(command, chaos, faults, {VARIABLE: points} if points else {}, limit_s)
+    campaign = Campaign(command, chaos, faults, {FAULTS_VARIABLE: points} if points else {}, limit_s)
     say(f"training again in {chaos}, with up to {len(faults)} faults")
     campaign.run()
     return _report(campaign, reference, reference_s, seed)

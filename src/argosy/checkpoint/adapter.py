@@ -16,13 +16,13 @@ from argosy.checkpoint.checksums import step_of
 from argosy.checkpoint.load import opened, problem_of
 from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import Checkpoint
-from argosy.checkpoint.weights import MODEL, CheckpointWeights, fill, folder_weights
+from argosy.checkpoint.weights import MODEL_PREFIX, CheckpointWeights, fill, folder_weights
 from argosy.config.schema import RunConfig
 from argosy.config.train import LoraConfig
 from argosy.data.stores.model_folder import is_model_folder
 from argosy.data.stores.store import spelled
 from argosy.errors import UserError
-from argosy.models.adapters import PARTS, merged
+from argosy.models.adapters import ADAPTER_PARTS, merged
 from argosy.models.decoder import Decoder
 from argosy.models.hf import weights_sha256
 from argosy.models.initialize import materialize
@@ -77,7 +77,7 @@ class MergedWeights(LazyWeights):
         self._weights, self._adapter, self._lora, self._dtype = weights, adapter, lora, dtype
 
     def part(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        parts = {part: f"{adapter_of(name)}.{part}" for part in PARTS}
+        parts = {part: f"{adapter_of(name)}.{part}" for part in ADAPTER_PARTS}
         if parts["a"] not in self._adapter:
             return self._weights.part(name, offset, shape).to(self.dtype(name))
         first, count = offset[0], shape[0]
@@ -153,5 +153,5 @@ def load_decoder(run: RunConfig, checkpoint: Checkpoint, device: torch.device, d
     load_family(run)
     model = Decoder(run.model, dtype).to_empty(device=device)
     with open_weights(run, checkpoint, torch.float32) as weights:
-        fill(wholes(model.state_dict(), MODEL), weights)
+        fill(wholes(model.state_dict(), MODEL_PREFIX), weights)
     return model

@@ -19,7 +19,7 @@ from typing import Any
 from argosy.errors import ArgosyError
 from argosy.files import open_regular
 
-_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,14})")
+_STEP_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,14})")
 
 
 def step_name(step: int) -> str:
@@ -29,7 +29,7 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step whose `step_name` this is; None if it is that of none."""
-    match = _STEP.fullmatch(name)
+    match = _STEP_FOLDER.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -47,9 +47,9 @@ def foreign(names: Collection[str]) -> str | None:
     return next((name for name in names if name not in known), None)
 
 
-READERS = 8
+HASHING_THREADS = 8
 """Threads that read files back: hashing releases Python's lock."""
-CHUNK_BYTES = 4 * 2**20
+HASH_BYTES = 4 * 2**20
 RECORD_BYTES = 64 * 2**20
 """No signed record is larger: the manifest of 16,384 ranks has 3 MB."""
 
@@ -86,7 +86,7 @@ def check_files(folder: Path, files: Mapping[str, FileSum]) -> None:
             return f"does not match its checksum (manifest {wanted.sha256[:8]}..., file {found.sha256[:8]}...)"
         return None
 
-    with ThreadPoolExecutor(min(READERS, max(1, len(files)))) as pool:
+    with ThreadPoolExecutor(min(HASHING_THREADS, max(1, len(files)))) as pool:
         for name, found in zip(files, pool.map(problem, files), strict=True):
             if found:
                 raise DamagedCheckpoint(f"{folder}: file {name} {found}")
@@ -104,7 +104,7 @@ def file_sum(path: Path, only_of_bytes: int | None = None) -> FileSum:
         if only_of_bytes not in (None, size):
             return FileSum(bytes=size, sha256="")
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        chunk = bytearray(CHUNK_BYTES)
+        chunk = bytearray(HASH_BYTES)
         while count := file.readinto(chunk):
             digest.update(memoryview(chunk)[:count])
     return FileSum(bytes=size, sha256=digest.hexdigest())

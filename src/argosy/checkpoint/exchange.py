@@ -27,7 +27,7 @@ from argosy.parallel.peers import over, peers_of
 MESSAGE_BYTES = 32 * 2**20
 """The most that travels at once between two ranks: the size of their buffers, and what one checksum covers."""
 CHECKSUM_BYTES = 4
-NAMED = 3
+MOST_NAMED_MESSAGES = 3
 """At most so many damaged messages are named."""
 ALIGNMENT = 16
 """Tensors in a message begin at multiples of so many bytes, so that they can be read in place."""
@@ -105,7 +105,7 @@ def carry(
                 work.wait()
             if arriving is not None and not arriving.unpack(buffer, wanted):
                 problems.append(str(arriving))
-    problems = over(group, peers_of(group).merge(problems[:NAMED], list[str], _few))
+    problems = over(group, peers_of(group).merge(problems[:MOST_NAMED_MESSAGES], list[str], _few))
     if problems:
         raise CorruptMessage(
             f"{'; '.join(problems)}. Nothing of it is used. If it happens again, take the machine of one of the "
@@ -119,7 +119,7 @@ def carry(
 
 
 def _few(some: list[str], others: list[str]) -> list[str]:
-    return sorted({*some, *others})[:NAMED]
+    return sorted({*some, *others})[:MOST_NAMED_MESSAGES]
 
 
 @dataclass

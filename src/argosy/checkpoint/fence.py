@@ -33,9 +33,9 @@ from argosy.files import PARTIAL, atomic_write, kept_text, make_folder, sync_fol
 
 CLAIMS = ".generations"
 """Folder in the run's folder: the claims of its generations, of which the newest is in force."""
-GENERATION = "ARGOSY_GENERATION"
+GENERATION_VARIABLE = "ARGOSY_GENERATION"
 """Environment variable: the generation that a process belongs to."""
-GONE = ".gone"
+GONE_ENDING = ".gone"
 """Ends the names of folders that have lost theirs; they are deleted later."""
 OLD_NAME = "epoch"
 """Name of a generation in the folders of older runs, which go on."""
@@ -50,7 +50,7 @@ class Fenced(ArgosyError):
 
 def own_generation() -> int:
     """Return the generation that this process belongs to; 0 where generations are not counted."""
-    return int(os.environ.get(GENERATION, "0"))
+    return int(os.environ.get(GENERATION_VARIABLE, "0"))
 
 
 def newest_generation(run_dir: Path) -> int:
@@ -121,7 +121,7 @@ def partial_folders(run_dir: Path) -> list[tuple[Path, int, int]]:
 
 def take_name(folder: Path) -> Path:
     """Rename a folder at once, whatever is in it, such that nothing finds it any more. Returns where it is then."""
-    gone = folder.with_name(folder.name + GONE)
+    gone = folder.with_name(folder.name + GONE_ENDING)
     shutil.rmtree(gone, ignore_errors=True)
     return folder.rename(gone)
 
@@ -234,7 +234,7 @@ NAME_FILE = ".name"
 """File in the run's folder."""
 OWNER = "owner.json"
 """File beside the copies of a run's checkpoints."""
-LONGEST = 64
+LONGEST_NAME = 64
 """Letters of a name."""
 WRITE_S = 2.0
 """Longest wait for a file that is empty: another process has just created it."""
@@ -245,9 +245,11 @@ def name_of(run_dir: Path) -> str:
 
     Raises: UserError if what the folder has is no name.
     """
-    name = kept_text(run_dir / NAME_FILE, lambda: uuid.uuid4().hex, most_chars=LONGEST + 2).strip()
-    if len(name) > LONGEST or not name.isprintable():
-        raise UserError(f"{run_dir / NAME_FILE}: must hold at most {LONGEST} letters. Delete it to have it made anew.")
+    name = kept_text(run_dir / NAME_FILE, lambda: uuid.uuid4().hex, most_chars=LONGEST_NAME + 2).strip()
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        raise UserError(
+            f"{run_dir / NAME_FILE}: must hold at most {LONGEST_NAME} letters. Delete it to have it made anew."
+        )
     return name
 
 
@@ -298,6 +300,6 @@ def _owner(fs: Any, path: str) -> str | None:
             return None
         time.sleep(0.05)
     name = checked(data, path).get("run")
-    if not isinstance(name, str) or not name or len(name) > LONGEST or not name.isprintable():
+    if not isinstance(name, str) or not name or len(name) > LONGEST_NAME or not name.isprintable():
         raise UserError(f"{path}: names no run. Move it away if the checkpoints beside it are of this run.")
     return name

@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-REMEMBERED = 64
+REMEMBERED_WORLDS = 64
 """Number of worlds that are remembered; what older ones left is long replaced."""
 
 
@@ -42,7 +42,7 @@ class History:
 
     def next(self, world: str, step: int) -> History:
         """Return the history of a world named `world` that takes over after `step` steps."""
-        ended = ((*self.ended, (self.world, step)) if self.world else self.ended)[-REMEMBERED:]
+        ended = ((*self.ended, (self.world, step)) if self.world else self.ended)[-REMEMBERED_WORLDS:]
         return History(self.depth + 1, tuple((name, min(last, step)) for name, last in ended), world)
 
     def turned_back(self, step: int) -> History:

@@ -15,7 +15,7 @@ from argosy.checkpoint.shards import ShardFile, cut
 from argosy.checkpoint.store import Checkpoint
 from argosy.errors import UserError
 
-PIECE_BYTES = 32 * 2**20
+TENSOR_PIECE_BYTES = 32 * 2**20
 """The most of a tensor that is in memory a second time while it is read."""
 Held = Mapping[str, list[tuple[ShardFile, Box]]]
 """Name of a tensor -> the files that hold parts of it, and which."""
@@ -63,7 +63,7 @@ def load_into(parts: Mapping[Box, Tensor], checkpoint: Checkpoint) -> None:
         for box in found:
             way = cover(box, held[box.name])
             for file, source, part in way if not isinstance(way, Misfit) else ():
-                for piece in cut(part, PIECE_BYTES):
+                for piece in cut(part, TENSOR_PIECE_BYTES):
                     parts[box][piece.within(box)].copy_(file.read(source, piece))
 
 

@@ -20,9 +20,9 @@ from argosy.checkpoint.fence import OLD_NAME
 from argosy.checkpoint.history import History
 from argosy.errors import UserError
 
-MOST = 2**63 - 1
+MOST_INTEGER = 2**63 - 1
 """The largest whole number that is taken."""
-SHOWN = 60
+SHOWN_LETTERS = 60
 """Letters of a wrong value that are shown."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -35,7 +35,7 @@ class MalformedRecord(ValueError):
 
 def whole(key: str, value: Any) -> int:
     """Return a whole number from 0 to MOST."""
-    if type(value) is not int or not 0 <= value <= MOST:
+    if type(value) is not int or not 0 <= value <= MOST_INTEGER:
         raise _wrong(key, value, "a whole number from 0 to 2^63 - 1")
     return value
 
@@ -97,15 +97,15 @@ def shown(value: Any) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # Python does not spell out numbers of more than 4,300 digits
         text = f"a {type(value).__name__}"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}..."
 
 
 def _wrong(key: str, value: Any, wanted: str) -> MalformedRecord:
     return MalformedRecord(f"{shown(key)[1:-1]} = {shown(value)}, and must be {wanted}")
 
 
-FORMAT = 2
-LATEST_S = 253_402_300_799
+CHECKPOINT_FORMAT = 2
+END_OF_CALENDAR_S = 253_402_300_799
 """The end of the year 9999 in seconds since 1970: no calendar goes further."""
 
 
@@ -113,7 +113,7 @@ LATEST_S = 253_402_300_799
 class CheckpointManifest:
     """Contents of a checkpoint. If a folder of that name has a manifest, all of the checkpoint is there."""
 
-    format: int = FORMAT
+    format: int = CHECKPOINT_FORMAT
     step: int
     """Optimizer steps done; also the data cursor: the next sample is the first of that step (`config.train`)."""
     tokens: int
@@ -176,10 +176,10 @@ class CheckpointManifest:
         disk does that. Both name `path`.
         """
         record = checked(data, path)
-        if record.get("format") != FORMAT:
+        if record.get("format") != CHECKPOINT_FORMAT:
             raise UserError(
                 f"{path}: format = {shown(record.get('format'))}, and this version reads checkpoints of format "
-                f"{FORMAT}. Go on with the version that wrote it, or start anew with another --run-dir."
+                f"{CHECKPOINT_FORMAT}. Go on with the version that wrote it, or start anew with another --run-dir."
             )
         try:
             manifest = cls.from_record(record)
@@ -217,7 +217,7 @@ READ: dict[str, Reader] = {
     "format": whole,
     "step": whole,
     "tokens": whole,
-    "saved_at_s": lambda key, value: number(key, value, LATEST_S),
+    "saved_at_s": lambda key, value: number(key, value, END_OF_CALENDAR_S),
     "skipped": lambda key, value: pairs(key, value, whole, whole),
     "rounds": whole,
     "history": _history,

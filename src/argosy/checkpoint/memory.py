@@ -42,25 +42,25 @@ from argosy.parallel.encoding import decode, encode
 from argosy.parallel.peers import Letter, Peers, Talk, over, peers_of
 from argosy.parallel.world import World, group_in_host_memory
 
-FOLDER = "ARGOSY_MEMORY"
+MEMORY_VARIABLE = "ARGOSY_MEMORY"
 """Environment variable: the folder of this node's in-memory checkpoints; the agent makes and removes it."""
-NODE = "ARGOSY_NODE"
+NODE_VARIABLE = "ARGOSY_NODE"
 """Environment variable: name of this node; the host's if it is not set."""
-TIMEOUT_S = 60.0
+PART_WAIT_S = 60.0
 """Longest wait of a rank for another's part; then no more in-memory checkpoints are saved in this world."""
 READ_BYTES = 16 * 2**20
-_NAME = re.compile(r"(?P<world>[0-9a-f]+)\.(?P<step>\d{8,})\.(?P<rank>\d{5,})\.(?P<crc>[0-9a-f]{8})")
+_MEMORY_NAME = re.compile(r"(?P<world>[0-9a-f]+)\.(?P<step>\d{8,})\.(?P<rank>\d{5,})\.(?P<crc>[0-9a-f]{8})")
 
 
 def memory_folder() -> Path | None:
     """Return the folder of this node's in-memory checkpoints; None if no agent offers one."""
-    folder = os.environ.get(FOLDER)
+    folder = os.environ.get(MEMORY_VARIABLE)
     return Path(folder) if folder else None
 
 
 def node_name() -> str:
     """Return the name of the node that this process is on."""
-    return os.environ.get(NODE) or socket.gethostname()
+    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def memory_checkpoints_in(folder: Path | None) -> list[MemoryCheckpoint]:
     """Return the finished in-memory checkpoints in a folder, whole or not, in a fixed order."""
     if folder is None or not folder.is_dir():
         return []
-    found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    found = [(path, _MEMORY_NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
     return [
         MemoryCheckpoint(path, m["world"], int(m["step"]), int(m["rank"]), int(m["crc"], 16)) for path, m in found if m
     ]
@@ -161,7 +161,7 @@ class MemoryCheckpointer:
         """`boxes`: those this rank holds. `failed` is told why a save failed, by the thread that waits for it."""
         self._folder, self._rank, self._history, self._failed = folder, world.rank, history, failed
         # A group of its own: its messages must not meet those of a step, and a rank waits less long for a lost one.
-        self._group = group_in_host_memory(world.device, TIMEOUT_S) if world.size > 1 else None
+        self._group = group_in_host_memory(world.device, PART_WAIT_S) if world.size > 1 else None
         self._peers = peers_of(self._group)
         placement = over(self._group, place(self._peers, node_name(), boxes, world.device.type != "cpu"))
         self._kept, self._mirror, self._guests = placement.kept, placement.mirror, placement.guests

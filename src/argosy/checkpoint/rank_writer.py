@@ -28,7 +28,7 @@ from argosy.errors import ArgosyError
 from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
 
-CHUNK_BYTES, CHUNKS = 4 * 2**20, 16
+WRITE_BYTES, CHUNKS = 4 * 2**20, 16
 """A file is written in chunks of at most so many bytes, and in at least so many chunks."""
 SYNC_BYTES = 64 * 2**20
 """Bytes that are written through to the disk before the kernel gets more: dirty pages do not pile up, and the file's
@@ -37,7 +37,7 @@ STALL_S = 120.0
 """A checkpoint is given up once the parts that are waited for have not grown for so long."""
 MORE_PATIENT = 1.25
 """The first rank waits this many times as long for other groups: their heads know what is missing."""
-GROUP = 128
+RANKS_OF_A_HEAD = 128
 """Ranks whose notes their head sums up: about the square root of the largest number of ranks."""
 PROGRESS_S = 1.0
 """Shortest interval between calls of `progress`, and between looks at the sizes of files."""
@@ -82,12 +82,12 @@ class SaveOrder:
     @property
     def is_head(self) -> bool:
         """True if this rank sums up its group."""
-        return self.rank % GROUP == 0
+        return self.rank % RANKS_OF_A_HEAD == 0
 
     @property
     def members(self) -> range:
         """The other ranks of this one's group, if it is the head."""
-        return range(self.rank + 1, min(self.rank + GROUP, self.size)) if self.is_head else range(0)
+        return range(self.rank + 1, min(self.rank + RANKS_OF_A_HEAD, self.size)) if self.is_head else range(0)
 
     def check_generation(self) -> None:
         """Raises: Fenced if a later generation has begun."""
@@ -138,7 +138,7 @@ def commit_part(order: SaveOrder, snapshot: int, progress: Callable[[], None] = 
         order.check_generation()
         store.sweep(Path(order.run_dir), order.generation, before_step=order.step)
         mine = _write_and_tell(order, snapshot, pulse)
-        others = range(GROUP, order.size, GROUP)
+        others = range(RANKS_OF_A_HEAD, order.size, RANKS_OF_A_HEAD)
         files = [mine, *_gather(order, _of_members(order), STALL_S, pulse)]
         files += _gather(order, [_of_group(order, head) for head in others], MORE_PATIENT * STALL_S, pulse)
         by_name = {shard_name(rank): file for rank, file in enumerate(files)}
@@ -205,7 +205,7 @@ def _write(order: SaveOrder, snapshot: int, pulse: _Pulse) -> FileSum:
         memoryview(pages) as view,
         order.file.open("xb", buffering=0) as file,
     ):
-        at_once, synced = min(CHUNK_BYTES, order.bytes // CHUNKS + 1), 0
+        at_once, synced = min(WRITE_BYTES, order.bytes // CHUNKS + 1), 0
         for start in range(0, order.bytes, at_once):
             fault("save", step=order.step, rank=order.rank, fraction=start / order.bytes)
             if start - synced >= SYNC_BYTES:
@@ -264,7 +264,7 @@ def _of_members(order: SaveOrder) -> list[_Awaited]:
 
 
 def _of_group(order: SaveOrder, head: int) -> _Awaited:
-    last = min(head + GROUP, order.size) - 1
+    last = min(head + RANKS_OF_A_HEAD, order.size) - 1
     return _Awaited(order.summary_of(head), order.summary_of(head), f"rank {head} to {last}", last - head + 1)
 
 

@@ -13,7 +13,7 @@ from fsspec.core import url_to_fs
 
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.checksums import (
-    CHUNK_BYTES,
+    HASH_BYTES,
     RECORD_BYTES,
     DamagedCheckpoint,
     FileSum,
@@ -24,7 +24,7 @@ from argosy.checkpoint.checksums import (
 from argosy.checkpoint.fence import claim
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import MANIFEST, Checkpoint
-from argosy.credentials import REMEDY, has_credentials
+from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.errors import ArgosyError, UserError
 from argosy.files import make_folder
 
@@ -40,7 +40,7 @@ class Remote:
     def __init__(self, url: str, run_dir: Path):
         """Raises: UserError if fsspec has no such file system, or lacks the package for it."""
         if has_credentials(url):
-            raise UserError(f"checkpoint.remote = {url}: {REMEDY}.")
+            raise UserError(f"checkpoint.remote = {url}: {CREDENTIALS_REMEDY}.")
         self._run_dir = run_dir
         self._fs: Any
         self._root: str
@@ -146,7 +146,7 @@ class Remote:
     def _sum(self, path: str) -> FileSum:
         digest, size = hashlib.sha256(), 0
         with self._fs.open(path, "rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
+            while chunk := file.read(HASH_BYTES):
                 digest.update(chunk)
                 size += len(chunk)
         return FileSum(size, digest.hexdigest())

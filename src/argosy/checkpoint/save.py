@@ -32,12 +32,12 @@ from argosy.processes.child import Child, Patience
 HUNG_S = 300.0
 """A writer is given up once it has told of no progress, its own or of parts it waits for, for so long while it is
 waited for."""
-SILENT_S = 10.0
+WRITER_SILENT_S = 10.0
 """A writer that does not answer for so long, stopped or holding Python's lock, is given up too; one that starts may
 take HUNG_S."""
-ASK_S = 1.0
+WRITER_ASK_S = 1.0
 """Interval at which a busy writer is asked whether it is there: a thread that waits for no disk answers."""
-LISTEN_S, CHECK_S = 1.0, 0.1
+LISTEN_S, WRITER_CHECK_S = 1.0, 0.1
 """While a save is waited for: how often it is asked whether it advances, and how often `check` is called."""
 WRITER = "argosy.checkpoint.writer"
 
@@ -189,7 +189,7 @@ class Saver:
         over the other ranks' parts may never come.
         """
         until_s = time.monotonic() + LISTEN_S
-        while not self._listen(CHECK_S) and time.monotonic() < until_s:
+        while not self._listen(WRITER_CHECK_S) and time.monotonic() < until_s:
             self._check()
 
     def _listen(self, timeout_s: float) -> bool:
@@ -214,9 +214,9 @@ class Saver:
             if why := self._patience.end():
                 self._give_up(process, why)
             return bool(why)
-        if time.monotonic() - self._asked_s > ASK_S:
+        if time.monotonic() - self._asked_s > WRITER_ASK_S:
             self._asked_s = time.monotonic()
-            self._patience = Patience(process.pid, SILENT_S if self._has_answered else HUNG_S, SILENT_S)
+            self._patience = Patience(process.pid, WRITER_SILENT_S if self._has_answered else HUNG_S, WRITER_SILENT_S)
             with suppress(Gone):  # the next `hear` raises it
                 process.channel.send("are_you_there")
         return False

@@ -23,7 +23,7 @@ from torch import Tensor
 from argosy.checkpoint.boxes import PLACES, Box
 from argosy.errors import first_error
 from argosy.files import RegularFile, open_regular
-from argosy.models.tensor_file import CODES, DTYPES, read_header
+from argosy.models.tensor_file import FILE_CODES, FILE_DTYPES, read_header
 
 Place = tuple[str, tuple[NonNegativeInt, ...], tuple[NonNegativeInt, ...]]
 """A box's place: the name of its tensor, the shape of that, and where in it the box begins."""
@@ -140,15 +140,15 @@ class ShardFile:
 
     def _box(self, key: str, place: Place | None) -> Box:
         shape, code = self._tensors[key].shape, self._tensors[key].code
-        if code not in DTYPES:
-            raise SafetensorError(f"{key} has the dtype {code}, which is not one of {', '.join(DTYPES)}")
+        if code not in FILE_DTYPES:
+            raise SafetensorError(f"{key} has the dtype {code}, which is not one of {', '.join(FILE_DTYPES)}")
         name, whole, offset = place or (key, shape, (0,) * len(shape))
         fits = len(whole) == len(offset) == len(shape)
         if not fits or any(o + n > w for o, n, w in zip(offset, shape, whole, strict=True)):
             raise SafetensorError(
                 f"its metadata {PLACES} put {key} of shape {list(shape)} at {list(offset)} of {name} of {list(whole)}"
             )
-        return Box(name, _word(DTYPES[code]), whole, offset, shape)
+        return Box(name, _word(FILE_DTYPES[code]), whole, offset, shape)
 
 
 def _header(order: list[Box], about: Mapping[str, str]) -> bytes:
@@ -159,7 +159,7 @@ def _header(order: list[Box], about: Mapping[str, str]) -> bytes:
     for box in order:
         key = _key(box)
         end = start + box_bytes(box)
-        entries[key] = {"dtype": CODES[_dtype(box)], "shape": box.shape, "data_offsets": (start, end)}
+        entries[key] = {"dtype": FILE_CODES[_dtype(box)], "shape": box.shape, "data_offsets": (start, end)}
         if key != box.name:
             places[key] = (box.name, box.whole, box.offset)
         start = end

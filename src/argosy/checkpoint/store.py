@@ -28,7 +28,7 @@ from argosy.checkpoint.checksums import (
     step_name,
     step_of,
 )
-from argosy.checkpoint.fence import GONE, check_generation, partial_folders, take_name
+from argosy.checkpoint.fence import GONE_ENDING, check_generation, partial_folders, take_name
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.errors import ArgosyError, ArgosyWarning, StorageError, UserError
 from argosy.faults import fault
@@ -277,7 +277,7 @@ def withdraw(checkpoint: Checkpoint) -> None:
 
 def sweep(run_dir: Path, generation: int, before_step: int | None = None) -> None:
     """Delete unfinished folders of `generation` and older ones; with `before_step`, only those of earlier steps."""
-    for folder in (run_dir / "checkpoints").glob(f"step-*{GONE}"):
+    for folder in (run_dir / "checkpoints").glob(f"step-*{GONE_ENDING}"):
         shutil.rmtree(folder, ignore_errors=True)
     for folder, step, theirs in partial_folders(run_dir):
         if theirs <= generation and (before_step is None or step < before_step):

@@ -16,7 +16,7 @@ from torch import Tensor
 from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box, Misfit, cover
 from argosy.checkpoint.checksums import FileSum, shard_name
-from argosy.checkpoint.load import PIECE_BYTES, Held, check_all_there, opened
+from argosy.checkpoint.load import TENSOR_PIECE_BYTES, Held, check_all_there, opened
 from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.store import Checkpoint
 from argosy.data.stores.store import spelled
@@ -27,11 +27,11 @@ from argosy.models.lazy_weights import LazyWeights
 from argosy.models.quantised_weight import QuantisedWeight
 from argosy.models.tensor_file import TensorToWrite, write_tensors
 
-MODEL = "model."
+MODEL_PREFIX = "model."
 """Prefix of the names of weights in checkpoints."""
 SCORE = "score.weight"
 """The head of a reward model, which begins with initial values if the weights are those of a model without one."""
-FILE_BYTES = 4 * 10**9
+WEIGHTS_FILE_BYTES = 4 * 10**9
 """About how many bytes go into one file of a checkpoint that is written here."""
 
 
@@ -58,11 +58,11 @@ class CheckpointWeights(LazyWeights):
         return out
 
     def dtype(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._held[MODEL + name][0][1].dtype)
+        dtype: torch.dtype = getattr(torch, self._held[MODEL_PREFIX + name][0][1].dtype)
         return dtype
 
     def _wanted(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Box:
-        return Box(MODEL + name, "", self.shape(name), tuple(offset), tuple(shape))
+        return Box(MODEL_PREFIX + name, "", self.shape(name), tuple(offset), tuple(shape))
 
 
 def folder_weights(place: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> LazyWeights:
@@ -89,7 +89,7 @@ def fill_from_folder(
 
     Raises: UserError, before any is filled, if one is not there or has another shape.
     """
-    fill(parts, folder_weights(place, {box.name.removeprefix(MODEL): box.whole for box in parts}), before_each)
+    fill(parts, folder_weights(place, {box.name.removeprefix(MODEL_PREFIX): box.whole for box in parts}), before_each)
 
 
 def fill_from_checkpoint(
@@ -97,7 +97,7 @@ def fill_from_checkpoint(
 ) -> None:
     """Fill them from a checkpoint. Raises: UserError, before any is filled, if one is missing or has another shape."""
     with opened(checkpoint) as held:
-        shapes = {box.name.removeprefix(MODEL): box.whole for box in parts}
+        shapes = {box.name.removeprefix(MODEL_PREFIX): box.whole for box in parts}
         fill(parts, CheckpointWeights(checkpoint, held, shapes), before_each)
 
 
@@ -109,7 +109,7 @@ def fill(
     a time. before_each: is called before each part."""
     for box, part in parts.items():
         before_each()
-        name = box.name.removeprefix(MODEL)
+        name = box.name.removeprefix(MODEL_PREFIX)
         if not math.prod(box.shape) or name not in weights:
             continue
         if isinstance(part, QuantisedWeight):
@@ -117,7 +117,7 @@ def fill(
         elif not box.shape or not weights.has_rows(name):
             part.copy_(weights.part(name, box.offset, box.shape))
         else:
-            at_once = max(1, PIECE_BYTES // (math.prod(box.shape[1:]) * weights.dtype(name).itemsize))
+            at_once = max(1, TENSOR_PIECE_BYTES // (math.prod(box.shape[1:]) * weights.dtype(name).itemsize))
             for first in range(0, box.shape[0], at_once):
                 rows = part[first : first + at_once]
                 rows.copy_(_rows(weights, name, box, first, len(rows)))
@@ -135,7 +135,7 @@ def write_weights(run_dir: Path, manifest: CheckpointManifest, weights: LazyWeig
     files: dict[str, FileSum] = {}
     try:
         for names in _by_file(weights):
-            tensors = {MODEL + name: _to_write(weights, name) for name in names}
+            tensors = {MODEL_PREFIX + name: _to_write(weights, name) for name in names}
             file = shard_name(len(files))
             with (partial_folder / file).open("xb") as opened:
                 sink = _Summed(opened)
@@ -153,12 +153,12 @@ def _to_write(weights: LazyWeights, name: str) -> TensorToWrite:
 
 def _by_file(weights: LazyWeights) -> list[list[str]]:
     files: list[list[str]] = [[]]
-    room = FILE_BYTES
+    room = WEIGHTS_FILE_BYTES
     for name in weights:
         size = _to_write(weights, name).bytes
         if size > room and files[-1]:
             files.append([])
-            room = FILE_BYTES
+            room = WEIGHTS_FILE_BYTES
         files[-1].append(name)
         room -= size
     return files

@@ -33,16 +33,16 @@ from typing import Any, Protocol
 
 from argosy.checkpoint import store
 from argosy.checkpoint.checksums import DamagedCheckpoint
-from argosy.checkpoint.rank_writer import GROUP, SaveOrder, commit_part, words
+from argosy.checkpoint.rank_writer import RANKS_OF_A_HEAD, SaveOrder, commit_part, words
 from argosy.checkpoint.store import Checkpoint, step_folder
 from argosy.errors import STOP_SIGNALS
 from argosy.files import atomic_write
 from argosy.processes.channel import Channel, Gone
 from argosy.processes.child import channel_to_parent, messages
 
-PATIENCE_S = 1.0
+FIRST_WRITER_S = 1.0
 """Shortest limit of the first writer's wait for the others."""
-LOOK_S = 0.02, 2.0
+FOLDER_LOOK_S = 0.02, 2.0
 """The first and the longest pause between two looks at the folder."""
 
 
@@ -52,7 +52,7 @@ def vouch(order: SaveOrder, is_closing: threading.Event) -> None:
     Waits until it is committed; returns if that will not happen, or once `is_closing` is set: it would be by now.
     """
     checkpoint = Checkpoint(step_folder(Path(order.run_dir), order.step))
-    pause_s, most_s = LOOK_S
+    pause_s, most_s = FOLDER_LOOK_S
     while not checkpoint.is_there:
         if (is_closing.wait(pause_s) or not order.partial.exists()) and not checkpoint.is_there:
             return
@@ -64,7 +64,7 @@ def vouch(order: SaveOrder, is_closing: threading.Event) -> None:
         _leave(checkpoint, _note_of(checkpoint, order.rank), checkpoint.problem(order.rank, order.size))
         if order.is_head:
             try:
-                read = _read_by(checkpoint, order.members, 2 * time.monotonic() - began_s + PATIENCE_S)
+                read = _read_by(checkpoint, order.members, 2 * time.monotonic() - began_s + FIRST_WRITER_S)
                 _leave(checkpoint, _summary_of(checkpoint, order.rank), None, sorted({order.rank, *read}))
             except DamagedCheckpoint as problem:
                 _leave(checkpoint, _summary_of(checkpoint, order.rank), str(problem))
@@ -78,9 +78,12 @@ def verify_together(checkpoint: Checkpoint, size: int) -> None:
     began_s = time.monotonic()
     checkpoint.verify(checkpoint.share(0, size))
     took_s = time.monotonic() - began_s
-    read = _read_by(checkpoint, range(1, min(GROUP, size)), time.monotonic() + took_s + PATIENCE_S)
-    heads = list(range(GROUP, size, GROUP))
-    until_s, pause_s = time.monotonic() + took_s + PATIENCE_S, LOOK_S[0]  # heads begin to wait when the first does
+    read = _read_by(checkpoint, range(1, min(RANKS_OF_A_HEAD, size)), time.monotonic() + took_s + FIRST_WRITER_S)
+    heads = list(range(RANKS_OF_A_HEAD, size, RANKS_OF_A_HEAD))
+    until_s, pause_s = (
+        time.monotonic() + took_s + FIRST_WRITER_S,
+        FOLDER_LOOK_S[0],
+    )  # heads begin to wait when the first does
     while heads:
         for head in list(heads):
             if (ranks := _found_in(checkpoint, _summary_of(checkpoint, head))) is not None:
@@ -89,7 +92,7 @@ def verify_together(checkpoint: Checkpoint, size: int) -> None:
         if not heads or time.monotonic() > until_s:
             break
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LOOK_S[1])
+        pause_s = min(2 * pause_s, FOLDER_LOOK_S[1])
     for rank in sorted({*range(1, size)} - read, reverse=True):
         if _found_in(checkpoint, _note_of(checkpoint, rank)) is None:
             checkpoint.verify(checkpoint.share(rank, size))
@@ -100,7 +103,7 @@ def verify_together(checkpoint: Checkpoint, size: int) -> None:
 def _read_by(checkpoint: Checkpoint, ranks: Iterable[int], until_s: float) -> set[int]:
     """Wait for the notes of `ranks`, and return those who left one. Raises: DamagedCheckpoint if one found damage."""
     waiting, read = {*ranks}, set[int]()
-    pause_s, most_s = LOOK_S
+    pause_s, most_s = FOLDER_LOOK_S
     while waiting and time.monotonic() < until_s:
         read |= {rank for rank in waiting if _found_in(checkpoint, _note_of(checkpoint, rank)) is not None}
         waiting -= read
@@ -140,7 +143,7 @@ def _summary_of(checkpoint: Checkpoint, head: int) -> Path:
     return checkpoint.folder / f"rank-{head:05d}.group.read"
 
 
-NICENESS = 5
+WRITER_NICENESS = 5
 """Niceness of the writer's process: training comes first."""
 
 
@@ -271,7 +274,7 @@ def main() -> None:
     snapshot = int(sys.argv[1])
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # they are for training, which saves then
-    os.nice(NICENESS)
+    os.nice(WRITER_NICENESS)
     trainer = channel_to_parent(send_timeout_s=math.inf)  # it may stand still for long, and hear the news later
     tell = _teller(trainer)
     writer = Writer(snapshot, tell)

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.cli.documents import DryRun, answer, show_dry_run
-from argosy.cli.options import ALL, TrustCode, parse_run
+from argosy.cli.options import HELP_ALL, TrustCode, parse_run
 from argosy.config.identity import check_repeatable
 from argosy.errors import UserError
 from argosy.extend.loading import check_approved
-from argosy.faults import POINTS, VARIABLE
+from argosy.faults import FAULT_POINTS, FAULTS_VARIABLE
 from argosy.observe.terminal import lasting_output
 
 
@@ -52,7 +52,7 @@ class Options:
 
 @lasting_output()
 def main(argv: list[str]) -> int:
-    options, run = parse_run(argv, "argosy chaos", Options, _about(points=ALL in argv))
+    options, run = parse_run(argv, "argosy chaos", Options, _about(points=HELP_ALL in argv))
     if options.every_s <= 0:
         raise UserError(f"--every-s {options.every_s:g}: must be more than 0. Try --every-s 60.")
     check_repeatable(run, run.name)
@@ -86,8 +86,10 @@ def _about(points: bool) -> str:
     kinds = "\n".join(f"  {name:<11}  {kind.about}" for name, kind in KINDS.items())
     about = f"{__doc__}\nKinds of faults:\n{kinds}"
     if not points:
-        return f"{about}\n\n--help-all lists the fault points of {VARIABLE} too."
-    return f"{about}\n\nFault points of {VARIABLE}:\n" + "\n".join(f"  {n:<11}  {where}" for n, where in POINTS.items())
+        return f"{about}\n\n--help-all lists the fault points of {FAULTS_VARIABLE} too."
+    return f"{about}\n\nFault points of {FAULTS_VARIABLE}:\n" + "\n".join(
+        f"  {n:<11}  {where}" for n, where in FAULT_POINTS.items()
+    )
 
 
 def _would(folder: Path, options: Options) -> DryRun:

@@ -29,7 +29,7 @@ from argosy.observe.terminal import printable, told_if_long
 if TYPE_CHECKING:
     from argosy.inference.loaded_model import ChatModel
 
-YOU, MODEL = "you> ", "model> "
+YOU_PROMPT, MODEL_PROMPT = "you> ", "model> "
 RESET, EXIT = "/reset", "/exit"
 
 
@@ -111,7 +111,7 @@ class Talk:
     def _lines(self) -> Iterator[str]:
         while True:
             try:
-                line = (input(YOU) if self._is_terminal else input()).strip()
+                line = (input(YOU_PROMPT) if self._is_terminal else input()).strip()
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -137,7 +137,7 @@ class Talk:
             return
         said = ""
         finish: Finish = ""
-        print(MODEL if self._is_terminal else "", end="", flush=True)
+        print(MODEL_PROMPT if self._is_terminal else "", end="", flush=True)
         try:
             for piece in pieces:
                 said, finish = said + piece.text, piece.finish

@@ -29,7 +29,7 @@ from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.hardware.devices import FORMATS, DataSheet, find_device
+from argosy.plan.hardware.devices import DEVICE_FORMATS, DataSheet, find_device
 from argosy.plan.parameters import parameters
 
 LAPTOP_VOCABULARY = 4096
@@ -181,7 +181,7 @@ def _device(argv: list[str]) -> None:
       argosy config device mine --bf16-tflops 200 --memory-gb 32 --memory-gb-s 1000 --link-gb-s 64 --power-w 400
     """
     options = parse(argv, "argosy config device", DeviceOptions, inspect.getdoc(_device))
-    order = ("bf16", "fp16", *FORMATS)
+    order = ("bf16", "fp16", *DEVICE_FORMATS)
     rates: dict[str, float] = {fmt: rate for fmt in order if (rate := getattr(options, f"{fmt}_tflops")) is not None}
     given = {f.name: getattr(options, f.name) for f in fields(DataSheet) if f.name != "tflops"}
     device = DataSheet(rates, **given).device(options.name)

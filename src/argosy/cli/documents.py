@@ -27,7 +27,7 @@ from argosy.errors import UserError
 from argosy.observe.terminal import printable
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-STDOUT = 1
+STDOUT_FD = 1
 
 
 @dataclass(frozen=True)
@@ -224,11 +224,11 @@ def documents_on_stdout() -> Iterator[None]:
     global _stdout  # noqa: PLW0603  - a process has one
     before, is_real = sys.stdout, False
     with suppress(OSError, ValueError, AttributeError):
-        is_real = before.fileno() == STDOUT
+        is_real = before.fileno() == STDOUT_FD
     before.flush()
     if is_real:
-        kept = os.dup(STDOUT)
-        os.dup2(sys.stderr.fileno(), STDOUT)
+        kept = os.dup(STDOUT_FD)
+        os.dup2(sys.stderr.fileno(), STDOUT_FD)
         _stdout = os.fdopen(kept, "w", encoding="utf-8")
     else:
         _stdout, sys.stdout = before, sys.stderr
@@ -240,6 +240,6 @@ def documents_on_stdout() -> Iterator[None]:
         if is_real:
             with suppress(OSError):
                 before.flush()
-            os.dup2(kept, STDOUT)
+            os.dup2(kept, STDOUT_FD)
             with suppress(OSError):
                 written.close()

@@ -21,9 +21,9 @@ from argosy.cli.options import parse
 from argosy.credentials import redact
 from argosy.observe.terminal import printable
 
-LONGEST_LINE = 2**20
+MOST_LINE_CHARACTERS = 2**20
 """Characters of a line after which it is cut in two."""
-ENDED = {"ended", "finished", "failed", "stopped"}
+ENDED_KINDS = {"ended", "finished", "failed", "stopped"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
         is_empty = False
     if is_empty:
         states = {run.state: run.why for run in launched_in(options.run)}
-        if states.keys() <= ENDED:
+        if states.keys() <= ENDED_KINDS:
             said = f"nothing was printed: {one_line(', '.join(f'{state} {why}' for state, why in states.items()))}"
         else:
             said = "nothing yet; `argosy runs` says what it waits for"
@@ -68,12 +68,12 @@ def main(argv: list[str]) -> None:
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[str]:
-    """Yield each line as soon as it is whole; one that is longer than `LONGEST_LINE` in parts."""
+    """Yield each line as soon as it is whole; one that is longer than `MOST_LINE_CHARACTERS` in parts."""
     characters, rest = getincrementaldecoder("utf-8")("backslashreplace"), ""
     for piece in pieces:
         *lines, rest = (rest + characters.decode(piece)).split("\n")
         yield from lines
-        if len(rest) > LONGEST_LINE:
+        if len(rest) > MOST_LINE_CHARACTERS:
             yield rest
             rest = ""
     if rest:

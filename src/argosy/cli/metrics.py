@@ -70,13 +70,16 @@ def main(argv: list[str]) -> None:
         raise UserError(
             f"--format {form}: with --json, JSON is printed. Leave one out, or name a file: --out metrics.csv"
         )
-    from argosy.watch.columns import STEP
+    from argosy.watch.columns import STEP_COLUMN
     from argosy.watch.library import table_of_steps
 
     reader = read_run(options.run)
     names = [name.strip() for name in options.columns.split(",") if name.strip()]
     if not names:
-        keys = [STEP, *(key for key in sorted({*reader.keys(), *reader.evaluations.keys()}) if key != STEP)]
+        keys = [
+            STEP_COLUMN,
+            *(key for key in sorted({*reader.keys(), *reader.evaluations.keys()}) if key != STEP_COLUMN),
+        ]
         if form == "json":
             write("metrics-keys", MetricsKeys(keys))
         else:

@@ -37,11 +37,11 @@ LOOKS = (tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
 TEXT = "@text@"
 """Stands for the text above the options while tyro writes its help: it would take out the breaks of its lines."""
 
-SHORT = ("-h", "--help")
-ALL = "--help-all"
+HELP_OPTIONS = ("-h", "--help")
+HELP_ALL = "--help-all"
 """The word that asks for the options of all keys."""
-OTHERS = f"""\
-Every other key of a run is an option too: {ALL} shows all of them, `argosy config show [RUN]` shows them with the
+OTHER_OPTIONS = f"""\
+Every other key of a run is an option too: {HELP_ALL} shows all of them, `argosy config show [RUN]` shows them with the
 values in force."""
 UNBROKEN = "\N{NO-BREAK SPACE}"
 REMARK = re.compile(r"^(  \S.*?)\s{2,}(\S.*)$")
@@ -87,7 +87,7 @@ class _Terminal(StringIO):
 
 def described(options: type, prog: str, about: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the parsed `options` and the words that they do not take. Raises: SystemExit after --help."""
-    if not any(word in SHORT for word in argv):
+    if not any(word in HELP_OPTIONS for word in argv):
         return _parsed(options, prog, argv) if "--json" not in argv else _parsed_for_program(options, prog, argv)
     written = _Terminal()
     try:
@@ -156,7 +156,7 @@ ESSENTIAL: tuple[Key, ...] = tuple(map(key_of, (
 ExtraT = TypeVar("ExtraT")
 SectionT = TypeVar("SectionT", bound=Section)
 
-RUN = " [RUN]"
+RUN_ARGUMENT = " [RUN]"
 NONE = "none"
 """The word on the command line for a key that TOML would leave out."""
 
@@ -174,9 +174,9 @@ def parse_run(
     """
     source, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
     run, about = load(source), about or _description(extra)
-    if any(word in SHORT for word in rest):
-        _show_essential(prog + RUN, extra, run, about, [key for key in ESSENTIAL if dotted(key) not in idle])
-    options, overrides = _parse(_helped(rest), prog + RUN, extra, run, about)
+    if any(word in HELP_OPTIONS for word in rest):
+        _show_essential(prog + RUN_ARGUMENT, extra, run, about, [key for key in ESSENTIAL if dotted(key) not in idle])
+    options, overrides = _parse(_helped(rest), prog + RUN_ARGUMENT, extra, run, about)
     return options, load(source, overrides, overrides_mark=OPTION_MARK)
 
 
@@ -205,7 +205,7 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
     found: ExtraT
     unknown: list[str]
     argv = _helped(argv)
-    form = explained(options) if any(word in SHORT for word in argv) else options
+    form = explained(options) if any(word in HELP_OPTIONS for word in argv) else options
     argv = _with_plain_counts(argv, options)
     found, unknown = described(form, prog, about or _description(options), argv)
     _refuse(unknown, prog, options, Section)
@@ -214,7 +214,7 @@ def parse(argv: list[str], prog: str, options: type[ExtraT], about: str | None =
 
 def act(command: str, actions: Mapping[str, Callable[[list[str]], int | None]], argv: list[str]) -> int:
     """Run the action of a command that its first word names; without one, print them all. Raises: UserError."""
-    if not argv or argv[0] in (*SHORT, ALL):
+    if not argv or argv[0] in (*HELP_OPTIONS, HELP_ALL):
         about = sys.modules[f"argosy.cli.{command}"].__doc__ or ""
         print(f"usage: argosy {command} {{{','.join(actions)}}} ...\n\n{fitted(about)}")
         return 0
@@ -225,7 +225,7 @@ def act(command: str, actions: Mapping[str, Callable[[list[str]], int | None]], 
 
 def _helped(argv: list[str]) -> list[str]:
     """Return the words with --help in place of --help-all, which shows all where --help would show a part."""
-    return ["--help" if word == ALL else word for word in argv]
+    return ["--help" if word == HELP_ALL else word for word in argv]
 
 
 def _with_plain_counts(argv: list[str], options: type) -> list[str]:
@@ -268,14 +268,16 @@ def _show_essential(prog: str, extra: type, run: RunConfig, about: str, shown: S
         value, option = getattr(section, name), dotted(key).replace("_", "-")
         leaf = _leaf(schema.model_fields[name], value, meanings(schema)[name], option)
         parts.append(("_".join(map(str, key)), leaf, field(default=_words(value))))
-    described(_side_by_side(explained(extra), make_dataclass("Keys", parts)), prog, f"{about}\n\n{OTHERS}", ["--help"])
+    described(
+        _side_by_side(explained(extra), make_dataclass("Keys", parts)), prog, f"{about}\n\n{OTHER_OPTIONS}", ["--help"]
+    )
 
 
 def _parse(
     argv: list[str], prog: str, extra: type[ExtraT], config: Section, about: str
 ) -> tuple[ExtraT, dict[str, object]]:
     """The command's options, and the keys of `config` that the command line changes: dotted key -> value."""
-    shown = any(word in SHORT for word in argv)
+    shown = any(word in HELP_OPTIONS for word in argv)
     form = _form(config, shown)
     argv = _by_new_names(argv)
     both = _side_by_side(explained(extra) if shown else extra, type(form))
@@ -325,10 +327,10 @@ def _refuse(unknown: list[str], prog: str, extra: Any, schema: type[Section]) ->
         hint = "set it in the run file." if key in hidden else suggestion(key, known, mark=OPTION_MARK)
         lines.append(f"{name}: {'no' if key in hidden else 'unknown'} option; {hint}")
     if unknown and not lines:
-        order = ", and RUN comes first" if prog.endswith(RUN) else ""
+        order = ", and RUN comes first" if prog.endswith(RUN_ARGUMENT) else ""
         lines = [f"{' '.join(unknown)}: unexpected; options begin with --{order}."]
     if lines:
-        all_options = f"{prog.removesuffix(RUN)} {ALL if prog.endswith(RUN) else '--help'}"
+        all_options = f"{prog.removesuffix(RUN_ARGUMENT)} {HELP_ALL if prog.endswith(RUN_ARGUMENT) else '--help'}"
         raise UserError("\n".join([*lines, f"  All options: {all_options}"]))
 
 

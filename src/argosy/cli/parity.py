@@ -27,9 +27,9 @@ from argosy.plan.search.auto import check_written
 if TYPE_CHECKING:
     from argosy.compare.parity import Parity
 
-RUN = "parity"
+PARITY_PRESET = "parity"
 """The preset to train if no run is named."""
-IDLE = (
+PARITY_IDLE_KEYS = (
     *("train.steps", "train.minutes", "train.epochs"),
     *("evaluate.every_steps", "checkpoint.every_steps", "launch.processes"),
 )
@@ -51,8 +51,8 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    named = argv if argv and not argv[0].startswith("-") else [RUN, *argv]
-    options, run = parse_run(named, "argosy parity", Options, idle=IDLE)
+    named = argv if argv and not argv[0].startswith("-") else [PARITY_PRESET, *argv]
+    options, run = parse_run(named, "argosy parity", Options, idle=PARITY_IDLE_KEYS)
     if options.tolerance is not None and options.tolerance < 0:
         raise UserError(f"--tolerance {options.tolerance}: must be 0 or more. Try 1e-5.")
     check_written(run)  # before torch is imported, which takes seconds

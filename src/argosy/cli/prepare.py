@@ -40,7 +40,7 @@ from argosy.observe.terminal import lasting_output, printable
 
 LITTLE_HELD_OUT = 8 * DataConfig().seq_len
 """Tokens: eight samples of the usual length."""
-GREEN, PLAIN = "\x1b[1;32m", "\x1b[0m"
+GREEN_STYLE, RESET_STYLE = "\x1b[1;32m", "\x1b[0m"
 """Bold green, and as it was (ECMA-48: SGR)."""
 
 
@@ -150,7 +150,7 @@ def _show(folder: Path, count: int) -> None:
 
     if (rows := Manifest.load(folder, check_shards=False).rows) is None:
         raise UserError(f"{folder} holds text, and no conversations that --show could print.")
-    begin, end = (GREEN, PLAIN) if sys.stdout.isatty() else ("{+", "+}")
+    begin, end = (GREEN_STYLE, RESET_STYLE) if sys.stdout.isatty() else ("{+", "+}")
     sides = {True: ", rejected", False: ", chosen"} if rows.kind == "pairs" else {True: ", undesirable", False: ""}
     number = 0
     for shown in conversations_in(folder):

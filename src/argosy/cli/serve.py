@@ -25,7 +25,7 @@ from argosy.observe.terminal import printable, told_if_long
 if TYPE_CHECKING:
     from argosy.inference.loaded_model import ChatModel, LoadedModel
 
-TOKEN = "ARGOSY_SERVE_TOKEN"
+SERVE_TOKEN_VARIABLE = "ARGOSY_SERVE_TOKEN"
 """Variable of the environment with an API key of the user's own; then 127.0.0.1 asks for it as well."""
 
 
@@ -72,14 +72,14 @@ def main(argv: list[str]) -> int:
     from argosy.watch.http import listening, new_token, token_of, url
 
     must_be_folder_or_url(options.path)
-    token = token_of(TOKEN) or ("" if is_loopback(options.host) else new_token())
+    token = token_of(SERVE_TOKEN_VARIABLE) or ("" if is_loopback(options.host) else new_token())
     name = options.name or spelled(options.path).rstrip("/").rpartition("/")[2]
     with told_if_long("argosy serve: loading the model"):
         from argosy.inference.loaded_model import load_model
-        from argosy.inference.openai_server import PORT, server_of
+        from argosy.inference.openai_server import SERVE_PORT, server_of
 
         model = load_model(options.path, options.plan, options.trust_code)
-    with model, listening(options.host, options.port, PORT) as listener:
+    with model, listening(options.host, options.port, SERVE_PORT) as listener:
         chat, why_not = _chat_of(model, options.template)
         address = f"{url(listener, options.host, '')}v1"
         if options.json:

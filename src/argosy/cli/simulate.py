@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from argosy.plan.plan import Plan
     from argosy.simulate.simulate import SimulatedRecord
 
-SHORT = {"--model": "--model.preset", "--global-batch": "--train.global-batch", "--seq-len": "--data.seq-len"}
+SIMULATE_SHORT = {"--model": "--model.preset", "--global-batch": "--train.global-batch", "--seq-len": "--data.seq-len"}
 """Short options -> the keys of a run that they stand for."""
-IDLE = (
+SIMULATE_IDLE_KEYS = (
     *("name", "model.weights", "data.prepare.input", "data.sources", "train.steps", "train.minutes", "train.epochs"),
     *("evaluate.every_steps", "checkpoint.every_steps", "launch.processes", "seed"),
 )
@@ -72,7 +72,7 @@ class Options:
 
 
 def main(argv: list[str]) -> None:
-    options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options, idle=IDLE)
+    options, run = parse_run(list(map(_in_full, argv)), "argosy simulate", Options, idle=SIMULATE_IDLE_KEYS)
     check_approved(run.extend.code, options.trust_code)
     from argosy.plan.hardware.clusters import Cluster
     from argosy.simulate.simulate import nodes_for, ranks_of_stages, settle, simulate
@@ -115,7 +115,7 @@ def _on_cuda(plan: Plan, run: RunConfig, ranks: list[int], options: Options) -> 
 
 def _in_full(word: str) -> str:
     name, equals, value = word.partition("=")
-    return SHORT.get(name, name) + equals + value
+    return SIMULATE_SHORT.get(name, name) + equals + value
 
 
 def _in_words(found: SimulatedRecord) -> str:

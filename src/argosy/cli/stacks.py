@@ -31,9 +31,9 @@ from argosy.files import atomic_write, open_regular
 from argosy.observe.stacks import in_words
 from argosy.observe.terminal import printable
 from argosy.processes.child import wait_until
-from argosy.supervise.stack_gatherer import FOLDER, REQUEST, NodeStacks
+from argosy.supervise.stack_gatherer import STACKS_FOLDER, STACKS_REQUEST, NodeStacks
 
-LOOK_S = 0.1
+STACKS_LOOK_S = 0.1
 KEPT = 20
 """Older answers that stay in the folder."""
 
@@ -101,17 +101,17 @@ def _is_held(lock: Path) -> bool:
 
 def _ask(run_dir: Path, name: str) -> Path:
     """Write the request. Return the folder in which the answers will be. Raises: UserError if it may not be written."""
-    folder = run_dir / FOLDER / name
+    folder = run_dir / STACKS_FOLDER / name
     try:
         folder.mkdir(parents=True)
-        with atomic_write(run_dir / FOLDER / REQUEST) as file:
+        with atomic_write(run_dir / STACKS_FOLDER / STACKS_REQUEST) as file:
             file.write(json.dumps({"name": name, "time_s": time.time(), "pid": os.getpid()}).encode())
     except OSError as problem:
         raise UserError(
-            f"{run_dir / FOLDER}: cannot be written ({problem.strerror}). Who may write to a run's folder may ask for "
-            "its stacks: ask its owner."
+            f"{run_dir / STACKS_FOLDER}: cannot be written ({problem.strerror}). Who may write to a run's folder may "
+            "ask for its stacks: ask its owner."
         ) from None
-    older = sorted(path for path in (run_dir / FOLDER).iterdir() if path.is_dir() and path.name[:1].isdigit())
+    older = sorted(path for path in (run_dir / STACKS_FOLDER).iterdir() if path.is_dir() and path.name[:1].isdigit())
     for path in older[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
     return folder
@@ -119,7 +119,7 @@ def _ask(run_dir: Path, name: str) -> Path:
 
 def _answers(folder: Path, nodes: int, wait_s: float) -> list[NodeStacks]:
     """Return the agents' answers once all are there, or the time is over."""
-    wait_until(lambda: len([*folder.glob("*.json")]) >= nodes, wait_s, LOOK_S)
+    wait_until(lambda: len([*folder.glob("*.json")]) >= nodes, wait_s, STACKS_LOOK_S)
     answers = []
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValidationError):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 STARTS_NOTHING = ("-h", "--help", "--help-all", "--dry-run", "--dry_run")
 """Words with which no process is started."""
-SHORT, LONG = "--profile", "--observe.profile.steps"
+PROFILE_SHORT, PROFILE_LONG = "--profile", "--observe.profile.steps"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,12 @@ def _train(argv: list[str], forks: ForkServer | None) -> None:
     from argosy.plan.plan import is_asynchronous
     from argosy.sync.layout import is_server
 
-    argv = [word.replace(SHORT, LONG) if word == SHORT or word.startswith(f"{SHORT}=") else word for word in argv]
+    argv = [
+        word.replace(PROFILE_SHORT, PROFILE_LONG)
+        if word == PROFILE_SHORT or word.startswith(f"{PROFILE_SHORT}=")
+        else word
+        for word in argv
+    ]
     options, run = parse_run(argv, "argosy train", Options)
     if options.dry_run:
         from argosy.launch.local import would_train

@@ -37,7 +37,7 @@ from argosy.errors import ArgosyWarning, UserError, missing_extra
 if TYPE_CHECKING:
     from argosy.watch.mcp_server import Allowed
 
-TOKEN = "ARGOSY_WATCH_TOKEN"
+WATCH_TOKEN_VARIABLE = "ARGOSY_WATCH_TOKEN"
 """Variable of the environment with a token of the user's own; then 127.0.0.1 asks for it as well."""
 
 
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> int:
 
         mcp = server_of_runs(root, allowed)
     # All users of a machine reach its loopback addresses; who starts and stops runs must be the one who said --allow.
-    token = token_of(TOKEN) or ("" if is_loopback(options.host) and not allowed else new_token())
+    token = token_of(WATCH_TOKEN_VARIABLE) or ("" if is_loopback(options.host) and not allowed else new_token())
     with listening(options.host, options.port) as listener:
         address = url(listener, options.host, token)
         if options.json:

@@ -17,7 +17,7 @@ from argosy.watch.facts import Floats
 from argosy.watch.overview import line, machine_of
 from argosy.watch.reader import RunReader
 
-POINTS = 8
+COMPARED_POINTS = 8
 """Points at which the losses are compared."""
 SMOOTHED = 0.02
 """The loss at a point is the mean over the steps before it, so large a share of the common range."""
@@ -143,7 +143,7 @@ def _measure(reader: RunReader, run: ComparedRun, kind: Measure) -> tuple[Floats
 
 
 def _losses(
-    a: tuple[Floats, Floats], b: tuple[Floats, Floats], points: int = POINTS
+    a: tuple[Floats, Floats], b: tuple[Floats, Floats], points: int = COMPARED_POINTS
 ) -> tuple[list[float], list[float], list[float]]:
     """Return points of the range that both have, and the loss of each there; nothing if there is no such range."""
     if not len(a[0]) or not len(b[0]):
@@ -172,7 +172,8 @@ def in_text(found: Comparison) -> Iterator[str]:
     """Yield the lines that say a comparison to a person."""
     rows = [("", "A", "B"), ("run", found.a.folder, found.b.folder)]
     rows += [
-        (name, write(getattr(found.a, key)), write(getattr(found.b, key))) for key, (name, write) in WRITTEN.items()
+        (name, write(getattr(found.a, key)), write(getattr(found.b, key)))
+        for key, (name, write) in WRITTEN_FIELDS.items()
     ]
     yield from _aligned(rows)
     yield ""
@@ -182,7 +183,7 @@ def in_text(found: Comparison) -> Iterator[str]:
     else:
         yield "no setting differs"
     for curve in found.curves:
-        write = UNITS[curve.of]
+        write = COMPARED_UNITS[curve.of]
         unit = f" ({found.a.currency})" if curve.of == "cost" else ""
         yield ""
         yield f"loss at equal {curve.of}{unit}"
@@ -227,7 +228,7 @@ def _four(value: float) -> str:
     return f"{value:.4g}"
 
 
-WRITTEN: dict[str, tuple[str, Any]] = {
+WRITTEN_FIELDS: dict[str, tuple[str, Any]] = {
     "state": ("state", str),
     "step": ("step", _or_nothing(str)),
     "tokens": ("tokens", _or_nothing(count)),
@@ -239,4 +240,4 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "plan": ("plan", _or_nothing(str)),
 }
 """Field of a run -> its name, and how it is written."""
-UNITS: dict[str, Any] = {"tokens": count, "time": seconds, "cost": lambda value: f"{value:.3g}"}
+COMPARED_UNITS: dict[str, Any] = {"tokens": count, "time": seconds, "cost": lambda value: f"{value:.3g}"}

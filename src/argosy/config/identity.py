@@ -13,7 +13,7 @@ from argosy.config.section import dotted, flatten
 from argosy.config.train import LoraConfig
 from argosy.errors import UserError
 
-MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.epochs",
+RESUME_MAY_CHANGE = ("name", "plan", "model.preset", "model.weights", "train.steps", "train.minutes", "train.epochs",
               "train.pause_at", "train.deterministic", "evaluate", "checkpoint", "launch", "resilience", "observe",
               "data.prepare", "data.on_bad_shard", "data.cache", "site", "sites", "sync.servers", "sync.shards",
               "sync.server_launch",
@@ -47,7 +47,7 @@ def lasting_values(run: RunConfig) -> dict[str, Any]:
     Code of the user's counts by its checksum, wherever it lies.
     """
     values = {dotted(key): value for key, value in flatten(run.model_dump(mode="json"), RunConfig).items()}
-    lasting = {key: value for key, value in values.items() if not is_under(key, MAY_CHANGE)}
+    lasting = {key: value for key, value in values.items() if not is_under(key, RESUME_MAY_CHANGE)}
     if run.sites:
         lasting |= {f"sites.{site.name}.batch": site.batch for site in run.sites}
     return lasting | {f"extend {name}": f"sha256 {sum_}" for name, sum_ in run.extend.checksums.items()}

@@ -20,13 +20,13 @@ from argosy.config.schema import RunConfig
 from argosy.config.section import Key, Section, dotted, flatten, key_fields, key_of, value_type
 from argosy.errors import ArgosyWarning, UserError
 
-FOLDER = Path(__file__).parent / "presets"
+PRESETS_FOLDER = Path(__file__).parent / "presets"
 
 Kind = Literal["models", "runs", "devices", "clusters"]
 
 
 def preset_names(kind: Kind) -> list[str]:
-    return sorted(path.stem for path in (FOLDER / kind).glob("*.toml"))
+    return sorted(path.stem for path in (PRESETS_FOLDER / kind).glob("*.toml"))
 
 
 def preset_path(kind: Kind, name: str) -> Path:
@@ -34,7 +34,7 @@ def preset_path(kind: Kind, name: str) -> Path:
     names = preset_names(kind)
     if name not in names:
         raise UserError(f"no {kind[:-1]} preset is called {name!r}; {near_names(name, names)}")
-    return FOLDER / kind / f"{name}.toml"
+    return PRESETS_FOLDER / kind / f"{name}.toml"
 
 
 def near_names(name: str, names: list[str]) -> str:
@@ -170,7 +170,7 @@ def _settled_stage(stage: object, folder: Path) -> object:
     return stage
 
 
-_URL = re.compile(r"(hf|s3a?|gs|az|adl|azure|abfss?|file):/")
+_SLASHED_URL = re.compile(r"(hf|s3a?|gs|az|adl|azure|abfss?|file):/")
 """A URL that was taken for a path on its way has one slash."""
 
 
@@ -181,7 +181,7 @@ def _absolute(path: object, folder: Path) -> object:
         not isinstance(path, str | Path)
         or "://" in text
         or text.startswith(("builtin:", "source:"))
-        or _URL.match(text)
+        or _SLASHED_URL.match(text)
     ):
         return path
     return os.path.normpath(folder / Path(path).expanduser())
@@ -196,9 +196,9 @@ def _plan_text(table: dict[str, object]) -> object:
     return ",".join(auto + [f"{key}={word}" for key, word in words.items()])
 
 
-WEIGHTS: Key = ("model", "weights")
-PRESET: Key = ("model", "preset")
-OF_ANY_MODEL: tuple[Key, ...] = (WEIGHTS, ("model", "init_std"), ("model", "score"))
+WEIGHTS_PATH: Key = ("model", "weights")
+PRESET_PATH: Key = ("model", "preset")
+OF_ANY_MODEL: tuple[Key, ...] = (WEIGHTS_PATH, ("model", "init_std"), ("model", "score"))
 """Keys of the model that no preset sets, nor weights that it starts from."""
 
 
@@ -208,22 +208,24 @@ def of_weights(asked: Layer) -> Layer:
 
     Raises: UserError if there is neither, and `asked` says nothing of the sizes.
     """
-    entry = asked.get(WEIGHTS)
-    if entry is None or not isinstance(entry.value, str | Path) or PRESET in asked:
+    entry = asked.get(WEIGHTS_PATH)
+    if entry is None or not isinstance(entry.value, str | Path) or PRESET_PATH in asked:
         return {}
     folder = Path(entry.value)
     runs = [path for path in (folder / "run.toml", folder.parent.parent / "run.toml") if path.is_file()]
     if runs:
         file = file_layer(runs[0], str(runs[0]), runs[0].parent)
-        return {key: found for key, found in file.items() if key[0] == "model" and key not in (PRESET, *OF_ANY_MODEL)}
+        return {
+            key: found for key, found in file.items() if key[0] == "model" and key not in (PRESET_PATH, *OF_ANY_MODEL)
+        }
     says_all = all(("model", key) in asked for key in SAYS_ALL)
-    if not says_all and (_URL.match(str(entry.value)) or (folder / "config.json").is_file()):
-        return _of_model_folder(entry.value, f"{entry.source.place(WEIGHTS).text}model.weights = ")
+    if not says_all and (_SLASHED_URL.match(str(entry.value)) or (folder / "config.json").is_file()):
+        return _of_model_folder(entry.value, f"{entry.source.place(WEIGHTS_PATH).text}model.weights = ")
     if any(key[0] == "model" and key not in OF_ANY_MODEL for key in asked):
         return {}
     raise UserError(
-        f"{entry.source.place(WEIGHTS).text}model.weights = {folder}: no run.toml and no config.json there says the "
-        "model's sizes. Give a run folder, one of its checkpoints, a Hugging Face folder or hf://OWNER/NAME."
+        f"{entry.source.place(WEIGHTS_PATH).text}model.weights = {folder}: no run.toml and no config.json there says "
+        "the model's sizes. Give a run folder, one of its checkpoints, a Hugging Face folder or hf://OWNER/NAME."
     )
 
 
@@ -239,4 +241,4 @@ def _of_model_folder(place: str | Path, named: str) -> Layer:
     model = import_module(MODEL_FOLDERS).import_config(place, named)
     values = flatten({"model": model.model_dump(mode="json", exclude_unset=True)}, RunConfig)
     source = Source(f"{named}{place}: ")
-    return {key: Setting(value, source) for key, value in values.items() if key not in (PRESET, *OF_ANY_MODEL)}
+    return {key: Setting(value, source) for key, value in values.items() if key not in (PRESET_PATH, *OF_ANY_MODEL)}

@@ -26,10 +26,10 @@ _SHOWN = 100
 """Characters of a line that a message shows, at most."""
 
 _BASIC, _LITERAL = r'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"', r"'[^'\n]*+'"
-_NAME = re.compile(rf"[\w-]++|{_BASIC}|{_LITERAL}")
+_KEY_NAME = re.compile(rf"[\w-]++|{_BASIC}|{_LITERAL}")
 _TOKEN = re.compile(
     r'(?P<text>"""[^\\]*?(?:\\.[^\\]*?)*?"{3,5}|\'\'\'.*?\'{3,5})|(?P<unclosed>"""|\'\'\')|(?P<comment>\#[^\n]*+)'
-    rf"|(?P<names>(?:{_NAME.pattern})(?:[ \t]*+\.[ \t]*+(?:{_NAME.pattern}))*+)"
+    rf"|(?P<names>(?:{_KEY_NAME.pattern})(?:[ \t]*+\.[ \t]*+(?:{_KEY_NAME.pattern}))*+)"
     r"|(?P<open>[\[{])|(?P<close>[\]}])|(?P<end>\n)|(?P<cut>[\"\'])",
     re.DOTALL,
 )
@@ -112,7 +112,7 @@ def _too_deep(text: str) -> int:
     """Return the line with more names in one key, or brackets inside of each other, than a file of ours has; else 0."""
     for match, depth in _tokens(text):
         names = match["names"] or ""
-        if depth > MOST_DEPTH or (names.count(".") >= MOST_DEPTH and len(_NAME.findall(names)) > MOST_DEPTH):
+        if depth > MOST_DEPTH or (names.count(".") >= MOST_DEPTH and len(_KEY_NAME.findall(names)) > MOST_DEPTH):
             return text.count("\n", 0, match.start()) + 1
     return 0
 

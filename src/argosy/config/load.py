@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from argosy.config.data import DataConfig, row_kind
 from argosy.config.layers import (
     OF_ANY_MODEL,
-    PRESET,
-    WEIGHTS,
+    PRESET_PATH,
+    WEIGHTS_PATH,
     Layer,
     Setting,
     Source,
@@ -42,7 +42,7 @@ from argosy.errors import UserError
 DEFAULT_RUN = "demo"
 RUN_FILE = "run.toml"
 """The run file in a run's folder."""
-LONGEST: Key = ("model", "max_seq_len")
+MAX_SEQ_LEN_PATH: Key = ("model", "max_seq_len")
 OPTION_MARK = "--"
 """Stands before a key in messages about the command line."""
 MOST_PROBLEMS = 20
@@ -86,7 +86,7 @@ def load_layers(file: Layer, given: Layer, folder: Path) -> RunConfig:
     """
     below = over_model_preset(file, given)
     said = of_weights(below | given) | below | given
-    longest = said[LONGEST].value if LONGEST in said else ModelConfig().max_seq_len
+    longest = said[MAX_SEQ_LEN_PATH].value if MAX_SEQ_LEN_PATH in said else ModelConfig().max_seq_len
     usual: dict[Key, object] = {("data", "prepare", "out"): DataConfig().prepare.out} | practice(said, longest)
     return build(RunConfig, run_layer(usual, Source(""), folder) | said, below)
 
@@ -184,19 +184,19 @@ def over_model_preset(file: Layer, given: Layer) -> Layer:
     Raises: UserError for an unknown preset.
     """
     new = _model_preset(file | given)
-    if new and PRESET in given:
+    if new and PRESET_PATH in given:
         file = {key: entry for key, entry in file.items() if key[0] != "model" or key in OF_ANY_MODEL}
     return new | file
 
 
 def _model_preset(layer: Layer) -> Layer:
-    entry = layer.get(PRESET)
+    entry = layer.get(PRESET_PATH)
     if entry is None or not isinstance(entry.value, str):
         return {}
     try:
         return preset_layer(preset_path("models", entry.value))
     except UserError as error:
-        place = entry.source.place(PRESET)
+        place = entry.source.place(PRESET_PATH)
         raise UserError(f'{place.text}model.preset = "{entry.value}": {error}') from None
 
 
@@ -287,7 +287,7 @@ STANDS_FOR: Mapping[Key, tuple[Key, ...]] = {
 """Key -> those that say the same in another way, or cannot go with it: practice leaves it out beside one of these."""
 
 SAYS_NOTHING: Mapping[Key, tuple[str, ...]] = {
-    WEIGHTS: ("model", "data.prepare.vocab_size"),
+    WEIGHTS_PATH: ("model", "data.prepare.vocab_size"),
     LORA_RANK: ("optimizer",),
     OBJECTIVE: (
         *("name", "data.seq_len", "data.prepare.out", "data.prepare.vocab_size", "data.prepare.max_text_bytes"),

@@ -16,14 +16,14 @@ from argosy.config.section import Section
 AlertKind = Literal[
     "spike", "nan", "stall", "dead", "disk_filling", "node_in_doubt", "low_goodput", "checkpoint_unverified"
 ]
-ALL: tuple[AlertKind, ...] = get_args(AlertKind)
-VARIABLE = r"^$|^[A-Za-z_][A-Za-z0-9_]*$"
+ALERT_KINDS: tuple[AlertKind, ...] = get_args(AlertKind)
+VARIABLE_NAME = r"^$|^[A-Za-z_][A-Za-z0-9_]*$"
 
 
 class AlertsConfig(Section):
     """Alerts to people while a run goes on, and how they reach them."""
 
-    on: tuple[AlertKind, ...] = ALL
+    on: tuple[AlertKind, ...] = ALERT_KINDS
     """The alerts that are told: spike, nan, stall, dead, disk_filling, node_in_doubt, low_goodput,
     checkpoint_unverified."""
     page: bool = False
@@ -31,9 +31,9 @@ class AlertsConfig(Section):
     that came and went while nobody looked."""
     webhook: Annotated[str, Field(pattern=r"^$|^https?://[^\s/]+")] = ""
     """URL that each alert is posted to, as JSON. A URL with a secret in it belongs in `webhook_env`."""
-    webhook_env: Annotated[str, Field(pattern=VARIABLE)] = ""
+    webhook_env: Annotated[str, Field(pattern=VARIABLE_NAME)] = ""
     """Environment variable that holds the URL, in place of `webhook`."""
-    headers_env: Annotated[str, Field(pattern=VARIABLE)] = ""
+    headers_env: Annotated[str, Field(pattern=VARIABLE_NAME)] = ""
     """Environment variable that holds headers of the request, one a line: Authorization: Bearer ..."""
     command: tuple[str, ...] = ()
     """Program with its arguments that each alert is given to, as JSON on its standard input; no shell is involved."""

@@ -28,7 +28,7 @@ from argosy.config.observe import ObserveConfig
 from argosy.config.optimizer import OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from argosy.config.section import Section
 from argosy.config.sync import SiteConfig, SyncConfig, check_fragments, check_sites
-from argosy.config.train import LOSSES, LoraConfig, PreferenceConfig, TrainConfig
+from argosy.config.train import BUILTIN_LOSSES, LoraConfig, PreferenceConfig, TrainConfig
 from argosy.extend.declared import Declaration
 
 SIGMAS_OF_MAD = 1.4826
@@ -244,7 +244,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _own_names_are_declared(self) -> Self:
         self.extend.check_name("optimizer.kind", self.optimizer.kind, "optimizer", OPTIMIZERS)
-        self.extend.check_name("train.loss", self.train.loss, "loss", LOSSES)
+        self.extend.check_name("train.loss", self.train.loss, "loss", BUILTIN_LOSSES)
         self.extend.check_name("model.family", self.model.family, "family", FAMILIES)
         own = self.extend.declared("family").get(self.model.family)
         gated = self.model.family not in UNGATED if own is None else own.facts["gated"]

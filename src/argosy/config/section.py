@@ -27,11 +27,11 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, field_validator
 from pydantic.fields import FieldInfo
 
-from argosy.credentials import REMEDY, has_credentials
+from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 
 _PARSES = threading.Lock()
 """Python 3.11 counts the depth of all threads' syntax trees in one place: SystemError (python/cpython#106905)."""
-TRIES = 5
+PARSE_TRIES = 5
 """Times that a module is parsed at most: a thread of a library may do so at the same moment."""
 
 
@@ -83,7 +83,7 @@ def _definitions(module: str) -> dict[str, ast.ClassDef]:
 
 
 def _parsed(source: str) -> ast.Module:
-    for _ in range(TRIES - 1):
+    for _ in range(PARSE_TRIES - 1):
         with suppress(SystemError):
             return ast.parse(source)
     return ast.parse(source)
@@ -107,7 +107,7 @@ class Section(BaseModel):
         """A run file is written to the run's folder, and what it says to logs and manifests."""
         texts = value if isinstance(value, tuple | dict) else [value]
         if any(isinstance(text, str | Path) and has_credentials(str(text)) for text in texts):
-            raise ValueError(REMEDY)
+            raise ValueError(CREDENTIALS_REMEDY)
         return value
 
 
@@ -202,7 +202,7 @@ def dotted(key: Iterable[str | int]) -> str:
     return text
 
 
-FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+NUMBER_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 COUNT = re.compile(r"([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?)\s*([kmbgt]?)", re.IGNORECASE)
 
 
@@ -215,7 +215,7 @@ def count_of(word: str) -> int | float:
         return float(word)  # a number, for the option to refuse
     if (parts := COUNT.fullmatch(word.strip())) is None:
         raise ValueError(f"{word!r} is no number; try 30000, 30k, 7.1M, 161B or 1T")
-    value = float(parts[1]) * FACTORS[parts[2].lower()]
+    value = float(parts[1]) * NUMBER_SUFFIXES[parts[2].lower()]
     if not math.isfinite(value):
         raise ValueError(f"{word!r} is too large")
     if parts[2]:
@@ -229,14 +229,14 @@ Count = Annotated[float, IS_COUNT]
 WholeCount = Annotated[int, IS_COUNT]
 
 
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+TIME_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 DURATION = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*([smhdw])\s*", re.IGNORECASE)
 
 
 def seconds_of(word: str) -> float:
     """Return the seconds that `word` says. Raises: ValueError."""
     parts = DURATION.fullmatch(word)
-    found = float(parts[1]) * UNITS[parts[2].lower()] if parts else 0.0
+    found = float(parts[1]) * TIME_UNITS[parts[2].lower()] if parts else 0.0
     if not found:
         raise ValueError(f"{word!r} is no length of time; try 90m, 12h, 30d or 2w")
     return found

@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from argosy.config.launch import Address, LaunchOptions, OptionalAddress
 from argosy.config.section import Section
 
-SERVER = re.compile(r"^server-([1-9][0-9]{0,3})$")
+SERVER_NAME = re.compile(r"^server-([1-9][0-9]{0,3})$")
 """Names of parameter servers, as `server_name` gives them."""
 MOST_LOCAL_STEPS = 500
 """A worker's record of its steps is one message."""
@@ -49,7 +49,7 @@ def server_name(number: int) -> str:
 
 def server_number(site: str) -> int | None:
     """Return the number, from 0, of the parameter server that is called `site`; None if it is the name of no server."""
-    found = SERVER.match(site)
+    found = SERVER_NAME.match(site)
     return int(found.group(1)) - 1 if found else None
 
 
@@ -155,9 +155,9 @@ def check_sites(sites: Sequence[SiteConfig], site: str, quorum: int) -> None:
     addresses = [one.address for one in sites if one.address]
     if twice := next((address for address in addresses if addresses.count(address) > 1), None):
         raise ValueError(f'sites: the address "{twice}" is there twice; give each site its own')
-    if server := next((name for name in names if SERVER.match(name)), None):
+    if server := next((name for name in names if SERVER_NAME.match(name)), None):
         raise ValueError(f'sites: the name "{server}" is that of a parameter server; give the site another')
-    if site and site not in names and not (names and SERVER.match(site)):
+    if site and site not in names and not (names and SERVER_NAME.match(site)):
         there = f"the sites are {', '.join(names)}" if names else "the run has no [[sites]]"
         raise ValueError(f'site = "{site}": there is no such site; {there}')
     if quorum > max(1, len(sites)):

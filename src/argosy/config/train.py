@@ -104,7 +104,7 @@ class BatchSizes:
         ]
 
 
-LOSSES = ("cross_entropy",)
+BUILTIN_LOSSES = ("cross_entropy",)
 
 
 class TrainConfig(Section):
@@ -126,7 +126,7 @@ class TrainConfig(Section):
     """Batch-size ramp: stages of first steps with smaller batches, which grow up to global_batch."""
     deterministic: bool = False
     """Use deterministic kernels only: the same numbers again, slower on a GPU."""
-    loss: Annotated[str, one_of_or_own(*LOSSES)] = "cross_entropy"
+    loss: Annotated[str, one_of_or_own(*BUILTIN_LOSSES)] = "cross_entropy"
     """Training loss: cross_entropy, or one of your own, by its name (docs/extending.md)."""
     frozen: tuple[str, ...] = ()
     """Parameters that keep their values, by name or module; * stands for any characters, e.g. "embedding",
@@ -150,7 +150,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _loss_is_of_tokens(self) -> Self:
-        if self.has_preferences and self.loss not in LOSSES:
+        if self.has_preferences and self.loss not in BUILTIN_LOSSES:
             raise ValueError(
                 f'loss = "{self.loss}" is of tokens, and objective = "{self.objective}" compares whole answers; set '
                 'loss = "cross_entropy"'

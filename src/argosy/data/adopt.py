@@ -12,7 +12,7 @@ from argosy.data.tokenizer import Tokenizer, tokenizer_file
 from argosy.errors import UserError
 from argosy.files import atomic_write, file_sha256
 
-SAMPLE_TOKENS = 200_000
+DECODED_TOKENS = 200_000
 """Tokens of each shard that are decoded to estimate the shard's bytes of text."""
 
 
@@ -80,7 +80,7 @@ def _describe(idx_path: Path, tokenizer: Tokenizer) -> Shard:
 
 
 def _estimate_text_bytes(shard: ShardReader, tokenizer: Tokenizer) -> int:
-    sample = shard.tokens(0, min(len(shard), SAMPLE_TOKENS)).astype(np.int64).tolist()
+    sample = shard.tokens(0, min(len(shard), DECODED_TOKENS)).astype(np.int64).tolist()
     if not sample:
         return 0
     return round(len(tokenizer.decode(sample).encode()) / len(sample) * len(shard))

@@ -17,7 +17,7 @@ from argosy.config.data import PrepareConfig
 from argosy.data.chat_template import ChatTemplate, Rendered
 from argosy.data.conversations import BadRecord, Message, Record, conversations_of
 from argosy.data.manifest import TOKENIZER
-from argosy.data.packing import ID_MASK, MISMATCHED, REJECTED, START, TRAINED, Words
+from argosy.data.packing import ID_MASK, MISMATCHED_BIT, REJECTED_BIT, START_BIT, TRAINED, Words
 from argosy.data.shards import TokenSource
 from argosy.data.tokenizer import EncodedBatch, is_held_out
 
@@ -54,7 +54,7 @@ class ChatDocuments:
     def _part(self, conversation: Any) -> dict[str, Any]:
         check_spelling(conversation.messages, self._special)
         found: Rendered = self._template.conversation(conversation, self._may_be_long)
-        marks = REJECTED if conversation.is_rejected else 0
+        marks = REJECTED_BIT if conversation.is_rejected else 0
         return {"text": found.text, "answers": found.answers, "cuts": found.cuts, "marks": marks}
 
     def _may_be_long(self, text: str) -> bool:
@@ -128,7 +128,7 @@ class ChatEncoder:
         is_learned = before[offsets[:, 1]] > before[offsets[:, 0]]
         words: Words = ids | np.where(is_learned, TRAINED, 0).astype(np.int32)
         if len(words):
-            words[0] = ids[0] | START | part["marks"]  # nothing predicts it
+            words[0] = ids[0] | START_BIT | part["marks"]  # nothing predicts it
         return words
 
     def _truncated(self, part: dict[str, Any], encoding: Any, words: Words) -> Words:
@@ -144,7 +144,7 @@ def _mismatched(words: Words, other: Words) -> Words:
     """Return the prompt of one conversation with the answer of another, which KTO's KL term is estimated from."""
     is_prompt, is_answer = (np.cumsum(some & TRAINED) == 0 for some in (words, other))
     joined = np.concatenate([words[is_prompt], other[~is_answer]])
-    joined[0] = (joined[0] & ~REJECTED) | MISMATCHED
+    joined[0] = (joined[0] & ~REJECTED_BIT) | MISMATCHED_BIT
     return joined
 
 
@@ -164,11 +164,11 @@ def conversations_in(folder: Path) -> Iterator[ShownConversation]:
     length = 0 if rows is None else rows.seq_len
     for start in range(0, len(source) - length + 1 if length else 0, length):
         words = source.tokens(start, start + length)
-        begins = [*np.flatnonzero(words & START), len(words)]
+        begins = [*np.flatnonzero(words & START_BIT), len(words)]
         for sequence in (words[begin:end] for begin, end in itertools.pairwise(begins)):
-            if sequence[0] & MISMATCHED or not (sequence[1:] & TRAINED).any():
+            if sequence[0] & MISMATCHED_BIT or not (sequence[1:] & TRAINED).any():
                 continue
-            yield ShownConversation(bool(sequence[0] & REJECTED), _pieces(engine, sequence))
+            yield ShownConversation(bool(sequence[0] & REJECTED_BIT), _pieces(engine, sequence))
 
 
 def _pieces(engine: HuggingFaceTokenizer, words: Words) -> list[tuple[str, bool]]:

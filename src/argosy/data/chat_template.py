@@ -19,15 +19,15 @@ from typing import Any
 
 from argosy.data.conversations import BadRecord, Conversation, Message
 from argosy.data.manifest import TOKENIZER
-from argosy.data.tokenizer import MOST_BYTES, tokenizer_file
+from argosy.data.tokenizer import MOST_TOKENIZER_BYTES, tokenizer_file
 from argosy.errors import UserError
 from argosy.files import read_at_most
 
-TEMPLATE, SETTINGS, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+TEMPLATE, TOKENIZER_CONFIG, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 """Files beside a tokenizer.json: its chat template, or its settings that have one, and its special tokens."""
-NOT_FOUND = "answers that the template does not show"
-REFUSED = "conversation that the template refuses"
-BEGIN, END = "\ufdd0", "\ufdd1"
+UNSHOWN_ANSWERS = "answers that the template does not show"
+REFUSED_BY_TEMPLATE = "conversation that the template refuses"
+BEGIN_ANSWER, END_ANSWER = "\ufdd0", "\ufdd1"
 """Marks of an answer in rendered text: two of Unicode's noncharacters, which no text has."""
 TODAY = date(2024, 7, 26)
 """The date that templates see, so that the same data come out on any day: the one that Llama 3.1's falls back to."""
@@ -76,7 +76,7 @@ class ChatTemplate:
             self._template = _environment().from_string(text)
         except jinja2.TemplateError as error:
             raise UserError(f"{where}: not a chat template ({error}). Restore it, or give another.") from None
-        self.marks_answers = "generation" in text and BEGIN in self._try_marks()
+        self.marks_answers = "generation" in text and BEGIN_ANSWER in self._try_marks()
 
     def _try_marks(self) -> str:
         try:
@@ -86,7 +86,7 @@ class ChatTemplate:
 
     def render(self, messages: list[Message], tools: list[Any] | None = None, opens_answer: bool = False) -> str:
         """Return the text of messages; opens_answer: with the opening of an answer after it. Raises: BadRecord."""
-        return self._text(messages, tools, opens_answer).replace(BEGIN, "").replace(END, "")
+        return self._text(messages, tools, opens_answer).replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
 
     def conversation(self, conversation: Conversation, needs_cuts: Callable[[str], bool]) -> Rendered:
         """Return the text of a conversation and its answers. Raises: BadRecord if they are not found.
@@ -94,25 +94,29 @@ class ChatTemplate:
         needs_cuts(text): True if the text may have to be cut.
         """
         messages, tools = conversation.messages, conversation.tools
-        if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (BEGIN, END)):
-            raise BadRecord(NOT_FOUND, "a message holds the characters U+FDD0 or U+FDD1")
+        if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (BEGIN_ANSWER, END_ANSWER)):
+            raise BadRecord(UNSHOWN_ANSWERS, "a message holds the characters U+FDD0 or U+FDD1")
         marked = self._text(messages, tools)
-        text = marked.replace(BEGIN, "").replace(END, "")
+        text = marked.replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         found = _marked(marked) if self.marks_answers else self._by_prefixes(text, messages, tools, numbers)
         if len(found) != len(numbers):
-            raise BadRecord(NOT_FOUND, f"the chat template marks {len(found)} answers, and there are {len(numbers)}")
+            raise BadRecord(
+                UNSHOWN_ANSWERS, f"the chat template marks {len(found)} answers, and there are {len(numbers)}"
+            )
         for number, (begin, end) in zip(numbers, found, strict=True):
             said = messages[number]["content"].strip()
             if end <= begin or said not in text[begin:end]:
-                raise BadRecord(NOT_FOUND, f"the chat template does not show where the answer in message {number} is")
+                raise BadRecord(
+                    UNSHOWN_ANSWERS, f"the chat template does not show where the answer in message {number} is"
+                )
         learned = [
             place
             for number, place in zip(numbers, found, strict=True)
             if number >= conversation.prompt and messages[number].get("weight", 1) != 0
         ]
         if not learned:
-            raise BadRecord(NOT_FOUND, "no answer is to be learned: each has weight 0")
+            raise BadRecord(UNSHOWN_ANSWERS, "no answer is to be learned: each has weight 0")
         cuts = self._cuts(text, messages, tools, numbers) if needs_cuts(text) else []
         return Rendered(text, learned, cuts)
 
@@ -125,7 +129,7 @@ class ChatTemplate:
             whole = self.render(messages[: number + 1], tools)
             if not whole.startswith(prompt) or not text.startswith(whole):
                 raise BadRecord(
-                    NOT_FOUND,
+                    UNSHOWN_ANSWERS,
                     f"the chat template writes message {number} in another way when others follow; mark answers in it "
                     "by {% generation %} ... {% endgeneration %}",
                 )
@@ -149,7 +153,7 @@ class ChatTemplate:
                 messages=messages, tools=tools, documents=None, add_generation_prompt=opens_answer, **self._special
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
-            raise BadRecord(REFUSED, f"the chat template: {error}") from None
+            raise BadRecord(REFUSED_BY_TEMPLATE, f"the chat template: {error}") from None
 
     @classmethod
     def load(cls, folder: Path, given: str = "", key: str = "`chat_template`") -> ChatTemplate:
@@ -159,7 +163,7 @@ class ChatTemplate:
         Raises: UserError if there is none.
         """
         beside = tokenizer_file(folder).parent
-        settings = _json(beside / SETTINGS)
+        settings = _json(beside / TOKENIZER_CONFIG)
         names = {**_json(beside / SPECIAL), **settings}
         special = {name: token for name, value in names.items() if name.endswith("_token") and (token := _token(value))}
         if given in BUILT_IN:
@@ -177,19 +181,19 @@ class ChatTemplate:
             text = named.get("default")
         if not isinstance(text, str):
             raise UserError(
-                f"{folder}: it has no chat template ({TEMPLATE}, or chat_template in {SETTINGS}, beside "
+                f"{folder}: it has no chat template ({TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}, beside "
                 f"{TOKENIZER}). Give {key}: a jinja file, or {' or '.join(BUILT_IN)}."
             )
-        return cls(text, special, str(beside / SETTINGS))
+        return cls(text, special, str(beside / TOKENIZER_CONFIG))
 
 
 def _marked(text: str) -> list[tuple[int, int]]:
     """Return the places, in text without marks, of what is marked."""
     found, at, begin = list[tuple[int, int]](), 0, None
     for letter in text:
-        if letter == BEGIN:
+        if letter == BEGIN_ANSWER:
             begin = at
-        elif letter == END:
+        elif letter == END_ANSWER:
             if begin is not None:
                 found.append((begin, at))
             begin = None
@@ -200,7 +204,7 @@ def _marked(text: str) -> list[tuple[int, int]]:
 
 def _read(path: Path) -> str:
     try:
-        return read_at_most(path, MOST_BYTES).decode()
+        return read_at_most(path, MOST_TOKENIZER_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}). Restore the file.") from None
 
@@ -235,7 +239,7 @@ def _environment() -> Any:
             return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
         def _mark(self, caller: Callable[[], str]) -> str:
-            return f"{BEGIN}{caller()}{END}"
+            return f"{BEGIN_ANSWER}{caller()}{END_ANSWER}"
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

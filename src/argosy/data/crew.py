@@ -16,7 +16,7 @@ from typing import Literal, Self
 from argosy.data.cutting import Journal
 from argosy.data.tokenizer import EncodedBatch
 from argosy.data.work import Chunk, DamagedResult, PrepareTask, WorkFolder, WorkState
-from argosy.data.worker import BEAT_S, SILENT_S
+from argosy.data.worker import WORKER_BEAT_S, WORKER_SILENT_S
 from argosy.engines.engine import Engine, NeverFits, ProgramJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import ArgosyError, RunFailed, UserError, counted
@@ -24,7 +24,7 @@ from argosy.processes.supervisor import RestartPolicy, Restarts
 
 WORKERS_LOOK_S = 1.0
 """Seconds between two looks of the caller at its workers."""
-TELL_S = 0.1
+PROGRESS_NOTE_S = 0.1
 """Seconds between two notes to workers of how far the caller is."""
 RESULT_POLL_S, MOST_RESULT_POLL_S = 0.005, 0.2
 LEAST_AHEAD = 64
@@ -141,7 +141,7 @@ class Workers:
 
     def _tick(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._told_s >= TELL_S:
+        if now_s - self._told_s >= PROGRESS_NOTE_S:
             self._told_s = now_s
             self._tell()
         if self._jobs and now_s - self._looked_s >= WORKERS_LOOK_S:
@@ -164,7 +164,9 @@ class Workers:
             pass
         ended = {name: why for name, (state, why) in states.items() if state == "ended"}
         self._over |= set(ended)
-        ended |= {name: f"it shows no life for {SILENT_S:.0f} s" for name in states if self._is_silent(name, beats)}
+        ended |= {
+            name: f"it shows no life for {WORKER_SILENT_S:.0f} s" for name in states if self._is_silent(name, beats)
+        }
         if ended:
             self._folder.release_all(set(ended))
             if None in [self._restarts.ended() for _ in ended]:
@@ -184,7 +186,7 @@ class Workers:
         count, now_s = beats[name][0], time.monotonic()
         if self._beats.get(name, (-1, 0.0))[0] != count:
             self._beats[name] = (count, now_s)
-        return now_s - self._beats[name][1] > SILENT_S + BEAT_S
+        return now_s - self._beats[name][1] > WORKER_SILENT_S + WORKER_BEAT_S
 
 
 def _error(kind: str, why: str) -> ArgosyError | OSError:

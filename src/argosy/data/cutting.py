@@ -27,7 +27,7 @@ from argosy.data.sources import InputFile
 from argosy.data.tokenizer import EncodedBatch
 from argosy.files import PARTIAL, atomic_write, sync
 
-NAME = "prepare.journal"
+CUTTING_JOURNAL = "prepare.journal"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Journal:
     """The journal in a folder. `cuts` are those of an earlier `prepare` of the same input, and those added since."""
 
     def __init__(self, folder: Path, job: str):
-        self._path, self.job = folder / NAME, job
+        self._path, self.job = folder / CUTTING_JOURNAL, job
         lines = self._path.read_bytes().splitlines() if self._path.exists() else []
         self.is_of_other_job = len(lines) > 1 and lines[0] != job.encode()
         """True if an earlier `prepare` finished shards here with other options or input."""
@@ -117,7 +117,7 @@ def remove_shards(folder: Path) -> None:
                 path.unlink()
 
 
-SPLITS: tuple[SplitName, SplitName] = ("train", "validation")
+DATA_SPLITS: tuple[SplitName, SplitName] = ("train", "validation")
 
 
 class _Documents(NamedTuple):
@@ -243,7 +243,7 @@ class Cutter:
                 continue
             tokens = batch.tokens[ends[start] : ends[stop]]
             lengths, text_bytes = batch.lengths[start:stop], batch.text_bytes[start:stop]
-            for split in SPLITS:
+            for split in DATA_SPLITS:
                 mine = batch.held_out[start:stop] == (split == "validation")
                 self._open[split].add(_Documents(tokens[np.repeat(mine, lengths)], lengths[mine], text_bytes[mine]))
             start = stop
@@ -254,17 +254,17 @@ class Cutter:
         The hash of a few documents may put all of them into one split. If `wants_validation`, the last document then
         moves to the other split, so that two documents are enough to train on one and evaluate on the other.
         """
-        totals = {split: self._documents[split] + self._open[split].documents for split in SPLITS}
+        totals = {split: self._documents[split] + self._open[split].documents for split in DATA_SPLITS}
         if wants_validation and sum(totals.values()) > 1 and 0 in totals.values():
-            empty, full = sorted(SPLITS, key=totals.__getitem__)
+            empty, full = sorted(DATA_SPLITS, key=totals.__getitem__)
             self._open[empty].add(self._open[full].take_last())
         self._cut(end)
-        return {split: tuple(c.shards[split] for c in self._journal.cuts if split in c.shards) for split in SPLITS}
+        return {split: tuple(c.shards[split] for c in self._journal.cuts if split in c.shards) for split in DATA_SPLITS}
 
     def _room_for(self, lengths: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_]) -> int:
         """Count the next documents that go into the open shards."""
         room = len(lengths)
-        for split in SPLITS:
+        for split in DATA_SPLITS:
             mine = held_out == (split == "validation")
             ends = self._open[split].tokens + np.cumsum(lengths * mine)
             # The first document goes in, whatever its length.
@@ -284,5 +284,5 @@ class Cutter:
     def _next_shards(self) -> dict[SplitName, _OpenShard]:
         return {
             split: _OpenShard(self._out / f"{split}-{self._shards[split]:05d}", self._dtype, self._packer())
-            for split in SPLITS
+            for split in DATA_SPLITS
         }

@@ -18,14 +18,14 @@ from argosy.data.formats import EMPTY, BadInput, Fields, Text, read_file
 from argosy.data.sources import RECORDS, InputFile
 from argosy.errors import UserError
 
-PIECE_BYTES = 16 * 2**20
+DOCUMENTS_PIECE_BYTES = 16 * 2**20
 """Stored bytes of a piece at most: some ten seconds of one core's work, so that little is lost with a worker."""
 LEAST_PIECE_BYTES = 2**20
 """Stored bytes of the first pieces: less would cost more to hand out than it is worth."""
 MOST_OF_BEFORE = 1 / 16
 """The next ones grow with what is before them: at most this part of it. So workers share a small input evenly, and are
 not far ahead of where `max_text_bytes` ends a large one."""
-MOST_FILES = 1000
+MOST_PIECE_FILES = 1000
 """Files of a piece at most: even empty ones take time to open."""
 PLACES_KEPT = 3
 """Places of skipped input that are kept, of each kind."""
@@ -47,14 +47,16 @@ class InputPiece:
     """The bytes at which the part begins and ends; None: at the end of the file."""
 
 
-def cut_input(files: Sequence[InputFile], most_bytes: int = PIECE_BYTES) -> list[InputPiece]:
+def cut_input(files: Sequence[InputFile], most_bytes: int = DOCUMENTS_PIECE_BYTES) -> list[InputPiece]:
     """Return the pieces of `files`, in order, of `most_bytes` or less where files can be divided."""
     pieces: list[InputPiece] = []
     first, held, before = 0, 0, 0  # the files from `first` on, `held` bytes, are in no piece yet
     for number, file in enumerate(files):
         size = file.size
         room = _room(before, most_bytes)
-        if number > first and (size is None or size >= room or held + size > room or number - first >= MOST_FILES):
+        if number > first and (
+            size is None or size >= room or held + size > room or number - first >= MOST_PIECE_FILES
+        ):
             pieces.append(InputPiece(first, number))
             first, held, before = number, 0, before + held
             room = _room(before, most_bytes)

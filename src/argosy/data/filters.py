@@ -25,7 +25,7 @@ from argosy.config.data import FiltersConfig
 from argosy.errors import UserError, missing_extra
 from argosy.files import read_at_most
 
-EXTRA = "filters"
+FILTERS_EXTRA = "filters"
 OWN_LISTS = "datatrove"
 """The value of `blocked_urls` that means the lists in datatrove's package."""
 MOST_LIST_BYTES = 256 * 2**20
@@ -148,7 +148,7 @@ def _urls(path: str) -> Rule:
             use_integrated_lists=path == OWN_LISTS,
         )
     except ImportError:
-        raise missing_extra("tldextract, fasteners, pyahocorasick", EXTRA, "filters.blocked_urls") from None
+        raise missing_extra("tldextract, fasteners, pyahocorasick", FILTERS_EXTRA, "filters.blocked_urls") from None
     urls.tldextractor = tldextract.TLDExtract(suffix_list_urls=())  # the list in its package: no network
     document = imported("datatrove.data").Document
 
@@ -212,10 +212,10 @@ def imported(module: str) -> Any:
         return __import__(module, fromlist=["*"])
     except ImportError:
         package = module.partition(".")[0]
-        raise missing_extra(package, EXTRA, "Filtering documents") from None
+        raise missing_extra(package, FILTERS_EXTRA, "Filtering documents") from None
 
 
-MOST_KEYS = 2**25
+SORTED_KEYS = 2**25
 """Keys that are sorted at once: about a gigabyte with what belongs to them."""
 SHINGLES_AT_ONCE = 128
 """n-grams of a document that are hashed at once, times as many hashes as a signature has: two arrays of 115 kB, so that
@@ -335,7 +335,7 @@ def as_arrays(keys: list[tuple[int, list[int]]]) -> dict[str, Numbers]:
 
 def parts_of(keys: int) -> int:
     """Return into how many parts so many keys are divided."""
-    return max(1, -(-keys // MOST_KEYS))
+    return max(1, -(-keys // SORTED_KEYS))
 
 
 def bounds(part: int, parts: int) -> tuple[np.uint64, np.uint64]:

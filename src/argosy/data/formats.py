@@ -29,9 +29,9 @@ NO_FIELD = "no such field"
 MOST_WITHOUT_FIELD = 1000
 """A file whose first records, so many, all lack the field is not read to its end: the field's name is wrong."""
 MAX_DOCUMENT_BYTES: int = PrepareConfig.model_fields["max_document_bytes"].default
-CHUNK_BYTES = 2**20
+DECOMPRESS_BYTES = 2**20
 """Bytes that are read at once."""
-ROWS_AT_ONCE = 1024
+UNPACKED_ROWS = 1024
 """Most rows of a Parquet file that are unpacked at once."""
 MOST_COUNTED_BYTES = 64 * 2**20
 """Bytes before a part of a file in which lines are counted to say where something is wrong in the part."""
@@ -41,7 +41,7 @@ MOST_TIMES_SMALLER = 100
 
 Span = tuple[int, int | None]
 """A part of a file: where it begins, and where it ends; None: at the end of the file."""
-WHOLE: Span = (0, None)
+WHOLE_FILE: Span = (0, None)
 
 
 class Fields(NamedTuple):
@@ -72,7 +72,7 @@ class BadInput:
 
 
 def read_file(
-    file: InputFile, fields: Fields, most_bytes: int = MAX_DOCUMENT_BYTES, within: Span = WHOLE
+    file: InputFile, fields: Fields, most_bytes: int = MAX_DOCUMENT_BYTES, within: Span = WHOLE_FILE
 ) -> Iterator[Text | BadInput]:
     """Yield the texts of one file, and a `BadInput` in place of what is not text.
 
@@ -146,7 +146,7 @@ def _read_text(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[Text | 
 
 def _read_all(stream: BinaryIO, name: str, most_bytes: int) -> bytes:
     data = io.BytesIO()
-    while chunk := stream.read(CHUNK_BYTES):
+    while chunk := stream.read(DECOMPRESS_BYTES):
         if data.tell() + len(chunk) > most_bytes:
             raise _too_long(name, most_bytes)
         data.write(chunk)
@@ -188,7 +188,7 @@ def _lines_before(stream: BinaryIO, end: int) -> int:
     """Count the lines that begin before this byte."""
     at, left, lines, last = stream.tell(), end, 0, b"\n"
     stream.seek(0)
-    while left and (chunk := stream.read(min(left, CHUNK_BYTES))):
+    while left and (chunk := stream.read(min(left, DECOMPRESS_BYTES))):
         lines, left, last = lines + chunk.count(b"\n"), left - len(chunk), chunk[-1:]
     stream.seek(at)
     return lines + (last != b"\n")
@@ -213,7 +213,7 @@ def _lines_within(stream: BinaryIO, name: str, most_bytes: int, within: Span) ->
 def _lines(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes]:
     """Yield the lines. Not the stream's own iterator: that reads a line without end until memory is full."""
     number, begun = 1, bytearray()
-    while chunk := stream.read(CHUNK_BYTES):
+    while chunk := stream.read(DECOMPRESS_BYTES):
         first, *others = chunk.split(b"\n")
         begun += first
         if others:
@@ -302,7 +302,7 @@ def _read_parquet(
 
 def _read_rows(table: Any, name: str, document_of: Callable[[Record], str], within: Span) -> Iterator[Text | BadInput]:
     for group, row in _groups_within(table.metadata, within):
-        for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, row_groups=[group]):
+        for batch in table.iter_batches(batch_size=UNPACKED_ROWS, row_groups=[group]):
             for record in batch.to_pylist():
                 yield _document(record, f"{name}, row {row}", document_of)
                 row += 1  # noqa: PLW2901  (counts within the group)
@@ -335,7 +335,7 @@ def _rows_at_once(group: Any, name: str, row: int, field: str, most_bytes: int) 
     stored = max((c.total_compressed_size for c in columns if c.path_in_schema == field), default=0)
     if unpacked > most_bytes and unpacked > MOST_TIMES_SMALLER * stored:
         raise _too_long(f"{name}, row group from row {row}: {stored} bytes that unpack to {unpacked}", most_bytes)
-    return int(min(ROWS_AT_ONCE, max(1, most_bytes // max(unpacked, 1))))
+    return int(min(UNPACKED_ROWS, max(1, most_bytes // max(unpacked, 1))))
 
 
 def _check_column(schema: Any, name: str, key: str, field: str) -> None:

@@ -31,7 +31,7 @@ WAITED_S = 1.0
 STEPS_AHEAD = 4
 """Steps that are read ahead."""
 
-DRAWS = 1000
+REPLACEMENT_TRIES = 1000
 """Windows that are tried as a replacement for a bad one."""
 
 LOCATED = 8192
@@ -177,7 +177,7 @@ class Loader:
         for row, number in zip(bad.tolist(), self._numbers(step)[bad].tolist(), strict=True):
             source = samples.sources[row : row + 1]
             n = self._sources[int(source[0])].windows(self._seq_len)
-            draws = (np.array([key_of("in place of", number, draw) % n]) for draw in range(DRAWS))
+            draws = (np.array([key_of("in place of", number, draw) % n]) for draw in range(REPLACEMENT_TRIES))
             found = next((window for window in draws if not self._is_bad(source, window)[0]), None)
             if found is None:
                 folder = self._sources[int(source[0])].name

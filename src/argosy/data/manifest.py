@@ -25,12 +25,12 @@ from argosy.data.packing import ID_BITS
 from argosy.errors import DataError, UserError, counted, first_error
 from argosy.files import atomic_write, file_sha256, is_plain_name, read_at_most
 
-NAME = "manifest.json"
+DATA_MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-BEGIN = "begin"
+BEGIN_OPTION = "begin"
 """Option: the tokens that each document begins with."""
 
-SETTINGS = (
+PREPARE_SETTINGS = (
     *("vocab_size", "field", "validation_fraction", "max_text_bytes", "shard_tokens", "on_bad_input"),
     *("objective", "seq_len"),
 )
@@ -75,7 +75,7 @@ class Shard(_Record):
     idx_sha256: Sha256
 
 
-UNITS: dict[RowKind, str] = {"conversations": "conversation", "pairs": "pair", "judged": "judged answer"}
+ROW_NAMES: dict[RowKind, str] = {"conversations": "conversation", "pairs": "pair", "judged": "judged answer"}
 """Kind of a row -> the name of one of the things that it holds."""
 
 
@@ -155,7 +155,7 @@ class Manifest(_Record):
         if self.files is None:
             return ""
         documents = sum(self.documents(split) for split in self.splits)
-        what = "document" if self.rows is None else UNITS[self.rows.kind]
+        what = "document" if self.rows is None else ROW_NAMES[self.rows.kind]
         parts = [f"{counted(documents, what)} from {counted(self.files, 'file')}"]
         if self.rows is not None:
             words = sum(self.tokens(split) for split in self.splits)
@@ -195,7 +195,7 @@ class Manifest(_Record):
 
     def save(self, folder: Path) -> None:
         """Write `folder/manifest.json`, whole or not at all."""
-        with atomic_write(folder / NAME) as file:
+        with atomic_write(folder / DATA_MANIFEST) as file:
             file.write(self.model_dump_json(indent=1).encode())
 
     @classmethod
@@ -213,9 +213,9 @@ class Manifest(_Record):
 
     @classmethod
     def _parse(cls, folder: Path) -> Manifest:
-        path = folder / NAME
+        path = folder / DATA_MANIFEST
         if not path.exists():
-            raise UserError(f"{folder}: no prepared data here ({NAME} is missing). {_how_to_fill(folder)}")
+            raise UserError(f"{folder}: no prepared data here ({DATA_MANIFEST} is missing). {_how_to_fill(folder)}")
         try:
             return cls.model_validate_json(read_at_most(path, MOST_MANIFEST_BYTES))
         except ValidationError as error:
@@ -242,7 +242,7 @@ class Manifest(_Record):
         """Return the command that prepares the same folder, as far as the manifest tells."""
         defaults = PrepareConfig()
         words = list(self.options.get("input", ())) or ["TEXT"]
-        for key in SETTINGS:
+        for key in PREPARE_SETTINGS:
             value = self.options.get(key)
             for each in value if isinstance(value, list) else [value]:
                 if each is not None and getattr(defaults, key) not in (value, (value,)):
@@ -303,7 +303,7 @@ def _how_to_fill(folder: Path) -> str:
     return f"Prepare it: argosy prepare TEXT --out {folder}"
 
 
-BLOCK_BYTES = 256 * 1024
+CHECKSUM_BLOCK_BYTES = 256 * 1024
 """Bytes of .bin under one checksum: large enough for one efficient read, small enough to check in no time."""
 
 
@@ -312,7 +312,7 @@ class BlockChecksums:
 
     def __init__(self) -> None:
         self._finished: list[int] = []
-        self._crc, self._room = 0, BLOCK_BYTES
+        self._crc, self._room = 0, CHECKSUM_BLOCK_BYTES
 
     def update(self, data: bytes | memoryview) -> None:
         """Add the next bytes of the stream."""
@@ -326,7 +326,7 @@ class BlockChecksums:
 
     def to_bytes(self) -> bytes:
         """End the stream and return the checksums of all blocks, including the last, shorter one."""
-        if self._room < BLOCK_BYTES:
+        if self._room < CHECKSUM_BLOCK_BYTES:
             self._close_block()
         return np.array(self._finished, "<u4").tobytes()
 
@@ -337,14 +337,14 @@ class BlockChecksums:
 
     def _close_block(self) -> None:
         self._finished.append(self._crc)
-        self._crc, self._room = 0, BLOCK_BYTES
+        self._crc, self._room = 0, CHECKSUM_BLOCK_BYTES
 
 
 def write_checksums(bin_path: Path) -> None:
     """Write the sidecar for a .bin that has none."""
     checksums = BlockChecksums()
     with bin_path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
+        while block := file.read(CHECKSUM_BLOCK_BYTES):
             checksums.update(block)
     checksums.write(bin_path.with_suffix(".crc32"))
 

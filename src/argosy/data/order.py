@@ -92,7 +92,7 @@ def _feistel(x: U64, bits: int, turn_keys: U64) -> U64:
 
 
 CIRCLE = 2**64
-STEP = 0x9E3779B97F49AB6D
+GOLDEN_STEP = 0x9E3779B97F49AB6D
 """A: odd, near 2^64 / golden ratio; no partial quotient of STEP / 2^64 exceeds 5, which bounds the discrepancy
 (those of the usual constant, the nearest odd number, go up to 121)."""
 
@@ -127,8 +127,8 @@ class Mixture:
 
     def sources(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the sources of samples `start` to `stop`, int64 [stop - start]."""
-        first = np.uint64((STEP * start + self._shift) % CIRCLE)
-        x = np.arange(stop - start, dtype=np.uint64) * np.uint64(STEP) + first  # wraps around, as it should
+        first = np.uint64((GOLDEN_STEP * start + self._shift) % CIRCLE)
+        x = np.arange(stop - start, dtype=np.uint64) * np.uint64(GOLDEN_STEP) + first  # wraps around, as it should
         return self._drawn[np.searchsorted(np.array(self._inner, np.uint64), x, side="right")]
 
     def counts(self, n: int) -> list[int]:
@@ -140,7 +140,9 @@ class Mixture:
         return counts
 
     def _count_below(self, threshold: int, n: int) -> int:
-        return floor_sum(n, CIRCLE, STEP, self._shift) - floor_sum(n, CIRCLE, STEP, self._shift - threshold)
+        return floor_sum(n, CIRCLE, GOLDEN_STEP, self._shift) - floor_sum(
+            n, CIRCLE, GOLDEN_STEP, self._shift - threshold
+        )
 
 
 Range = tuple[int, int]

@@ -18,13 +18,13 @@ import numpy.typing as npt
 ID_BITS = 26
 """Bits of a word that hold the token's id; the sign bit is always 0, so five marks are left."""
 ID_MASK = (1 << ID_BITS) - 1
-START = 1 << ID_BITS
+START_BIT = 1 << ID_BITS
 """The token begins a sequence (a conversation, or one side of a preference pair): nothing before it is attended to."""
 TRAINED = 2 << ID_BITS
 """The token is one that the model learns to predict: a part of an answer."""
-REJECTED = 4 << ID_BITS
+REJECTED_BIT = 4 << ID_BITS
 """At a START: the sequence is the rejected side of a pair, or an answer that was judged undesirable."""
-MISMATCHED = 8 << ID_BITS
+MISMATCHED_BIT = 8 << ID_BITS
 """At a START: an answer to another prompt, from which KTO estimates its KL term."""
 
 IGNORED = -100
@@ -68,10 +68,10 @@ def sequences_in(rows: Words) -> RowSequences:
     lengths = np.zeros(words.shape, np.float32)
     row_of = np.broadcast_to(np.arange(len(rows))[:, None], words.shape)
     np.add.at(lengths, (row_of, starts), targets != IGNORED)
-    is_other, is_mismatched = words & REJECTED != 0, words & MISMATCHED != 0
+    is_other, is_mismatched = words & REJECTED_BIT != 0, words & MISMATCHED_BIT != 0
     kinds = np.where(lengths > 0, np.where(is_mismatched, 3, np.where(is_other, 2, 1)), 0)
     partners = np.zeros(words.shape, np.int64)
-    for row, found in enumerate(words & START != 0):
+    for row, found in enumerate(words & START_BIT != 0):
         begins = np.flatnonzero(found)
         partners[row, begins[:-1]] = begins[1:]
     return RowSequences(starts, kinds, partners, lengths)
@@ -88,17 +88,17 @@ def without_rejected(rows: Words) -> Words:
 
 def is_packed(rows: npt.NDArray[Any]) -> bool:
     """Return True if `rows` [n, T+1] are rows of conversations: these begin with a START, and text has no marks."""
-    return bool(len(rows)) and bool(int(rows[0, 0]) & START)
+    return bool(len(rows)) and bool(int(rows[0, 0]) & START_BIT)
 
 
 def unpack(rows: Words) -> PackedRows:
     """Return the contents of rows of conversations [n, T+1], whose last word belongs to the next row."""
     words = rows[:, :-1].astype(np.int64)
     following = np.roll(words, -1, axis=1)
-    is_target = (following & TRAINED != 0) & (following & START == 0)
+    is_target = (following & TRAINED != 0) & (following & START_BIT == 0)
     is_target[:, -1] = False
     index_T = np.arange(words.shape[1])
-    starts = np.maximum.accumulate(np.where(words & START, index_T, 0), axis=1)
+    starts = np.maximum.accumulate(np.where(words & START_BIT, index_T, 0), axis=1)
     return PackedRows(words & ID_MASK, np.where(is_target, following & ID_MASK, IGNORED), index_T - starts)
 
 
@@ -155,6 +155,6 @@ class Packer:
         units = self._rows.pop(row.number)
         if row.room:
             filling = np.full(row.room, self._filler, np.int32)
-            filling[0] |= START
+            filling[0] |= START_BIT
             units[-1] = np.concatenate([units[-1], filling])
         return units

@@ -25,15 +25,15 @@ from argosy.data import manifest as manifests
 from argosy.data.chat_template import TEMPLATE, ChatTemplate
 from argosy.data.crew import Meter, PrepareProgress, Report, Workers
 from argosy.data.cutting import Cutter, DocumentPosition, Journal, fingerprint
-from argosy.data.documents import PIECE_BYTES, InputPiece, Tally, cut_input, sample_texts
+from argosy.data.documents import DOCUMENTS_PIECE_BYTES, InputPiece, Tally, cut_input, sample_texts
 from argosy.data.filters import Filters, absolute, key_maker, list_checksums, parts_of
-from argosy.data.manifest import BEGIN, NAMES_KEPT, TOKENIZER, Manifest, RowFormat, Shard, SplitName
+from argosy.data.manifest import BEGIN_OPTION, NAMES_KEPT, TOKENIZER, Manifest, RowFormat, Shard, SplitName
 from argosy.data.packing import Packer
 from argosy.data.shards import token_dtype
 from argosy.data.sources import RECORDS, InputFile, checksums_of, find_files
 from argosy.data.tokenizer import Tokenizer, choose_engine, tokenizer_file, train, usage_of
-from argosy.data.work import FOLDER, LOGS, PrepareTask, WorkFolder
-from argosy.data.worker import DUPLICATES, KEYS, TOKENS, WORKER, PrepareJob, Stages
+from argosy.data.work import LOGS, WORK_FOLDER, PrepareTask, WorkFolder
+from argosy.data.worker import DUPLICATES_OUTPUT, KEYS_OUTPUT, TOKENS_OUTPUT, WORKER_VARIABLE, PrepareJob, Stages
 from argosy.engines.engine import ProgramJob
 from argosy.engines.table import engine_for_programs
 from argosy.errors import ArgosyWarning, RunFailed, UserError
@@ -49,12 +49,12 @@ COMPARED_CHARS = 500_000
 BATCH_CHARS = 500_000
 """Characters that a worker encodes in one call: enough for its threads, few enough to show how far it is."""
 
-CHUNK_BYTES = 8_000_000
+RESULT_BYTES = 8_000_000
 """Text of one file of results."""
 
-LOCK = ".prepare.lock"
+PREPARE_LOCK = ".prepare.lock"
 
-OPTIONS = {
+WORKER_OPTIONS = {
     "cpus_per_node": "--cpus",
     **{name: f"--{name}" for name in ("time", "account", "partition", "address", "extra")},
 }
@@ -92,7 +92,7 @@ def prepare(
     options = _options(config, extend)
     if _is_prepared(config.out):
         return _load_prepared(config.out, options, extend)
-    engine = engine_for_programs("workers of `prepare`", machines, OPTIONS)
+    engine = engine_for_programs("workers of `prepare`", machines, WORKER_OPTIONS)
     wanted = _workers_wanted(config, machines)
     _check_filters(config.filters)
     # Before `out` is created: wrong input leaves nothing behind.
@@ -100,12 +100,12 @@ def prepare(
     with _writing(config.out) as kept:
         if _is_prepared(config.out):  # another process prepared it, while this one waited
             return _load_prepared(config.out, options, extend)
-        pieces = cut_input(found.files, PIECE_BYTES)
+        pieces = cut_input(found.files, DOCUMENTS_PIECE_BYTES)
         journal = _open_journal(config, options, found.files, pieces)
         kept.is_kept = kept.is_kept or bool(journal.cuts)
         tokenizer = _tokenizer(config, found.files, bool(journal.cuts), report)
         job = _job(config, extend, tokenizer, found.files, journal)
-        folder = WorkFolder(config.out.absolute() / FOLDER)
+        folder = WorkFolder(config.out.absolute() / WORK_FOLDER)
         folder.make(job.as_json(), [file.as_found for file in found.files], [astuple(piece) for piece in pieces])
         meter = Meter(journal, _total_text_bytes(found.files, config), report)
         count = max(1, min(wanted, len(pieces)))
@@ -144,11 +144,11 @@ def prepare(
 def _find_duplicates(pieces: int, workers: Workers, meter: Meter) -> None:
     """Have workers find out which documents came before. What they found earlier is taken as it is."""
     keys = 0
-    for task, _, chunk in workers.results(KEYS, pieces, ahead=pieces):
+    for task, _, chunk in workers.results(KEYS_OUTPUT, pieces, ahead=pieces):
         keys += len(chunk.arrays["keys"])
         meter.compared(task.number / pieces)
     parts = parts_of(keys)
-    for _ in workers.results(DUPLICATES, parts, ahead=parts):
+    for _ in workers.results(DUPLICATES_OUTPUT, parts, ahead=parts):
         pass
     meter.compared(1.0)
 
@@ -183,7 +183,7 @@ def _tokenize(
     waiting = deque[tuple[PrepareTask, int]]()  # results that are not in finished shards yet
     packer = partial(Packer, config.seq_len, filler) if config.has_conversations else lambda: None
     with Cutter(config.out, np.dtype(job.dtype), config.shard_tokens, journal, packer) as cutter:
-        for task, number, chunk in workers.results(TOKENS, pieces, at.piece, at.chunk, at.start):
+        for task, number, chunk in workers.results(TOKENS_OUTPUT, pieces, at.piece, at.chunk, at.start):
             waiting.append((task, number))
             batch, counts, files = stages.batch(task.number, chunk, start, limit - tally.text_bytes)
             cutter.add(_positions(DocumentPosition(task.number, number, start, skip, tally)), batch.after(skip))
@@ -223,7 +223,7 @@ def _job(
         if config.has_conversations
         else choose_engine(config.engine, path, sample_texts(files, config, COMPARED_CHARS)),
         dtype="int32" if config.has_conversations else token_dtype(tokenizer.vocab_size).name,
-        chunk_bytes=CHUNK_BYTES,
+        chunk_bytes=RESULT_BYTES,
         batch_chars=BATCH_CHARS,
     )
 
@@ -238,13 +238,13 @@ def would_prepare(config: PrepareConfig, extend: ExtendConfig, machines: LaunchO
     if _is_prepared(config.out):
         _load_prepared(config.out, options, extend)
         return []
-    engine_for_programs("workers of `prepare`", machines, OPTIONS)
+    engine_for_programs("workers of `prepare`", machines, WORKER_OPTIONS)
     wanted = _workers_wanted(config, machines)
     _check_filters(config.filters)
     found = find_files(config.input, config.extensions, extend.code, config.fields)
     size = _total_text_bytes(found.files, config)
     text = "" if size is None else f", {size / 1e6:.1f} MB of text"
-    pieces = len(cut_input(found.files, PIECE_BYTES))
+    pieces = len(cut_input(found.files, DOCUMENTS_PIECE_BYTES))
     return [
         f"read {len(found.files)} files{text}",
         "train no tokenizer" if config.tokenizer else f"train a tokenizer of {config.vocab_size} tokens on them",
@@ -273,7 +273,7 @@ def _worker_job(folder: WorkFolder, machines: LaunchOptions, workers: int, name:
         log=folder.path / LOGS / f"{name}.out",
         work_dir=Path.cwd(),
         environment={
-            WORKER: name,
+            WORKER_VARIABLE: name,
             "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
             "RAYON_NUM_THREADS": str(threads),  # workers share the cores: one alone, with one big file, takes all
             "OMP_NUM_THREADS": "1",
@@ -301,7 +301,7 @@ def _options(config: PrepareConfig, extend: ExtendConfig) -> dict[str, Any]:
             "filters": _filter_options(config.filters),
         }
         | _row_options(config)
-        | ({BEGIN: brought.begin_ids} if brought and brought.begin_ids and not config.has_conversations else {})
+        | ({BEGIN_OPTION: brought.begin_ids} if brought and brought.begin_ids and not config.has_conversations else {})
         | ({"own_sources": sums} if (sums := checksums_of(config.input, extend.code)) else {})
     )
 
@@ -338,14 +338,16 @@ def _check_filters(config: FiltersConfig) -> None:
 
 
 def _is_prepared(out: Path) -> bool:
-    return (out / manifests.NAME).exists()
+    return (out / manifests.DATA_MANIFEST).exists()
 
 
 def _load_prepared(out: Path, options: dict[str, Any], extend: ExtendConfig) -> Manifest:
     manifest = Manifest.load(out)
     there = manifest.options
     changed = [key for key, value in options.items() if there.get(key) != value]
-    changed = [key for key in changed if key != BEGIN or key in there]  # nothing was put before documents earlier
+    changed = [
+        key for key in changed if key != BEGIN_OPTION or key in there
+    ]  # nothing was put before documents earlier
     if "own_sources" in changed and there.get("extend") == extend.checksums:  # as it was noted before
         changed.remove("own_sources")
     if changed:
@@ -361,7 +363,7 @@ def _open_journal(
 ) -> Journal:
     """Return the journal of an interrupted `prepare` of the same input, or a new one."""
     out = config.out
-    if not (out / journals.NAME).exists() and any(out.glob("*.bin")):
+    if not (out / journals.CUTTING_JOURNAL).exists() and any(out.glob("*.bin")):
         raise UserError(
             f"out = {out}: holds .bin files that `prepare` did not write. Choose another `out`, delete {out}, or take "
             f"them over: argosy prepare {out} --adopt --tokenizer tokenizer.json"
@@ -429,9 +431,11 @@ def _no_text(config: PrepareConfig, tally: Tally) -> UserError:
 def _writing(out: Path) -> Iterator[MadeFolder]:
     """Create `out`, and lock it against other processes or wait for them. The lock of a dead process does not count."""
     try:
-        with made_folder(out) as folder, (out / LOCK).open("w") as lock:
+        with made_folder(out) as folder, (out / PREPARE_LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            folder.is_kept = folder.is_kept or any(path.name != LOCK for path in out.iterdir())  # another's, meanwhile
+            folder.is_kept = folder.is_kept or any(
+                path.name != PREPARE_LOCK for path in out.iterdir()
+            )  # another's, meanwhile
             yield folder
     except OSError as error:  # errors of reading are reported elsewhere
         raise RunFailed(

@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.manifest import BLOCK_BYTES, BlockChecksums, Manifest, Shard, SplitName, read_checksums
+from argosy.data.manifest import CHECKSUM_BLOCK_BYTES, BlockChecksums, Manifest, Shard, SplitName, read_checksums
 from argosy.data.packing import ID_MASK
 from argosy.errors import DataError, UserError
 from argosy.files import PartialFile, atomic_write, file_sha256, open_regular
 
-MAGIC = b"MMIDIDX\x00\x00"
+SHARD_MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Megatron's codes of the integer dtypes. 6 and 7 are floating-point and hold no tokens."""
@@ -101,7 +101,7 @@ def write_index(path: Path, lengths: npt.NDArray[np.int32], dtype: np.dtype[Any]
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     pointers = np.concatenate(([0], ends))[: len(lengths)]
     with atomic_write(path) as file:
-        file.write(HEADER.pack(MAGIC, 1, dtype_code(dtype), len(lengths), len(lengths) + 1))
+        file.write(HEADER.pack(SHARD_MAGIC, 1, dtype_code(dtype), len(lengths), len(lengths) + 1))
         file.write(lengths.astype("<i4").tobytes())
         file.write(pointers.astype("<i8").tobytes())
         file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
@@ -129,7 +129,7 @@ class ShardIndex:
                 data = file.read()
         except OSError as problem:
             raise UserError(f"{path}: cannot be read ({problem.strerror}). Restore the file.") from None
-        if len(data) < HEADER.size or data[: len(MAGIC)] != MAGIC:
+        if len(data) < HEADER.size or data[: len(SHARD_MAGIC)] != SHARD_MAGIC:
             raise UserError(
                 f"{path}: not an index of Megatron token shards (it must begin with MMIDIDX). "
                 "Restore the file, or prepare the data again: argosy prepare"
@@ -171,7 +171,7 @@ class ShardReader:
         """has_marks: its words are ids with marks (`data.packing`)."""
         self._path, self._vocab_size, self._has_marks = bin_path, vocab_size, has_marks
         self._tokens = _map(bin_path, dtype)
-        self._block_tokens = BLOCK_BYTES // dtype.itemsize
+        self._block_tokens = CHECKSUM_BLOCK_BYTES // dtype.itemsize
         self._checksums = read_checksums(bin_path.with_suffix(".crc32"))
         blocks = -(-len(self._tokens) // self._block_tokens)
         self._checked, self._unchecked = bytearray(blocks), blocks
@@ -198,7 +198,7 @@ class ShardReader:
         if self._checked[block]:
             return
         tokens = self._tokens[block * self._block_tokens : (block + 1) * self._block_tokens]
-        where = f"{self._path}: the block at byte {block * BLOCK_BYTES}"
+        where = f"{self._path}: the block at byte {block * CHECKSUM_BLOCK_BYTES}"
         if self._checksums is not None:
             found, expected = zlib.crc32(tokens.data.cast("B")), int(self._checksums[block])
             if found != expected:

@@ -17,13 +17,13 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from argosy.config.layers import near_names
-from argosy.credentials import REMEDY, has_credentials
-from argosy.data.manifest import NAME as MANIFEST
+from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
+from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.errors import UserError
 from argosy.extend.declared import CodeFile
 from argosy.extend.loading import Extension, find, where
 
-PREFIX = "builtin:"
+BUILTIN_PREFIX = "builtin:"
 PYTHON = "builtin:python"
 
 
@@ -54,7 +54,7 @@ def _torch() -> list[Path]:
     return sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
 
 
-COMPRESSIONS = (".gz", ".zst")
+COMPRESSED_ENDINGS = (".gz", ".zst")
 RECORDS = (".jsonl", ".ndjson", ".parquet")
 TEXTS = (
     *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".htm", ".xml", ".csv", ".tsv"),
@@ -67,7 +67,7 @@ TEXTS = (
 pattern (*/README), is read as text whatever its suffix."""
 
 
-SPLITS = {
+SPLIT_WORDS = {
     "train": ("train", "training"),
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev"),
@@ -134,7 +134,8 @@ def find_files(
     Raises: UserError if an item names nothing, or its protocol is unknown or lacks a package.
     """
     found = [
-        Input([own_source(item, code)], []) if item.startswith(OWN) else _expand(item, extensions) for item in items
+        Input([own_source(item, code)], []) if item.startswith(SOURCE_PREFIX) else _expand(item, extensions)
+        for item in items
     ]
     if not found:
         raise UserError("input = []: nothing to prepare. Name files, folders, globs, URLs or builtin:python.")
@@ -153,11 +154,11 @@ def own_source(item: str, code: Sequence[CodeFile]) -> InputFile:
 
 
 def _expand(item: str, extensions: Sequence[str]) -> Input:
-    if item.startswith(PREFIX):
+    if item.startswith(BUILTIN_PREFIX):
         local = fsspec.filesystem("file")
         return Input([_file(local, str(path), local.info(str(path))) for path in builtin_files(item)], [])
     if has_credentials(item):
-        raise UserError(f"input = {item}: {REMEDY}.")
+        raise UserError(f"input = {item}: {CREDENTIALS_REMEDY}.")
     fs, path = _file_system(item)
     try:
         return _look_up(item, fs, path, extensions)
@@ -209,7 +210,7 @@ def _look_up(item: str, fs: Any, path: str, extensions: Sequence[str]) -> Input:
     if not taken:
         raise UserError(
             f"input = {item}: this {what} holds {len(files)} files, none of a known kind "
-            f"({' '.join((*TEXTS, *RECORDS))}, also with {' or '.join(COMPRESSIONS)}). "
+            f"({' '.join((*TEXTS, *RECORDS))}, also with {' or '.join(COMPRESSED_ENDINGS)}). "
             "If they are text, name the files themselves, or their extensions in `extensions` (.log; * for any)."
         )
     left_out = [] if "*" in extensions else [file for file in files if file.suffix not in known]
@@ -240,7 +241,7 @@ def _split(path: str) -> str:
     """Return the split that a path below a data set's folder names: train, test, validation, or ""."""
     for part in reversed(PurePosixPath(path.lower()).parts):
         words = re.split(r"[^a-z]+", part)
-        for split, names in SPLITS.items():
+        for split, names in SPLIT_WORDS.items():
             if any(name in words for name in names):
                 return split
     return ""
@@ -274,7 +275,7 @@ def _file(fs: Any, path: str, info: dict[str, Any]) -> InputFile:
 def file_again(found: Sequence[Any], code: Sequence[CodeFile]) -> InputFile:
     """Return a file from its `as_found`, in another process. Raises: UserError as `find_files`."""
     name, size, stamp, is_seekable, field = found
-    if name.startswith(OWN):
+    if name.startswith(SOURCE_PREFIX):
         return own_source(name, code)
     fs, path = (fsspec.filesystem("file"), name) if name.startswith("/") else _file_system(name)
     return InputFile(name, fs, path, size, stamp, is_seekable=is_seekable, field=field)
@@ -283,11 +284,11 @@ def file_again(found: Sequence[Any], code: Sequence[CodeFile]) -> InputFile:
 def _suffixes(path: str) -> tuple[str, str]:
     """Return (kind, compression) of a path; the query of a URL does not belong to its suffix."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(path.partition("?")[0]).suffixes]
-    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED_ENDINGS else ""
     return (suffixes[-1] if suffixes else ""), compression
 
 
-OWN = "source:"
+SOURCE_PREFIX = "source:"
 TRIED = 8
 """Documents that are read twice before anything is written, to see that they come again."""
 
@@ -297,7 +298,7 @@ def texts_of(item: str, code: Sequence[CodeFile]) -> tuple[Callable[[], Iterable
 
     Raises: UserError if there is no such source, or it raises, yields other than text, or does not repeat itself.
     """
-    name, _, argument = item.removeprefix(OWN).partition(":")
+    name, _, argument = item.removeprefix(SOURCE_PREFIX).partition(":")
     declared = {d.name: file for file in code for d in file.declarations if d.kind == "source"}
     if name not in declared:
         near = near_names(name, sorted(declared)) if declared else "no file of extensions declares one (--extend FILE)."
@@ -318,7 +319,7 @@ def texts_of(item: str, code: Sequence[CodeFile]) -> tuple[Callable[[], Iterable
 
 def checksums_of(items: Iterable[str], code: Sequence[CodeFile]) -> dict[str, str]:
     """Return the checksum of the code of each source of the user's among `items`."""
-    names = {item.removeprefix(OWN).partition(":")[0] for item in items if item.startswith(OWN)}
+    names = {item.removeprefix(SOURCE_PREFIX).partition(":")[0] for item in items if item.startswith(SOURCE_PREFIX)}
     return {
         d.name: file.sha256_for("source", d.name)
         for file in code

@@ -49,7 +49,7 @@ USAGE = (
 )
 """Files of a Hugging Face folder that go with its model from run to run and come out again: the tokenizer's others,
 chat template, how text is generated; the model's description, which file has which tensor, and its authors' card."""
-MOST_BYTES = 512 * 2**20
+MOST_TOKENIZER_BYTES = 512 * 2**20
 """No tokenizer.json is larger: that of 262,000 tokens has 33 MB."""
 SMALLEST_VOCABULARY = 256 + 1
 """All bytes and the end of a document."""
@@ -76,7 +76,7 @@ def usage_of(place: str | Path) -> dict[str, bytes]:
     Raises: UserError, OSError.
     """
     folder = place if is_url(place) else tokenizer_file(Path(place)).parent
-    found = read_beside(folder, (*USAGE, CARD), MOST_BYTES)
+    found = read_beside(folder, (*USAGE, CARD), MOST_TOKENIZER_BYTES)
     card = found.pop(CARD, None)
     return found if card is None or not is_model_folder(folder) else {BASE_CARD: card} | found
 
@@ -87,9 +87,9 @@ def tokenizer_of(place: str | Path) -> bytes | None:
     Raises: UserError, OSError.
     """
     if is_url(place):
-        return read_beside(place, [TOKENIZER], MOST_BYTES).get(TOKENIZER)
+        return read_beside(place, [TOKENIZER], MOST_TOKENIZER_BYTES).get(TOKENIZER)
     file = tokenizer_file(Path(place))
-    return read_at_most(file, MOST_BYTES) if file.is_file() else None
+    return read_at_most(file, MOST_TOKENIZER_BYTES) if file.is_file() else None
 
 
 def how_to_prepare(tokenizer: Path | str) -> str:
@@ -134,7 +134,7 @@ class Tokenizer:
         """
         path = tokenizer_file(path)
         try:
-            return cls(read_at_most(path, MOST_BYTES).decode(), str(path))
+            return cls(read_at_most(path, MOST_TOKENIZER_BYTES).decode(), str(path))
         except FileNotFoundError:
             raise UserError(
                 f"tokenizer = {path}: there is no such file. Name a tokenizer.json, or leave the key out to train one."

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-FOLDER = ".prepare"
+WORK_FOLDER = ".prepare"
 RESULTS, WORKERS, LOGS, JOB, INPUT, STATE = "results", "workers", "logs", "job.json", "input.json", "state.json"
 
 Arrays = Mapping[str, npt.NDArray[Any]]

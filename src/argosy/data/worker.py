@@ -32,11 +32,11 @@ from argosy.data.work import Chunk, PrepareTask, WorkFolder, WorkState
 from argosy.errors import ArgosyError
 from argosy.processes.child import CHANNEL, channel_to_parent, end_with_parent
 
-KEYS, DUPLICATES, TOKENS = "keys", "duplicates", "tokens"
+KEYS_OUTPUT, DUPLICATES_OUTPUT, TOKENS_OUTPUT = "keys", "duplicates", "tokens"
 """The stages. keys: each piece is filtered, and what stays gets keys by which duplicates are found; duplicates: a task
 for each part of all keys; tokens: documents become tokens, a task for each piece. The first two only where duplicates
 are left out."""
-EXACT, NEAR = "duplicate", "near-duplicate"
+EXACT_DUPLICATE, NEAR_DUPLICATE = "duplicate", "near-duplicate"
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Stages:
 
     def make(self, task: PrepareTask, tasks: int, start: int) -> Iterator[Chunk]:
         """Yield the results of one of a stage's `tasks`, from text `start` of its piece on. Raises: UserError."""
-        if task.stage == KEYS:
+        if task.stage == KEYS_OUTPUT:
             yield from self._keys(task.number, start)
-        elif task.stage == DUPLICATES:
+        elif task.stage == DUPLICATES_OUTPUT:
             yield self._duplicates(task.number, tasks)
         else:
             yield from self._tokens(task.number, start)
@@ -125,15 +125,15 @@ class Stages:
     def _dropped_before(self, piece: int) -> Drops:
         """Return what the stages before have found out about a piece, instead of finding it out again."""
         marks = dict[int, str]()
-        for chunk in self.folder.mapped_all(PrepareTask(KEYS, piece)):
+        for chunk in self.folder.mapped_all(PrepareTask(KEYS_OUTPUT, piece)):
             marks |= {int(number): why for number, why in chunk.facts["marks"]}
-        parts = int(self.folder.mapped(PrepareTask(DUPLICATES, 0), 0).facts["parts"])
+        parts = int(self.folder.mapped(PrepareTask(DUPLICATES_OUTPUT, 0), 0).facts["parts"])
         for part in range(parts):
-            found = self.folder.mapped(PrepareTask(DUPLICATES, part), 0).arrays
+            found = self.folder.mapped(PrepareTask(DUPLICATES_OUTPUT, part), 0).arrays
             first, end = np.searchsorted(found["pieces"], [piece, piece + 1])
             for number, exact in zip(found["numbers"][first:end], found["exact"][first:end], strict=True):
                 known = marks.get(int(number))
-                marks[int(number)] = EXACT if exact or known == EXACT else NEAR
+                marks[int(number)] = EXACT_DUPLICATE if exact or known == EXACT_DUPLICATE else NEAR_DUPLICATE
         return lambda text, url, number: marks.get(number, "")
 
     def batch(self, number: int, chunk: Chunk, start: int, most_bytes: int) -> tuple[EncodedBatch, Tally, int]:
@@ -202,7 +202,7 @@ class Stages:
         found = repeated(
             (piece, within(chunk.arrays, least, most))
             for piece in range(len(self._pieces))
-            for chunk in self.folder.mapped_all(PrepareTask(KEYS, piece))
+            for chunk in self.folder.mapped_all(PrepareTask(KEYS_OUTPUT, piece))
         )
         return Chunk({"parts": parts}, found, 0, True)
 
@@ -264,11 +264,11 @@ def _batches(documents: Sequence[Document], most_chars: int) -> Iterator[list[st
         yield texts
 
 
-WORKER = "ARGOSY_WORKER"
+WORKER_VARIABLE = "ARGOSY_WORKER"
 """Environment variable with a worker's name. No two workers of a folder have the same, unless one is the other, started
 again by the cluster."""
-BEAT_S = 1.0
-SILENT_S = 60.0
+WORKER_BEAT_S = 1.0
+WORKER_SILENT_S = 60.0
 """A caller or a worker whose heartbeat stands still for so long is taken for dead."""
 TASK_POLL_S, MOST_TASK_POLL_S = 0.02, 0.5
 
@@ -296,7 +296,7 @@ class PrepareWorker:
                 return "another call goes on with the work"
             if state.beat != heard:
                 heard, heard_s = state.beat, time.monotonic()
-            elif time.monotonic() - heard_s > SILENT_S:
+            elif time.monotonic() - heard_s > WORKER_SILENT_S:
                 return "the caller is gone"
             if (task := self._take(state)) is None:
                 time.sleep(poll_s)
@@ -363,14 +363,14 @@ class PrepareWorker:
             except OSError:  # a file system that is away for a while, or a full disk, which writing results will tell
                 pass
             count += 1
-            time.sleep(BEAT_S)
+            time.sleep(WORKER_BEAT_S)
 
 
 def main() -> None:
     """`python -m argosy.data.worker FOLDER`, which an engine starts."""
     if CHANNEL in os.environ:
         end_with_parent(channel_to_parent())
-    name = os.environ.get(WORKER) or f"{socket.gethostname()}-{os.getpid()}"
+    name = os.environ.get(WORKER_VARIABLE) or f"{socket.gethostname()}-{os.getpid()}"
     try:
         PrepareWorker(WorkFolder(Path(sys.argv[1])), name).run()
     except FileNotFoundError:  # the folder is gone: all is done

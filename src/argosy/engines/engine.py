@@ -17,16 +17,16 @@ from typing import ClassVar
 
 from argosy.config.launch import EngineOptions, read_rank_map
 from argosy.config.schema import RunConfig
-from argosy.engines.record import FOLDER, JobState, LaunchedJob
+from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.errors import UserError
 from argosy.files import open_regular
 
-PIECE_BYTES = 1 << 16
-ANSWER_S = 60.0
+LOG_PIECE_BYTES = 1 << 16
+PROGRAM_ANSWER_S = 60.0
 """A program of the cluster that does not answer within this time is given up."""
-SPARE_S = 30
+STOP_SPARE_S = 30
 """Time for stopping that is asked of a cluster beside `grace_s`."""
-FOLLOW_S = 0.5
+FOLLOW_LOOK_S = 0.5
 """Seconds between two looks at what a job prints."""
 
 
@@ -79,7 +79,7 @@ class RunJob(Job):
 
     @property
     def folder(self) -> Path:
-        return self.run_dir / FOLDER
+        return self.run_dir / LAUNCH_FOLDER
 
     @property
     def python_words(self) -> tuple[str, ...]:
@@ -261,7 +261,7 @@ def follow_files(files: Mapping[str, Path], has_ended: Callable[[], bool]) -> It
         for file in followed:
             yield from file.new(len(followed) > 1, is_last)
         if not is_last:
-            time.sleep(FOLLOW_S)
+            time.sleep(FOLLOW_LOOK_S)
 
 
 class _FollowedFile:
@@ -279,7 +279,7 @@ class _FollowedFile:
             return  # not there yet, or not to be read
         with file:
             file.seek(self._at)
-            while text := file.read(PIECE_BYTES):
+            while text := file.read(LOG_PIECE_BYTES):
                 self._at += len(text)
                 yield from self._lines(text) if is_marked else [text]
         if is_last and self._rest:

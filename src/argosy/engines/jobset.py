@@ -19,14 +19,14 @@ import yaml
 from argosy.config.dump import dump
 from argosy.config.launch import LeaseUrl
 from argosy.config.load import RUN_FILE
-from argosy.engines.engine import SPARE_S, RunJob
+from argosy.engines.engine import STOP_SPARE_S, RunJob
 from argosy.errors import DataError, Poisoned, RunFailed, StorageError, UserError
-from argosy.processes.secret import VALUE
+from argosy.processes.secret import SECRET_VARIABLE
 
 Object = dict[str, Any]
 JOBSET = "jobset.x-k8s.io/v1alpha2"
 JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
-INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+POD_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 ACCOUNT = "argosy"
 """The service account of the pods, and the role that lets them hold the lease."""
 RUN_FOLDER = "/etc/argosy"
@@ -34,7 +34,7 @@ LOST_PODS = 6
 """Pods of each node that may end with an error that is none of the run's, such as a kill for memory by the kernel."""
 KEPT_S = 7 * 24 * 3600
 """A job that has ended can be looked at for so long."""
-FINAL = sorted(kind.exit_code for kind in (RunFailed, UserError, DataError, Poisoned, StorageError))
+FINAL_POD_CODES = sorted(kind.exit_code for kind in (RunFailed, UserError, DataError, Poisoned, StorageError))
 """Exit codes of a pod that end the job: the same command would fail again. That of a machine that computes wrongly (69)
 is not among them: another pod may come to another machine."""
 
@@ -107,7 +107,7 @@ def jobset(job: RunJob, place: ClusterPlace) -> Object:
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {
                     "action": "FailJob",
-                    "onExitCodes": {"containerName": "agent", "operator": "In", "values": FINAL},
+                    "onExitCodes": {"containerName": "agent", "operator": "In", "values": FINAL_POD_CODES},
                 },
             ]
         },
@@ -124,7 +124,7 @@ def _pod(job: RunJob, place: ClusterPlace) -> Object:
     """Return the specification of a pod, with the lines of --extra merged into it (RFC 7396)."""
     pod: Object = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": round(job.grace_s) + SPARE_S,
+        "terminationGracePeriodSeconds": round(job.grace_s) + STOP_SPARE_S,
         "shareProcessNamespace": True,  # the first process collects what ended; an agent would not
         "affinity": _one_a_node(place),
         "containers": [_container(job, place)],
@@ -169,8 +169,8 @@ def _container(job: RunJob, place: ClusterPlace) -> Object:
         "workingDir": str(place.mount),
         "command": ["python3", "-m", "argosy.launch.keeper", str(place.run_dir), *train],
         "env": [
-            {"name": VALUE, "valueFrom": {"secretKeyRef": {"name": place.name, "key": "secret"}}},
-            {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}},
+            {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": {"name": place.name, "key": "secret"}}},
+            {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": POD_INDEX}}},
             {"name": "ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
         ],

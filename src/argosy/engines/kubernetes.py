@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Any
 
-from argosy.engines.engine import ANSWER_S, FOLLOW_S, PIECE_BYTES, Engine, Job, RunJob
+from argosy.engines.engine import FOLLOW_LOOK_S, LOG_PIECE_BYTES, PROGRAM_ANSWER_S, Engine, Job, RunJob
 from argosy.engines.jobset import (
     JOBSET_LABEL,
     ClusterPlace,
@@ -32,15 +32,15 @@ from argosy.engines.jobset import (
 )
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
-from argosy.processes.secret import FILE, VALUE, secret_of
+from argosy.processes.secret import SECRET_FILE_VAR, SECRET_VARIABLE, secret_of
 
 MOUNT = "/data"
 NAME_CHARS = 30
 """Letters of the run's name in the names of its objects, which may have 63 with what JobSet adds."""
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 """A DNS label (RFC 1123), as Kubernetes takes it for a JobSet and a namespace."""
 MADE_AT_LAUNCH = "made when the run is launched"
-STEP = re.compile(rb"\bstep\s+(\d+)/")
+STEP_IN_LOG = re.compile(rb"\bstep\s+(\d+)/")
 TAIL_LINES = 200
 
 
@@ -70,7 +70,7 @@ class Kubernetes(Engine):
 
     def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what cannot be the name of an object, or of a namespace."""
-        job.check(id=(job.id, NAME), namespace=(job.place.get("namespace"), NAME))
+        job.check(id=(job.id, DNS_LABEL), namespace=(job.place.get("namespace"), DNS_LABEL))
 
     def script(self, job: RunJob) -> str:
         """Return the objects in YAML, as `kubectl create -f -` takes them."""
@@ -85,7 +85,7 @@ class Kubernetes(Engine):
         place = _place(job, job.namespace or _own_namespace(), secrets.token_hex(3)[:5])
         made = jobset(job, place)
         _check_claim(job, place)
-        is_given = VALUE in os.environ or FILE in os.environ
+        is_given = SECRET_VARIABLE in os.environ or SECRET_FILE_VAR in os.environ
         secret = secret_of(job.run_dir).decode() if is_given else secrets.token_hex(32)
         if needs_access(lease_of(job, place)):
             _allow(place)
@@ -127,7 +127,7 @@ class Kubernetes(Engine):
 
     def step(self, job: LaunchedJob) -> int | None:
         printed = _ask("logs", *_where(job), *_selected(job), f"--tail={TAIL_LINES}", may_fail=True)
-        steps = [int(number) for number in STEP.findall(printed.encode())]
+        steps = [int(number) for number in STEP_IN_LOG.findall(printed.encode())]
         return max(steps, default=None)
 
     def logs(self, job: LaunchedJob, follow: bool) -> Iterator[bytes]:
@@ -138,13 +138,13 @@ class Kubernetes(Engine):
             asked = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
             with subprocess.Popen([*words, *since, *(["-f"] if follow else [])], stdout=subprocess.PIPE) as process:
                 assert process.stdout is not None
-                while text := process.stdout.read1(PIECE_BYTES):  # type: ignore[attr-defined]
+                while text := process.stdout.read1(LOG_PIECE_BYTES):  # type: ignore[attr-defined]
                     since = [f"--since-time={asked}"]
                     yield text
                     asked = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
             if not follow or self.known(job)[0] == "ended":
                 return
-            time.sleep(FOLLOW_S)
+            time.sleep(FOLLOW_LOOK_S)
 
 
 def _place(job: RunJob, namespace: str, mark: str) -> ClusterPlace:
@@ -219,10 +219,12 @@ def _ask(*words: str, text: str | None = None, may_fail: bool = False) -> str:
         raise UserError("--on kubernetes: there is no kubectl here. Install it, and set it up for your cluster.")
     try:
         done: Any = subprocess.run(
-            ["kubectl", *words], input=text, capture_output=True, text=True, timeout=ANSWER_S, check=False
+            ["kubectl", *words], input=text, capture_output=True, text=True, timeout=PROGRAM_ANSWER_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"--on kubernetes: kubectl did not answer within {ANSWER_S:.0f} s. Try again later.") from None
+        raise UserError(
+            f"--on kubernetes: kubectl did not answer within {PROGRAM_ANSWER_S:.0f} s. Try again later."
+        ) from None
     if done.returncode and not may_fail:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         if "no matches for kind" in said or "the server doesn't have a resource type" in said:

@@ -20,11 +20,11 @@ from typing import IO
 from argosy.engines.engine import Engine, Job, ProgramJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
-from argosy.files import LOCK, boot_id
+from argosy.files import RUN_LOCK, boot_id
 from argosy.processes.child import Child
 
 PROCESSES = Path("/proc")
-PROCESS = re.compile(r"[1-9][0-9]{0,9}@[0-9]{0,20}")
+LOCAL_PROCESS = re.compile(r"[1-9][0-9]{0,9}@[0-9]{0,20}")
 """A process's number, and when it started; without that if it had ended at once."""
 START_TIME = 19
 """Field of /proc/PID/stat behind the command: when the process started, in ticks since boot (proc(5), field 22)."""
@@ -84,7 +84,7 @@ class Local(Engine):
 
     def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no process, or no time at which one started."""
-        job.check(id=(job.id, PROCESS))
+        job.check(id=(job.id, LOCAL_PROCESS))
 
     def state(self, job: LaunchedJob) -> tuple[JobState, str]:
         """Return whether the process is still there that runs this job; a number may be another's by now."""
@@ -173,7 +173,7 @@ def _started(pid: int) -> str:
 
 def _owner(run_dir: Path) -> int | None:
     """Return the process that holds the lock of a run's folder; None if none does."""
-    with suppress(OSError, ValueError), (run_dir / LOCK).open() as file:
+    with suppress(OSError, ValueError), (run_dir / RUN_LOCK).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

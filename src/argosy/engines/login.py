@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from argosy.config.launch import EngineOptions
-from argosy.engines.engine import PIECE_BYTES, Engine, Job, RunJob
+from argosy.engines.engine import LOG_PIECE_BYTES, Engine, Job, RunJob
 from argosy.engines.record import JobState, LaunchedJob
-from argosy.engines.ssh import HOST, Answer, ask_all, command
+from argosy.engines.ssh import SSH_HOST, Answer, ask_all, command
 from argosy.errors import UserError
 from argosy.processes.secret import secret_of
 
-START = """\
+LOGIN_START = """\
 umask 077
 mkdir -p {group} && cd {folder} || exit 2
 printf '%s\\n' {secret} > {group}/.secret
@@ -36,8 +36,8 @@ RUNS = """\
 cd {folder} && said=$({program} runs {run_dir} --json) || exit $?
 printf 'argosy:runs=%s\\n' "$(printf '%s' "$said" | tr -d '\\n')"
 """
-STOP = "cd {folder} && {program} stop {run_dir}\n"
-LINE = re.compile(r".+")
+LOGIN_STOP = "cd {folder} && {program} stop {run_dir}\n"
+LOGIN_LINE = re.compile(r".+")
 GOES_ON: dict[str, JobState] = {"waiting": "waiting", "training": "running", "running": "running", "unknown": "unknown"}
 """States of a run that has not ended there -> of its job; unknown: `argosy runs` there could not tell."""
 
@@ -70,8 +70,8 @@ class Login(Engine):
 
     def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no machine, or a record without folder and program there."""
-        job.check(login=(job.place.get("login"), HOST))
-        job.check(**{name: (job.place.get(name), LINE) for name in ("folder", "program", "run_dir")})
+        job.check(login=(job.place.get("login"), SSH_HOST))
+        job.check(**{name: (job.place.get(name), LOGIN_LINE) for name in ("folder", "program", "run_dir")})
 
     def script(self, job: RunJob) -> str:
         assert isinstance(job, LoginJob)
@@ -82,7 +82,7 @@ class Login(Engine):
         assert isinstance(job, LoginJob)
         source = job.work_dir / job.words[0]
         name, text = Path(job.words[0]).name, source.read_text() if source.is_file() else ""
-        script = START.format(
+        script = LOGIN_START.format(
             folder=shlex.quote(job.there),
             group=shlex.quote(str(job.group_there)),
             secret=shlex.quote(secret_of(job.group).decode()),
@@ -124,7 +124,7 @@ class Login(Engine):
 
     def stop(self, job: LaunchedJob) -> None:
         """Give `argosy stop` there. Raises: UserError with what it says."""
-        answer = _ask(job, STOP)
+        answer = _ask(job, LOGIN_STOP)
         if answer.problem:
             raise UserError(f"{job.place['login']} says: {answer.problem}")
 
@@ -139,7 +139,7 @@ class Login(Engine):
         ) as process:  # fmt: skip
             assert process.stdout is not None
             try:
-                while piece := process.stdout.read1(PIECE_BYTES):  # type: ignore[attr-defined]
+                while piece := process.stdout.read1(LOG_PIECE_BYTES):  # type: ignore[attr-defined]
                     yield piece
             finally:
                 process.terminate()

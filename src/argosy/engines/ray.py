@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from argosy.config.launch import EngineOptions
-from argosy.engines.engine import SPARE_S, Engine, Job, NeverFits, ProgramJob, RunJob
+from argosy.engines.engine import STOP_SPARE_S, Engine, Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
-from argosy.processes.ray_cluster import ADDRESS, knock, need_ray, no_cluster
+from argosy.processes.ray_cluster import RAY_ADDRESS, knock, need_ray, no_cluster
 
-API_ADDRESS, HEADERS = "RAY_API_SERVER_ADDRESS", "RAY_JOB_HEADERS"
+API_ADDRESS, HEADERS_VARIABLE = "RAY_API_SERVER_ADDRESS", "RAY_JOB_HEADERS"
 """Environment variables: of the client of jobs, and of `ray job`."""
-NUMBER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+RAY_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 DASHBOARD = re.compile(r"https?://[A-Za-z0-9_.:\[\]-]+(/[A-Za-z0-9_./~-]*)?")
 """Ray takes other addresses too, and imports the module that one begins with."""
 SECRETS = ("_SECRET", "_TOKEN")
@@ -37,13 +37,13 @@ SECRETS = ("_SECRET", "_TOKEN")
 ANSWER_S = 10.0
 STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 """Environment variable of a job: how long after SIGTERM Ray kills its command; 3 s without it."""
-WAITING = "argosy launch: waiting: "
+WAITING_PREFIX = "argosy launch: waiting: "
 """If the log's last line begins so, it says what the job waits for."""
 NOT_YET = "No available agent"
 """Ray's answer before the head has all of its processes."""
 CLUSTER_S = 60
-"""Added to what a job is given to stop, beside `SPARE_S`: the job's own end."""
-EXTRA: dict[str, tuple[str, Callable[[str], Any]]] = {
+"""Added to what a job is given to stop, beside `STOP_SPARE_S`: the job's own end."""
+RAY_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "runtime-env-json": ("runtime_env", json.loads),
     "metadata-json": ("metadata", json.loads),
     "entrypoint-num-cpus": ("entrypoint_num_cpus", float),
@@ -52,19 +52,19 @@ EXTRA: dict[str, tuple[str, Callable[[str], Any]]] = {
     "entrypoint-resources": ("entrypoint_resources", json.loads),
 }
 """Options of `ray job submit` that --extra takes -> what they are called in Python, and how they are read."""
-OPTION = "--"
-GONE = "no longer known to Ray"
+OPTION_BEGIN = "--"
+UNKNOWN_TO_RAY = "no longer known to Ray"
 WAITED_LONG = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 """Ray's word for the end of a job that has waited for room for 15 minutes (RAY_JOB_START_TIMEOUT_SECONDS of the
 head)."""
-NEWS_S = 1.0
+RAY_NEWS_S = 1.0
 RESOURCES = {
     "entrypoint_num_cpus": ("CPU", 1.0, "CPUs"),
     "entrypoint_num_gpus": ("GPU", 1.0, "GPUs"),
     "entrypoint_memory": ("memory", 1e9, "GB of memory"),
 }
 """Request of a program -> its name on a node of Ray, its unit, and that in words."""
-NODES = 10_000
+MOST_RAY_NODES = 10_000
 """Most nodes that Ray is asked for."""
 
 
@@ -101,7 +101,7 @@ class Ray(Engine):
 
     def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no number of a job, or no address."""
-        job.check(id=(job.id, NUMBER), address=(job.place.get("address"), DASHBOARD))
+        job.check(id=(job.id, RAY_JOB), address=(job.place.get("address"), DASHBOARD))
 
     def script(self, job: RunJob) -> str:
         """Return the command of Ray that submits the same job."""
@@ -159,10 +159,10 @@ class Ray(Engine):
         except RuntimeError as problem:
             if "does not exist" not in str(problem):
                 raise no_cluster("--on ray", job.place["address"], problem) from None
-            return "ended", GONE
+            return "ended", UNKNOWN_TO_RAY
         state, words = _meaning(details)
-        if state == "running" and (last := _last_line(Path(job.log))).startswith(WAITING):
-            return "waiting", last.removeprefix(WAITING)
+        if state == "running" and (last := _last_line(Path(job.log))).startswith(WAITING_PREFIX):
+            return "waiting", last.removeprefix(WAITING_PREFIX)
         return state, words
 
     def states(self, jobs: Sequence[LaunchedJob]) -> list[tuple[JobState, str]]:
@@ -199,8 +199,8 @@ class Ray(Engine):
                 queued.launched.save(queued.job.folder.parent)
 
     def _list(self, address: str) -> dict[str, Any]:
-        """Return Ray's details of its jobs by number; they are asked for again when they are `NEWS_S` old."""
-        if time.monotonic() - self._listed_s > NEWS_S:
+        """Return Ray's details of its jobs by number; they are asked for again when they are `RAY_NEWS_S` old."""
+        if time.monotonic() - self._listed_s > RAY_NEWS_S:
             client = client_of(address)
             with refusals():
                 jobs = client.list_jobs()
@@ -234,7 +234,7 @@ def _prefix(job: Job) -> str:
 def _meaning(details: Any) -> tuple[JobState, str]:
     """Return the state of a job, and in words, from Ray's details; None: Ray no longer knows it."""
     if details is None:
-        return "ended", GONE
+        return "ended", UNKNOWN_TO_RAY
     status = str(getattr(details.status, "value", details.status))
     states: dict[str, JobState] = {"PENDING": "waiting", "RUNNING": "running"}
     return states.get(status, "ended"), status.lower()
@@ -252,7 +252,7 @@ def _nodes(address: str) -> list[dict[str, float]]:
     from ray.util.state import list_nodes
 
     with refusals():
-        nodes = list_nodes(address=address, filters=[("state", "=", "ALIVE")], limit=NODES, detail=True)
+        nodes = list_nodes(address=address, filters=[("state", "=", "ALIVE")], limit=MOST_RAY_NODES, detail=True)
     return [
         {name: float(node.resources_total.get(theirs, 0)) for name, (theirs, _, _) in RESOURCES.items()}
         for node in nodes
@@ -285,11 +285,11 @@ def _given(job: Job) -> dict[str, Any]:
     """Return the arguments for submitting the job. Raises: UserError for an `--extra` that is no option of it."""
     given: dict[str, Any] = {}
     for word in job.extra:
-        option, _, value = word.removeprefix(OPTION).partition("=")
-        if not word.startswith(OPTION) or option not in EXTRA:
-            known = ", ".join(f"--{name}" for name in EXTRA)
+        option, _, value = word.removeprefix(OPTION_BEGIN).partition("=")
+        if not word.startswith(OPTION_BEGIN) or option not in RAY_OPTIONS:
+            known = ", ".join(f"--{name}" for name in RAY_OPTIONS)
             raise UserError(f"--extra={word}: is no option of `ray job submit` that can be passed on. Known: {known}.")
-        name, read = EXTRA[option]
+        name, read = RAY_OPTIONS[option]
         try:
             given[name] = read(value)
         except ValueError as problem:
@@ -298,7 +298,7 @@ def _given(job: Job) -> dict[str, Any]:
     ours = {
         name: value for name, value in os.environ.items() if name.startswith("ARGOSY_") and not name.endswith(SECRETS)
     }
-    ours[STOP_WAIT] = str(round(job.grace_s) + SPARE_S + CLUSTER_S)
+    ours[STOP_WAIT] = str(round(job.grace_s) + STOP_SPARE_S + CLUSTER_S)
     if isinstance(job, ProgramJob):
         ours |= job.environment
     given["runtime_env"] = {**environment, "env_vars": {**ours, **environment.get("env_vars", {})}}
@@ -308,7 +308,7 @@ def _given(job: Job) -> dict[str, Any]:
 def client_of(address: str) -> Any:
     """Return a client of the cluster's jobs. Raises: UserError if there is no Ray here, or no cluster there."""
     need_ray("--on ray")
-    where = address or os.environ.get(API_ADDRESS) or os.environ.get(ADDRESS, "")
+    where = address or os.environ.get(API_ADDRESS) or os.environ.get(RAY_ADDRESS, "")
     try:
         from ray.exceptions import RayError
         from ray.job_submission import JobSubmissionClient
@@ -316,8 +316,8 @@ def client_of(address: str) -> Any:
         raise UserError(f"--on ray: {problem}. Install it: pip install 'argosy[ray]'") from None
     try:
         knock(where)
-        headers = json.loads(os.environ.get(HEADERS, "null"))
-        with _without(*((API_ADDRESS, ADDRESS) if address else ())):  # they would go before the address
+        headers = json.loads(os.environ.get(HEADERS_VARIABLE, "null"))
+        with _without(*((API_ADDRESS, RAY_ADDRESS) if address else ())):  # they would go before the address
             return JobSubmissionClient(address or None, headers=headers)
     except (RayError, RuntimeError, ValueError, OSError) as problem:
         raise no_cluster("--on ray", where, problem) from None

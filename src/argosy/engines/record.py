@@ -21,14 +21,14 @@ from argosy.errors import UserError, first_error
 from argosy.files import atomic_write, read_own, state_folder
 from argosy.processes.secret import kept_secret
 
-FOLDER = "launch"
+LAUNCH_FOLDER = "launch"
 """The folder in a run's folder for what was launched, and what that printed."""
-RECORD = "job.json"
-KEY = "key"
+JOB_RECORD = "job.json"
+SEAL_KEY_FILE = "key"
 """The file in the user's folder for state that records are sealed with."""
-STOP = "stop"
+STOP_FILE = "stop"
 """A file in that folder: nothing that has ended is started again."""
-MOST_BYTES = 1 << 20
+MOST_RECORD_BYTES = 1 << 20
 """A longer record was not written by `argosy launch`."""
 MODE = 0o644
 JobState = Literal["waiting", "running", "ended", "unknown"]
@@ -69,7 +69,7 @@ class LaunchedJob(BaseModel):
         seal = ""
         with suppress(UserError):
             seal = self._seal_with(user_key())
-        with atomic_write(run_dir / FOLDER / RECORD) as file:
+        with atomic_write(run_dir / LAUNCH_FOLDER / JOB_RECORD) as file:
             os.fchmod(file.fileno(), MODE)  # whatever the umask lets a group do: else it would be theirs too
             file.write(self.model_copy(update={"seal": seal}).model_dump_json(indent=1).encode() + b"\n")
 
@@ -79,9 +79,9 @@ class LaunchedJob(BaseModel):
 
         What it prints to is looked for in this folder only. Raises: UserError.
         """
-        path = run_dir / FOLDER / RECORD
+        path = run_dir / LAUNCH_FOLDER / JOB_RECORD
         try:
-            text, foreign = read_own(path, MOST_BYTES)
+            text, foreign = read_own(path, MOST_RECORD_BYTES)
             job = cls.model_validate_json(text)
         except FileNotFoundError:
             return None
@@ -89,14 +89,14 @@ class LaunchedJob(BaseModel):
             why = first_error(problem) if isinstance(problem, ValidationError) else problem
             raise UserError(f"{path}: is no record of a launched run ({why}). Remove it, and launch again.") from None
         folder, name = path.parent.absolute(), Path(job.log).name
-        log = str(folder if name == FOLDER else folder / name) if name else ""
+        log = str(folder if name == LAUNCH_FOLDER else folder / name) if name else ""
         return job.model_copy(update={"log": log, "foreign": foreign, "is_sealed": job._has_seal()})
 
     def _has_seal(self) -> bool:
         if not self.seal:
             return False
         try:
-            is_there = (state_folder() / KEY).exists()  # else it cannot be this user's
+            is_there = (state_folder() / SEAL_KEY_FILE).exists()  # else it cannot be this user's
             return is_there and hmac.compare_digest(self.seal.encode(), self._seal_with(user_key()).encode())
         except (OSError, RuntimeError, UserError):
             return False
@@ -109,15 +109,16 @@ class LaunchedJob(BaseModel):
         for name, (value, pattern) in words.items():
             if value is None or not pattern.fullmatch(value):
                 raise UserError(
-                    f"the record of the launched run ({FOLDER}/{RECORD}) says {name} = {value!r}, which {self.engine} "
-                    "never does: it was changed, and nothing is done with it. Remove it if the run has ended."
+                    f"the record of the launched run ({LAUNCH_FOLDER}/{JOB_RECORD}) says {name} = {value!r}, which "
+                    f"{self.engine} never does: it was changed, and nothing is done with it. Remove it if the run has "
+                    "ended."
                 )
 
 
 def user_key() -> bytes:
     """Return the key that this user's records are sealed with; the first call makes it. Raises: UserError."""
     try:
-        path = state_folder() / KEY
+        path = state_folder() / SEAL_KEY_FILE
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return kept_secret(path)
     except (OSError, RuntimeError) as problem:

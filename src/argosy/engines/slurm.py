@@ -22,24 +22,24 @@ from pathlib import Path
 
 from argosy.config.launch import EngineOptions
 from argosy.config.schema import RunConfig
-from argosy.engines.engine import ANSWER_S, SPARE_S, Engine, Job, ProgramJob, RunJob
+from argosy.engines.engine import PROGRAM_ANSWER_S, STOP_SPARE_S, Engine, Job, ProgramJob, RunJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
 from argosy.files import atomic_write
 
-NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
+SLURM_JOB = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 """A job's number; of a task of an array with that task's."""
-NOTE = "slurm.json"
+ARRAY_NOTE = "slurm.json"
 """A file in the folder of a run that is a task of an array: it is there before the array is submitted, and names it."""
 UNKNOWN_JOB = "Invalid job id"
 """squeue's error for jobs that ended some time ago. Any other error says nothing of the job."""
-WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "SPECIAL_EXIT")
-ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+WAITING_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "SPECIAL_EXIT")
+ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
          "REVOKED", "TIMEOUT")  # fmt: skip
-GONE = "no longer known to SLURM"
-PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.,:=/+@%[]")
+UNKNOWN_TO_SLURM = "no longer known to SLURM"
+UNQUOTED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.,:=/+@%[]")
 """Characters of an option that mean the same in a script with and without quotes."""
-AGENT = """
+AGENT_TASK = """
 trap '' USR1 TERM
 for start in {{1..5}}; do
   {command}; code=$?
@@ -75,7 +75,7 @@ class Slurm(Engine):
 
     def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no number of a job."""
-        job.check(id=(job.id, NUMBER))
+        job.check(id=(job.id, SLURM_JOB))
 
     def script(self, job: Job) -> str:
         body = _run_lines(job) if isinstance(job, RunJob) else _program_lines(job)
@@ -94,7 +94,7 @@ class Slurm(Engine):
         path.write_text(self._array(jobs, name, at_once))
         for place, job in enumerate(jobs):
             if isinstance(job, RunJob):
-                with atomic_write(job.folder / NOTE) as file:
+                with atomic_write(job.folder / ARRAY_NOTE) as file:
                     file.write(json.dumps({"name": name, "task": place}).encode())
         number = _submit(jobs[0], path)
         return [_launched(job, f"{number}_{place}") for place, job in enumerate(jobs)]
@@ -129,9 +129,9 @@ class Slurm(Engine):
 
     def find(self, job: Job) -> LaunchedJob | None:
         """Return the job of the record, or the one by whose name its folder was noted before it was submitted."""
-        if (before := super().find(job)) is not None or not (job.folder / NOTE).exists():
+        if (before := super().find(job)) is not None or not (job.folder / ARRAY_NOTE).exists():
             return before
-        note = json.loads((job.folder / NOTE).read_text())
+        note = json.loads((job.folder / ARRAY_NOTE).read_text())
         lines = ask(
             "squeue", "--me", "--noheader", "--array", "--states=all", f"--name={note['name']}", "--format=%i %T"
         ).splitlines()
@@ -189,7 +189,7 @@ def _directives_of(job: Job) -> list[str]:
         "output": output(str(job.folder), "slurm-%j.out"),
         "open-mode": "append",
         # SLURM may send it up to 60 s early, and looks at the time every 30 s.
-        "signal": f"USR1@{round(job.grace_s) + SPARE_S}" if is_run else "",
+        "signal": f"USR1@{round(job.grace_s) + STOP_SPARE_S}" if is_run else "",
     }
     lines = directives(options)
     lines += [] if job.cpus_per_node else ["#SBATCH --exclusive"]
@@ -217,7 +217,7 @@ def _run_lines(job: RunJob) -> list[str]:
     return [
         f"cd {shlex.quote(str(job.work_dir))} || exit 2",
         "export ARGOSY_BATCH_NODE=$SLURMD_NODENAME",
-        f"{' '.join(step)} bash -c " + shlex.quote(AGENT.format(command=job.command, survivor=survivor)),
+        f"{' '.join(step)} bash -c " + shlex.quote(AGENT_TASK.format(command=job.command, survivor=survivor)),
         f"exec {after} $?",
     ]
 
@@ -247,9 +247,11 @@ def ask(program: str, *words: str) -> str:
     """Return what a program of SLURM prints. Raises: UserError with what it says, line by line, if it fails."""
     _find(program)
     try:
-        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=PROGRAM_ANSWER_S, check=False)
     except subprocess.TimeoutExpired:
-        raise UserError(f"--on slurm: {program} did not answer within {ANSWER_S:.0f} s. Try again later.") from None
+        raise UserError(
+            f"--on slurm: {program} did not answer within {PROGRAM_ANSWER_S:.0f} s. Try again later."
+        ) from None
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         said = "\n  ".join(lines) or f"exit code {done.returncode}"
@@ -274,14 +276,14 @@ def listed(*words: str) -> list[str]:
 
 def meaning(state: str) -> JobState:
     """Return what a state of squeue's means; "" is that of a job that SLURM no longer knows."""
-    if not state or state in ENDED:
+    if not state or state in ENDED_STATES:
         return "ended"
-    return "waiting" if state in WAITING else "running"
+    return "waiting" if state in WAITING_STATES else "running"
 
 
 def in_words(state: str, reason: str) -> str:
     """Return a state and its reason, as squeue says them."""
-    words = state.lower() or GONE
+    words = state.lower() or UNKNOWN_TO_SLURM
     return f"{words}: {reason}" if reason not in ("", "None") else words
 
 
@@ -304,16 +306,16 @@ def _quoted(name: str, value: str) -> str:
             f"--on slurm: {name} = {value!r} cannot be given to sbatch: it has a backslash or a control character. "
             "Choose another name or folder."
         )
-    return value if PLAIN.issuperset(value) else '"' + value.replace('"', '\\"') + '"'
+    return value if UNQUOTED.issuperset(value) else '"' + value.replace('"', '\\"') + '"'
 
 
-TASKS, NODES, NODE = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"
+SLURM_TASKS, SLURM_NODES, SLURM_NODE = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"
 TASK = "SLURM_PROCID"
 
 
 def is_step(environment: Mapping[str, str]) -> bool:
     """Return True in a process that srun has started; False in a batch script, or a shell of salloc."""
-    return TASKS in environment
+    return SLURM_TASKS in environment
 
 
 def is_first_task(environment: Mapping[str, str]) -> bool:
@@ -332,7 +334,7 @@ def with_slurm(run: RunConfig, environment: Mapping[str, str]) -> RunConfig:
     """
     if not is_step(environment):
         return run
-    tasks, nodes = int(environment[TASKS]), int(environment[NODES])
+    tasks, nodes = int(environment[SLURM_TASKS]), int(environment[SLURM_NODES])
     if tasks > nodes:
         raise UserError(
             f"srun has started {tasks} tasks on {nodes} node{'s' if nodes > 1 else ''}, and one argosy train on a node "
@@ -346,7 +348,7 @@ def with_slurm(run: RunConfig, environment: Mapping[str, str]) -> RunConfig:
         )
     if nodes == 1:
         return run
-    given: dict[str, object] = {"nodes": nodes if launch.nodes == 1 else launch.nodes, "node": environment[NODE]}
+    given: dict[str, object] = {"nodes": nodes if launch.nodes == 1 else launch.nodes, "node": environment[SLURM_NODE]}
     if not (launch.coordinator or launch.lease):
         given["lease"] = "folder"
     return run.model_copy(update={"launch": launch.model_copy(update=given)})

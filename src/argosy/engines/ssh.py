@@ -20,24 +20,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from argosy.config.launch import is_loopback
-from argosy.engines.engine import ANSWER_S, Engine, Job, RunJob
-from argosy.engines.record import STOP, JobState, LaunchedJob
+from argosy.engines.engine import PROGRAM_ANSWER_S, Engine, Job, RunJob
+from argosy.engines.record import STOP_FILE, JobState, LaunchedJob
 from argosy.errors import UserError
-from argosy.processes.secret import FILE, VALUE, secret_of
+from argosy.processes.secret import SECRET_FILE_VAR, SECRET_VARIABLE, secret_of
 
-CONNECT_S = 10
-HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+SSH_CONNECT_S = 10
+SSH_HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """A name that ssh takes: an option, which begins with "-", is none."""
-AT_ONCE = 32
+HOSTS_AT_ONCE = 32
 """Hosts that are asked at a time."""
-MARK = "argosy:"
+ECHO_MARK = "argosy:"
 NO_WAY = 255
 """Exit code of ssh if it could not reach the host; else it is the script's."""
-PROCESS = re.compile(r"[1-9][0-9]{0,9}@[0-9]{1,20}")
+HOST_PROCESS = re.compile(r"[1-9][0-9]{0,9}@[0-9]{1,20}")
 PASSED_ON = ("ARGOSY_", "OMP_", "NCCL_", "GLOO_", "UCX_", "TORCH", "PYTORCH_", "CUDA_", "HF_", "AWS_", "PYTHONPATH")
 """Environment variables that begin so are those of the agents too. They go through ssh's input: the words of a command
 can be read by all users of a machine."""
-AGENT = "agent of "
+AGENT_MARK = "agent of "
 """In a job's place: begins what says which process a host's agent is."""
 LOOK = """\
 printf 'argosy:boot=%s\\n' "$(cat /proc/sys/kernel/random/boot_id)"
@@ -47,7 +47,7 @@ printf 'argosy:reached=%s\\n' "$SSH_CONNECTION"
 [ -x {python} ] && echo argosy:python=yes
 true
 """
-START = """\
+START_ON_HOST = """\
 cd {work_dir} || exit 2
 {exports}
 nohup setsid {command} >> {log} 2>&1 < /dev/null &
@@ -76,10 +76,10 @@ class Ssh(Engine):
     def check_job(self, job: LaunchedJob) -> None:
         """Raises: UserError for what is no host, or no process."""
         for host in job.id.split(","):
-            job.check(id=(host, HOST))
+            job.check(id=(host, SSH_HOST))
         for name, agent in job.place.items():
-            if name.startswith(AGENT):
-                job.check(host=(name.removeprefix(AGENT), HOST), agent=(agent, PROCESS))
+            if name.startswith(AGENT_MARK):
+                job.check(host=(name.removeprefix(AGENT_MARK), SSH_HOST), agent=(agent, HOST_PROCESS))
 
     def script(self, job: RunJob) -> str:
         folder = shlex.quote(str(job.work_dir))
@@ -91,11 +91,11 @@ class Ssh(Engine):
         """Start an agent on each host, if all can be reached and see the run's folder."""
         assert isinstance(job, RunJob)
         hosts, options = _hosts(job), list(job.extra)
-        (job.folder / STOP).unlink(missing_ok=True)
+        (job.folder / STOP_FILE).unlink(missing_ok=True)
         exports, seen = _exports(job.run_dir), _look(job, hosts, options)
         log = {host: job.folder / f"{_node(host)}.out" for host in hosts}
         scripts = {
-            host: START.format(
+            host: START_ON_HOST.format(
                 work_dir=shlex.quote(str(job.work_dir)),
                 exports=exports,
                 command=_command(job, host, seen[host].address),
@@ -111,7 +111,7 @@ class Ssh(Engine):
             submitted_s=round(time.time(), 3),
             nodes=len(hosts),
             log=str(job.folder),
-            place={"options": shlex.join(options), **{f"{AGENT}{host}": agent for host, agent in agents.items()}},
+            place={"options": shlex.join(options), **{f"{AGENT_MARK}{host}": agent for host, agent in agents.items()}},
         )
         if missing := [f"{host} ({answers[host].problem})" for host in hosts if host not in agents]:
             self.stop(launched)
@@ -130,7 +130,7 @@ class Ssh(Engine):
 
     def stop(self, job: LaunchedJob) -> None:
         """Send SIGTERM to the agents. Raises: UserError with the hosts that cannot be reached."""
-        (Path(job.log) / STOP).touch()
+        (Path(job.log) / STOP_FILE).touch()
         answers = self._ask(job, IS_THERE + " && kill -TERM {pid}\ntrue")
         if away := unreachable(answers):
             raise UserError(f"there is no way to {away}. The other hosts' agents save and end.")
@@ -143,9 +143,9 @@ class Ssh(Engine):
         """Ask the host of each agent, with {pid} and {started} of that agent."""
         scripts = {}
         for name, agent in job.place.items():
-            if name.startswith(AGENT):
+            if name.startswith(AGENT_MARK):
                 pid, _, started = agent.partition("@")
-                scripts[name.removeprefix(AGENT)] = script.format(pid=int(pid), started=int(started))
+                scripts[name.removeprefix(AGENT_MARK)] = script.format(pid=int(pid), started=int(started))
         return ask_all(scripts, shlex.split(job.place.get("options", "")))
 
 
@@ -162,7 +162,7 @@ def _hosts(job: RunJob) -> list[str]:
     if not hosts:
         raise UserError("--on ssh: no hosts are given. Name them, e.g. --hosts node1,node2.")
     for host in hosts:
-        if not HOST.fullmatch(host):
+        if not SSH_HOST.fullmatch(host):
             raise UserError(f"--hosts: {host!r} is no name of a host. Try NAME or USER@NAME, as ssh takes it.")
     nodes = [_node(host) for host in hosts]
     if twice := sorted({node for node in nodes if nodes.count(node) > 1}):
@@ -196,9 +196,11 @@ def _command(job: RunJob, host: str, address: str) -> str:
 def _exports(run_dir: Path) -> str:
     """Return what sets the agents' environment: the variables that are passed on, and the run's secret if it is not in
     the run's folder."""
-    found = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) and name != FILE}
-    if VALUE in os.environ or FILE in os.environ:
-        found[VALUE] = secret_of(run_dir).decode()
+    found = {
+        name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) and name != SECRET_FILE_VAR
+    }
+    if SECRET_VARIABLE in os.environ or SECRET_FILE_VAR in os.environ:
+        found[SECRET_VARIABLE] = secret_of(run_dir).decode()
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(found.items()))
 
 
@@ -265,7 +267,7 @@ def ask_all(scripts: Mapping[str, str], options: Sequence[str]) -> dict[str, Ans
     """
     if shutil.which("ssh") is None:
         raise UserError("--on ssh: there is no ssh here. Install it, e.g. apt-get install openssh-client.")
-    with ThreadPoolExecutor(AT_ONCE) as threads:
+    with ThreadPoolExecutor(HOSTS_AT_ONCE) as threads:
         answers = threads.map(lambda host: _ask(host, scripts[host], options), scripts)
         return dict(zip(scripts, answers, strict=True))
 
@@ -277,7 +279,7 @@ def unreachable(answers: Mapping[str, Answer]) -> str:
 
 def command(host: str, options: Sequence[str], text: str) -> list[str]:
     """Return the words of ssh that give a shell's command on a host. options: of ssh."""
-    own = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
+    own = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_CONNECT_S}"]
     return ["ssh", *own, *options, "--", host, text]
 
 
@@ -289,11 +291,13 @@ def _ask(host: str, script: str, options: Sequence[str]) -> Answer:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=ANSWER_S,
+            timeout=PROGRAM_ANSWER_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Answer(problem=f"no answer within {ANSWER_S:.0f} s", is_reached=False)
-    lines = [line.removeprefix(MARK).partition("=") for line in done.stdout.splitlines() if line.startswith(MARK)]
+        return Answer(problem=f"no answer within {PROGRAM_ANSWER_S:.0f} s", is_reached=False)
+    lines = [
+        line.removeprefix(ECHO_MARK).partition("=") for line in done.stdout.splitlines() if line.startswith(ECHO_MARK)
+    ]
     problem = " ".join(done.stderr.split()) or f"exit code {done.returncode}" if done.returncode else ""
     return Answer({name: value for name, _, value in lines}, problem, done.returncode != NO_WAY)

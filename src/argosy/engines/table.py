@@ -10,7 +10,7 @@ from argosy.engines.kubernetes import Kubernetes
 from argosy.engines.local import Local
 from argosy.engines.login import Login
 from argosy.engines.ray import Ray
-from argosy.engines.record import FOLDER, RECORD, JobState, LaunchedJob
+from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.engines.slurm import Slurm
 from argosy.engines.ssh import Ssh
 from argosy.errors import UserError
@@ -41,14 +41,14 @@ def engine_of(job: LaunchedJob) -> Engine:
         raise UserError(f"the run was launched on {job.engine!r}, which this version does not know.")
     if job.foreign:
         raise UserError(
-            f"its record ({FOLDER}/{RECORD}) may be the work of {job.foreign}: it is shown, and nothing is done with "
-            "it. Ask who launched the run."
+            f"its record ({LAUNCH_FOLDER}/{JOB_RECORD}) may be the work of {job.foreign}: it is shown, and nothing is "
+            "done with it. Ask who launched the run."
         )
     engine = ENGINES[job.engine]()
     engine.check_job(job)
     if engine.needs_seal and not job.is_sealed:
         raise UserError(
-            f"its record ({FOLDER}/{RECORD}) has no seal of yours, so nobody knows who wrote what it tells "
+            f"its record ({LAUNCH_FOLDER}/{JOB_RECORD}) has no seal of yours, so nobody knows who wrote what it tells "
             f"{job.engine} to do: it is shown, and nothing is done with it. Give the command as the user, and with the "
             "home, that launched it."
         )

@@ -207,7 +207,7 @@ def _check_definition(node: Definition, registration: Registration[Any], place: 
         )
 
 
-GROUP = "argosy.extensions"
+ENTRY_POINTS = "argosy.extensions"
 
 
 def read_package(name: str) -> CodeFile:
@@ -215,12 +215,12 @@ def read_package(name: str) -> CodeFile:
 
     Raises: ValueError if there is no such entry point, or its module cannot be found or read.
     """
-    found = {point.name: point for point in entry_points(group=GROUP)}
+    found = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in found:
         near = get_close_matches(name, found, n=1)
         there = f"there are: {', '.join(sorted(found))}" if found else "no installed package has any"
         hint = f"did you mean {near[0]}?" if near else there
-        raise ValueError(f"{name}: there is no such entry point in the group {GROUP}; {hint}")
+        raise ValueError(f"{name}: there is no such entry point in the group {ENTRY_POINTS}; {hint}")
     return read_code(_source_of(found[name]), name, found[name].module)
 
 

@@ -30,7 +30,7 @@ APPROVED = "ARGOSY_APPROVED_CODE"
 """Environment variable: checksums that this process or its parent has approved, with commas between them."""
 APPROVED_FILE = "approved-code"
 """In the user's folder for state: a checksum and a path on each line."""
-MOST_APPROVED, LONGEST_LINE = 10_000, 256
+MOST_APPROVED, LONGEST_APPROVAL = 10_000, 256
 """Lines that are kept, the newest ones, and their characters."""
 
 
@@ -86,7 +86,7 @@ def _path() -> Path:
 
 def _lines(path: Path) -> list[str]:
     """Return the lines of the file, none if others may write it: then it approves nothing. Raises: OSError."""
-    text, whose = read_own(path, MOST_APPROVED * LONGEST_LINE)
+    text, whose = read_own(path, MOST_APPROVED * LONGEST_APPROVAL)
     return [] if whose else [line for line in text.decode(errors="replace").splitlines() if line.strip()]
 
 
@@ -99,7 +99,7 @@ def _write(new: dict[str, Path]) -> None:
     with path.with_name(f"{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # other runs may begin now
         lines = _lines(path) if path.exists() else []
-        lines += [f"{sha256}  {str(place)!r}"[: LONGEST_LINE - 1] for sha256, place in new.items()]
+        lines += [f"{sha256}  {str(place)!r}"[: LONGEST_APPROVAL - 1] for sha256, place in new.items()]
         with atomic_write(path) as file:
             os.fchmod(file.fileno(), 0o600)
             file.write("".join(f"{line}\n" for line in lines[-MOST_APPROVED:]).encode(errors="replace"))

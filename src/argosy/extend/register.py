@@ -117,7 +117,7 @@ class Update:
 Kind = Literal["callback", "metric", "loss", "optimizer", "source", "sink", "family"]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 ClassT = TypeVar("ClassT", bound=type)
-NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
+EXTENSION_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ DECORATORS: dict[str, Callable[..., Registration[Any]]] = {
 
 
 def _name(name: object) -> str:
-    if not isinstance(name, str) or not NAME.fullmatch(name):
+    if not isinstance(name, str) or not EXTENSION_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name; take letters, digits, _ . -, beginning with a letter")
     return name
 

@@ -19,9 +19,9 @@ from argosy.plan.plan import Plan
 from argosy.training.evaluation import Score
 from argosy.training.rows import TaskScores
 
-LONGEST = 4096
+LONGEST_QUESTION = 4096
 """Tokens of the longest question, where the model's context is longer."""
-FILE = "scores.jsonl"
+SCORES_FILE = "scores.jsonl"
 """File in a run's folder with a line for each time that tasks were scored."""
 
 
@@ -72,7 +72,7 @@ def evaluate_tasks(
     world: World | None = None,
 ) -> TaskScores:
     """Return task -> metric -> value of the model of a run, a checkpoint or a Hugging Face folder at `path`, and add
-    them to `FILE` of a run's folder.
+    them to `SCORES_FILE` of a run's folder.
 
     tasks: names that lm-eval knows, and task files (*.yaml). fewshot: examples before each question; None: as the task
     says. limit: documents of each task; 0: all. seq_len: tokens of the longest question; by default those of the
@@ -84,7 +84,7 @@ def evaluate_tasks(
     if limit < 0 or (fewshot or 0) < 0:
         raise UserError(f"limit = {limit}, fewshot = {fewshot}: must be at least 0.")
     source, layout = open_together(path, trust_code, world), plan_named(plan)
-    length = seq_len or min(source.run.model.max_seq_len, LONGEST)
+    length = seq_len or min(source.run.model.max_seq_len, LONGEST_QUESTION)
     run_to_score(source.run, layout, length)
     asked = TaskRequest(list(tasks), fewshot, limit, length, trust_code)
     if world is None and layout.world_size > 1:
@@ -94,5 +94,5 @@ def evaluate_tasks(
     if isinstance(source, TrainedModel) and (world is None or world.is_first):
         done = source.checkpoint.step
         line = {"step": max(0, done - 1), "time_s": round(time.time(), 3), "plan": str(layout), "tasks": found}
-        JsonLines(source.run_dir / FILE).write({**line, "fewshot": fewshot, "limit": limit})
+        JsonLines(source.run_dir / SCORES_FILE).write({**line, "fewshot": fewshot, "limit": limit})
     return found

@@ -37,7 +37,7 @@ from argosy.inference.trained_model import TrainedModel, open_checkpoint, run_of
 from argosy.models import hf, peft_adapter
 from argosy.models.gguf_file import export_gguf
 from argosy.models.lazy_weights import HeldWeights, LazyWeights
-from argosy.models.quantised import COMPRESSIONS
+from argosy.models.quantised import WEIGHT_COMPRESSIONS
 from argosy.models.user_code import load_family
 from argosy.observe.events import from_the_end
 from argosy.observe.panel import duration
@@ -45,7 +45,7 @@ from argosy.observe.report import Report
 from argosy.plan.parameters import parameters
 from argosy.precision import FLOAT_DTYPES
 
-DTYPES = {"stored": None} | FLOAT_DTYPES
+EXPORT_DTYPES = {"stored": None} | FLOAT_DTYPES
 
 
 def export_checkpoint(
@@ -89,11 +89,11 @@ def export_checkpoint(
             found.run.model,
             weights,
             out,
-            dtype=DTYPES[dtype or ("stored" if format == "safetensors" else "bf16")],
+            dtype=EXPORT_DTYPES[dtype or ("stored" if format == "safetensors" else "bf16")],
             tokenizer=tokenizer,
             eod_id=eod_id,
             usage=usage | cards,
-            compression=None if format == "safetensors" else COMPRESSIONS[format],
+            compression=None if format == "safetensors" else WEIGHT_COMPRESSIONS[format],
         )
 
 
@@ -154,7 +154,7 @@ def write_run(
 
 
 HUB_DATA = f"{HUB}datasets/"
-MOST_BYTES = 2**24
+MOST_CARD_BYTES = 2**24
 """No report or README of ours is larger."""
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -167,7 +167,7 @@ def cards_of(found: TrainedModel, kind: str, license_name: str = "", overwrite: 
     names it. overwrite: write the card all the same.
     """
     files = {
-        name: read_at_most(found.run_dir / name, MOST_BYTES)
+        name: read_at_most(found.run_dir / name, MOST_CARD_BYTES)
         for name in (CARD, BASE_CARD)
         if (found.run_dir / name).is_file()
     }
@@ -292,7 +292,7 @@ def _costs(report: Report | None) -> dict[str, Any]:
 def _report(found: TrainedModel) -> Report | None:
     """Return the run's report, if it is that of this checkpoint."""
     try:
-        report = Report.model_validate(json.loads(read_at_most(found.run_dir / "report.json", MOST_BYTES)))
+        report = Report.model_validate(json.loads(read_at_most(found.run_dir / "report.json", MOST_CARD_BYTES)))
     except (OSError, ValueError, ValidationError):  # the run goes on, was stopped hard, or is of another version
         return None
     return report if report.steps == found.checkpoint.step else None

@@ -179,7 +179,7 @@ def generate(
         return next(model.complete([prompt], sampling)).text
 
 
-KEY = "--template"
+TEMPLATE_OPTION = "--template"
 """The option that gives a template."""
 ANSWER = "\ufdd2"
 """Stands for an answer where the template is asked how one ends: a noncharacter of Unicode, which no text has."""
@@ -234,9 +234,9 @@ class ChatModel:
 
 def _template_of(model: LoadedModel, given: str) -> ChatTemplate:
     if not is_url(model.home):
-        return ChatTemplate.load(Path(model.home), given, KEY)
+        return ChatTemplate.load(Path(model.home), given, TEMPLATE_OPTION)
     with TemporaryDirectory() as scratch:
         for name, data in usage_of(model.home).items():
             (Path(scratch) / name).write_bytes(data)
         (Path(scratch) / TOKENIZER).touch()
-        return ChatTemplate.load(Path(scratch), given, KEY)
+        return ChatTemplate.load(Path(scratch), given, TEMPLATE_OPTION)

@@ -36,7 +36,7 @@ from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.training.evaluation import Score
 from argosy.training.rows import TaskScores
 
-MEMBER = ForkEntry("argosy.inference.members")
+MODEL_MEMBER = ForkEntry("argosy.inference.members")
 """A process that holds a part of a model."""
 PROCESSES_A_CORE = 4
 """No more processes are started on a machine without other devices: they would wait for each other for ever."""
@@ -108,7 +108,7 @@ class InProcesses:
         """Start the members, and wait until all have loaded their parts. Raises: what one of them ends with."""
         check_devices(plan)
         self._vocab_size, self._number = vocab_size, 0
-        self._world = LocalWorld(MEMBER, plan.world_size, "the model")
+        self._world = LocalWorld(MODEL_MEMBER, plan.world_size, "the model")
         try:
             self._world.send("load", data=[encode(_request(source, plan), LoadRequest)])
             for _ in range(plan.world_size):
@@ -167,7 +167,7 @@ def score_in_processes(
     is for. kind: which of the two types. Raises: UserError, RunFailed.
     """
     check_devices(plan)
-    with closing(LocalWorld(MEMBER, plan.world_size, "the evaluation")) as world:
+    with closing(LocalWorld(MODEL_MEMBER, plan.world_size, "the evaluation")) as world:
         world.send("load", data=[encode(_request(source, plan, held_out, tasks), LoadRequest)])
         return from_text(world.receive()[1]["score"], kind)
 

@@ -35,12 +35,12 @@ from argosy.inference.openai_requests import (
     SamplingRequest,
 )
 from argosy.inference.sampling import Sampling, TextPiece
-from argosy.watch.http import MOST_CONNECTIONS, MOST_HEADER_BYTES, PatientProtocol
+from argosy.watch.http import MOST_CONNECTIONS, MOST_HTTP_HEADER_BYTES, PatientProtocol
 
-PORT = 8000
+SERVE_PORT = 8000
 """The port that vLLM has too; the next free one if it is taken."""
 MOST_BODY_BYTES = 16 * 2**20
-MOST_WAITING = 32
+MOST_WAITING_REQUESTS = 32
 """Requests that wait for their turn; one more is told to come again."""
 USUAL_TOKENS = 16
 """Tokens of a text that says no max_tokens, as OpenAI has it; an answer in a conversation may fill the context."""
@@ -57,8 +57,10 @@ class ModelQueue:
 
     def check_room(self) -> None:
         """Raise ApiError if as many requests wait as may."""
-        if self._waiting > MOST_WAITING:
-            raise ApiError(429, f"{MOST_WAITING} requests wait already. Send it again later.", "rate_limit_exceeded")
+        if self._waiting > MOST_WAITING_REQUESTS:
+            raise ApiError(
+                429, f"{MOST_WAITING_REQUESTS} requests wait already. Send it again later.", "rate_limit_exceeded"
+            )
 
     async def pieces(self, begun: Generator[TextPiece]) -> AsyncGenerator[TextPiece]:
         """Yield the pieces of a text, when it is its turn; closing the iterator ends the work."""
@@ -264,7 +266,7 @@ def server_of(
             access_log=False,
             server_header=False,
             limit_concurrency=MOST_CONNECTIONS,
-            h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+            h11_max_incomplete_event_size=MOST_HTTP_HEADER_BYTES,
             timeout_graceful_shutdown=2,
             proxy_headers=False,
         )

@@ -14,7 +14,19 @@ from argosy.plan.rules import first_problem
 
 BATCH_TOKENS = 4096
 """Tokens of held-out text that a rank scores at once, unless a window has more."""
-LAYOUT = {"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "context", "layers", "precision", "weights"}
+INFERENCE_KEYS = {
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep",
+    "zero",
+    "context",
+    "layers",
+    "precision",
+    "weights",
+}
 """Keys of a plan that say how a model is laid out and computes; the others are for training."""
 
 
@@ -35,7 +47,7 @@ def plan_to_use(plan: Plan) -> Plan:
     """
     if plan.precision in FP8:
         raise UserError(f'plan = "{plan}": precision = {plan.precision} is for training. Use precision=bf16.')
-    said = plan.model_dump(include=LAYOUT)
+    said = plan.model_dump(include=INFERENCE_KEYS)
     if plan.stages != plan.pp:
         said.pop("layers")  # it says so of more stages
     return Plan(**{**said, "zero": 3 if plan.zero == 3 else 0, "compile": False})

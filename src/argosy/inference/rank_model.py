@@ -16,7 +16,7 @@ from torch import Tensor
 
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.shards import part_box, wholes
-from argosy.checkpoint.weights import MODEL, fill
+from argosy.checkpoint.weights import MODEL_PREFIX, fill
 from argosy.config.model import ModelConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.cache import Cache as StoreCache
@@ -202,8 +202,8 @@ def _load(parts: Sequence[Decoder], meshes: Meshes, source: SomeModel) -> None:
 
 
 def _boxes(part: Decoder, meshes: Meshes) -> Mapping[Box, Tensor]:
-    boxes = {part_box(MODEL + p.name, p.value, p.shape, p.offset): p.value for p in pieces_of(part, meshes)}
-    return boxes | wholes(dict(part.named_buffers()), MODEL)
+    boxes = {part_box(MODEL_PREFIX + p.name, p.value, p.shape, p.offset): p.value for p in pieces_of(part, meshes)}
+    return boxes | wholes(dict(part.named_buffers()), MODEL_PREFIX)
 
 
 def _all_tokens(x_BTD: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from argosy.plan.parameters import parameters
 from argosy.sinks.sink import About, Record, Sink
 
 MOST_TOKENS = 200
-FILE = "samples.jsonl"
-SHARE = 0.5
+SAMPLES_FILE = "samples.jsonl"
+FREE_MEMORY_SHARE = 0.5
 """At most this share of the memory that is free: training must not run out of it."""
 
 
@@ -38,7 +38,7 @@ class Sampler(Sink):
             run.seed,
         )
         self._need_bytes = 4 * parameters(run.model)
-        self._lines = JsonLines(about.folder / FILE)
+        self._lines = JsonLines(about.folder / SAMPLES_FILE)
         self._next: int = self.state.setdefault("next", self._every)
         self._wanted: int | None = None
         self._writer: threading.Thread | None = None
@@ -54,7 +54,7 @@ class Sampler(Sink):
 
     def rewind(self, step: int) -> None:
         """Forget the texts of steps that were lost."""
-        forget_from(self.about.folder / FILE, step)
+        forget_from(self.about.folder / SAMPLES_FILE, step)
         self._wanted, self._rewinds = None, self._rewinds + 1
         self._next = self.state["next"] = (step // self._every + 1) * self._every
 
@@ -103,13 +103,13 @@ class Sampler(Sink):
 
     def _add(self, record: Record) -> None:
         forget_from(
-            self.about.folder / FILE, record["step"]
+            self.about.folder / SAMPLES_FILE, record["step"]
         )  # it may be there, if this process was ended at the wrong moment
         self._lines.write({"step": record["step"], "time_s": round(time.time(), 3), **record})
 
     def _check_memory(self) -> None:
         free_bytes = read_memory().available_bytes
-        if self._need_bytes > SHARE * free_bytes:
+        if self._need_bytes > FREE_MEMORY_SHARE * free_bytes:
             raise UserError(
                 f"observe.sample_every_steps: to write samples needs {self._need_bytes / 1e9:.0f} GB of memory on this "
                 f"machine, where {free_bytes / 1e9:.0f} GB are free, and no more than half of it is taken. Set it to 0."

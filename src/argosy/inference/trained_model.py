@@ -26,10 +26,10 @@ from argosy.data.tokenizer import Tokenizer, tokenizer_of, usage_of
 from argosy.errors import UserError
 from argosy.extend.loading import approve
 from argosy.models.decoder import Decoder
-from argosy.models.hf import CONFIG, import_folder
+from argosy.models.hf import HF_CONFIG, import_folder
 from argosy.models.lazy_weights import LazyWeights
 
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def check_vocabulary(tokenizer: bytes, vocab_size: int, folder: str | Path) -> N
     found = Tokenizer(tokenizer.decode(errors="replace"), f"{folder}/{TOKENIZER}").vocab_size
     if found > vocab_size:
         raise UserError(
-            f"{folder}/{TOKENIZER} has {found} tokens, and vocab_size = {vocab_size} in {folder}/{CONFIG}: it is "
+            f"{folder}/{TOKENIZER} has {found} tokens, and vocab_size = {vocab_size} in {folder}/{HF_CONFIG}: it is "
             "another model's. Get the whole folder again."
         )
 
@@ -173,9 +173,9 @@ def default_device() -> torch.device:
 def ends_of_text(model: SomeModel) -> frozenset[int]:
     """Return the tokens that end a text: the end of a document, and what the model's generation_config.json names."""
     try:
-        said = json.loads(usage_of(model.home).get(GENERATION, b"{}"))
+        said = json.loads(usage_of(model.home).get(GENERATION_CONFIG, b"{}"))
     except ValueError:
-        raise UserError(f"{model.home}/{GENERATION}: it is no JSON. Restore the file, or remove it.") from None
+        raise UserError(f"{model.home}/{GENERATION_CONFIG}: it is no JSON. Restore the file, or remove it.") from None
     ends = said.get("eos_token_id") if isinstance(said, dict) else None
     named = ends if isinstance(ends, list) else [ends]
     vocabulary = range(model.run.model.vocab_size)

@@ -20,7 +20,7 @@ from argosy.sync.layout import SITES
 
 ENDED_BY_SIGTERM = (128 + signal.SIGTERM, -signal.SIGTERM)
 """Exit codes after the signal: of a part that has saved, and of one that had nothing to save yet."""
-ALONE_S = 20.0
+OTHERS_GONE_S = 20.0
 """Time that the parts that are left of a run have to write a report, or to wait for a worker that is started again."""
 
 
@@ -116,11 +116,11 @@ def _alone_s(children: Mapping[str, subprocess.Popen[bytes]], servers: Collectio
     """Return how long what is left may go on; infinite while there are both servers and workers, or all is done."""
     codes = {name: child.poll() for name, child in children.items()}
     if all(codes[name] is not None for name in servers):
-        return ALONE_S
+        return OTHERS_GONE_S
     workers = {code for name, code in codes.items() if name not in servers}
     if workers & {None, 0, *(128 + number for number in STOP_SIGNALS)}:
         return math.inf  # a worker ends well once the servers say that the run is over; servers have the signal too
-    return 0.0 if workers == {UserError.exit_code} else ALONE_S
+    return 0.0 if workers == {UserError.exit_code} else OTHERS_GONE_S
 
 
 def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:

@@ -144,7 +144,7 @@ def train_joined(run: RunConfig, run_dir: Path | None, *, accept_changes: bool) 
             if not world.is_first:
                 sys.exit(error.exit_code)  # rank 0 reports it
             raise
-        os.environ[fence.GENERATION] = str(generation)
+        os.environ[fence.GENERATION_VARIABLE] = str(generation)
         if world.is_first:
             events = Events(run_dir, "launcher")
             for process in (follower_of(run_dir, run, events), exchange_of(run_dir, run, events)):

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from argosy.engines.record import FOLDER, STOP
+from argosy.engines.record import LAUNCH_FOLDER, STOP_FILE
 from argosy.errors import (
     STOP_SIGNALS,
     DataError,
@@ -28,7 +28,7 @@ from argosy.errors import (
 from argosy.launch.requeue import AGENT_RESTARTS, last_step, outcome
 from argosy.processes.supervisor import Restarts
 
-FINAL = {kind.exit_code for kind in (RunFailed, UserError, DataError, UnfitNode, Poisoned, StorageError)}
+FINAL_AGENT_CODES = {kind.exit_code for kind in (RunFailed, UserError, DataError, UnfitNode, Poisoned, StorageError)}
 """Exit codes of an agent with which another one would end as well."""
 
 
@@ -49,7 +49,7 @@ class Keeper:
         restarts, step = Restarts(AGENT_RESTARTS), last_step(self._run_dir)
         while True:
             code = self._run()
-            if self._is_stopped or code in FINAL:
+            if self._is_stopped or code in FINAL_AGENT_CODES:
                 return code
             again, why = outcome(self._run_dir, code)
             if again != Retryable.exit_code:
@@ -59,7 +59,7 @@ class Keeper:
             if pause_s is None:
                 return self._ended(code, f"{restarts.failures} starts in a row have made no step")
             time.sleep(pause_s)  # a signal that has stopped another node may be on its way to here
-            if self._is_stopped or (self._run_dir / FOLDER / STOP).exists():
+            if self._is_stopped or (self._run_dir / LAUNCH_FOLDER / STOP_FILE).exists():
                 return code
             print(f"argosy launch: the agent ended with {code} ({why}): it is started again", flush=True)
 

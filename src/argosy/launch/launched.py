@@ -9,13 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from argosy.engines.engine import Engine, RunJob, follow_files
-from argosy.engines.record import FOLDER, RECORD, LaunchedJob, user_key
+from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob, user_key
 from argosy.engines.table import ENGINES, engine_of, state_of
 from argosy.errors import UserError
 from argosy.files import made_folder, make_folder
 from argosy.launch.run_folder import check_is_own
 from argosy.launch.sites import are_there, jobs_of, printed_by
-from argosy.processes.secret import FILE, NAME, VALUE, fingerprint_in, fingerprint_of, secret_of
+from argosy.processes.secret import (
+    SECRET_FILE,
+    SECRET_FILE_VAR,
+    SECRET_VARIABLE,
+    fingerprint_in,
+    fingerprint_of,
+    secret_of,
+)
 from argosy.sync.layout import SITES, home_of, kept_in
 from argosy.watch.library import find_runs, own_id
 from argosy.watch.reader import RunReader, is_run
@@ -84,7 +91,7 @@ def _check(request: RunJob, on: Engine) -> None:
         return
     its_job = f"{request.run_dir}: its job {before.id} on {before.engine}"
     if state == "unknown":
-        record = shlex.quote(str(request.run_dir / FOLDER / RECORD))
+        record = shlex.quote(str(request.run_dir / LAUNCH_FOLDER / JOB_RECORD))
         raise UserError(
             f"{its_job} may still be there, and nothing says that it has ended: {one_line(words).rstrip('.')}. Try "
             f"again when its engine answers. If you know that it has ended, remove {record}; --run-dir gives this run "
@@ -108,8 +115,9 @@ def _own_secret(run_dir: Path) -> str:
             continue
         if state_of(job)[0] != "ended":
             raise UserError(
-                f"{run_dir} and {folder} have one secret, and who knows it may join both runs. Unset {VALUE} and "
-                f"{FILE}: each run makes its own; if one folder is a copy of the other, delete {NAME} in it."
+                f"{run_dir} and {folder} have one secret, and who knows it may join both runs. Unset "
+                f"{SECRET_VARIABLE} and {SECRET_FILE_VAR}: each run makes its own; if one folder is a copy of the "
+                f"other, delete {SECRET_FILE} in it."
             )
     return mine
 
@@ -125,7 +133,7 @@ def launched_in(root: Path) -> list[Launched]:
 def _records(root: Path) -> list[Path]:
     """Return the records of jobs: those that have not begun have folders that are no runs yet."""
     levels = ("", "*/", f"{SITES}/*/", f"*/{SITES}/*/")
-    return [path for level in levels for path in root.glob(f"{level}{FOLDER}/{RECORD}")]
+    return [path for level in levels for path in root.glob(f"{level}{LAUNCH_FOLDER}/{JOB_RECORD}")]
 
 
 def _record_in(folder: Path) -> tuple[LaunchedJob | None, str]:
@@ -199,5 +207,5 @@ def printed(run_dir: Path, follow: bool) -> Iterator[bytes]:
         reader.refresh()
         return reader.state != "training"
 
-    paths = [*run_dir.glob(f"{FOLDER}/*.out"), *run_dir.glob("logs/*")]
+    paths = [*run_dir.glob(f"{LAUNCH_FOLDER}/*.out"), *run_dir.glob("logs/*")]
     yield from follow_files({path.stem: path for path in sorted(paths)}, has_ended)

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from argosy.checkpoint.store import committed
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
-from argosy.data.manifest import NAME as MANIFEST
+from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import RunFailed, UserError, counted
 from argosy.extend.loading import approve
@@ -32,7 +32,7 @@ from argosy.observe.report import Report
 from argosy.observe.screen import Progress, Screen, read_lines_of
 from argosy.observe.surfaces import NotebookSurface, TerminalSurface, is_in_notebook
 from argosy.observe.terminal import has_live_line, lasting_output
-from argosy.plan.plan import PLAN, is_asynchronous
+from argosy.plan.plan import PLAN_VARIABLE, is_asynchronous
 from argosy.plan.search.auto import may_compile, processes_of
 from argosy.plan.search.space import check_size
 from argosy.processes.fork_server import WORKER_MODULE, ForkServer
@@ -115,7 +115,7 @@ def train(
         if where.screen is not None:
             where.screen.begin(run_dir)
         Events(run_dir, process_name(run.launch)).write("settled", seconds=round(time.monotonic() - began, 3))
-        forks.prepare(WORKERS_IMPORTS, {PLAN: str(plan)})
+        forks.prepare(WORKERS_IMPORTS, {PLAN_VARIABLE: str(plan)})
         agent = Agent(run_dir, run, plan, forks, quiet)
         with Following(run_dir, on_step, agent.stop):
             agent.run()
@@ -192,7 +192,7 @@ def _check_processes(run: RunConfig, origin: Callable[[str], str]) -> None:
         check_size(run.plan, size, run.launch, nodes * (run.launch.processes or -(-size // nodes)), origin)
 
 
-EVERY_S = 0.1
+RUN_FILE_LOOK_S = 0.1
 """Seconds between two looks at the file."""
 OnStep = Callable[[dict[str, Any]], object]
 
@@ -231,7 +231,7 @@ class Following:
         is_last = False
         try:
             while not is_last:
-                is_last = self._is_over.wait(EVERY_S)
+                is_last = self._is_over.wait(RUN_FILE_LOOK_S)
                 for record in self._lines.take():
                     on_step(record)
         except BaseException as error:

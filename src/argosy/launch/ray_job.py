@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, BinaryIO
 
-from argosy.engines.engine import SPARE_S, RunJob
-from argosy.engines.ray import STOP_WAIT, WAITING
+from argosy.engines.engine import STOP_SPARE_S, RunJob
+from argosy.engines.ray import STOP_WAIT, WAITING_PREFIX
 from argosy.engines.record import LaunchedJob
 from argosy.errors import ArgosyError, Interrupted, Retryable, UserError, signals_to
 from argosy.files import made_folder
@@ -29,7 +29,7 @@ from argosy.processes.ray_cluster import THREADS, OwnedProcess, ProcessEvent, Sh
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for the command of a job, with its number among other things."""
-NEWS_WAIT_S = 1.0
+JOB_NEWS_WAIT_S = 1.0
 LOST_ACTOR_S = 1.0
 """Time for which an actor that does not answer is left alone."""
 PACKAGES = "/working_dir_files/_ray_pkg_"
@@ -129,7 +129,9 @@ def _held(request: RunJob, log: Log) -> int:
     share = Share.of(request.nodes, request.cpus_per_node, request.gpus_per_node)
     patience_s, stop = request.run.resilience.coordinator_timeout_s, _Stop()
     with signals_to(stop.note, signal.SIGTERM):
-        group = reserve(share, patience_s, lambda why: log.put(f"{WAITING}{why}\n".encode()), lambda: not stop.since_s)
+        group = reserve(
+            share, patience_s, lambda why: log.put(f"{WAITING_PREFIX}{why}\n".encode()), lambda: not stop.since_s
+        )
         stop.check()
         log.say(f"an agent on each of {share}" if share.nodes > 1 else f"an agent on {share}")
         try:
@@ -191,9 +193,9 @@ class _Agents:
                     is_told = True
                 self._ask()
                 if not self._asked:
-                    time.sleep(NEWS_WAIT_S)
+                    time.sleep(JOB_NEWS_WAIT_S)
                     continue
-                for ref in ray.wait(list(self._asked), timeout=NEWS_WAIT_S)[0]:
+                for ref in ray.wait(list(self._asked), timeout=JOB_NEWS_WAIT_S)[0]:
                     self._hear(self._asked.pop(ref), ref)
         finally:
             for agent in self._agents:
@@ -202,7 +204,7 @@ class _Agents:
 
     def _is_over(self) -> bool:
         if self._stop.since_s is not None:
-            if time.monotonic() - self._stop.since_s > self._request.grace_s + SPARE_S:
+            if time.monotonic() - self._stop.since_s > self._request.grace_s + STOP_SPARE_S:
                 return True
             return all(agent.is_lost or agent.exit_code is not None for agent in self._agents)
         ended = [agent for agent in self._agents if agent.exit_code is not None]

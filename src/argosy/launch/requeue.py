@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from argosy.engines.record import FOLDER
+from argosy.engines.record import LAUNCH_FOLDER
 from argosy.errors import Retryable, RunFailed
 from argosy.files import atomic_write
 from argosy.observe.events import from_the_end
@@ -62,7 +62,7 @@ def last_step(run_dir: Path) -> int:
 
 def _idle_jobs(run_dir: Path) -> int:
     """Return how many jobs in a row, this one included, have made no step. Of one, several processes may ask this."""
-    path, step = run_dir / FOLDER / "progress.json", last_step(run_dir)
+    path, step = run_dir / LAUNCH_FOLDER / "progress.json", last_step(run_dir)
     before = json.loads(path.read_text()) if path.exists() else {"step": -1, "idle": 0}
     job = " ".join(os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")).strip()
     if job and before.get("job") == job:

@@ -16,7 +16,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.train import check_targets
 from argosy.data.crew import PrepareProgress
 from argosy.data.loader import OpenData, open_data
-from argosy.data.manifest import NAME as MANIFEST
+from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.data.manifest import TOKENIZER, Manifest
 from argosy.data.prepare import prepare
 from argosy.data.stores.cache import Cache

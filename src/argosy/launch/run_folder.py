@@ -28,26 +28,26 @@ from argosy.config.identity import is_under, lasting_values
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.data.chat_template import TEMPLATE
-from argosy.data.manifest import NAME as MANIFEST
+from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.data.manifest import TOKENIZER
 from argosy.data.stores.store import spelled
 from argosy.data.tokenizer import USAGE, usage_of
-from argosy.engines.record import FOLDER as LAUNCH
+from argosy.engines.record import LAUNCH_FOLDER as LAUNCH
 from argosy.errors import StorageError, UserError, some_of
-from argosy.files import LOCK, MadeFolder, atomic_write, lock_or_holder, made_folder, make_folder
+from argosy.files import RUN_LOCK, MadeFolder, atomic_write, lock_or_holder, made_folder, make_folder
 from argosy.launch.devices import check_compiler
 from argosy.launch.resolve import check_memory, with_known_sizes
 from argosy.plan.plan import Plan, is_asynchronous
 from argosy.plan.search.auto import Devices, choose_with_reasons, other_choice, plan_to_go_on
-from argosy.processes.secret import FOLDER as TLS
-from argosy.processes.secret import NAME as SECRET
-from argosy.supervise.lease.lease import FOLDER as COORDINATORS
+from argosy.processes.secret import SECRET_FILE as SECRET
+from argosy.processes.secret import TLS_FOLDER as TLS
+from argosy.supervise.lease.lease import LEASE_FOLDER as COORDINATORS
 from argosy.supervise.nodes import HANDOVER_FILE as MEMBERSHIP
 from argosy.sync.layout import SITES, home_of, site_folder
-from argosy.sync.ledger import NAME as LEDGER
+from argosy.sync.ledger import LEDGER_FILE as LEDGER
 from argosy.sync.length import check_length
 
-OF_A_START = (f"{LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),
+OF_A_START = (f"{RUN_LOCK}*", ".settling", SECRET, NAME_FILE, f"{CLAIMS}*", *(f"{name}*" for name in OLD_FILES),
               COORDINATORS, f"{TLS}*", ".storage-*", f"{TOKENIZER}*", "run.toml*", "plan.toml*", MEMBERSHIP, "logs",
               "events", "checkpoints", "metrics.jsonl", "extend", LAUNCH, "sites", LEDGER, "asked.toml",
               *(f"{name}*" for name in USAGE))  # fmt: skip
@@ -92,7 +92,7 @@ def check_is_own(run_dir: Path) -> None:
         raise _cannot_be_made(run_dir, problem) from None
     if {"run.toml", "plan.toml"} <= names or committed(run_dir):
         return
-    has_lock = any(fnmatch(name, f"{LOCK}*") for name in names)  # a run.toml alone may be the user's
+    has_lock = any(fnmatch(name, f"{RUN_LOCK}*") for name in names)  # a run.toml alone may be the user's
     others = sorted(
         name
         for name in names
@@ -118,9 +118,9 @@ def _is_begun(run_dir: Path) -> bool:
 
 CODE = "extend"
 """The part of a run's folder with copies of the user's code, by their checksums: the older ones stay."""
-NEVER = ("model", "sync.local_steps")
+NEVER_CHANGED = ("model", "sync.local_steps")
 """Keys that even `--accept-changes` cannot change: the checkpoint would not fit."""
-WEIGHTS = "model.weights"
+WEIGHTS_KEY = "model.weights"
 """The weights that a run began with fit its checkpoints wherever they lie now, but others make another run."""
 
 
@@ -134,7 +134,7 @@ def locked(run_dir: Path, node: str = "", nodes: int = 1) -> Iterator[None]:
     """
     with own_folder(run_dir, nodes) as folder:
         check_storage(run_dir, nodes)
-        with _lock_file(run_dir / (f"{LOCK}-{node}" if node else LOCK)) as file:
+        with _lock_file(run_dir / (f"{RUN_LOCK}-{node}" if node else RUN_LOCK)) as file:
             if (holder := lock_or_holder(file)) is not None:
                 folder.is_kept = True  # it was found empty, and another process was faster
                 raise UserError(
@@ -193,7 +193,7 @@ def enter(run_dir: Path, run: RunConfig, data_identity: str, accept_changes: boo
         return run
     before = load(run_dir / "run.toml")
     changed = _differences(before, run)
-    fatal = {key: values for key, values in changed.items() if is_under(key, NEVER) and key != WEIGHTS}
+    fatal = {key: values for key, values in changed.items() if is_under(key, NEVER_CHANGED) and key != WEIGHTS_KEY}
     identity = _data_identity(checkpoints)
     if identity not in (None, data_identity):
         changed["data"] = (f"prepared data {identity}", f"prepared data {data_identity}")
@@ -313,7 +313,7 @@ def _data_identity(checkpoints: list[Checkpoint]) -> str | None:
 
 def _differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Return dotted key -> both values, for keys that must not change silently."""
-    old, new = (lasting_values(run) | {WEIGHTS: _weights(run)} for run in (before, now))
+    old, new = (lasting_values(run) | {WEIGHTS_KEY: _weights(run)} for run in (before, now))
     return {key: (old.get(key), new.get(key)) for key in old | new if old.get(key) != new.get(key)}
 
 
@@ -326,7 +326,7 @@ OBJECT_STORES = ("s3fs", "goofys", "gcsfuse", "rclone", "blobfuse", "blobfuse2",
 """Mounted object stores: they rename a folder by copying its files one by one."""
 LOCAL_LOCKS = ("nolock", "local_lock=flock", "local_lock=all", "localflock", "noflock")
 """Options of NFS and Lustre mounts whose locks other machines do not see."""
-REMEDY = (
+DISK_REMEDY = (
     "Choose another disk with --run-dir: a local one, or for several machines NFS 4, Lustre mounted with flock, CephFS "
     "or alike. Copies of checkpoints may go to an object store: checkpoint.remote."
 )
@@ -341,17 +341,17 @@ def check_storage(run_dir: Path, nodes: int) -> None:
     kind, options = mount_of(run_dir)
     if kind.removeprefix("fuse.") in OBJECT_STORES:
         raise UserError(
-            f"{run_dir} is on a mounted object store ({kind}), where a folder is not renamed at once. {REMEDY}"
+            f"{run_dir} is on a mounted object store ({kind}), where a folder is not renamed at once. {DISK_REMEDY}"
         )
     if nodes > 1 and (local := [option for option in options if option in LOCAL_LOCKS]):
         raise UserError(
             f"{run_dir} is mounted with {local[0]} ({kind}): machines do not see each other's locks there. Mount it "
-            f"without, on all machines. {REMEDY}"
+            f"without, on all machines. {DISK_REMEDY}"
         )
     try:
         probe = Path(tempfile.mkdtemp(prefix=".storage-", dir=run_dir))
     except OSError as problem:
-        raise UserError(f"{run_dir}: cannot be written ({problem.strerror}). {REMEDY}") from None
+        raise UserError(f"{run_dir}: cannot be written ({problem.strerror}). {DISK_REMEDY}") from None
     try:
         _check_locks(run_dir, probe)
         _check_renames(run_dir, probe)
@@ -386,12 +386,12 @@ def _check_locks(run_dir: Path, probe: Path) -> None:
         except OSError as problem:
             if problem.errno not in NO_LOCKS:
                 raise
-            raise UserError(f"{run_dir}: its storage has no locks (flock: {problem.strerror}). {REMEDY}") from None
+            raise UserError(f"{run_dir}: its storage has no locks (flock: {problem.strerror}). {DISK_REMEDY}") from None
         try:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        raise UserError(f"{run_dir}: its storage lets two processes have one lock (flock). {REMEDY}")
+        raise UserError(f"{run_dir}: its storage lets two processes have one lock (flock). {DISK_REMEDY}")
 
 
 def _check_renames(run_dir: Path, probe: Path) -> None:
@@ -402,11 +402,11 @@ def _check_renames(run_dir: Path, probe: Path) -> None:
     try:
         partial.rename(whole)
     except OSError as problem:
-        raise UserError(f"{run_dir}: its storage cannot rename a folder ({problem.strerror}). {REMEDY}") from None
+        raise UserError(f"{run_dir}: its storage cannot rename a folder ({problem.strerror}). {DISK_REMEDY}") from None
     if partial.exists() or not (whole / "file").is_file():
-        raise UserError(f"{run_dir}: its storage does not rename a folder as a whole. {REMEDY}")
+        raise UserError(f"{run_dir}: its storage does not rename a folder as a whole. {DISK_REMEDY}")
     try:
         other.rename(whole)
     except OSError:
         return
-    raise UserError(f"{run_dir}: its storage renames a folder over another that is not empty. {REMEDY}")
+    raise UserError(f"{run_dir}: its storage renames a folder over another that is not empty. {DISK_REMEDY}")

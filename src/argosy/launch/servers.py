@@ -27,12 +27,12 @@ from argosy.plan.plan import NO_WORKERS, Plan, is_asynchronous
 from argosy.processes.channel import Message
 from argosy.processes.child import Child
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
-from argosy.sync.layout import AGAIN, ServerLayout, group_folder, home_of, site_folder
+from argosy.sync.layout import RESTARTED, ServerLayout, group_folder, home_of, site_folder
 from argosy.sync.links import keys_of
 from argosy.training.stop import StopSignal
 
-SERVER = "argosy.training.server.main"
-PLAN = Plan.parse("sync=async")
+SERVER_MODULE = "argosy.training.server.main"
+SERVERS_PLAN = Plan.parse("sync=async")
 """Text of the plan.toml of the whole run: each worker has a plan of its own."""
 SERVER_RESTARTS = RestartPolicy(most_failures=5, pause_s=1.0, progress_s=10.0, finish_s=120.0)
 """The restarts of a server. finish_s: it may take so long to save."""
@@ -151,7 +151,7 @@ def serve(run: RunConfig, run_dir: Path | None, *, accept_changes: bool = False)
             check(run)
             run = run_folder.enter(run_dir, run, data.identity, accept_changes)
             written = run.model_copy(update={"site": ""})
-            run_folder.write(run_dir, written, PLAN, data.sources[0].folder / TOKENIZER)
+            run_folder.write(run_dir, written, SERVERS_PLAN, data.sources[0].folder / TOKENIZER)
         progress.close()
         if is_finished(run_dir, run):
             progress.say(f"{run_dir} is finished. More --train.steps make it longer.")
@@ -219,8 +219,8 @@ def _hold(run_dir: Path, number: int, name: str, stop: StopSignal) -> None:
     last: list[Message] = []
 
     def start() -> Child:
-        words = (str(run_dir), str(number), *([AGAIN] if server.starts > 1 else []))
-        return Child(SERVER, *words, environment={RUN_DIR: str(run_dir)})
+        words = (str(run_dir), str(number), *([RESTARTED] if server.starts > 1 else []))
+        return Child(SERVER_MODULE, *words, environment={RUN_DIR: str(run_dir)})
 
     def heard(message: Message) -> None:
         if message["kind"] in ("done", "failed"):

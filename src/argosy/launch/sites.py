@@ -19,7 +19,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.sync import SiteLaunch, server_name
 from argosy.engines.engine import RunJob
 from argosy.engines.login import Login, LoginJob
-from argosy.engines.record import FOLDER, RECORD, LaunchedJob
+from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob
 from argosy.engines.table import engine_of
 from argosy.errors import UserError
 from argosy.files import make_folder
@@ -30,7 +30,7 @@ from argosy.observe.report import Report
 from argosy.observe.screen import Progress
 from argosy.plan.hardware.local_machine import cluster_of
 from argosy.plan.plan import NOT_OF_SITES, Plan, is_asynchronous, said_in, way_of_sites, with_sync
-from argosy.plan.search.agreement import CHOSEN, check_sites_of, choose_rounds
+from argosy.plan.search.agreement import CHOSEN_KEYS, check_sites_of, choose_rounds
 from argosy.plan.sync import LOCAL
 from argosy.sync.layout import SITES, Sites, at_site, group_folder, site_folder
 from argosy.sync.length import check_length
@@ -74,7 +74,7 @@ def with_rounds(run: RunConfig, folders: Sequence[Path], say: Callable[[str], No
         chosen = choose_rounds(with_known_sizes(run), cluster, given)
         say(chosen.in_words())
         before = chosen.sync
-    kept = {key: getattr(before, key) for key in CHOSEN if key not in given}
+    kept = {key: getattr(before, key) for key in CHOSEN_KEYS if key not in given}
     return run.model_copy(
         update={
             "sync": run.sync.model_copy(update=kept),
@@ -240,7 +240,7 @@ def _request(request: RunJob, engine: str, name: str, launch: SiteLaunch | None,
 
 def are_there(run_dir: Path) -> bool:
     """Return True if the run or a part of it was launched."""
-    return any((folder / FOLDER / RECORD).exists() for folder in (run_dir, *(run_dir / SITES).glob("*")))
+    return any((folder / LAUNCH_FOLDER / JOB_RECORD).exists() for folder in (run_dir, *(run_dir / SITES).glob("*")))
 
 
 def jobs_of(run_dir: Path) -> dict[str, LaunchedJob]:

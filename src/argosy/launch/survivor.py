@@ -20,10 +20,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from argosy.engines.record import FOLDER
+from argosy.engines.record import LAUNCH_FOLDER
 from argosy.engines.slurm import ask, listed
 from argosy.errors import STOP_SIGNALS, Retryable, UserError
-from argosy.files import LOCK
+from argosy.files import RUN_LOCK
 from argosy.launch.requeue import decide
 from argosy.observe.events import from_the_end
 from argosy.sync.layout import kept_in
@@ -35,12 +35,12 @@ ORDERLY = {0, *(128 + number for number in STOP_SIGNALS)}
 """Exit codes of an agent whose run is finished, or was stopped with its state saved."""
 SLURMD_PORT = 6818
 """SLURM's default."""
-CALLS, CALL_S, CALL_AGAIN_S = 3, 5.0, 3.0
+CALLS, CALL_S, SURVIVOR_AGAIN_S = 3, 5.0, 3.0
 """A node is lost if SLURM says so, or its slurmd does not answer any of so many calls."""
 DOWN = re.compile(r"DOWN|NOT_RESPONDING|\*")
 AGENTS_LOOK_S = 2.0
 """Seconds between two looks at other tasks' agents."""
-OTHERS_S = 60.0
+OTHERS_WAIT_S = 60.0
 """Time for which those are waited for once the run has ended: a lost machine may hold its lock on the shared folder."""
 
 
@@ -54,7 +54,7 @@ def was_there_at_the_end(run_dir: Path, node: str) -> bool:
 def is_lost(node: str, show: Callable[[str], str]) -> bool:
     """Return True if a node of the cluster is lost. show: returns what `scontrol show node` prints of it."""
     for call in range(CALLS):
-        time.sleep(CALL_AGAIN_S if call else 0.0)
+        time.sleep(SURVIVOR_AGAIN_S if call else 0.0)
         said = dict(re.findall(r"(\w+)=(\S+)", _answer(lambda: show(node))))
         if DOWN.search(said.get("State", "")):
             return True
@@ -66,8 +66,8 @@ def is_lost(node: str, show: Callable[[str], str]) -> bool:
 
 def do_others_run(run_dir: Path, but: set[str]) -> bool:
     """Return True if the agent of a node runs, other than of those in `but`: it holds its lock."""
-    for path in sorted(kept_in(run_dir).glob(f"{LOCK}-*")):
-        if path.name.removeprefix(f"{LOCK}-") in but:
+    for path in sorted(kept_in(run_dir).glob(f"{RUN_LOCK}-*")):
+        if path.name.removeprefix(f"{RUN_LOCK}-") in but:
             continue
         with path.open() as file:
             try:
@@ -89,7 +89,10 @@ def end_the_job(run_dir: Path, code: int, environment: Mapping[str, str]) -> Non
     again = code == Retryable.exit_code
     end = "the job is requeued" if again else f"the job is cancelled, as it would end with {code}"
     line = f"argosy launch: the batch host {environment[BATCH_NODE]} is lost; {why}: {end}\n"
-    with suppress(OSError), (run_dir / FOLDER / f"slurm-{job}.out").open("a") as log:  # srun passes on nothing any more
+    with (
+        suppress(OSError),
+        (run_dir / LAUNCH_FOLDER / f"slurm-{job}.out").open("a") as log,
+    ):  # srun passes on nothing any more
         log.write(line)
     subprocess.run(["scontrol", "requeue", job] if again else ["scancel", job], check=False)
 
@@ -100,7 +103,7 @@ def _answer(question: Callable[[], T]) -> T:
         try:
             return question()
         except UserError:
-            time.sleep(CALL_AGAIN_S)
+            time.sleep(SURVIVOR_AGAIN_S)
 
 
 def main() -> None:
@@ -113,7 +116,7 @@ def main() -> None:
     if not is_lost(batch, lambda node: ask("scontrol", "show", "node", node)):
         return
     waited_s = 0.0
-    while do_others_run(run_dir, {batch, mine}) and (code not in ORDERLY or waited_s < OTHERS_S):
+    while do_others_run(run_dir, {batch, mine}) and (code not in ORDERLY or waited_s < OTHERS_WAIT_S):
         time.sleep(AGENTS_LOOK_S)
         waited_s += AGENTS_LOOK_S
     end_the_job(run_dir, code, environment)

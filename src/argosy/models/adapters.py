@@ -22,7 +22,7 @@ from argosy.plan.parameters import Table, adapter_of, inside
 
 # M inputs, N outputs, r rank; experts have one more dim in front
 
-PARTS = ("a", "b", "magnitude")
+ADAPTER_PARTS = ("a", "b", "magnitude")
 """The parts of an adapter, by their names in the table: inner and outer matrix, and what only DoRA has."""
 Spread = Callable[[Tensor], Tensor]
 """Numbers of each output [N], or of each expert's [e, N] -> what the rows are multiplied by."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from argosy.models import attention_products
 
-PADDED_TO = 32
+PADDED_TOKENS = 32
 """On a CPU, causal squares in bf16 are padded to a multiple of this many tokens. oneDNN makes a kernel for each shape
 of a bf16 product and keeps it: without padding, kernels of all lengths of documents took a gigabyte after an hour, and
 half of attention's time to make."""
@@ -47,7 +47,7 @@ class Seen(NamedTuple):
         return (ahead > 0) | (ahead <= -self.window) if self.window else ahead > 0
 
 
-WHOLE, CAUSAL = Seen(False), Seen(True)
+SEES_ALL, SEES_EARLIER = Seen(False), Seen(True)
 
 
 class Kernel(NamedTuple):
@@ -61,7 +61,7 @@ class Kernel(NamedTuple):
 
 def products_are_faster(q_BTHE: Tensor) -> bool:
     """Return True if `CPU_PRODUCTS` is faster than `CPU_FLASH` for such rows, in compiled code."""
-    is_fast = attention_products.IS_FASTER and q_BTHE.shape[1] >= attention_products.LEAST
+    is_fast = attention_products.IS_FASTER and q_BTHE.shape[1] >= attention_products.LEAST_TOKENS
     return is_fast and q_BTHE.device.type == "cpu" and q_BTHE.dtype == torch.bfloat16
 
 
@@ -75,11 +75,11 @@ def kernel_for(q_BTHE: Tensor, softcap: float = 0.0, has_bands: bool = False, by
     if q_BTHE.device.type == "cpu":
         return CPU_PRODUCTS if by_products else CPU_FLASH
     if has_bands:
-        return PLAIN
+        return PLAIN_KERNEL
     E = q_BTHE.shape[-1]
     if q_BTHE.is_cuda and q_BTHE.dtype in (torch.bfloat16, torch.float16) and E % 8 == 0 and E <= 256:
         return CUDA_FLASH
-    return PLAIN
+    return PLAIN_KERNEL
 
 
 # The aten operators below are private. Of the public ways to them, scaled_dot_product_attention does not return the
@@ -111,7 +111,7 @@ def _cpu_flash_backward(
 
 def _missing(q_BTHE: Tensor, seen: Seen) -> int:
     """Return the tokens by which a square is lengthened."""
-    return -q_BTHE.shape[1] % PADDED_TO if seen == CAUSAL and q_BTHE.dtype == torch.bfloat16 else 0
+    return -q_BTHE.shape[1] % PADDED_TOKENS if seen == SEES_EARLIER and q_BTHE.dtype == torch.bfloat16 else 0
 
 
 def _lengthened(x_BTHE: Tensor, missing: int) -> Tensor:
@@ -128,7 +128,7 @@ def _cpu_mask(q_BTHE: Tensor, k_BSKE: Tensor, seen: Seen) -> tuple[bool, Tensor 
 
 
 def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-    if q.shape[1] < attention_products.LEAST:
+    if q.shape[1] < attention_products.LEAST_TOKENS:
         return _cpu_flash_forward(q, k, v, seen)
     return attention_products.causal_forward(q, k, v)
 
@@ -136,7 +136,7 @@ def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tens
 def _products_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.shape[1] < attention_products.LEAST:
+    if q.shape[1] < attention_products.LEAST_TOKENS:
         return _cpu_flash_backward(dy, q, k, v, y, lse, seen)
     return attention_products.causal_backward(dy, q, k, v, y, lse)
 
@@ -191,7 +191,7 @@ def _scores(q_BTHE: Tensor, k_BSKE: Tensor, seen: Seen, softcap: float) -> Tenso
     scores = torch.einsum("btkge,bske->bkgts", q_BTKGE * q_BTHE.shape[-1] ** -0.5, k_BSKE.float())
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    if seen != WHOLE:
+    if seen != SEES_ALL:
         scores.masked_fill_(seen.hidden(scores.shape[-2], scores.shape[-1], scores.device), -torch.inf)
     return scores
 
@@ -201,7 +201,7 @@ CPU_PRODUCTS = Kernel(_products_forward, _products_backward)
 """bf16; causal squares, the small ones by `CPU_FLASH`."""
 CUDA_FLASH = Kernel(_cuda_flash_forward, _cuda_flash_backward)
 """FlashAttention 2: bf16 or fp16, head widths that are multiples of 8 up to 256; no bands."""
-PLAIN = Kernel(_plain_forward, _plain_backward)
+PLAIN_KERNEL = Kernel(_plain_forward, _plain_backward)
 """A kernel for any device and dtype. It keeps its scores in memory, T * S for each head."""
 
 

@@ -22,12 +22,12 @@ from argosy.matmul import MKL_IS_SLOW
 
 IS_FASTER = MKL_IS_SLOW and torch.cpu.get_capabilities().get("avx512_bf16", False)
 """Looked up once: the compiler cannot trace how."""
-LEAST = 512
+LEAST_TOKENS = 512
 """Tokens of rows and documents from which on it is: of fewer, attention is a small part of a step, and what is compiled
 and made for each shape costs more than it saves."""
-PADDED_TO = 64
+PADDED_ROWS = 64
 """Rows are padded to a multiple of this many tokens: oneDNN makes a kernel for each shape and keeps it."""
-QUERIES = 256
+TILE_QUERIES = 256
 """Queries of a tile."""
 SCORES = 2**22
 """Scores that are in memory at once, at most, but of one head."""
@@ -101,16 +101,16 @@ class _Tile(NamedTuple):
 
 def _tiles(q_CGTE: Tensor) -> Iterator[_Tile]:
     C, G, T, _ = q_CGTE.shape
-    heads = max(1, SCORES // (G * min(QUERIES, T) * T))
+    heads = max(1, SCORES // (G * min(TILE_QUERIES, T) * T))
     for first in range(0, C, heads):
-        for start in range(0, T, QUERIES):
-            yield _Tile(slice(first, min(first + heads, C)), slice(start, min(start + QUERIES, T)), G)
+        for start in range(0, T, TILE_QUERIES):
+            yield _Tile(slice(first, min(first + heads, C)), slice(start, min(start + TILE_QUERIES, T)), G)
 
 
 def _by_head(x_BTHX: Tensor, kv_heads: int) -> Tensor:
     """Return it as [C, G, T, X], padded by zeros, which no token before them sees."""
     x_BKGTX = x_BTHX.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    return F.pad(x_BKGTX, (0, 0, 0, -x_BTHX.shape[1] % PADDED_TO)).flatten(0, 1).contiguous()
+    return F.pad(x_BKGTX, (0, 0, 0, -x_BTHX.shape[1] % PADDED_ROWS)).flatten(0, 1).contiguous()
 
 
 def _by_token(x_CGTX: Tensor, batch: int, length: int) -> Tensor:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from argosy.models.attention_kernels import CAUSAL, Kernel, Seen, add_sinks, gradient_of_sinks, kernel_for
+from argosy.models.attention_kernels import SEES_EARLIER, Kernel, Seen, add_sinks, gradient_of_sinks, kernel_for
 from argosy.models.compiler import operator
 
 # N queries and M keys of all rows and documents laid end to end, H query heads, K key/value heads, E head width
 
-QUERIES = 256
+BLOCK_QUERIES = 256
 """Queries of a block."""
 
 
@@ -97,9 +97,9 @@ class _Cut(NamedTuple):
         by_products: bool,
     ) -> _Cut:
         uncut = q.device.type == "cpu" and not softcap and not window  # then the kernel cuts by itself
-        most = max(1, q.shape[0]) if uncut else QUERIES
+        most = max(1, q.shape[0]) if uncut else BLOCK_QUERIES
         blocks = list(_blocks(q_starts.tolist(), k_starts.tolist(), window, most))
-        has_bands = any(block.seen != CAUSAL for block in blocks)
+        has_bands = any(block.seen != SEES_EARLIER for block in blocks)
         plain = not has_bands and not softcap and sinks is None
         return cls(blocks, kernel_for(q, softcap, has_bands, by_products and plain), plain)
 

@@ -22,13 +22,13 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "argosy
 """Folder of compiled graphs and kernels, for all runs and processes of a user."""
 CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 """torch's environment variable for it."""
-PROBE = "_probe_load"
+PROBE_METHOD = "_probe_load"
 """torch's method of a vector instruction set that tries a library; no public name."""
 
 VALID_SETS, SUPPORTED_SETS = "valid_vec_isa_list", "supported_vec_isa_list"
 """torch's function that tries the vector instruction sets, and its list of them; no public names."""
 
-OLD_S = 60.0
+LIBRARY_OLD_S = 60.0
 """Seconds after which nobody writes a library of the cache any more."""
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -98,7 +98,7 @@ def load() -> None:
         _disable(_outside_graphs.pop())
 
 
-def drop_damaged_libraries(cache: Path, old_s: float = OLD_S) -> None:
+def drop_damaged_libraries(cache: Path, old_s: float = LIBRARY_OLD_S) -> None:
     """Delete libraries that a machine's crash has left half-written: torch would try to load them for ever.
 
     In ELF files the table of sections is last. Files younger than `old_s` may still be written by another process.
@@ -127,7 +127,7 @@ def _keep_probes() -> None:
     """
     from torch._inductor.cpu_vec_isa import VecISA
 
-    probe = getattr(VecISA, PROBE)
+    probe = getattr(VecISA, PROBE_METHOD)
 
     def kept(self: VecISA, library: str) -> bool:
         seen = Path(f"{library}.loads")
@@ -136,7 +136,7 @@ def _keep_probes() -> None:
         return seen.exists()
 
     if probe.__module__ != __name__:
-        setattr(VecISA, PROBE, kept)
+        setattr(VecISA, PROBE_METHOD, kept)
 
 
 def _try_few_vector_sets() -> None:

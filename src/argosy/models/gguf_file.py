@@ -28,9 +28,9 @@ from argosy.models.rope import rotary_frequencies
 from argosy.models.tensor_file import bytes_of
 from argosy.plan.layer_spec import RopeSpec, layer_spec
 
-BLOCK = 32
+GGUF_BLOCK = 32
 """Numbers that share a scale in Q8_0 and Q4_0."""
-TENSORS = {
+GGUF_TENSORS = {
     "embedding": "TOKEN_EMBD",
     "norm": "OUTPUT_NORM",
     "head": "OUTPUT",
@@ -85,15 +85,15 @@ class Architecture:
     free: tuple[str, ...] = ()
     """Further settings that it takes; a name that ends in a dot is a whole table."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """In addition to `TENSORS`."""
+    """In addition to `GGUF_TENSORS`."""
     ties: bool = True
     """Without a head's tensor in the file it takes the embedding; false: it asks for one."""
 
 
 LLAMA = Architecture("LLAMA", "pairs", free=(*SCALED, "attention_bias", "ffn_bias"))
 QK_NORM = {"qk_norm": True}
-GEMMA = {"activation": "gelu_tanh", "norms.zero_centered": True}
-GEMMA2 = GEMMA | {"norms.place": "around", "attention.layers": ("sliding", "full")}
+GGUF_GEMMA = {"activation": "gelu_tanh", "norms.zero_centered": True}
+GGUF_GEMMA2 = GGUF_GEMMA | {"norms.place": "around", "attention.layers": ("sliding", "full")}
 GEMMA_FREE = ("embedding_scale", "attention.scale", "attention.window")
 OLMO = QK_NORM | {"attention.norm_over": "all"}
 ARCHITECTURES = {
@@ -109,11 +109,11 @@ ARCHITECTURES = {
     ),
     "qwen3": Architecture("QWEN3", fixed=QK_NORM, free=SCALED),
     "qwen3_moe": Architecture("QWEN3MOE", fixed=QK_NORM, free=SCALED),
-    "gemma": Architecture("GEMMA", fixed=GEMMA, free=("embedding_scale",)),
-    "gemma2": Architecture("GEMMA2", fixed=GEMMA2, free=(*GEMMA_FREE, "attention.softcap", "logit_softcap")),
+    "gemma": Architecture("GEMMA", fixed=GGUF_GEMMA, free=("embedding_scale",)),
+    "gemma2": Architecture("GEMMA2", fixed=GGUF_GEMMA2, free=(*GEMMA_FREE, "attention.softcap", "logit_softcap")),
     "gemma3_text": Architecture(
         "GEMMA3",
-        fixed=GEMMA2
+        fixed=GGUF_GEMMA2
         | QK_NORM
         | {
             "attention.layers": ("sliding",) * 5 + ("full",),
@@ -260,7 +260,7 @@ def _format(ours: str, shape: Sequence[int], kind: GgufType) -> Any:
 
     if len(shape) < 2 or "norm" in ours or _module(ours) in IN_FP32:
         return Types.F32
-    if kind in ("q8_0", "q4_0") and shape[-1] % BLOCK:  # llama.cpp's own tools fall back so too
+    if kind in ("q8_0", "q4_0") and shape[-1] % GGUF_BLOCK:  # llama.cpp's own tools fall back so too
         return Types.F16
     return Types.Q8_0 if kind == "q4_0" and _module(ours) in AT_THE_ENDS else Types[kind.upper()]
 
@@ -279,7 +279,7 @@ def _module(ours: str) -> str:
 def _name_of(ours: str, arch: Architecture) -> str:
     import gguf
 
-    found = {**TENSORS, **arch.names}.get(_module(ours))
+    found = {**GGUF_TENSORS, **arch.names}.get(_module(ours))
     known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[gguf.MODEL_ARCH[arch.name]]}
     pattern = gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[found]] if found is not None else ""
     if pattern not in known:

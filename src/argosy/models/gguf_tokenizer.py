@@ -14,7 +14,7 @@ from typing import Any
 
 from argosy.data.chat_template import TEMPLATE
 from argosy.data.manifest import TOKENIZER
-from argosy.data.tokenizer import MOST_BYTES, SPLIT
+from argosy.data.tokenizer import MOST_TOKENIZER_BYTES, SPLIT
 from argosy.errors import UserError
 from argosy.files import read_at_most
 from argosy.models.hf_dense import QWEN2_SPLIT
@@ -23,7 +23,7 @@ GPT2 = "byte_level"
 """Stands for the split that is built into the ByteLevel pre-tokenizer: GPT-2's."""
 LLAMA3_SPLIT = SPLIT
 """Llama 3 splits as GPT-4 does, and as the tokenizers that are trained here."""
-NAMES = {
+PRE_TOKENIZERS = {
     (LLAMA3_SPLIT, True): "llama-bpe",
     (LLAMA3_SPLIT, False): "dbrx",
     (QWEN2_SPLIT, False): "qwen2",
@@ -48,10 +48,10 @@ def add_tokenizer(writer: Any, folder: Path | None, vocab_size: int, eod_id: int
         writer.add_tokenizer_model("none")
         return
     file = folder / TOKENIZER
-    record = json.loads(read_at_most(file, MOST_BYTES))
+    record = json.loads(read_at_most(file, MOST_TOKENIZER_BYTES))
     model = record["model"]
     if model.get("type") != "BPE":
-        raise UserError(f"{file}: llama.cpp reads no {model.get('type')} tokenizer here, only BPE. {REMEDY}")
+        raise UserError(f"{file}: llama.cpp reads no {model.get('type')} tokenizer here, only BPE. {EXPORT_REMEDY}")
     is_sentencepiece = bool(model.get("byte_fallback"))
     tokens, types = _tokens(record, vocab_size, file, is_sentencepiece)
     if is_sentencepiece:
@@ -68,11 +68,11 @@ def add_tokenizer(writer: Any, folder: Path | None, vocab_size: int, eod_id: int
         special.special_token_ids.setdefault("eos", eod_id)
     special.add_special_token.setdefault("bos", False)  # llama.cpp has defaults for some names
     if (template := folder / TEMPLATE).is_file():  # the package reads it only beside a tokenizer_config.json
-        special.chat_template = _GENERATION.sub("", read_at_most(template, MOST_BYTES).decode())
+        special.chat_template = _GENERATION.sub("", read_at_most(template, MOST_TOKENIZER_BYTES).decode())
     special.add_to_gguf(writer, quiet=True)
 
 
-REMEDY = "Export with --format safetensors."
+EXPORT_REMEDY = "Export with --format safetensors."
 
 
 def _tokens(
@@ -125,7 +125,7 @@ def _adds_space(record: Mapping[str, Any], file: Path) -> bool:
         return before.get("prepend_scheme", "always") != "never"
     splits_at_spaces = before.get("type") in (None, "Split")  # Gemma's: a split at what is no longer there
     if not splits_at_spaces or len(spaces) != 1 or len(spaces) + len(prepends) != len(kinds):
-        raise UserError(f"{file}: llama.cpp has no tokenizer that normalizes by {kinds}. {REMEDY}")
+        raise UserError(f"{file}: llama.cpp has no tokenizer that normalizes by {kinds}. {EXPORT_REMEDY}")
     return bool(prepends)
 
 
@@ -143,7 +143,9 @@ def _name_of_split(record: Mapping[str, Any], file: Path) -> str:
         else:
             found.append(step["type"])
     keeps_whole = bool(record["model"].get("ignore_merges"))
-    name = NAMES.get((" ".join(found), keeps_whole))
+    name = PRE_TOKENIZERS.get((" ".join(found), keeps_whole))
     if name is None:
-        raise UserError(f"{file}: llama.cpp has no name for how it splits text ({' '.join(found)[:80]!r}). {REMEDY}")
+        raise UserError(
+            f"{file}: llama.cpp has no name for how it splits text ({' '.join(found)[:80]!r}). {EXPORT_REMEDY}"
+        )
     return name

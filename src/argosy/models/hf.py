@@ -22,13 +22,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from argosy.config.model import ModelConfig
-from argosy.data.chat_template import SETTINGS as TOKENIZER_CONFIG
+from argosy.data.chat_template import TOKENIZER_CONFIG
 from argosy.data.stores.model_folder import Destination, ModelFolder, model_folder, new_folder
 from argosy.errors import ArgosyWarning, UserError, some_of
 from argosy.files import is_plain_name, read_at_most
 from argosy.models.hf_config import config_from_json, config_to_json, is_same_model
 from argosy.models.hf_families import family_of
-from argosy.models.hf_family import NAMES
+from argosy.models.hf_family import TENSOR_NAMES
 from argosy.models.hf_layers import refuse
 from argosy.models.hf_names import Conversion, copies_of, pieces_of, their_shapes
 from argosy.models.lazy_weights import FolderWeights, HeldWeights, LazyWeights
@@ -37,8 +37,8 @@ from argosy.models.tensor_file import StoredTensor, TensorToWrite, read_header, 
 from argosy.plan.mup import folded_factor
 from argosy.plan.parameters import state_table
 
-CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-MOST_JSON_BYTES = 256 * 2**20
+HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+MOST_CONFIG_BYTES = 256 * 2**20
 """No config or index is larger: that of 671B parameters has 9 MB."""
 SHARD_BYTES = 5 * 10**9
 """About how many bytes of weights go into one safetensors file."""
@@ -46,7 +46,7 @@ KEPT_IN_FP32 = "router.bias"
 """bf16 would round steps of bias_rate away."""
 HEADERS_AT_ONCE = 8
 """Files whose headers are read at once: a store takes its time for each."""
-SAMPLES, SAMPLE_BYTES = 16, 64 * 2**10
+CHECKED_SAMPLES, SAMPLE_BYTES = 16, 64 * 2**10
 """The parts of each file that tell a folder's weights from others."""
 QUANTIZATION = "quantization_config"
 
@@ -92,18 +92,18 @@ def export_folder(
     if compression is not None:
         tensors, settings = compressed(config, tensors, compression)
         described |= {QUANTIZATION: settings}
-    files = {name: data for name, data in usage.items() if name not in (CONFIG, INDEX)}
+    files = {name: data for name, data in usage.items() if name not in (HF_CONFIG, HF_INDEX)}
     if tokenizer is not None:
         files = _tokenizer_files(tokenizer, eod_id, config) | files
-    if CONFIG not in usage:
+    if HF_CONFIG not in usage:
         ends = {"bos_token_id": None, "eos_token_id": eod_id, "pad_token_id": eod_id}
         files = {"generation_config.json": _json(ends)} | files
     elif TOKENIZER_CONFIG not in usage:  # what its authors did without stays away
         files.pop(TOKENIZER_CONFIG, None)
     with new_folder(out) as folder:
-        index = _write_weights(folder, tensors, usage.get(INDEX))
-        files |= {} if index is None else {INDEX: index}
-        for name, data in {**files, CONFIG: _bytes_of(described, usage)}.items():
+        index = _write_weights(folder, tensors, usage.get(HF_INDEX))
+        files |= {} if index is None else {HF_INDEX: index}
+        for name, data in {**files, HF_CONFIG: _bytes_of(described, usage)}.items():
             with folder.file(name) as sink:
                 sink.write(data)
 
@@ -154,7 +154,7 @@ def _write_weights(folder: Destination, tensors: Mapping[str, TensorToWrite], in
         with folder.file(file) as sink:
             write_tensors(sink, some, {"format": "pt"})
     total = sum(tensor.bytes for tensor in tensors.values())
-    if set(files) == {SINGLE}:
+    if set(files) == {HF_SINGLE}:
         return None
     before = {} if index is None else json.loads(index)
     if index is not None and before.get("weight_map") == places and _total(before) == total:
@@ -170,7 +170,7 @@ def _total(index: Mapping[str, Any]) -> object:
 def _places(tensors: Mapping[str, TensorToWrite], index: bytes | None) -> dict[str, str]:
     """Return the file of each tensor: as in the index, if it names the same ones; else by size."""
     if index is not None:
-        given = _weight_map(json.loads(index), INDEX)
+        given = _weight_map(json.loads(index), HF_INDEX)
         if given.keys() == tensors.keys():
             return given
     numbers, file, room = dict[str, int](), 1, SHARD_BYTES
@@ -179,7 +179,7 @@ def _places(tensors: Mapping[str, TensorToWrite], index: bytes | None) -> dict[s
             file, room = file + 1, SHARD_BYTES
         numbers[name] = file
         room -= tensor.bytes
-    return {name: SINGLE if file == 1 else f"model-{n:05}-of-{file:05}.safetensors" for name, n in numbers.items()}
+    return {name: HF_SINGLE if file == 1 else f"model-{n:05}-of-{file:05}.safetensors" for name, n in numbers.items()}
 
 
 def _described(
@@ -191,9 +191,9 @@ def _described(
         sizes[tensor.dtype] += tensor.bytes
     dtype = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
     given = plain
-    if CONFIG in usage:
-        theirs = table_of(usage[CONFIG], CONFIG)
-        said = config_from_json(theirs, CONFIG)
+    if HF_CONFIG in usage:
+        theirs = table_of(usage[HF_CONFIG], HF_CONFIG)
+        said = config_from_json(theirs, HF_CONFIG)
         said = said if config.mtp.modules else said.without_further()  # `_further_of` may have left its modules out
         given = theirs if is_same_model(said, config) else plain
     return {k: dtype if k in ("torch_dtype", "dtype") else v for k, v in given.items() if k != QUANTIZATION}
@@ -225,7 +225,7 @@ def _tokenizer_files(file: Path, eod_id: int | None, config: ModelConfig) -> dic
             ArgosyWarning,
             stacklevel=1,
         )
-    return {"tokenizer.json": read_at_most(file, MOST_JSON_BYTES), TOKENIZER_CONFIG: _json(described)}
+    return {"tokenizer.json": read_at_most(file, MOST_CONFIG_BYTES), TOKENIZER_CONFIG: _json(described)}
 
 
 def _splits_by(tokenizer: Tokenizer, split: str) -> bool:
@@ -236,8 +236,8 @@ def _splits_by(tokenizer: Tokenizer, split: str) -> bool:
 
 def _bytes_of(described: Mapping[str, Any], usage: Mapping[str, bytes]) -> bytes:
     """Return config.json as `usage` has it, byte for byte, if that says the same."""
-    same = CONFIG in usage and json.loads(usage[CONFIG]) == described
-    return usage[CONFIG] if same else _json(described)
+    same = HF_CONFIG in usage and json.loads(usage[HF_CONFIG]) == described
+    return usage[HF_CONFIG] if same else _json(described)
 
 
 def _json(value: object) -> bytes:
@@ -255,14 +255,16 @@ def import_config(place: str | Path, named: str = "") -> ModelConfig:
     if isinstance(place, Path) and place.suffix == ".json":
         folder, name = model_folder(place.parent), place.name
     else:
-        folder, name = model_folder(place, named), CONFIG
+        folder, name = model_folder(place, named), HF_CONFIG
     return config_from_json(_config_of(folder, name), folder.where(name))
 
 
-def _config_of(folder: ModelFolder, name: str = CONFIG) -> dict[str, Any]:
+def _config_of(folder: ModelFolder, name: str = HF_CONFIG) -> dict[str, Any]:
     if folder.size(name) is None:
-        raise UserError(f"{folder.where(name)} is not there. Give a Hugging Face folder: {CONFIG} and *.safetensors.")
-    return table_of(folder.content(name, MOST_JSON_BYTES), folder.where(name))
+        raise UserError(
+            f"{folder.where(name)} is not there. Give a Hugging Face folder: {HF_CONFIG} and *.safetensors."
+        )
+    return table_of(folder.content(name, MOST_CONFIG_BYTES), folder.where(name))
 
 
 def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, FolderWeights]:
@@ -276,7 +278,7 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     """
     folder = model_folder(place, named)
     values = _config_of(folder)
-    config = config_from_json(values, folder.where(CONFIG))
+    config = config_from_json(values, folder.where(HF_CONFIG))
     stored = dequantised(_stored_in(folder), values.get(QUANTIZATION) or {})
     # Old Llama folders store frequencies, which config.json gives too; some folders store a tied head twice.
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
@@ -292,7 +294,7 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
             part = known[name]
             _check_shape(part.name, part.shape, shape, part.file)
             if part.code not in ("F64", "F32", "F16", "BF16"):
-                refuse(part.file, part.name, part.code, f"quantized, and {CONFIG} has no {QUANTIZATION} for it")
+                refuse(part.file, part.name, part.code, f"quantized, and {HF_CONFIG} has no {QUANTIZATION} for it")
     if method := (values.get(QUANTIZATION) or {}).get("quant_method"):
         warnings.warn(
             f"{folder.name}: the weights are in {method}, and are dequantised to bf16: {QUANTIZATION} is left out.",
@@ -304,7 +306,10 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
 
 def weights_sha256(place: str | Path, named: str) -> str:
     """Return a SHA-256 that tells the weights in a Hugging Face folder, or at its URL, from others: of the names, sizes
-    and `SAMPLES` parts of their files. All of the bytes would take minutes. Raises: UserError, as `import_folder`."""
+    and `CHECKED_SAMPLES` parts of their files. All of the bytes would take minutes.
+
+    Raises: UserError, as `import_folder`.
+    """
     folder = model_folder(place, named)
 
     def sampled(file: str) -> bytes:
@@ -312,8 +317,8 @@ def weights_sha256(place: str | Path, named: str) -> str:
         assert size is not None
         block = bytearray(min(size, SAMPLE_BYTES))
         digest = hashlib.sha256(f"{file} {size}".encode())
-        for number in range(SAMPLES):
-            folder.read_into(file, number * (size - len(block)) // (SAMPLES - 1), memoryview(block))
+        for number in range(CHECKED_SAMPLES):
+            folder.read_into(file, number * (size - len(block)) // (CHECKED_SAMPLES - 1), memoryview(block))
             digest.update(block)
         return digest.digest()
 
@@ -341,7 +346,7 @@ def _further_of(
             stacklevel=1,
         )
         return config.without_further(), known
-    names = NAMES | family.names
+    names = TENSOR_NAMES | family.names
     for ours in family.copies:
         module, _, kind = ours.rpartition(".")
         original = known.get(f"{names[module]}.{kind}")
@@ -355,14 +360,16 @@ def _further_of(
 
 def _files_of(folder: ModelFolder) -> tuple[list[str], dict[str, str]]:
     """Return the files with a folder's weights, and which tensor the index says is where. Raises: UserError."""
-    places, files = dict[str, str](), [SINGLE]
-    if folder.size(INDEX) is not None:
-        places = _weight_map(table_of(folder.content(INDEX, MOST_JSON_BYTES), folder.where(INDEX)), folder.where(INDEX))
+    places, files = dict[str, str](), [HF_SINGLE]
+    if folder.size(HF_INDEX) is not None:
+        places = _weight_map(
+            table_of(folder.content(HF_INDEX, MOST_CONFIG_BYTES), folder.where(HF_INDEX)), folder.where(HF_INDEX)
+        )
         files = sorted(set(places.values()))
     for file in files:
         if folder.size(file) is None:
             keys = sorted(name for name, place in places.items() if place == file)
-            named = f"{folder.where(INDEX)} says that {_some(keys)} is in {file}, and " if keys else ""
+            named = f"{folder.where(HF_INDEX)} says that {_some(keys)} is in {file}, and " if keys else ""
             bins = any(name.endswith(".bin") for name in folder.names())
             remedy = "Save the *.bin weights as safetensors first" if bins else "Get the whole folder"
             raise UserError(f"{named}{folder.where(file)} is not there. {remedy}.")
@@ -377,7 +384,7 @@ def _stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:
     for name, file in places.items():
         if name not in found[file]:
             raise UserError(
-                f"{folder.where(INDEX)} says that {name[:200]} is in {file}, which does not hold it. Get the whole "
+                f"{folder.where(HF_INDEX)} says that {name[:200]} is in {file}, which does not hold it. Get the whole "
                 "folder again."
             )
     return {name: tensor for some in found.values() for name, tensor in some.items()}

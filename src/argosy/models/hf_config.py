@@ -24,8 +24,8 @@ from argosy.config.load import MOST_PROBLEMS
 from argosy.config.model import MOST_LAYERS, ModelConfig, repeated
 from argosy.config.section import dotted, key_fields, key_of, nest
 from argosy.errors import UserError
-from argosy.models.hf_families import FAMILIES, family_of
-from argosy.models.hf_family import DEFAULTS, KEYS, Family, value_of
+from argosy.models.hf_families import FAMILY_OF, family_of
+from argosy.models.hf_family import CONFIG_DEFAULTS, CONFIG_KEYS, Family, value_of
 from argosy.models.hf_layers import (
     GROUPED,
     ROPE_KEYS,
@@ -52,7 +52,7 @@ OF_LAYERS = frozenset(
 NOT_STRUCTURE = frozenset(("preset", "weights", "family", "init_std", "mup", "vocab_size", "max_seq_len"))
 """Fields that a class need not be able to say."""
 SCORED = {
-    name: FAMILIES[name].architecture.replace("ForCausalLM", "ForSequenceClassification")
+    name: FAMILY_OF[name].architecture.replace("ForCausalLM", "ForSequenceClassification")
     for name in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "mixtral", "qwen2_moe", "qwen3_moe")
 }
 """Family -> the class of its reward models, which read the score at the last token that is no padding."""
@@ -107,14 +107,14 @@ def config_to_json(config: ModelConfig, *, dtype: torch.dtype, eod_id: int | Non
         "use_cache": True,
         **of_score,
     }
-    if config.family in FAMILIES:
+    if config.family in FAMILY_OF:
         _refuse_what_the_class_cannot_say(config, values)
     return values
 
 
 def _keys(family: Family) -> dict[str, str]:
     """Return the fields of ours that are one key, and these."""
-    return {ours: theirs for ours, theirs in (KEYS | family.keys).items() if ours not in family.fixed}
+    return {ours: theirs for ours, theirs in (CONFIG_KEYS | family.keys).items() if ours not in family.fixed}
 
 
 def _refuse_sizes_of_other_classes(config: ModelConfig) -> None:
@@ -141,7 +141,7 @@ def _refuse_sizes_of_other_classes(config: ModelConfig) -> None:
 
 def _refuse_what_the_class_cannot_say(config: ModelConfig, values: Mapping[str, Any]) -> None:
     """Raise UserError unless reading what is written gives the model again."""
-    family = FAMILIES[config.family]
+    family = FAMILY_OF[config.family]
     none = {"moe.experts": 0, "mla.kv_rank": 0, "delta_net.key_heads": 0, "mtp.modules": 0}
     for field, wanted in (none | family.fixed).items():
         known = field in _keys(family) or field in family.converted
@@ -200,11 +200,11 @@ def config_from_json(values: Mapping[str, Any], file: Path | str) -> ModelConfig
     """Return the `ModelConfig` for the values of a config.json, which were read from `file`. Raises: UserError."""
     _check_kinds(values, ConfigJson, file)
     name = _family(values, file)
-    known = FAMILIES[name]
+    known = FAMILY_OF[name]
     theirs = _keys(known)
     _check_kinds(values, _sizes_of({key: ours for ours, key in theirs.items()}), file)
     written = {known.aliases.get(key, key): value for key, value in values.items() if value is not None}
-    given = DEFAULTS | known.defaults | written
+    given = CONFIG_DEFAULTS | known.defaults | written
     if "rope_parameters" in written:
         given["rope_scaling"] = written.get("rope_scaling")
     _refuse_what_differs(values, given, known, file)
@@ -322,12 +322,12 @@ def _refusal(error: ValidationError, theirs: Mapping[str, str], file: Path | str
 
 def _family(values: Mapping[str, Any], file: Path | str) -> str:
     family, classes = values.get("model_type"), values.get("architectures") or []
-    known = ", ".join(f"{name} ({its.architecture})" for name, its in FAMILIES.items())
-    if family not in FAMILIES:
+    known = ", ".join(f"{name} ({its.architecture})" for name, its in FAMILY_OF.items())
+    if family not in FAMILY_OF:
         keys = sorted(key for key in values if is_unknown(key, values[key], None))
         which = f"; keys that no known family has: {', '.join(keys)}" if keys else ""
         refuse(file, "model_type", family, f"this architecture is not known{which[:400]}; known are {known}")
-    if classes and FAMILIES[family].architecture not in classes and not _has_score(values):
+    if classes and FAMILY_OF[family].architecture not in classes and not _has_score(values):
         refuse(file, "architectures", classes, f"this architecture is not known; known are {known}")
     return str(family)
 
@@ -349,7 +349,7 @@ def is_unknown(key: str, value: object, family: Family | None) -> bool:
         or key in its.aliases
         or key in its.defaults
         or any(form.key == key for form in its.converted.values())
-        for its in ([family] if family else FAMILIES.values())
+        for its in ([family] if family else FAMILY_OF.values())
     )
 
 

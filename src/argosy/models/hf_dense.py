@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from argosy.models.hf_family import (
-    FULL,
-    SLIDING,
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
     Family,
     Fused,
     all_sliding,
@@ -145,7 +145,7 @@ DENSE_FAMILIES = {
             },
             "sliding_window": 8192,
         },
-        windows=lambda given, layers: [SLIDING if layer % 4 else FULL for layer in range(layers)],
+        windows=lambda given, layers: [SLIDING_ATTENTION if layer % 4 else FULL_ATTENTION for layer in range(layers)],
     ),
     "mistral": Family(
         "MistralForCausalLM",

@@ -9,14 +9,14 @@ from argosy.models.hf_mixtures import MIXTURES
 from argosy.models.hf_uneven import LINEAR_FAMILIES, UNEVEN_FAMILIES
 from argosy.models.user_code import declared_family
 
-FAMILIES = DENSE_FAMILIES | MIXTURES | LINEAR_FAMILIES | UNEVEN_FAMILIES
+FAMILY_OF = DENSE_FAMILIES | MIXTURES | LINEAR_FAMILIES | UNEVEN_FAMILIES
 """`ModelConfig.family`, which is also the `model_type` of config.json -> the class."""
 
 
 def family_of(name: str) -> Family:
     """Return the class of a family, also of the user's. Raises: UserError if it names none, or is not known here."""
-    if name in FAMILIES:
-        return FAMILIES[name]
+    if name in FAMILY_OF:
+        return FAMILY_OF[name]
     facts = declared_family(name).facts
     if not facts["architecture"]:
         raise UserError(

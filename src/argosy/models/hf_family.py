@@ -11,7 +11,7 @@ from typing import Any, Literal
 from argosy.config.attention import AttentionKind
 from argosy.config.model import ModelConfig
 
-KEYS = {
+CONFIG_KEYS = {
     "layers": "num_hidden_layers",
     "width": "hidden_size",
     "heads": "num_attention_heads",
@@ -27,7 +27,7 @@ KEYS = {
 }
 """Field of `ModelConfig` -> the key of config.json that has the same value."""
 
-DEFAULTS: dict[str, Any] = {
+CONFIG_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "attention_bias": False,
     "mlp_bias": False,
@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """The values that transformers takes for keys missing in config.json. Sizes without a default must be there."""
 
-NAMES = {
+TENSOR_NAMES = {
     "embedding": "model.embed_tokens",
     "blocks.*.attention_norm": "model.layers.*.input_layernorm",
     "blocks.*.attention.q": "model.layers.*.self_attn.q_proj",
@@ -144,7 +144,7 @@ class Family:
 
     architecture: str
     keys: dict[str, str] = field(default_factory=dict)
-    """In addition to `KEYS`."""
+    """In addition to `CONFIG_KEYS`."""
     converted: dict[str, Converted] = field(default_factory=dict)
     """Fields of `ModelConfig` whose key has another form."""
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -154,9 +154,9 @@ class Family:
     constants: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json without a field of ours -> the only value that we can compute, or a tuple of some."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """In addition to `DEFAULTS`."""
+    """In addition to `CONFIG_DEFAULTS`."""
     names: dict[str, str] = field(default_factory=dict)
-    """In addition to `NAMES`."""
+    """In addition to `TENSOR_NAMES`."""
     fused: dict[str, Fused] = field(default_factory=dict)
     """Their module or weight -> what of ours is in it."""
     aliases: dict[str, str] = field(default_factory=dict)
@@ -203,10 +203,10 @@ class Family:
         """The kinds of layers that the class knows, in its words -> in ours."""
         between: dict[str, AttentionKind] = {}
         if "delta_net.key_heads" in self.keys:
-            between[LINEAR] = "linear"
+            between[LINEAR_ATTENTION] = "linear"
         elif self.windows is not None:
             between[f"{self.window_kind}_attention"] = self.window_kind
-        return {FULL: "full", **between}
+        return {FULL_ATTENTION: "full", **between}
 
 
 FURTHER = Converted("num_nextn_predict_layers", lambda value: value or 0, lambda value: value)
@@ -218,7 +218,12 @@ def value_of(config: ModelConfig, field: str) -> Any:
     return reduce(getattr, field.split("."), config)
 
 
-SLIDING, CHUNKED, LINEAR, FULL = "sliding_attention", "chunked_attention", "linear_attention", "full_attention"
+SLIDING_ATTENTION, CHUNKED_ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION = (
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "full_attention",
+)
 
 
 def every(number: int) -> Callable[[Mapping[str, Any], int], list[str]]:
@@ -226,7 +231,7 @@ def every(number: int) -> Callable[[Mapping[str, Any], int], list[str]]:
 
     def kinds(given: Mapping[str, Any], layers: int) -> list[str]:
         n = given.get("sliding_window_pattern", number)
-        return [SLIDING if (layer + 1) % n else FULL for layer in range(layers)]
+        return [SLIDING_ATTENTION if (layer + 1) % n else FULL_ATTENTION for layer in range(layers)]
 
     return kinds
 
@@ -234,20 +239,20 @@ def every(number: int) -> Callable[[Mapping[str, Any], int], list[str]]:
 def linear_between(given: Mapping[str, Any], layers: int) -> list[str]:
     """Every so many layers are full, and linear between."""
     n = given["full_attention_interval"]
-    return [LINEAR if (layer + 1) % n else FULL for layer in range(layers)]
+    return [LINEAR_ATTENTION if (layer + 1) % n else FULL_ATTENTION for layer in range(layers)]
 
 
 def all_sliding(given: Mapping[str, Any], layers: int) -> list[str]:
     """All layers are sliding, if there is a window."""
-    return [SLIDING] * layers
+    return [SLIDING_ATTENTION] * layers
 
 
 def from_the_last(given: Mapping[str, Any], layers: int) -> list[str]:
     """Layers from max_window_layers on are sliding, if windows are used at all."""
     first = given.get("max_window_layers", layers) if given.get("use_sliding_window", True) else layers
-    return [SLIDING if layer >= first else FULL for layer in range(layers)]
+    return [SLIDING_ATTENTION if layer >= first else FULL_ATTENTION for layer in range(layers)]
 
 
 def none_sliding(given: Mapping[str, Any], layers: int) -> list[str]:
     """No layer is sliding unless it is listed."""
-    return [FULL] * layers
+    return [FULL_ATTENTION] * layers

@@ -17,7 +17,7 @@ from torch import Tensor
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
 from argosy.models.hf_families import family_of
-from argosy.models.hf_family import NAMES, Fused, value_of
+from argosy.models.hf_family import TENSOR_NAMES, Fused, value_of
 from argosy.plan.layer_spec import RopeSpec, layer_spec
 from argosy.plan.parameters import state_table
 
@@ -73,7 +73,7 @@ def their_shapes(piece: Conversion, shapes: Mapping[str, tuple[int, ...]]) -> li
 
 
 def _single(name: str, pattern: str, block: str, config: ModelConfig) -> Conversion:
-    names = NAMES | family_of(config.family).names
+    names = TENSOR_NAMES | family_of(config.family).names
     order = _rotary_order(name, config)
 
     def theirs_of(weight: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from typing import Any
 from argosy.config.model import ModelConfig, repeated
 from argosy.models.hf_dense import GEMMA_NAMES, root_of_width
 from argosy.models.hf_family import (
-    CHUNKED,
+    CHUNKED_ATTENTION,
     DEEPSEEK_NAMES,
     EXPERT_NAMES,
-    FULL,
-    SLIDING,
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
     Converted,
     Family,
     Fused,
@@ -34,26 +34,31 @@ def where_they_differ(values: Sequence[Any], usual: Any) -> tuple[Any, ...]:
 
 def first_and_sixth_full(given: Mapping[str, Any], layers: int) -> list[str]:
     """The first layer and each sixth are full, and sliding between."""
-    return [FULL if layer == 0 or (layer + 1) % 6 == 0 else SLIDING for layer in range(layers)]
+    return [FULL_ATTENTION if layer == 0 or (layer + 1) % 6 == 0 else SLIDING_ATTENTION for layer in range(layers)]
 
 
 def fifth_sliding_last_full(given: Mapping[str, Any], layers: int) -> list[str]:
     """Each sixth layer and the last are full, and sliding between."""
-    return [FULL if layer == layers - 1 or (layer + 1) % 6 == 0 else SLIDING for layer in range(layers)]
+    return [
+        FULL_ATTENTION if layer == layers - 1 or (layer + 1) % 6 == 0 else SLIDING_ATTENTION for layer in range(layers)
+    ]
 
 
 def chunked_where_rotated(given: Mapping[str, Any], layers: int) -> list[str]:
     """Layers with positions have chunks."""
     interval = given["no_rope_layer_interval"]
     rotates = given.get("no_rope_layers") or [(layer + 1) % interval for layer in range(layers)]
-    return [CHUNKED if flag else FULL for flag in rotates]
+    return [CHUNKED_ATTENTION if flag else FULL_ATTENTION for flag in rotates]
 
 
 def mimo_layers(given: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """Sliding layers have sinks, and twice the key/value heads of full ones."""
     usual = given["num_key_value_heads"]
-    sinks = {"attention.sinks": True, "attention.sinks_in_full": False} if SLIDING in kinds else {}
-    return {"attention.kv_heads": where_they_differ([usual * (1 + (k == SLIDING)) for k in kinds], usual), **sinks}
+    sinks = {"attention.sinks": True, "attention.sinks_in_full": False} if SLIDING_ATTENTION in kinds else {}
+    return {
+        "attention.kv_heads": where_they_differ([usual * (1 + (k == SLIDING_ATTENTION)) for k in kinds], usual),
+        **sinks,
+    }
 
 
 def laguna_layers(given: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
@@ -67,14 +72,14 @@ def laguna_layers(given: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, A
 
 def gemma4_layers(given: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """Full layers have wider heads, maybe fewer of keys, whose values may be the keys. Raises: ValueError."""
-    if kinds[-1] != FULL:
-        raise ValueError(f"layer_types ends with {kinds[-1]}, and transformers makes the last layer {FULL}")
+    if kinds[-1] != FULL_ATTENTION:
+        raise ValueError(f"layer_types ends with {kinds[-1]}, and transformers makes the last layer {FULL_ATTENTION}")
     shares, of_full = given["attention_k_eq_v"], {"head_dim": given["global_head_dim"]}
     if shares and given["num_global_key_value_heads"]:
         of_full["num_key_value_heads"] = given["num_global_key_value_heads"]
     own = given.get("per_layer_config")
     if own is None:
-        own = {str(layer): of_full for layer, kind in enumerate(kinds) if kind == FULL}
+        own = {str(layer): of_full for layer, kind in enumerate(kinds) if kind == FULL_ATTENTION}
     if unknown := set(own) - {str(layer) for layer in range(len(kinds))}:
         raise ValueError(f"per_layer_config has layer {unknown.pop()}, and there are {len(kinds)}")
 
@@ -84,7 +89,7 @@ def gemma4_layers(given: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, A
     return {
         "attention.head_widths": where_they_differ(each("head_dim"), given["head_dim"]),
         "attention.kv_heads": where_they_differ(each("num_key_value_heads"), given["num_key_value_heads"]),
-        "attention.keys_as_values": where_they_differ([bool(shares) and k == FULL for k in kinds], False),
+        "attention.keys_as_values": where_they_differ([bool(shares) and k == FULL_ATTENTION for k in kinds], False),
     }
 
 
@@ -346,7 +351,7 @@ DELTA_NAMES = {
     "blocks.*.attention.out": "model.layers.*.linear_attn.out_proj",
 }
 GATED_ATTENTION = {"qk_norm": True, "attention.gate": True, "norms.zero_centered": True}
-FUSED = {
+FUSED_QKV = {
     "model.layers.*.self_attn.q_proj": Fused(
         ("blocks.*.attention.q", "blocks.*.attention.out_gate"), "head_rows", "heads"
     ),
@@ -354,7 +359,7 @@ FUSED = {
         ("blocks.*.attention.q_conv", "blocks.*.attention.k_conv", "blocks.*.attention.v_conv")
     ),
 }
-DEFAULTS = {
+QWEN3_NEXT_DEFAULTS = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 2,
     "head_dim": 256,
@@ -378,14 +383,14 @@ QWEN3_5 = Family(
     keys=DELTA_KEYS,
     fixed=GATED_ATTENTION,
     constants={"attn_output_gate": True, "output_gate_type": "swish"},
-    defaults=DEFAULTS | {"num_key_value_heads": 4},
+    defaults=QWEN3_NEXT_DEFAULTS | {"num_key_value_heads": 4},
     names=DELTA_NAMES
     | {
         "blocks.*.attention.gate_in": "model.layers.*.linear_attn.in_proj_z",
         "blocks.*.attention.beta_in": "model.layers.*.linear_attn.in_proj_b",
         "blocks.*.attention.decay_in": "model.layers.*.linear_attn.in_proj_a",
     },
-    fused=FUSED
+    fused=FUSED_QKV
     | {
         "model.layers.*.linear_attn.in_proj_qkv": Fused(
             ("blocks.*.attention.q_in", "blocks.*.attention.k_in", "blocks.*.attention.v_in")
@@ -403,11 +408,11 @@ LINEAR_FAMILIES = {
         keys=SPARSE_KEYS | DELTA_KEYS | {"moe.shared_ffn_width": "shared_expert_intermediate_size"},
         fixed=PLAIN_EXPERTS | GATED_ATTENTION | {"moe.shared_experts": 1, "moe.shared_gate": True},
         constants={"use_sliding_window": False},
-        defaults=DEFAULTS
+        defaults=QWEN3_NEXT_DEFAULTS
         | SHARED_DEFAULTS
         | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": (), "intermediate_size": 5632},
         names=EXPERT_NAMES | SHARED_NAMES | DELTA_NAMES,
-        fused=FUSED
+        fused=FUSED_QKV
         | {
             "model.layers.*.linear_attn.in_proj_qkvz": Fused(
                 tuple(f"blocks.*.attention.{name}_in" for name in ("q", "k", "v", "gate")),
@@ -435,7 +440,7 @@ LINEAR_FAMILIES = {
             "moe.shared_ffn_width": "shared_expert_intermediate_size",
         },
         fixed=PLAIN_EXPERTS | GATED_ATTENTION | {"moe.shared_experts": 1, "moe.shared_gate": True},
-        defaults=DEFAULTS
+        defaults=QWEN3_NEXT_DEFAULTS
         | SHARED_DEFAULTS
         | {"num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": None},  # of dense layers: there are none
         names=QWEN3_5.names | EXPERT_NAMES | SHARED_NAMES,

@@ -22,7 +22,7 @@ from argosy.plan.parameters import Parameter
 
 Draw = Callable[[Tensor, int], Tensor]
 """Indices (int64) and a parameter's key -> a random number (fp32) for each."""
-AT_ONCE = 2**20
+ELEMENTS_AT_ONCE = 2**20
 """Elements computed at once: few enough that the temporary integers stay in a CPU's caches."""
 
 
@@ -135,8 +135,8 @@ def _fill(part: Tensor, strides: Sequence[int], first: int, key: int, draw: Draw
     """Fill `part`, a box of a whole with `strides`; its first element is number `first` of the whole."""
     if part.numel() == 0:
         return
-    rows = AT_ONCE // part[0].numel()
-    if rows == 0:  # a stack of matrices (experts) that are each larger than AT_ONCE
+    rows = ELEMENTS_AT_ONCE // part[0].numel()
+    if rows == 0:  # a stack of matrices (experts) that are each larger than ELEMENTS_AT_ONCE
         for i, matrix in enumerate(part):
             _fill(matrix, strides[1:], first + i * strides[0], key, draw, size)
         return

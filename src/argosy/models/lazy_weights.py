@@ -11,9 +11,9 @@ from torch import Tensor
 from argosy.models.hf_names import Conversion
 from argosy.models.initialize import box_of
 from argosy.models.quantised import Stored
-from argosy.models.tensor_file import DTYPES
+from argosy.models.tensor_file import FILE_DTYPES
 
-PART_BYTES = 32 * 2**20
+TENSOR_READ_BYTES = 32 * 2**20
 """About how much of a large tensor is read at once, where its rows can be read by themselves."""
 
 
@@ -44,7 +44,13 @@ class LazyWeights(Mapping[str, Tensor]):
         """Yield a weight's rows in order, some at a time."""
         shape = self.shape(name)
         row_bytes = torch.empty(shape[1:], device="meta").numel() * self.dtype(name).itemsize
-        at_once = max(1, PART_BYTES // max(1, row_bytes)) if shape and self.has_rows(name) else shape[0] if shape else 1
+        at_once = (
+            max(1, TENSOR_READ_BYTES // max(1, row_bytes))
+            if shape and self.has_rows(name)
+            else shape[0]
+            if shape
+            else 1
+        )
         if not shape or at_once >= shape[0]:
             yield self[name]
             return
@@ -110,7 +116,7 @@ class FolderWeights(LazyWeights):
         return out
 
     def dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._stored[self._pieces[name].theirs[0]].code]
+        return FILE_DTYPES[self._stored[self._pieces[name].theirs[0]].code]
 
     def has_rows(self, name: str) -> bool:
         return self._pieces[name].rows != "together"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from argosy.data.packing import IGNORED
-from argosy.matmul import ROWS, dense
+from argosy.matmul import ROWS_MULTIPLE, dense
 from argosy.plan.layer_spec import CHUNK_LOGITS
 
 # N tokens (batch and sequence flattened), C tokens of a chunk, D model width, V vocabulary
@@ -61,7 +61,7 @@ def summed_cross_entropy(
 def rows_at_once(weight_VD: Tensor, longest_part: int) -> int:
     """Return the tokens of a chunk, the same on all ranks that have a part of the vocabulary."""
     rows = CHUNK_LOGITS // (longest_part or weight_VD.shape[0])
-    return rows // ROWS * ROWS or max(1, rows)
+    return rows // ROWS_MULTIPLE * ROWS_MULTIPLE or max(1, rows)
 
 
 IsLikeliest = Callable[[Tensor, Tensor], Tensor]

@@ -13,7 +13,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.packing import IGNORED, is_packed, sequences_in, unpack
 from argosy.models.attention import Documents
 from argosy.models.dropout import mask_keys
-from argosy.models.preference import CHOSEN, REJECTED, Sequences
+from argosy.models.preference import CHOSEN_SIDE, REJECTED_SIDE, Sequences
 
 # B batch, T tokens, n modules of multi-token prediction
 
@@ -119,8 +119,8 @@ def _compared(rows: np.ndarray, values: np.ndarray, device: torch.device, is_jud
     tokens, targets, positions = (_tensor(part) for part in unpack(rows))
     sequences = Sequences(*(_tensor(part) for part in (*found, reference)))
     micro = microbatch_of(tokens, targets, positions, device, sequences)
-    is_chosen = found.kinds == CHOSEN
-    answers = is_chosen | (found.kinds == REJECTED) if is_judged else is_chosen
+    is_chosen = found.kinds == CHOSEN_SIDE
+    answers = is_chosen | (found.kinds == REJECTED_SIDE) if is_judged else is_chosen
     return replace(micro, answers=int(answers.sum()), counted=int(found.lengths[is_chosen].sum()))
 
 

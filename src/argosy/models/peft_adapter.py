@@ -28,10 +28,10 @@ from argosy.models.hf import table_of
 from argosy.models.hf_names import Conversion, pieces_of
 from argosy.plan.parameters import adapter_of, linear_name, parameter_table
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-MOST_JSON_BYTES = 2**24
-PREFIX = "base_model.model."
-INNER, OUTER, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+MOST_ADAPTER_CONFIG_BYTES = 2**24
+PEFT_PREFIX = "base_model.model."
+INNER_SUFFIX, OUTER_SUFFIX, MAGNITUDE_SUFFIX = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 UNKNOWN_IF_SET = (
     "modules_to_save", "layers_to_transform", "fan_in_fan_out", "lora_bias", "target_parameters", "use_qalora",
     "trainable_token_indices", "exclude_modules", "megatron_config", "layer_replication", "alora_invocation_tokens",
@@ -102,8 +102,8 @@ def export_adapter(
         if not parts:
             left_out.append(module.name)
             continue
-        tensors |= {f"{PREFIX}{module.name}.{part}": t.detach().float().contiguous() for part, t in parts.items()}
-        ranks[module.name] = len(parts[INNER])
+        tensors |= {f"{PEFT_PREFIX}{module.name}.{part}": t.detach().float().contiguous() for part, t in parts.items()}
+        ranks[module.name] = len(parts[INNER_SUFFIX])
     factors = {name: rank // lora.rank for name, rank in ranks.items() if rank != lora.rank}
     root = 0.5 if lora.kind == "rslora" else 1.0
     described = {
@@ -126,8 +126,8 @@ def export_adapter(
     with whole_folder(out) as partial:
         for name, data in others.items():
             (partial / name).write_bytes(data)
-        (partial / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
-        (partial / TENSORS).write_bytes(save(tensors, metadata={"format": "pt"}))
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+        (partial / ADAPTER_TENSORS).write_bytes(save(tensors, metadata={"format": "pt"}))
 
 
 def _parts_of(
@@ -150,9 +150,9 @@ def _parts_of(
             outer[:, first : first + lora.rank] = rows
             first += lora.rank
         outers.append(outer)
-    parts = {INNER: torch.cat([of(name, "a") for name in given]), OUTER: _to_theirs(module, outers)}
+    parts = {INNER_SUFFIX: torch.cat([of(name, "a") for name in given]), OUTER_SUFFIX: _to_theirs(module, outers)}
     if lora.kind == "dora":
-        parts[MAGNITUDE] = _to_theirs(
+        parts[MAGNITUDE_SUFFIX] = _to_theirs(
             module,
             [
                 _length(weights[name], module.expert) + (of(name, "magnitude") if name in given else 0.0)
@@ -192,23 +192,31 @@ def import_adapter(
 
     Raises: UserError, naming file, key and value, for an adapter that ours could not be, or of another model.
     """
-    if not all((folder / name).is_file() for name in (CONFIG, TENSORS)):
-        raise UserError(f"{folder}: no adapter in PEFT's format there. Give a folder with {CONFIG} and {TENSORS}.")
-    said = table_of(read_at_most(folder / CONFIG, MOST_JSON_BYTES), str(folder / CONFIG))
-    lora = _settings(said, folder / CONFIG)
+    if not all((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_TENSORS)):
+        raise UserError(
+            f"{folder}: no adapter in PEFT's format there. Give a folder with {ADAPTER_CONFIG} and {ADAPTER_TENSORS}."
+        )
+    said = table_of(read_at_most(folder / ADAPTER_CONFIG, MOST_ADAPTER_CONFIG_BYTES), str(folder / ADAPTER_CONFIG))
+    lora = _settings(said, folder / ADAPTER_CONFIG)
     try:
-        stored = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}
+        stored = {
+            name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(folder / ADAPTER_TENSORS).items()
+        }
     except SafetensorError as error:
-        raise UserError(f"{folder / TENSORS} is not safetensors: {error}. Download or export it again.") from None
+        raise UserError(
+            f"{folder / ADAPTER_TENSORS} is not safetensors: {error}. Download or export it again."
+        ) from None
     adapter: dict[str, list[Tensor]] = {}
     for module in peft_modules(config):
-        names = {part: f"{module.name}.{part}" for part in (INNER, OUTER, MAGNITUDE)}
+        names = {part: f"{module.name}.{part}" for part in (INNER_SUFFIX, OUTER_SUFFIX, MAGNITUDE_SUFFIX)}
         parts = {part: stored.pop(name) for part, name in names.items() if name in stored}
         if parts:
-            _take(adapter, module, parts, lora, weights, folder / TENSORS)
+            _take(adapter, module, parts, lora, weights, folder / ADAPTER_TENSORS)
     if stored or not adapter:
         what = f"{min(stored)} has" if stored else "the tensors have"
-        raise UserError(f"{folder / TENSORS}: {what} no place in this model ({config.family}). Name its own weights.")
+        raise UserError(
+            f"{folder / ADAPTER_TENSORS}: {what} no place in this model ({config.family}). Name its own weights."
+        )
     tensors = {name: torch.stack(some) if _is_stack(name) else some[0] for name, some in adapter.items()}
     targets = _targets(config, tensors)
     return lora.model_copy(update={"targets": targets}), tensors
@@ -250,8 +258,8 @@ def _take(
     """Add one of their modules to `adapter`, by our names; of a stack of experts, each adds a tensor."""
     table = [weights[name] if module.expert is None else weights[name][module.expert] for name in module.ours]
     inputs, outputs = table[0].shape[-1], sum(len(weight) for weight in table)
-    wanted = {INNER, OUTER, *((MAGNITUDE,) if lora.kind == "dora" else ())}
-    inner, outer = parts.get(INNER), parts.get(OUTER)
+    wanted = {INNER_SUFFIX, OUTER_SUFFIX, *((MAGNITUDE_SUFFIX,) if lora.kind == "dora" else ())}
+    inner, outer = parts.get(INNER_SUFFIX), parts.get(OUTER_SUFFIX)
     if set(parts) != wanted or inner is None or outer is None:
         raise UserError(f"{file}: {module.name} has {', '.join(sorted(parts))}, and needs {', '.join(sorted(wanted))}.")
     rank = len(inner)
@@ -262,7 +270,7 @@ def _take(
             "the weights that the adapter was trained with."
         )
     blocks = _to_ours(module, outer)
-    lengths = _to_ours(module, parts[MAGNITUDE]) if MAGNITUDE in parts else []
+    lengths = _to_ours(module, parts[MAGNITUDE_SUFFIX]) if MAGNITUDE_SUFFIX in parts else []
     first = 0
     for place, (name, block) in enumerate(zip(module.ours, blocks, strict=True)):
         here = slice(0, rank) if rank == lora.rank else slice(first, first + lora.rank)
@@ -271,7 +279,7 @@ def _take(
         if rest.any():
             raise UserError(
                 f"{file}: {module.name} has rank {rank}, not r = {lora.rank}, and is not block-diagonal. Restore the "
-                f"{CONFIG} that was saved with it, or merge the adapter with PEFT."
+                f"{ADAPTER_CONFIG} that was saved with it, or merge the adapter with PEFT."
             )
         first += lora.rank
         prefix = adapter_of(name)

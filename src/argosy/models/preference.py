@@ -20,7 +20,7 @@ from argosy.models.loss import ChunkLoss, gradients_times, token_losses, weighte
 
 # B rows, T tokens of a row, N tokens that a rank has (of B rows, its part of each), D model width, V vocabulary
 
-CHOSEN, REJECTED, MISMATCHED = 1, 2, 3
+CHOSEN_SIDE, REJECTED_SIDE, MISMATCHED_SIDE = 1, 2, 3
 """Kinds of sequences: the better side or a desirable answer, the other, an answer to another prompt (KTO)."""
 
 
@@ -43,7 +43,7 @@ class Preference:
     """An objective over answers. One instance serves all parts of the model on a rank."""
 
     def __init__(self, objective: str, config: PreferenceConfig):
-        self._loss = LOSSES[objective]
+        self._loss = PREFERENCE_LOSSES[objective]
         self.objective, self.config = objective, config
         self.reports = True
         """False on all of those ranks but one: each of them computes the whole loss."""
@@ -81,7 +81,7 @@ STATISTICS = ("chosen", "rejected", "right", "chosen_reward", "rejected_reward")
 
 
 def _statistics(rewards_BT: Tensor, of: Sequences) -> Tensor:
-    chosen_BT, rejected_BT = of.kinds == CHOSEN, of.kinds == REJECTED
+    chosen_BT, rejected_BT = of.kinds == CHOSEN_SIDE, of.kinds == REJECTED_SIDE
     right_BT = chosen_BT & (rewards_BT > rewards_BT.gather(1, of.partners))
     counts = [chosen_BT.sum(), rejected_BT.sum(), right_BT.sum()]
     return torch.stack([*counts, (rewards_BT * chosen_BT).sum(), (rewards_BT * rejected_BT).sum()]).double()
@@ -89,7 +89,7 @@ def _statistics(rewards_BT: Tensor, of: Sequences) -> Tensor:
 
 def _pairs(values_BT: Tensor, of: Sequences) -> tuple[Tensor, Tensor]:
     """Return the values of both sides of all pairs, [pairs] each."""
-    chosen_BT = of.kinds == CHOSEN
+    chosen_BT = of.kinds == CHOSEN_SIDE
     return values_BT[chosen_BT], values_BT.gather(1, of.partners)[chosen_BT]
 
 
@@ -129,7 +129,7 @@ def orpo(preference: Preference, sums_BT: Tensor, of: Sequences) -> Tensor:
     """
     chosen, rejected = _pairs(_means(sums_BT, of), of)
     log_odds = (chosen - _log1mexp(chosen)) - (rejected - _log1mexp(rejected))
-    likelihood = sums_BT[of.kinds == CHOSEN].sum() * preference.per_token
+    likelihood = sums_BT[of.kinds == CHOSEN_SIDE].sum() * preference.per_token
     return -likelihood - preference.config.beta_of("orpo") * F.logsigmoid(log_odds).sum()
 
 
@@ -139,7 +139,7 @@ def kto(preference: Preference, sums_BT: Tensor, of: Sequences) -> Tensor:
     r: the log-ratio to the reference (Ethayarajh et al. 2024, equation 8).
     """
     ratios_BT, beta, config = sums_BT - of.reference, preference.config.beta_of("kto"), preference.config
-    desirable, undesirable = ratios_BT[of.kinds == CHOSEN], ratios_BT[of.kinds == REJECTED]
+    desirable, undesirable = ratios_BT[of.kinds == CHOSEN_SIDE], ratios_BT[of.kinds == REJECTED_SIDE]
     kl = preference.kl
     good = (1 - torch.sigmoid(beta * (desirable - kl))).sum() * config.desirable_weight
     return good + (1 - torch.sigmoid(beta * (kl - undesirable))).sum() * config.undesirable_weight
@@ -153,7 +153,7 @@ def reward(preference: Preference, scores_BT: Tensor, of: Sequences) -> Tensor:
     return -F.logsigmoid(chosen - rejected).sum() + centred
 
 
-LOSSES: dict[str, Callable[[Preference, Tensor, Sequences], Tensor]] = {
+PREFERENCE_LOSSES: dict[str, Callable[[Preference, Tensor, Sequences], Tensor]] = {
     "dpo": dpo,
     "ipo": ipo,
     "simpo": simpo,

@@ -28,9 +28,9 @@ from argosy.models.hf_names import pieces_of
 from argosy.models.tensor_file import StoredTensor, TensorToWrite
 from argosy.plan.parameters import state_table
 
-SCALES_FP8, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+SCALES_FP8, BLOCKS_SUFFIX, SCALES_SUFFIX = "_scale_inv", "_blocks", "_scales"
 """Suffixes of the names of scales, and of the two halves of an MXFP4 weight."""
-ROWS_AT_ONCE = 4096
+QUANTISE_ROWS = 4096
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of E2M1, by their bits."""
 BIAS = 127
@@ -63,8 +63,8 @@ class Fp8Tensor:
         count = self.shape[0] if count is None else count
         scales = self.scale.read().float().repeat_interleave(columns, 1)[:, : self.shape[1]]
         out = torch.empty(count, self.shape[1], dtype=torch.bfloat16)
-        for start in range(0, count, ROWS_AT_ONCE):
-            end = min(start + ROWS_AT_ONCE, count)
+        for start in range(0, count, QUANTISE_ROWS):
+            end = min(start + QUANTISE_ROWS, count)
             numbers = self.weight.read(first + start, end - start).float()
             out[start:end] = numbers * scales[torch.arange(first + start, first + end) // rows]
         return out
@@ -86,7 +86,7 @@ class Mxfp4Tensor:
 
     @property
     def name(self) -> str:
-        return self.blocks.name.removesuffix(BLOCKS)
+        return self.blocks.name.removesuffix(BLOCKS_SUFFIX)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,16 +135,20 @@ def dequantised(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any])
     for name, tensor in stored.items():
         if is_fp8 and name.endswith(SCALES_FP8) and name.removesuffix(SCALES_FP8) in stored:
             continue
-        if not is_fp8 and name.endswith(SCALES) and f"{name.removesuffix(SCALES)}{BLOCKS}" in stored:
+        if (
+            not is_fp8
+            and name.endswith(SCALES_SUFFIX)
+            and f"{name.removesuffix(SCALES_SUFFIX)}{BLOCKS_SUFFIX}" in stored
+        ):
             continue
         if is_fp8 and tensor.code == "F8_E4M3":
             rows, columns = settings["weight_block_size"]
             shape = tuple(-(-n // size) for n, size in zip(tensor.shape, (rows, columns), strict=False))
             found[name] = Fp8Tensor(tensor, _scales(stored, name + SCALES_FP8, tensor, shape), (rows, columns))
-        elif not is_fp8 and name.endswith(BLOCKS):
+        elif not is_fp8 and name.endswith(BLOCKS_SUFFIX):
             if tensor.code != "U8" or len(tensor.shape) != 4 or tensor.shape[-1] != 16:
                 refuse(tensor.file, name, list(tensor.shape), "MXFP4 blocks are 16 bytes each, in four dims")
-            scales = _scales(stored, name.removesuffix(BLOCKS) + SCALES, tensor, tensor.shape[:-1])
+            scales = _scales(stored, name.removesuffix(BLOCKS_SUFFIX) + SCALES_SUFFIX, tensor, tensor.shape[:-1])
             whole = Mxfp4Tensor(tensor, scales)
             found[whole.name] = whole
         else:
@@ -162,8 +166,8 @@ def _scales(
     return stored[name]
 
 
-FP8 = torch.float8_e4m3fn
-GROUP = 128
+FP8_DTYPE = torch.float8_e4m3fn
+INT4_GROUP = 128
 """int4: inputs of an output that share a scale."""
 IN_32_BITS = 8
 """int4: numbers in one int32, the first in the lowest bits."""
@@ -185,7 +189,7 @@ class WeightCompression:
     def limits(self) -> tuple[float, float]:
         """The smallest and largest number."""
         if self.kind == "float":
-            return -torch.finfo(FP8).max, torch.finfo(FP8).max
+            return -torch.finfo(FP8_DTYPE).max, torch.finfo(FP8_DTYPE).max
         return -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
 
     def settings(self, ignored: Collection[str]) -> dict[str, Any]:
@@ -221,15 +225,15 @@ class WeightCompression:
         """Return some rows of a weight as they are stored."""
         scaled = rows.float() / self.scales(rows).float().repeat_interleave(self.group or rows.shape[1], 1)
         if self.kind == "float":
-            return scaled.clamp(*self.limits).to(FP8)
+            return scaled.clamp(*self.limits).to(FP8_DTYPE)
         whole = scaled.round().clamp(*self.limits)
         return whole.to(torch.int8) if self.bits == 8 else _packed(whole.int())
 
 
-COMPRESSIONS: dict[CompressedFormat, WeightCompression] = {
+WEIGHT_COMPRESSIONS: dict[CompressedFormat, WeightCompression] = {
     "fp8": WeightCompression("FP8_DYNAMIC", "float-quantized", 8, "float"),
     "int8": WeightCompression("W8A8", "int-quantized", 8, "int"),
-    "int4": WeightCompression("W4A16", "pack-quantized", 4, "int", GROUP),
+    "int4": WeightCompression("W4A16", "pack-quantized", 4, "int", INT4_GROUP),
 }
 
 
@@ -281,7 +285,7 @@ def _compressed(
         yield f"{name}_scale", TensorToWrite(scales, tensor.dtype, partial(_each, compression.scales, tensor))
         numbers = partial(_each, compression.numbers, tensor)
         if compression.bits == 8:
-            dtype = FP8 if compression.kind == "float" else torch.int8
+            dtype = FP8_DTYPE if compression.kind == "float" else torch.int8
             yield name, TensorToWrite(tensor.shape, dtype, numbers)
         else:
             yield f"{name}_packed", TensorToWrite((outputs, inputs // IN_32_BITS), torch.int32, numbers)

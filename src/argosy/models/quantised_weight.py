@@ -30,9 +30,9 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The numbers of NF4 by their codes (Dettmers et al. 2023, appendix E)."""
-STEPS = 127
+INT8_STEPS = 127
 """int8's codes reach from -STEPS to STEPS."""
-AT_ONCE = {"cpu": 2**18}
+DEQUANTISE_BYTES = {"cpu": 2**18}
 """Bytes that are computed at once, by device: what lies between stays in a core's caches, and is small beside the
 matrix."""
 ELSEWHERE_AT_ONCE = 2**22
@@ -84,7 +84,7 @@ class QuantisationScheme:
     def _codes(self, unit: Tensor) -> Tensor:
         """Return the bytes of numbers between -1 and 1."""
         if self.bits == 8:
-            return (unit * STEPS).round().to(torch.int8).view(torch.uint8)
+            return (unit * INT8_STEPS).round().to(torch.int8).view(torch.uint8)
         levels = torch.tensor(NF4, dtype=torch.float64, device=unit.device)
         between = ((levels[1:] + levels[:-1]) / 2).float()
         codes = torch.bucketize(unit, between, out_int32=True).to(torch.uint8)
@@ -112,13 +112,13 @@ class QuantisationScheme:
             assert self.pairs is not None
             unit = F.embedding(codes | zero, self.pairs).view(-1, self.blocks, BASE_BLOCK)
         else:
-            unit = (codes.view(torch.int8) | zero).view(-1, self.blocks, BASE_BLOCK) / STEPS
+            unit = (codes.view(torch.int8) | zero).view(-1, self.blocks, BASE_BLOCK) / INT8_STEPS
         return (unit * scales.unsqueeze(-1)).flatten(1)[:, : self.columns]
 
 
 def at_once(numbers: Tensor) -> int:
     """Return how many bytes, or numbers, are computed at once on the device of these."""
-    return AT_ONCE.get(numbers.device.type, ELSEWHERE_AT_ONCE)
+    return DEQUANTISE_BYTES.get(numbers.device.type, ELSEWHERE_AT_ONCE)
 
 
 @dataclass(frozen=True)

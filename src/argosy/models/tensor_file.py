@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from argosy.data.stores.model_folder import ByteSink
-from argosy.files import COPY_BYTES
+from argosy.files import FILE_COPY_BYTES
 
-DTYPES = {
+FILE_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -35,9 +35,11 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """Names of dtypes in safetensors -> those of torch that checkpoints and models have."""
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-_BITS = {"F4": 4, "U16": 16, "U32": 32, "U64": 64, "C64": 64} | {c: 8 * dtype.itemsize for c, dtype in DTYPES.items()}
-MOST_HEADER_BYTES = 100_000_000
+FILE_CODES = {dtype: code for code, dtype in FILE_DTYPES.items()}
+_BITS = {"F4": 4, "U16": 16, "U32": 32, "U64": 64, "C64": 64} | {
+    c: 8 * dtype.itemsize for c, dtype in FILE_DTYPES.items()
+}
+MOST_TENSOR_HEADER_BYTES = 100_000_000
 """As the reference implementation has it."""
 METADATA = "__metadata__"
 
@@ -62,7 +64,7 @@ class StoredTensor:
     def read(self, first: int = 0, count: int | None = None) -> Tensor:
         """Return the tensor on the CPU; with `count`, so many rows (of the first dim) from row `first` on."""
         shape = self.shape if count is None else (count, *self.shape[1:])
-        tensor = torch.empty(shape, dtype=DTYPES[self.code])
+        tensor = torch.empty(shape, dtype=FILE_DTYPES[self.code])
         if tensor.numel():
             row_bytes = math.prod(self.shape[1:]) * tensor.itemsize
             self.read_into(self.start + first * row_bytes, bytes_of(tensor))
@@ -83,7 +85,7 @@ def read_header(file: str, size: int, read_into: ReadInto) -> tuple[dict[str, St
     if size < 8:
         raise SafetensorError(f"it has {size} bytes, and no header")
     length = int.from_bytes(_read(read_into, 0, 8), "little")
-    if length > MOST_HEADER_BYTES or 8 + length > size:
+    if length > MOST_TENSOR_HEADER_BYTES or 8 + length > size:
         raise SafetensorError(f"its header would have {length:,} bytes, and the file has {size:,}")
     try:
         header = json.loads(_read(read_into, 8, length))
@@ -162,7 +164,7 @@ def write_tensors(sink: ByteSink, tensors: Mapping[str, TensorToWrite], metadata
     for name in order:
         tensor = tensors[name]
         end = start + tensor.bytes
-        entries[name] = {"dtype": CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+        entries[name] = {"dtype": FILE_CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
         start = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -171,7 +173,7 @@ def write_tensors(sink: ByteSink, tensors: Mapping[str, TensorToWrite], metadata
         written = 0
         for part in tensors[name].parts():
             data = bytes_of(part.to(tensors[name].dtype).contiguous())
-            for place in range(0, len(data), COPY_BYTES):
-                sink.write(data[place : place + COPY_BYTES])
+            for place in range(0, len(data), FILE_COPY_BYTES):
+                sink.write(data[place : place + FILE_COPY_BYTES])
             written += len(data)
         assert written == tensors[name].bytes, f"{name}: {written} of {tensors[name].bytes} bytes"

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 from torch.profiler import record_function
 
 from argosy.accelerator import Mark, current_stream, is_accelerator, mark
-from argosy.observe.counters import NETWORK, NODE, OTHER
+from argosy.observe.counters import NETWORK_TIER, NODE_TIER, OTHER
 from argosy.observe.trace_summary import COLLECTIVE_MARK
 from argosy.observe.wire import COLLECTIVES, Sent, tensors_in
 from argosy.plan.cost.traffic import WORLD
@@ -108,7 +108,7 @@ FUNCTIONAL: dict[str, tuple[str, int, Callable[[Any, tuple[Any, ...]], tuple[Any
     "broadcast_": ("broadcast_", 2, lambda y, args: (y,)),
 }
 """Operator of `_c10d_functional` -> that of c10d, where its group stands, and result and arguments as c10d's."""
-FUSED: dict[str, tuple[str, int, Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]]] = {
+FUSED_COLLECTIVES: dict[str, tuple[str, int, Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]]] = {
     "fused_all_gather_matmul": ("_allgather_base_", 3, lambda y, args: (y[0],)),
     "fused_matmul_reduce_scatter": (
         "_reduce_scatter_base_", 4, lambda y, args: (y, [y] * (args[0].shape[args[3]] // y.shape[args[3]]))
@@ -221,7 +221,7 @@ class CommunicationMeter:
         return wait(work, *args, **kw) if channel is None else self._waited(channel, wait, (work, *args), kw)
 
     def call_functional(self, name: str, call: Any, args: Any, kw: Any) -> Any:
-        """Carry out an operator of `FUNCTIONAL` or `FUSED`, and count it: once, if it or a dispatch mode calls more."""
+        """Carry out an operator of `FUNCTIONAL` or `FUSED_COLLECTIVES`, and count it: once, if it calls more."""
         if self._is_inside:
             return call(*args, **kw)
         began_s = time.perf_counter()
@@ -233,7 +233,7 @@ class CommunicationMeter:
         results = list(tensors_in(result))
         if all(type(tensor) is Tensor for tensor in results):  # not while the compiler tries it out on fake ones
             with suppress(Exception):
-                operator, place, arguments = (FUNCTIONAL | FUSED)[name]
+                operator, place, arguments = (FUNCTIONAL | FUSED_COLLECTIVES)[name]
                 group = _group(args[place])
                 channel = self._channels.get(id(group)) or self._meet(group)
                 channel.is_used = True
@@ -260,7 +260,7 @@ class CommunicationMeter:
         """Return a group's channel, the first time that it is used."""
         ranks = dist.get_process_group_ranks(group)
         unnamed = WORLD if len(ranks) == dist.get_world_size() else OTHER
-        tier = NODE if len({self._node_of_rank(rank) for rank in ranks}) == 1 else NETWORK
+        tier = NODE_TIER if len({self._node_of_rank(rank) for rank in ranks}) == 1 else NETWORK_TIER
         is_on_stream = self._stream is not None and dist.get_backend(group) != "gloo"
         channel = self._channels[id(group)] = _Channel(self._axes.get(group.group_name, unnamed), tier, is_on_stream)
         return channel
@@ -328,7 +328,7 @@ class _Doors:
             cls._replaced.replace(dist.ProcessGroup, name, partial(_method, operator, arguments))
         cls._replaced.replace(dist.Work, "wait", _wait)
         operators = torch.ops._c10d_functional
-        for owner, names in ((operators, FUNCTIONAL), (torch.ops.symm_mem, FUSED)):
+        for owner, names in ((operators, FUNCTIONAL), (torch.ops.symm_mem, FUSED_COLLECTIVES)):
             for name in names:
                 if (packet := getattr(owner, name, None)) is not None:
                     for callee in (packet, packet.default):  # Python code calls the one, compiled code the other

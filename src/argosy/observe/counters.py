@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from argosy.plan.cost.traffic import AXES as TRAFFIC_AXES
 from argosy.plan.cost.traffic import ENDS, STAGE, WORLD
+from argosy.plan.cost.traffic import WIRE_AXES as TRAFFIC_AXES
 
 Category = Literal[
     "data",
@@ -35,23 +35,23 @@ CATEGORIES = (*get_args(Category), "other", "step")
 """The parts of a step as `observe.clock.StepClock` tells them apart; `step` is their sum, the wall time."""
 OTHER = "other"
 """The axis of a group that is neither a mesh's nor the world."""
-AXES = (*TRAFFIC_AXES, "dp_shard", "dp_replicate", WORLD, ENDS, STAGE, OTHER)
+COUNTED_AXES = (*TRAFFIC_AXES, "dp_shard", "dp_replicate", WORLD, ENDS, STAGE, OTHER)
 """The axes of communication, as `observe.wire` names them."""
-NODE, NETWORK = "node", "network"
-TIERS = (NODE, NETWORK)
+NODE_TIER, NETWORK_TIER = "node", "network"
+NETWORK_TIERS = (NODE_TIER, NETWORK_TIER)
 """All ranks of the group are on one machine; or its messages cross machines."""
 
 Communication = Mapping[str, Mapping[str, Sequence[float]]]
 """Axis -> tier -> seconds that the rank waited, bytes that it sent."""
 
-STEPS, FIRST, LAST, MEMORY, WRITTEN = range(5)
-SECONDS = 5
-CHANNELS = SECONDS + len(CATEGORIES)
+STEPS_SLOT, FIRST_STEP_SLOT, LAST_STEP_SLOT, MEMORY_SLOT, WRITTEN_SLOT = range(5)
+SECONDS_SLOT = 5
+CHANNELS = SECONDS_SLOT + len(CATEGORIES)
 _CHANNEL = {
     (axis, tier): CHANNELS + 2 * number
-    for number, (axis, tier) in enumerate((axis, tier) for axis in AXES for tier in TIERS)
+    for number, (axis, tier) in enumerate((axis, tier) for axis in COUNTED_AXES for tier in NETWORK_TIERS)
 }
-WORDS = CHANNELS + 2 * len(_CHANNEL)
+COUNTER_WORDS = CHANNELS + 2 * len(_CHANNEL)
 """Words of 8 bytes that the counters take: steps, the first and the last of them, memory, bytes written; nanoseconds of
 each category; nanoseconds and bytes of each axis and tier."""
 
@@ -95,9 +95,9 @@ def _channel_of(counters: Counters, axis: str, tier: str) -> Sequence[float]:
 
 
 def clear(words: memoryview, at: int) -> None:
-    for place in range(at, at + WORDS):
+    for place in range(at, at + COUNTER_WORDS):
         words[place] = 0
-    words[at + FIRST] = words[at + LAST] = -1
+    words[at + FIRST_STEP_SLOT] = words[at + LAST_STEP_SLOT] = -1
 
 
 def add_step(
@@ -108,14 +108,14 @@ def add_step(
     communication: Communication,
     memory_bytes: int,
 ) -> None:
-    words[at + STEPS] += 1
-    words[at + LAST] = step
-    if words[at + FIRST] < 0:
-        words[at + FIRST] = step
-    words[at + MEMORY] = memory_bytes
+    words[at + STEPS_SLOT] += 1
+    words[at + LAST_STEP_SLOT] = step
+    if words[at + FIRST_STEP_SLOT] < 0:
+        words[at + FIRST_STEP_SLOT] = step
+    words[at + MEMORY_SLOT] = memory_bytes
     for number, category in enumerate(CATEGORIES):
         if took_s := seconds.get(category):
-            words[at + SECONDS + number] += round(took_s * 1e9)
+            words[at + SECONDS_SLOT + number] += round(took_s * 1e9)
     for axis, tiers in communication.items():
         for tier, (waited_s, sent_bytes) in tiers.items():
             channel = at + _CHANNEL[axis, tier]
@@ -131,15 +131,15 @@ def read(words: Sequence[int], at: int) -> Counters:
         if waited_ns or sent_bytes:
             communication.setdefault(axis, {})[tier] = (waited_ns / 1e9, sent_bytes)
     return Counters(
-        steps=words[at + STEPS],
-        first_step=words[at + FIRST],
-        last_step=words[at + LAST],
-        memory_bytes=words[at + MEMORY],
-        checkpoint_bytes=words[at + WRITTEN],
+        steps=words[at + STEPS_SLOT],
+        first_step=words[at + FIRST_STEP_SLOT],
+        last_step=words[at + LAST_STEP_SLOT],
+        memory_bytes=words[at + MEMORY_SLOT],
+        checkpoint_bytes=words[at + WRITTEN_SLOT],
         seconds={
-            category: words[at + SECONDS + number] / 1e9
+            category: words[at + SECONDS_SLOT + number] / 1e9
             for number, category in enumerate(CATEGORIES)
-            if words[at + SECONDS + number]
+            if words[at + SECONDS_SLOT + number]
         },
         communication=communication,
     )

@@ -29,7 +29,7 @@ from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.local_machine import DetectedHardware, machine_at_hand
 
 POWERCAP = Path("/sys/class/powercap")
-WHOLE = ("package", "dram")
+ADDED_DOMAINS = ("package", "dram")
 """Domains that add up: a package holds its cores; memory stands beside it. `psys` would count both once more."""
 
 
@@ -53,7 +53,7 @@ class Rapl:
         domains = []
         for folder in sorted(root.glob("intel-rapl:*")):  # not intel-rapl-mmio: the same packages once more
             try:
-                if (folder / "name").read_text().strip().partition("-")[0] not in WHOLE:
+                if (folder / "name").read_text().strip().partition("-")[0] not in ADDED_DOMAINS:
                     continue
                 counter = folder / "energy_uj"
                 domains.append(_Domain(counter, _number(folder / "max_energy_range_uj"), _number(counter)))
@@ -83,7 +83,7 @@ def _number(path: Path) -> int:
 
 
 Source = Literal["nvml", "rapl", "estimate"]
-POLL_S = 60.0
+COUNTER_READ_S = 60.0
 """Counters are read at least so often, since they begin at 0 again."""
 
 
@@ -113,7 +113,7 @@ class EnergyMeter:
 
     def poll(self, now_s: float) -> None:
         """Read the counters if that is due; `now_s` is of time.monotonic."""
-        if now_s - self._then_s >= POLL_S:
+        if now_s - self._then_s >= COUNTER_READ_S:
             self._read(now_s)
 
     def look(self, ranks: Sequence[int]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from argosy.credentials import redacted
 from argosy.errors import ArgosyWarning
 from argosy.observe.records import record_of
 
-CHUNK_BYTES = 2**16
+EVENTS_READ_BYTES = 2**16
 """Bytes that are read at once, from the end of a file backwards."""
 
 
@@ -106,7 +106,7 @@ def backwards(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any] | None]]:
     position = file.seek(0, os.SEEK_END)
     rest: list[bytes] = []  # the parts of a line whose begin is not read yet, from the last one on
     while position:
-        size = min(CHUNK_BYTES, position)
+        size = min(EVENTS_READ_BYTES, position)
         position = file.seek(position - size)
         first, *lines = file.read(size).split(b"\n")
         if not lines:

@@ -39,9 +39,9 @@ the user's."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 BESIDE: tuple[Phase, ...] = ("check", "evaluate", "checkpoint")
 """Phases that come now and then, and do not count as part of a step."""
-BEAT_S = 0.1
-FORMAT = 6
-MAGIC = int.from_bytes(b"ARGOSYVT", "little")
+HEARTBEAT_S = 0.1
+HEARTBEAT_FORMAT = 6
+HEARTBEAT_MAGIC = int.from_bytes(b"ARGOSYVT", "little")
 LAST_STEPS = 64
 """The page remembers how long this many of the last steps took."""
 GROUPS = 32
@@ -52,21 +52,30 @@ READ_TRIES = 100
 
 # The page, in words of 8 bytes. Two writers, hence two parts, each with a version that is odd while it is written.
 MAGIC_AT, FORMAT_AT, PID_AT = range(3)
-LOOP_VERSION, GENERATION, RANK, STEP, PHASE, PHASE_SINCE, SAFE_STEP, SUSPICIONS = range(8, 16)
+(
+    LOOP_VERSION_SLOT,
+    GENERATION_SLOT,
+    RANK_SLOT,
+    STEP_SLOT,
+    PHASE_SLOT,
+    PHASE_SINCE_SLOT,
+    SAFE_STEP_SLOT,
+    SUSPICIONS_SLOT,
+) = range(8, 16)
 TOOK = 16  # LAST_STEPS times: step, nanoseconds, microbatches
 TOOK_WORDS = 3
 COUNTERS = TOOK + TOOK_WORDS * LAST_STEPS
-BEAT = COUNTERS + counters.WORDS
+BEAT = COUNTERS + counters.COUNTER_WORDS
 BEAT_VERSION, BEATS, PEAK_MEMORY, GROUP_COUNT = range(BEAT, BEAT + 4)
-GROUP = BEAT + 8  # GROUPS times: sequence number, name
+GROUP_SLOT = BEAT + 8  # GROUPS times: sequence number, name
 GROUP_WORDS = 1 + NAME_BYTES // 8
-WORDS = GROUP + GROUPS * GROUP_WORDS
+HEARTBEAT_WORDS = GROUP_SLOT + GROUPS * GROUP_WORDS
 
 Sequences = Callable[[], Mapping[str, int]]
 """Gives how many collectives each process group has begun, by its name, which is the same on all its ranks."""
 
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 NOTHING_YET = Counters()
 
 
@@ -94,11 +103,15 @@ class Heartbeat:
         self.path = heartbeat_path(folder, os.getpid())
         fresh = self.path.with_suffix(".partial")
         with fresh.open("wb+") as file:
-            _take_room(file, 8 * WORDS)
-            self._page = mmap.mmap(file.fileno(), 8 * WORDS)
+            _take_room(file, 8 * HEARTBEAT_WORDS)
+            self._page = mmap.mmap(file.fileno(), 8 * HEARTBEAT_WORDS)
         self._words = memoryview(self._page).cast("q")  # a store of an aligned word is never seen half done
-        self._words[PID_AT], self._words[FORMAT_AT], self._words[MAGIC_AT] = os.getpid(), FORMAT, MAGIC
-        self._words[RANK] = self._words[STEP] = self._words[SAFE_STEP] = -1
+        self._words[PID_AT], self._words[FORMAT_AT], self._words[MAGIC_AT] = (
+            os.getpid(),
+            HEARTBEAT_FORMAT,
+            HEARTBEAT_MAGIC,
+        )
+        self._words[RANK_SLOT] = self._words[STEP_SLOT] = self._words[SAFE_STEP_SLOT] = -1
         self._forget_steps()
         self._sequences: Sequences = dict
         self.enter("starting")
@@ -116,40 +129,40 @@ class Heartbeat:
         """
         self._sequences = sequences
         words = self._words
-        words[LOOP_VERSION] += 1
-        words[GENERATION], words[RANK], words[STEP], words[SAFE_STEP] = generation, rank, -1, -1
+        words[LOOP_VERSION_SLOT] += 1
+        words[GENERATION_SLOT], words[RANK_SLOT], words[STEP_SLOT], words[SAFE_STEP_SLOT] = generation, rank, -1, -1
         self._forget_steps()
-        words[LOOP_VERSION] += 1
+        words[LOOP_VERSION_SLOT] += 1
         self.enter("recovering")
 
     def enter(self, phase: Phase) -> None:
         """Show that the loop is now in `phase`."""
         words = self._words
-        words[LOOP_VERSION] += 1
-        words[PHASE] = _NUMBER[phase]
-        words[PHASE_SINCE] = time.monotonic_ns()
-        words[LOOP_VERSION] += 1
+        words[LOOP_VERSION_SLOT] += 1
+        words[PHASE_SLOT] = _NUMBER[phase]
+        words[PHASE_SINCE_SLOT] = time.monotonic_ns()
+        words[LOOP_VERSION_SLOT] += 1
 
     def advance(self) -> None:
         """Show that the loop gets on with its phase: one that works in batches calls this before each."""
-        self.enter(PHASES[self._words[PHASE]])
+        self.enter(PHASES[self._words[PHASE_SLOT]])
 
     def begin(self, step: int) -> None:
-        self._words[STEP] = step
+        self._words[STEP_SLOT] = step
 
     def can_go_back_to(self, step: int) -> None:
         """Show that the steps before `step` are safe: the run would not lose them, whatever is lost now."""
-        self._words[SAFE_STEP] = step
+        self._words[SAFE_STEP_SLOT] = step
 
     def suspect(self) -> None:
         """Count that what this process computed or holds was found wrong, or may be wrong."""
-        self._words[SUSPICIONS] += 1
+        self._words[SUSPICIONS_SLOT] += 1
 
     def took(
         self,
         busy_s: float,
-        seconds: Mapping[str, float] = NOTHING,
-        communication: Communication = NOTHING,
+        seconds: Mapping[str, float] = NO_FACTS,
+        communication: Communication = NO_FACTS,
         memory_bytes: int = 0,
         microbatches: int = 1,
     ) -> None:
@@ -159,18 +172,18 @@ class Heartbeat:
         peak so far. They are added to what was counted in this world. microbatches: how many it ran.
         """
         words = self._words
-        step = words[STEP]
+        step = words[STEP_SLOT]
         if step < 0:
             return
         slot = TOOK + TOOK_WORDS * (step % LAST_STEPS)
-        words[LOOP_VERSION] += 1
+        words[LOOP_VERSION_SLOT] += 1
         words[slot], words[slot + 1], words[slot + 2] = step, round(busy_s * 1e9), microbatches
         counters.add_step(words, COUNTERS, step, seconds, communication, memory_bytes)
-        words[LOOP_VERSION] += 1
+        words[LOOP_VERSION_SLOT] += 1
 
     def has_written(self, checkpoint_bytes: int) -> None:
         """Show how many bytes of checkpoints this process has written in this world."""
-        self._words[COUNTERS + counters.WRITTEN] = checkpoint_bytes
+        self._words[COUNTERS + counters.WRITTEN_SLOT] = checkpoint_bytes
 
     def stop(self) -> None:
         """End the beat; the file stays, and can be read."""
@@ -189,7 +202,7 @@ class Heartbeat:
         counters.clear(self._words, COUNTERS)
 
     def _keep_beating(self) -> None:
-        while not self._closed.wait(BEAT_S):
+        while not self._closed.wait(HEARTBEAT_S):
             self._beat()
 
     def _beat(self) -> None:
@@ -207,7 +220,7 @@ class Heartbeat:
     def _write_sequences(self, sequences: Mapping[str, int]) -> None:
         some = list(sequences.items())[:GROUPS]
         for number, (name, sequence) in enumerate(some):
-            at = GROUP + number * GROUP_WORDS
+            at = GROUP_SLOT + number * GROUP_WORDS
             self._words[at] = sequence
             self._page[8 * (at + 1) : 8 * (at + GROUP_WORDS)] = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
         self._words[GROUP_COUNT] = len(some)
@@ -217,8 +230,8 @@ class UnreadHeartbeat(Heartbeat):
     """The heartbeat of a process without an agent. It has neither a file nor a thread, and nobody reads it."""
 
     def __init__(self) -> None:
-        self._words = memoryview(bytearray(8 * WORDS)).cast("q")
-        self._words[STEP] = -1
+        self._words = memoryview(bytearray(8 * HEARTBEAT_WORDS)).cast("q")
+        self._words[STEP_SLOT] = -1
         self._forget_steps()
 
     def join(self, generation: int, rank: int, sequences: Sequences) -> None:
@@ -252,7 +265,7 @@ class HeartbeatReading:
     busy_s: Mapping[int, float]
     """Step -> seconds of the worker's own work, for its last steps."""
     beats: int
-    """Grows by one every `BEAT_S` while the process runs."""
+    """Grows by one every `HEARTBEAT_S` while the process runs."""
     peak_memory_bytes: int
     """The peak of resident memory."""
     sequences: Mapping[str, int]
@@ -292,16 +305,16 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
     """
     try:
         with open_regular(path) as file:
-            page = mmap.mmap(file.fileno(), 8 * WORDS, access=mmap.ACCESS_READ)
+            page = mmap.mmap(file.fileno(), 8 * HEARTBEAT_WORDS, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         return None
     except ValueError:  # mmap: the file is too short
         raise ValueError(f"{path} is no heartbeat") from None
     with page, memoryview(page) as view, view.cast("q") as words:
-        if words[MAGIC_AT] != MAGIC or words[FORMAT_AT] != FORMAT:
-            raise ValueError(f"{path} is no heartbeat of format {FORMAT}")
-        loop = _consistent(words, LOOP_VERSION, slice(0, BEAT))
-        beat = _consistent(words, BEAT_VERSION, slice(0, WORDS))
+        if words[MAGIC_AT] != HEARTBEAT_MAGIC or words[FORMAT_AT] != HEARTBEAT_FORMAT:
+            raise ValueError(f"{path} is no heartbeat of format {HEARTBEAT_FORMAT}")
+        loop = _consistent(words, LOOP_VERSION_SLOT, slice(0, BEAT))
+        beat = _consistent(words, BEAT_VERSION, slice(0, HEARTBEAT_WORDS))
     return _reading(loop, beat)
 
 
@@ -318,20 +331,20 @@ def _consistent(words: memoryview, version: int, part: slice) -> list[int]:
 def _reading(loop: list[int], beat: list[int]) -> HeartbeatReading:
     words = range(TOOK, TOOK + TOOK_WORDS * LAST_STEPS, TOOK_WORDS)
     took = sorted((loop[at], loop[at + 1], loop[at + 2]) for at in words if loop[at] >= 0)
-    groups = range(GROUP, GROUP + min(beat[GROUP_COUNT], GROUPS) * GROUP_WORDS, GROUP_WORDS)
+    groups = range(GROUP_SLOT, GROUP_SLOT + min(beat[GROUP_COUNT], GROUPS) * GROUP_WORDS, GROUP_WORDS)
     return HeartbeatReading(
         pid=loop[PID_AT],
-        generation=loop[GENERATION],
-        rank=loop[RANK],
-        step=loop[STEP],
-        phase=PHASES[loop[PHASE]],
-        phase_since_ns=loop[PHASE_SINCE],
+        generation=loop[GENERATION_SLOT],
+        rank=loop[RANK_SLOT],
+        step=loop[STEP_SLOT],
+        phase=PHASES[loop[PHASE_SLOT]],
+        phase_since_ns=loop[PHASE_SINCE_SLOT],
         busy_s={step: ns / 1e9 for step, ns, _ in took},
         microbatches={step: many for step, _, many in took},
         beats=beat[BEATS],
         peak_memory_bytes=beat[PEAK_MEMORY],
-        safe_step=loop[SAFE_STEP],
-        suspicions=loop[SUSPICIONS],
+        safe_step=loop[SAFE_STEP_SLOT],
+        suspicions=loop[SUSPICIONS_SLOT],
         counted=counters.read(loop, COUNTERS),
         sequences={_name(beat[at + 1 : at + GROUP_WORDS]): beat[at] for at in groups},
     )

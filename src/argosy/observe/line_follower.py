@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, Self
 
 from argosy.observe.records import record_of
 
-BLOCK_BYTES = 2**21
+LINE_READ_BYTES = 2**21
 """Bytes that are read at once: some milliseconds of work, after which other threads have their turn."""
-LONGEST_LINE_BYTES = 2**24
+LONGEST_RECORD_BYTES = 2**24
 """A longer line is no record of ours: it is read in parts, none of which is a record."""
 SEAL_BYTES = 256
 """Bytes at the end of a block that must still be there, or the file was cut or replaced."""
@@ -178,7 +178,7 @@ class LineFollower:
 
     def _merge(self) -> None:
         """Make one block of neighbours that are short: from a run that is being watched, lines come one by one."""
-        while len(self._ends) > 2 and self._ends[-2] - self._ends[-3] < BLOCK_BYTES // 2:
+        while len(self._ends) > 2 and self._ends[-2] - self._ends[-3] < LINE_READ_BYTES // 2:
             for numbers in (self._starts, self._ends, self._sums, self._notes):
                 del numbers[-2]
 
@@ -195,12 +195,12 @@ def _whole_lines(file: BinaryIO, begin: int) -> bytes:
     """Return the complete lines from `begin` on, about BLOCK_BYTES of them; nothing if there is none yet."""
     file.seek(begin)
     read = b""
-    while piece := file.read(BLOCK_BYTES):
+    while piece := file.read(LINE_READ_BYTES):
         end = piece.rfind(b"\n") + 1
         if end:
             return read + piece[:end]
         read += piece
-        if len(read) > LONGEST_LINE_BYTES:
+        if len(read) > LONGEST_RECORD_BYTES:
             return read
     return b""
 

@@ -178,7 +178,7 @@ class Instruments:
         return line
 
 
-NOTHING = Instruments(None, None, None)
+NO_INSTRUMENTS = Instruments(None, None, None)
 """For lines on ranks alone."""
 
 
@@ -195,7 +195,7 @@ Readings = Callable[[], Iterable[HeartbeatReading]]
 class NodeMetrics:
     """Writes the lines of one node."""
 
-    def __init__(self, path: Path, every_s: float, instruments: Instruments = NOTHING):
+    def __init__(self, path: Path, every_s: float, instruments: Instruments = NO_INSTRUMENTS):
         """`path`: of the node's lines (`lines_of_node`); `instruments` are asked for each line."""
         self._lines = JsonLines(path)
         self._every_s, self._instruments = every_s, instruments

@@ -164,31 +164,31 @@ def heights(values: Sequence[float], top: float) -> str:
     return "".join(HEIGHTS[min(7, max(0, int(8 * value / top)))] if top else HEIGHTS[0] for value in values)
 
 
-COLUMNS, ROWS = 80, 20
+PANEL_COLUMNS_WIDE, PANEL_ROWS = 80, 20
 """The smallest terminal that has room for the panel and for some messages above it."""
 TALL = 32
 """A terminal with so many rows has a higher chart and more events."""
 WIDE = 110
 """Columns that have room for the predicted seconds of each part beside the measured ones."""
-PARTS = {
+PART_STYLES = {
     PASSES: ("fwd+bwd", "blue"),
     COMMUNICATION: ("comm", "magenta"),
     OPTIMIZER: ("optimizer", "green"),
     REST: ("rest", "bright_black"),
 }
 """Part of a step -> its short name and colour."""
-LOSS, VALIDATION, DOING = "cyan", "yellow", "yellow"
-LABEL = 9
+LOSS_STYLE, VALIDATION_STYLE, DOING_STYLE = "cyan", "yellow", "yellow"
+LABEL_COLUMNS = 9
 """Columns of the names at the left."""
 FIGURES = 28
 """Columns of the figures at the right of the chart."""
-SLOW = 1.1
+NAMED_IF_SLOWER = 1.1
 """A rank is named if its own work takes so many times the median."""
 
 
 def fits(columns: int, rows: int) -> bool:
     """Return True if a terminal of this size has room for the panel."""
-    return columns >= COLUMNS and rows >= ROWS
+    return columns >= PANEL_COLUMNS_WIDE and rows >= PANEL_ROWS
 
 
 def panel(view: RunView, columns: int, rows: int) -> list[Text]:
@@ -217,7 +217,7 @@ def one_line(view: RunView) -> Text:
     """Return the run in one line; what is done now stands first, where nothing crops it."""
     step = step_in_words(view.record, view.steps) if view.record else ""
     doing = f"  {view.doing}" if view.doing else ""
-    return Text.assemble((step, "bold"), (doing, DOING), figures(view.record, view.validation_loss, view.left_s))
+    return Text.assemble((step, "bold"), (doing, DOING_STYLE), figures(view.record, view.validation_loss, view.left_s))
 
 
 def step_in_words(record: Mapping[str, object], steps: int | None) -> str:
@@ -250,7 +250,7 @@ def _title(view: RunView) -> Text:
     processes = f"{view.processes} process{'' if view.processes == 1 else 'es'}" if view.processes else ""
     rest = "   ".join(part for part in (view.model, processes, view.plan) if part)
     doing = f"   {view.doing}" if view.doing else ""
-    return Text.assemble((f" {view.name}", "bold"), (doing, DOING), (f"   {rest}", "bright_black"))
+    return Text.assemble((f" {view.name}", "bold"), (doing, DOING_STYLE), (f"   {rest}", "bright_black"))
 
 
 def _steps(view: RunView, width: int) -> Text:
@@ -266,7 +266,7 @@ def _steps(view: RunView, width: int) -> Text:
 
 def _chart(view: RunView, width: int, height: int) -> list[Text]:
     """Return the curves of the losses, with figures beside them."""
-    room = width - LABEL - FIGURES
+    room = width - LABEL_COLUMNS - FIGURES
     shown = [(float(step), loss) for step, loss in view.losses if math.isfinite(loss)]
     held_out = [(float(step), loss) for step, loss in view.validation if math.isfinite(loss)]
     labels, rows = [""] * height, [Text()] * height
@@ -275,15 +275,15 @@ def _chart(view: RunView, width: int, height: int) -> list[Text]:
         later = [loss for _, loss in shown[len(shown) // 20 :]] + [loss for _, loss in held_out[1:]]
         low, high = min(later), max(later)
         chart = LineChart(room, height, (shown[0][0], shown[-1][0]), (low, high))
-        chart.line(shown, LOSS)
-        chart.line(held_out, VALIDATION)
+        chart.line(shown, LOSS_STYLE)
+        chart.line(held_out, VALIDATION_STYLE)
         rows = chart.rows()
         labels[0], labels[-1] = f"{high:.2f}", f"{low:.2f}"
     lines = []
     for label, row, (figure, style) in zip(labels, rows, _figures(view, height), strict=True):
         curve = row.copy()
         curve.truncate(room, pad=True)
-        lines.append(Text.assemble((f"{label:>{LABEL - 1}} ", "bright_black"), curve, "  ", (figure, style)))
+        lines.append(Text.assemble((f"{label:>{LABEL_COLUMNS - 1}} ", "bright_black"), curve, "  ", (figure, style)))
     return lines
 
 
@@ -297,8 +297,8 @@ def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
         planned = f" (plan {seconds(view.predicted_step_s)})" if view.predicted_step_s else ""
         mfu = f"  {mfu_in_words(record['mfu'])}" if "mfu" in record else ""  # parameter servers have none
         words = [
-            (f"loss {number(record['loss'])}", f"bold {LOSS}"),
-            ("" if validation is None else f"val  {validation:.3f}{where}", VALIDATION),
+            (f"loss {number(record['loss'])}", f"bold {LOSS_STYLE}"),
+            ("" if validation is None else f"val  {validation:.3f}{where}", VALIDATION_STYLE),
             (f"{short(record['tokens_per_s'])} tok/s{mfu}", ""),
             (f"{_megabytes(memory)}" + (f" (plan {_megabytes(plan)})" if plan else ""), ""),
             (f"{seconds(record['step_time_s'])} a step{planned}", ""),
@@ -310,14 +310,14 @@ def _figures(view: RunView, height: int) -> list[tuple[str, str]]:
 def _times(view: RunView, width: int) -> list[Text]:
     """Return the parts of a step, measured above predicted, and what the colours mean."""
     measured, predicted = sum(view.parts.values()), sum(view.predicted_parts.values())
-    scale, room = max(measured, predicted), width - LABEL - 10
+    scale, room = max(measured, predicted), width - LABEL_COLUMNS - 10
     if not measured:
         return []
     lines = [_stack("time", view.parts, scale, room)]
     if predicted:
         lines.append(_stack("plan", view.predicted_parts, scale, room))
-    legend = Text(" " * LABEL)
-    for part, (name, style) in PARTS.items():
+    legend = Text(" " * LABEL_COLUMNS)
+    for part, (name, style) in PART_STYLES.items():
         planned = f" ({seconds(view.predicted_parts[part])})" if predicted and width >= WIDE else ""
         legend.append("■ ", style)
         legend.append(f"{name} {seconds(view.parts.get(part, 0.0))}{planned} ")
@@ -325,14 +325,14 @@ def _times(view: RunView, width: int) -> list[Text]:
 
 
 def _stack(name: str, parts: Mapping[str, float], scale: float, room: int) -> Text:
-    row = stacked([(parts.get(part, 0.0), style) for part, (_, style) in PARTS.items()], scale, room)
-    return Text.assemble((f" {name:<{LABEL - 2}} ", "bright_black"), row, f" {seconds(sum(parts.values()))}")
+    row = stacked([(parts.get(part, 0.0), style) for part, (_, style) in PART_STYLES.items()], scale, room)
+    return Text.assemble((f" {name:<{LABEL_COLUMNS - 2}} ", "bright_black"), row, f" {seconds(sum(parts.values()))}")
 
 
 def _ranks(view: RunView, width: int) -> list[Text]:
     """Return a column for each rank, as high as its own work takes long, and the slow ones by name."""
     words, style = _slow(view)
-    room = max(1, width - LABEL - len(words) - 2)
+    room = max(1, width - LABEL_COLUMNS - len(words) - 2)
     ranks = sorted(view.ranks)
     if len(ranks) < 2 and not view.standing_s:
         return []
@@ -351,7 +351,7 @@ def _slow(view: RunView) -> tuple[str, str]:
         return "", ""
     median = statistics.median(view.ranks.values())
     rank, slowest = max(view.ranks.items(), key=lambda pair: pair[1])
-    if median and slowest >= SLOW * median:
+    if median and slowest >= NAMED_IF_SLOWER * median:
         return f"rank {rank} is slow: {slowest / median - 1:.0%} above the median", "yellow"
     return f"own work {seconds(median)}, the slowest {seconds(slowest)}", "bright_black"
 
@@ -363,7 +363,7 @@ def _stops(view: RunView, width: int, most: int) -> list[Text]:
         if lines and lines[-1].cell_len + len(words) + 2 <= width:
             lines[-1].append("; ")
         else:
-            lines.append(Text(f"{'' if lines else ' stops':<{LABEL}}", "bright_black"))
+            lines.append(Text(f"{'' if lines else ' stops':<{LABEL_COLUMNS}}", "bright_black"))
         lines[-1].append(words, style)
     return lines[:most]
 
@@ -372,7 +372,7 @@ def _events(view: RunView, count: int) -> list[Text]:
     shown = list(view.events)[-count:]
     names = [" events", *[""] * count]
     return [
-        Text.assemble((f"{name:<{LABEL}}{_clock(at_s)}  ", "bright_black"), (" ".join(words.split()), style))
+        Text.assemble((f"{name:<{LABEL_COLUMNS}}{_clock(at_s)}  ", "bright_black"), (" ".join(words.split()), style))
         for name, (at_s, words, style) in zip(names, shown, strict=False)
     ]
 

@@ -18,7 +18,7 @@ Fit = Callable[[Any], Any]
 
 LARGEST = 2**53
 """Whole numbers beyond this are no steps, tokens or bytes of ours, and a float does not hold them exactly."""
-MOST = 2.0**63
+MOST_NUMBER = 2.0**63
 """A number beyond this is not kept: other parsers, and arrays of whole numbers, end there."""
 MOST_RANKS = 2**18
 """A rank is below this: tables by rank are as long as the largest one."""
@@ -34,7 +34,7 @@ MOST_LINE_BYTES = 2**22
 _SURROGATES = (b"\\ud", b"\\uD")
 
 
-def _int(digits: str, most: int = len(str(int(MOST)))) -> int | None:
+def _int(digits: str, most: int = len(str(int(MOST_NUMBER)))) -> int | None:
     return int(digits) if len(digits) < most else None
 
 
@@ -85,7 +85,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 def _number(value: Any) -> Any:
     """Fit a finite number."""
-    is_one = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST
+    is_one = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST_NUMBER
     return value if is_one else _UNFIT
 
 
@@ -164,12 +164,12 @@ def _pair(first: Fit, second: Fit) -> Fit:
     return fit
 
 
-_NUMBERS = _list_of(_number, blank=None)
+_NUMBER_LISTS = _list_of(_number, blank=None)
 _NUMBER_TABLE = _tables_of(_number)
 _RANKS = _list_of(_rank)
-_BY_STEP = _list_of(_pair(_count, _NUMBERS))
+_BY_STEP = _list_of(_pair(_count, _NUMBER_LISTS))
 
-_STEP = _table(
+_STEP_RECORD = _table(
     {
         "step": _count,
         "time_s": _time,
@@ -177,8 +177,8 @@ _STEP = _table(
         "memory": _NUMBER_TABLE,
         "user": _NUMBER_TABLE,
         "sync": _NUMBER_TABLE,
-        "communication": _tables_of(_tables_of(_NUMBERS)),
-        "experts": _tables_of(_table({"tokens": _NUMBERS}, _number)),
+        "communication": _tables_of(_tables_of(_NUMBER_LISTS)),
+        "experts": _tables_of(_table({"tokens": _NUMBER_LISTS}, _number)),
         **dict.fromkeys(("tokens", "lr", "step_time_s", "tokens_per_s", "mfu", "memory_bytes"), _number),
     }
 )
@@ -189,12 +189,12 @@ _NODE = _table(
         "generation": _count,
         "ranks": _RANKS,
         "steps": _pair(_count, _count),
-        "step_s": _NUMBERS,
-        "memory_bytes": _NUMBERS,
-        "seconds": _tables_of(_NUMBERS),
+        "step_s": _NUMBER_LISTS,
+        "memory_bytes": _NUMBER_LISTS,
+        "seconds": _tables_of(_NUMBER_LISTS),
         "own": _BY_STEP,
         "microbatches": _BY_STEP,
-        "communication": _tables_of(_tables_of(_tables_of(_NUMBERS))),
+        "communication": _tables_of(_tables_of(_tables_of(_NUMBER_LISTS))),
         "devices": _list_of(_table({"name": _text, "ranks": _RANKS}, _any_of(_number, _text)), blank={}),
         "host": _tables_of(_any_of(_number, _text)),
         "energy": _table({"source": _text}, _number),
@@ -239,7 +239,7 @@ def step_line(record: Record) -> Record | None:
     """Return a line of a step in metrics.jsonl, checked; None if it is none. A loss that is no number is null."""
     if "loss" not in record:
         return None
-    found = _STEP(record)
+    found = _STEP_RECORD(record)
     for key in ("loss", "grad_norm"):
         if key in found and _number(found[key]) is _UNFIT:
             found[key] = None

@@ -18,7 +18,7 @@ from argosy.observe.panel import duration, mfu_in_words
 from argosy.plan.calibration import Reconciled
 from argosy.plan.cost.estimate import gib, table_in_html
 
-COLUMNS = 80
+REPORT_COLUMNS = 80
 SLOW_STEP = 3.0
 """A step that took so many times the median compiled, evaluated or was disturbed."""
 DIGITS = {"step_time_s": 6, "tokens_per_s": 1, "mfu": 4}
@@ -120,10 +120,12 @@ class Report(BaseModel):
         lines = [
             f"done: {self.steps} steps, {tokens} in {steps_s} of steps ({duration(self.wall_s)} since the first start)",
             f"      {self.tokens_per_s:.0f} tok/s   {mfu_in_words(self.mfu)}{first_step}",
-            *textwrap.wrap(f"time: {where}", COLUMNS, subsequent_indent="      "),
+            *textwrap.wrap(f"time: {where}", REPORT_COLUMNS, subsequent_indent="      "),
         ]
         if self.sync is not None:
-            lines += textwrap.wrap(f"between replicas: {self.sync.in_words()}", COLUMNS, subsequent_indent="      ")
+            lines += textwrap.wrap(
+                f"between replicas: {self.sync.in_words()}", REPORT_COLUMNS, subsequent_indent="      "
+            )
         if self.validation and "accuracy" in self.validation:
             loss, accuracy = self.validation["loss"], self.validation["accuracy"]
             lines.append(f"validation: {accuracy:.1%} of pairs told apart (loss {loss:.3f})")
@@ -134,9 +136,9 @@ class Report(BaseModel):
                 f"{self.validation['unigram_bits_per_byte']:.3f}"
             )
         for task, metrics in (self.tasks or {}).items():
-            lines += textwrap.wrap(task_in_words(task, metrics), COLUMNS, subsequent_indent="      ")
+            lines += textwrap.wrap(task_in_words(task, metrics), REPORT_COLUMNS, subsequent_indent="      ")
         if self.energy is not None:
-            lines += textwrap.wrap(self.energy.in_words(), COLUMNS, subsequent_indent="      ")
+            lines += textwrap.wrap(self.energy.in_words(), REPORT_COLUMNS, subsequent_indent="      ")
         if self.predicted is not None:
             lines.append(self.predicted.in_words())
         lines += [f"not deterministic: {what}; no replay gives these numbers again" for what in self.not_deterministic]

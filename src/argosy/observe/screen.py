@@ -28,7 +28,7 @@ from rich.text import Text
 from argosy.observe import terminal
 from argosy.observe.panel import RunView, duration, figures, one_line, step_in_words
 
-MARK, END = "\x1b_argosy ", "\x1b\\"
+TITLE_MARK, TITLE_END = "\x1b_argosy ", "\x1b\\"
 """Around a message that is meant for the screen, among what a process prints: an application program command (ECMA-48
 APC ... ST), of which a terminal shows nothing.
 """
@@ -67,7 +67,7 @@ class RunFolder(Protocol):
 
 def as_line(message: dict[str, Any]) -> str:
     """Return a message as a line that a process can print."""
-    return f"{MARK}{json.dumps(message, default=str)}{END}\n"
+    return f"{TITLE_MARK}{json.dumps(message, default=str)}{TITLE_END}\n"
 
 
 class Screen:
@@ -121,13 +121,13 @@ class Screen:
 
     def printed(self, line: str) -> None:
         """Take a line that a process of the run printed: messages, and what is meant for the terminal itself."""
-        text, mark, packed_message = line.rstrip("\r\n").partition(MARK)
+        text, mark, packed_message = line.rstrip("\r\n").partition(TITLE_MARK)
         if text:
             self._lines.append((text, ""))
             self._wake.set()
         if mark:
             with suppress(ValueError):
-                message = json.loads(packed_message.partition(END)[0])
+                message = json.loads(packed_message.partition(TITLE_END)[0])
                 if isinstance(message, dict):
                     self.take(message)
 
@@ -181,7 +181,7 @@ def read_lines_of(descriptor: int, screen: Screen) -> None:
 
 PLAIN_EVERY_S = 10.0
 """Seconds between lines where there is no terminal."""
-BREAK_SILENCE_S, REPEAT_S = 5.0, 60.0
+BREAK_SILENCE_S, SCREEN_REPEAT_S = 5.0, 60.0
 """Without a terminal, what is done now is printed once it has taken so long, and then every so many seconds."""
 CLEAR = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
@@ -308,7 +308,7 @@ class Progress:
         while self._doing:
             time.sleep(BREAK_SILENCE_S / 5)
             what, since, now = self._doing, self._doing_since, time.monotonic()
-            if what and now - since >= BREAK_SILENCE_S and (since != told_since or now - told_s >= REPEAT_S):
+            if what and now - since >= BREAK_SILENCE_S and (since != told_since or now - told_s >= SCREEN_REPEAT_S):
                 told_since, told_s = since, now
                 with suppress(OSError, ValueError):  # nobody reads any more
                     self._console.print(f" {what} ({duration(now - since)})", markup=False)

@@ -31,7 +31,7 @@ def ask(pid: int, wait_s: float = WRITING_S) -> None:
         time.sleep(wait_s)
 
 
-FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
+STACK_FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 HEAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
 PATH_ENDS = ("/site-packages/", "/src/", "/lib/")
 """A file is named from behind the last of these on."""
@@ -49,7 +49,7 @@ def threads_of(text: str) -> list[list[Frame]]:
     for line in text.splitlines():
         if HEAD.match(line):
             threads.append([])
-        elif (found := FRAME.match(line)) and threads:
+        elif (found := STACK_FRAME.match(line)) and threads:
             threads[-1].append((_short(found["file"]), found["line"], found["name"]))
     threads = [_without_start(frames) for frames in threads]
     return sorted(threads, key=lambda frames: not any(MAIN in file and name == "main" for file, _, name in frames))

@@ -112,14 +112,14 @@ class TerminalSurface:
             return True
 
 
-WIDTH, HEIGHT = 640, 180
+CURVE_WIDTH, CURVE_HEIGHT = 640, 180
 """Size of the curves, in pixels."""
-LEFT, BOTTOM = 44, 18
+CURVE_LEFT, CURVE_BOTTOM = 44, 18
 """Room for the numbers at the axes, in pixels."""
 SVG_POINTS = 600
-MESSAGES = 6
+MESSAGES_SHOWN = 6
 """Last messages that stand below the curves."""
-LOSS, VALIDATION = "#1f77b4", "#ff7f0e"
+LOSS_STROKE, VALIDATION_STROKE = "#1f77b4", "#ff7f0e"
 
 
 def is_in_notebook() -> bool:
@@ -135,7 +135,7 @@ class NotebookSurface:
 
     def __init__(self) -> None:
         display = import_module("IPython.display").display  # there, since this is its kernel
-        self._messages: deque[str] = deque(maxlen=MESSAGES)
+        self._messages: deque[str] = deque(maxlen=MESSAGES_SHOWN)
         self._handle: Any = display(_Html(), display_id=True)
         self._view, self._last = RunView(), ""
 
@@ -179,7 +179,7 @@ def in_html(view: RunView, messages: Iterable[str]) -> str:
     text = (
         f"<b>{html.escape(view.name)}</b> {step}{html.escape(figures(view.record, view.validation_loss, view.left_s))}"
     )
-    bar = f'<progress value="{view.step}" max="{view.steps or 1}" style="width:{WIDTH}px"></progress>'
+    bar = f'<progress value="{view.step}" max="{view.steps or 1}" style="width:{CURVE_WIDTH}px"></progress>'
     words = "".join(f"<div>{html.escape(message)}</div>" for message in messages)
     said = f'<div style="font-family:monospace;white-space:pre-wrap">{words}</div>' if words else ""
     shown = f"{bar}{curves(view)}" if view.record else ""
@@ -188,34 +188,35 @@ def in_html(view: RunView, messages: Iterable[str]) -> str:
 
 def curves(view: RunView) -> str:
     """Return the curves of the losses as SVG; "" before there are two points."""
-    lines = [(_thinned(view.losses), LOSS, "loss"), (list(view.validation), VALIDATION, "validation")]
+    lines = [(_thinned(view.losses), LOSS_STROKE, "loss"), (list(view.validation), VALIDATION_STROKE, "validation")]
     points = [point for line, _, _ in lines for point in line]
     if len(view.losses) < 2:
         return ""
     x0, x1 = view.losses[0][0], view.losses[-1][0]
     low, high = min(y for _, y in points), max(y for _, y in points)
-    width, height = WIDTH - LEFT - 8, HEIGHT - BOTTOM - 8
+    width, height = CURVE_WIDTH - CURVE_LEFT - 8, CURVE_HEIGHT - CURVE_BOTTOM - 8
 
     def place(x: float, y: float) -> str:
         across = (x - x0) / max(1, x1 - x0)
         up = (y - low) / (high - low) if high > low else 0.5
-        return f"{LEFT + width * min(1.0, max(0.0, across)):.1f},{8 + height * (1 - up):.1f}"
+        return f"{CURVE_LEFT + width * min(1.0, max(0.0, across)):.1f},{8 + height * (1 - up):.1f}"
 
     drawn, key = [], []
     for at, (line, colour, name) in enumerate(lines):
         path = " ".join(itertools.starmap(place, line))
         drawn.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}"/>')
-        key.append(f'<text x="{WIDTH - 150 + 60 * at}" y="16" fill="{colour}">{name}</text>')
+        key.append(f'<text x="{CURVE_WIDTH - 150 + 60 * at}" y="16" fill="{colour}">{name}</text>')
     labels = [
-        (LEFT - 4, 14, "end", f"{high:.2f}"), (LEFT - 4, HEIGHT - BOTTOM, "end", f"{low:.2f}"),
-        (LEFT, HEIGHT - 4, "start", str(x0 + 1)), (WIDTH - 8, HEIGHT - 4, "end", str(x1 + 1)),
+        (CURVE_LEFT - 4, 14, "end", f"{high:.2f}"), (CURVE_LEFT - 4, CURVE_HEIGHT - CURVE_BOTTOM, "end", f"{low:.2f}"),
+        (CURVE_LEFT, CURVE_HEIGHT - 4, "start", str(x0 + 1)), (CURVE_WIDTH - 8, CURVE_HEIGHT - 4, "end", str(x1 + 1)),
     ]  # fmt: skip
     axes = "".join(
         f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="#888">{label}</text>' for x, y, anchor, label in labels
     )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
-        f'font-size="11">{axes}{"".join(drawn)}{"".join(key if view.validation else key[:1])}</svg>'
+        f'<svg viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" width="{CURVE_WIDTH}" height="{CURVE_HEIGHT}" '
+        f'font-family="sans-serif" font-size="11">{axes}{"".join(drawn)}'
+        f"{''.join(key if view.validation else key[:1])}</svg>"
     )
 
 

@@ -218,7 +218,7 @@ def _memory(events: Sequence[Event]) -> dict[str, int]:
     return {"memory_bytes": int(max(held))} if held else {}
 
 
-OPERATIONS = 5
+SHOWN_OPERATIONS = 5
 SHOWN_NAME = 40
 
 
@@ -254,7 +254,7 @@ def _of(found: Mapping[str, Any]) -> list[str]:
     lines.append("  longest operations:")
     lines += [
         f"    {operation['share']:>4.0%}  {seconds(operation['seconds']):>9}  {operation['name'][:SHOWN_NAME]}"
-        for operation in found["operations"][:OPERATIONS]
+        for operation in found["operations"][:SHOWN_OPERATIONS]
     ]
     return lines
 

@@ -50,7 +50,9 @@ class Optimizer:
     ):
         """`own` makes the rule that `config.kind` names, if it is the user's. `rate_factor`: see `settings_of`."""
         self._lr = config.lr
-        self._rules = {name: rule(config) for name, rule in RULES.items()} | ({config.kind: own(config)} if own else {})
+        self._rules = {name: rule(config) for name, rule in OPTIMIZER_RULES.items()} | (
+            {config.kind: own(config)} if own else {}
+        )
         self._slots: dict[str, Slot] = {}
         for piece in pieces:
             if piece.value.dtype not in (torch.float32, torch.bfloat16):
@@ -145,7 +147,7 @@ class Optimizer:
 
 def optimizer_of(run: RunConfig, pieces: Sequence[Piece]) -> Optimizer:
     """Return the optimizer of these pieces, before its first step. Raises: UserError for a rule that does not exist."""
-    own = user_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in RULES else None
+    own = user_rule(run.extend.code, run.optimizer.kind) if run.optimizer.kind not in OPTIMIZER_RULES else None
     return Optimizer(pieces, run.optimizer, run.seed, own, partial(rate_factor, model=run.model))
 
 
@@ -338,10 +340,10 @@ def _working_dtype(tensor: Tensor) -> torch.dtype:
     return torch.bfloat16 if tensor.is_cuda else torch.float32
 
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
+OPTIMIZER_RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
 """optimizer.kind, or that of a group -> its rule, if it is not the user's."""
 
-SETTINGS = ("beta1", "beta2", "momentum", "eps")
+RULE_SETTINGS = ("beta1", "beta2", "momentum", "eps")
 
 
 class UserRule(UpdateRule):
@@ -351,7 +353,7 @@ class UserRule(UpdateRule):
         super().__init__(config)
         self._extension = extension
         self.moments = extension.declared.facts["moments"]
-        self._settings = {key: float(getattr(config, key)) for key in SETTINGS}
+        self._settings = {key: float(getattr(config, key)) for key in RULE_SETTINGS}
 
     def step(self, slots: Sequence[Slot], lr: float, weight_decay: float) -> None:
         """Call the function for each slot. Raises: RunFailed that names it, if it raises."""
@@ -419,7 +421,7 @@ def _tried(rule: UserRule, parts: Sequence[slice]) -> torch.Tensor:
     for part in parts:
         mine = weight[part].clone()
         moments = {name: torch.zeros_like(mine) for name in rule.moments}
-        settings = {key: float(getattr(rule.config, key)) for key in SETTINGS}
+        settings = {key: float(getattr(rule.config, key)) for key in RULE_SETTINGS}
         for step in (1, 2, 3):
             rule.update(Update("a.trial", mine, gradient[part] * step, moments, step, 1e-2, 0.1, settings))
         weight[part] = mine

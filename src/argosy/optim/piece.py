@@ -50,7 +50,7 @@ class Piece:
     the work on whole parameters. None: each rank does all of it."""
 
 
-CODES = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
+MOMENT_CODES = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Slot:
             value.copy_(round_to_bf16(update.weight, self._noise(16, "weight")))
 
     def _keep(self, name: str, moment: Tensor, random: Tensor | None) -> None:
-        self._moments[name] = quantize(moment, CODES[name], random) if self.settings.int8 else moment
+        self._moments[name] = quantize(moment, MOMENT_CODES[name], random) if self.settings.int8 else moment
 
     def _noise(self, bits: int, what: str) -> Tensor:
         if self._places is None:

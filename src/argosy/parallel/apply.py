@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
-from argosy.config.train import LOSSES
+from argosy.config.train import BUILTIN_LOSSES
 from argosy.models import compiler
 from argosy.models.adapters import add_adapters, quantise
 from argosy.models.decoder import Block, Decoder
@@ -31,7 +31,7 @@ from argosy.parallel.context import DeltaExchange, RingAttention, UlyssesAttenti
 from argosy.parallel.data import gather_in_fp8, shard_fully
 from argosy.parallel.expert import SplitRows, split_experts
 from argosy.parallel.mesh import Meshes, lay_out_meshes
-from argosy.parallel.model import DTYPES, ParallelModel
+from argosy.parallel.model import COMPUTE_DTYPES, ParallelModel
 from argosy.parallel.offload import offload_activations
 from argosy.parallel.recompute import apply_recompute
 from argosy.parallel.tensor import GatheredLoss, SequenceParallel, VocabularyLoss, WholeSequence, split_over_ranks
@@ -39,7 +39,7 @@ from argosy.parallel.world import World
 from argosy.plan.cost.exact_state import stages_on, weight_format
 from argosy.plan.parameters import Stage, inside, run_table
 from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import FP8, PLAN, Plan
+from argosy.plan.plan import FP8, PLAN_VARIABLE, Plan
 from argosy.precision import matrices_of, use_fp8
 
 
@@ -47,7 +47,7 @@ def load() -> None:
     """Import what laying a model out by the plan in the environment takes beside this module: once, in the process that
     workers are forked from, and not in each of them.
     """
-    plan = Plan.parse(os.environ[PLAN])
+    plan = Plan.parse(os.environ[PLAN_VARIABLE])
     if plan.compile:
         compiler.load()
     if plan.pp > 1:
@@ -115,14 +115,14 @@ def lay_out(
     tied = run.model.embeds_at_both_ends and plan.pp > 1 and not SCHEDULES[plan.schedule].v_shaped
     meshes = lay_out_meshes(world.device.type, plan, tied, run.launch.timeout_s)
     parts = {
-        number: Decoder(run.model, DTYPES[plan.precision], stage)
+        number: Decoder(run.model, COMPUTE_DTYPES[plan.precision], stage)
         for number, stage in stages_on(plan, run, world.rank).items()
     }
     for model in parts.values():
         model.table = run_table(run, model.stage)
         add_adapters(model, model.table, run.lora)
         for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(DTYPES[weight_format(name, model.table[name], plan, run)])
+            parameter.data = parameter.data.to(COMPUTE_DTYPES[weight_format(name, model.table[name], plan, run)])
         split_model(model, plan, run, meshes, splits_tokens)
         in_fp8 = use_fp8(model, world.device, plan.precision) if plan.precision in FP8 else []
         if run.lora.is_quantised:
@@ -139,7 +139,7 @@ def lay_out(
             experts = _fsdp_mesh(meshes, "expert_replicate", "expert_shard", ours) if plan.ep > 1 else None
             keep_gathered = plan.pp > 1 and SCHEDULES[plan.schedule].splits_backward
             dense = _fsdp_mesh(meshes, "replicate", "shard", ours)
-            shard_fully(model, dense, experts, DTYPES[plan.reduce], keep_gathered, plan.user_buffers)
+            shard_fully(model, dense, experts, COMPUTE_DTYPES[plan.reduce], keep_gathered, plan.user_buffers)
         for scheme in model.schemes.values():
             scheme.to(world.device)
         materialize(model, run.model, world.device, run.seed)
@@ -201,7 +201,7 @@ def use_loss(model: Decoder, run: RunConfig, meshes: Meshes) -> None:
     if run.train.has_preferences:
         model.preference = Preference(run.train.objective, run.preference)
         model.preference.reports = meshes.rank("cp") == 0
-    if run.train.loss in LOSSES:
+    if run.train.loss in BUILTIN_LOSSES:
         return
     loss, group = user_loss(run.extend.code, run.train.loss), meshes.group("tp")
     model.user_loss = loss if group is None else GatheredLoss(loss, group, run.model.vocab_size)

@@ -28,7 +28,7 @@ from argosy.parallel.world import World, processes_here
 
 # B batch, t tokens of this rank, T tokens of all ranks of the group, X inputs of a matrix, Y outputs
 
-READERS: dict[type[nn.Module], tuple[str, ...]] = {
+FIRST_INPUT_READERS: dict[type[nn.Module], tuple[str, ...]] = {
     Attention: ("q", "k", "v", "out_gate"),
     LatentAttention: ("q", "q_down", "kv_down"),
     GatedDeltaNet: ("q_in", "k_in", "v_in", "gate_in", "beta_in", "decay_in"),
@@ -52,7 +52,7 @@ class AsyncSequenceParallel(SequenceParallel):
 
     def feed(self, module: nn.Module) -> None:
         """Let the module compute from this rank's tokens: the layers that read its input take their products."""
-        names = next(names for kind, names in READERS.items() if isinstance(module, kind))
+        names = next(names for kind, names in FIRST_INPUT_READERS.items() if isinstance(module, kind))
         layers = {name: layer for name in names if isinstance(layer := getattr(module, name, None), Linear)}
         for name, layer in layers.items():
             layer.product = partial(_taken, name)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from argosy.models.attention import Documents, packed_attention
-from argosy.models.attention_kernels import CAUSAL, WHOLE, Kernel, add_sinks, gradient_of_sinks, kernel_for
+from argosy.models.attention_kernels import SEES_ALL, SEES_EARLIER, Kernel, add_sinks, gradient_of_sinks, kernel_for
 from argosy.models.compiler import operator, outside_graphs
 from argosy.models.delta_net import DeltaStreams, DeltaWeights, delta_attention
 from argosy.parallel import halo
@@ -161,7 +161,7 @@ class RingAttention:
             put = _set if step == 0 else _merge  # every token sees itself first
             for rows, queries, keys, causal in tiles:
                 k_tile, v_tile = kv[:, rows, keys]
-                y, lse = kernel.forward(q[rows, queries], k_tile, v_tile, CAUSAL if causal else WHOLE)
+                y, lse = kernel.forward(q[rows, queries], k_tile, v_tile, SEES_EARLIER if causal else SEES_ALL)
                 put(y_BTHE[rows, queries], lse_BTH[rows, queries], y, lse.transpose(1, 2))
         if sinks is not None:
             y_BTHE, lse_BTH = add_sinks(y_BTHE, lse_BTH, sinks)
@@ -190,7 +190,7 @@ class RingAttention:
                 dy_tile, q_tile, y_tile = (x[rows, queries] for x in (dy, q, y))
                 k_tile, v_tile = kv[:, rows, keys]
                 lse_tile = lse[rows, :, queries]
-                seen = CAUSAL if causal else WHOLE
+                seen = SEES_EARLIER if causal else SEES_ALL
                 parts = kernel.backward(dy_tile, q_tile, k_tile, v_tile, y_tile, lse_tile, seen)
                 for total, part in zip((dq[rows, queries], *dkv[:, rows, keys]), parts, strict=True):
                     total.add_(part)

@@ -30,9 +30,9 @@ from argosy.parallel.buckets import Bucket, Gathering, GradientSync, SumRanks, c
 from argosy.parallel.pieces import PlacedPiece
 from argosy.sync.compressor import Lane, Moment
 
-AHEAD = 4
+BUCKETS_AHEAD = 4
 """Buckets of updated values that travel at once: as many copies of a bucket are in memory."""
-NEVER = 2**62
+NEVER_PASS = 2**62
 """A number of backward passes that is never reached."""
 
 
@@ -127,7 +127,7 @@ class GradientSum:
             self._gather_ahead()
 
     def _gather_ahead(self) -> None:
-        for gathering in islice(self._gatherings, AHEAD):
+        for gathering in islice(self._gatherings, BUCKETS_AHEAD):
             gathering.start()
 
     @property
@@ -152,7 +152,7 @@ class GradientSum:
 
     def hold(self) -> None:
         """Keep the gradients of the following backward passes on this rank, until `let_go`."""
-        self._expected = NEVER
+        self._expected = NEVER_PASS
 
     def let_go(self) -> Tensor:
         """Drop the gradients of the passes since `hold`; returns their bits as `bits` gives them."""

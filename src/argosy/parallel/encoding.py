@@ -23,12 +23,12 @@ from torch import Tensor
 from argosy import errors
 from argosy.errors import ArgosyError
 
-MOST_BYTES = 256 * 2**20
+MOST_FRAME_BYTES = 256 * 2**20
 """No frame is longer: a length beyond it is not one that a rank has sent."""
-FRAME = struct.Struct("<4sIQI")
+FRAME_HEADER = struct.Struct("<4sIQI")
 """Mark, hash of the type, bytes of what follows, its CRC-32."""
-MARK = b"ARG1"
-DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+FRAME_MARK = b"ARG1"
+WIRE_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 """The dtypes that a tensor in a message may have."""
 
 
@@ -53,18 +53,20 @@ def from_text(text: str, kind: Any) -> Any:
 def encode(value: Any, kind: Any) -> bytes:
     """Return `value`, of the type `kind`, as bytes. Raises: TypeError if it is not of that type, or is too long."""
     body = _to_json(value, kind)
-    if len(body) > MOST_BYTES:
-        raise TypeError(f"a value of {_words(kind)} is {len(body):,} bytes, more than the {MOST_BYTES:,} of a message")
-    return FRAME.pack(MARK, _hash(kind), len(body), zlib.crc32(body)) + body
+    if len(body) > MOST_FRAME_BYTES:
+        raise TypeError(
+            f"a value of {_words(kind)} is {len(body):,} bytes, more than the {MOST_FRAME_BYTES:,} of a message"
+        )
+    return FRAME_HEADER.pack(FRAME_MARK, _hash(kind), len(body), zlib.crc32(body)) + body
 
 
 def decode(data: bytes | memoryview, kind: Any, sender: str = "another rank") -> Any:
     """Return the value of `encode`. Raises: WrongMessage, which names `sender`, if `data` are anything else."""
-    body = memoryview(data)[FRAME.size :]
-    if len(data) < FRAME.size:
+    body = memoryview(data)[FRAME_HEADER.size :]
+    if len(data) < FRAME_HEADER.size:
         raise _wrong(sender, kind, f"it has {len(data)} bytes, fewer than any message")
-    mark, found, size, crc = FRAME.unpack_from(data)
-    if mark != MARK or size != len(body):
+    mark, found, size, crc = FRAME_HEADER.unpack_from(data)
+    if mark != FRAME_MARK or size != len(body):
         raise _wrong(sender, kind, "it is no whole message")
     if crc != zlib.crc32(body):
         raise _wrong(sender, kind, "it does not match its checksum")
@@ -146,7 +148,7 @@ def _tensor_of(record: Any) -> Tensor:
     try:
         name, shape, text = record
         data = bytearray(base64.b64decode(text, validate=True))
-        assert name in DTYPES and all(isinstance(length, int) and length >= 0 for length in shape)
+        assert name in WIRE_DTYPES and all(isinstance(length, int) and length >= 0 for length in shape)
         if not data:
             assert 0 in shape, "nothing was sent, so there is nothing in it"
             return torch.empty(shape, dtype=getattr(torch, name))

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from argosy.accelerator import NCCL
-from argosy.plan.cost.traffic import ENDS, STAGE, TIERS, WORLD, spanning_axis
-from argosy.plan.plan import AXES, Plan
+from argosy.plan.cost.traffic import ENDS, STAGE, SUM_TIERS, WORLD, spanning_axis
+from argosy.plan.plan import MESH_AXES, Plan
 
 EXPERT_AXES = {"expert_replicate", "expert_shard", "ep"}
 
@@ -150,7 +150,7 @@ class RankMeshes(Meshes):
         return self.nested["ep" in outer][*outer, dim]
 
     def ranks_of_stage(self, is_shared_by_ends: bool) -> int:
-        ranks = self.axes.size() // self.axes.size(AXES.index("pp"))
+        ranks = self.axes.size() // self.axes.size(MESH_AXES.index("pp"))
         return 2 * ranks if is_shared_by_ends and self.ends is not None else ranks
 
     def holders(self, names: Collection[str], split: Collection[str]) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class RankMeshes(Meshes):
         names: dict[str, str] = {group.group_name: axis if group.size() < world else everyone for axis, group in groups}
         for axis, replicas in self.summing.items():
             names |= {group.group_name: axis for group in replicas.across}
-            for name, tier in zip(TIERS, replicas.inside, strict=False):
+            for name, tier in zip(SUM_TIERS, replicas.inside, strict=False):
                 names |= {group.group_name: f"{axis}_{name}" for group in (tier.scatter, tier.gather)}
         if self.ends is not None:
             names[self.ends.group_name] = ENDS
@@ -194,7 +194,7 @@ def lay_out_meshes(device_type: str, plan: Plan, tied_ends: bool, timeout_s: flo
     axes, state, experts = (
         init_device_mesh(device_type, tuple(view.values()), mesh_dim_names=tuple(view))
         for view in (
-            {axis: getattr(plan, axis) for axis in AXES},
+            {axis: getattr(plan, axis) for axis in MESH_AXES},
             {"pp": plan.pp, "replicate": plan.dp_replicate * replicas, "shard": shard, "tp": plan.tp},
             {
                 "pp": plan.pp,

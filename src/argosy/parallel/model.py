@@ -31,9 +31,9 @@ from argosy.plan.plan import FP8, Plan
 from argosy.plan.sync import is_summed_exactly
 from argosy.precision import FLOAT_DTYPES
 from argosy.sync.compressor import Lane, Moment
-from argosy.sync.compressors import COMPRESSORS
+from argosy.sync.compressors import COMPRESSOR_OF
 
-DTYPES = FLOAT_DTYPES | dict.fromkeys(FP8, torch.bfloat16)
+COMPUTE_DTYPES = FLOAT_DTYPES | dict.fromkeys(FP8, torch.bfloat16)
 """The dtype of the arithmetic around matmuls, by the plan's word."""
 
 
@@ -313,7 +313,7 @@ def _agreement(plan: Plan, run: RunConfig, device: torch.device) -> GradientSync
 
     return GradientSync(
         Lane(device),
-        COMPRESSORS[plan.sync if plan.is_compressed else "exact"](run.sync),
+        COMPRESSOR_OF[plan.sync if plan.is_compressed else "exact"](run.sync),
         goes_exact if plan.is_compressed else lambda piece: False,
         run.sync.exact_steps,
         run.seed,
@@ -329,11 +329,11 @@ def _gradient_rules(
     some = [(dense, "shard", "replicate"), (experts, "expert_shard", "expert_replicate")]
     ours = [(group, meshes.group(shard), meshes.replicas(replicate)) for group, shard, replicate in some if group]
     if not plan.shards_parameters:
-        dtype, keep = DTYPES[plan.reduce], plan.zero < 2
+        dtype, keep = COMPUTE_DTYPES[plan.reduce], plan.zero < 2
         return [GradientSum(group, SumRanks(shard, over), dtype, keep, checks, how) for group, shard, over in ours]
     if not plan.sums_beside_fsdp:
         return [FullySharded(model, pieces)]
-    dtype = DTYPES[plan.reduce]
+    dtype = COMPUTE_DTYPES[plan.reduce]
     over_replicas = [GradientSum(group, SumRanks(None, over), dtype, False, how=how) for group, _, over in ours]
     return [FullySharded(model, pieces, over_replicas)]
 

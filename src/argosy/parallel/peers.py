@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from argosy.parallel.encoding import FRAME, MOST_BYTES, WrongMessage, decode, encode, from_text, to_text
+from argosy.parallel.encoding import FRAME_HEADER, MOST_FRAME_BYTES, WrongMessage, decode, encode, from_text, to_text
 
 T = TypeVar("T")
 
@@ -194,7 +194,7 @@ def _receive(origin: int, group: dist.ProcessGroup) -> bytes:
     head = torch.zeros(2, dtype=torch.int64)
     dist.recv(head, group=group, group_src=origin)
     length, crc = head.tolist()
-    if not 0 <= length <= FRAME.size + MOST_BYTES:
+    if not 0 <= length <= FRAME_HEADER.size + MOST_FRAME_BYTES:
         raise WrongMessage(
             f"rank {origin} says that its message has {length:,} bytes. It is not at the same place as this rank, or "
             "something else speaks to the run's ports."

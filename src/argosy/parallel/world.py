@@ -33,7 +33,7 @@ from torch.distributed import TCPStore
 from argosy.accelerator import CPU, NCCL, backend_of, is_accelerator, nccl_part, type_here, use
 from argosy.config.launch import LaunchConfig
 from argosy.faults import fault
-from argosy.parallel.encoding import FRAME, MOST_BYTES, ErrorRecord, WrongMessage, decode, encode
+from argosy.parallel.encoding import FRAME_HEADER, MOST_FRAME_BYTES, ErrorRecord, WrongMessage, decode, encode
 from argosy.processes.channel import Gone
 from argosy.processes.child import channel_to_parent
 from argosy.processes.connection import BACKLOG
@@ -230,7 +230,7 @@ def _bytes(data: bytes, length: int) -> Tensor:
 
 
 def _checked_length(length: int) -> int:
-    if not 0 < length <= FRAME.size + MOST_BYTES:
+    if not 0 < length <= FRAME_HEADER.size + MOST_FRAME_BYTES:
         raise WrongMessage(
             f"a rank says that its message has {length:,} bytes: it is not at the same place as this one."
         )

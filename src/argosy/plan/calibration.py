@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
-from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME
+from argosy.plan.cost.breakdown import MEMORY_FACTORS, OF_TIME
 from argosy.plan.cost.estimate import seconds
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.hardware.clusters import Category, Cluster, Factor
@@ -45,7 +45,7 @@ class StepPart:
     """Its categories in the step's clock."""
 
 
-PARTS = {
+CALIBRATED_PARTS = {
     # A layer waits inside its passes for other ranks' tokens, hidden states and parameters.
     PASSES: StepPart(
         (*OF_TIME["compute"], "tensor", "context", "experts", "pipeline"),
@@ -128,7 +128,7 @@ def part_of(category: str, plan: Plan) -> str:
     """Return the part of a step whose measured time includes a predicted category."""
     if category == "gradients" and plan.shards_parameters:
         return PASSES  # FSDP2 gathers parameters and sums gradients layer by layer, in forward and backward
-    return next(name for name, part in PARTS.items() if category in part.predicted)
+    return next(name for name, part in CALIBRATED_PARTS.items() if category in part.predicted)
 
 
 def reconcile(
@@ -146,11 +146,11 @@ def reconcile(
     with_reserve: the measured memory includes what the allocator holds unused. sent_bytes: of a typical step, by axis.
     update_s: of a typical update of a worker of asynchronous training. round_wait_s: of a typical round of sites.
     """
-    predicted = dict.fromkeys(PARTS, 0.0)
+    predicted = dict.fromkeys(CALIBRATED_PARTS, 0.0)
     for category, value in prediction.seconds.items():
         predicted[part_of(category, plan)] += value
-    measured = {name: sum(clock.get(c, 0.0) for c in part.measured) for name, part in PARTS.items()}
-    parts = {name: Compared(predicted=predicted[name], measured=measured[name]) for name in PARTS}
+    measured = {name: sum(clock.get(c, 0.0) for c in part.measured) for name, part in CALIBRATED_PARTS.items()}
+    parts = {name: Compared(predicted=predicted[name], measured=measured[name]) for name in CALIBRATED_PARTS}
     step, memory = prediction.step_s, prediction.memory_bytes
     reserve = 0.0 if with_reserve else prediction.memory.get("reserve", 0.0)
     share = 1 - reserve / float(memory.mid)
@@ -181,14 +181,14 @@ def reconcile(
 
 Floats = NDArray[np.float64]
 
-PRIOR_STD = 0.5
+FACTOR_STD = 0.5
 """Standard deviation of a factor's logarithm before any run: within 1/1.6 and 1.6 two times of three."""
 PLAN_STD, STEP_STD = 0.15, 0.02
 """Standard deviations of a measurement around its prediction: a share of the part, and a share of the whole step."""
-FREEDOM = 4
+GUESS_WEIGHT = 4
 """Weight of these guesses, as a number of measurements: with many more measurements, their own scatter counts."""
-ITERATIONS, LONGEST_MOVE = 30, 1.0
-TOLD = 0.9
+ITERATIONS, FACTOR_LONGEST_MOVE = 30, 1.0
+LEFT_OUT_STD_SHARE = 0.9
 """A factor with a standard deviation above this share of PRIOR_STD is left out: the runs tell too little about it."""
 
 
@@ -314,7 +314,7 @@ def _of_times(runs: Sequence[Finished], raw: Sequence[Prediction]) -> dict[Categ
 
 
 def _of_memory(runs: Sequence[Finished], raw: Sequence[Prediction]) -> dict[Category, Factor]:
-    passing = [[sum(prediction.memory.get(name, 0.0) for name in OF_MEMORY["memory"])] for prediction in raw]
+    passing = [[sum(prediction.memory.get(name, 0.0) for name in MEMORY_FACTORS["memory"])] for prediction in raw]
     state = [float(p.memory_bytes.mid) - row[0] for p, row in zip(raw, passing, strict=True)]
     measured = [max(done.reconciled.memory_bytes.measured, 1.0) for done in runs]
     std = np.full(len(runs), PLAN_STD)
@@ -326,24 +326,24 @@ def _factors(
 ) -> dict[Category, Factor]:
     """Return factors of the design's columns such that each row, with its known part, adds up to what was measured."""
     logs, deviations, misses = _posterior(design, known, measured, std)
-    scatter = np.sqrt((FREEDOM + ((misses / std) ** 2).sum()) / (FREEDOM + len(misses)))
+    scatter = np.sqrt((GUESS_WEIGHT + ((misses / std) ** 2).sum()) / (GUESS_WEIGHT + len(misses)))
     logs, deviations, _ = _posterior(design, known, measured, std * max(1.0, scatter))
     return {
         name: Factor(value=four_digits(np.exp(log)), std=four_digits(np.exp(log) * deviation))
         for name, log, deviation in zip(names, logs, deviations, strict=True)
-        if deviation < TOLD * PRIOR_STD
+        if deviation < LEFT_OUT_STD_SHARE * FACTOR_STD
     }
 
 
 def _posterior(design: Floats, known: Floats, measured: Floats, std: Floats) -> tuple[Floats, Floats, Floats]:
     """Return the logarithms of the most probable factors, their standard deviations, and the rows' errors."""
     logs = np.zeros(design.shape[1])
-    prior = np.eye(len(logs)) / PRIOR_STD**2
+    prior = np.eye(len(logs)) / FACTOR_STD**2
     for _ in range(ITERATIONS):
         parts = design * np.exp(logs)
         total = known + parts.sum(axis=1)
         misses, slopes = np.log(measured / total), parts / total[:, None]
         curvature = slopes.T / std**2 @ slopes + prior
         move = np.linalg.solve(curvature, slopes.T @ (misses / std**2) - prior @ logs)
-        logs = logs + np.clip(move, -LONGEST_MOVE, LONGEST_MOVE)
+        logs = logs + np.clip(move, -FACTOR_LONGEST_MOVE, FACTOR_LONGEST_MOVE)
     return logs, np.sqrt(np.diag(np.linalg.inv(curvature))), misses

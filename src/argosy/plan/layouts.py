@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 Texts = NDArray[np.object_]
 
 SCHEDULE_NAMES = tuple(SCHEDULES)
-WORDS: dict[str, tuple[Any, ...]] = {
+PLAN_WORDS: dict[str, tuple[Any, ...]] = {
     "async_tp": (False, True),
     "overlap_experts": (False, True),
     "user_buffers": (False, True),
@@ -112,16 +112,16 @@ class Layouts(Quantities[Ints]):
     def is_(self, key: str, *words: object) -> NDArray[np.bool_]:
         """Return True where the column `key` is one of these words."""
         column = getattr(self, key)
-        return reduce(np.logical_or, [column == WORDS[key].index(word) for word in words])
+        return reduce(np.logical_or, [column == PLAN_WORDS[key].index(word) for word in words])
 
 
 def column_of(key: str, values: Sequence[Any]) -> NDArray[Any]:
     if key in RATIOS:
         return np.array(values, object)
-    return np.array([WORDS[key].index(value) if key in WORDS else int(value) for value in values], np.int64)
+    return np.array([PLAN_WORDS[key].index(value) if key in PLAN_WORDS else int(value) for value in values], np.int64)
 
 
 def _value(key: str, entry: Any) -> object:
     if key in RATIOS:
         return entry
-    return WORDS[key][int(entry)] if key in WORDS else int(entry)
+    return PLAN_WORDS[key][int(entry)] if key in PLAN_WORDS else int(entry)

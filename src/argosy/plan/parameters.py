@@ -33,7 +33,7 @@ OUTPUTS, INPUTS = 0, 1
 2019), or reads some of the inputs ("row parallel")."""
 
 
-NORMS = {
+NORMS_OF_PLACE = {
     "before": ("attention_norm", "mlp_norm"),
     "after": ("attention_post_norm", "mlp_post_norm"),
     "around": ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"),
@@ -214,7 +214,7 @@ def block_table(model: ModelConfig, layer: int, tp: int = 1) -> Table:
     else:
         attention = attention_table(model, layer, tp)
     feed_forward = moe_table(model) if model.is_moe_layer(layer) else dense_table(model, layer)
-    norms = {name: _norm(name, model.width, model) for name in NORMS[model.norms.place]}
+    norms = {name: _norm(name, model.width, model) for name in NORMS_OF_PLACE[model.norms.place]}
     return (
         norms.get("attention_norm", {})
         | _prefixed("attention", attention)

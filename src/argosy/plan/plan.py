@@ -75,11 +75,11 @@ NO_WORKERS = (
     "sync out."
 )
 
-PLAN = "ARGOSY_PLAN"
+PLAN_VARIABLE = "ARGOSY_PLAN"
 """Environment variable: the plan that a fork server prepares itself for (`parallel.apply.load`)."""
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh axes, outermost first; their product is the number of processes. `ep` is laid over dp and cp."""
-MESH = (*AXES, "ep")
+MESH = (*MESH_AXES, "ep")
 NUMERICS = ("precision", "weights", "reduce", "sync", "compile")
 """Keys of a plan that change the numbers of training; the others change only the order in which numbers are summed."""
 

@@ -35,7 +35,7 @@ DESCENTS = 32
 UNTIL = {"maxiter": 300, "ftol": 1e-9, "gtol": 1e-6}
 """A descent ends after so many steps, or with so small a relative gain or gradient."""
 COEFFICIENTS = 5
-FEWEST, FEWEST_SIZES = COEFFICIENTS + 1, 3
+FEWEST_RUNS, FEWEST_SIZES = COEFFICIENTS + 1, 3
 """Fewest results, and fewest different N and different D among them."""
 INTERVAL = 0.90
 
@@ -179,11 +179,11 @@ def fit_scaling_law(results: Sequence[RunResult], draws: int = 100, seed: int = 
 
 def _check_enough(results: Sequence[RunResult]) -> None:
     sizes, lengths = len({r.parameters for r in results}), len({r.tokens for r in results})
-    if len(results) < FEWEST or min(sizes, lengths) < FEWEST_SIZES:
+    if len(results) < FEWEST_RUNS or min(sizes, lengths) < FEWEST_SIZES:
         raise UserError(
             f"{len(results)} results, with {sizes} different N and {lengths} different D, are too few for a scaling "
-            f"law: its five coefficients take at least {FEWEST}, with {FEWEST_SIZES} different N and {FEWEST_SIZES} "
-            "different D. Train more small runs."
+            f"law: its five coefficients take at least {FEWEST_RUNS}, with {FEWEST_SIZES} different N and "
+            f"{FEWEST_SIZES} different D. Train more small runs."
         )
 
 

@@ -20,8 +20,8 @@ from argosy.config.load import load
 from argosy.errors import UserError
 from argosy.plan.cost.estimate import gib
 from argosy.plan.cost.inference import (
+    BYTES_OF_WEIGHT,
     CACHES,
-    WEIGHTS,
     ReplicaCut,
     ServingLoad,
     ServingModel,
@@ -49,15 +49,15 @@ SHIFTED = {
     "request_s": 0.7, "burst": 0.7,
 }  # fmt: skip
 """Constants that an engine on a device may have of its own, and the standard deviations of their logarithms."""
-ROW_STD, FREEDOM = 0.1, 4
+ROW_STD, ROW_STD_WEIGHT = 0.1, 4
 """Standard deviation of a measurement around a calibrated prediction, and degrees of freedom of the t distribution."""
-ROUNDS, DIFFERENCE, LONGEST_MOVE = 12, 1e-4, 0.7
-TOLD = 0.97
+NEWTON_ROUNDS, DIFFERENCE, SERVING_LONGEST_MOVE = 12, 1e-4, 0.7
+UNINFORMED_SHARE = 0.97
 """A factor with a standard deviation above this share of the assumed one is left out: the rows tell too little."""
-COLUMNS = (
+MEASURED_COLUMNS = (
     "model", "tp", "pp", "precision", "batch_or_concurrency", "input_len", "output_len", "metric", "value"
 )  # fmt: skip
-METRICS = ("ttft", "tpot", "e2e_latency")
+SERVING_METRICS = ("ttft", "tpot", "e2e_latency")
 
 
 def learn_serving(
@@ -70,24 +70,24 @@ def learn_serving(
     """
     names, std = tuple(SHIFTED), width * np.array(list(SHIFTED.values()))
     logs, wanted = np.zeros(len(names)), np.log(measured)
-    for _ in range(ROUNDS):
+    for _ in range(NEWTON_ROUNDS):
         constants = shifted(start, dict(zip(names, np.exp(logs).tolist(), strict=True)))
         base = np.log(predict(constants))
         slopes = np.column_stack(
             [(np.log(predict(shifted(constants, {name: np.exp(DIFFERENCE)}))) - base) / DIFFERENCE for name in names]
         )
         miss = wanted - base
-        weight = (FREEDOM + 1) / (FREEDOM + (miss / ROW_STD) ** 2) / ROW_STD**2
+        weight = (ROW_STD_WEIGHT + 1) / (ROW_STD_WEIGHT + (miss / ROW_STD) ** 2) / ROW_STD**2
         curvature = slopes.T * weight @ slopes + np.diag(std**-2)
         move = np.linalg.solve(curvature, slopes.T @ (weight * miss) - logs / std**2)
-        logs = logs + np.clip(move, -LONGEST_MOVE, LONGEST_MOVE)
+        logs = logs + np.clip(move, -SERVING_LONGEST_MOVE, SERVING_LONGEST_MOVE)
         if np.abs(move).max() < 1e-3:
             break
     spread = np.sqrt(np.diag(np.linalg.inv(curvature)))
     return {
         name: Factor(value=float(f"{np.exp(log):.4g}"), std=float(f"{np.exp(log) * each:.4g}"))
         for name, log, each, before in zip(names, logs, spread, std, strict=True)
-        if each < TOLD * before
+        if each < UNINFORMED_SHARE * before
     }
 
 
@@ -100,7 +100,7 @@ def shifted(constants: ServingConstants, factors: Mapping[str, float | Floats | 
 def learn_from_file(path: Path, cluster: Cluster, engine: str) -> tuple[Cluster, int]:
     """Return the cluster with the factors that the file's rows tell, in place of those that it had, and their number.
 
-    The columns are `COLUMNS`; a model is a preset's name, times are in seconds, requests come as others end.
+    The columns are `MEASURED_COLUMNS`; a model is a preset's name, times are in seconds, requests come as others end.
     Raises: UserError that names the line, the cell and what to do.
     """
     served = ServingEngine.of(engine)
@@ -146,12 +146,14 @@ def _cells(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(newline="") as file:
             table = csv.DictReader(file)
-            missing = [name for name in COLUMNS if name not in (table.fieldnames or [])]
+            missing = [name for name in MEASURED_COLUMNS if name not in (table.fieldnames or [])]
             rows = list(table)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"--learn {path}: cannot be read: {error}.") from None
     if missing:
-        raise UserError(f"--learn {path}: line 1: no column {', '.join(missing)}. Needed are {','.join(COLUMNS)}.")
+        raise UserError(
+            f"--learn {path}: line 1: no column {', '.join(missing)}. Needed are {','.join(MEASURED_COLUMNS)}."
+        )
     if not rows:
         raise UserError(f"--learn {path}: has no rows. Give five measurements or more.")
     return rows
@@ -177,7 +179,7 @@ class _Measured:
                 raise UserError(f"--learn {path}: line {line}: {name} = {word!r} is none of {', '.join(known)}.")
             return word
 
-        self.metric = one_of("metric", METRICS)
+        self.metric = one_of("metric", SERVING_METRICS)
         self.value = number("value", 1e-9)
         try:
             run = load(None, {"model.preset": cells["model"]})
@@ -185,7 +187,7 @@ class _Measured:
             raise UserError(f"--learn {path}: line {line}: {error}") from None
         self._work = Workload.of_model(run.model, 1, 1)
         self._rates, self._cut = rates, ReplicaCut(number("tp"), number("pp"))
-        self._formats = formats_of(cluster.device, rates, one_of("precision", WEIGHTS), next(iter(CACHES)))
+        self._formats = formats_of(cluster.device, rates, one_of("precision", BYTES_OF_WEIGHT), next(iter(CACHES)))
         self._options = ServingOptions.of(ServingEngine.of(engine), cluster.device.vendor)
         self._traffic = ServingLoad(number("batch_or_concurrency"), number("input_len"), number("output_len"))
         taken, where = float(self._cut.tp) * float(self._cut.pp), f"--learn {path}: line {line}"

@@ -1,6 +1,6 @@
 """The ways for replicas to agree, by the plan's word `sync`: the one table of plan, planner, probe and trainer.
 
-A compressor is a row of `COMPRESSORS` here, which says what it costs, and a class in `sync.compressors`, which does it.
+A compressor is a row of `COMPRESSOR_COSTS` here, which says what it costs, and a class in `sync.compressors`.
 Bytes: with S numbers in a bucket, n replicas, blocks of b numbers and rank r, a bucket sends
 
     word        collective                size
@@ -38,7 +38,7 @@ from argosy.plan.workload import Numbers, Workload
 Sent = tuple[str, float]
 """Kind of a collective, and bytes of its whole message."""
 SCALE_BYTES = 4
-WORTH = 2
+LEAST_COMPRESSION = 2
 """PowerSGD compresses a matrix that is so many times as large as both thin ones (PyTorch's min_compression_rate)."""
 
 
@@ -136,7 +136,7 @@ def _thin_share(settings: SyncConfig, replicas: Numbers, work: Workload) -> Any:
     return np.minimum(1.0, settings.rank * thin / work.matrix_parameters)
 
 
-COMPRESSORS: Mapping[str, CompressorCost] = {
+COMPRESSOR_COSTS: Mapping[str, CompressorCost] = {
     "bf16": CompressorCost(lambda s, n, w: 1 / 2, _cast, (12, 0), 0.4e-9, has_residual=False),
     "int8": _quantised(8, (120, 70), 11e-9),
     "int4": _quantised(4, (128, 78), 13e-9),
@@ -146,7 +146,7 @@ COMPRESSORS: Mapping[str, CompressorCost] = {
 }
 """Words that sum gradients in every step, in fewer bytes."""
 
-COMPRESSED = tuple(COMPRESSORS)
+COMPRESSED = tuple(COMPRESSOR_COSTS)
 LOCAL = ("local", "diloco")
 """Words by which sites train alone for some steps and then agree on the weights."""
 WITH_SERVERS = ("async",)
@@ -167,7 +167,7 @@ else:
 def thin_rank(rows: int, cols: int, rank: int) -> int:
     """Return the rank at which PowerSGD sums a matrix as the product of two thin ones; 0: it is summed whole."""
     rank = min(rank, rows, cols)
-    return rank if WORTH * rank * (rows + cols) < rows * cols else 0
+    return rank if LEAST_COMPRESSION * rank * (rows + cols) < rows * cols else 0
 
 
 def is_summed_exactly(
@@ -179,15 +179,15 @@ def is_summed_exactly(
     parallelism what its ranks have whole (each of them has a part of that gradient's sum), and the tied embedding of a
     pipeline, which two stages hold. bf16 rounds all.
     """
-    if sync == "bf16" or sync not in COMPRESSORS:
+    if sync == "bf16" or sync not in COMPRESSOR_COSTS:
         return sync != "bf16"
     if at_both_ends and name == "embedding.weight":
         return True
     return len(shape) < 2 or ".router." in name or math.prod(shape) < settings.min_elements or whole_on_tp
 
 
-BLOCK = 256
-BLOCK_BYTES = {"fp32": 4 * BLOCK, "bf16": 2 * BLOCK, "int8": 4 + BLOCK, "int4": 4 + BLOCK // 2}
+WIRE_BLOCK = 256
+WIRE_BLOCK_BYTES = {"fp32": 4 * WIRE_BLOCK, "bf16": 2 * WIRE_BLOCK, "int8": 4 + WIRE_BLOCK, "int4": 4 + WIRE_BLOCK // 2}
 """Bytes of a block, by `sync.wire`: the short ones have a scale each."""
 LAYER = re.compile(r"^blocks\.(\d+)\.")
 
@@ -236,5 +236,5 @@ def rounds_in(settings: OuterConfig, steps: int) -> tuple[int, int]:
 
 
 def _sent(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str], settings: OuterConfig, sites: int) -> float:
-    blocks = -(-sum(math.prod(shapes[name]) for name in names) // BLOCK)
-    return 2 * (sites - 1) / sites * blocks * BLOCK_BYTES[settings.wire]
+    blocks = -(-sum(math.prod(shapes[name]) for name in names) // WIRE_BLOCK)
+    return 2 * (sites - 1) / sites * blocks * WIRE_BLOCK_BYTES[settings.wire]

@@ -15,7 +15,7 @@ from argosy.config.model import ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.plan.layer_spec import DELTA_CHUNK, layer_kinds, mean_sizes
 from argosy.plan.parameters import (
-    NORMS,
+    NORMS_OF_PLACE,
     Stage,
     Table,
     adapter_of,
@@ -183,7 +183,7 @@ class Workload:
             layers=model.all_layers,
             width=model.width,
             ffn_matrices=3 if model.ffn_gate else 2,
-            norms=len(NORMS[model.norms.place]),
+            norms=len(NORMS_OF_PLACE[model.norms.place]),
             streams=1 if model.norms.place == "parallel" else 2,
             rms_norms=float(model.norms.kind == "rms"),
             ffn_results=(7 if model.ffn_limit else 4) if model.ffn_gate else 2,

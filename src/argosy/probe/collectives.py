@@ -17,10 +17,10 @@ from argosy.plan.hardware.measurements import CollectiveRate, Operation, four_di
 from argosy.probe.compute import LONGEST_SLICE_S, lower_quartile
 from argosy.sync.compressor import all_gather_single, reduce_scatter_single
 
-MESSAGES = {"cpu": [2**p for p in range(10, 27, 2)], "accelerator": [2**p for p in range(10, 31, 2)]}
+PROBED_MESSAGE_BYTES = {"cpu": [2**p for p in range(10, 27, 2)], "accelerator": [2**p for p in range(10, 31, 2)]}
 """Bytes of the messages, 1 KiB to 64 MiB or 1 GiB; larger ones are as fast."""
-SAMPLES, MOST_CALLS = 5, 50
-MOST_PIECES, FEWEST_POINTS, NEGLIGIBLE, WORTH = 3, 3, 0.1, 0.7
+TIMED_SAMPLES, MOST_CALLS = 5, 50
+MOST_PIECES, FEWEST_POINTS, NEGLIGIBLE, WORTH_A_PIECE = 3, 3, 0.1, 0.7
 """Limits for the straight segments of a row: their number; the fewest sizes of each; the error (root of the summed
 squares) up to which no further segment is tried; the share of it that a further segment must bring it below."""
 
@@ -71,12 +71,12 @@ def measure_collectives(
     sizes: bytes of the messages, rising. All processes of the world call it.
     """
     found = layouts(hosts)
-    slice_s = min(LONGEST_SLICE_S, budget_s / (len(found) * len(OPERATIONS) * len(sizes)))
+    slice_s = min(LONGEST_SLICE_S, budget_s / (len(found) * len(PROBED_COLLECTIVES) * len(sizes)))
     rates: list[CollectiveRate] = []
     for layout in found:
         made = [dist.new_group(list(ranks)) for ranks in layout.ranks]
         mine = next((g for g, ranks in zip(made, layout.ranks, strict=True) if world.rank in ranks), None)
-        for operation in OPERATIONS:
+        for operation in PROBED_COLLECTIVES:
             points = list(_points(world, operation, len(layout.ranks[0]), mine, sizes, slice_s))
             rates += _rates(operation, layout, segments(points))
         for group in made:
@@ -112,7 +112,7 @@ def _points(
     """
     for size in sizes:
         message = size // (4 * ranks) * 4 * ranks
-        call = OPERATIONS[operation](message, group, world.device) if group else _nothing
+        call = PROBED_COLLECTIVES[operation](message, group, world.device) if group else _nothing
         seconds = _slowest(world, call, slice_s)
         yield message, seconds
         if seconds > slice_s:
@@ -121,8 +121,8 @@ def _points(
 
 def _slowest(world: World, call: Callable[[], object], slice_s: float) -> float:
     _once(world, call, 1)  # connections are made by the first call
-    calls = int(np.clip(slice_s / SAMPLES / _once(world, call, 1), 1, MOST_CALLS))
-    return lower_quartile([_once(world, call, calls) for _ in range(SAMPLES)])
+    calls = int(np.clip(slice_s / TIMED_SAMPLES / _once(world, call, 1), 1, MOST_CALLS))
+    return lower_quartile([_once(world, call, calls) for _ in range(TIMED_SAMPLES)])
 
 
 def _once(world: World, call: Callable[[], object], calls: int) -> float:
@@ -146,7 +146,7 @@ def segments(points: Sequence[tuple[int, float]]) -> list[TimeSegment]:
     best, error = _split(points, 1)
     for count in range(2, min(MOST_PIECES, len(points) // FEWEST_POINTS) + 1):
         found, its_error = _split(points, count)
-        if error < NEGLIGIBLE or its_error > WORTH * error:
+        if error < NEGLIGIBLE or its_error > WORTH_A_PIECE * error:
             break
         best, error = found, its_error
     return best
@@ -231,7 +231,7 @@ def _send(message: int, group: dist.ProcessGroup, device: torch.device) -> Calla
     return call
 
 
-OPERATIONS: dict[Operation, Callable[[int, dist.ProcessGroup, torch.device], Callable[[], object]]] = {
+PROBED_COLLECTIVES: dict[Operation, Callable[[int, dist.ProcessGroup, torch.device], Callable[[], object]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -43,13 +43,13 @@ from argosy.plan.parameters import block_table
 from argosy.plan.sync import COMPRESSED
 from argosy.precision import FLOAT_DTYPES
 from argosy.sync.compressor import BucketFacts, Compressor, Moment, Segment
-from argosy.sync.compressors import COMPRESSORS
+from argosy.sync.compressors import COMPRESSOR_OF
 
 SAMPLE_S = 2e-3
 """Calls are timed together for at least this long: one alone may be shorter than a wait for the device."""
 LONGEST_SLICE_S = 0.5
 """A measurement is repeated for at most this long: by then it is certain enough."""
-FEWEST, MOST = 3, 200
+FEWEST_CALLS, MOST_REPEATS = 3, 200
 """Number of samples."""
 
 
@@ -61,7 +61,7 @@ def seconds(call: Callable[[], object], device: torch.device, slice_s: float) ->
     calls = max(1, round(SAMPLE_S / _sample(call, device, 1)))
     samples: list[float] = []
     end = time.perf_counter() + slice_s
-    while len(samples) < FEWEST or (time.perf_counter() < end and len(samples) < MOST):
+    while len(samples) < FEWEST_CALLS or (time.perf_counter() < end and len(samples) < MOST_REPEATS):
         samples.append(_sample(call, device, calls))
     return lower_quartile(samples)
 
@@ -94,9 +94,9 @@ def lower_quartile(samples: Sequence[float]) -> float:
 NumberFormat = Literal["fp32", "bf16", "fp16"]
 Kind = Literal["square", "forward", "input_gradient", "weight_gradient"]
 
-FORMATS: dict[str, tuple[NumberFormat, ...]] = {"cpu": ("fp32", "bf16"), "accelerator": ("fp32", "bf16", "fp16")}
+PROBED_FORMATS: dict[str, tuple[NumberFormat, ...]] = {"cpu": ("fp32", "bf16"), "accelerator": ("fp32", "bf16", "fp16")}
 SQUARES = {"cpu": (512, 1024), "accelerator": (2048, 4096, 8192, 16384)}
-COPY_BYTES = {"cpu": 2**27, "accelerator": 2**31}
+MEMORY_COPY_BYTES = {"cpu": 2**27, "accelerator": 2**31}
 """Bytes: more than caches hold."""
 SMALL = {"layers": 1, "width": 32, "heads": 2, "kv_heads": 2, "head_width": 16, "ffn_width": 32, "vocab_size": 32}
 """A layer whose arithmetic takes no time."""
@@ -119,9 +119,9 @@ class Matmul:
 
 def matmuls_to_measure(model: ModelConfig, tokens: int, device: str) -> list[Matmul]:
     """Return large squares in each format of the device, then three matmuls for each weight of `model`, by size."""
-    cases = [Matmul(n, n, n, "square", fmt) for fmt in FORMATS[device] for n in SQUARES[device]]
+    cases = [Matmul(n, n, n, "square", fmt) for fmt in PROBED_FORMATS[device] for n in SQUARES[device]]
     shapes = dict.fromkeys(_weights(model, tokens))
-    for fmt in FORMATS[device]:
+    for fmt in PROBED_FORMATS[device]:
         for rows, outputs, inputs in shapes:
             cases += [
                 Matmul(rows, inputs, outputs, "forward", fmt),
@@ -181,7 +181,7 @@ def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: f
     mla = model.mla
     width = (mla.key_width + mla.value_width) // 2 if mla.kv_rank else model.head_width
     rates = []
-    for fmt in FORMATS[kind_of(world.device)]:
+    for fmt in PROBED_FORMATS[kind_of(world.device)]:
         shapes = [(1, seq_len, heads, width) for heads in (model.heads, model.kv_heads, model.kv_heads)]
         q, k, v = (torch.randn(s, device=world.device).to(FLOAT_DTYPES[fmt]).requires_grad_() for s in shapes)
         gradient = torch.ones_like(q)
@@ -213,7 +213,7 @@ def measure_attention(world: World, model: ModelConfig, seq_len: int, slice_s: f
 
 def measure_copy(world: World, slice_s: float) -> float:
     """Measure the bytes that a large copy reads and writes per second."""
-    source = torch.ones(COPY_BYTES[kind_of(world.device)], dtype=torch.uint8, device=world.device)
+    source = torch.ones(MEMORY_COPY_BYTES[kind_of(world.device)], dtype=torch.uint8, device=world.device)
     target = torch.zeros_like(source)
     world.barrier()
     return mean(world, 2 * len(source) / seconds(lambda: target.copy_(source), world.device, slice_s))
@@ -244,7 +244,7 @@ def measure_layer_host(world: World, slice_s: float) -> float:
     return mean(world, seconds(step, world.device, slice_s))
 
 
-SIDE = 1024
+UPDATE_SIDE = 1024
 """A bucket of the usual 4 MiB is one square matrix."""
 
 
@@ -253,15 +253,15 @@ def measure_compression(world: World, slice_s: float) -> list[CompressionRate]:
     alone, _ = dist.new_subgroups(1)
     rates = []
     for word in COMPRESSED:
-        compressor = COMPRESSORS[word](SyncConfig())
+        compressor = COMPRESSOR_OF[word](SyncConfig())
         world.barrier()
         took_s = mean(world, _sum_s(compressor, alone, world.device, slice_s))
-        rates.append(CompressionRate(sync=word, number_s=took_s / SIDE**2))
+        rates.append(CompressionRate(sync=word, number_s=took_s / UPDATE_SIDE**2))
     return rates
 
 
 def _sum_s(compressor: Compressor, group: dist.ProcessGroup, device: torch.device, slice_s: float) -> float:
-    segment = Segment(1, SIDE, SIDE)
+    segment = Segment(1, UPDATE_SIDE, UPDATE_SIDE)
     bucket = BucketFacts(0, (segment,), compressor.memory([segment], device), seed=0)
     gradient = torch.randn(segment.elements, device=device)
 
@@ -273,10 +273,10 @@ def _sum_s(compressor: Compressor, group: dist.ProcessGroup, device: torch.devic
     return seconds(one_sum, device, slice_s)
 
 
-FILE_BYTES = 2**26
+DISK_FILE_BYTES = 2**26
 """Bytes of each process's file, a multiple of BLOCK_BYTES."""
-BLOCK_BYTES = 2**22
-ROWS, SEQ_LEN = 64, 512
+DISK_BLOCK_BYTES = 2**22
+KERNEL_ROWS, SEQ_LEN = 64, 512
 """Batch and sequence length of the steps that are loaded if no run gives them."""
 
 
@@ -293,11 +293,11 @@ def measure_disk(world: World, folder: Path, file_bytes: int) -> DiskRates:
 
     The system is asked to forget the file before it is read; if it keeps it (a disk in memory), memory is measured.
     """
-    block = os.urandom(BLOCK_BYTES)
+    block = os.urandom(DISK_BLOCK_BYTES)
     with tempfile.TemporaryFile(dir=folder) as file:
         world.barrier()
         began = time.perf_counter()
-        for _ in range(file_bytes // BLOCK_BYTES):
+        for _ in range(file_bytes // DISK_BLOCK_BYTES):
             file.write(block)
         sync(file)
         write_s = time.perf_counter() - began
@@ -306,7 +306,7 @@ def measure_disk(world: World, folder: Path, file_bytes: int) -> DiskRates:
         file.seek(0)
         world.barrier()
         began = time.perf_counter()
-        while file.read(BLOCK_BYTES):
+        while file.read(DISK_BLOCK_BYTES):
             pass
         read_s = time.perf_counter() - began
     return DiskRates(total(world, file_bytes / write_s), total(world, file_bytes / read_s))
@@ -338,7 +338,7 @@ def _rate_of_own_sources(budget_s: float) -> float:
         prepared = PrepareConfig(input=text, out=Path(folder), vocab_size=400, validation_fraction=0.1, processes=1)
         prepare(prepared)
         data = RunConfig.model_validate({"data": {"sources": {folder: 1.0}, "seq_len": SEQ_LEN}}).data
-        return _rate(open_data(data, 0, ROWS), budget_s)
+        return _rate(open_data(data, 0, KERNEL_ROWS), budget_s)
 
 
 def _rate(data: OpenData, budget_s: float) -> float:

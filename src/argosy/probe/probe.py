@@ -30,9 +30,9 @@ from argosy.plan.hardware.devices import Device, Efficiencies, PeakFlops, find_d
 from argosy.plan.hardware.local_machine import device_named, host_memory_bytes
 from argosy.plan.hardware.measurements import CollectiveRate, Measurements, Operation, four_digits
 from argosy.plan.search.auto import Devices
-from argosy.probe.collectives import MESSAGES, measure_collectives
+from argosy.probe.collectives import PROBED_MESSAGE_BYTES, measure_collectives
 from argosy.probe.compute import (
-    FILE_BYTES,
+    DISK_FILE_BYTES,
     LONGEST_SLICE_S,
     matmuls_to_measure,
     measure_attention,
@@ -177,7 +177,7 @@ def _rows(measured: Measurements, operation: Operation, tier: str) -> list[Colle
     return [row for row in rows if (row.ranks, row.groups) == (ranks, groups)]
 
 
-MICROBATCH_TOKENS = {"cpu": 4096, "accelerator": 16_384}
+PROBED_TOKENS = {"cpu": 4096, "accelerator": 16_384}
 """Tokens of the microbatches whose matmuls are measured: enough to keep a device at full speed."""
 COMPUTE_SHARE, COLLECTIVES_SHARE, LOADER_SHARE = 0.4, 0.4, 0.02
 """Share of the probe's time; the rest is for starting, the disk, and what takes longer than it should."""
@@ -208,7 +208,7 @@ def measure(asked: ProbeRequest, world: World) -> Cluster:
         progress.say(f"{time.monotonic() - began:5.0f} s  {stage}")
 
     run, machine = asked.run, machine_of(world)
-    tokens = max(1, MICROBATCH_TOKENS[kind_of(world.device)] // run.data.seq_len) * run.data.seq_len
+    tokens = max(1, PROBED_TOKENS[kind_of(world.device)] // run.data.seq_len) * run.data.seq_len
     cases = matmuls_to_measure(run.model, tokens, machine.kind)
     slice_s = min(LONGEST_SLICE_S, COMPUTE_SHARE * asked.seconds / (len(cases) + 8))
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "host": machine.hosts[0]}
@@ -223,17 +223,17 @@ def measure(asked: ProbeRequest, world: World) -> Cluster:
     found["compression"] = tuple(measure_compression(world, slice_s))
     if world.size > 1:
         say("collectives")
-        sizes, budget_s = MESSAGES[machine.kind], COLLECTIVES_SHARE * asked.seconds
+        sizes, budget_s = PROBED_MESSAGE_BYTES[machine.kind], COLLECTIVES_SHARE * asked.seconds
         found["collectives"] = tuple(measure_collectives(world, machine.hosts, sizes, budget_s))
     say("disk and loader")
-    disk = measure_disk(world, asked.folder, FILE_BYTES)
+    disk = measure_disk(world, asked.folder, DISK_FILE_BYTES)
     found |= {"disk_write_bytes_per_s": disk.write_bytes_per_s, "disk_read_bytes_per_s": disk.read_bytes_per_s}
     found["loader_tokens_per_s"] = measure_loader(world, run, LOADER_SHARE * asked.seconds)
     say("done")
     return as_cluster(asked.device, machine, Measurements(**found))
 
 
-MEMBER = ForkEntry("argosy.probe.probe")
+PROBE_MEMBER = ForkEntry("argosy.probe.probe")
 """A process that measures."""
 MOST_CPU_PROCESSES = 8
 """Processes if the user gives no number: ranks beyond the first few share the machine in the same way."""
@@ -256,7 +256,7 @@ def probe_here(asked: ProbeRequest, processes: int) -> Cluster:
 
     Raises: RunFailed if one of them dies; Interrupted after SIGTERM or SIGINT.
     """
-    with interrupted_by_signals(), closing(LocalWorld(MEMBER, processes, "the probe")) as world:
+    with interrupted_by_signals(), closing(LocalWorld(PROBE_MEMBER, processes, "the probe")) as world:
         world.send("measure", data=[encode(asked, ProbeRequest)])
         _, message = world.receive()  # of the first to finish; they all find the same
         return Cluster.model_validate_json(message["cluster"])

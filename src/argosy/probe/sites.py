@@ -29,15 +29,15 @@ from argosy.plan.hardware.measurements import Measurements, four_digits
 from argosy.processes.connection import WireRecord
 from argosy.sync.ledger import SiteName
 from argosy.sync.links import Links, open_links
-from argosy.sync.messages import AHEAD_BYTES, PIECE_BYTES, VERSION, Ping, Refusal, SiteHello
+from argosy.sync.messages import AHEAD_BYTES, MESSAGE_PIECE_BYTES, VERSION, Ping, Refusal, SiteHello
 
-PIECE = bytes(PIECE_BYTES)
-AHEAD = AHEAD_BYTES // PIECE_BYTES
+PIECE = bytes(MESSAGE_PIECE_BYTES)
+PIECES_AHEAD = AHEAD_BYTES // MESSAGE_PIECE_BYTES
 """Pieces that may be on the way."""
 ECHOES = 20
-STREAM_S, FEWEST = 4.0, 16
+STREAM_S, FEWEST_STREAM_PIECES = 4.0, 16
 """Seconds for which pieces are sent; and pieces that are sent however long it takes."""
-TURN_S = 0.05
+SITE_TURN_S = 0.05
 SAID_AGAIN_S = 10.0
 
 
@@ -161,7 +161,7 @@ class SitesProbe:
             if missing and not self._result and now - said_s > SAID_AGAIN_S:
                 self._say(f"waiting for {', '.join(missing)}")
                 said_s = now
-            for name, message, _ in self._links.turn(TURN_S):
+            for name, message, _ in self._links.turn(SITE_TURN_S):
                 self._hear(name, message)
             self._lead()
             self._send()
@@ -247,9 +247,9 @@ class SitesProbe:
     def _send(self) -> None:
         """Send what may be on the way."""
         stream = self._stream
-        while stream is not None and stream.began_s and not stream.ended and stream.sent - stream.taken < AHEAD:
+        while stream is not None and stream.began_s and not stream.ended and stream.sent - stream.taken < PIECES_AHEAD:
             stream.sent += 1
-            stream.ended = stream.sent >= FEWEST and time.monotonic() - stream.began_s > STREAM_S
+            stream.ended = stream.sent >= FEWEST_STREAM_PIECES and time.monotonic() - stream.began_s > STREAM_S
             self._links.tell(stream.to, ProbePiece(last=stream.ended), PIECE)
 
     def _report(self, stream: _Stream, bytes_per_s: float) -> None:

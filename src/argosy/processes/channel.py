@@ -22,7 +22,7 @@ Message = dict[str, Any]
 Data = bytes | memoryview
 SEND_TIMEOUT_S = 5.0
 """A peer that takes nothing for this long is treated as gone."""
-RECEIVE_BYTES = 1 << 16
+CHANNEL_RECEIVE_BYTES = 1 << 16
 INT = struct.Struct("i")
 MOST_DESCRIPTORS = 4
 """In one message."""
@@ -126,7 +126,9 @@ class Channel:
     def _read(self, flags: int = 0) -> None:
         """Receive more bytes. Raises: OSError, also if the other end has closed; Gone if they are no message."""
         # Not socket.recv_fds, which ignores its flags.
-        data, carried, _, _ = self._socket.recvmsg(RECEIVE_BYTES, socket.CMSG_LEN(MOST_DESCRIPTORS * INT.size), flags)
+        data, carried, _, _ = self._socket.recvmsg(
+            CHANNEL_RECEIVE_BYTES, socket.CMSG_LEN(MOST_DESCRIPTORS * INT.size), flags
+        )
         for level, kind, packed in carried:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._descriptors.extend(number for (number,) in INT.iter_unpack(packed))

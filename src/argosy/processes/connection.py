@@ -37,7 +37,7 @@ BACKLOG = 4096
 CALL_TIMEOUT_S = 1.0
 HELLO_S = 10.0
 """A connection that has not said who it is within this time is closed."""
-RECEIVE_BYTES = 1 << 18
+CONNECTION_RECEIVE_BYTES = 1 << 18
 TURN_BYTES = 1 << 18
 """The most that is read in one turn: the others wait meanwhile."""
 FRAME_BYTES = 1 << 20
@@ -47,7 +47,7 @@ OUTBOX_BYTES = 1 << 24
 UNSENT_BYTES = 1 << 17
 """Bytes that the kernel takes before it can send them: no urgent frame can overtake those."""
 LENGTH = struct.Struct(">I")
-NUMBER = struct.Struct(">Q")
+SEQUENCE_NUMBER = struct.Struct(">Q")
 
 
 class Connection:
@@ -188,13 +188,13 @@ class Connection:
                 frame = self._bulk.popleft()
                 self._bulk_bytes -= len(frame)
                 self._put(self._keys, frame)
-            sent = self._socket.send(memoryview(self._unsent)[:RECEIVE_BYTES])
+            sent = self._socket.send(memoryview(self._unsent)[:CONNECTION_RECEIVE_BYTES])
             del self._unsent[:sent]
 
     def _read(self, frames: list[bytes]) -> None:
         budget = TURN_BYTES
         while budget > 0 or self._pending():
-            data = self._socket.recv(RECEIVE_BYTES)
+            data = self._socket.recv(CONNECTION_RECEIVE_BYTES)
             if not data:
                 raise ConnectionError("the other end has closed")
             budget -= len(data)
@@ -270,7 +270,7 @@ def call(address: Address) -> Future[socket.socket]:
 
 
 def _mark(key: bytes, number: int, frame: bytes) -> bytes:
-    return hmac.digest(key, NUMBER.pack(number) + frame, "sha256")
+    return hmac.digest(key, SEQUENCE_NUMBER.pack(number) + frame, "sha256")
 
 
 def raise_limit() -> None:

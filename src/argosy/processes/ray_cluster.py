@@ -26,10 +26,10 @@ from urllib.parse import urlsplit
 from argosy.errors import UserError, counted, missing_extra
 from argosy.processes.supervisor import RestartPolicy, Restarts
 
-ADDRESS = "RAY_ADDRESS"
+RAY_ADDRESS = "RAY_ADDRESS"
 """Environment variable: where the cluster is, if it is not said. Ray sets it for its jobs."""
-LOOK_S = 1.0
-ANSWER_S = 10.0
+RAY_LOOK_S = 1.0
+RAY_ANSWER_S = 10.0
 NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 """Characters that a node's name does not have for us."""
 
@@ -53,7 +53,7 @@ def connect(what_for: str) -> str:
     Raises: UserError if there is none.
     """
     ray = need_ray(what_for)
-    where = os.environ.get(ADDRESS) or "auto"
+    where = os.environ.get(RAY_ADDRESS) or "auto"
     if where.startswith(("http://", "https://")):
         raise UserError(
             f"{what_for}: {where} is the dashboard of a cluster, which only takes jobs. Give its head, such as "
@@ -75,7 +75,7 @@ def knock(address: str) -> None:
     url = urlsplit(address if "://" in address else f"//{address}")
     if url.hostname and (url.port or url.scheme in ("http", "https")):
         port = url.port or {"http": 80, "https": 443}[url.scheme]
-        socket.create_connection((url.hostname, port), timeout=ANSWER_S).close()
+        socket.create_connection((url.hostname, port), timeout=RAY_ANSWER_S).close()
 
 
 def no_cluster(what_for: str, address: str, problem: Exception) -> UserError:
@@ -137,7 +137,7 @@ def reserve(share: Share, patience_s: float, say: Callable[[str], None], is_want
 
     group = placement_group([share.resources] * share.nodes, strategy="STRICT_SPREAD")
     began_s, said = time.monotonic(), ""
-    while not group.wait(LOOK_S):
+    while not group.wait(RAY_LOOK_S):
         lacks = share.lacks()
         if not is_wanted():
             remove_placement_group(group)
@@ -205,10 +205,10 @@ def main() -> None:
 
 KILL_RESTARTS = RestartPolicy(most_failures=5)
 """Restarts of a process that was killed; one that ended otherwise is not started again."""
-POLL_S = 0.1
-NEWS_WAIT_S = 10.0
+RAY_POLL_S = 0.1
+RAY_NEWS_WAIT_S = 10.0
 """Longest wait of a question for news."""
-PIECE_BYTES = 1 << 16
+RAY_LOG_BYTES = 1 << 16
 OF_RAY = ("PYTHONBREAKPOINT", "OMP_NUM_THREADS")
 """Environment variables that Ray sets for its own workers."""
 THREADS = 2
@@ -246,9 +246,9 @@ class OwnedProcess:
         threading.Thread(target=self._hold, name="argosy-process", daemon=True).start()
 
     def news(self) -> ProcessEvent:
-        """Return what is new; wait for that up to `NEWS_WAIT_S`."""
+        """Return what is new; wait for that up to `RAY_NEWS_WAIT_S`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._output or self._exit_code is not None, NEWS_WAIT_S)
+            self._changed.wait_for(lambda: self._output or self._exit_code is not None, RAY_NEWS_WAIT_S)
             output, self._output = self._output, b""
             return ProcessEvent(self._node, output, self._exit_code)
 
@@ -279,7 +279,7 @@ class OwnedProcess:
                 )
                 self._pid = child.pid
             while (code := child.poll()) is None:
-                self._take(ours, POLL_S)
+                self._take(ours, RAY_POLL_S)
             while self._take(ours, 0):  # not until the other end is closed: what it has started may live on
                 pass
             self._put(b"\n" if self._part else b"")
@@ -293,7 +293,7 @@ class OwnedProcess:
     def _take(self, descriptor: int, timeout_s: float) -> bool:
         """Take in what has been printed, waiting for that. Return False if there is nothing."""
         readable, _, _ = select.select([descriptor], [], [], timeout_s)
-        text = os.read(descriptor, PIECE_BYTES) if readable else b""
+        text = os.read(descriptor, RAY_LOG_BYTES) if readable else b""
         self._put(text)
         return bool(text)
 

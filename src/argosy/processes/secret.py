@@ -33,14 +33,14 @@ from argosy.config.launch import LaunchConfig
 from argosy.errors import UserError, missing_extra
 from argosy.files import kept_text
 
-VALUE, FILE = "ARGOSY_SECRET", "ARGOSY_SECRET_FILE"
+SECRET_VARIABLE, SECRET_FILE_VAR = "ARGOSY_SECRET", "ARGOSY_SECRET_FILE"
 """Environment variables: the secret itself, or the path of a file that holds it."""
-NAME = ".secret"
+SECRET_FILE = ".secret"
 """The file in the run's folder that holds it where neither is set."""
 LEAST_CHARS = 32
 """A shorter one could be guessed from a recorded conversation."""
 HOW_TO_MAKE_ONE = "Try: openssl rand -hex 32"
-OTHERS = 0o077
+OTHERS_BITS = 0o077
 """The permission bits of everybody but the owner."""
 
 
@@ -49,16 +49,17 @@ def secret_of(run_dir: Path) -> bytes:
 
     Raises: UserError if it is too short, cannot be read, or if others may read its file.
     """
-    if value := os.environ.get(VALUE):
-        return _checked(value, VALUE)
-    if given := os.environ.get(FILE):
-        return _read(Path(given), f"{FILE} = {given}")
-    path = run_dir / NAME
+    if value := os.environ.get(SECRET_VARIABLE):
+        return _checked(value, SECRET_VARIABLE)
+    if given := os.environ.get(SECRET_FILE_VAR):
+        return _read(Path(given), f"{SECRET_FILE_VAR} = {given}")
+    path = run_dir / SECRET_FILE
     try:
         return kept_secret(path)
     except OSError as problem:
         raise UserError(
-            f"{path}: the run's secret cannot be kept there ({problem}). Make the folder writable, or set {FILE}"
+            f"{path}: the run's secret cannot be kept there ({problem}). Make the folder writable, or set "
+            f"{SECRET_FILE_VAR}"
         ) from None
 
 
@@ -76,7 +77,7 @@ def fingerprint_of(run_dir: Path) -> str:
 
     Raises: as `secret_of`.
     """
-    if not (os.environ.get(VALUE) or os.environ.get(FILE) or (run_dir / NAME).exists()):
+    if not (os.environ.get(SECRET_VARIABLE) or os.environ.get(SECRET_FILE_VAR) or (run_dir / SECRET_FILE).exists()):
         return ""
     return hmac.digest(secret_of(run_dir), b"fingerprint", "sha256").hex()
 
@@ -84,7 +85,7 @@ def fingerprint_of(run_dir: Path) -> str:
 def fingerprint_in(run_dir: Path) -> str:
     """Return the fingerprint of the secret that a run's folder holds; empty if it holds none, or none that is valid."""
     try:
-        secret = _read(run_dir / NAME, "")
+        secret = _read(run_dir / SECRET_FILE, "")
     except UserError:
         return ""
     return hmac.digest(secret, b"fingerprint", "sha256").hex()
@@ -95,7 +96,7 @@ def _read(path: Path, named: str) -> bytes:
         mode, value = path.stat().st_mode, path.read_text()
     except (OSError, ValueError) as problem:
         raise UserError(f"{named}: the run's secret cannot be read ({problem}). {HOW_TO_MAKE_ONE} > {path}") from None
-    if mode & OTHERS:
+    if mode & OTHERS_BITS:
         raise UserError(
             f"{named}: others may read the run's secret (mode {mode & 0o777:04o}). Try: chmod 600 {path}; if others "
             "use this machine, delete the file instead, and a new one is made"
@@ -109,10 +110,10 @@ def _checked(value: str, named: str) -> bytes:
     return value.strip().encode()
 
 
-MAGIC = b"ARGOSY02"
+HELLO_MAGIC = b"ARGOSY02"
 """Names the program, and the version of what it speaks."""
 NONCE_BYTES = PROOF_BYTES = 32
-REFUSED = bytes(PROOF_BYTES)
+REFUSED_PROOF = bytes(PROOF_BYTES)
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,10 @@ Handshake = Generator[tuple[bytes, int], bytes, Keys]
 def listen(secret: bytes) -> Handshake:
     """The handshake of the end that was called."""
     mine = secrets.token_bytes(NONCE_BYTES)
-    answer = yield MAGIC + mine, NONCE_BYTES + PROOF_BYTES
+    answer = yield HELLO_MAGIC + mine, NONCE_BYTES + PROOF_BYTES
     both = mine + answer[:NONCE_BYTES]
     if not hmac.compare_digest(answer[NONCE_BYTES:], _hash(secret, "proof of the caller", both)):
-        yield REFUSED, 0
+        yield REFUSED_PROOF, 0
         raise Stranger("it does not know this run's secret")
     yield _hash(secret, "proof of the listener", both), 0
     return Keys(_hash(secret, "key of the listener", both), _hash(secret, "key of the caller", both))
@@ -145,11 +146,11 @@ def listen(secret: bytes) -> Handshake:
 
 def call(secret: bytes) -> Handshake:
     """The handshake of the end that calls."""
-    greeting = yield b"", len(MAGIC) + NONCE_BYTES
-    if not greeting.startswith(MAGIC):
+    greeting = yield b"", len(HELLO_MAGIC) + NONCE_BYTES
+    if not greeting.startswith(HELLO_MAGIC):
         raise Stranger("what answers there is not argosy, or another version of it")
     mine = secrets.token_bytes(NONCE_BYTES)
-    both = greeting[len(MAGIC) :] + mine
+    both = greeting[len(HELLO_MAGIC) :] + mine
     proof = yield mine + _hash(secret, "proof of the caller", both), PROOF_BYTES
     if not hmac.compare_digest(proof, _hash(secret, "proof of the listener", both)):
         raise Stranger("what answers there does not know this run's secret")
@@ -160,7 +161,7 @@ def _hash(secret: bytes, purpose: str, nonces: bytes) -> bytes:
     return hmac.digest(secret, purpose.encode() + nonces, "sha256")
 
 
-FOLDER = "tls"
+TLS_FOLDER = "tls"
 """In the run's folder: the certificate and the key that were made for it."""
 YEARS = 10
 
@@ -212,11 +213,11 @@ def certificate_of(run_dir: Path) -> Certificate:
 
     Two nodes may make one at the same time: the folder that has its name first stays.
     """
-    folder = run_dir / FOLDER
+    folder = run_dir / TLS_FOLDER
     found = Certificate(folder / "certificate.pem", folder / "key.pem")
     if not folder.exists():
         certificate, key = _made()
-        with TemporaryDirectory(prefix=f"{FOLDER}-", suffix=".partial", dir=run_dir) as fresh:  # mode 0700
+        with TemporaryDirectory(prefix=f"{TLS_FOLDER}-", suffix=".partial", dir=run_dir) as fresh:  # mode 0700
             pair = Path(fresh) / "pair"
             pair.mkdir()
             (pair / found.certificate.name).write_bytes(certificate)

@@ -34,12 +34,12 @@ from argosy.precision import FLOAT_DTYPES
 from argosy.processes.child import channel_to_parent
 from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
 
-SIDE = {"cpu": 512, "accelerator": 8192}
-INNER = 256
+PRODUCT_SIDE = {"cpu": 512, "accelerator": 8192}
+INNER_SIDE = 256
 """Products are of matrices [side, INNER] and [INNER, side]: the longest sums that are exact in bf16."""
-ROWS = 512
+CHECKED_ROWS = 512
 """Rows of a product that are checked at a time: 64-bit numbers take memory."""
-MEMORY_BYTES = {"cpu": 2**26, "accelerator": 2**30}
+CHECKED_MEMORY_BYTES = {"cpu": 2**26, "accelerator": 2**30}
 """Memory that is written and copied to, for each core or GPU; at most `MOST_MEMORY` of what is free."""
 MOST_CORES_BYTES = 2**30
 """For all cores together: more than any cache."""
@@ -47,7 +47,7 @@ MOST_MEMORY = 1 / 8
 CHUNK = {"cpu": 2**14, "accelerator": 2**22}
 """Words of a pattern that are written at a time: few enough for a core's cache, many enough to keep a GPU busy."""
 ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio: neighbours' values differ in about half of their bits
-BROKEN = ("uncorrectable", "hardware stack error", "illegal instruction", "unspecified launch failure")
+BROKEN_GPU_WORDS = ("uncorrectable", "hardware stack error", "illegal instruction", "unspecified launch failure")
 """Words of CUDA errors that mean a broken GPU, rather than one that is in use or too small."""
 
 Pattern = Callable[[Tensor], Tensor]
@@ -96,7 +96,7 @@ def main() -> None:
     try:
         health = check_node(units(asked.gpus), asked)
     except Exception as problem:
-        broken = any(word in str(problem) for word in BROKEN)
+        broken = any(word in str(problem) for word in BROKEN_GPU_WORDS)
         text = f"{type(problem).__name__}: {problem}"
         wrong = (Wrong("node", "node_check", text),) if broken else ()
         health = Health(wrong, {}, round(time.monotonic() - began_s, 3), "" if broken else text)
@@ -107,11 +107,11 @@ def units(gpus: int) -> list[Unit]:
     """Return the cores that this process may use, and up to `gpus` GPUs, if torch has any."""
     cores = sorted(os.sched_getaffinity(0))
     available = read_memory().available_bytes
-    of_core = int(min(MEMORY_BYTES["cpu"], MOST_CORES_BYTES / len(cores), MOST_MEMORY * available / len(cores)))
+    of_core = int(min(CHECKED_MEMORY_BYTES["cpu"], MOST_CORES_BYTES / len(cores), MOST_MEMORY * available / len(cores)))
     found = [Unit(torch.device("cpu"), core, of_core) for core in cores]
     for number in range(min(gpus, count_here())):
         device = numbered(number)
-        of_gpu = int(min(MEMORY_BYTES["accelerator"], MOST_MEMORY * free_bytes(device)))
+        of_gpu = int(min(CHECKED_MEMORY_BYTES["accelerator"], MOST_MEMORY * free_bytes(device)))
         found.append(Unit(device, number, of_gpu))
     return found
 
@@ -145,7 +145,7 @@ def multiply(unit: Unit, number_format: str, seconds: float) -> UnitResult:
     """Multiply the same two matrices repeatedly: the bits of every product are known."""
     test, dtype = f"{number_format} product", FLOAT_DTYPES[number_format]
     seed = int.from_bytes(os.urandom(4), "little")  # some faults need special data: others each time
-    a, b = factors(SIDE[kind_of(unit.device)], dtype, unit.device, seed)
+    a, b = factors(PRODUCT_SIDE[kind_of(unit.device)], dtype, unit.device, seed)
     exact = a @ b  # warms up, too
     if (problem := wrong_number(a, b, exact)) is not None:
         return UnitResult(test, 0.0, Wrong(str(unit), test, problem))
@@ -164,9 +164,9 @@ def factors(side: int, dtype: torch.dtype, device: torch.device, seed: int = 0) 
 
     All whole numbers up to 2 / eps are exact, and no partial sum is larger than that.
     """
-    largest = math.isqrt(int(2 / torch.finfo(dtype).eps) // INNER)
+    largest = math.isqrt(int(2 / torch.finfo(dtype).eps) // INNER_SIDE)
     seeded = torch.Generator().manual_seed(seed)
-    shapes = (side, INNER), (INNER, side)
+    shapes = (side, INNER_SIDE), (INNER_SIDE, side)
     a, b = (torch.randint(-largest, largest + 1, shape, generator=seeded) for shape in shapes)
     return a.to(device, dtype), b.to(device, dtype)
 
@@ -180,10 +180,10 @@ def wrong_number(a: Tensor, b: Tensor, product: Tensor) -> str | None:
     seeded = torch.Generator().manual_seed(1)
     x = torch.randint(-(2**62), 2**62, (product.shape[1],), generator=seeded).to(product.device) | 1
     expected = (a.long() * (b.long() * x).sum(1)).sum(1)
-    for first in range(0, len(product), ROWS):
-        rows = product[first : first + ROWS]
+    for first in range(0, len(product), CHECKED_ROWS):
+        rows = product[first : first + CHECKED_ROWS]
         whole = rows.long()
-        wrong = (whole * x).sum(1) != expected[first : first + ROWS]
+        wrong = (whole * x).sum(1) != expected[first : first + CHECKED_ROWS]
         wrong |= (whole.to(rows.dtype) != rows).any(1)  # no whole number, or no number at all
         if wrong.any():
             row = first + int(wrong.nonzero()[0])

@@ -23,13 +23,13 @@ from argosy.processes.fork_server import ForkServer
 
 NODE_CHECK = ForkEntry("argosy.resilience.node_check")
 """By name, as it imports torch."""
-REQUEST = "ARGOSY_NODE_CHECK"
+CHECK_VARIABLE = "ARGOSY_NODE_CHECK"
 """Environment variable of the checking process: the request, as JSON."""
-PATIENCE_S = 60.0
+CHECK_PATIENCE_S = 60.0
 """Time that a check may take beyond its own: devices have to be opened, and the machine may be busy."""
-BROKEN = {signal.SIGBUS, signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+BROKEN_MACHINE_SIGNALS = {signal.SIGBUS, signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 """A check that dies of one of these has met a fault of the machine: the program is the same everywhere."""
-SLOW = 2.0
+SLOW_NODE = 2.0
 """A node is slow if the others are this many times as fast. A check measures for a fraction of a second on machines
 that do other things as well: smaller differences mean nothing."""
 
@@ -47,7 +47,7 @@ class NodeCheckRequest:
     @classmethod
     def read(cls) -> Self:
         """Return the request to this process."""
-        return TypeAdapter(cls).validate_json(os.environ[REQUEST])
+        return TypeAdapter(cls).validate_json(os.environ[CHECK_VARIABLE])
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class NodeCheck:
         """`environment` is added to the process's own."""
         self._request = request
         text = TypeAdapter(NodeCheckRequest).dump_json(request).decode()
-        self._channel = fork_server.fork("node_check", NODE_CHECK, {**environment, REQUEST: text})
+        self._channel = fork_server.fork("node_check", NODE_CHECK, {**environment, CHECK_VARIABLE: text})
         self._began_s = time.monotonic()
         self._is_late = False
         self.pid = 0
@@ -98,7 +98,11 @@ class NodeCheck:
 
     def end_if_late(self) -> None:
         """Kill it if it takes too long."""
-        if self.pid and not self._is_late and time.monotonic() - self._began_s > self._request.seconds + PATIENCE_S:
+        if (
+            self.pid
+            and not self._is_late
+            and time.monotonic() - self._began_s > self._request.seconds + CHECK_PATIENCE_S
+        ):
             self._is_late = True
             self.kill()
 
@@ -117,7 +121,7 @@ class NodeCheck:
             return TypeAdapter(Health).validate_python(said)
         if self._is_late:
             return Health((Wrong("node", "node_check", f"not ended after {took_s:.0f} s"),), seconds=took_s)
-        if -exit_code in BROKEN:
+        if -exit_code in BROKEN_MACHINE_SIGNALS:
             problem = f"died of {signal.Signals(-exit_code).name}"
             return Health((Wrong("node", "node_check", problem),), seconds=took_s)
         return Health(seconds=took_s, unknown=f"the node health check ended with exit code {exit_code}")
@@ -156,7 +160,7 @@ class NodeRates:
         for what, rates in self._sorted.items():
             for at, (rate, node) in enumerate(rates):
                 usual = _median_without(rates, at)
-                if usual <= SLOW * rate:
+                if usual <= SLOW_NODE * rate:
                     break  # so it is for all that are faster
                 found.setdefault(node, []).append(f"{what} at {rate:.3g}/s, the others {usual:.3g}/s")
         return {node: "; ".join(why) for node, why in found.items()}

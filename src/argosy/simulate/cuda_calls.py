@@ -19,13 +19,13 @@ from torch._C._distributed_c10d import FakeWork
 from argosy.accelerator import NVIDIA
 from argosy.observe.collectives import METHODS
 from argosy.observe.wire import tensors_in
-from argosy.simulate.device_watch import DEFAULT, HOST, Clock, DeviceWatch
+from argosy.simulate.device_watch import DEFAULT, HOST_STREAM, Clock, DeviceWatch
 from argosy.simulate.fake import is_in_place, is_view, replaced
 
-MEMORY_BYTES = 80 * 2**30
+FAKE_MEMORY_BYTES = 80 * 2**30
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capability: what the step asks for is what is fast there."""
-NAME = "NVIDIA H100 (not there)"
+FAKE_NAME = "NVIDIA H100 (not there)"
 
 
 class FakeDevice:
@@ -80,7 +80,7 @@ class FakeDevice:
         if not tensors or is_view(func):
             return
         written = tensors[:1] if is_in_place(func) and args[0] is tensors[0] else []
-        self._watch.streams.ran(HOST, tensors[len(written) :], written)
+        self._watch.streams.ran(HOST_STREAM, tensors[len(written) :], written)
 
     def copied(self, source: Tensor, to: Tensor) -> None:
         """A copy between host and device is put on the current stream."""
@@ -211,7 +211,11 @@ def answered(device: FakeDevice, watch: DeviceWatch, capability: tuple[int, int]
     """Answer `torch.cuda`, `torch.accelerator`, streams and events by `device` while this block runs."""
     cuda, accelerator = torch.device(NVIDIA, 0), torch.accelerator
     everything = SimpleNamespace(
-        name=NAME, total_memory=MEMORY_BYTES, major=capability[0], minor=capability[1], multi_processor_count=132
+        name=FAKE_NAME,
+        total_memory=FAKE_MEMORY_BYTES,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=132,
     )
     state = torch.zeros(16, dtype=torch.uint8)
 
@@ -248,11 +252,11 @@ def answered(device: FakeDevice, watch: DeviceWatch, capability: tuple[int, int]
         "current_device": lambda: 0,
         "set_device": lambda _: None,
         "get_device_capability": lambda *_: capability,
-        "get_device_name": lambda *_: NAME,
+        "get_device_name": lambda *_: FAKE_NAME,
         "get_device_properties": lambda *_: everything,
         "is_bf16_supported": lambda *_, **__: True,
         "is_current_stream_capturing": lambda: False,
-        "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
+        "mem_get_info": lambda *_: (FAKE_MEMORY_BYTES, FAKE_MEMORY_BYTES),
         "get_rng_state": lambda *_: state.clone(),
         "set_rng_state": lambda *_: None,
         "manual_seed_all": lambda _: None,
@@ -261,7 +265,7 @@ def answered(device: FakeDevice, watch: DeviceWatch, capability: tuple[int, int]
         "current_accelerator": lambda *_, **__: cuda,
         "set_device_index": lambda _: None,
         "current_device_index": lambda: 0,
-        "get_memory_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
+        "get_memory_info": lambda *_: (FAKE_MEMORY_BYTES, FAKE_MEMORY_BYTES),
     }
     with ExitStack() as stack:
         for owner, answers in ((torch.cuda, of_cuda), (accelerator, of_accelerator)):

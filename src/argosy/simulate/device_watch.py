@@ -22,7 +22,7 @@ from torch import Tensor
 PACKAGE = f"{Path(__file__).parents[1]}/"
 UNTOLD = (f"{PACKAGE}simulate/", f"{PACKAGE}accelerator.py")
 """Places that say nothing: this tool's own, and the one through which all others ask for the device."""
-HOST = "host"
+HOST_STREAM = "host"
 """The host's program, as a stream of its own."""
 DEFAULT = "default stream"
 
@@ -108,7 +108,7 @@ class StreamClocks:
 
     def __init__(self, watch: DeviceWatch) -> None:
         self._watch = watch
-        self._clocks: dict[str, Clock] = {HOST: {}}
+        self._clocks: dict[str, Clock] = {HOST_STREAM: {}}
         self._memories: dict[int, _Memory] = {}
         self._given_back: dict[str, list[tuple[int, Clock]]] = {}
         """Stream -> what was freed there and used elsewhere: its bytes, and by whom and when."""
@@ -116,7 +116,7 @@ class StreamClocks:
     def ran(self, stream: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """An operation is put on `stream` (HOST: it is done now)."""
         clock = self._clock(stream)
-        _merge(clock, self._clocks[HOST])  # the host has put it there after all it knows of
+        _merge(clock, self._clocks[HOST_STREAM])  # the host has put it there after all it knows of
         now = clock[stream] = clock.get(stream, 0) + 1
         where = place_in_code()
         written = {id(tensor.untyped_storage()) for tensor in writes}
@@ -148,7 +148,7 @@ class StreamClocks:
     def host_waits(self, carried: Clock | None = None) -> None:
         """The host waits for what `carried` tells of; None: for all streams."""
         for clock in [carried] if carried is not None else list(self._clocks.values()):
-            _merge(self._clocks[HOST], clock)
+            _merge(self._clocks[HOST_STREAM], clock)
 
     def keep_for(self, tensor: Tensor, stream: str) -> None:
         """The allocator is told that `stream` uses the memory."""
@@ -157,19 +157,21 @@ class StreamClocks:
     def freed(self, key: int) -> None:
         """Memory is given back: what comes next in its home stream may get it."""
         memory = self._memories.pop(key, None)
-        if memory is None or memory.home == HOST:  # the pinned memory's allocator watches the copies' events
+        if memory is None or memory.home == HOST_STREAM:  # the pinned memory's allocator watches the copies' events
             return
         uses = {reader: time for reader, (time, _) in memory.reads.items()}
         if memory.write is not None:
             uses[memory.write[0]] = max(memory.write[1], uses.get(memory.write[0], 0))
-        others = {s: time for s, time in uses.items() if s not in (memory.home, HOST) and s not in memory.kept_for}
+        others = {
+            s: time for s, time in uses.items() if s not in (memory.home, HOST_STREAM) and s not in memory.kept_for
+        }
         if others:
             self._given_back.setdefault(memory.home, []).append((memory.bytes, others))
 
     def _given_out(self, stream: str, size: int) -> None:
         """New memory is allocated in `stream`: it may be what others that have it no more still use."""
         clock, left = self._clock(stream), []
-        _merge(clock, self._clocks[HOST])
+        _merge(clock, self._clocks[HOST_STREAM])
         for freed_bytes, uses in self._given_back.pop(stream, ()):
             pending = {other: time for other, time in uses.items() if clock.get(other, 0) < time}
             if pending and size > freed_bytes:
@@ -194,7 +196,7 @@ class StreamClocks:
         key = id(storage)  # the same Python object for as long as its memory lives
         if key not in self._memories:
             is_on_device = tensor.device.type != "cpu"
-            self._memories[key] = _Memory(stream if is_on_device else HOST, storage.nbytes())
+            self._memories[key] = _Memory(stream if is_on_device else HOST_STREAM, storage.nbytes())
             if is_on_device:
                 self._given_out(stream, storage.nbytes())
             weakref.finalize(storage, self.freed, key).atexit = False

@@ -31,7 +31,7 @@ from argosy.simulate.device_watch import DeviceWatch, place_in_code
 from argosy.simulate.fake import SOME_NUMBER, answer_alike, is_in_place, work_that_holds
 
 CUDA, META = torch.device(NVIDIA, 0), torch.device("meta")
-MOST_VALUES = 2**16
+MOST_KNOWN_VALUES = 2**16
 """Tensors of at most so many whole numbers, truth values or fp64 numbers have values: what steps decide by is such."""
 WITH_VALUES = (torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 aten = torch.ops.aten
@@ -114,7 +114,7 @@ class FakeCudaMode(FakeTensorMode):
             if func is aten._local_scalar_dense.default:
                 return SOME_NUMBER
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if not given and _elements(args) > MOST_VALUES and kwargs.get("device") != META:
+        if not given and _elements(args) > MOST_KNOWN_VALUES and kwargs.get("device") != META:
             return super().__torch_dispatch__(func, types, args, kwargs)
         if given:
             self._device.host_ran(func, args)
@@ -154,11 +154,11 @@ class FakeCudaMode(FakeTensorMode):
         dtype = kwargs.get("dtype") or source.dtype
         if _is_host(source):
             result = self._empty(source.shape, dtype)
-            if dtype in WITH_VALUES and not isinstance(source, FakeTensor) and source.numel() <= MOST_VALUES:
+            if dtype in WITH_VALUES and not isinstance(source, FakeTensor) and source.numel() <= MOST_KNOWN_VALUES:
                 with _disable_current_modes():
                     result.values_on_host = source.detach().to(dtype, copy=True)
             is_free = is_free and self._device.is_pinned(source)
-        elif source.numel() > MOST_VALUES:
+        elif source.numel() > MOST_KNOWN_VALUES:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         else:
             with _disable_current_modes():
@@ -176,7 +176,7 @@ class FakeCudaMode(FakeTensorMode):
             result = self._faked(func, types, args, kwargs)
         else:
             with _disable_current_modes():
-                if to.numel() <= MOST_VALUES:
+                if to.numel() <= MOST_KNOWN_VALUES:
                     to.copy_(values_of(source))
             result = to
         self._device.copied(source, to)
@@ -290,7 +290,9 @@ def _known_result(func: Any, args: Any, kwargs: Any) -> Any:
     may_have = kwargs.get("dtype") in WITH_VALUES or any(tensor.dtype in WITH_VALUES for tensor in given)
     if not may_have and (given or kwargs.get("dtype") is not None):
         return None
-    if any(tensor.numel() > MOST_VALUES for tensor in given) or (not given and _elements(args) > MOST_VALUES):
+    if any(tensor.numel() > MOST_KNOWN_VALUES for tensor in given) or (
+        not given and _elements(args) > MOST_KNOWN_VALUES
+    ):
         return None
     is_written = is_in_place(func)
     if is_written and args and isinstance(args[0], Tensor) and args[0].dtype not in WITH_VALUES:

@@ -177,8 +177,8 @@ def seen_as_cuda(watch: DeviceWatch, device: FakeDevice) -> Iterator[None]:
         yield
 
 
-END_OF_DOCUMENT = 0
-WARM_UP = 2
+DOCUMENT_END_ID = 0
+WARM_UP_STEPS = 2
 """Steps that make what later ones keep: moments, pinned memory, compressors' residuals."""
 MOST_COPIED_BYTES = 2**26
 """In-memory checkpoints of larger parts of the state are left out: they would take the host's memory."""
@@ -266,7 +266,7 @@ def step_on_cuda(plan: Plan, run: RunConfig, rank: int) -> CudaRecord:
 
 def _run(plan: Plan, run: RunConfig, world: World, watch: DeviceWatch) -> None:
     rank = _Rank(plan, run, world)
-    for _ in range(WARM_UP):
+    for _ in range(WARM_UP_STEPS):
         rank.step(is_all_due=True)
     with watch.counting("step"):
         rank.step()
@@ -311,7 +311,7 @@ class _Rank:
         """Do one step, from the batch to the log."""
         step, state, number = self._due if is_all_due else self._plain, self._state, self._state.step
         with self._clock.time("data"):
-            batch = microbatches(self._rows(), self._plan.microbatch, END_OF_DOCUMENT, self._world.device)
+            batch = microbatches(self._rows(), self._plan.microbatch, DOCUMENT_END_ID, self._world.device)
             batch = with_mask_keys(batch, self._run, number, first_row=0)
         if is_all_due:
             self._noise.before_forward(number, batch)
@@ -328,7 +328,7 @@ class _Rank:
 
     def evaluate(self) -> None:
         """Score the model on as many rows as a step has."""
-        evaluate(self._state.model, HeldOut(self._rows(), 1.0, END_OF_DOCUMENT), self._plan.microbatch, self._world)
+        evaluate(self._state.model, HeldOut(self._rows(), 1.0, DOCUMENT_END_ID), self._plan.microbatch, self._world)
 
     def state_bytes(self) -> int:
         return sum(map(box_bytes, self._state.boxes()))
@@ -346,5 +346,5 @@ class _Rank:
         plan, run = self._plan, self._run
         many = plan.microbatches_of(dp_rank_of(self._world.rank, plan), run.train.global_batch) * plan.microbatch
         rows = np.ones((many, run.data.seq_len + 1), dtype=np.int32)
-        rows[:, run.data.seq_len // 3] = rows[:, run.data.seq_len // 2] = END_OF_DOCUMENT
+        rows[:, run.data.seq_len // 3] = rows[:, run.data.seq_len // 2] = DOCUMENT_END_ID
         return rows

@@ -108,7 +108,7 @@ Ints = NDArray[np.int64]
 
 WINDOWS = (24, 8, 3)
 """Events that must go on alike after a difference; fewer only if no place has more."""
-LONGEST = 200_000
+MOST_EVENTS_REPEATED = 200_000
 """Events of a layer, or of a microbatch, at most."""
 
 
@@ -235,7 +235,7 @@ def _repeated(a: _Trace, b: _Trace, i: int, j: int, since: int) -> int | None:
         count = len(b.events) - j
         return count if _is_repetition(b, j, count, since) else None
     for of_a, of_b in ((a.exact_ids, b.exact_ids), (a.rough_ids, b.rough_ids)):
-        candidates = [int(count) for count in np.flatnonzero(of_b[j : j + LONGEST] == of_a[i])]
+        candidates = [int(count) for count in np.flatnonzero(of_b[j : j + MOST_EVENTS_REPEATED] == of_a[i])]
         for window in (min(size, left) for size in WINDOWS):
             for count in candidates:
                 goes_on = np.array_equal(of_b[j + count : j + count + window], of_a[i : i + window])

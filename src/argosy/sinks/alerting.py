@@ -27,10 +27,10 @@ from argosy.watch.alerts import Alert, Alerts
 from argosy.watch.conclusions import facts_of
 from argosy.watch.reader import RunReader
 
-WAITING = 64
+MOST_WAITING_ALERTS = 64
 """Alerts that wait at most; of more, the oldest are dropped."""
 DELIVERY_TRIES = 4
-PAUSES_S = (1.0, 5.0, 20.0)
+ALERT_PAUSES_S = (1.0, 5.0, 20.0)
 """Times that a request is made, and the pauses in between. A command is run once: it may have done half its work."""
 CLOSE_S = 20.0
 """Most seconds that the end of a run waits for deliveries."""
@@ -49,7 +49,7 @@ class SinkDelivery:
         self._settings, self._failed = settings, failed
         self._url = _url(settings)
         self._headers = _headers(settings)
-        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(WAITING)
+        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST_WAITING_ALERTS)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._deliver_all, name="argosy-alerts", daemon=True)
         self._thread.start()
@@ -69,7 +69,9 @@ class SinkDelivery:
             except queue.Full:
                 with suppress(queue.Empty):
                     dropped = self._queue.get_nowait()
-                    self._failed(f"{(dropped or {}).get('alert')} was dropped: {WAITING} others wait for delivery")
+                    self._failed(
+                        f"{(dropped or {}).get('alert')} was dropped: {MOST_WAITING_ALERTS} others wait for delivery"
+                    )
 
     def _deliver_all(self) -> None:
         while (record := self._queue.get()) is not None:
@@ -88,8 +90,8 @@ class SinkDelivery:
                 why = f"{type(problem).__name__}: {problem}"
             if not why:
                 return
-            if number < len(PAUSES_S):
-                self._is_closing.wait(PAUSES_S[number])  # the end of a run does not wait for a server to recover
+            if number < len(ALERT_PAUSES_S):
+                self._is_closing.wait(ALERT_PAUSES_S[number])  # the end of a run does not wait for a server to recover
         host = urlsplit(self._url).hostname  # the rest of the URL may be secret
         self._failed(f"{record.get('alert')} {record.get('state')}: webhook on {host} failed: {why}")
 
@@ -186,7 +188,7 @@ def _variable(key: str, name: str) -> str:
 
 CHECK_EVERY_S = 2.0
 """Seconds between two checks of the run."""
-PROCESS = "alerts"
+ALERTS_NAME = "alerts"
 """Name of its file of events."""
 
 
@@ -197,7 +199,7 @@ class Alerting(Sink):
         """Raises: UserError if an environment variable that the settings name is not set."""
         super().__init__(about)
         settings = AlertsConfig.model_validate(about.config["observe"]["alerts"])
-        self._events = Events(about.folder, PROCESS)
+        self._events = Events(about.folder, ALERTS_NAME)
         self._reader = RunReader(about.folder)
         self._alerts = Alerts(settings, self.state.setdefault("said", {}))
         self._delivery = SinkDelivery(settings, lambda why: self._events.write("alert_undelivered", why=why))

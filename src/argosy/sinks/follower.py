@@ -25,13 +25,13 @@ from argosy.processes.channel import Message
 from argosy.processes.child import Child, channel_to_parent, end_with_parent
 from argosy.processes.supervisor import ChildEnd, RestartPolicy, Supervisor
 from argosy.sinks.table import file_name_of, parts_of
-from argosy.sinks.worker import FOLDER
+from argosy.sinks.worker import SINKS_FOLDER
 
 FOLLOWER = "argosy.sinks.follower"
-WORKER = "argosy.sinks.worker"
+SINK_WORKER = "argosy.sinks.worker"
 SINK_RESTARTS = RestartPolicy(most_failures=5, pause_s=60.0, growth=2.0, progress_s=600.0)
 """Each sink is tried again after 60, 120, ... s, and not after five failures of which each came in 10 minutes."""
-SPARE_S = 5.0
+FOLLOWER_SPARE_S = 5.0
 """Time that it may take to end, beside that of its sinks."""
 
 
@@ -49,7 +49,7 @@ def follower_of(folder: Path, run: RunConfig, events: Events) -> Supervisor | No
 
     if not parts_of(run):
         return None
-    policy = RestartPolicy(most_failures=5, finish_s=run.observe.sink.flush_s + SPARE_S)
+    policy = RestartPolicy(most_failures=5, finish_s=run.observe.sink.flush_s + FOLLOWER_SPARE_S)
     return Supervisor(policy, lambda: Child(FOLLOWER, str(folder)), ended, is_wanted=False)
 
 
@@ -83,7 +83,7 @@ class SupervisedSink:
         log.parent.mkdir(exist_ok=True)
         with log.open("wb") as out:  # of the last start only: a log must not grow with the tries
             arguments = (str(self._folder), self.name, str(self._limits.memory_bytes))
-            return Child(WORKER, *arguments, stdout=out, stderr=out)
+            return Child(SINK_WORKER, *arguments, stdout=out, stderr=out)
 
     def _hear(self, message: Message) -> None:
         match message["kind"]:
@@ -104,18 +104,18 @@ class SupervisedSink:
             print_message(redact(f"argosy: the sink {self.name} is switched off: {why}; {then}"))
 
 
-FP32_BYTES = 4
+WIRE_ELEMENT_BYTES = 4
 COPIES = 2
 """The model, and what is read of it at once."""
 SINK_LOOK_S = 0.2
 """Time between two looks at the sinks."""
-PROCESS = "follower"
+FOLLOWER_NAME = "follower"
 """Its name among those of the run's events."""
 
 
 def follow(folder: Path, is_over: threading.Event) -> None:
     """Hold the sinks of the run in `folder`, until it is over and they have written the rest, or had time for it."""
-    run, events = load(folder / "run.toml"), Events(folder, PROCESS)
+    run, events = load(folder / "run.toml"), Events(folder, FOLLOWER_NAME)
     sinks = [SupervisedSink(folder, name, _limits_of(name, run), events) for name in parts_of(run)]
     with _alone(folder, is_over):
         while not is_over.wait(SINK_LOOK_S):
@@ -134,15 +134,15 @@ def _limits_of(name: str, run: RunConfig) -> SinksConfig:
     limits = run.observe.sink
     if name != "samples":
         return limits
-    model_bytes = FP32_BYTES * parameters(run.model)
+    model_bytes = WIRE_ELEMENT_BYTES * parameters(run.model)
     return limits.model_copy(update={"memory_bytes": limits.memory_bytes + COPIES * model_bytes})
 
 
 @contextmanager
 def _alone(folder: Path, is_over: threading.Event) -> Iterator[None]:
     """Wait until no other follower has the run: one on a machine that was given up may not know yet that it was."""
-    (folder / FOLDER).mkdir(exist_ok=True)
-    with (folder / FOLDER / ".lock").open("a") as file:
+    (folder / SINKS_FOLDER).mkdir(exist_ok=True)
+    with (folder / SINKS_FOLDER / ".lock").open("a") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

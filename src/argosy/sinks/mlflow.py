@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from argosy.sinks.sink import About, Record, Sink, flat_config, is_noteworthy
 
-MOST_METRICS, MOST_PARAMS, LONGEST = 1000, 100, 500
+MOST_METRICS, MOST_PARAMS, LONGEST_PARAM = 1000, 100, 500
 """Limits of MLflow's REST API in one request, and of a value."""
 NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
@@ -56,7 +56,7 @@ class Mlflow(Sink):
     def events(self, records: Sequence[Record]) -> None:
         for record in filter(is_noteworthy, records):
             key = f"argosy.event.{record['time_s']:.3f}.{record['event']}"
-            self._client.set_tag(self.state["run_id"], key, json.dumps(record)[:LONGEST])
+            self._client.set_tag(self.state["run_id"], key, json.dumps(record)[:LONGEST_PARAM])
 
     def samples(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -78,7 +78,9 @@ class Mlflow(Sink):
         tags = {"argosy.folder": str(self.about.folder), "argosy.plan": self.about.plan_text, **(tags or {})}
         run = self._client.create_run(self._experiment, run_name=self.about.name, tags=tags)
         self.state["run_id"] = run.info.run_id
-        params = [Param(_allowed(key), str(value)[:LONGEST]) for key, value in flat_config(self.about.config).items()]
+        params = [
+            Param(_allowed(key), str(value)[:LONGEST_PARAM]) for key, value in flat_config(self.about.config).items()
+        ]
         for start in range(0, len(params), MOST_PARAMS):
             self._client.log_batch(self.state["run_id"], params=params[start : start + MOST_PARAMS])
 

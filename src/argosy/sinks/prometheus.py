@@ -21,13 +21,13 @@ from argosy.sinks.sink import About, Record, Sink
 from argosy.watch.nodes import NodeSeries
 from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
 
-TOKEN = "ARGOSY_METRICS_TOKEN"
+METRICS_TOKEN_VARIABLE = "ARGOSY_METRICS_TOKEN"
 """Environment variable of the scrape token: a request says `Authorization: Bearer` and this."""
-REQUEST_S = 5.0
+SCRAPE_LIMIT_S = 5.0
 """A request that has not come by then is dropped."""
 MOST_REQUESTS = 16
 """Most requests that are answered at a time. The connections of others are closed."""
-MOST_NODES = 256
+MOST_EXPORTED_NODES = 256
 """The machines of a larger run are left to `argosy watch`."""
 
 
@@ -36,13 +36,13 @@ def token_for(host: str) -> str:
 
     Raises: UserError if `host` needs one, and it is not there or too short.
     """
-    token = os.environ.get(TOKEN, "")
+    token = os.environ.get(METRICS_TOKEN_VARIABLE, "")
     if not token and is_loopback(host):
         return ""
     if len(token) < SHORTEST_TOKEN:
         raise UserError(
             f"observe.prometheus.host = {host!r}: others can reach it, so it needs a token of {SHORTEST_TOKEN} "
-            f"characters or more. Set {TOKEN}, for example to what `openssl rand -hex 16` prints."
+            f"characters or more. Set {METRICS_TOKEN_VARIABLE}, for example to what `openssl rand -hex 16` prints."
         )
     return token
 
@@ -83,7 +83,7 @@ class Prometheus(Sink):
         self._latest.step = self.state["step"] = {"step": step - 1} if step else {}
 
     def tick(self) -> None:
-        for path in sorted((self.about.folder / "nodes").glob("*.jsonl"))[:MOST_NODES]:
+        for path in sorted((self.about.folder / "nodes").glob("*.jsonl"))[:MOST_EXPORTED_NODES]:
             self._nodes.setdefault(path.stem, NodeSeries(path)).refresh()
         self._latest.nodes = {node: series.last for node, series in self._nodes.items()}
         self._text = exposition([self._latest])
@@ -109,7 +109,7 @@ def _serve(host: str, port: int, token: str, text: Any) -> ThreadingHTTPServer:
 
         def process_request_thread(self, request: Any, client_address: Any) -> None:
             # A handler's timeout is that of each read: a client that sends a byte now and then would keep its place.
-            guard = threading.Timer(REQUEST_S, _shut, (request,))
+            guard = threading.Timer(SCRAPE_LIMIT_S, _shut, (request,))
             guard.daemon = True
             guard.start()
             try:
@@ -122,14 +122,14 @@ def _serve(host: str, port: int, token: str, text: Any) -> ThreadingHTTPServer:
             """Say nothing of a client that has gone."""
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = REQUEST_S
+        timeout = SCRAPE_LIMIT_S
         server_version, sys_version = "argosy", ""
 
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":
                 self._answer(404, "Only /metrics is here.\n")
             elif token and not hmac.compare_digest(self.headers.get("Authorization", "").encode(), expected):
-                self._answer(401, f"Say `Authorization: Bearer` and the token of {TOKEN}.\n")
+                self._answer(401, f"Say `Authorization: Bearer` and the token of {METRICS_TOKEN_VARIABLE}.\n")
             elif not token and host_of(self.headers.get("Host", "")) not in OWN_HOSTS:
                 self._answer(403, "This address is for this machine alone.\n")  # DNS rebinding from a browser
             else:

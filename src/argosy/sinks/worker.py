@@ -26,9 +26,9 @@ from argosy.processes.child import channel_to_parent, end_with_parent
 from argosy.sinks.sink import About, Record, Sink
 from argosy.sinks.table import entry_of, file_name_of
 
-MOST_LINES = 2000
+LINES_AT_ONCE = 2000
 """Most lines of a file that are taken at once: a long run that is read from its start must not fill the memory."""
-MOST_FILES = 64
+MOST_FOLLOWED = 64
 """A run with more processes than this is followed by the events of its first, its agents and its coordinator."""
 
 
@@ -76,19 +76,19 @@ class Feed:
         self._files: dict[str, LineFollower] = {}
 
     def take(self) -> NewRows:
-        """Return what is new, in parts of `MOST_LINES` lines of a file."""
+        """Return what is new, in parts of `LINES_AT_ONCE` lines of a file."""
         news = NewRows()
         lines = self._lines("metrics.jsonl")
-        records = lines.take(MOST_LINES)
+        records = lines.take(LINES_AT_ONCE)
         if lines.was_cut:
             news.rewound_to = 0 if lines.kept is None else int(lines.kept["step"]) + 1
         news.metrics = records
-        news.samples = self._lines("samples.jsonl").take(MOST_LINES)
+        news.samples = self._lines("samples.jsonl").take(LINES_AT_ONCE)
         for name in self._event_files():
             process = Path(name).stem
-            news.events += [{"process": process, **event} for event in self._lines(name).take(MOST_LINES)]
+            news.events += [{"process": process, **event} for event in self._lines(name).take(LINES_AT_ONCE)]
         news.events.sort(key=lambda record: record.get("time_s", 0.0))
-        news.is_more = max(map(len, (records, news.samples, news.events))) >= MOST_LINES
+        news.is_more = max(map(len, (records, news.samples, news.events))) >= LINES_AT_ONCE
         return news
 
     def marks(self) -> dict[str, Any]:
@@ -102,18 +102,18 @@ class Feed:
 
     def _event_files(self) -> list[str]:
         files = sorted(path.name for path in (self._folder / "events").glob("*.jsonl"))
-        if len(files) > MOST_FILES:
+        if len(files) > MOST_FOLLOWED:
             files = [name for name in files if not name.startswith("rank-") or name == "rank-0.jsonl"]
         return [f"events/{name}" for name in files]
 
 
-FOLDER = "sinks"
+SINKS_FOLDER = "sinks"
 """In a run's folder: what each sink keeps of itself."""
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at the folder."""
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
 """Nothing of a run is told to anybody whom the user has not named."""
-NICENESS = 10
+SINK_NICENESS = 10
 """Training comes first (nice(2))."""
 
 
@@ -121,7 +121,7 @@ class SinkState:
     """A sink's state over restarts: how far it has read, and what it keeps of itself."""
 
     def __init__(self, folder: Path, name: str):
-        self._path = folder / FOLDER / f"{file_name_of(name)}.json"
+        self._path = folder / SINKS_FOLDER / f"{file_name_of(name)}.json"
         self._text = ""
 
     def read(self) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def main() -> None:
     """Entry of the process: the run's folder, the sink's name, and the bytes of memory that it may take."""
     folder, name, memory_bytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     channel, is_over = channel_to_parent(), threading.Event()
-    os.nice(NICENESS)
+    os.nice(SINK_NICENESS)
     for variable, value in QUIET.items():
         os.environ.setdefault(variable, value)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))

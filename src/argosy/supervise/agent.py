@@ -14,7 +14,7 @@ import uuid
 from dataclasses import asdict
 from pathlib import Path
 
-from argosy.checkpoint.fence import GENERATION, name_of
+from argosy.checkpoint.fence import GENERATION_VARIABLE, name_of
 from argosy.checkpoint.store import how_to_go_on
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
@@ -38,7 +38,7 @@ from argosy.supervise.scratch import scratch_folder
 from argosy.supervise.stopping import Stopping
 from argosy.sync.process import exchange_of
 
-TICK_S = 0.05
+AGENT_TICK_S = 0.05
 """Time between two looks at the clock; messages and ended processes wake it at once."""
 FORK_SERVER_RESTARTS = RestartPolicy(most_failures=3)
 """After three fork servers in a row that die before they have forked anything the run ends."""
@@ -112,7 +112,7 @@ class Agent:
         return self._stopping.number is not None and not len(self._workers)
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select(TICK_S):
+        for key, _ in self._selector.select(AGENT_TICK_S):
             key.data()
         if self._stopping.begins():
             self._stop()
@@ -211,7 +211,7 @@ class Agent:
         if not seconds:
             return
         gpus = 0 if self._launch.device == "cpu" else self._slots
-        environment = {"ARGOSY_RUN_DIR": str(self._run_dir), GENERATION: str(self._workers.generation)}
+        environment = {"ARGOSY_RUN_DIR": str(self._run_dir), GENERATION_VARIABLE: str(self._workers.generation)}
         self._node_check = NodeCheck(
             self._fork_server, NodeCheckRequest(seconds, self._plan.precision, gpus), environment
         )

@@ -18,7 +18,7 @@ from argosy.supervise.messages import FROM_AGENT, AgentHello, FromAgent
 
 LEASE_S = 10.0
 """An agent that says nothing for this long counts as unreachable."""
-MOST_STRANGERS = 512
+MOST_UNKNOWN_AGENTS = 512
 """Connections that have not said who they are. One more closes the oldest of them."""
 ACCEPTS = 64
 """Connections that are accepted in one turn."""
@@ -154,7 +154,7 @@ class AgentConnections:
             agent = AgentConnection(connected, f"{host}:{port}", self)
             self._strangers[agent] = None
             self._drop_if_broken(agent)
-            if len(self._strangers) > MOST_STRANGERS:
+            if len(self._strangers) > MOST_UNKNOWN_AGENTS:
                 self.drop(next(iter(self._strangers)), "too many have not said who they are")
 
     def _make_room(self) -> None:

@@ -49,12 +49,12 @@ from argosy.supervise.nodes import (
 from argosy.supervise.place import open_lease
 from argosy.supervise.watch import RunWatch
 
-TICK_S = 0.02
+COORDINATOR_TICK_S = 0.02
 DETECT_EVERY_S = 0.25
 """Time between two looks of the detectors at what agents have shown."""
 WAITS_S = 30.0
 """If a world that was begun is not together after so long, an event says what is missing."""
-ALONE_S = 10.0
+NO_AGENT_S = 10.0
 """Without any agent for this long there is no run to coordinate, and it ends."""
 HEARTBEATS_PER_S = 1024
 STEP_TIMES_PER_S = 65_536
@@ -115,12 +115,12 @@ class Coordinator:
         self._replaced: set[tuple[str, str]] = set()
         """Nodes and processes in whose place another has come; and below, those that are not to have the name."""
         self._refused: set[tuple[str, str]] = set()
-        self._alone_since, self._alone_s = time.monotonic(), ALONE_S
+        self._alone_since, self._alone_s = time.monotonic(), NO_AGENT_S
         self._is_of_one_agent = not run.launch.coordinator and not run.launch.lease
         self._is_stopping = False
 
     def run(self) -> None:
-        """Serve until the run has ended and all agents have left, or no agent has come for `ALONE_S`.
+        """Serve until the run has ended and all agents have left, or no agent has come for `NO_AGENT_S`.
 
         With a lease, also until that is lost: another coordinator goes on.
         """
@@ -132,7 +132,7 @@ class Coordinator:
     def _serve(self) -> None:
         while not self._is_over():
             self._check_lease()
-            for agent, message in self._agents.turn(TICK_S):
+            for agent, message in self._agents.turn(COORDINATOR_TICK_S):
                 self._obey(agent, message)
             self._report_refused()
             self._look()
@@ -399,7 +399,7 @@ def _opener(join: Join) -> str:
 
 def _heartbeats(nodes: int, ranks: int, wants_all: bool) -> say.Heard:
     """Return what to ask of the heartbeats of so many nodes and ranks."""
-    every_s = min(max(say.EVERY_S, nodes / HEARTBEATS_PER_S), LEASE_S / HEARTBEATS_A_LEASE)
+    every_s = min(max(say.AGENT_BEAT_S, nodes / HEARTBEATS_PER_S), LEASE_S / HEARTBEATS_A_LEASE)
     most_steps = min(LAST_STEPS, max(1, round(STEP_TIMES_PER_S * every_s / max(1, ranks))))
     return say.Heard(every_s=every_s, most_steps=most_steps, wants_all=wants_all)
 

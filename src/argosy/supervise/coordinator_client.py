@@ -22,9 +22,9 @@ from argosy.errors import Retryable, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.connection import Address, BadMessage, Connection, call, decoded, encoded
-from argosy.processes.secret import FILE, VALUE, client_context, secret_of
+from argosy.processes.secret import SECRET_FILE_VAR, SECRET_VARIABLE, client_context, secret_of
 from argosy.processes.secret import call as handshake
-from argosy.supervise.messages import EVERY_S, FROM_COORDINATOR, FromAgent, FromCoordinator
+from argosy.supervise.messages import AGENT_BEAT_S, FROM_COORDINATOR, FromAgent, FromCoordinator
 from argosy.supervise.place import place_of
 
 SILENCE_S = 20.0
@@ -35,9 +35,9 @@ HANG_S = 60.0
 to wait for a disk, or to search for a plan."""
 STOPPED_AFTER_S = 2.0
 """If `keep` is called later than this, this process was stopped."""
-MOST_STRANGERS = 3
+MOST_UNPROVEN = 3
 """This many times in a row what answered could not prove that it knows the run's secret: it is something else."""
-CALL_AGAIN_S = 0.5
+COORDINATOR_AGAIN_S = 0.5
 """Time until it is called again after something else has answered, or hung up before it had proven anything."""
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
@@ -60,7 +60,7 @@ class CoordinatorClient:
         self._asked_s: float | None = None
         self._last_asked_s = 0.0
         self._lost_since: float | None = None
-        self.ask_s = EVERY_S
+        self.ask_s = AGENT_BEAT_S
         """Time between two questions to it."""
         self._kept_s = math.inf
         self.is_ending = False
@@ -214,13 +214,13 @@ class CoordinatorClient:
     def _not_reached(self, connection: Connection) -> None:
         """Something answered, and was not the coordinator. Give up if it does not know the secret, and never did."""
         now = time.monotonic()
-        self._strangers, self._call_from_s = self._strangers + connection.is_stranger, now + CALL_AGAIN_S
+        self._strangers, self._call_from_s = self._strangers + connection.is_stranger, now + COORDINATOR_AGAIN_S
         self._check_patience(now)
-        if self._strangers >= MOST_STRANGERS and not self._was_heard:
+        if self._strangers >= MOST_UNPROVEN and not self._was_heard:
             raise UserError(
                 f"{self._place.key}: {connection.problem}. If it is another run's, give "
                 "this one a port of its own; if it is this run's, its --run-dir has to be on storage that all machines "
-                f"see, or {VALUE} or {FILE} the same on all of them."
+                f"see, or {SECRET_VARIABLE} or {SECRET_FILE_VAR} the same on all of them."
             )
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from argosy.errors import FINAL, Retryable, some_of
+from argosy.errors import FINAL_BIT, Retryable, some_of
 from argosy.supervise.nodes import (
     Break,
     Cause,
@@ -172,8 +172,8 @@ class Membership:
         was_member, was_broken = self._roster.is_member(worker), not self.in_force
         del self.nodes[name].workers[slot]
         self._roster.changed(name)
-        if cause.exit_code >= FINAL:
-            self._end(FinishRun(cause.exit_code - FINAL, cause.why, cause.error))
+        if cause.exit_code >= FINAL_BIT:
+            self._end(FinishRun(cause.exit_code - FINAL_BIT, cause.why, cause.error))
         if was_member:
             self.made_step(cause.step)  # no heartbeat may have shown it yet
             self._break(f"rank {worker.rank} is lost: {cause.why}")

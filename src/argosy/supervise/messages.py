@@ -16,7 +16,7 @@ from argosy.resilience.node_health import Health
 from argosy.supervise.node_report import NodeReport, Step
 from argosy.supervise.nodes import RankState
 
-EVERY_S = 0.5
+AGENT_BEAT_S = 0.5
 """Time between two heartbeats of an agent, in all but the largest runs."""
 MOST_WORKERS = 4096
 """On one node."""
@@ -145,7 +145,7 @@ class Heard(WireRecord):
     """The answer to a heartbeat, and to a hello. It says what the next heartbeats are to be like."""
 
     kind: Literal["heard"] = "heard"
-    every_s: Annotated[float, Field(gt=0, le=60)] = EVERY_S
+    every_s: Annotated[float, Field(gt=0, le=60)] = AGENT_BEAT_S
     """Time between two."""
     most_steps: Annotated[int, Field(ge=1, le=LAST_STEPS)] = LAST_STEPS
     """The most steps whose times one tells."""

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from argosy.config.schema import ResilienceConfig, RunConfig
-from argosy.errors import FINAL
+from argosy.errors import FINAL_BIT
 from argosy.observe import stacks, terminal
 from argosy.observe.events import Events
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path
@@ -31,14 +31,14 @@ from argosy.resilience.detect.hang import JoiningWatch, Newcomer
 from argosy.resilience.detect.node import NodeWatch
 from argosy.supervise import messages as say
 from argosy.supervise.nodes import Cause, RankState, WorkerProcess
-from argosy.supervise.scratch import MEMORY
-from argosy.supervise.stack_gatherer import FOLDER, StackGatherer, flight_environment
+from argosy.supervise.scratch import MEMORY_FOLDER
+from argosy.supervise.stack_gatherer import STACKS_FOLDER, StackGatherer, flight_environment
 from argosy.supervise.stopping import Stopping
 
-WORKER = ForkEntry(WORKER_MODULE)
+WORKER_ENTRY = ForkEntry(WORKER_MODULE)
 """A worker process."""
 WORKERS_IMPORTS = ForkEntry("argosy.parallel.apply", "load")
-"""Imports what the workers of a plan need beside `WORKER`."""
+"""Imports what the workers of a plan need beside `WORKER_ENTRY`."""
 COMPILER = ForkEntry("argosy.models.compiler", "load")
 """The part of that which takes as long as torch, and which nearly every plan needs: known before there is a plan."""
 BREAK_S = 10.0
@@ -114,18 +114,18 @@ class NodeWorkers:
         environment = {
             "ARGOSY_RUN_DIR": str(self._run_dir),
             "ARGOSY_SCRATCH": str(self._scratch),
-            "ARGOSY_MEMORY": str(self._scratch / MEMORY),
+            "ARGOSY_MEMORY": str(self._scratch / MEMORY_FOLDER),
             "ARGOSY_NODE": self._node,
             "ARGOSY_SLOT": str(slot),
             "ARGOSY_QUIET": str(int(self._quiet)),
             SCREEN: str(int(terminal.owner is not None)),
         }
         if self._run.launch.device != "cpu":
-            environment |= flight_environment(self._run_dir / FOLDER, self._scratch)
+            environment |= flight_environment(self._run_dir / STACKS_FOLDER, self._scratch)
         if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
             # Else gloo takes the address that the host's name resolves to.
             environment["GLOO_SOCKET_IFNAME"] = interface
-        process = WorkerProcess(slot, self._fork_server.fork(f"worker {slot}", WORKER, environment))
+        process = WorkerProcess(slot, self._fork_server.fork(f"worker {slot}", WORKER_ENTRY, environment))
         self._processes[slot] = process
         self._selector.register(process.channel, selectors.EVENT_READ, partial(self._hear, process))
 
@@ -196,7 +196,7 @@ class NodeWorkers:
             self._report(self._watch.look_at_memory())
             process.killed = self._watch.why_killed()
         cause = process.cause_of_death(exit_code, -1 if reading is None else reading.step)
-        if cause.exit_code < FINAL and self._stopping.number is None:
+        if cause.exit_code < FINAL_BIT and self._stopping.number is None:
             self._report_death(process, cause)
         self._tell(say.WorkerLost(slot=process.slot, **asdict(cause)))
 
@@ -300,7 +300,9 @@ class NodeWorkers:
         if self._stacks.stand_still(self._scratch, members):
             name = f"hang-{generation:06d}"
             self._stacks.gather_now(name, why, self._scratch, members)
-            self._events.write("stacks", generation=generation, why=why, folder=str(self._run_dir / FOLDER / name))
+            self._events.write(
+                "stacks", generation=generation, why=why, folder=str(self._run_dir / STACKS_FOLDER / name)
+            )
 
     def stop(self) -> None:
         """Have all save their state and end."""

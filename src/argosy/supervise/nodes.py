@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from argosy.checkpoint.fence import OLD_NAME
-from argosy.errors import FINAL, Poisoned, Retryable
+from argosy.errors import FINAL_BIT, Poisoned, Retryable
 from argosy.files import atomic_write
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
 from argosy.processes.channel import Channel, Message
@@ -250,7 +250,7 @@ class WorkerProcess:
         """
         if self.failure is not None:
             text = self.failure["text"]
-            why = text if exit_code >= FINAL else f"exit code {exit_code}, {(text.splitlines() or [''])[0]}"
+            why = text if exit_code >= FINAL_BIT else f"exit code {exit_code}, {(text.splitlines() or [''])[0]}"
             return Cause(why, self.failure["error"], exit_code, step)
         if exit_code < 0:
             return Cause(self.killed or end_in_words(exit_code), "", exit_code, step)

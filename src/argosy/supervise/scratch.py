@@ -20,9 +20,9 @@ from argosy.files import open_regular
 
 SCRATCH = Path("/dev/shm")
 """Parent of the folders argosy-PID-...; PID is the agent's process."""
-MEMORY = "memory"
+MEMORY_FOLDER = "memory"
 """The folder in it for in-memory checkpoints."""
-LOCK = "lock"
+SCRATCH_LOCK = "lock"
 """The file in it that its agent holds locked."""
 
 
@@ -32,11 +32,11 @@ def scratch_folder() -> Iterator[Path]:
     _sweep()
     fresh = Path(tempfile.mkdtemp(prefix=f".argosy-{os.getpid()}-", dir=SCRATCH))
     folder = fresh.with_name(fresh.name.removeprefix("."))
-    with (fresh / LOCK).open("wb") as lock:
+    with (fresh / SCRATCH_LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         fresh.rename(folder)  # only now: nobody finds a folder that has no lock yet
         try:
-            (folder / MEMORY).mkdir()
+            (folder / MEMORY_FOLDER).mkdir()
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -48,7 +48,7 @@ def _sweep() -> None:
     All users of the machine may make folders and pipes of these names here: what is not this user's is not touched.
     """
     for path in SCRATCH.glob("argosy-*-*"):
-        with suppress(OSError), _own_folder(path) as folder, open_regular(LOCK, folder, follow=False) as lock:
+        with suppress(OSError), _own_folder(path) as folder, open_regular(SCRATCH_LOCK, folder, follow=False) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
 

@@ -23,11 +23,11 @@ from argosy.observe import stacks
 from argosy.processes.child import STOPPED, process_state
 from argosy.supervise.nodes import RankState, WorkerProcess
 
-FOLDER, REQUEST = "stacks", "request.json"
+STACKS_FOLDER, STACKS_REQUEST = "stacks", "request.json"
 REQUEST_EVERY_S = 1.0
 COLLECT_S = 0.3
 """Time that workers have to write their stacks."""
-OLD_S = 60.0
+REQUEST_OLD_S = 60.0
 """A request is not answered any more after so long: whoever asked has given up."""
 MOST_REQUEST_BYTES = 4096
 """The largest request."""
@@ -36,7 +36,7 @@ MOST_STACK_BYTES = 2**17
 NOT_A_REQUEST = (ValueError, TypeError, KeyError, RecursionError)
 """Errors of reading any bytes as a request."""
 REQUEST_NAME = re.compile(r"[0-9a-z-]{1,64}")
-STANDS_S = 5.0
+STUCK_RANK_S = 5.0
 """If a world is broken off in which a rank has been in one place for so long, it is written down where."""
 
 
@@ -86,7 +86,7 @@ class StackGatherer:
     def gather_now(self, name: str, why: str, scratch: Path, workers: Iterable[WorkerProcess]) -> None:
         """Write down where the workers are, before some of them are killed."""
         members = list(workers)
-        ask_flight_recorders(self._run_dir / FOLDER, scratch, [worker.rank for worker in members])
+        ask_flight_recorders(self._run_dir / STACKS_FOLDER, scratch, [worker.rank for worker in members])
         self._ask(name, why, time.monotonic(), scratch, members)
         if self._asked is not None:
             time.sleep(COLLECT_S)
@@ -98,18 +98,20 @@ class StackGatherer:
         for worker in workers:
             with suppress(OSError, ValueError):
                 reading = worker.reading(scratch)
-                if reading is not None and reading.busy_s and now - reading.phase_since_ns > STANDS_S * 1e9:
+                if reading is not None and reading.busy_s and now - reading.phase_since_ns > STUCK_RANK_S * 1e9:
                     return True
         return False
 
     def _request(self) -> str:
         """Return the name of a request that is new and not old; "" if there is none."""
         try:
-            descriptor = os.open(self._run_dir / FOLDER / REQUEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(
+                self._run_dir / STACKS_FOLDER / STACKS_REQUEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            )
         except OSError:
             return ""
         with os.fdopen(descriptor, "rb") as file, suppress(OSError, *NOT_A_REQUEST):
-            is_fresh = abs(time.time() - os.fstat(descriptor).st_mtime) < OLD_S
+            is_fresh = abs(time.time() - os.fstat(descriptor).st_mtime) < REQUEST_OLD_S
             if is_fresh and stat.S_ISREG(os.fstat(descriptor).st_mode):
                 name = json.loads(file.read(MOST_REQUEST_BYTES))["name"]
                 if name != self._answered and REQUEST_NAME.fullmatch(name):
@@ -143,7 +145,7 @@ class StackGatherer:
                 if not seen.get("stack"):
                     seen["problem"] = "it did not write its stacks: it waits in the kernel, or has ended"
         with suppress(OSError):  # a full disk must not end the run
-            folder = self._run_dir / FOLDER / asked.name
+            folder = self._run_dir / STACKS_FOLDER / asked.name
             folder.mkdir(parents=True, exist_ok=True)
             answer = NodeStacks(time.time(), self._node, asked.why, asked.workers)
             with atomic_write(folder / f"{self._node}.json") as file:

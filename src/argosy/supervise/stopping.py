@@ -15,7 +15,7 @@ from argosy.errors import STOP_SIGNALS, ArgosyError, Interrupted, Retryable, cou
 from argosy.observe.heartbeat import HeartbeatReading
 from argosy.training.stop import SAME_S
 
-UNITS = {"evaluate": "evaluation batch", "check": "replay check", "checkpoint": "save", "recovering": "recovery"}
+PHASE_UNITS = {"evaluate": "evaluation batch", "check": "replay check", "checkpoint": "save", "recovering": "recovery"}
 """Phase of a worker -> what it ends before it stops, where that is no step."""
 BEFORE_UPDATE = ("data", "forward", "backward", "pipeline", "communication")
 """Phases of a step in which the state is still that of the step before."""
@@ -80,7 +80,7 @@ class Stopping:
         name = "the run" if self.number is None else signal.Signals(self.number).name
         if self.is_at_once or not readings:
             return f"{name}: stopping; there is nothing to save"
-        unit = UNITS.get(next(iter(readings)).phase, "step")
+        unit = PHASE_UNITS.get(next(iter(readings)).phase, "step")
         if self._is_served:
             return f"{name}: stopping after this {unit}; the parameter servers have the state"
         steps = max(0, max(reading.step for reading in readings) - self._saved_steps())

@@ -16,11 +16,11 @@ from typing import Any, NoReturn
 
 from torch.distributed import DistError
 
-from argosy.checkpoint.fence import GENERATION
+from argosy.checkpoint.fence import GENERATION_VARIABLE
 from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
-from argosy.errors import FINAL, ArgosyError
+from argosy.errors import FINAL_BIT, ArgosyError
 from argosy.observe.collectives import sequence_numbers
 from argosy.observe.heartbeat import UNREAD, Heartbeat
 from argosy.observe.stacks import write_when_asked
@@ -164,7 +164,7 @@ def _serve(run_dir: Path, stop: StopSignal, agent: AgentClient, terminal: tuple[
 
 def _train_in(message: Message, run_dir: Path, stop: StopSignal, survivor: Survivor, heartbeat: Heartbeat) -> bool:
     place = WorldSeat(**{field.name: message[field.name] for field in fields(WorldSeat)})
-    os.environ |= {**place.environment(), GENERATION: str(message["generation"])}
+    os.environ |= {**place.environment(), GENERATION_VARIABLE: str(message["generation"])}
     run, plan = load(run_dir / "run.toml"), Plan.parse(message["plan"])
     heartbeat.join(message["generation"], message["rank"], sequence_numbers)
     return work(run, plan, join_world(run.launch), run_dir, stop, survivor, heartbeat)
@@ -178,7 +178,7 @@ def _is_of_a_connection(error: Exception) -> bool:
 
 
 def _fail(agent: AgentClient, error: Exception) -> NoReturn:
-    code = FINAL + error.exit_code if isinstance(error, ArgosyError) else 1
+    code = FINAL_BIT + error.exit_code if isinstance(error, ArgosyError) else 1
     text, trace = redact(str(error)), redact(traceback.format_exc())
     agent.say("failed", error=type(error).__name__, text=text, traceback=trace)
     sys.exit(code)

@@ -21,7 +21,7 @@ from argosy.config.dump import save_run
 from argosy.config.launch import LaunchOptions
 from argosy.config.load import RUN_FILE
 from argosy.config.schema import RunConfig
-from argosy.engines.record import FOLDER, LaunchedJob
+from argosy.engines.record import LAUNCH_FOLDER, LaunchedJob
 from argosy.errors import Interrupted, RunFailed, UserError, signals_to
 from argosy.extend.loading import approve
 from argosy.launch.resolve import prepare_shown
@@ -30,7 +30,7 @@ from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.sweep.load import Sweep, in_words, short
 from argosy.sweep.result import Result
 from argosy.sweep.rungs import Bracket, Judgement, halving, hyperband, judge
-from argosy.sweep.study import JOURNAL, Study, Trial, check_is_same, check_optuna, enter, locked, trial_folder
+from argosy.sweep.study import STUDY_JOURNAL, Study, Trial, check_is_same, check_optuna, enter, locked, trial_folder
 from argosy.sweep.trials import (
     DIVERGED,
     Limits,
@@ -47,15 +47,15 @@ from argosy.sweep.trials import (
     threads,
 )
 
-REFUSED = "refused"
+REFUSED_REASON = "refused"
 """Begins the reason of a trial whose values do not go together."""
 TRIAL_RESTARTS = RestartPolicy(most_failures=3)
 """The restarts of a trial; progress is a step more than before."""
-ALIKE = 3
+MOST_ALIKE_FAILURES = 3
 """This many trials that fail in the same way, before any has learned anything, end the sweep."""
 TPE_AT_ONCE = 8
 """Trials of tpe at a time in a place that queues them: what is proposed later knows more."""
-SPARE_S = 30.0
+TRIAL_SPARE_S = 30.0
 Say = Callable[[str], None]
 
 
@@ -234,7 +234,7 @@ class Driver:
         try:
             task = self._task(trial, until)
         except UserError as error:
-            self._fail(trial.number, f"{REFUSED}: {error}")
+            self._fail(trial.number, f"{REFUSED_REASON}: {error}")
             return None
         self._tasks[trial.number] = task
         self._words[trial.number] = in_words(trial.values)
@@ -261,7 +261,7 @@ class Driver:
         if until and (not run.evaluate.every_steps or until % run.evaluate.every_steps):
             fixed["evaluate__every_steps"] = until
         run = self._sweep.run_of(trial.values, **fixed)
-        path = run_dir / FOLDER / RUN_FILE
+        path = run_dir / LAUNCH_FOLDER / RUN_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         save_run(run, path)
         return Task(trial.number, run, path, run_dir, needs_of(run, self._limits))
@@ -275,9 +275,9 @@ class Driver:
         failed = [trial for trial in trials if trial.state == "failed" and trial.same_as is None]
         reasons = {re.sub(r"[\d.]+", "#", trial.reason) for trial in failed}
         has_learned = any(trial.state in ("done", "stopped") or trial.rungs for trial in trials)
-        if has_learned or len(reasons) != 1 or len(failed) < min(ALIKE, self.trials):
+        if has_learned or len(reasons) != 1 or len(failed) < min(MOST_ALIKE_FAILURES, self.trials):
             return False
-        if failed[0].reason.startswith((DIVERGED, REFUSED)):
+        if failed[0].reason.startswith((DIVERGED, REFUSED_REASON)):
             return False
         if not self._jobs:
             raise RunFailed(
@@ -304,7 +304,7 @@ class Driver:
 
     def _wait_for(self, jobs: list[LaunchedJob]) -> None:
         """Wait until these jobs have ended, not longer than they may take to save, nor beyond a signal."""
-        end = time.monotonic() + self._sweep.base.resilience.grace_s + SPARE_S
+        end = time.monotonic() + self._sweep.base.resilience.grace_s + TRIAL_SPARE_S
         while jobs and time.monotonic() < end and not self._stop.is_set():
             states = self._trials.states(jobs)
             jobs = [job for job, state in zip(jobs, states, strict=True) if state != "ended"]
@@ -359,7 +359,7 @@ def would_sweep(sweep: Sweep, folder: Path, options: LaunchOptions) -> list[str]
     limits, config = limits_on(options.on, sweep.config), sweep.config
     count = sum(bracket.counts[0] for bracket in brackets_of(sweep)) or sweep.trials
     what = f"train {count} trials of {sweep.base.name} by {config.method}, to {config.direction} {config.metric}"
-    if (folder / JOURNAL).exists():
+    if (folder / STUDY_JOURNAL).exists():
         result = show_sweep(sweep, folder)
         ended = sum(trial.state in ("done", "stopped", "failed") for trial in result.trials)
         what = f"go on with the sweep in {folder}: {ended} of {count} trials have ended"
@@ -370,7 +370,7 @@ def would_sweep(sweep: Sweep, folder: Path, options: LaunchOptions) -> list[str]
 def show_sweep(sweep: Sweep, folder: Path) -> Result:
     """Return what a sweep has found so far, whether it runs or not. Raises: UserError if its folder is not there."""
     check_optuna()
-    if not (folder / SWEEP_FILE).exists() or not (folder / JOURNAL).exists():
+    if not (folder / SWEEP_FILE).exists() or not (folder / STUDY_JOURNAL).exists():
         raise UserError(f"{folder}: there is no sweep yet. Start it without --show.")
     check_is_same(folder, sweep)
     return Result.of(sweep, folder, Study(folder, sweep, may_write=False))

@@ -131,7 +131,7 @@ NOT_VARIED = {
     "extend": "set it in the run",
 }
 """Keys of a run that cannot vary, and why."""
-METRICS = ("validation_loss", "bits_per_byte", "loss", "grad_norm", "step_time_s", "tokens_per_s", "mfu",
+SWEEP_METRICS = ("validation_loss", "bits_per_byte", "loss", "grad_norm", "step_time_s", "tokens_per_s", "mfu",
            "memory_bytes")  # fmt: skip
 METRIC_TABLES = ("user", "tasks", "seconds", "communication", "memory", "experts")
 """Tables in a line of metrics.jsonl."""
@@ -316,11 +316,11 @@ def _check_value(key: Key, value: Any, place: str) -> None:
 def _check_metric(sweep: Sweep, source: Source) -> None:
     metric, base = sweep.config.metric, sweep.base
     own = [f"user.{name}" for name in base.extend.declared("metric")]
-    known = metric in METRICS or metric.partition(".")[0] in METRIC_TABLES or metric in own
+    known = metric in SWEEP_METRICS or metric.partition(".")[0] in METRIC_TABLES or metric in own
     if not known:
         place = source.place(("metric",)).text
-        raise UserError(f"{place}metric = {shown(metric)}: unknown; {near_names(metric, [*METRICS, *own])}")
-    if metric in METRICS[2:] and metric != "loss" and sweep.config.method in ("halving", "hyperband"):
+        raise UserError(f"{place}metric = {shown(metric)}: unknown; {near_names(metric, [*SWEEP_METRICS, *own])}")
+    if metric in SWEEP_METRICS[2:] and metric != "loss" and sweep.config.method in ("halving", "hyperband"):
         place = source.place(("metric",)).text
         raise UserError(
             f"{place}metric = {shown(metric)} is not learned, so {sweep.config.method} has nothing to judge early. "

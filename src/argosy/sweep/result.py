@@ -19,7 +19,7 @@ from argosy.sweep.study import Study, Trial, trial_folder
 from argosy.sweep.trials import steps_of
 
 PLOT, BEST = "trials.svg", "best.toml"
-STATES = {"done": "done", "stopped": "not promoted", "failed": "failed", "open": "not done"}
+TRIAL_STATES = {"done": "done", "stopped": "not promoted", "failed": "failed", "open": "not done"}
 MOST_REASON = 200
 
 
@@ -94,8 +94,10 @@ class Result:
         return "\n".join([head, *lines, *self._importance_in_words()])
 
     def _counts(self) -> str:
-        counts = {state: sum(trial.state == state for trial in self.trials) for state in STATES}
-        return ", ".join(f"{count} {STATES[state]}" for state, count in counts.items() if count) or "no trials yet"
+        counts = {state: sum(trial.state == state for trial in self.trials) for state in TRIAL_STATES}
+        return (
+            ", ".join(f"{count} {TRIAL_STATES[state]}" for state, count in counts.items() if count) or "no trials yet"
+        )
 
     def _importance_in_words(self) -> list[str]:
         if not self.importance:
@@ -109,7 +111,7 @@ class Result:
         same = "" if trial.same_as is None else f"as {trial.same_as:04d}"
         if trial.state == "failed":
             return f"failed: {trial.reason[:MOST_REASON]}".replace("\n", " ")
-        return same if trial.state == "done" else STATES[trial.state]
+        return same if trial.state == "done" else TRIAL_STATES[trial.state]
 
     def _name(self, key: str) -> str:
         """Return the last name of a key, or all of it if another one ends so too."""
@@ -175,10 +177,10 @@ class SweepRecord:
     """By number."""
 
 
-WIDTH, HEIGHT, MARGIN, GAP = 300, 220, 56, 18
-COLUMNS = 3
+PANEL_WIDTH, PANEL_HEIGHT, PANEL_MARGIN, PANEL_GAP = 300, 220, 56, 18
+PANEL_COLUMNS = 3
 DOT = 4
-COLOURS = {"done": "#2563eb", "stopped": "#94a3b8", "best": "#ea580c"}
+TRIAL_COLOURS = {"done": "#2563eb", "stopped": "#94a3b8", "best": "#ea580c"}
 PADDING = 0.05
 """Share of an axis that is left free at each end."""
 MOST_TICKS = 6
@@ -224,12 +226,15 @@ def plot(sweep: Sweep, trials: Sequence[Trial], best: Trial | None) -> str:
     for parameter in sweep.parameters:
         x = _axis_of(parameter)
         panels.append(_panel(parameter.key, metric, x, y, [(_x(parameter, x, t), t) for t in shown], best))
-    columns = min(COLUMNS, len(panels))
+    columns = min(PANEL_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    width, height = columns * (WIDTH + MARGIN + GAP), rows * (HEIGHT + MARGIN + GAP) + 24
+    width, height = (
+        columns * (PANEL_WIDTH + PANEL_MARGIN + PANEL_GAP),
+        rows * (PANEL_HEIGHT + PANEL_MARGIN + PANEL_GAP) + 24,
+    )
     placed = [
-        f'<g transform="translate({at % columns * (WIDTH + MARGIN + GAP) + MARGIN},'
-        f'{at // columns * (HEIGHT + MARGIN + GAP) + 36})">{panel}</g>'
+        f'<g transform="translate({at % columns * (PANEL_WIDTH + PANEL_MARGIN + PANEL_GAP) + PANEL_MARGIN},'
+        f'{at // columns * (PANEL_HEIGHT + PANEL_MARGIN + PANEL_GAP) + 36})">{panel}</g>'
         for at, panel in enumerate(panels)
     ]
     title = escape(f"sweep {sweep.config.name}: {sweep.config.direction} {metric}")
@@ -243,23 +248,24 @@ def plot(sweep: Sweep, trials: Sequence[Trial], best: Trial | None) -> str:
 
 
 def _panel(name: str, metric: str, x: Axis, y: Axis, points: Sequence[tuple[float, Trial]], best: Trial | None) -> str:
-    parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#cbd5e1"/>']
+    parts = [f'<rect width="{PANEL_WIDTH}" height="{PANEL_HEIGHT}" fill="none" stroke="#cbd5e1"/>']
     for at, text in x.ticks:
         parts.append(
-            f'<text x="{at * WIDTH:.1f}" y="{HEIGHT + 14}" text-anchor="middle" fill="#475569">{escape(text)}</text>'
+            f'<text x="{at * PANEL_WIDTH:.1f}" y="{PANEL_HEIGHT + 14}" text-anchor="middle" '
+            f'fill="#475569">{escape(text)}</text>'
         )
     for at, text in y.ticks:
-        down = (1 - at) * HEIGHT
+        down = (1 - at) * PANEL_HEIGHT
         parts.append(f'<text x="-5" y="{down + 4:.1f}" text-anchor="end" fill="#475569">{escape(text)}</text>')
-    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT + 30}" text-anchor="middle">{escape(name)}</text>')
+    parts.append(f'<text x="{PANEL_WIDTH / 2}" y="{PANEL_HEIGHT + 30}" text-anchor="middle">{escape(name)}</text>')
     ordered = sorted(points, key=lambda point: best is not None and point[1].number == best.number)
     for value, trial in ordered:
         assert trial.metric is not None
         is_best = best is not None and trial.number == best.number
-        colour = COLOURS["best" if is_best else trial.state]
+        colour = TRIAL_COLOURS["best" if is_best else trial.state]
         about = escape(f"trial {trial.number:04d}: {metric} {trial.metric:.6g}, {name} {short(value)}")
         parts.append(
-            f'<circle cx="{x.place(value) * WIDTH:.1f}" cy="{(1 - y.place(trial.metric)) * HEIGHT:.1f}" '
+            f'<circle cx="{x.place(value) * PANEL_WIDTH:.1f}" cy="{(1 - y.place(trial.metric)) * PANEL_HEIGHT:.1f}" '
             f'r="{DOT + 2 * is_best}" fill="{colour}" fill-opacity="0.8"><title>{about}</title></circle>'
         )
     return "".join(parts)

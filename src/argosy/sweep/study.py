@@ -24,10 +24,10 @@ from argosy.files import atomic_write, lock_or_holder, made_folder
 from argosy.launch.run_folder import refuse_others
 from argosy.sweep.load import Scalar, Sweep, SweepParameter, Values, drawn, load_sweep
 
-JOURNAL = "journal.log"
-LOCK, BASE = ".lock", "base.toml"
-OWN = (LOCK, SWEEP_FILE, BASE, JOURNAL)
-MAY_CHANGE = ("parallel", "run")
+STUDY_JOURNAL = "journal.log"
+STUDY_LOCK, BASE = ".lock", "base.toml"
+STUDY_FILES = (STUDY_LOCK, SWEEP_FILE, BASE, STUDY_JOURNAL)
+SWEEP_MAY_CHANGE = ("parallel", "run")
 
 
 def trial_folder(folder: Path, number: int) -> Path:
@@ -42,7 +42,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     check_is_own(folder)
     try:
-        with made_folder(folder) as made, (folder / LOCK).open("a+") as file:
+        with made_folder(folder) as made, (folder / STUDY_LOCK).open("a+") as file:
             if (holder := lock_or_holder(file)) is not None:
                 made.is_kept = True
                 raise UserError(
@@ -62,7 +62,7 @@ def check_is_own(folder: Path) -> None:
         raise UserError(f"{folder} is a file, and a sweep needs a folder. Choose another with --sweep-dir.")
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if SWEEP_FILE not in names:
-        refuse_others(folder, sorted(names - set(OWN)), "sweep")
+        refuse_others(folder, sorted(names - set(STUDY_FILES)), "sweep")
 
 
 def enter(folder: Path, sweep: Sweep) -> None:
@@ -97,7 +97,7 @@ def check_is_same(folder: Path, sweep: Sweep) -> None:
 def _values(sweep: Sweep) -> dict[str, Any]:
     """Return dotted key -> value of all that must not change between two starts."""
     config = sweep.config.model_dump(mode="json")
-    values = {key: value for key, value in config.items() if key not in (*MAY_CHANGE, "parameters")}
+    values = {key: value for key, value in config.items() if key not in (*SWEEP_MAY_CHANGE, "parameters")}
     values |= {f"parameters.{key}": range_ for key, range_ in config["parameters"].items()}
     run = flatten(sweep.base.model_dump(mode="json"), RunConfig)
     return values | {f"run: {dotted(key)}": value for key, value in run.items()}
@@ -144,7 +144,7 @@ class Study:
         """
         self._optuna = _optuna()
         self._sweep = sweep
-        path = folder / JOURNAL
+        path = folder / STUDY_JOURNAL
         if may_write:
             _mend(path)
         backend = self._optuna.storages.journal.JournalFileBackend(str(path), lock_obj=_NoLock())

@@ -24,7 +24,7 @@ from argosy.checkpoint.store import committed
 from argosy.config.launch import ClusterOptions, LaunchOptions
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import Engine, Job, NeverFits, ProgramJob, RunJob
-from argosy.engines.record import FOLDER, JobState, LaunchedJob
+from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.engines.table import ENGINES, engine_for_programs
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.launch.resolve import with_known_sizes
@@ -168,9 +168,11 @@ class Room:
 
 GPUS = "gpus"
 """File in a trial's folder for launches: the GPUs that its processes were given."""
-PATIENCE_S = 600.0
+ENGINE_PATIENCE_S = 600.0
 """An engine that does not answer for so long ends the sweep; its trials go on."""
-OPTIONS = {"gpus_per_node": "--gpus-per-trial"} | {field.name: f"--{field.name}" for field in fields(ClusterOptions)}
+TRIAL_OPTIONS = {"gpus_per_node": "--gpus-per-trial"} | {
+    field.name: f"--{field.name}" for field in fields(ClusterOptions)
+}
 """Field of a trial's job -> its option."""
 
 
@@ -212,7 +214,7 @@ class Trials:
 
         Raises: UserError if the engine starts no trials, is not there, or an option has no meaning there.
         """
-        self._engine = engine or engine_for_programs("trials", options, OPTIONS)
+        self._engine = engine or engine_for_programs("trials", options, TRIAL_OPTIONS)
         self._room, self._limits, self._options = (
             Room(replace(limits, cores=limits.cores or sys.maxsize)),
             limits,
@@ -258,7 +260,7 @@ class Trials:
         """Return the job with this trial that a sweep that was killed has left, if it goes on."""
         if (job := self._engine.find(self._job(task, ()))) is None:
             return None
-        gpus = task.run_dir / FOLDER / GPUS
+        gpus = task.run_dir / LAUNCH_FOLDER / GPUS
         self._room.take(task.number, task.needs, tuple(gpus.read_text().split()) if gpus.exists() else ())
         self._numbers[job.id], self._states[job.id] = task.number, "running"
         return job
@@ -271,7 +273,7 @@ class Trials:
         except NeverFits:
             raise
         except UserError:
-            if time.monotonic() - self._answered_s > PATIENCE_S:
+            if time.monotonic() - self._answered_s > ENGINE_PATIENCE_S:
                 raise
             return [self._states.get(job.id, "running") for job in jobs]
         for job, state in zip(jobs, found, strict=True):
@@ -294,7 +296,7 @@ class Trials:
         words = (str(task.run_file),)
         if self._engine.queues:
             return RunJob(run=task.run, run_dir=task.run_dir, words=words, work_dir=Path.cwd(), **asked)
-        folder = task.run_dir / FOLDER
+        folder = task.run_dir / LAUNCH_FOLDER
         environment = {}
         if gpus:
             (folder / GPUS).write_text(" ".join(gpus))
@@ -317,7 +319,7 @@ SHARE_OF_STEPS = 0.1
 """Keys, and the table, of an evaluation's line."""
 DIVERGED = "diverged"
 """Begins the reason of a trial whose numbers are no longer finite."""
-LOG_BYTES = 4096
+TRIAL_LOG_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -365,7 +367,7 @@ def last_words(log: str) -> str:
     """Return the last message of a command that ended: what stands behind the last `argosy:` of its log."""
     try:
         with Path(log).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - LOG_BYTES))
+            file.seek(max(0, file.seek(0, 2) - TRIAL_LOG_BYTES))
             text = file.read().decode(errors="replace").strip()
     except OSError:
         return ""

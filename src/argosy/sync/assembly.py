@@ -25,7 +25,7 @@ from argosy.sync.ledger import Line
 from argosy.sync.links import Links
 from argosy.sync.messages import (
     AHEAD_BYTES,
-    PIECE_BYTES,
+    MESSAGE_PIECE_BYTES,
     FilePiece,
     FromSite,
     NotThere,
@@ -80,7 +80,7 @@ class PulledFile:
         """Ask for as much as may be under way. others: bytes of other transfers that are."""
         of = self.wanted
         while self._asked < self.wanted.size and self.under_way + others < AHEAD_BYTES:
-            size = min(PIECE_BYTES, self.wanted.size - self._asked)
+            size = min(MESSAGE_PIECE_BYTES, self.wanted.size - self._asked)
             send(PieceRequest(
                 what=of.what, round=of.round, attempt=of.attempt, start=of.start, at=self._asked, bytes=size
             ))  # fmt: skip

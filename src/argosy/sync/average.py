@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from argosy.plan.sync import BLOCK
+from argosy.plan.sync import WIRE_BLOCK
 from argosy.sync.layout import Sites
 from argosy.sync.ledger import Line
 from argosy.sync.wire import WireFormat
@@ -83,7 +83,7 @@ def encode_file(numbers: Path, wire: WireFormat, out: Path) -> None:
     """Write the fp32 numbers of a file as they are sent, under a name that is there once it is whole."""
     partial = out.with_suffix(".partial")
     with numbers.open("rb") as source, partial.open("wb") as file:
-        while data := source.read(CHUNK_BLOCKS * BLOCK * 4):
+        while data := source.read(CHUNK_BLOCKS * WIRE_BLOCK * 4):
             file.write(wire.encode(np.frombuffer(data, np.float32)).data)
     partial.replace(out)
 

@@ -23,13 +23,13 @@ from argosy.errors import RunFailed, UserError
 from argosy.sync import messages as say
 from argosy.sync.layout import ServerLayout
 from argosy.sync.links import CALL_LOOK_S, SAME_KEYS, Links, contexts
-from argosy.sync.messages import AHEAD_BYTES, FROM_PART, PIECE_BYTES, FromPart
+from argosy.sync.messages import AHEAD_BYTES, FROM_PART, MESSAGE_PIECE_BYTES, FromPart
 from argosy.sync.wire import F32
 
 IDLE_S = 0.2
 """Seconds between two looks after the connections while there is nothing to do."""
 WAIT_S = 0.5
-SILENT_S = 5.0
+SERVER_SILENT_S = 5.0
 """Silence of a server after which the user is told that it is waited for."""
 T = TypeVar("T")
 Answer = TypeVar("Answer", bound=say.NumberedMessage)
@@ -177,7 +177,7 @@ class Client:
 
     def _waits(self, name: str, why: str = "") -> None:
         """Tell the user of a server that has been silent for long, or what it said why one has to wait."""
-        is_silent = time.monotonic() - self._links.heard_s[name] > SILENT_S
+        is_silent = time.monotonic() - self._links.heard_s[name] > SERVER_SILENT_S
         is_refused = name in self._refusals and name not in self._links.sites
         refusal = f" ({self._refusals[name]})" if is_refused else ""
         self.waits_for = f"no answer from {name}{refusal}" if is_silent or refusal else why
@@ -225,11 +225,11 @@ class Client:
         """Receive the weights of one server. Raises: AskAgain if it does not have them."""
         name, vector = self._names[number], self._weights[number].view(np.uint8)
         ask, said_on = 0, 0
-        missing = set(range(0, len(vector), PIECE_BYTES))
+        missing = set(range(0, len(vector), MESSAGE_PIECE_BYTES))
         while missing:
             if self._connections[name] != said_on and name in self._links.sites:
                 ask, said_on = self._number(), self._connections[name]
-                missing = set(range(0, len(vector), PIECE_BYTES))  # all of one version
+                missing = set(range(0, len(vector), MESSAGE_PIECE_BYTES))  # all of one version
                 self._links.tell(name, say.PullWeights(ask=ask, epoch=epoch, version=version))
             self._waits(name)
             found = self._take(name)
@@ -240,7 +240,7 @@ class Client:
                 raise AskAgain
             if not isinstance(message, say.Weights) or message.ask != ask or message.at not in missing:
                 continue
-            if len(data) != min(PIECE_BYTES, len(vector) - message.at):
+            if len(data) != min(MESSAGE_PIECE_BYTES, len(vector) - message.at):
                 raise RunFailed(f"{name} sent {len(data)} bytes of weights where others belong")
             vector[message.at : message.at + len(data)] = np.frombuffer(data, np.uint8)
             missing.discard(message.at)
@@ -263,7 +263,7 @@ class Client:
 
     def _push(self, name: str, lease: str, data: memoryview) -> None:
         """Send a gradient to one server, until all has arrived."""
-        unsent = deque(range(0, len(data), PIECE_BYTES))
+        unsent = deque(range(0, len(data), MESSAGE_PIECE_BYTES))
         under_way: list[int] = []
         said_on = self._connections[name]
         while unsent or under_way:
@@ -271,10 +271,10 @@ class Client:
                 said_on = self._connections[name]
                 unsent.extendleft(reversed(under_way))
                 under_way = []
-            while unsent and len(under_way) * PIECE_BYTES < AHEAD_BYTES and name in self._links.sites:
+            while unsent and len(under_way) * MESSAGE_PIECE_BYTES < AHEAD_BYTES and name in self._links.sites:
                 at = unsent.popleft()
                 under_way.append(at)
-                piece = data[at : at + PIECE_BYTES]
+                piece = data[at : at + MESSAGE_PIECE_BYTES]
                 self.sent_bytes += len(piece)
                 self._links.tell(name, say.PushPiece(lease=lease, at=at), piece)
             self._waits(name)

@@ -1,4 +1,4 @@
-"""The compressors of gradient sums, and `COMPRESSORS`: which is meant by the plan's word `sync`.
+"""The compressors of gradient sums, and `COMPRESSOR_OF`: which is meant by the plan's word `sync`.
 
 Top-k sums the largest numbers of each parameter. What is not sent stays in the residual (Stich et al. 2018, "Sparsified
 SGD with Memory"). Each rank sends places and values of the largest of each of its parameters, and all add up all
@@ -289,7 +289,7 @@ def _q_elements(part: _Part) -> int:
     return part.segment.batch * part.segment.cols * part.rank
 
 
-COMPRESSORS: Mapping[str, Callable[[SyncConfig], Compressor]] = {
+COMPRESSOR_OF: Mapping[str, Callable[[SyncConfig], Compressor]] = {
     "exact": lambda settings: Exact(),
     "bf16": lambda settings: Exact(torch.bfloat16),
     "int8": lambda settings: Quantised(settings, bits=8),

@@ -33,7 +33,7 @@ from argosy.sync.links import Links, PeerTable
 from argosy.sync.messages import Standing
 from argosy.sync.site_recovery import SiteRecovery
 
-REPEAT_S = 1.0
+RESEND_S = 1.0
 """Seconds after which what matters is said again."""
 MOST_ATTEMPTS = 1 << 20
 """No site is so many attempts at a round ahead of another."""
@@ -278,7 +278,7 @@ class SiteExchange:
         """Ask for the line of the round at hand, if another site has it; forget a line whose average nobody has."""
         holder, now = self._others.holder(self._number), time.monotonic()
         if self._line is None:
-            if holder is not None and now - self._asked_s > REPEAT_S:
+            if holder is not None and now - self._asked_s > RESEND_S:
                 self._asked_s = now
                 self._links.tell(holder, say.LineRequest(round=self._number))
         elif holder is None and not self._others.is_alive(self._line_from):
@@ -287,7 +287,7 @@ class SiteExchange:
 
     def _repeat(self) -> None:
         """Say again what others may not have taken, as they were not in this round yet."""
-        if time.monotonic() - self._repeated_s > REPEAT_S:
+        if time.monotonic() - self._repeated_s > RESEND_S:
             self._repeated_s = time.monotonic()
             for name in list(self._links.sites):
                 self._introduce(name)

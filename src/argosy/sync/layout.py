@@ -21,14 +21,14 @@ from argosy.plan.plan import way_of_sites, with_sync, words_of
 from argosy.sync.deal import Shares
 from argosy.sync.wire import Flat, WireFormat, flats_of
 
-FOLDER = "exchange"
+EXCHANGE_FOLDER = "exchange"
 SITES = "sites"
 """The folder, in that of the whole run, of its sites' folders."""
 OF_A_SITE = ("train.global_batch", "site", "sites")
 """Keys that differ between the sites of a run."""
 OF_A_PART = ("site", "sites", "sync", "train.steps")
 """Keys that may differ between servers and workers of a run, or that servers check otherwise."""
-AGAIN = "--again"
+RESTARTED = "--again"
 """The word of the command that starts a server in place of one that died."""
 
 
@@ -63,7 +63,7 @@ class Sites:
     @classmethod
     def of(cls, run: RunConfig, run_dir: Path) -> Sites:
         """Return the sites of a run whose folder at this site is `run_dir`."""
-        return cls(run, run_dir / FOLDER)
+        return cls(run, run_dir / EXCHANGE_FOLDER)
 
     @cached_property
     def shares(self) -> Shares:

@@ -29,7 +29,7 @@ from argosy.files import atomic_write, make_folder, sync
 from argosy.processes.connection import BadMessage, Count, WireRecord, decoded, encoded
 from argosy.sync.deal import AppliedUpdate, Shares, deal, merged
 
-NAME = "ledger.jsonl"
+LEDGER_FILE = "ledger.jsonl"
 SiteName = Annotated[str, Field(pattern=SITE_NAME, max_length=64)]
 Chain = Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
 """Empty: of no line."""
@@ -72,7 +72,7 @@ class Line(WireRecord, ser_json_inf_nan="constants"):
         return hashlib.sha256((before + json.dumps(record, sort_keys=True)).encode()).hexdigest()[:16]
 
 
-LINE: TypeAdapter[Line] = TypeAdapter(Line)
+LEDGER_LINE: TypeAdapter[Line] = TypeAdapter(Line)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class LedgerFile:
     """The file of a ledger; one process writes it."""
 
     def __init__(self, folder: Path):
-        self.path = folder / NAME
+        self.path = folder / LEDGER_FILE
 
     def sync(self) -> None:
         """Wait until all lines are on the disk: a checkpoint that follows relies on them."""
@@ -214,7 +214,7 @@ class RoundLedger(LedgerFile):
         found: dict[int, Line] = {}
         for text in self._rest[1:]:
             with suppress(BadMessage):
-                line = decoded(text, LINE)
+                line = decoded(text, LEDGER_LINE)
                 if line.round <= self.rounds:  # else that is what is damaged in it
                     found[line.round] = line
         return found
@@ -281,7 +281,7 @@ class RoundLedger(LedgerFile):
 
 def checked_line(lines: Sequence[Line], text: bytes) -> Line:
     """Return the line that follows `lines` from the text that was written of it. Raises: BadMessage if it is none."""
-    line = decoded(text, LINE)
+    line = decoded(text, LEDGER_LINE)
     if line.round != len(lines):
         raise BadMessage(f"it is of round {line.round}")
     if line.chained(chain_of(lines)) != line.chain:

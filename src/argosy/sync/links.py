@@ -35,18 +35,21 @@ from argosy.processes.secret import call as called
 from argosy.sync.layout import Sites
 from argosy.sync.messages import FromSite, Hello, M, Ping, Refusal, Standing, framed, unframed
 
-FIRST, LAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
+CERTIFICATE_FROM, CERTIFICATE_UNTIL = (
+    datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC),
+    datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC),
+)
 """Validity of the certificate, which is part of what must be the same everywhere."""
 BIND_S, BIND_AGAIN_S = 10.0, 0.2
 """A port is tried for this long: the process that had it before may not have let go of it."""
 PING_S = 1.0
-SILENT_S = 10.0
+PEER_SILENT_S = 10.0
 """A peer that says nothing for this long is not connected any more: a link that was cut does not say so."""
-CALL_AGAIN_S, REFUSED_AGAIN_S = 1.0, 5.0
+LINK_AGAIN_S, REFUSED_AGAIN_S = 1.0, 5.0
 """Seconds from a failed call to the next one; and from a refusal."""
 CALL_LOOK_S = 0.02
 """Seconds between two looks after a call that is under way."""
-MOST_STRANGERS = 16
+MOST_UNKNOWN_SITES = 16
 """Connections that have not said who they are."""
 MOST_REFUSALS = 256
 """So many refusals are told, each once; a run lasts for months, and whoever reaches the port can be refused."""
@@ -162,7 +165,7 @@ class Links(Generic[M]):
         except OSError:
             return
         strangers = [link for link in self._links if not link.name and not link.expected]
-        if len(strangers) >= MOST_STRANGERS:
+        if len(strangers) >= MOST_UNKNOWN_SITES:
             self._drop(strangers[0])
         self._links.append(Link(connected, host, "", self))  # each connection has a port of its own
 
@@ -173,7 +176,7 @@ class Links(Generic[M]):
             if name in self._calls:
                 if self._calls[name].done():
                     answered = self._calls.pop(name)
-                    self._next_call_s[name] = now + CALL_AGAIN_S
+                    self._next_call_s[name] = now + LINK_AGAIN_S
                     if answered.exception() is None:
                         self._links.append(Link(answered.result(), address[0], name, self))
             elif name not in under_way and now >= self._next_call_s[name]:
@@ -240,7 +243,7 @@ class Links(Generic[M]):
                     self._refuse(link, f"{link.connection.problem}; {SAME_KEYS}")
                 else:
                     self._drop(link)
-            elif now - link.heard_s > (SILENT_S if link.name else HELLO_S):
+            elif now - link.heard_s > (PEER_SILENT_S if link.name else HELLO_S):
                 self._drop(link)
 
     def _drop(self, link: Link) -> None:
@@ -304,8 +307,8 @@ def site_certificate(secret: bytes) -> tuple[bytes, bytes]:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(1)
-        .not_valid_before(FIRST)
-        .not_valid_after(LAST)
+        .not_valid_before(CERTIFICATE_FROM)
+        .not_valid_after(CERTIFICATE_UNTIL)
         .sign(key, None)
     )
     return certificate.public_bytes(serialization.Encoding.PEM), key.private_bytes(

@@ -16,7 +16,7 @@ from argosy.processes.connection import Count, Text, WireRecord, decoded, encode
 from argosy.sync.ledger import AnyFloat, Chain, Crc, Line, Ranges, SiteName, Tokens
 
 VERSION = 5
-PIECE_BYTES = 1 << 18
+MESSAGE_PIECE_BYTES = 1 << 18
 """Files, weights and gradients travel in pieces of so many bytes at most."""
 AHEAD_BYTES = 1 << 23
 """Bytes that may be under way: what a link of 1 Gbit/s and 60 ms holds."""
@@ -189,7 +189,7 @@ class PieceRequest(WireRecord):
     """First byte of what is fetched, within the whole."""
     at: Count
     """First byte that is wanted, after `start`."""
-    bytes: Annotated[int, Field(ge=1, le=PIECE_BYTES)]
+    bytes: Annotated[int, Field(ge=1, le=MESSAGE_PIECE_BYTES)]
 
 
 class FilePiece(WireRecord):

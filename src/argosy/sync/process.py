@@ -23,7 +23,7 @@ from argosy.sync.links import open_links
 from argosy.sync.messages import FROM_SITE
 
 EXCHANGE = "argosy.sync.process"
-SPARE_S = 5.0
+EXCHANGE_SPARE_S = 5.0
 """Time that it may take to end, beside that in which the other sites take what they need of the run."""
 
 
@@ -40,11 +40,11 @@ def exchange_of(folder: Path, run: RunConfig, events: Events) -> Supervisor | No
 
     if not run.sites or is_asynchronous(run.plan):
         return None
-    policy = RestartPolicy(pause_s=2.0, finish_s=run.sync.patience_s + SPARE_S)
+    policy = RestartPolicy(pause_s=2.0, finish_s=run.sync.patience_s + EXCHANGE_SPARE_S)
     return Supervisor(policy, lambda: Child(EXCHANGE, str(folder)), ended, is_wanted=False)
 
 
-TURN_S = 0.02
+EXCHANGE_TURN_S = 0.02
 """Seconds between two looks for files of the ranks."""
 
 
@@ -81,12 +81,12 @@ def main() -> None:
 
     threading.Thread(target=listen, name="argosy-parent", daemon=True).start()
     while not ending.is_set():
-        exchange.turn(TURN_S)
+        exchange.turn(EXCHANGE_TURN_S)
     until = time.monotonic() + run.sync.patience_s
     while exchange.rounds >= exchange.sites.rounds and not exchange.is_over and not is_gone.is_set():
         if time.monotonic() > until:
             break
-        exchange.turn(TURN_S)
+        exchange.turn(EXCHANGE_TURN_S)
     exchange.close()
 
 

@@ -30,7 +30,7 @@ from argosy.sync.ledger import Line, RoundLedger, chain_of, checked_line, is_nex
 from argosy.sync.links import Links, PeerTable
 from argosy.sync.messages import FilePiece, LineRequest, NotThere, Source, Standing, StateOffer, StateRequest, gives_way
 
-ASK_S = 1.0
+LINE_REQUEST_S = 1.0
 """Seconds between two requests for a line."""
 
 
@@ -230,7 +230,7 @@ class Mending:
             print(f"argosy: site {self._sites.me}: {self._ledger.path} is whole again", flush=True)
             return True
         now = time.monotonic()
-        if holder is not None and now - self._asked_s > ASK_S:
+        if holder is not None and now - self._asked_s > LINE_REQUEST_S:
             self._asked_s = now
             tell(holder, LineRequest(round=self.wanted))
         if not self._is_said and now - self._began_s > self._sites.run.sync.patience_s:

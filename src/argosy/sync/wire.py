@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.plan.sync import BLOCK, BLOCK_BYTES, fragments_of
+from argosy.plan.sync import WIRE_BLOCK, WIRE_BLOCK_BYTES, fragments_of
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -35,17 +35,17 @@ class WireFormat:
 
     @property
     def block_bytes(self) -> int:
-        return BLOCK_BYTES[self.name]
+        return WIRE_BLOCK_BYTES[self.name]
 
     def blocks(self, elements: int) -> int:
         """Return how many blocks `elements` numbers take; the last one is filled up with zeros."""
-        return -(-elements // BLOCK)
+        return -(-elements // WIRE_BLOCK)
 
     def encode(self, numbers: F32) -> U8:
         """Return the bytes of `numbers`. Numbers that are not finite make all of their block not finite."""
         blocks = self.blocks(len(numbers))
-        padded: F32 = np.pad(numbers, (0, missing)) if (missing := blocks * BLOCK - len(numbers)) else numbers
-        padded = padded.reshape(blocks, BLOCK)
+        padded: F32 = np.pad(numbers, (0, missing)) if (missing := blocks * WIRE_BLOCK - len(numbers)) else numbers
+        padded = padded.reshape(blocks, WIRE_BLOCK)
         if self.name == "fp32":
             return padded.reshape(-1).view(np.uint8)
         if self.name == "bf16":
@@ -74,7 +74,7 @@ class WireFormat:
         scales = np.ascontiguousarray(rows[:, :4]).view("<f4")
         if self.name == "int8":
             return (rows[:, 4:].view(np.int8) * scales).astype(np.float32).reshape(-1)
-        numbers: F32 = np.empty((len(rows), BLOCK), np.float32)
+        numbers: F32 = np.empty((len(rows), WIRE_BLOCK), np.float32)
         numbers[:, 0::2] = (rows[:, 4:] & 15).astype(np.int8) - 8
         numbers[:, 1::2] = (rows[:, 4:] >> 4).astype(np.int8) - 8
         return (numbers * scales).reshape(-1)
@@ -123,10 +123,10 @@ class Flat:
         row = prod(whole[1:])
         first, rows = (offset[0], shape[0]) if whole else (0, 1)
         begin = start + first * row
-        block = begin // BLOCK
-        end_block = -(-(begin + rows * row) // BLOCK)
+        block = begin // WIRE_BLOCK
+        end_block = -(-(begin + rows * row) // WIRE_BLOCK)
         numbers = wire.decode(blob[block * wire.block_bytes : end_block * wire.block_bytes])
-        numbers = numbers[begin - block * BLOCK :][: rows * row].reshape((rows, *whole[1:]) if whole else ())
+        numbers = numbers[begin - block * WIRE_BLOCK :][: rows * row].reshape((rows, *whole[1:]) if whole else ())
         return (
             numbers[(slice(None), *(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True)))]
             if whole

@@ -82,7 +82,7 @@ class StepPolicy:
 
 
 SHOWN_S, SAID_S = 1.0, 15.0
-FIRST_PAUSE_S, PAUSE_S = 0.001, 0.05
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.001, 0.05
 """Seconds between two looks whether a wait is over: at first, and after a while."""
 
 
@@ -230,7 +230,7 @@ class Waiting:
     def pause(self) -> None:
         """Sleep until the next look, a little longer each time."""
         time.sleep(self._pause_s)
-        self._pause_s = min(1.5 * self._pause_s, PAUSE_S)
+        self._pause_s = min(1.5 * self._pause_s, LONGEST_PAUSE_S)
 
     def ends(self) -> None:
         """Show it no more."""

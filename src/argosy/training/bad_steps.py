@@ -25,7 +25,7 @@ from typing import Literal
 
 from argosy.config.schema import SIGMAS_OF_MAD, ResilienceConfig
 
-MOST_IN_A_ROW = 5
+MOST_BAD_STEPS = 5
 """The run ends after so many bad steps in a row."""
 MOST_REWINDS = 2
 """A run goes back to the same step so often; then it ends."""
@@ -33,7 +33,7 @@ LEAST_LOSS_SIGMA = 0.01
 """The least standard deviation of losses, over their median: where the loss hardly varies, 1 % is still no spike."""
 LEAST_NORM_SIGMA = 0.1
 """The least standard deviation of the norm's logarithm: 10 % is no outlier."""
-REMEDY = (
+BAD_STEPS_REMEDY = (
     'Try a smaller optimizer.lr, more schedule.warmup_steps, or plan = "auto,precision=fp32"; if these numbers are as '
     "they should be, a larger resilience.loss_spike_sigmas or norm_outlier_sigmas."
 )
@@ -181,7 +181,7 @@ class BadStepPolicy:
     def _action(self) -> Action:
         policy, rewind_after = self._settings.on_bad_step, self._settings.rewind_after
         # Without a checkpoint to go back to, steps are skipped after the one that asked for it.
-        most = max(MOST_IN_A_ROW, rewind_after + 1) if policy == "rewind" else MOST_IN_A_ROW
+        most = max(MOST_BAD_STEPS, rewind_after + 1) if policy == "rewind" else MOST_BAD_STEPS
         if policy == "stop" or self._in_a_row >= most:
             return Action.STOP
         return Action.REWIND if policy == "rewind" and self._in_a_row == rewind_after else Action.SKIP

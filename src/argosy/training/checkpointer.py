@@ -16,7 +16,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.remote import Remote
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.store import Checkpoint, Choice
-from argosy.checkpoint.weights import MODEL, SCORE, fill_from_checkpoint, fill_from_folder
+from argosy.checkpoint.weights import MODEL_PREFIX, SCORE, fill_from_checkpoint, fill_from_folder
 from argosy.checkpoint.writer import Upkeep
 from argosy.config.schema import CheckpointConfig
 from argosy.data.stores.model_folder import is_model_folder
@@ -326,8 +326,8 @@ class Checkpointer:
 
 def _but_a_new_score(weights: Mapping[Box, Any], checkpoint: Checkpoint) -> dict[Box, Any]:
     """Return `weights` without the head of a reward model, if the checkpoint is of a model without one."""
-    has_one = any(box.name == MODEL + SCORE for box in boxes_in(checkpoint))
-    return {box: part for box, part in weights.items() if has_one or box.name != MODEL + SCORE}
+    has_one = any(box.name == MODEL_PREFIX + SCORE for box in boxes_in(checkpoint))
+    return {box: part for box, part in weights.items() if has_one or box.name != MODEL_PREFIX + SCORE}
 
 
 def _check_fits(weights: Mapping[Box, Any], checkpoint: Checkpoint, remedy: str = SAME_MODEL) -> None:

@@ -21,7 +21,7 @@ from argosy.data.shards import BadShard, TokenSource, spread_windows
 from argosy.data.tokenizer import Tokenizer
 from argosy.errors import UserError
 from argosy.models.microbatch import compared_microbatches, microbatches
-from argosy.models.preference import CHOSEN, Preference, Sequences
+from argosy.models.preference import CHOSEN_SIDE, Preference, Sequences
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.screen import Progress
 from argosy.parallel.model import ParallelModel
@@ -56,7 +56,7 @@ class HeldOut:
     @cached_property
     def pairs(self) -> int:
         """Pairs whose sides are scored."""
-        return int((sequences_in(self.windows).kinds == CHOSEN).sum()) if self.are_scored else 0
+        return int((sequences_in(self.windows).kinds == CHOSEN_SIDE).sum()) if self.are_scored else 0
 
     @property
     def targets(self) -> np.ndarray:

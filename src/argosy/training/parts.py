@@ -13,7 +13,7 @@ import torch.distributed as dist
 from argosy.config.identity import config_sha256
 from argosy.config.optimizer import OPTIMIZERS
 from argosy.config.schema import RunConfig
-from argosy.config.train import LOSSES
+from argosy.config.train import BUILTIN_LOSSES
 from argosy.data.loader import OpenData, open_data
 from argosy.errors import UserError
 from argosy.models.initialize import materialize
@@ -136,7 +136,7 @@ def check_user_code(run: RunConfig, plan: Plan) -> None:
 
     Raises: UserError.
     """
-    if run.train.loss not in LOSSES:
+    if run.train.loss not in BUILTIN_LOSSES:
         check_loss(run.extend.code, run.train.loss)
     if run.optimizer.kind not in OPTIMIZERS:
         check_rule(run.extend.code, run.optimizer)

@@ -21,11 +21,11 @@ from argosy.errors import RunFailed
 from argosy.observe.clock import matmul_peak_flops
 from argosy.observe.counters import Communication
 from argosy.observe.events import Events, Metrics
-from argosy.observe.heartbeat import BESIDE, NOTHING
+from argosy.observe.heartbeat import BESIDE, NO_FACTS
 from argosy.observe.report import task_in_words
 from argosy.observe.screen import Progress
 from argosy.parallel.expert import loads_by_layer
-from argosy.parallel.model import DTYPES
+from argosy.parallel.model import COMPUTE_DTYPES
 from argosy.parallel.world import World, processes_here
 from argosy.plan.cost.economy import mtbf_s
 from argosy.plan.cost.exact_state import state_bytes
@@ -38,7 +38,7 @@ from argosy.plan.plan import Plan, measured_format
 from argosy.plan.search.auto import UNKNOWN_GPU
 from argosy.plan.sync import OF_SITES
 from argosy.plan.workload import Workload
-from argosy.training.bad_steps import REMEDY, Action, BadStep, Reason
+from argosy.training.bad_steps import BAD_STEPS_REMEDY, Action, BadStep, Reason
 from argosy.training.evaluation import Evaluator, Score
 from argosy.training.recovery import Recovery
 from argosy.training.rows import TaskScores
@@ -129,7 +129,7 @@ class Records:
     def measure_peak(self) -> None:
         """Measure `peak_flops` on all processes at once, since they share the machine; all call it together."""
         self._world.barrier()
-        mine = matmul_peak_flops(self._world.device, DTYPES[self._plan.precision])
+        mine = matmul_peak_flops(self._world.device, COMPUTE_DTYPES[self._plan.precision])
         total = self._world.sum(torch.tensor(mine, dtype=torch.float64, device=self._world.device))
         self.peak_flops = total.item()
 
@@ -178,7 +178,7 @@ class Records:
         tokens: int,
         samples: Mapping[str, Any],
         seconds: Mapping[str, float],
-        communication: Communication = NOTHING,
+        communication: Communication = NO_FACTS,
         more: Mapping[str, Any] = NO_MORE,
     ) -> dict[str, Any]:
         """Write the line of a step that was applied, and return it. Only rank 0 calls it.
@@ -299,7 +299,9 @@ class Records:
         )
         if action is Action.STOP:
             row = f"the last {bad.in_a_row} steps were" if bad.in_a_row > 1 else "the step is"
-            raise RunFailed(f"{what} at step {bad.step}: {row} {WRONG[bad.reason]}, and changed nothing. {REMEDY}")
+            raise RunFailed(
+                f"{what} at step {bad.step}: {row} {WRONG[bad.reason]}, and changed nothing. {BAD_STEPS_REMEDY}"
+            )
 
     def switched_off(self, what: str, place: str, why: str, step: int) -> None:
         """Record that an extension of the user's raised an error and is switched off; each process does so."""

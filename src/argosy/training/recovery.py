@@ -30,7 +30,7 @@ from argosy.parallel.peers import Peers, Talk, over, peers_of
 from argosy.parallel.world import World
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.state import StepUpdate, TrainState
-from argosy.training.sync_memory import NOTHING, Past
+from argosy.training.sync_memory import NO_PAST, Past
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Claim:
     history: History
     position: Position
     is_live: bool
-    past: Past = NOTHING
+    past: Past = NO_PAST
     """Compressor state, as far as the offer's boxes tell."""
 
     @property
@@ -71,7 +71,7 @@ class WholeState:
     """Indices of this rank's offers that are used; live ones come first."""
     transfers: tuple[Transfer, ...]
     """This rank's."""
-    past: Past = NOTHING
+    past: Past = NO_PAST
     """Compressor state."""
 
 
@@ -145,7 +145,7 @@ def _rank_of(leader: Leader) -> tuple[int, int]:
     return leader[:2]
 
 
-ATTEMPTS = 3
+EXCHANGE_ATTEMPTS = 3
 """Tries of an exchange in which a message is corrupt: its sender still has what it was to be."""
 
 Tier = Literal["live", "memory", "disk", "none"]
@@ -356,12 +356,12 @@ def _take(
     held: dict[Box, Tensor] = {}
     for i in reversed(found.used):
         held |= sources[i].tensors()
-    for attempt in range(ATTEMPTS):
+    for attempt in range(EXCHANGE_ATTEMPTS):
         try:
             traffic = carry(found.transfers, held, tensors, group)
             break
         except CorruptMessage:
-            if attempt == ATTEMPTS - 1:
+            if attempt == EXCHANGE_ATTEMPTS - 1:
                 raise
     _take_scale(found.leader, held, tensors, group)
     state.restored(tensors)

@@ -19,7 +19,7 @@ import torch
 from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
 from argosy.sync.ledger import dealt_in
-from argosy.training.agreement import PAUSE_S, Agreement, Waiting
+from argosy.training.agreement import LONGEST_PAUSE_S, Agreement, Waiting
 from argosy.training.parts import Parts
 from argosy.training.schedule import Pace, learning_rate
 from argosy.training.site_files import SiteFiles
@@ -213,7 +213,7 @@ class Rounds(Agreement):
         while len(self._ledger.lines) <= number:
             self._ledger.refresh()
             if len(self._ledger.lines) <= number:
-                time.sleep(PAUSE_S)
+                time.sleep(LONGEST_PAUSE_S)
 
     def _is_member(self, number: int) -> bool:
         return self._sites.me in dealt_in(self._sites.shares, self._ledger.lines, number)

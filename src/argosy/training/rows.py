@@ -17,7 +17,7 @@ import torch
 
 from argosy.data.loader import OpenData
 from argosy.data.order import Samples
-from argosy.data.packing import START, TRAINED, Words, sequences_in
+from argosy.data.packing import START_BIT, TRAINED, Words, sequences_in
 from argosy.data.shards import TokenSource
 from argosy.errors import RunFailed
 from argosy.files import atomic_write
@@ -96,10 +96,10 @@ def request_rows(requests: Sequence[Request], seq_len: int, filler: int) -> tupl
             rows.append(np.full(seq_len + 1, filler, np.int32))
             room, count = seq_len, 0
         rows[-1][seq_len - room : seq_len - room + len(unit)] = unit
-        rows[-1][seq_len - room] |= START
+        rows[-1][seq_len - room] |= START_BIT
         places[number] = len(rows) - 1, count
         room, count = room - len(unit), count + 1
-        rows[-1][seq_len - room] |= START  # of what is next, or of the filler
+        rows[-1][seq_len - room] |= START_BIT  # of what is next, or of the filler
     return np.stack(rows), places
 
 

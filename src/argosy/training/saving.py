@@ -19,7 +19,7 @@ from argosy.checkpoint.shards import box_bytes
 from argosy.errors import Retryable, RunFailed, StorageError
 from argosy.parallel.world import give_back_freed_memory
 from argosy.plan.cost.economy import HOST_COPY_BYTES_PER_S, memory_checkpoint_interval_s
-from argosy.training.bad_steps import MOST_REWINDS, REMEDY, BadStepCounts, BadStepPolicy
+from argosy.training.bad_steps import BAD_STEPS_REMEDY, MOST_REWINDS, BadStepCounts, BadStepPolicy
 from argosy.training.integrity import Integrity
 from argosy.training.parts import Parts
 from argosy.training.recovery import recover
@@ -174,7 +174,7 @@ class Restorer:
         if not self._bad_steps.rewound(self._state.step):
             raise RunFailed(
                 f"step {step} is bad again after the run went back to step {self._state.step} {MOST_REWINDS} times and "
-                f"skipped other samples. {REMEDY}"
+                f"skipped other samples. {BAD_STEPS_REMEDY}"
             )
         self._bad_steps.remember(self._records.last_steps())
 

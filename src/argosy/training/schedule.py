@@ -47,7 +47,7 @@ def _between(final: float, share: float) -> float:
 
 SLACK = 0.92
 """Share of the budget for steps and evaluations; saves and the sample at the end take the rest."""
-FIRST_STEPS, COMPILING_STEPS = 1, 2
+STARTING_STEPS, COMPILING_STEPS = 1, 2
 """First steps of a world, which say nothing of those to come: they fill caches, or compile."""
 FORWARD = 0.4
 """About the time of a forward pass over that of a training step on as many tokens."""
@@ -69,7 +69,7 @@ class Pace:
         self._began = time.monotonic()
         self._recent: deque[float] = deque(maxlen=20)
         self._steady: deque[float] = deque(maxlen=20)
-        self._first_steps_left = COMPILING_STEPS if compiles else FIRST_STEPS
+        self._first_steps_left = COMPILING_STEPS if compiles else STARTING_STEPS
         evaluation = FORWARD * held_out_tokens / run.tokens_per_step  # in steps' time
         self._evaluation_per_step = evaluation / run.evaluate.every_steps if run.evaluate.every_steps else 0.0
 

@@ -25,7 +25,7 @@ from argosy.observe.counters import Communication
 from argosy.parallel.pieces import PlacedPiece, clip
 from argosy.processes.secret import secret_of
 from argosy.sync.client import Client, WorkerTask
-from argosy.sync.layout import FOLDER, ServerLayout, group_folder
+from argosy.sync.layout import EXCHANGE_FOLDER, ServerLayout, group_folder
 from argosy.sync.wire import F32
 from argosy.training.agreement import Agreement, Waiting
 from argosy.training.parts import Parts
@@ -46,7 +46,7 @@ class Servers(Agreement):
         self._stop, self._evaluator = parts.stop, parts.evaluator
         self._layout = ServerLayout(parts.run)
         self._mine = boxes_written(self._model.masters, parts.world)
-        self._weights, self._gradients = self._files(parts.run_dir / FOLDER)
+        self._weights, self._gradients = self._files(parts.run_dir / EXCHANGE_FOLDER)
         self._client: Client | None = None
         """The first rank's."""
         self._task: WorkerTask | None = None

@@ -26,7 +26,7 @@ from argosy.sync.wire import F32, Flat
 from argosy.training.outer_state import OuterState
 from argosy.training.state import TrainState, boxes_written
 
-STEP = "step"
+STEP_ENTRY = "step"
 """Entries of an optimizer's state besides moments, which are as large as the parameter."""
 
 
@@ -140,10 +140,12 @@ class SiteFiles:
             for piece in masters if self._sites.sums_gradients(number) else ():
                 if piece.name in flat.shapes:
                     moments = optimizer.state_of(piece)
-                    for key in moments.keys() - {STEP}:
+                    for key in moments.keys() - {STEP_ENTRY}:
                         part = flat.part(vectors[key], *piece.place)
                         moments[key] = torch.from_numpy(np.array(part)).to(piece.value.device)
-                    optimizer.load_state(piece, {**moments, STEP: torch.tensor(float(self._sites.end_of(number)))})
+                    optimizer.load_state(
+                        piece, {**moments, STEP_ENTRY: torch.tensor(float(self._sites.end_of(number)))}
+                    )
 
     def keys(self, number: int) -> list[str]:
         """Return what the state after a round has of each parameter.
@@ -153,14 +155,14 @@ class SiteFiles:
         if not self._sites.sums_gradients(number):
             return list(self._outer.keys)
         masters, optimizer = self._state.model.masters, self._state.optimizer
-        mine = sorted({key for piece in masters for key in optimizer.state_of(piece)} - {STEP})
+        mine = sorted({key for piece in masters for key in optimizer.state_of(piece)} - {STEP_ENTRY})
         return [*self._outer.keys, *sorted({key for keys in self._world.gather(mine, list[str]) for key in keys})]
 
     def _kept(self, piece: PlacedPiece, number: int) -> dict[str, Tensor]:
         kept = dict(self._outer.state_of(piece.name))
         if self._sites.sums_gradients(number):
             kept |= self._state.optimizer.state_of(piece)
-            del kept[STEP]
+            del kept[STEP_ENTRY]
         return kept
 
     def vectors(self, path: Path, mode: Literal["r", "r+"], number: int) -> Iterator[tuple[Flat, dict[str, F32]]]:

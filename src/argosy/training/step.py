@@ -21,7 +21,7 @@ from argosy.accelerator import sent_to
 from argosy.config.schema import RunConfig
 from argosy.faults import fault
 from argosy.models.microbatch import Microbatch
-from argosy.models.preference import MISMATCHED
+from argosy.models.preference import MISMATCHED_SIDE
 from argosy.observe.clock import StepClock
 from argosy.optim.piece import Piece
 from argosy.parallel.expert import loads_of
@@ -176,7 +176,7 @@ class Step:
                 some = batch[start : start + model.microbatches_at_once]
                 for micro, scores_BT2 in zip(some, model.score_batch(some) or (), strict=False):
                     assert micro.sequences is not None
-                    is_other_BT = micro.sequences.kinds == MISMATCHED
+                    is_other_BT = micro.sequences.kinds == MISMATCHED_SIDE
                     ratios_BT = torch.where(is_other_BT, scores_BT2[..., 0] - micro.sequences.reference, 0.0)
                     total += torch.stack((ratios_BT.sum(), is_other_BT.sum()))
         with self._clock.time("communication"):

@@ -13,7 +13,7 @@ SAME_S = 2.0
 """Signals that come within so long are one: `timeout` and SLURM send theirs to the process and to its group."""
 HOLD_S = 20.0
 """Longest wait of a rank for its world to end; then it goes on, as nothing has ended it."""
-LOOK_S = 0.01
+WORLD_LOOK_S = 0.01
 """Interval at which a rank that holds looks whether its world is over."""
 
 
@@ -68,7 +68,7 @@ class StopSignal:
         self.is_to_hold = False
         while self.number is None and time.monotonic() < until:
             self.check()
-            time.sleep(LOOK_S)
+            time.sleep(WORLD_LOOK_S)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

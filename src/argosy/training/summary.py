@@ -21,7 +21,7 @@ from argosy.models.generate import sample_tokens
 from argosy.observe.energy import RunSoFar, energy_of_run
 from argosy.observe.events import Metrics, each_line, plan_since
 from argosy.observe.report import (
-    COLUMNS,
+    REPORT_COLUMNS,
     Report,
     totals,
     typical,
@@ -37,7 +37,7 @@ from argosy.plan.parameters import parameters
 from argosy.plan.plan import Plan
 from argosy.training.evaluation import HeldOut, Score, unigram_score
 
-SAMPLE_TOKENS = 200
+SAMPLE_LENGTH = 200
 ASYNCHRONOUS = "the order in which gradients come (plan.sync = async)"
 BAD_STEPS = {
     "skip": "is skipped (resilience.on_bad_step)",
@@ -79,7 +79,7 @@ def _own_code(run: RunConfig) -> Iterator[str]:
 def _wrapped_plan(head: str, plan: str) -> Iterator[str]:
     """Yield `plan` after `head` in lines of at most COLUMNS, which end at its commas."""
     for part in plan.split(","):
-        if len(head) + len(part) + 1 > COLUMNS:
+        if len(head) + len(part) + 1 > REPORT_COLUMNS:
             yield head
             head = "   "
         head += part + ","
@@ -195,7 +195,7 @@ def _sample(run: RunConfig, run_dir: Path, data: OpenData) -> str:
     model = load_decoder(run, choice.checkpoint, torch.device("cpu"), torch.float32)
     prompt = run.evaluate.sample_prompt or ""
     ids = data.tokenizer.encode_prompt(prompt)
-    room = min(SAMPLE_TOKENS, run.model.max_seq_len - len(ids))
+    room = min(SAMPLE_LENGTH, run.model.max_seq_len - len(ids))
     written = sample_tokens(model, ids, room, temperature=0.8, top_p=0.95, seed=run.seed, stop=(data.eod_id,))
     return prompt + data.tokenizer.decode(list(written))
 

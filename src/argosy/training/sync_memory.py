@@ -67,7 +67,7 @@ class Past:
         )
 
 
-NOTHING = Past()
+NO_PAST = Past()
 
 
 class SyncMemory:

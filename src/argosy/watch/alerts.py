@@ -22,9 +22,9 @@ from argosy.watch.rules.ranks import agent_of, node_of
 STALL_STEPS, STALL_LONGEST = 20.0, 3.0
 """A run stalls if no step ends for so many usual ones, and for so many times the longest of the last ones: evaluations
 and saves are part of those."""
-LAST = 50
+PACE_STEPS = 50
 """Steps whose pace a stall is judged by."""
-ENOUGH = 1.5
+CLEARED_BY = 1.5
 """A limit that was passed must be left behind by this factor."""
 DOUBT_S = 600.0
 """A node is in doubt until nothing was found on it for so long, or a new world began."""
@@ -175,7 +175,7 @@ def disk_filling(facts: RunFacts, settings: AlertsConfig) -> Iterator[AlertCondi
         why = f"{free_gb:.1f} GB are free on the disk of {disk.node}{soon}"
         if free_gb < settings.disk_free_gb or left_h < settings.disk_hours:
             yield AlertCondition(True, why, _DISK, disk.node, evidence)
-        elif free_gb > ENOUGH * settings.disk_free_gb and left_h > ENOUGH * settings.disk_hours:
+        elif free_gb > CLEARED_BY * settings.disk_free_gb and left_h > CLEARED_BY * settings.disk_hours:
             yield AlertCondition(False, why, subject=disk.node)
 
 
@@ -253,7 +253,7 @@ def _pace(facts: RunFacts, settings: AlertsConfig) -> tuple[float, float]:
     first_s = facts.run.resilience.first_step_s if facts.run is not None else 600.0
     if not len(facts):
         return start_s, first_s
-    times = facts.column("time_s", slice(-LAST, None))
+    times = facts.column("time_s", slice(-PACE_STEPS, None))
     since = times[~(times < start_s) & np.isfinite(times)]  # a pause before the newest start is no step
     longest = float(np.diff(since).max(initial=0.0))
     usual = facts.step_s if facts.step_s > 0 else median(facts.column("step_time_s"))
@@ -302,7 +302,7 @@ def _node(event: Event) -> str:
 
 CALM_S = 30.0
 """All must be right for so long before an alert ends: a node that comes and goes is one alert."""
-REMEMBERED = 256
+ALERT_MEMORY = 256
 """Alerts that an evaluation of one moment looks back at, in events."""
 CRITICAL = ("nan", "dead", "disk_filling")
 
@@ -380,7 +380,7 @@ def standing(facts: RunFacts, settings: AlertsConfig | None = None) -> list[Aler
     """
     if settings is None:
         settings = facts.run.observe.alerts if facts.run is not None else AlertsConfig()
-    told = [alert for event in facts.of("alert")[-REMEMBERED:] if (alert := _of_event(event)) is not None]
+    told = [alert for event in facts.of("alert")[-ALERT_MEMORY:] if (alert := _of_event(event)) is not None]
     last = {(each.alert, each.subject): each for each in told}
     now = [
         each for each in Alerts(settings).look(facts) if last.get((each.alert, each.subject), _ENDED).state == "ends"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.observe.records import MOST
+from argosy.observe.records import MOST_NUMBER
 
 Floats = npt.NDArray[np.float64]
 Line = dict[str, Any]
@@ -30,10 +30,10 @@ def finite_mean(values: Floats) -> float:
     return float(finite.mean()) if len(finite) else 0.0
 
 
-STEP = "step"
-MOST_KEYS = 20_000
+STEP_COLUMN = "step"
+MOST_COLUMNS_READ = 20_000
 """A line of a foreign file may name anything; keys beyond so many are left out."""
-DEEPEST = 8
+DEEPEST_TABLE = 8
 """Tables that are nested deeper than this are left out."""
 LISTS = ("communication.",)
 """Lists become columns in these groups only: the loads of all experts, step by step, are no columns."""
@@ -51,7 +51,7 @@ class Columns:
         """`load` is called with the group of a key that is asked for and not there, and may `put` it."""
         self._load = load
         self._count = 0
-        self._arrays: dict[str, Floats] = {STEP: np.empty(0)}
+        self._arrays: dict[str, Floats] = {STEP_COLUMN: np.empty(0)}
         self.left_out: set[str] = set()
         """Keys for which there was no room."""
 
@@ -89,11 +89,11 @@ class Columns:
 
     def since(self, step: float) -> slice:
         """Return the slice of `step` and all later ones."""
-        return slice(int(np.searchsorted(self[STEP], step)), self._count)
+        return slice(int(np.searchsorted(self[STEP_COLUMN], step)), self._count)
 
     def between(self, first: float | None, last: float | None) -> slice:
         """Return the slice of the steps from `first` to `last`, both included; None: no bound."""
-        steps = self[STEP]
+        steps = self[STEP_COLUMN]
         begin = 0 if first is None else int(np.searchsorted(steps, first))
         end = self._count if last is None else int(np.searchsorted(steps, last, side="right"))
         return slice(begin, max(begin, end))
@@ -103,7 +103,7 @@ class Columns:
 
         That is what lines say that were written after a recovery: the steps behind them are run again.
         """
-        steps = rows[STEP]
+        steps = rows[STEP_COLUMN]
         keep = _risen(steps)
         if not keep.any():
             return
@@ -118,15 +118,15 @@ class Columns:
         """Give keys values at `steps` that are there already; the last of equal steps counts."""
         if not self._count:
             return
-        own = self[STEP]
+        own = self[STEP_COLUMN]
         at = np.minimum(np.searchsorted(own, steps), self._count - 1)
         found = own[at] == steps
         for key, values in rows.items():
-            if key != STEP and self._has_room(key):
+            if key != STEP_COLUMN and self._has_room(key):
                 self._room(key, 0)[at[found]] = values[found]
 
     def cut(self, step: float) -> None:
-        self._count = int(np.searchsorted(self[STEP], step))
+        self._count = int(np.searchsorted(self[STEP_COLUMN], step))
 
     def drop(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -135,9 +135,9 @@ class Columns:
     def _has_room(self, key: str) -> bool:
         if key in self._arrays:
             return True
-        if len(self._arrays) < MOST_KEYS and (len(self._arrays) + 1) * self._count <= MOST_NUMBERS:
+        if len(self._arrays) < MOST_COLUMNS_READ and (len(self._arrays) + 1) * self._count <= MOST_NUMBERS:
             return True
-        if len(self.left_out) < MOST_KEYS:
+        if len(self.left_out) < MOST_COLUMNS_READ:
             self.left_out.add(key)
         return False
 
@@ -174,16 +174,16 @@ def _add_columns(lines: Sequence[Line], prefix: str, out: dict[str, Floats]) -> 
     """Add column by column: of a million lines, that is some times as fast as line by line."""
     names: dict[str, None] = {}
     for line in lines:
-        if len(names) <= MOST_KEYS and not names.keys() >= line.keys():
+        if len(names) <= MOST_COLUMNS_READ and not names.keys() >= line.keys():
             names.update(dict.fromkeys(line))
     for name in names:
-        if len(out) >= MOST_KEYS:
+        if len(out) >= MOST_COLUMNS_READ:
             return
         key, values = f"{prefix}{name}", [line.get(name) for line in lines]
         array = numbers(values)
         if array is not None:
             out[key] = array
-        elif key.count(".") < DEEPEST and any(isinstance(value, dict) for value in values):
+        elif key.count(".") < DEEPEST_TABLE and any(isinstance(value, dict) for value in values):
             _add_columns([value if isinstance(value, dict) else {} for value in values], f"{key}.", out)
         elif key.startswith(LISTS):
             _add_columns([_as_table(value) for value in values], f"{key}.", out)
@@ -199,7 +199,7 @@ def numbers(values: list[Any]) -> Floats | None:
 
 
 def _mostly_numbers(values: list[Any]) -> Floats | None:
-    are = [value is None or (isinstance(value, int | float) and abs(value) < MOST) for value in values]
+    are = [value is None or (isinstance(value, int | float) and abs(value) < MOST_NUMBER) for value in values]
     if 2 * sum(are) <= len(values) or all(value is None for value, is_one in zip(values, are, strict=True) if is_one):
         return None
     return np.array([value if is_one else None for value, is_one in zip(values, are, strict=True)], dtype=float)
@@ -234,7 +234,7 @@ def group_rows(chunk: bytes, group: str, sample: dict[str, Any]) -> dict[str, Fl
         return None
     # A line without the group shows as one whose numbers are all missing.
     tables = [_NOTHING if line.group is None else line.group for line in lines]
-    out = {STEP: steps}
+    out = {STEP_COLUMN: steps}
     for key, get in columns:
         out[key] = np.array([get(table) for table in tables], dtype=float)
     return out
@@ -257,7 +257,7 @@ def _shape(table: dict[str, Any], prefix: str, depth: int) -> Shape | None:
     for name, value in table.items():
         inner: Any = None
         if isinstance(value, dict):
-            inner = _shape(value, f"{prefix}{name}.", depth + 1) if depth < DEEPEST else None
+            inner = _shape(value, f"{prefix}{name}.", depth + 1) if depth < DEEPEST_TABLE else None
             if inner is None:
                 return None
         elif isinstance(value, list):
@@ -267,7 +267,7 @@ def _shape(table: dict[str, Any], prefix: str, depth: int) -> Shape | None:
         elif value is not None and not isinstance(value, int | float):
             return None
         out.append((name, inner))
-    return tuple(out) if len(out) <= MOST_KEYS else None
+    return tuple(out) if len(out) <= MOST_COLUMNS_READ else None
 
 
 @lru_cache(maxsize=64)

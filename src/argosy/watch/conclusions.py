@@ -25,11 +25,11 @@ from argosy.watch.rules import learning, ranks, reliability, times
 from argosy.watch.rules.planner import Advice, Planner, Rule
 from argosy.watch.rules.ranks import slow_ranks
 from argosy.watch.rules.stops import StopsSoFar, stops_so_far
-from argosy.watch.timeline import ENDED
+from argosy.watch.timeline import ENDED_RUN_STATES
 
 READ_NODES = 64
 """Up to this many nodes, all lines about the last steps are read; beyond, the newest line of each, from memory."""
-LINES = 60
+MOST_CONCLUSION_LINES = 60
 DISK_S = 3600.0
 """The free space of disks is looked at over so long."""
 OWN_STEPS = 50
@@ -46,7 +46,7 @@ def facts_of(reader: RunReader, now_s: float | None = None) -> RunFacts:
     now_s: seconds since 1970; default: now, or of a run that has ended, when it last said something.
     """
     if now_s is None:
-        now_s = reader.alive_s if reader.state in ENDED and reader.alive_s else time.time()
+        now_s = reader.alive_s if reader.state in ENDED_RUN_STATES and reader.alive_s else time.time()
     first_step = float(reader.steps["step"][-RECENT:][:1].max(initial=0.0))
     lines = dict(_lines(reader, first_step))
     power_w, power_source = _power(lines)
@@ -100,7 +100,9 @@ def _lines(reader: RunReader, first_step: float) -> Iterator[tuple[str, list[Rec
         if not series.last or series.last["time_s"] < newest_s - FRESH_S:
             continue
         few = len(reader.nodes) <= READ_NODES
-        lines = reader.node_records(node, first_step, most=LINES)[0][-LINES:] if few else []
+        lines = (
+            reader.node_records(node, first_step, most=MOST_CONCLUSION_LINES)[0][-MOST_CONCLUSION_LINES:] if few else []
+        )
         yield node, lines or [series.last]
 
 
@@ -169,7 +171,7 @@ def _devices(lines: dict[str, list[Record]]) -> Iterator[DeviceSeen]:
 def _disks(reader: RunReader, now_s: float) -> Iterator[DiskSeen]:
     for node, series in reader.nodes.items():
         few = len(reader.nodes) <= READ_NODES
-        lines = series.records(now_s - DISK_S, now_s, LINES)[0] if few else [series.last]
+        lines = series.records(now_s - DISK_S, now_s, MOST_CONCLUSION_LINES)[0] if few else [series.last]
         free = [(line["time_s"], line.get("host", {}).get("disk_free_bytes")) for line in lines if line]
         found = np.array([pair for pair in free if isinstance(pair[1], int | float)], dtype=float)
         if len(found):
@@ -201,7 +203,7 @@ def _mean(devices: list[Record], key: str) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-RULES: tuple[Rule, ...] = (
+ADVICE_RULES: tuple[Rule, ...] = (
     ranks.straggler,
     ranks.slow_link,
     ranks.throttled_device,
@@ -232,7 +234,7 @@ def advise(facts: RunFacts, planner: Planner | None = None) -> tuple[Advice, ...
     """Return what all rules say, warnings first, and of these what costs most first."""
     planner = planner or Planner(facts)
     said: list[Advice] = []
-    for rule in RULES:
+    for rule in ADVICE_RULES:
         advice = rule(facts, planner)
         if advice is not None and not _is_said(advice, said):
             said.append(advice)
@@ -250,7 +252,7 @@ def _is_said(advice: Advice, said: Sequence[Advice]) -> bool:
     return advice.rule in ("exposed_communication", "slower_than_planned") and "straggler" in names
 
 
-LATEST_S = 5.0
+CONCLUSIONS_OLD_S = 5.0
 """Conclusions of a run that goes on are drawn anew after so long."""
 
 
@@ -296,7 +298,7 @@ _NEWEST: WeakKeyDictionary[RunReader, Conclusions] = WeakKeyDictionary()
 def conclusions_of(reader: RunReader) -> Conclusions:
     """Return the conclusions about the reader's run; they are drawn anew if it has said more, or time tells more."""
     found = _NEWEST.get(reader)
-    is_fresh = found is not None and time.monotonic() - found.made_s < LATEST_S
+    is_fresh = found is not None and time.monotonic() - found.made_s < CONCLUSIONS_OLD_S
     is_final = found is not None and found.facts.has_ended and found.version == _version(reader)
     if found is None or not (is_fresh or is_final):
         found = _NEWEST[reader] = Conclusions(reader)

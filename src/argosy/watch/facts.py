@@ -16,7 +16,7 @@ from argosy.observe.events import plan_since
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.watch.timeline import ENDED, State, Stretch, timeline
+from argosy.watch.timeline import ENDED_RUN_STATES, State, Stretch, timeline
 
 Floats = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ Event = Mapping[str, Any]
 
 RECENT = 200
 """Conclusions about the present are drawn from so many last steps: seconds of small runs, an hour of large ones."""
-FIRST_STEPS = 3
+WARMING_STEPS = 3
 """First steps of a world, which compile, warm up and fill caches."""
 
 
@@ -156,14 +156,14 @@ class RunFacts:
         warm = np.ones(len(steps), dtype=bool)
         for start in self.starts or [{"step": 0}]:
             first = int(np.searchsorted(steps, int(start["step"])))
-            warm[first : first + FIRST_STEPS] = False
+            warm[first : first + WARMING_STEPS] = False
         return warm
 
     @cached_property
     def recent(self) -> slice:
         """The last `RECENT` steps under the plan in force, without the first ones of the newest world."""
         newest = max([int(start["step"]) for start in self.starts[-1:]], default=0)
-        from_step = max(newest + FIRST_STEPS, self.plan_since)
+        from_step = max(newest + WARMING_STEPS, self.plan_since)
         first = int(np.searchsorted(self.column("step"), from_step))
         return slice(max(first, len(self) - RECENT), len(self))
 
@@ -265,7 +265,7 @@ class RunFacts:
     @property
     def has_ended(self) -> bool:
         """True if nothing is trained any more."""
-        return self.state in ENDED
+        return self.state in ENDED_RUN_STATES
 
 
 def _column(table: Table, key: str) -> Floats:

@@ -23,23 +23,23 @@ import numpy as np
 
 from argosy.plan.cost.economy import RESTART_S, power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
-from argosy.plan.cost.reliability import DRAWS
+from argosy.plan.cost.reliability import FAILURE_DRAWS
 from argosy.watch.facts import Floats, RunFacts
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.stops import failures, rates_of
 
 FORECAST_STEPS = 10
 """No forecast with fewer steps, most of them first ones."""
-BLOCKS = 30
+FORECAST_BLOCKS = 30
 """Steps are put together in so many blocks: their means depend less on each other than steps do."""
-SPLITS = (0.3, 0.4, 0.5, 0.6, 0.7)
+FORECAST_AT = (0.3, 0.4, 0.5, 0.6, 0.7)
 """Points of the run so far at which its later part is forecast."""
-PRIOR_STD, PRIOR_WEIGHT = 0.35, 3.0
+LOSS_PRIOR_STD, PRIOR_WEIGHT = 0.35, 3.0
 """Spread of the logarithm of such errors before any is seen, and its weight as a number of errors: tuned on the runs
 named in benchmarks/results/forecast.md, and checked on others."""
 PRIOR_S = 60.0
 """Other load on a machine changes within minutes: the prior shrinks with the root of the time seen over this."""
-FREEDOM = 5
+T_FREEDOM = 5
 """Degrees of freedom of the t-distribution."""
 LATE_SHARE = 0.7
 """The level is the mean of so large a last part of the steps: what changed long ago counts no more."""
@@ -107,9 +107,9 @@ def _level(facts: RunFacts, random: np.random.Generator) -> Floats:
     took = _plain_steps(facts)
     late = took[int(len(took) * (1 - LATE_SHARE)) :]
     errors = _errors(took)
-    prior = PRIOR_STD / np.sqrt(1 + took.sum() / PRIOR_S)
+    prior = LOSS_PRIOR_STD / np.sqrt(1 + took.sum() / PRIOR_S)
     spread = np.sqrt((PRIOR_WEIGHT * prior**2 + np.sum(errors**2)) / (PRIOR_WEIGHT + len(errors)))
-    return np.asarray(late.mean() * np.exp(spread * random.standard_t(FREEDOM, DRAWS)))
+    return np.asarray(late.mean() * np.exp(spread * random.standard_t(T_FREEDOM, FAILURE_DRAWS)))
 
 
 def _plain_steps(facts: RunFacts) -> Floats:
@@ -140,10 +140,10 @@ def _shares(facts: RunFacts) -> Floats:
 
 def _errors(took: Floats) -> Floats:
     """Return how far forecasts at earlier points were off, as logarithms of measured over forecast."""
-    if len(took) < 2 * BLOCKS:
+    if len(took) < 2 * FORECAST_BLOCKS:
         return np.empty(0)
-    blocks = np.array([block.mean() for block in np.array_split(took, BLOCKS)])
-    cuts = [round(split * BLOCKS) for split in SPLITS]
+    blocks = np.array([block.mean() for block in np.array_split(took, FORECAST_BLOCKS)])
+    cuts = [round(split * FORECAST_BLOCKS) for split in FORECAST_AT]
     errors = [np.log(blocks[cut:].mean() / blocks[int(cut * (1 - LATE_SHARE)) : cut].mean()) for cut in cuts]
     return np.asarray(errors, dtype=float)
 
@@ -153,10 +153,14 @@ def _evaluations(facts: RunFacts, left: int, random: np.random.Generator) -> Flo
     took = facts.column("seconds.evaluate")
     took = took[np.isfinite(took) & (took > 0)]
     if facts.run is None or facts.steps_in_all is None or not len(took):
-        return np.zeros(DRAWS)
+        return np.zeros(FAILURE_DRAWS)
     every, done, steps = facts.run.evaluate.every_steps, facts.steps_in_all - left, facts.steps_in_all
     times = (steps // every - done // every) + (steps % every > 0) if every else 1
-    return np.asarray(times * random.choice(took, (DRAWS, min(times, 20))).mean(axis=1)) if times else np.zeros(DRAWS)
+    return (
+        np.asarray(times * random.choice(took, (FAILURE_DRAWS, min(times, 20))).mean(axis=1))
+        if times
+        else np.zeros(FAILURE_DRAWS)
+    )
 
 
 def _failures(facts: RunFacts, planner: Planner, left_s: Floats, random: np.random.Generator) -> tuple[float, Floats]:
@@ -164,11 +168,11 @@ def _failures(facts: RunFacts, planner: Planner, left_s: Floats, random: np.rand
     found = failures(facts)
     known = rates_of(facts, planner, found)
     if known is None or facts.plan is None:
-        return 0.0, np.zeros(DRAWS)
-    rates = known.drawn_rates(random, DRAWS) * facts.plan.world_size / 3600
+        return 0.0, np.zeros(FAILURE_DRAWS)
+    rates = known.drawn_rates(random, FAILURE_DRAWS) * facts.plan.world_size / 3600
     counts = random.poisson(np.minimum(rates * left_s, 1e6))
     costs = np.array([outage.cost_s(facts.step_s) for outage in found])
-    each = random.choice(costs, DRAWS) if len(costs) else _of(RESTART_S, random)
+    each = random.choice(costs, FAILURE_DRAWS) if len(costs) else _of(RESTART_S, random)
     return float(counts.mean()), np.asarray(counts * each, dtype=float)
 
 
@@ -198,7 +202,7 @@ def _energy(
 def _of(estimate: Estimate, random: np.random.Generator) -> Floats:
     """Draw from an estimate: log-normal, each side with its own spread."""
     low, mid, high = float(estimate.low), float(estimate.mid), float(estimate.high)
-    normal = np.asarray(random.standard_normal(DRAWS))
+    normal = np.asarray(random.standard_normal(FAILURE_DRAWS))
     down, up = math.log(mid / low) / INTERVAL_Z, math.log(high / mid) / INTERVAL_Z
     return np.asarray(mid * np.exp(down * np.minimum(normal, 0.0) + up * np.maximum(normal, 0.0)))
 

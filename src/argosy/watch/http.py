@@ -14,15 +14,15 @@ from argosy.config.launch import SHORTEST_TOKEN
 from argosy.errors import UserError
 
 TOKEN_BYTES = 32
-PORT = 8765
+WATCH_PORT = 8765
 PORTS_TRIED = 50
 """Ports that are tried, from PORT on, if the user named none."""
-REQUEST_S = 15.0
+REQUEST_LIMIT_S = 15.0
 """Most seconds in which a connection sends its whole request."""
 MOST_CONNECTIONS = 400
 MOST_OF_ADDRESS = 100
 """Most connections of one address: beyond, the one that has idled for longest is closed."""
-MOST_HEADER_BYTES = 2**14
+MOST_HTTP_HEADER_BYTES = 2**14
 
 
 def new_token() -> str:
@@ -82,7 +82,7 @@ class PatientProtocol(H11Protocol):
 
     def _wait(self) -> None:
         self.idle_since_s = self.loop.time()
-        self.deadline = self.loop.call_later(REQUEST_S, self.transport.close)
+        self.deadline = self.loop.call_later(REQUEST_LIMIT_S, self.transport.close)
 
     def _stop_waiting(self) -> None:
         if self.deadline is not None:
@@ -99,13 +99,13 @@ def _close_one(connections: list[PatientProtocol]) -> None:
         longest.transport.close()
 
 
-def listening(host: str, port: int | None, first: int = PORT) -> socket.socket:
+def listening(host: str, port: int | None, first: int = WATCH_PORT) -> socket.socket:
     """Return a socket that listens at `host`; with port None, at the first free one from `first` on.
 
     Raises: UserError if the port is in use, or nothing can listen there.
     """
     if port is not None and not 0 <= port <= 65535:
-        raise UserError(f"--port {port}: a port is a number from 0 to 65535. Try --port {PORT}.")
+        raise UserError(f"--port {port}: a port is a number from 0 to 65535. Try --port {WATCH_PORT}.")
     tried = [port] if port is not None else [*range(first, first + PORTS_TRIED), 0]
     for each in tried:
         try:
@@ -137,7 +137,7 @@ def _cannot_listen(host: str, port: int, problem: OSError) -> UserError:
     if isinstance(problem, socket.gaierror) or problem.errno == errno.EADDRNOTAVAIL:
         return UserError(f"--host {host}: no address of this machine. Try --host 0.0.0.0 for all that it has.")
     if problem.errno == errno.EACCES:
-        return UserError(f"--port {port}: only root may listen there. Try --port {PORT}.")
+        return UserError(f"--port {port}: only root may listen there. Try --port {WATCH_PORT}.")
     return UserError(f"--host {host} --port {port}: cannot listen there ({problem.strerror}).")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from argosy.config.layers import near_names
 from argosy.errors import ArgosyError, UserError
 from argosy.observe.records import encodable
-from argosy.watch.columns import STEP, Columns
+from argosy.watch.columns import STEP_COLUMN, Columns
 from argosy.watch.facts import Floats
 from argosy.watch.metrics_table import Preview, preview
 from argosy.watch.nodes import EnergySoFar
@@ -34,9 +34,9 @@ REREAD_S = 0.5
 FIND_S = 5.0
 """New runs are looked for so often, or less often where that takes long."""
 MOST_OPEN = 24
-MOST_BYTES = 2**30
+MOST_HELD_BYTES = 2**30
 """Numbers of open runs take at most about so much memory; those that were asked for longest ago are closed."""
-SHARE = 0.2
+PROCESSOR_SHARE = 0.2
 """Most of a processor that goes into looking for changes."""
 
 
@@ -77,7 +77,7 @@ class Library:
     def ids(self) -> list[str]:
         with self._finding:
             now = time.monotonic()
-            if now - self._found_at > max(FIND_S, self._finding_s / SHARE):
+            if now - self._found_at > max(FIND_S, self._finding_s / PROCESSOR_SHARE):
                 self._found = find_runs(self.root)
                 self._found_at = time.monotonic()
                 self._finding_s = self._found_at - now
@@ -163,7 +163,7 @@ class Library:
         with self._lock:
             sizes = {folder: entry.reader.nbytes for folder, entry in self._open.items()}
             for folder, entry in list(self._open.items()):
-                if len(self._open) <= MOST_OPEN and sum(sizes[f] for f in self._open) <= MOST_BYTES:
+                if len(self._open) <= MOST_OPEN and sum(sizes[f] for f in self._open) <= MOST_HELD_BYTES:
                     return
                 if entry is not keep:
                     del self._open[folder]
@@ -173,8 +173,8 @@ def _sentence(problem: Exception) -> str:
     return f"it cannot be read ({type(problem).__name__}: {encodable(str(problem))[:200]})"
 
 
-MOST_RUNS = 5000
-DEEPEST = 4
+MOST_LISTED_RUNS = 5000
+DEEPEST_FOLDER = 4
 """A run is looked for in so many levels of folders."""
 MOST_FOLDERS = 50_000
 """Most folders that are looked into."""
@@ -219,12 +219,12 @@ def run_folder(root: Path, run_id: str) -> Path:
 def _runs_under(root: Path) -> Iterator[tuple[str, Path]]:
     """Yield runs, level by level, so that in a huge tree the nearest ones are found."""
     level, seen, count = [root], 0, 0
-    for _ in range(DEEPEST):
+    for _ in range(DEEPEST_FOLDER):
         below: list[Path] = []
         for folder in level:
             for child in _folders_in(folder):
                 seen += 1
-                if seen > MOST_FOLDERS or count >= MOST_RUNS:
+                if seen > MOST_FOLDERS or count >= MOST_LISTED_RUNS:
                     return
                 if is_run(child):
                     count += 1
@@ -241,9 +241,9 @@ def _folders_in(folder: Path) -> list[Path]:
     return sorted(found)
 
 
-SHORT = {"val": "validation_loss"}
+SHORT_KEYS = {"val": "validation_loss"}
 """Other names of keys."""
-LONGEST = 1000
+LONGEST_CONDITION = 1000
 """Characters of a condition."""
 
 Row = dict[str, Any]
@@ -269,10 +269,10 @@ def condition_of(text: str, keys: Iterable[str]) -> Predicate:
     Numbers, strings, the keys of a run, + - * /, comparisons, `in` (part of a text), and, or, not. No comparison with
     a value that a run lacks holds. Nothing of it is run as code. Raises: UserError if it is no such condition.
     """
-    known = {*keys, *SHORT}
+    known = {*keys, *SHORT_KEYS}
     try:
-        if len(text) > LONGEST:
-            raise SyntaxError(f"more than {LONGEST} characters")
+        if len(text) > LONGEST_CONDITION:
+            raise SyntaxError(f"more than {LONGEST_CONDITION} characters")
         tree = ast.parse(text, mode="eval").body
         _check(tree, known)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
@@ -330,7 +330,7 @@ def _value(tree: ast.expr, row: Row) -> Any:
         case ast.Constant(value=value):
             pass
         case ast.Name(id=name):
-            value = row.get(SHORT.get(name, name))
+            value = row.get(SHORT_KEYS.get(name, name))
             if value is None or (isinstance(value, float) and math.isnan(value)):
                 raise _Unknown
     return value
@@ -359,7 +359,7 @@ def ordered(rows: Iterable[Row], by: str, keys: Iterable[str]) -> list[Row]:
     Raises: UserError if there is no such key.
     """
     backwards, name = by.startswith("-"), by.removeprefix("-")
-    name = SHORT.get(name, name)
+    name = SHORT_KEYS.get(name, name)
     known = set(keys)
     if name not in known:
         raise UserError(f"--sort {by}: a run has no {name!r}; {near_names(name, sorted(known))}")
@@ -381,25 +381,27 @@ def table_of_steps(
     """
     steps, evaluations = reader.steps, reader.evaluations
     keys = [key for key in reader.keys() if not key.startswith("norms.")]  # noqa: SIM118
-    known = {STEP, *keys, *evaluations.keys()}
-    asked = list(dict.fromkeys(SHORT.get(name, name) for name in names))
+    known = {STEP_COLUMN, *keys, *evaluations.keys()}
+    asked = list(dict.fromkeys(SHORT_KEYS.get(name, name) for name in names))
     if "all" in asked:
-        asked = [STEP, *sorted(known - {STEP})]
+        asked = [STEP_COLUMN, *sorted(known - {STEP_COLUMN})]
     if unknown := [name for name in asked if name not in known]:
         raise UserError(f"--columns: the run has no {unknown[0]!r}; {near_names(unknown[0], sorted(known))}")
-    at = steps[STEP]
-    if not any(name in keys for name in asked if name != STEP):
-        at = evaluations[STEP] if set(asked) != {STEP} else at
+    at = steps[STEP_COLUMN]
+    if not any(name in keys for name in asked if name != STEP_COLUMN):
+        at = evaluations[STEP_COLUMN] if set(asked) != {STEP_COLUMN} else at
     at = at[(at >= first) & (at <= (math.inf if last is None else last)) & (at % every == 0)]
     return {
-        name: [int(step) for step in at] if name == STEP else _at(at, steps if name in keys else evaluations, name)
+        name: [int(step) for step in at]
+        if name == STEP_COLUMN
+        else _at(at, steps if name in keys else evaluations, name)
         for name in asked
     }
 
 
 def _at(at: Floats, table: Columns, name: str) -> list[float | None]:
     """Return the values of a key at these steps."""
-    steps, values = table[STEP], table[name]
+    steps, values = table[STEP_COLUMN], table[name]
     places = np.minimum(np.searchsorted(steps, at), max(0, len(steps) - 1))
     found = np.where(steps[places] == at, values[places], np.nan) if len(steps) else np.full(len(at), np.nan)
     return [float(value) if math.isfinite(value) else None for value in found]

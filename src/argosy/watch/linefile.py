@@ -92,7 +92,7 @@ def table_of(path: Path) -> dict[str, Any]:
     return table
 
 
-MOST_EVENTS = 20_000
+MOST_HELD_EVENTS = 20_000
 """Most events that are held. In a longer run the events of single ranks are left out first, then the oldest."""
 LEADING_BYTES, OTHER_BYTES = 2**24, 2**18
 """Bytes at the end of a file that are read at first: for processes that tell of the whole run, and for others."""
@@ -144,11 +144,11 @@ class EventLog:
         return [{**event, "process": process} for event in checked if event is not None]
 
     def _bound(self) -> None:
-        if len(self.events) <= MOST_EVENTS:
+        if len(self.events) <= MOST_HELD_EVENTS:
             return
         before = len(self.events)
         self.events = [e for e in self.events if tells_of_the_run(e["process"]) or e["event"] not in OF_ONE_RANK]
-        self.events = self.events[-MOST_EVENTS:]
+        self.events = self.events[-MOST_HELD_EVENTS:]
         self.left_out += before - len(self.events)
 
 

@@ -33,8 +33,8 @@ from argosy.watch.status import status_of
 from argosy.watch.timeline import shown_events
 
 Allowed = Literal["start", "stop", "replan"]
-MOST_ROWS, MOST_EVENTS, MOST_RUNS, MOST_LINES = 500, 100, 100, 200
-LONGEST_TEXT = 500
+MOST_TOOL_ROWS, MOST_TOOL_EVENTS, MOST_TOOL_RUNS, MOST_TOOL_LINES = 500, 100, 100, 200
+LONGEST_ANSWER_TEXT = 500
 """Characters of a text of a run's folder that an answer holds."""
 LONGEST_MESSAGE = 2000
 """Characters of a message that says what is wrong with a call."""
@@ -42,7 +42,7 @@ COMMAND_S = 120.0
 """A command that takes longer is ended, and the tool says so."""
 REHEARSED_S = 600.0
 """A dry run counts for so long."""
-PRESET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+PRESET_ARGUMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 ACTS = ToolAnnotations(read_only_hint=False, destructive_hint=True, open_world_hint=False)
 INSTRUCTIONS = """\
@@ -71,8 +71,8 @@ class RunTools:
             return {key: value for key, value in overview.line(run_id, run).items() if key != "spark"}
 
         rows = self._library.ask_all(row, overview.unreadable)
-        found = chosen(rows, where, sort, overview.KEYS)
-        return [_plain(each) for each in found[: _within(limit, MOST_RUNS)]]
+        found = chosen(rows, where, sort, overview.RUN_ROW_KEYS)
+        return [_plain(each) for each in found[: _within(limit, MOST_TOOL_RUNS)]]
 
     def status(self, run: str, since: str = "") -> dict[str, Any]:
         """Tell how a run is, in under 2 kB: state, loss and trend, health, expected beside measured, alerts, what
@@ -91,7 +91,7 @@ class RunTools:
             if not columns:
                 return {"keys": sorted({*each.reader.keys(), *each.reader.evaluations.keys()})}
             table = table_of_steps(each.reader, columns, first, last, max(1, every))
-            return {name: values[-_within(limit, MOST_ROWS) :] for name, values in table.items()}
+            return {name: values[-_within(limit, MOST_TOOL_ROWS) :] for name, values in table.items()}
 
         return self._ask(run, answer)
 
@@ -100,7 +100,7 @@ class RunTools:
 
         def answer(each: OpenRun) -> list[dict[str, Any]]:
             found = overview.run_timeline(each.reader)
-            shown = list(shown_events(each.reader.events, found, kinds))[-_within(limit, MOST_EVENTS) :]
+            shown = list(shown_events(each.reader.events, found, kinds))[-_within(limit, MOST_TOOL_EVENTS) :]
             return [{key: event[key] for key in EVENT_KEYS if key in event} for event in shown]
 
         return self._ask(run, answer)
@@ -116,7 +116,7 @@ class RunTools:
 
     def logs(self, run: str, limit: int = 50) -> list[dict[str, Any]]:
         """Return the last lines that a run's processes printed, credentials hidden."""
-        return self._ask(run, lambda each: overview.logs(each.reader)["lines"][-_within(limit, MOST_LINES) :])
+        return self._ask(run, lambda each: overview.logs(each.reader)["lines"][-_within(limit, MOST_TOOL_LINES) :])
 
     def compare(self, a: str, b: str) -> dict[str, Any]:
         """Compare two runs: settings that differ, losses at equal tokens, time and cost."""
@@ -130,10 +130,10 @@ class RunTools:
         """
         if model not in preset_names("models"):
             raise ToolError(f"model {model[:60]!r}: no preset. There are: {', '.join(preset_names('models'))}")
-        if not PRESET.fullmatch(cluster):
+        if not PRESET_ARGUMENT.fullmatch(cluster):
             raise ToolError(f"cluster {cluster[:60]!r}: name a preset or devices, such as 8xh100")
         for option in options or ():
-            written = OPTION.fullmatch(option)
+            written = TOOL_OPTION.fullmatch(option)
             if written is None or written["name"] not in PLAN_OPTIONS:
                 known = ", ".join(PLAN_OPTIONS)
                 raise ToolError(f"options: {option[:60]!r} is none. Write each as --name=value, of these: {known}")
@@ -153,13 +153,13 @@ class RunTools:
 
     def replan(self, run: str, plan: str, engine: str = "local", dry_run: bool = True) -> dict[str, Any]:
         """Let a run that has stopped go on under another plan, such as the `plan` of its advice."""
-        if not PLAN.fullmatch(plan):
+        if not PLAN_ARGUMENT.fullmatch(plan):
             raise ToolError(f"plan {plan[:60]!r}: write it as in tp=2,dp_replicate=4,microbatch=1")
         return self._act("replan", dry_run, *self._launch(run, engine), "--plan", plan)
 
     def _launch(self, run: str, engine: str) -> list[str]:
         folder = self._folder(run)
-        if not PRESET.fullmatch(engine):
+        if not PRESET_ARGUMENT.fullmatch(engine):
             raise ToolError(f"engine {engine[:60]!r}: local, ssh, slurm, kubernetes or ray")
         return ["launch", str(folder / RUN_FILE), "--run-dir", str(folder), "--on", engine]
 
@@ -203,7 +203,7 @@ class RunTools:
         return next((each for each in self._library.ids() if _short(each) == run), run)
 
 
-OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(=[A-Za-z0-9._,+:|= -]*)?")
+TOOL_OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(=[A-Za-z0-9._,+:|= -]*)?")
 PLAN_OPTIONS = (
     *(
         "global-batch",
@@ -221,7 +221,7 @@ PLAN_OPTIONS = (
     *("serve", "prompt-len", "output-len", "rate", "ttft-ms", "tpot-ms", "engine", "weights", "kv-cache", "draft"),
 )
 """Options of `argosy plan` that neither read nor write a file, and of which the answer is one object."""
-PLAN = re.compile(r"[a-z0-9_=,.:]+")
+PLAN_ARGUMENT = re.compile(r"[a-z0-9_=,.:]+")
 EVENT_KEYS = ("time_s", "event", "process", "step", "words", "cost_s", "cause")
 READING = ("runs", "status", "metrics", "events", "advice", "logs", "compare", "plan", "docs")
 OF_FOLDERS = {"runs", "status", "events", "advice", "logs", "compare"}
@@ -284,6 +284,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _short(text: str, longest: int = LONGEST_TEXT) -> str:
+def _short(text: str, longest: int = LONGEST_ANSWER_TEXT) -> str:
     text = printable(text)
     return text if len(text) <= longest else f"{text[: longest - 1]}…"

@@ -16,7 +16,7 @@ import numpy as np
 from argosy.observe.events import from_the_end
 from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import record_of, step_line
-from argosy.watch.columns import STEP, Columns, Floats, Line, group_of, group_rows, numbers, rows_of
+from argosy.watch.columns import STEP_COLUMN, Columns, Floats, Line, group_of, group_rows, numbers, rows_of
 from argosy.watch.linefile import leads_away, spread_lines
 
 try:  # without the extra `watch` all is the same, but a long run takes some times as long to open
@@ -24,20 +24,20 @@ try:  # without the extra `watch` all is the same, but a long run takes some tim
 except ImportError:
     msgspec = None  # type: ignore[assignment]
 
-LOSS = "loss"
+LOSS_KEY = "loss"
 """A line with this key is that of a step."""
 VALIDATION_LOSS = "validation_loss"
 """A line with this key, and without the other, is that of an evaluation."""
 BITS_PER_BYTE = "bits_per_byte"
-FIRST_KEYS = (STEP, LOSS, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
+FIRST_KEYS = (STEP_COLUMN, LOSS_KEY, "lr", "grad_norm", "tokens", "tokens_per_s", "mfu", "step_time_s", "time_s")
 """Keys of a long file that are read of each line before anything is shown."""
-NORMS = "norms"
+NORMS_GROUP = "norms"
 """Group that only steps that are due have; in a table of its own, since it is hundreds of keys in a large model."""
-READ_WHOLE_BYTES = 4 * 2**20
+TABLE_READ_WHOLE_BYTES = 4 * 2**20
 """All keys of a shorter file, and of what is added to any file, are read at once."""
 SAMPLED_LINES = 4
 """First lines of each chunk of a long file that are read, beside its last one, to learn which keys there are."""
-SELDOM = ("user", "experts", "sites", "sync", NORMS)
+SELDOM = ("user", "experts", "sites", "sync", NORMS_GROUP)
 """Groups that perhaps none of these lines has: the first line of a chunk that has one is read too."""
 OF_EVALUATIONS = (VALIDATION_LOSS, BITS_PER_BYTE, "tasks")
 ABSENT: Any = object()
@@ -81,7 +81,7 @@ class MetricsTable:
         changed = self._file.forget_what_is_gone()
         if changed:
             self._forget_after(self._file.note)
-        is_long = self._file.unread_bytes() > READ_WHOLE_BYTES
+        is_long = self._file.unread_bytes() > TABLE_READ_WHOLE_BYTES
         if is_long and not len(self.steps):
             self._groups = set(FIRST_KEYS)
         for chunk in self._file.blocks():
@@ -90,7 +90,7 @@ class MetricsTable:
                 self._append_groups(chunk, self._groups)
             else:
                 self._append(chunk)
-            self._file.note = float(self.steps[STEP][-1]) if len(self.steps) else -np.inf
+            self._file.note = float(self.steps[STEP_COLUMN][-1]) if len(self.steps) else -np.inf
         if changed:
             found = map(step_line, from_the_end(self._file.path))
             self.last_line = next((line for line in found if line is not None), {})
@@ -118,14 +118,18 @@ class MetricsTable:
             self._append_steps(steps)
 
     def _append_steps(self, lines: list[Line]) -> None:
-        self._append_norms([line for line in lines if NORMS in line])
-        rows = rows_of([{key: value for key, value in line.items() if key != NORMS} for line in lines])
+        self._append_norms([line for line in lines if NORMS_GROUP in line])
+        rows = rows_of([{key: value for key, value in line.items() if key != NORMS_GROUP} for line in lines])
         self._keys.update(dict.fromkeys(rows))
         groups = self._groups
         self.steps.append({k: v for k, v in rows.items() if groups is None or group_of(k) in groups})
 
     def _append_norms(self, lines: list[Line]) -> None:
-        lines = [{STEP: line[STEP], **line[NORMS]} for line in lines if isinstance(line[NORMS], dict)]
+        lines = [
+            {STEP_COLUMN: line[STEP_COLUMN], **line[NORMS_GROUP]}
+            for line in lines
+            if isinstance(line[NORMS_GROUP], dict)
+        ]
         if lines:
             self.norms.append(rows_of(lines))
 
@@ -135,12 +139,12 @@ class MetricsTable:
         self.bad_lines += grouped.bad_lines
         if grouped.evaluations:
             self.evaluations.append(rows_of(grouped.evaluations))
-        if STEP in grouped.steps:
+        if STEP_COLUMN in grouped.steps:
             self.steps.append(grouped.steps)
-        self._append_norms([line for line in grouped.seldom if NORMS in line])
-        others = {group: line for line in reversed(grouped.seldom) for group in line if group != STEP}
+        self._append_norms([line for line in grouped.seldom if NORMS_GROUP in line])
+        others = {group: line for line in reversed(grouped.seldom) for group in line if group != STEP_COLUMN}
         sampled, _, _ = _sorted_out(map(record_of, _some_lines(chunk)))
-        some = [{key: line[key] for key in line if key != NORMS} for line in (*sampled, *others.values())]
+        some = [{key: line[key] for key in line if key != NORMS_GROUP} for line in (*sampled, *others.values())]
         self._keys.update(dict.fromkeys(rows_of(some)))
 
     def _load(self, group: str) -> None:
@@ -150,9 +154,9 @@ class MetricsTable:
         for chunk in self._file.again():
             self._groups.add(group)  # unless the file is gone at the moment: then it is read later
             sample = next((line for line in map(record_of, _some_lines(chunk)) if line and group in line), {})
-            rows = group_rows(chunk, group, sample) or _grouped(chunk, {STEP, LOSS, group}).steps
-            if STEP in rows:
-                self.steps.put(rows[STEP], {key: rows[key] for key in rows if group_of(key) == group})
+            rows = group_rows(chunk, group, sample) or _grouped(chunk, {STEP_COLUMN, LOSS_KEY, group}).steps
+            if STEP_COLUMN in rows:
+                self.steps.put(rows[STEP_COLUMN], {key: rows[key] for key in rows if group_of(key) == group})
                 self._keys.update(dict.fromkeys(rows))
 
 
@@ -169,9 +173,9 @@ def _sorted_out(records: Iterable[Line | None]) -> tuple[list[Line], list[Line],
     """Return the lines of steps, those of evaluations, and the number of those that are neither."""
     steps, evaluations, bad = [], [], 0
     for record in records:
-        if record is None or not _is_step(record.get(STEP)):
+        if record is None or not _is_step(record.get(STEP_COLUMN)):
             bad += 1
-        elif LOSS in record:
+        elif LOSS_KEY in record:
             steps.append(record)
         else:
             evaluations.append(record)
@@ -206,7 +210,7 @@ def _grouped(chunk: bytes, groups: Collection[str], seldom: Collection[str] = ()
             if (found := _from_records(records, names, rare)) is not None:
                 return found
     steps, evaluations, bad = _sorted_out(map(record_of, _lines(chunk)))
-    some = [{key: line[key] for key in (STEP, *rare) if key in line} for line in steps]
+    some = [{key: line[key] for key in (STEP_COLUMN, *rare) if key in line} for line in steps]
     return Grouped(_only(steps, names), evaluations, bad, [line for line in some if len(line) > 1])
 
 
@@ -218,7 +222,7 @@ def _decoder(names: tuple[str, ...], rare: tuple[str, ...]) -> Callable[[bytes],
     """
     # Without gc: what is parsed lives for a moment, and holds no circles.
     fields: list[tuple[str, Any, Any]] = [
-        (f"f{n}", Any, ABSENT if name == LOSS else None) for n, name in enumerate(names)
+        (f"f{n}", Any, ABSENT if name == LOSS_KEY else None) for n, name in enumerate(names)
     ]
     fields += [(f"r{n}", msgspec.Raw, ABSENT) for n in range(len(rare))]
     renamed = {f"f{n}": name for n, name in enumerate(names)} | {f"r{n}": name for n, name in enumerate(rare)}
@@ -227,7 +231,7 @@ def _decoder(names: tuple[str, ...], rare: tuple[str, ...]) -> Callable[[bytes],
 
 def _from_records(records: list[Any], names: Sequence[str], rare: Sequence[str]) -> Grouped | None:
     """Return what these objects of `_decoder` come to; None if a line has no number as its step, or is no step's."""
-    step, loss = attrgetter(f"f{names.index(STEP)}"), attrgetter(f"f{names.index(LOSS)}")
+    step, loss = attrgetter(f"f{names.index(STEP_COLUMN)}"), attrgetter(f"f{names.index(LOSS_KEY)}")
     seldom: list[Line] = []
     evaluations: dict[float, Line] = {}
     for n, name in enumerate(rare):
@@ -237,15 +241,15 @@ def _from_records(records: list[Any], names: Sequence[str], rare: Sequence[str])
         there = [(line, msgspec.json.decode(raw)) for line, raw in zip(records, raws, strict=True) if raw is not ABSENT]
         for line, value in there:
             if loss(line) is ABSENT:
-                evaluations.setdefault(step(line), {STEP: step(line)})[name] = value
+                evaluations.setdefault(step(line), {STEP_COLUMN: step(line)})[name] = value
             else:
-                seldom.append({STEP: step(line), name: value})
+                seldom.append({STEP_COLUMN: step(line), name: value})
     if evaluations:
         records = [line for line in records if loss(line) is not ABSENT]
     rows = _columns(records, names)
-    if STEP not in rows or not np.isfinite(rows[STEP]).all() or not all(map(_is_step, evaluations)):
+    if STEP_COLUMN not in rows or not np.isfinite(rows[STEP_COLUMN]).all() or not all(map(_is_step, evaluations)):
         return None
-    if LOSS not in rows and records:
+    if LOSS_KEY not in rows and records:
         return None
     return Grouped(rows, list(evaluations.values()), 0, seldom)
 
@@ -272,8 +276,8 @@ def _only(lines: Sequence[Line], groups: Collection[str]) -> Rows:
 
 LONG_BYTES = 2**26
 """A shorter file is read in a tenth of a second, and needs no preview."""
-LINES = 2000
-LONGEST_LINE_BYTES = 2**16
+PREVIEW_LINES = 2000
+LONGEST_PREVIEW_BYTES = 2**16
 """There is no preview of a file with longer lines: it would be read many times over."""
 
 
@@ -295,18 +299,18 @@ def preview(folder: Path) -> Preview | None:
     try:
         if leads_away(folder, path.name) or path.stat().st_size < LONG_BYTES:
             return None
-        spread = map(record_of, spread_lines(path, path.stat().st_size, LINES, LONGEST_LINE_BYTES))
+        spread = map(record_of, spread_lines(path, path.stat().st_size, PREVIEW_LINES, LONGEST_PREVIEW_BYTES))
         lines = [*(line for line in spread if line is not None), *_last(path)]
     except OSError:
         return None
-    steps = [line for line in lines if isinstance(line.get(STEP), int) and LOSS in line]
-    if len(steps) < LINES / 2:
+    steps = [line for line in lines if isinstance(line.get(STEP_COLUMN), int) and LOSS_KEY in line]
+    if len(steps) < PREVIEW_LINES / 2:
         return None
-    return Preview([{key: line[key] for key in line if key != NORMS} for line in steps])
+    return Preview([{key: line[key] for key in line if key != NORMS_GROUP} for line in steps])
 
 
 def _last(path: Path) -> Iterator[Line]:
     for line in from_the_end(path):
-        if LOSS in line:
+        if LOSS_KEY in line:
             yield line
             return

@@ -17,7 +17,7 @@ from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import Record, node_line, record_of
 
 MOST_RECORDS = 400
-READ_WHOLE_BYTES = 2**20
+NODES_READ_WHOLE_BYTES = 2**20
 """A stretch of the file that is shorter is read whole; of a longer one, lines that are evenly spread."""
 CACHED_RECORDS = 1000
 
@@ -68,7 +68,7 @@ class NodeSeries:
         return [r for r in records if (first_s or 0.0) <= r["time_s"] <= (last_s or float("inf"))], all_there
 
     def _between(self, file: BinaryIO, begin: int, end: int, most: int) -> tuple[list[Record], bool]:
-        if end - begin <= READ_WHOLE_BYTES:
+        if end - begin <= NODES_READ_WHOLE_BYTES:
             file.seek(begin)
             parsed = map(_line, file.read(end - begin).split(b"\n"))
             records = [record for record in parsed if record is not None]

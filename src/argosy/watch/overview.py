@@ -21,7 +21,7 @@ from argosy.observe.heartbeat import BESIDE
 from argosy.observe.records import NORM_KINDS
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.hardware.clusters import Cluster
-from argosy.watch.columns import STEP
+from argosy.watch.columns import STEP_COLUMN
 from argosy.watch.linefile import leads_away, table_of
 from argosy.watch.nodes import EnergySoFar
 from argosy.watch.reader import RunFiles, RunReader, RunTail
@@ -66,7 +66,7 @@ class RunRow:
     """Share of the time that was spent in steps that count."""
 
 
-KEYS = tuple(field.name for field in fields(RunRow))
+RUN_ROW_KEYS = tuple(field.name for field in fields(RunRow))
 """The keys of a run in a list of runs."""
 
 
@@ -210,9 +210,9 @@ def _config(run: RunConfig | None) -> dict[str, dict[str, Any]]:
 
 
 NORM_POINTS = 300
-MOST_SAMPLES = 50
+MOST_ROW_SAMPLES = 50
 MOST_PROFILES = 100
-MOST_LOGS, MOST_LOG_LINES, LOG_BYTES = 64, 2000, 2**16
+MOST_LOGS, MOST_LOG_LINES, LOG_TAIL_BYTES = 64, 2000, 2**16
 
 
 def model(reader: RunReader, first: float | None = None, last: float | None = None) -> dict[str, Any]:
@@ -226,9 +226,9 @@ def model(reader: RunReader, first: float | None = None, last: float | None = No
     layers = list(dict.fromkeys(key.rpartition(".")[0] for key in table if "." in key))
     norms = {kind: [buckets.mean(table[f"{layer}.{kind}"]) for layer in layers] for kind in NORM_KINDS}
     return {
-        "norms": {"step": np.round(buckets.mean(table[STEP])), "layers": layers, **norms},
+        "norms": {"step": np.round(buckets.mean(table[STEP_COLUMN])), "layers": layers, **norms},
         "experts": _experts(reader.last_line),
-        "samples": reader.samples[-MOST_SAMPLES:],
+        "samples": reader.samples[-MOST_ROW_SAMPLES:],
     }
 
 
@@ -299,9 +299,9 @@ def logs(reader: RunReader) -> dict[str, Any]:
 def _last_lines(path: Path) -> list[str]:
     with suppress(OSError), path.open("rb") as file:
         size = file.seek(0, 2)
-        file.seek(max(0, size - LOG_BYTES))
-        lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
-        return lines[1:] if size > LOG_BYTES else lines
+        file.seek(max(0, size - LOG_TAIL_BYTES))
+        lines = file.read(LOG_TAIL_BYTES).decode(errors="replace").splitlines()
+        return lines[1:] if size > LOG_TAIL_BYTES else lines
     return []
 
 

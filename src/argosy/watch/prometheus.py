@@ -16,7 +16,7 @@ from typing import Any, get_args
 from argosy.watch.timeline import State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STATES = get_args(State)
+RUN_STATES = get_args(State)
 
 
 @dataclass
@@ -38,10 +38,10 @@ class Latest:
     events: Counter[str] = field(default_factory=Counter)
     """Kind of event -> how often it came."""
     state: str = "training"
-    """One of `STATES`."""
+    """One of `RUN_STATES`."""
 
 
-METRICS = {
+METRIC_HELP = {
     "argosy_run_info": "1; the labels say what the run is.",
     "argosy_run_state": "1 for the state that the run is in.",
     "argosy_steps_done": "Steps done; a recovery may take some back.",
@@ -127,7 +127,7 @@ Sample = tuple[str, dict[str, str], Any]
 
 def exposition(runs: Iterable[Latest]) -> str:
     """Return the metrics of `runs` as text, each name's samples together; what is not known is left out."""
-    by_name: dict[str, list[str]] = {name: [] for name in METRICS}
+    by_name: dict[str, list[str]] = {name: [] for name in METRIC_HELP}
     for run in runs:
         for name, labels, value in _samples(run):
             if isinstance(value, int | float) and not math.isnan(value):
@@ -135,18 +135,18 @@ def exposition(runs: Iterable[Latest]) -> str:
     lines: list[str] = []
     for name, samples in by_name.items():
         if samples:
-            lines += [f"# HELP {name} {METRICS[name]}", f"# TYPE {name} {kind_of(name)}", *samples]
+            lines += [f"# HELP {name} {METRIC_HELP[name]}", f"# TYPE {name} {kind_of(name)}", *samples]
     return "\n".join(lines) + "\n"
 
 
 def kind_of(name: str) -> str:
-    """Return the type of one of `METRICS`, in Prometheus' words."""
+    """Return the type of one of `METRIC_HELP`, in Prometheus' words."""
     return "counter" if name.endswith("_total") else "gauge"
 
 
 def _samples(run: Latest) -> Iterator[Sample]:
     yield "argosy_run_info", {"plan": run.plan, "model": run.model}, 1
-    for state in STATES:
+    for state in RUN_STATES:
         yield "argosy_run_state", {"state": state}, int(state == run.state)
     newest = run.step.get("step", -1)
     yield "argosy_steps_done", {}, newest + 1 if isinstance(newest, int | float) else None

@@ -9,28 +9,28 @@ from typing import Any
 import numpy as np
 
 from argosy.observe.records import Record
-from argosy.watch.columns import STEP, Floats
+from argosy.watch.columns import STEP_COLUMN, Floats
 from argosy.watch.conclusions import conclusions_of
 from argosy.watch.reader import RunReader
 
-ROWS, COLUMNS = 256, 400
+SHOWN_ROWS, SHOWN_COLUMNS = 256, 400
 """Size of a map, by default."""
-MOST_ROWS, MOST_COLUMNS = 1024, 2000
+MOST_SHOWN_ROWS, MOST_COLUMNS = 1024, 2000
 NODE_LINES = 20_000
 """Most lines, over all nodes, that are read for one map. If there are more, evenly spread ones are read."""
-MOST_NODES, NODE_POINTS = 64, 200
-OWN = "own"
-UNITS = {"memory_bytes": "bytes"}
+MOST_SHOWN_NODES, NODE_POINTS = 64, 200
+OWN_SERIES = "own"
+COLUMN_UNITS = {"memory_bytes": "bytes"}
 STRAGGLERS, LINKS, DEATHS = ("straggler", "node_slow", "suspect"), ("slow_link",), ("worker_died",)
 
 
 def rank_map(
     reader: RunReader,
-    key: str = OWN,
+    key: str = OWN_SERIES,
     first: float | None = None,
     last: float | None = None,
-    rows: int = ROWS,
-    columns: int = COLUMNS,
+    rows: int = SHOWN_ROWS,
+    columns: int = SHOWN_COLUMNS,
     rank_from: int = 0,
     rank_to: int | None = None,
 ) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def rank_map(
     """
     slots = _slots(reader)
     ranks = sorted(rank for rank in slots if rank >= rank_from and (rank_to is None or rank <= rank_to))
-    known = reader.steps[STEP]
+    known = reader.steps[STEP_COLUMN]
     begin = known[0] if first is None and len(known) else first or 0
     end = known[-1] if last is None and len(known) else last or 0
     groups = [part for part in np.array_split(np.array(ranks, int), max(1, min(rows, len(ranks)))) if len(part)]
@@ -61,7 +61,7 @@ def rank_map(
     return {
         "key": key,
         "keys": _keys(reader),
-        "unit": UNITS.get(key, "bytes" if key.endswith(".bytes") else "s"),
+        "unit": COLUMN_UNITS.get(key, "bytes" if key.endswith(".bytes") else "s"),
         "step": edges[:-1],
         "ranks": [[int(group[0]), int(group[-1])] for group in groups],
         "nodes": [slots[int(group[0])] for group in groups],
@@ -96,8 +96,8 @@ def _fill(grid: Floats, edges: Any, row_of: dict[int, int], record: Record, key:
 
 def _values(record: Record, key: str) -> Iterator[tuple[int, int, Floats]]:
     steps = record.get("steps")
-    if key == OWN:
-        told = record.get(OWN, [])
+    if key == OWN_SERIES:
+        told = record.get(OWN_SERIES, [])
         end = steps[1] if steps else told[-1][0] if told else 0
         for entry, after in zip_longest(told, told[1:]):  # one of several steps: it stands for those up to the next
             yield entry[0], after[0] - 1 if after else max(entry[0], end), _floats(entry[1])
@@ -116,9 +116,9 @@ def _floats(values: Any) -> Floats:
 def _keys(reader: RunReader) -> list[str]:
     """Return the keys that lines of nodes have by rank."""
     found: dict[str, None] = {}
-    for series in list(reader.nodes.values())[:MOST_NODES]:
+    for series in list(reader.nodes.values())[:MOST_SHOWN_NODES]:
         last = series.last
-        found |= {name: None for name in (OWN, "step_s", "memory_bytes") if name in last}
+        found |= {name: None for name in (OWN_SERIES, "step_s", "memory_bytes") if name in last}
         found |= {f"seconds.{name}": None for name in last.get("seconds") or {}}
         for axis, tiers in (last.get("communication") or {}).items():
             found |= {f"communication.{axis}.{tier}.{what}": None for tier in tiers for what in ("seconds", "bytes")}
@@ -129,7 +129,7 @@ def _marks(reader: RunReader, slots: dict[int, str]) -> dict[str, list[dict[str,
     """Return stragglers, links and deaths by the run's events, and ranks that are slow now; `step` is the newest at the
     time.
     """
-    times, steps = reader.steps["time_s"], reader.steps[STEP]
+    times, steps = reader.steps["time_s"], reader.steps[STEP_COLUMN]
     marks: dict[str, list[dict[str, Any]]] = {"stragglers": [], "links": [], "deaths": []}
     for event in reader.events:
         kind = event["event"]
@@ -155,7 +155,7 @@ def _marks(reader: RunReader, slots: dict[int, str]) -> dict[str, list[dict[str,
 
 def devices(reader: RunReader, first: float | None = None, last: float | None = None, points: int = NODE_POINTS) -> Any:
     """Return what devices and hosts did, by node: columns over time, at most `points` of them, of MOST_NODES nodes."""
-    shown = list(reader.nodes)[:MOST_NODES]
+    shown = list(reader.nodes)[:MOST_SHOWN_NODES]
     nodes = []
     for node in shown:
         records, _ = reader.node_records(node, first, last, min(points, NODE_POINTS))

@@ -16,13 +16,13 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.errors import UserError
-from argosy.files import LOCK, is_abandoned
+from argosy.files import RUN_LOCK, is_abandoned
 from argosy.observe.events import from_the_end
 from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import Record, encodable, evaluation_line, record_of, report_of, step_line
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.watch.columns import STEP, Columns
+from argosy.watch.columns import STEP_COLUMN, Columns
 from argosy.watch.linefile import Event, EventLog, WatchedFile, leads_away, spread_lines, table_of
 from argosy.watch.metrics_table import MetricsTable
 from argosy.watch.nodes import MOST_RECORDS, NodeSeries
@@ -33,7 +33,7 @@ MARKS = ("metrics.jsonl", "events", "plan.toml", "report.json")
 RECENT_STEPS = 20
 LAST_LINES = 2000
 """The newest evaluation is looked for in so many last lines."""
-LONGEST_LINE_BYTES = 2**20
+LONGEST_READ_BYTES = 2**20
 SPARKS = 60
 """Points of the little curve of the loss in a list of runs."""
 
@@ -55,7 +55,7 @@ def is_run(folder: Path) -> bool:
 
 def is_gone(folder: Path) -> bool:
     """Return True if the processes that held a run are known to be gone: each was on this machine, and none is left."""
-    locks = list(folder.glob(f"{LOCK}*"))
+    locks = list(folder.glob(f"{RUN_LOCK}*"))
     return bool(locks) and all(map(is_abandoned, locks))
 
 
@@ -249,14 +249,14 @@ class RunTail(RunFiles):
         self.recent_steps, self.last_line = steps[::-1], steps[0] if steps else {}
         self.last_evaluation = evaluation or self.last_evaluation
         if not 0.98 * found.st_size <= self._spark_bytes <= found.st_size:
-            lines = spread_lines(self._metrics_path, found.st_size, SPARKS, LONGEST_LINE_BYTES)
+            lines = spread_lines(self._metrics_path, found.st_size, SPARKS, LONGEST_READ_BYTES)
             losses = [(record_of(line) or {}).get("loss") for line in lines]
             self.spark = [float(loss) for loss in losses if isinstance(loss, int | float)]
             self._spark_bytes = found.st_size
         return True
 
 
-MOST_SAMPLES = 1000
+MOST_READ_SAMPLES = 1000
 
 __all__ = ["RunReader", "is_run"]
 
@@ -323,7 +323,7 @@ class RunReader(RunFiles):
 
     def keys(self) -> list[str]:
         """Return the keys of numbers by step that are known, whether they are in memory or not."""
-        return [*self._metrics.keys(), *(f"norms.{key}" for key in self.norms if key != STEP)]
+        return [*self._metrics.keys(), *(f"norms.{key}" for key in self.norms if key != STEP_COLUMN)]
 
     def _parts(self) -> dict[str, Part]:
         return {
@@ -342,12 +342,12 @@ class RunReader(RunFiles):
 
     def _read_samples(self) -> bool:
         new = [record for record in self._samples.take() if isinstance(record.get("text"), str)]
-        self.samples = [*self.samples, *new][-MOST_SAMPLES:]
+        self.samples = [*self.samples, *new][-MOST_READ_SAMPLES:]
         return bool(new)
 
     def _read_scores(self) -> bool:
         new = [line for record in self._scores.take() if (line := evaluation_line(record)) and "tasks" in line]
-        self.scores = [*self.scores, *new][-MOST_SAMPLES:]
+        self.scores = [*self.scores, *new][-MOST_READ_SAMPLES:]
         return bool(new)
 
     def task_scores(self) -> dict[str, list[tuple[int, float]]]:
@@ -394,7 +394,7 @@ class RunReader(RunFiles):
         """Return a time before which the step had not begun, or after which lines are about later ones."""
         if step is None or not len(self.steps):
             return None
-        times, at = self.steps["time_s"], int(np.searchsorted(self.steps[STEP], step))
+        times, at = self.steps["time_s"], int(np.searchsorted(self.steps[STEP_COLUMN], step))
         window = times[at + 1 :][:1] if later else times[at:][:1]
         if not len(window) or not np.isfinite(window[0]):
             return None

@@ -44,7 +44,7 @@ from argosy.watch.rules.stops import StopsSoFar, failures, rates_of, stops_so_fa
 
 Direction = Literal["stay", "up", "down", "sideways"]
 
-MORE = 4
+MOST_TIMES_LARGER = 4
 """Clusters are looked at up to this many times as large."""
 WORTH_SAVING = 0.1
 """A change that saves less of the cost is not worth a restart."""
@@ -112,8 +112,8 @@ def resizing(
     pins = {key: (getattr(plan, key),) for key in NUMERICS}
     found = [now]
     if machine is not None:
-        for devices, words in _own_sizes(PlanRequest(free, grown(machine, MORE), tokens, pins=pins)):
-            alternative = planner.elsewhere(Plan.parse(words), grown(machine, MORE))
+        for devices, words in _own_sizes(PlanRequest(free, grown(machine, MOST_TIMES_LARGER), tokens, pins=pins)):
+            alternative = planner.elsewhere(Plan.parse(words), grown(machine, MOST_TIMES_LARGER))
             if alternative is not None and (devices != plan.world_size or alternative.saves > 0):
                 rest_s = propagate(lambda step: left * step * beside + REPLAN_S, alternative.step_s)
                 found.append(_option("", devices, words, alternative.step_s, rest_s, machine))

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from argosy.config.launch import OWN_HOSTS, host_of, is_loopback
 from argosy.watch.http import (
     MOST_CONNECTIONS,
-    MOST_HEADER_BYTES,
+    MOST_HTTP_HEADER_BYTES,
     PatientProtocol,
 )
 from argosy.watch.library import Library
@@ -42,7 +42,7 @@ CONTENT_POLICY = (
     "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """Nothing is loaded from elsewhere, and no script in the page's text is run: what a run's files hold stays text."""
-HEADERS = {
+PAGE_HEADERS = {
     "content-security-policy": CONTENT_POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -127,7 +127,7 @@ def _marking(send: Send) -> Send:
     async def marked(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
-            for name, value in HEADERS.items():
+            for name, value in PAGE_HEADERS.items():
                 headers[name] = value
             headers.setdefault("cache-control", "no-store")
         await send(message)
@@ -214,7 +214,7 @@ def server_of(
         "access_log": False,  # it would show the token
         "server_header": False,
         "limit_concurrency": MOST_CONNECTIONS,
-        "h11_max_incomplete_event_size": MOST_HEADER_BYTES,
+        "h11_max_incomplete_event_size": MOST_HTTP_HEADER_BYTES,
         "timeout_graceful_shutdown": 2,
         "proxy_headers": False,
     }

@@ -39,8 +39,8 @@ from argosy.watch.rules.stops import StopsSoFar
 from argosy.watch.status import next_action, standing_of, status_of
 from argosy.watch.timeline import shown_events
 
-NEWS_S = 1.0
-BEAT_S = 10.0
+LIVE_NEWS_S = 1.0
+LIVE_BEAT_S = 10.0
 """Most seconds between two events of the live line, by which the page knows that it is there."""
 MOST_LISTENERS = 100
 EVENTS_IN_ANSWER = 5000
@@ -97,7 +97,7 @@ def _series(asked: QueryParameters, run: OpenRun) -> Any:
 
 
 def _series_of(asked: QueryParameters, run: RunReader | Preview) -> Any:
-    points = asked.count("points", steps.POINTS, steps.MOST_POINTS)
+    points = asked.count("points", steps.STEP_SERIES_POINTS, steps.MOST_SERIES_POINTS)
     return steps.series(run, asked.words("keys") or ["loss"], *asked.steps, points)
 
 
@@ -113,15 +113,17 @@ def _evaluations(asked: QueryParameters, run: OpenRun) -> Any:
 
 
 def _time(asked: QueryParameters, run: OpenRun) -> Any:
-    return steps.step_parts(run.reader, *asked.steps, asked.count("points", steps.POINTS, steps.MOST_POINTS))
+    return steps.step_parts(
+        run.reader, *asked.steps, asked.count("points", steps.STEP_SERIES_POINTS, steps.MOST_SERIES_POINTS)
+    )
 
 
 def _ranks(asked: QueryParameters, run: OpenRun) -> Any:
-    rows = asked.count("rows", rank_view.ROWS, rank_view.MOST_ROWS)
-    columns = asked.count("points", rank_view.COLUMNS, rank_view.MOST_COLUMNS)
+    rows = asked.count("rows", rank_view.SHOWN_ROWS, rank_view.MOST_SHOWN_ROWS)
+    columns = asked.count("points", rank_view.SHOWN_COLUMNS, rank_view.MOST_COLUMNS)
     low, high = asked.number("rank_from"), asked.number("rank_to")
     ranks = int(low or 0), None if high is None else int(high)
-    return rank_view.rank_map(run.reader, asked.text("key", rank_view.OWN), *asked.steps, rows, columns, *ranks)
+    return rank_view.rank_map(run.reader, asked.text("key", rank_view.OWN_SERIES), *asked.steps, rows, columns, *ranks)
 
 
 def _events(asked: QueryParameters, run: OpenRun) -> Any:
@@ -287,7 +289,7 @@ class Broadcast:
                             each[news["id"]] = news
                     for listener in [n for n, each in self._pending.items() if each]:
                         self._wake[listener].set()
-            await asyncio.sleep(max(NEWS_S, 4 * (time.monotonic() - began)))
+            await asyncio.sleep(max(LIVE_NEWS_S, 4 * (time.monotonic() - began)))
 
     def end(self) -> None:
         """Let all listeners go: the server ends. Called from a signal handler."""
@@ -307,7 +309,7 @@ class Broadcast:
             yield b"retry: 2000\nevent: beat\ndata: {}\n\n"
             while not self._has_ended:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake[me].wait(), BEAT_S)
+                    await asyncio.wait_for(self._wake[me].wait(), LIVE_BEAT_S)
                 self._wake[me].clear()
                 pending, self._pending[me] = self._pending[me], {}
                 for news in pending.values():

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel
 
-from argosy.config.section import DURATION, UNITS
+from argosy.config.section import DURATION, TIME_UNITS
 from argosy.engines.record import LaunchedJob
 from argosy.errors import ArgosyWarning, UserError
 from argosy.observe.panel import duration
@@ -38,9 +38,9 @@ LEAST_TREND = 6
 TREND_Z = 3.0
 """A loss falls or rises if both means differ by so many standard errors of their difference."""
 MOST_CHANGES, MOST_ALERTS = 5, 3
-LONGEST_TEXT = 160
+LONGEST_SENTENCE = 160
 """Characters of a sentence that comes from the run's folder."""
-MOST_BYTES = 1999
+MOST_STATUS_BYTES = 1999
 """Limit of a status as JSON: in one that is longer, texts are cut, and fewer alerts and events named."""
 
 Trend = Literal["falls", "flat", "rises", "unknown"]
@@ -190,8 +190,8 @@ def status_of(reader: RunReader, since: str = "") -> RunSummary:
 
 
 def _fitted(summary: RunSummary, since: str) -> RunSummary:
-    """Return the summary with its texts as short, and lists as few, as it takes for its JSON to have `MOST_BYTES`."""
-    for longest, most in ((LONGEST_TEXT, MOST_CHANGES), (80, MOST_CHANGES), (40, MOST_ALERTS), (20, 1)):
+    """Return the summary with its texts as short, and lists as few, as its JSON needs for `MOST_STATUS_BYTES`."""
+    for longest, most in ((LONGEST_SENTENCE, MOST_CHANGES), (80, MOST_CHANGES), (40, MOST_ALERTS), (20, 1)):
         alerts = [
             alert.model_copy(
                 update={
@@ -213,7 +213,7 @@ def _fitted(summary: RunSummary, since: str) -> RunSummary:
                 "next": summary.next.model_copy(update={"do": _short(summary.next.do, longest)}),
             }
         )
-        if len(json.dumps(fitted.model_dump())) <= MOST_BYTES:
+        if len(json.dumps(fitted.model_dump())) <= MOST_STATUS_BYTES:
             break
     return fitted
 
@@ -226,7 +226,7 @@ def since_time_s(events: Iterable[Event], since: str, now_s: float) -> float:
     if not since:
         return -math.inf
     if ago := DURATION.fullmatch(since):
-        return now_s - float(ago[1]) * UNITS[ago[2].lower()]
+        return now_s - float(ago[1]) * TIME_UNITS[ago[2].lower()]
     try:
         time_s = float(since)
     except ValueError:
@@ -337,7 +337,7 @@ def _change(event: Event) -> RunChange:
     return RunChange(time_s=event["time_s"], event=event["event"], words=_short(told[0] if told else words(event)))
 
 
-def _short(text: str, longest: int = LONGEST_TEXT) -> str:
+def _short(text: str, longest: int = LONGEST_SENTENCE) -> str:
     text = " ".join(str(text).split())
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 

@@ -14,22 +14,22 @@ import numpy.typing as npt
 
 from argosy.errors import UserError
 from argosy.observe.heartbeat import BESIDE
-from argosy.plan.calibration import PARTS
+from argosy.plan.calibration import CALIBRATED_PARTS
 from argosy.plan.cost.estimate import seconds as in_words
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.local_machine import device_named
-from argosy.watch.columns import STEP, Columns, Floats, finite_mean
+from argosy.watch.columns import STEP_COLUMN, Columns, Floats, finite_mean
 from argosy.watch.metrics_table import Preview
 from argosy.watch.reader import RunReader
 
-MOST_POINTS = 5000
-MOST_KEYS = 64
-POINTS = 1000
+MOST_SERIES_POINTS = 5000
+MOST_SERIES = 64
+STEP_SERIES_POINTS = 1000
 """Points of a series, by default."""
 MOST_BAD = 1000
 SHOWN_AS_BAD = ("loss", "grad_norm")
 """Numbers that each step has: where they are missing, they were not finite."""
-NORMS = "norms."
+NORMS_PREFIX = "norms."
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Buckets:
     def of(cls, table: Columns, first: float | None, last: float | None, points: int) -> Buckets:
         """Return at most `points` groups of the rows of these steps, each of an equal stretch of steps."""
         rows = table.between(first, last)
-        steps = table[STEP][rows]
+        steps = table[STEP_COLUMN][rows]
         if len(steps) <= points:
             return cls(rows, np.arange(len(steps)))
         edges = np.linspace(steps[0], steps[-1] + 1, points + 1)[:-1]
@@ -76,7 +76,7 @@ def series(
     keys: Sequence[str],
     first: float | None = None,
     last: float | None = None,
-    points: int = POINTS,
+    points: int = STEP_SERIES_POINTS,
 ) -> dict[str, Any]:
     """Return mean, least and most of the steps behind each of at most `points` points, for these keys.
 
@@ -84,20 +84,20 @@ def series(
     steps whose loss or gradient norm was not finite, if asked for.
     """
     known = set(reader.keys())
-    asked = [key for key in keys[:MOST_KEYS] if key in known]
+    asked = [key for key in keys[:MOST_SERIES] if key in known]
     steps = reader.steps
     for key in asked:
         steps[key]  # what is not in memory yet is read, before rows are counted
     buckets = Buckets.of(steps, first, last, points)
     answer: dict[str, Any] = {
-        "step": np.round(buckets.mean(steps[STEP])),
-        "keys": {key: _summed_up(buckets, steps[key]) for key in asked if not key.startswith(NORMS)},
-        "first": steps[STEP][0] if len(steps) else None,
-        "last": steps[STEP][-1] if len(steps) else None,
+        "step": np.round(buckets.mean(steps[STEP_COLUMN])),
+        "keys": {key: _summed_up(buckets, steps[key]) for key in asked if not key.startswith(NORMS_PREFIX)},
+        "first": steps[STEP_COLUMN][0] if len(steps) else None,
+        "last": steps[STEP_COLUMN][-1] if len(steps) else None,
         "is_preview": isinstance(reader, Preview),
         "bad": _bad_steps(steps, [key for key in asked if key in SHOWN_AS_BAD], buckets.rows),
     }
-    if norms := [key for key in asked if key.startswith(NORMS)]:
+    if norms := [key for key in asked if key.startswith(NORMS_PREFIX)]:
         answer["norms"] = _norms(reader.norms, norms, first, last, points)
     return answer
 
@@ -109,21 +109,21 @@ def _summed_up(buckets: Buckets, values: Floats) -> dict[str, Floats]:
 def _norms(table: Columns, keys: list[str], first: float | None, last: float | None, points: int) -> dict[str, Any]:
     """Sum up norms, which have steps of their own: only those that are due have them."""
     buckets = Buckets.of(table, first, last, points)
-    found = {key: _summed_up(buckets, table[key.removeprefix(NORMS)]) for key in keys}
-    return {"step": np.round(buckets.mean(table[STEP])), "keys": found}
+    found = {key: _summed_up(buckets, table[key.removeprefix(NORMS_PREFIX)]) for key in keys}
+    return {"step": np.round(buckets.mean(table[STEP_COLUMN])), "keys": found}
 
 
 def _bad_steps(steps: Columns, keys: list[str], rows: slice) -> Floats:
     bad = np.zeros(rows.stop - rows.start, bool)
     for key in keys:
         bad |= ~np.isfinite(steps[key][rows])
-    return steps[STEP][rows][bad][:MOST_BAD]
+    return steps[STEP_COLUMN][rows][bad][:MOST_BAD]
 
 
-SECONDS, COMMUNICATION, SYNC = "seconds.", "communication.", "sync."
+SECONDS_PREFIX, COMMUNICATION_PREFIX, SYNC_PREFIX = "seconds.", "communication.", "sync."
 NORM_OF, SPREAD_OF = "sites.norms.", "sites.spread."
 """Keys of a site's figures in the line of a round begin so; its name follows."""
-NAMES = {
+PART_NAMES = {
     "forward_backward": "forward and backward",
     "communication": "communication that backward does not hide",
     "optimizer": "the optimizer",
@@ -133,7 +133,7 @@ NAMES = {
 
 
 def step_parts(
-    reader: RunReader, first: float | None = None, last: float | None = None, points: int = POINTS
+    reader: RunReader, first: float | None = None, last: float | None = None, points: int = STEP_SERIES_POINTS
 ) -> dict[str, Any]:
     """Return the seconds of each category by step, and of a usual step of this stretch beside the prediction.
 
@@ -147,15 +147,17 @@ def step_parts(
     for group in ("seconds", "communication", "sync", "sites"):
         steps.load(group)
     known = reader.keys()
-    categories = [key for key in known if key.startswith(SECONDS) and key != "seconds.step"]
+    categories = [key for key in known if key.startswith(SECONDS_PREFIX) and key != "seconds.step"]
     buckets = Buckets.of(steps, first, last, points)
     usual = _usual(steps["step_time_s"][buckets.rows])
-    typical = {key.removeprefix(SECONDS): finite_mean(steps[key][buckets.rows][usual]) for key in categories}
-    measured = {part: sum(typical.get(name, 0.0) for name in sides.measured) for part, sides in PARTS.items()}
+    typical = {key.removeprefix(SECONDS_PREFIX): finite_mean(steps[key][buckets.rows][usual]) for key in categories}
+    measured = {
+        part: sum(typical.get(name, 0.0) for name in sides.measured) for part, sides in CALIBRATED_PARTS.items()
+    }
     predicted = _predicted(reader)
     return {
-        "step": np.round(buckets.mean(steps[STEP])),
-        "parts": {key.removeprefix(SECONDS): buckets.mean(steps[key]) for key in categories},
+        "step": np.round(buckets.mean(steps[STEP_COLUMN])),
+        "parts": {key.removeprefix(SECONDS_PREFIX): buckets.mean(steps[key]) for key in categories},
         "step_s": buckets.mean(steps["step_time_s"]),
         "beside": list(BESIDE),
         "predicted": predicted,
@@ -178,7 +180,7 @@ def _predicted(reader: RunReader) -> dict[str, float]:
     if reader.prediction is None:
         return {}
     seconds = reader.prediction.seconds
-    return {part: sum(seconds.get(name, 0.0) for name in sides.predicted) for part, sides in PARTS.items()}
+    return {part: sum(seconds.get(name, 0.0) for name in sides.predicted) for part, sides in CALIBRATED_PARTS.items()}
 
 
 def _largest_disagreement(predicted: dict[str, float], measured: dict[str, float]) -> str:
@@ -186,7 +188,7 @@ def _largest_disagreement(predicted: dict[str, float], measured: dict[str, float
     if not predicted or not any(measured.values()):
         return ""
     step_s, planned_s = sum(measured.values()), sum(predicted.values())
-    part = max(PARTS, key=lambda part: abs(measured[part] - predicted[part]))
+    part = max(CALIBRATED_PARTS, key=lambda part: abs(measured[part] - predicted[part]))
     far = measured[part] - predicted[part]
     if abs(far) < 0.05 * planned_s:
         return (
@@ -195,7 +197,7 @@ def _largest_disagreement(predicted: dict[str, float], measured: dict[str, float
     more = "longer" if far > 0 else "shorter"
     times = f"{measured[part] / predicted[part]:.1f} times the plan's" if predicted[part] else "nothing was planned"
     return (
-        f"The largest disagreement: {NAMES[part]} takes {in_words(measured[part])} "
+        f"The largest disagreement: {PART_NAMES[part]} takes {in_words(measured[part])} "
         f"of a step, {in_words(abs(far))} {more} than planned ({times})."
     )
 
@@ -206,7 +208,7 @@ def _communication(reader: RunReader, rows: slice, usual: Any) -> list[dict[str,
     found = []
     known = reader.keys()
     for key in known:
-        if key.startswith(COMMUNICATION) and key.endswith(".0"):
+        if key.startswith(COMMUNICATION_PREFIX) and key.endswith(".0"):
             _, axis, tier, _ = key.split(".") if key.count(".") == 3 else ("", "", "", "")
             values = [finite_mean(reader.steps[f"{key[:-1]}{n}"][rows][usual]) for n in (0, 1)]
             found.append({"axis": axis, "tier": tier, "seconds": values[0], "bytes": values[1]})
@@ -218,8 +220,8 @@ def _communication(reader: RunReader, rows: slice, usual: Any) -> list[dict[str,
 
 def _sync(reader: RunReader, rows: slice) -> dict[str, float]:
     """Return the mean of each figure of `sync` over the lines that have one; empty if replicas sum exactly."""
-    known = [key for key in reader.keys() if key.startswith(SYNC)]  # noqa: SIM118 (not a dict)
-    there = {key.removeprefix(SYNC): reader.steps[key][rows] for key in known}
+    known = [key for key in reader.keys() if key.startswith(SYNC_PREFIX)]  # noqa: SIM118 (not a dict)
+    there = {key.removeprefix(SYNC_PREFIX): reader.steps[key][rows] for key in known}
     return {name: finite_mean(values) for name, values in there.items() if np.isfinite(values).any()}
 
 
@@ -245,7 +247,7 @@ def _sites(reader: RunReader, rows: slice) -> list[dict[str, Any]]:
     ]
 
 
-def memory(reader: RunReader, points: int = POINTS) -> dict[str, Any]:
+def memory(reader: RunReader, points: int = STEP_SERIES_POINTS) -> dict[str, Any]:
     """Return the memory of rank 0 by category beside the prediction, in bytes, and the peak of each rank.
 
     What the process held before it made the model (`before`) is in no prediction, and in no total here.
@@ -263,7 +265,10 @@ def memory(reader: RunReader, points: int = POINTS) -> dict[str, Any]:
         "measured_total": None if used is None else used - (before or 0.0),
         "before": before,
         "by_rank": _by_rank(reader),
-        "series": {"step": np.round(buckets.mean(steps[STEP])), "memory_bytes": buckets.most(steps["memory_bytes"])},
+        "series": {
+            "step": np.round(buckets.mean(steps[STEP_COLUMN])),
+            "memory_bytes": buckets.most(steps["memory_bytes"]),
+        },
     }
 
 

@@ -32,7 +32,7 @@ from argosy.observe.records import evaluation_line, step_line
 from argosy.observe.report import SLOW_STEP
 from argosy.observe.surfaces import TerminalSurface
 from argosy.observe.terminal import has_live_line, printable
-from argosy.plan.calibration import PARTS, part_of
+from argosy.plan.calibration import CALIBRATED_PARTS, part_of
 from argosy.plan.cost.estimate import count
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.parameters import parameters
@@ -44,7 +44,7 @@ from argosy.watch.linefile import tells_of_the_run
 from argosy.watch.reader import RECENT_STEPS, Part, RunFiles
 from argosy.watch.rules.planner import Planner
 from argosy.watch.rules.stops import stops_so_far
-from argosy.watch.timeline import ENDED, in_words
+from argosy.watch.timeline import ENDED_RUN_STATES, in_words
 
 HISTORY_BYTES = 2**22
 """Bytes at the end of metrics.jsonl that are read when a run goes on: some thousand steps."""
@@ -53,9 +53,9 @@ CURVE_POINTS = 8192
 SHOWN_EVENTS = 8
 ODD_STOPS = "yellow"
 """Colour of stops that are more or fewer than nine times of ten."""
-SHARE = 0.05
+READING_SHARE = 0.05
 """Most of a processor that goes into reading other files than the metrics: there may be thousands."""
-STANDS_S = 10.0
+RANK_STANDS_S = 10.0
 """A rank that makes no progress for so long, and for so many times the step's time, is named."""
 
 
@@ -97,7 +97,7 @@ class FolderView(RunFiles):
             self.refresh()
             self._stops = self._stops_so_far()
             ended_s = time.monotonic()
-            self._refresh_at_s = ended_s + (ended_s - began_s) / SHARE
+            self._refresh_at_s = ended_s + (ended_s - began_s) / READING_SHARE
         else:
             self._read_metrics()
         run, plan, prediction = self.run, self.plan, self.prediction
@@ -216,7 +216,7 @@ class FolderView(RunFiles):
             progress = (reading.pid, reading.progress)
             known = before.get(reading.rank)
             self._progress[reading.rank] = (progress, known[1] if known and known[0] == progress else now)
-        least = max(STANDS_S, STANDS_S * self.last_line.get("step_time_s", 0.0))
+        least = max(RANK_STANDS_S, RANK_STANDS_S * self.last_line.get("step_time_s", 0.0))
         return {rank: now - since for rank, (_, since) in self._progress.items() if now - since > least}
 
     def _readings(self) -> list[HeartbeatReading]:
@@ -261,14 +261,14 @@ def _mean_parts(records: list[dict[str, Any]]) -> dict[str, float]:
         return {}
     return {
         name: statistics.mean(sum(record["seconds"].get(c, 0.0) for c in part.measured) for record in records)
-        for name, part in PARTS.items()
+        for name, part in CALIBRATED_PARTS.items()
     }
 
 
 def _predicted_parts(plan: Plan | None, prediction: Prediction | None) -> Mapping[str, float]:
     if plan is None or prediction is None:
         return {}
-    predicted = dict.fromkeys(PARTS, 0.0)
+    predicted = dict.fromkeys(CALIBRATED_PARTS, 0.0)
     for category, value in prediction.seconds.items():
         with suppress(StopIteration):  # a category of another version
             predicted[part_of(category, plan)] += value
@@ -276,7 +276,7 @@ def _predicted_parts(plan: Plan | None, prediction: Prediction | None) -> Mappin
 
 
 REFRESH_S = 0.5
-SILENT_S = 60.0
+RUN_SILENT_S = 60.0
 """A run that is not finished and has written nothing for so long is said to be silent."""
 NEXT, BEFORE, QUIT = ("\x1b[B", "\x1b[C", "n"), ("\x1b[A", "\x1b[D", "p"), ("q", "\x03", "\x04")
 """Keys: arrows down and right, or n; arrows up and left, or p; q."""
@@ -308,12 +308,12 @@ def seen(folder: FolderView) -> RunView:
     silent_s = time.time() - folder.alive_s
     if (folder.folder / "report.json").exists():
         doing = "ended"
-    elif folder.state in ENDED:  # as its events say: the folder of parameter servers has no report
+    elif folder.state in ENDED_RUN_STATES:  # as its events say: the folder of parameter servers has no report
         doing = folder.state
     elif not folder.last_line:
         return replace(view, doing="no step yet")
     else:
-        return replace(view, doing=f"silent for {duration(silent_s)}") if silent_s > SILENT_S else view
+        return replace(view, doing=f"silent for {duration(silent_s)}") if silent_s > RUN_SILENT_S else view
     return replace(view, doing=doing, left_s=0.0 if view.step == view.steps else None)
 
 

@@ -16,7 +16,7 @@ from argosy.watch.columns import Floats
 from argosy.watch.linefile import Event
 
 State = Literal["training", "finished", "stopped", "failed", "silent", "dead"]
-ENDED: tuple[State, ...] = ("finished", "stopped", "failed", "dead")
+ENDED_RUN_STATES: tuple[State, ...] = ("finished", "stopped", "failed", "dead")
 """States in which nothing is trained any more."""
 SILENT_AFTER_S = 120.0
 """A run that shows no sign of life for so long is silent, or for SILENT_STEPS of its steps if that is longer."""
@@ -299,37 +299,37 @@ def words(event: Event) -> str:
     return text if len(text) <= LONGEST_WORDS else text[: LONGEST_WORDS - 1] + "…"
 
 
-GOOD, NOTE, BAD = "green", "yellow", "red"
-WORDS: dict[str, tuple[str, Callable[[Event], str]]] = {
+GOOD_STYLE, NOTE_STYLE, BAD_STYLE = "green", "yellow", "red"
+EVENT_WORDS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "start": ("", lambda e: f"training goes on at step {e['step']}" if e["step"] else "training begins"),
-    "recovered": (GOOD, lambda e: f"recovered at step {e['step']} ({e['source']}), {e['steps_lost']} steps lost"),
-    "resume": (GOOD, lambda e: f"goes on from the checkpoint of step {e['step']}"),
-    "save": (GOOD, lambda e: f"saved after {e['step']} steps"),
-    "save_failed": (BAD, lambda e: f"saving failed: {e['error']}"),
-    "writer_died": (NOTE, lambda e: f"the process that writes checkpoints died: {e['why']}"),
-    "drain_failed": (NOTE, lambda e: f"copying a checkpoint away failed: {e['error']}"),
-    "damaged_checkpoint": (BAD, lambda e: f"a checkpoint is damaged: {e['problem']}"),
-    "worker_died": (BAD, lambda e: f"worker {_of(e, 'rank')} died: {e['why']}"),
-    "killed": (NOTE, lambda e: f"worker {_of(e, 'rank')} was killed: {e['why']}"),
+    "recovered": (GOOD_STYLE, lambda e: f"recovered at step {e['step']} ({e['source']}), {e['steps_lost']} steps lost"),
+    "resume": (GOOD_STYLE, lambda e: f"goes on from the checkpoint of step {e['step']}"),
+    "save": (GOOD_STYLE, lambda e: f"saved after {e['step']} steps"),
+    "save_failed": (BAD_STYLE, lambda e: f"saving failed: {e['error']}"),
+    "writer_died": (NOTE_STYLE, lambda e: f"the process that writes checkpoints died: {e['why']}"),
+    "drain_failed": (NOTE_STYLE, lambda e: f"copying a checkpoint away failed: {e['error']}"),
+    "damaged_checkpoint": (BAD_STYLE, lambda e: f"a checkpoint is damaged: {e['problem']}"),
+    "worker_died": (BAD_STYLE, lambda e: f"worker {_of(e, 'rank')} died: {e['why']}"),
+    "killed": (NOTE_STYLE, lambda e: f"worker {_of(e, 'rank')} was killed: {e['why']}"),
     "generation": ("", lambda e: f"{_processes(e['size'])} world {e['generation']}"),
-    "replan": (NOTE, lambda e: f"another plan: {e['plan']}"),
-    "rebalanced": (NOTE, lambda e: f"shares of microbatches {e['shares'] or 'even'} from step {e['step']} on"),
-    "migrated": (NOTE, lambda e: f"migrated ({e['because']}): {e['why']}"),
-    "node_refused": (BAD, lambda e: f"node {e['node']} is refused: {e['why']}"),
-    "agent_left": (NOTE, lambda e: f"node {e['node']} left: {e['why']}"),
-    "coordinator_lost": (NOTE, lambda e: f"the coordinator was lost: {e['why']}"),
-    "bad_step": (NOTE, lambda e: f"step {e['step']} was bad ({e['reason']}): {e['outcome']}"),
-    "transient": (NOTE, lambda e: f"step {e['step']} looked bad, and was fine when it was repeated"),
-    "rewind": (NOTE, lambda e: f"went back to step {e['step']}"),
-    "corruption": (BAD, lambda e: f"replicas differ at step {e['step']}: {e['outcome']}"),
-    "gradient_corrupt": (BAD, lambda e: f"rank {e['rank']} computed a wrong gradient at step {e['step']}"),
-    "collective_corrupt": (BAD, lambda e: f"a sum of gradients was wrong at step {e['step']}"),
-    "bad_shard": (NOTE, lambda e: f"damaged data at step {e['step']}: {e['outcome']}"),
-    "fault": (NOTE, lambda e: f"a fault was injected: {e['fault']}"),
+    "replan": (NOTE_STYLE, lambda e: f"another plan: {e['plan']}"),
+    "rebalanced": (NOTE_STYLE, lambda e: f"shares of microbatches {e['shares'] or 'even'} from step {e['step']} on"),
+    "migrated": (NOTE_STYLE, lambda e: f"migrated ({e['because']}): {e['why']}"),
+    "node_refused": (BAD_STYLE, lambda e: f"node {e['node']} is refused: {e['why']}"),
+    "agent_left": (NOTE_STYLE, lambda e: f"node {e['node']} left: {e['why']}"),
+    "coordinator_lost": (NOTE_STYLE, lambda e: f"the coordinator was lost: {e['why']}"),
+    "bad_step": (NOTE_STYLE, lambda e: f"step {e['step']} was bad ({e['reason']}): {e['outcome']}"),
+    "transient": (NOTE_STYLE, lambda e: f"step {e['step']} looked bad, and was fine when it was repeated"),
+    "rewind": (NOTE_STYLE, lambda e: f"went back to step {e['step']}"),
+    "corruption": (BAD_STYLE, lambda e: f"replicas differ at step {e['step']}: {e['outcome']}"),
+    "gradient_corrupt": (BAD_STYLE, lambda e: f"rank {e['rank']} computed a wrong gradient at step {e['step']}"),
+    "collective_corrupt": (BAD_STYLE, lambda e: f"a sum of gradients was wrong at step {e['step']}"),
+    "bad_shard": (NOTE_STYLE, lambda e: f"damaged data at step {e['step']}: {e['outcome']}"),
+    "fault": (NOTE_STYLE, lambda e: f"a fault was injected: {e['fault']}"),
     "length": ("", lambda e: f"{e['steps']} steps fit in the time"),
-    "signal": (NOTE, lambda e: f"asked to stop by signal {e['number']}"),
+    "signal": (NOTE_STYLE, lambda e: f"asked to stop by signal {e['number']}"),
     "profile": ("", lambda e: f"profiled steps {e['steps'][0]} to {e['steps'][1]}"),
-    "alert": (BAD, lambda e: f"{e['alert']}: {e['why']}"),
+    "alert": (BAD_STYLE, lambda e: f"{e['alert']}: {e['why']}"),
 }
 """Kind of event -> style (as rich names it), and its words. A kind that is not here is shown if it is a finding."""
 
@@ -342,11 +342,11 @@ def in_words(event: Event) -> tuple[str, str] | None:
     """Return words and style of an event; None for one that is of no interest here, or says less than it should."""
     kind = event.get("event", "")
     try:
-        if kind in WORDS:
-            style, words = WORDS[kind]
+        if kind in EVENT_WORDS:
+            style, words = EVENT_WORDS[kind]
             return words(event), style
         if "action" in event and "why" in event:  # a finding
-            return str(event["why"]), NOTE
+            return str(event["why"]), NOTE_STYLE
     except (KeyError, IndexError, TypeError):  # another version wrote it
         pass
     return None

@@ -10,11 +10,11 @@ import pytest
 
 from argosy.config.data import CacheConfig, DataConfig
 from argosy.config.schema import RunConfig
-from argosy.data.manifest import BLOCK_BYTES
+from argosy.data.manifest import CHECKSUM_BLOCK_BYTES
 from argosy.data.stores.cache import Cache
 from data.conftest import MakeFolder
 
-BLOCK_TOKENS = BLOCK_BYTES // 2
+BLOCK_TOKENS = CHECKSUM_BLOCK_BYTES // 2
 Data = Callable[..., DataConfig]
 
 
@@ -29,7 +29,7 @@ def prepared(make_folder: MakeFolder) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
     """A cache of four blocks."""
-    return Cache(CacheConfig(folder=str(tmp_path / "cache"), size_gb=4.5 * BLOCK_BYTES / 1e9))
+    return Cache(CacheConfig(folder=str(tmp_path / "cache"), size_gb=4.5 * CHECKSUM_BLOCK_BYTES / 1e9))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def data(tmp_path: Path) -> Data:
     """The [data] section of a run."""
 
     def config(source: str, blocks: float = 100, **more: object) -> DataConfig:
-        folder = {"folder": str(tmp_path / "cache"), "size_gb": blocks * BLOCK_BYTES / 1e9, "timeout_s": 2}
+        folder = {"folder": str(tmp_path / "cache"), "size_gb": blocks * CHECKSUM_BLOCK_BYTES / 1e9, "timeout_s": 2}
         section = {"sources": {source: 1.0}, "seq_len": 512, "cache": folder, **more}
         return RunConfig.model_validate({"data": section, "train": {"steps": 1}}).data
 

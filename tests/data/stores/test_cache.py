@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from argosy.config.data import CacheConfig
-from argosy.data.manifest import BLOCK_BYTES
+from argosy.data.manifest import CHECKSUM_BLOCK_BYTES
 from argosy.data.stores.cache import Cache, Reader, block_key
 from argosy.errors import UserError
 
@@ -22,7 +22,7 @@ def put(cache: Cache, block: int, due: int = 0) -> bool:
         return False
     with cache.claimed(SHARD, block) as file:
         assert file is not None
-        cache.keep(file, SHARD, block, bytes(BLOCK_BYTES))
+        cache.keep(file, SHARD, block, bytes(CHECKSUM_BLOCK_BYTES))
     return True
 
 
@@ -92,13 +92,13 @@ def test_what_a_kill_left_of_a_block_is_written_over(cache: Cache) -> None:
     partial = cache.shard_folder(SHARD) / "0000000.partial"
     partial.write_bytes(b"half of it")
     assert put(cache, 0)
-    assert cache.path(SHARD, 0).read_bytes() == bytes(BLOCK_BYTES)
+    assert cache.path(SHARD, 0).read_bytes() == bytes(CHECKSUM_BLOCK_BYTES)
 
 
 def test_a_cache_outlives_its_processes_and_counts_again_what_is_there(cache: Cache, tmp_path: Path) -> None:
     assert all(put(cache, block) for block in range(3))
     (cache.folder / "used").write_text("0")  # as if all died before they had counted
-    again = Cache(CacheConfig(folder=str(tmp_path / "cache"), size_gb=4.5 * BLOCK_BYTES / 1e9))
+    again = Cache(CacheConfig(folder=str(tmp_path / "cache"), size_gb=4.5 * CHECKSUM_BLOCK_BYTES / 1e9))
     assert here(again) == [0, 1, 2]
     assert put(again, 3)
     assert put(again, 4)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture(params=["here", "file", "hub"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelFolder]:
-    monkeypatch.setattr(module, "COPY_BYTES", 1000)
+    monkeypatch.setattr(module, "FILE_COPY_BYTES", 1000)
     for name, data in FILES.items():
         (tmp_path / name).write_bytes(data)
     if request.param == "hub":
@@ -94,7 +94,7 @@ def test_nothing_is_written_to_the_hub() -> None:
 @pytest.mark.slow
 def test_a_store_of_s3s_protocol_holds_models_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = ObjectStore(tmp_path / "log")
-    monkeypatch.setattr(store, "PAUSE_S", 0.0)
+    monkeypatch.setattr(store, "STORE_PAUSE_S", 0.0)
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": server.endpoint}.items():
         monkeypatch.setenv(name, value)
     try:

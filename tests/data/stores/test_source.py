@@ -11,7 +11,7 @@ import pytest
 from argosy.config.data import CacheConfig
 from argosy.config.train import BatchSizes
 from argosy.data.loader import OpenData, open_data
-from argosy.data.manifest import BLOCK_BYTES
+from argosy.data.manifest import CHECKSUM_BLOCK_BYTES
 from argosy.data.shards import BadShard, TokenSource
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.folder import StoreFolder
@@ -94,7 +94,7 @@ def test_held_out_text_is_the_same(cache: Cache, prepared: Path) -> None:
 
 def test_a_block_damaged_in_the_cache_is_fetched_again(cache: Cache, prepared: Path) -> None:
     local = TokenSource(prepared)
-    for harm in (lambda path: path.write_bytes(bytes(BLOCK_BYTES)), lambda path: path.write_bytes(b"")):
+    for harm in (lambda path: path.write_bytes(bytes(CHECKSUM_BLOCK_BYTES)), lambda path: path.write_bytes(b"")):
         StoreSource(StoreFolder(f"file://{prepared}", cache)).tokens(0, 1000)
         [path] = (cache.folder / "shards").glob("*/0000000")
         harm(path)

@@ -185,8 +185,8 @@ def test_an_interrupted_copy_has_no_manifest_and_goes_on(
             raise StoreUnreachable("cut")
         put(store, name, content)
 
-    monkeypatch.setattr(uploads, "PAUSE_S", 0.0)
-    monkeypatch.setattr(uploads, "AT_ONCE", 1)
+    monkeypatch.setattr(uploads, "STORE_PAUSE_S", 0.0)
+    monkeypatch.setattr(uploads, "FILES_AT_ONCE", 1)
     monkeypatch.setattr(Store, "put", dies)
     with pytest.raises(RunFailed, match=r"remote = file://.*cannot be reached \(cut\)"):
         upload(prepared, url)

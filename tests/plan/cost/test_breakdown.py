@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from argosy.config.load import load
-from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, RUN_STD, RankSizes, spread
+from argosy.plan.cost.breakdown import MEMORY_FACTORS, OF_TIME, RUN_STD, RankSizes, spread
 from argosy.plan.cost.exact_state import state_bytes
 from argosy.plan.cost.memory_model import Footprint
 from argosy.plan.cost.rates import System
@@ -41,7 +41,7 @@ STATE = {"weights", "gradients", "optimizer"}
 def test_every_category_has_one_factor_but_the_state_which_is_exact():
     of_time = [name for names in OF_TIME.values() for name in names]
     assert sorted(of_time) == sorted(f.name for f in fields(StepTime))
-    assert set(OF_MEMORY["memory"]) == {f.name for f in fields(Footprint)} - STATE
+    assert set(MEMORY_FACTORS["memory"]) == {f.name for f in fields(Footprint)} - STATE
 
 
 def test_a_factor_multiplies_its_own_categories():
@@ -49,7 +49,7 @@ def test_a_factor_multiplies_its_own_categories():
     assert {name for name, value in vars(slower).items() if value == 3.0} == set(OF_TIME["network"])
     assert slower.total == TIME.total + 2 * len(OF_TIME["network"])
     larger = MEMORY.calibrated({"optimizer": Factor(value=3.0, std=0.1), "memory": Factor(value=9.0, std=0.1)})
-    assert {name for name, value in vars(larger).items() if value == 9.0} == set(OF_MEMORY["memory"])
+    assert {name for name, value in vars(larger).items() if value == 9.0} == set(MEMORY_FACTORS["memory"])
     assert larger.optimizer == 1.0
 
 
@@ -66,7 +66,7 @@ def test_what_was_learnt_makes_predictions_surer_by_its_share():
 
 def test_where_memory_was_learnt_the_state_is_exact():
     known = {"memory": Factor(value=1.0, std=0.1)}
-    assert spread({"weights": 3.0, "activations": 1.0}, OF_MEMORY, known, 0.2) == pytest.approx(
+    assert spread({"weights": 3.0, "activations": 1.0}, MEMORY_FACTORS, known, 0.2) == pytest.approx(
         (RUN_STD**2 + 0.025**2) ** 0.5
     )
 

@@ -7,7 +7,7 @@ import pytest
 
 from argosy.config.schema import RunConfig
 from argosy.plan.cost.cost_model import CostModel
-from argosy.plan.cost.step_time import SIZES_MB, WORTH, wait_s
+from argosy.plan.cost.step_time import LEAST_BUCKET_GAIN, SIZES_MB, wait_s
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
@@ -51,7 +51,7 @@ def test_no_other_size_is_predicted_faster(plan):
     costs = CostModel.of(run_of(), Cluster.parse("64xh100"))
     sizes = Layouts.of([Plan.parse(f"{plan},precision=bf16,bucket_mb={size}") for size in SIZES_MB])
     chosen = costs.predict_time(costs.with_buckets(sizes)).total
-    assert np.all(chosen <= np.min(costs.predict_time(sizes).total) * (1 + WORTH))
+    assert np.all(chosen <= np.min(costs.predict_time(sizes).total) * (1 + LEAST_BUCKET_GAIN))
 
 
 def test_where_size_hardly_matters_it_is_the_usual_one():

@@ -13,7 +13,7 @@ from argosy.config.load import load
 from argosy.config.model import ModelConfig
 from argosy.config.optimizer import OptimizerConfig
 from argosy.config.schema import RunConfig
-from argosy.optim.optimizer import RULES
+from argosy.optim.optimizer import OPTIMIZER_RULES
 from argosy.plan.cost.exact_state import (
     MOMENTS,
     local_shard_of,
@@ -112,7 +112,7 @@ def test_moments_take_what_the_optimizer_keeps(kind, state, name, shape, expecte
 
 
 def test_moments_are_those_of_the_optimizer():
-    assert {name: len(rule.moments) for name, rule in RULES.items()} == MOMENTS
+    assert {name: len(rule.moments) for name, rule in OPTIMIZER_RULES.items()} == MOMENTS
 
 
 def test_the_arithmetic_needs_no_torch():

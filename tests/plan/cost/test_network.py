@@ -19,9 +19,9 @@ from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.measurements import CompressionRate
 from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
-from argosy.plan.sync import COMPRESSED, COMPRESSORS
+from argosy.plan.sync import COMPRESSED, COMPRESSOR_COSTS
 from argosy.plan.workload import Workload
-from argosy.sync.compressors import COMPRESSORS as CLASSES
+from argosy.sync.compressors import COMPRESSOR_OF as CLASSES
 
 NODE = replace(Rates.of_device(find_device("h100")), link_bytes_per_s=400e9, nic_bytes_per_s=50e9, reduction_gain=1.0)
 FREE = Constants(link=1.0, nic=1.0, latency=1e-30, hop=1e-30)
@@ -129,7 +129,7 @@ def test_on_a_gpu_the_work_follows_from_memory_on_a_cpu_from_measurements():
     on_gpu = float(Compression().seconds(plans, 1e9, 1e9, H100)[0])
     assert on_gpu == pytest.approx(1e9 * (120 / H100.memory_bytes_per_s + 60 * 5e-6 / 2**20))
     assert float(Compression().seconds(plans, 1e9, 1e9, CPU)[0]) == pytest.approx(
-        COMPRESSORS["int8"].cpu_s * 1e9 * 120 / 190
+        COMPRESSOR_COSTS["int8"].cpu_s * 1e9 * 120 / 190
     )
     probed = Compression(measured_s={"int8": 1e-9})
     assert float(probed.seconds(plans, 1e9, 1e9, H100)[0]) == pytest.approx(120 / 190)

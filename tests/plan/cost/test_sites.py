@@ -16,8 +16,8 @@ from argosy.plan.cost.prediction import predict
 from argosy.plan.cost.sites import (
     EXCHANGE_BYTE_S,
     EXCHANGE_NUMBER_S,
-    MESSAGES,
     RANKS_NUMBER_S,
+    UPDATE_MESSAGES,
     added_s,
     bytes_of_step,
     exchange_bytes,
@@ -160,7 +160,7 @@ def test_the_worker_behind_the_link_takes_its_time_longer():
     found, link = updates_of(run, TWO, 7.0), TWO.links[0]
     near, away = found.worker_s
     assert found.is_away == (False, True)
-    on_link = FRAMING * 8 * parameters(run.model) / link.bandwidth_bytes_per_s + 2 * MESSAGES * link.latency_s
+    on_link = FRAMING * 8 * parameters(run.model) / link.bandwidth_bytes_per_s + 2 * UPDATE_MESSAGES * link.latency_s
     assert away - near == pytest.approx(on_link, rel=1e-6)
     several = updates_of(asynchronous(max_staleness=1000, local_steps=10), TWO, 7.0).worker_s
     assert [ten - one for ten, one in zip(several, found.worker_s, strict=True)] == pytest.approx([63.0, 63.0])

@@ -11,7 +11,7 @@ from tests.plan.design.conftest import Load
 
 from argosy.errors import UserError
 from argosy.plan.cost.rates import Rates
-from argosy.plan.design.points import OF_MEMORY, Points
+from argosy.plan.design.points import MEMORY_DRAWS_ALL, Points
 from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.technology import good_dies, logic_nodes, memory_generations, scaling
 
@@ -48,7 +48,7 @@ def test_a_finer_node_holds_and_drives_more(load: Load) -> None:
 
 def test_memory_that_draws_all_the_power_is_no_device(load: Load) -> None:
     some = Points.of(load(node='"N5"', memory='["HBM3", "HBM4"]', stacks="12", power_w="[400]"))
-    assert len(some) == 1 and some.impossible == {OF_MEMORY: 1}
+    assert len(some) == 1 and some.impossible == {MEMORY_DRAWS_ALL: 1}
     with pytest.raises(UserError, match=r"device\.power_w = 100.0: memory alone draws .* in every one of the 1"):
         Points.of(load(node='"N5"', memory='"HBM4"', stacks="12", power_w="[100]"))
 

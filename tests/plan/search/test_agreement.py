@@ -15,11 +15,11 @@ from argosy.plan.hardware.devices import find_device
 from argosy.plan.hardware.measurements import Measurements
 from argosy.plan.plan import Plan
 from argosy.plan.search.agreement import (
-    CHOSEN,
-    MARGIN,
-    MOST_WAITING,
+    CHOSEN_KEYS,
+    MOST_WAITING_SHARE,
     ORDER,
-    SETTINGS,
+    ROUNDS_TRIED,
+    WORSE_BY,
     choose_rounds,
     choose_word,
     inner_step,
@@ -37,7 +37,7 @@ def with_(asked: RunConfig, plan: str, **sync: object) -> RunConfig:
 @pytest.mark.parametrize("rate", [1, 10, 100, 1000, 10_000, 100_000])
 def test_the_rule_holds_at_any_bandwidth(rate: float) -> None:
     found = choose_word(CostModel.of(run(), nodes(rate)), {})
-    enough = (1 + MARGIN) * min(found.step_s.values())
+    enough = (1 + WORSE_BY) * min(found.step_s.values())
     assert found.step_s[found.word] <= enough
     better = ORDER[: ORDER.index(found.word)]
     assert all(found.step_s[word] > enough for word in better)
@@ -122,7 +122,7 @@ def test_sites_wait_for_a_tenth_of_their_time_at_most_or_for_as_little_as_can_be
     costs, inner_s = inner_step(asked, place)
     told = rounds_of(costs.on(costs.run.model_copy(update={"sync": chosen.sync}), costs.devices), place, inner_s)
     assert told == chosen.rounds and inner_s == chosen.inner_step_s
-    assert chosen.waiting <= MOST_WAITING or chosen.sync.every_steps == 500
+    assert chosen.waiting <= MOST_WAITING_SHARE or chosen.sync.every_steps == 500
     assert f"every_steps = {chosen.sync.every_steps}" in chosen.in_words()
 
 
@@ -143,7 +143,7 @@ def test_keys_that_the_user_has_set_stay() -> None:
 def test_what_is_no_setting_of_rounds_is_never_touched() -> None:
     before = of_two(outer_lr=0.9, outer_momentum=0.5)
     chosen = choose_rounds(before, cluster(10), ())
-    others = {key for key in type(before.sync).model_fields if key not in CHOSEN}
+    others = {key for key in type(before.sync).model_fields if key not in CHOSEN_KEYS}
     assert all(getattr(chosen.sync, key) == getattr(before.sync, key) for key in others)
 
 
@@ -160,7 +160,7 @@ def test_what_each_site_s_probe_found_gives_its_step_and_the_slowest_decides() -
     of_sheet, slow = choose_rounds(of_two(), cluster(1), ()), choose_rounds(of_two(), at(oslo=1e-4, lyon=2.0), ())
     assert slow.inner_step_s > 2 * of_sheet.inner_step_s
     assert slow == choose_rounds(of_two(), at(oslo=2.0, lyon=1e-4), ())
-    places = [SETTINGS.index((each.sync.every_steps, each.sync.fragments)) for each in (slow, of_sheet)]
+    places = [ROUNDS_TRIED.index((each.sync.every_steps, each.sync.fragments)) for each in (slow, of_sheet)]
     assert places == sorted(set(places)), "longer steps leave time for what loses less"
 
 

@@ -16,7 +16,7 @@ from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster, NetworkTier, NodeGroup, SiteLink
 from argosy.plan.hardware.devices import find_device
-from argosy.plan.layouts import WORDS, Layouts
+from argosy.plan.layouts import PLAN_WORDS, Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.quantities import divisors
 from argosy.plan.rules import breaks_any, first_problem
@@ -62,7 +62,7 @@ def every_plan(costs: CostModel) -> Layouts:
     columns = {
         "axes": np.arange(len(axes)),
         "zero": np.arange(4),
-        "schedule": np.arange(len(WORDS["schedule"])),
+        "schedule": np.arange(len(PLAN_WORDS["schedule"])),
         "stages_per_rank": np.arange(2, layers + 1),
         "context": np.arange(2),
         "recompute": np.arange(3),
@@ -73,7 +73,7 @@ def every_plan(costs: CostModel) -> Layouts:
     grid = dict(zip(columns, (g.ravel() for g in np.meshgrid(*columns.values())), strict=True))
     chosen = np.array(axes)[grid.pop("axes")].T
     fixed = {
-        "precision": WORDS["precision"].index(costs.precision),
+        "precision": PLAN_WORDS["precision"].index(costs.precision),
         "ep": 1,
         "async_tp": 0,
         "overlap_experts": 0,
@@ -159,7 +159,7 @@ def test_pins_hold(pins: dict[str, str]) -> None:
         return
     for key, values in parse_pins(text).items():
         column = np.broadcast_to(getattr(found.plans, key), len(found))
-        seen = {WORDS[key][number] if key in WORDS else number for number in np.unique(column)}
+        seen = {PLAN_WORDS[key][number] if key in PLAN_WORDS else number for number in np.unique(column)}
         assert seen <= set(values)
 
 

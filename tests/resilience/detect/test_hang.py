@@ -20,7 +20,15 @@ from hypothesis import given
 from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path, read_heartbeat
 from argosy.processes.child import process_state
 from argosy.resilience.detect.finding import Sample, WorkerSeen
-from argosy.resilience.detect.hang import MIN_AUTO_S, OTHERS_S, HangDetector, JoiningWatch, Newcomer, Waits, blame
+from argosy.resilience.detect.hang import (
+    COORDINATOR_FIRST_S,
+    MIN_AUTO_S,
+    HangDetector,
+    JoiningWatch,
+    Newcomer,
+    Waits,
+    blame,
+)
 from resilience.detect.samples import World
 
 GROUPS = ["world#0", "mesh_tp#1", "mesh_dp#2", "mesh_pp#3"]
@@ -301,10 +309,10 @@ def test_a_real_process_that_was_stopped_is_found_and_one_that_lives_is_not(tmp_
         (Newcomer("T", 0, None), LIMIT_S),
         (Newcomer("T", 0, reading()), LIMIT_S),
         (Newcomer("T", 3, reading(generation=2)), LIMIT_S),
-        (Newcomer("T", 3, reading(generation=3)), LIMIT_S + OTHERS_S),
+        (Newcomer("T", 3, reading(generation=3)), LIMIT_S + COORDINATOR_FIRST_S),
         (Newcomer("S", 0, None), FIRST_STEP_S),
         (Newcomer("R", 3, reading()), MIN_AUTO_S),
-        (Newcomer("R", 3, reading(generation=3)), MIN_AUTO_S + OTHERS_S),
+        (Newcomer("R", 3, reading(generation=3)), MIN_AUTO_S + COORDINATOR_FIRST_S),
     ],
     ids=str,
 )

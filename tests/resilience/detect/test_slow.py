@@ -16,7 +16,7 @@ from argosy.plan.dealing import RankWork
 from argosy.plan.plan import Plan
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.detect.slow import (
-    MOST_WATCHED,
+    MOST_WATCHED_WINDOWS,
     SlowLinkDetector,
     StragglerDetector,
     UnevenStagesDetector,
@@ -298,5 +298,7 @@ def test_other_plans_are_left_alone():
 
 def test_what_does_not_pay_is_asked_for_ever_more_seldom():
     steps = [step for step, _ in found(lambda rank, step, chance: 0.3 if rank else 0.1, 1500)]
-    assert [b - a for a, b in pairwise(steps)] == [min(2 * 2**n, MOST_WATCHED) * 20 for n in range(len(steps) - 1)]
+    assert [b - a for a, b in pairwise(steps)] == [
+        min(2 * 2**n, MOST_WATCHED_WINDOWS) * 20 for n in range(len(steps) - 1)
+    ]
     assert len(steps) >= 6

@@ -206,8 +206,8 @@ def test_etcd_over_tls_for_those_who_have_a_password(tmp_path, monkeypatch):
     options = ("--cert-file", str(certificate), "--key-file", str(key))
     with etcd(tmp_path, options, scheme="https") as cluster:
         _require_a_password(cluster.ports[0], certificate)
-        monkeypatch.setenv(etcd_module.CA, str(certificate))
-        monkeypatch.setattr(etcd_module, "TIMEOUT_S", 10.0)  # a password is made slow to check
+        monkeypatch.setenv(etcd_module.CA_VARIABLE, str(certificate))
+        monkeypatch.setattr(etcd_module, "ETCD_TIMEOUT_S", 10.0)  # a password is made slow to check
         with pytest.raises(LeaseUnreachable, match="user name is empty"):
             open_lease(cluster.url, tmp_path).holder()
         monkeypatch.setenv(etcd_module.USER, "root:wrong")
@@ -221,7 +221,7 @@ def test_etcd_over_tls_for_those_who_have_a_password(tmp_path, monkeypatch):
             client.session.headers["Authorization"] = "has.expired"
         assert _patiently(lambda: open_lease(cluster.url, tmp_path).holder()) in (A, None)
         wait_until(lambda: _patiently(lambda: a.acquire(A)))
-        monkeypatch.delenv(etcd_module.CA)
+        monkeypatch.delenv(etcd_module.CA_VARIABLE)
         with pytest.raises(LeaseUnreachable, match="certificate"):
             open_lease(cluster.url, tmp_path).holder()
 

@@ -45,7 +45,7 @@ def test_a_worker_tells_no_server_what_only_the_first_one_may(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("argosy.sync.links.REFUSED_AGAIN_S", 0.0)
-    monkeypatch.setattr("argosy.sync.links.CALL_AGAIN_S", 0.0)
+    monkeypatch.setattr("argosy.sync.links.LINK_AGAIN_S", 0.0)
     run = asynchronous(corpus, 2)
     with serving(run, tmp_path):
         with worker(run, tmp_path) as peer:
@@ -73,7 +73,7 @@ def test_wrong_messages_of_a_worker_end_no_server(
     corpus: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("argosy.sync.links.REFUSED_AGAIN_S", 0.0)
-    monkeypatch.setattr("argosy.sync.links.CALL_AGAIN_S", 0.0)
+    monkeypatch.setattr("argosy.sync.links.LINK_AGAIN_S", 0.0)
     luck, run = random.Random(seed), asynchronous(corpus, 2)
     with serving(run, tmp_path):
         with worker(run, tmp_path) as peer:

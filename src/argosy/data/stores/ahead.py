@@ -19,14 +19,14 @@ from argosy.data.manifest import Shard
 from argosy.data.order import I64, Samples
 from argosy.data.shards import TokenSource
 from argosy.data.stores.cache import Cache, Reader
-from argosy.data.stores.folder import PAUSES_S, StoreFolder
+from argosy.data.stores.folder import STORE_PAUSES_S, StoreFolder
 from argosy.data.stores.source import FETCHES, StoreSource
 from argosy.data.stores.store import StoreUnreachable
 from argosy.errors import ArgosyError
 
 AHEAD_SHARE = 0.5
 """Share of its part of the cache that a process fetches ahead; more would leave less for blocks that come again."""
-MOST_SAMPLES = 2**20
+MOST_SAMPLES_AHEAD = 2**20
 """Samples that are looked ahead at most: their places take 100 ms to sort."""
 LEAST_SAMPLES = 4096
 """Samples that are looked up at least: a few cost nearly as much."""
@@ -131,7 +131,11 @@ class Ahead:
         self._from, self._blocks, self._steps = step, self._blocks[later], self._steps[later]
         while True:
             found, first = np.unique(self._blocks, return_index=True)
-            if len(found) >= min(most_blocks, self._total) or self._looked >= MOST_SAMPLES or self._closed.is_set():
+            if (
+                len(found) >= min(most_blocks, self._total)
+                or self._looked >= MOST_SAMPLES_AHEAD
+                or self._closed.is_set()
+            ):
                 chosen = np.argsort(first)[:most_blocks]
                 return found[chosen], self._steps[first[chosen]]
             self._look_further()
@@ -142,7 +146,7 @@ class Ahead:
 
     def _look_further(self) -> None:
         """Look up as many samples again as were looked up."""
-        more = min(max(self._looked, LEAST_SAMPLES), MOST_SAMPLES // 4)
+        more = min(max(self._looked, LEAST_SAMPLES), MOST_SAMPLES_AHEAD // 4)
         stop = self._to + max(more // self._rows, 1)
         samples, steps = self._samples(self._to, stop)
         parts, of_steps = [self._blocks], [self._steps]
@@ -202,7 +206,7 @@ class Ahead:
         return span
 
     def _fetch_span(self, folder: StoreFolder, shard: Shard, span: tuple[int, int], due: int) -> None:
-        pauses = iter(PAUSES_S)
+        pauses = iter(STORE_PAUSES_S)
         try:
             while not self._closed.is_set():
                 try:
@@ -211,7 +215,7 @@ class Ahead:
                     return
                 except StoreUnreachable as problem:
                     folder.away(problem)
-                    self._closed.wait(next(pauses, PAUSES_S[-1]))
+                    self._closed.wait(next(pauses, STORE_PAUSES_S[-1]))
         except ArgosyError:
             pass  # damaged there, or forbidden: whoever reads it says so
         finally:

@@ -31,20 +31,20 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.config.data import CacheConfig
-from argosy.data.manifest import BLOCK_BYTES
+from argosy.data.manifest import CHECKSUM_BLOCK_BYTES
 from argosy.data.order import U64
 from argosy.errors import UserError
 from argosy.files import PARTIAL, atomic_write
 
-FORMAT = {"argosy_cache": 1}
-MARK = "argosy-cache.json"
-OWN = {MARK, MARK + PARTIAL, "lock", "used", "folders", "shards", "readers", "lost+found"}
+CACHE_FORMAT = {"argosy_cache": 1}
+CACHE_MARK = "argosy-cache.json"
+CACHE_NAMES = {CACHE_MARK, CACHE_MARK + PARTIAL, "lock", "used", "folders", "shards", "readers", "lost+found"}
 """Names that may lie in the folder; the last is a disk's."""
 DISK_SHARE = 0.9
 """Share of the disk's free room that the cache takes at most."""
 BATCH_SHARE = 0.01
 """Share of the cache that is evicted at once: a list of all blocks is made for it."""
-NEVER = 2**32 - 1
+NEVER_NEEDED = 2**32 - 1
 """Steps until a block is needed that no reader has in its plan."""
 
 U32 = npt.NDArray[np.uint32]
@@ -72,10 +72,12 @@ class Cache:
                 if not self._live():
                     for left in (self.folder / "readers").iterdir():
                         left.unlink(missing_ok=True)
-                    self._set_used(sum(len(names) for _, names in self._listed()) * BLOCK_BYTES)
+                    self._set_used(sum(len(names) for _, names in self._listed()) * CHECKSUM_BLOCK_BYTES)
                 disk = os.statvfs(self.folder)
                 free = int(disk.f_bavail * disk.f_frsize * DISK_SHARE)
-                self.capacity = min(config.size_bytes, self._used() + free) // BLOCK_BYTES * BLOCK_BYTES
+                self.capacity = (
+                    min(config.size_bytes, self._used() + free) // CHECKSUM_BLOCK_BYTES * CHECKSUM_BLOCK_BYTES
+                )
         except OSError as problem:
             raise UserError(
                 f"data.cache.folder = {self.folder}: cannot be written ({problem.strerror or problem}). "
@@ -87,7 +89,7 @@ class Cache:
 
     @property
     def blocks(self) -> int:
-        return self.capacity // BLOCK_BYTES
+        return self.capacity // CHECKSUM_BLOCK_BYTES
 
     def path(self, shard: str, block: int) -> Path:
         """Return where a block of the shard with this SHA-256 lies, or would."""
@@ -149,11 +151,13 @@ class Cache:
 
         False, and nothing counted, if there is no room. Raises: OSError.
         """
-        wanted = blocks * BLOCK_BYTES
+        wanted = blocks * CHECKSUM_BLOCK_BYTES
         with self._locked():
             missing = self._used() + wanted - self.capacity
             if missing > 0:
-                self._set_used(max(self._used() - self._evict(-(-missing // BLOCK_BYTES), due) * BLOCK_BYTES, 0))
+                self._set_used(
+                    max(self._used() - self._evict(-(-missing // CHECKSUM_BLOCK_BYTES), due) * CHECKSUM_BLOCK_BYTES, 0)
+                )
             if self._used() + wanted > self.capacity:
                 return False
             self._set_used(self._used() + wanted)
@@ -162,25 +166,29 @@ class Cache:
     def give_back(self, blocks: int) -> None:
         """Count `blocks` fewer: they were not stored."""
         with self._locked():
-            self._set_used(max(self._used() - blocks * BLOCK_BYTES, 0))
+            self._set_used(max(self._used() - blocks * CHECKSUM_BLOCK_BYTES, 0))
 
     def disk_is_full(self, problem: OSError) -> None:
         """Use no more room than is used now: the disk refused it."""
         with self._locked():
-            self.capacity = max(min(self.capacity, self._used() - BLOCK_BYTES), 0) // BLOCK_BYTES * BLOCK_BYTES
+            self.capacity = (
+                max(min(self.capacity, self._used() - CHECKSUM_BLOCK_BYTES), 0)
+                // CHECKSUM_BLOCK_BYTES
+                * CHECKSUM_BLOCK_BYTES
+            )
         self.problem = f"{problem.strerror or problem}"
 
     def _make(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        mark = self.folder / MARK
+        mark = self.folder / CACHE_MARK
         if not mark.exists():
-            if {path.name for path in self.folder.iterdir()} - OWN and not mark.exists():
+            if {path.name for path in self.folder.iterdir()} - CACHE_NAMES and not mark.exists():
                 raise UserError(
                     f"data.cache.folder = {self.folder}: holds something else. Choose an empty or new folder."
                 )
             with suppress(FileNotFoundError), atomic_write(mark) as file:  # another process may be as far
-                file.write(json.dumps(FORMAT).encode())
-        if json.loads(mark.read_text() or "{}") != FORMAT:
+                file.write(json.dumps(CACHE_FORMAT).encode())
+        if json.loads(mark.read_text() or "{}") != CACHE_FORMAT:
             raise UserError(f"data.cache.folder = {self.folder}: of another version. Delete it, or choose another.")
         for name in ("folders", "shards", "readers"):
             (self.folder / name).mkdir(exist_ok=True)
@@ -233,7 +241,7 @@ class Cache:
         for shard, names in self._listed():
             paths += [f"{shard}/{name}" for name in names]
             keys += [block_key(shard, int(name)) for name in names]
-        dues = np.full(len(keys), NEVER, np.uint32)
+        dues = np.full(len(keys), NEVER_NEEDED, np.uint32)
         keep_until = np.zeros(len(keys), bool)
         for plan in map(FetchPlan.read, self._live()):
             found = plan.due(np.array(keys, np.uint64))
@@ -259,9 +267,9 @@ class FetchPlan:
     def due(self, keys: U64) -> U32:
         """Return in how many steps each of `keys` is needed; NEVER if it is not in the plan."""
         if not len(self._keys):
-            return np.full(len(keys), NEVER, np.uint32)
+            return np.full(len(keys), NEVER_NEEDED, np.uint32)
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        return np.where(self._keys[places] == keys, self._dues[places], np.uint32(NEVER))
+        return np.where(self._keys[places] == keys, self._dues[places], np.uint32(NEVER_NEEDED))
 
     @classmethod
     def read(cls, path: Path) -> FetchPlan:

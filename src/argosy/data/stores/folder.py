@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from argosy.data.manifest import (
-    BLOCK_BYTES,
+    CHECKSUM_BLOCK_BYTES,
     MOST_MANIFEST_BYTES,
     TOKENIZER,
     BlockChecksums,
@@ -28,7 +28,7 @@ from argosy.data.manifest import (
     Shard,
     read_checksums,
 )
-from argosy.data.manifest import NAME as MANIFEST
+from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.store import Store, StoreUnreachable
 from argosy.errors import ArgosyError, ArgosyWarning, DataError, Retryable, UserError
@@ -37,7 +37,7 @@ BLOCK_FETCHES = 3
 """A block that does not match its checksum is fetched so often."""
 OPEN_S = 20.0
 """Time for which the folder's manifest is asked for when a run starts."""
-PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+STORE_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses between attempts to reach a store; the last again and again."""
 
 Answer = TypeVar("Answer")
@@ -163,7 +163,7 @@ class StoreFolder:
         again: from the store, not from here. Raises: StoreUnreachable; DataError if the shard is damaged or missing.
         """
         path = self.cache.path(shard.bin_sha256, 0).with_name("crc32")
-        blocks = -(-shard.tokens * np.dtype(self.manifest.dtype).itemsize // BLOCK_BYTES)
+        blocks = -(-shard.tokens * np.dtype(self.manifest.dtype).itemsize // CHECKSUM_BLOCK_BYTES)
         if not again and (found := read_checksums(path)) is not None and len(found) == blocks:
             return found
         data = self.store.get(f"{shard.name}.crc32", 4 * blocks)
@@ -238,14 +238,18 @@ class StoreFolder:
         size = shard.tokens * np.dtype(self.manifest.dtype).itemsize
         sums = self.checksums(shard)
         for attempt in range(BLOCK_FETCHES):
-            start = first * BLOCK_BYTES
+            start = first * CHECKSUM_BLOCK_BYTES
             try:
-                data = memoryview(self.store.get_range(f"{shard.name}.bin", start, min(stop * BLOCK_BYTES, size)))
+                data = memoryview(
+                    self.store.get_range(f"{shard.name}.bin", start, min(stop * CHECKSUM_BLOCK_BYTES, size))
+                )
             except FileNotFoundError as problem:
                 raise DataError(f"{problem}. Copy the shard there again, or prepare the data again.") from None
             self.count(fetched_bytes=len(data))
             self._reached()
-            found = {first + i: data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES] for i in range(stop - first)}
+            found = {
+                first + i: data[i * CHECKSUM_BLOCK_BYTES : (i + 1) * CHECKSUM_BLOCK_BYTES] for i in range(stop - first)
+            }
             bad = [block for block, content in found.items() if zlib.crc32(content) != int(sums[block])]
             if not bad:
                 return {block: bytes(content) for block, content in found.items()}
@@ -253,8 +257,9 @@ class StoreFolder:
             if attempt + 1 < BLOCK_FETCHES:
                 sums = self.checksums(shard, again=True)  # they may be what is damaged
         raise DataError(
-            f"{self.url}/{shard.name}.bin: the block at byte {bad[0] * BLOCK_BYTES} does not match its checksum, "
-            f"though it was fetched {BLOCK_FETCHES} times. Copy the shard there again, or prepare the data again."
+            f"{self.url}/{shard.name}.bin: the block at byte {bad[0] * CHECKSUM_BLOCK_BYTES} does not match its "
+            f"checksum, though it was fetched {BLOCK_FETCHES} times. Copy the shard there again, or prepare the data "
+            "again."
         )
 
     def count(self, hits: int = 0, misses: int = 0, fetched_bytes: int = 0) -> None:
@@ -308,7 +313,7 @@ class StoreFolder:
 
 
 def _pauses() -> Iterator[float]:
-    return chain(PAUSES_S, repeat(PAUSES_S[-1]))
+    return chain(STORE_PAUSES_S, repeat(STORE_PAUSES_S[-1]))
 
 
 def _put(path: Path, content: bytes) -> None:

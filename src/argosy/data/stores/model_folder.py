@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from argosy.credentials import REMEDY, has_credentials
+from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.data.stores.store import Store, StoreUnreachable, is_url, patiently, spelled
 from argosy.errors import StorageError, UserError
-from argosy.files import COPY_BYTES, RegularFile, read_at_most, sync, whole_folder
+from argosy.files import FILE_COPY_BYTES, RegularFile, read_at_most, sync, whole_folder
 
 CompressedFormat = Literal["fp8", "int8", "int4"]
 ExportFormat = Literal["safetensors", "gguf", CompressedFormat]
@@ -19,7 +19,7 @@ ExportFormat = Literal["safetensors", "gguf", CompressedFormat]
 ExportDtype = Literal["stored", "fp32", "bf16", "fp16"]
 GgufType = Literal["bf16", "f16", "q8_0", "q4_0"]
 HUB = "hf://"
-_NAME = re.compile(r"[^/]+/[^/]+")
+_HUB_NAME = re.compile(r"[^/]+/[^/]+")
 
 
 class ModelFolder:
@@ -83,8 +83,8 @@ class ModelInStore(ModelFolder):
         return self._known().get(name)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        for done in range(0, len(buffer), COPY_BYTES):
-            some = buffer[done : done + COPY_BYTES]
+        for done in range(0, len(buffer), FILE_COPY_BYTES):
+            some = buffer[done : done + FILE_COPY_BYTES]
             first = start + done
             try:
                 some[:] = patiently(self.where(name), self._store.get_range, name, first, first + len(some))
@@ -107,7 +107,7 @@ class ModelOnHub(ModelFolder):
         """named: what stands before the URL in messages. Raises: UserError."""
         self.name, self._named = f"{named}{url}".rstrip("/"), named
         self._repository = url.removeprefix(HUB).strip("/")
-        if not _NAME.fullmatch(self._repository):
+        if not _HUB_NAME.fullmatch(self._repository):
             raise UserError(f"{self.name}: no model. Give hf://OWNER/NAME, or hf://OWNER/NAME@REVISION.")
         try:
             from huggingface_hub import HfFileSystem
@@ -125,8 +125,8 @@ class ModelOnHub(ModelFolder):
         return self._known().get(name)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        for done in range(0, len(buffer), COPY_BYTES):
-            some = buffer[done : done + COPY_BYTES]
+        for done in range(0, len(buffer), FILE_COPY_BYTES):
+            some = buffer[done : done + FILE_COPY_BYTES]
             some[:] = patiently(self.where(name), self._ask, name, start + done, len(some))
 
     def _ask(self, name: str, first: int, count: int) -> bytes:
@@ -162,7 +162,7 @@ def model_folder(place: str | Path, named: str = "") -> ModelFolder:
     """Return the model's folder at a path or URL. named: what stands before a URL in messages. Raises: UserError."""
     text = spelled(place)
     if has_credentials(text):
-        raise UserError(f"{named}{text}: {REMEDY}.")
+        raise UserError(f"{named}{text}: {CREDENTIALS_REMEDY}.")
     if text.startswith(HUB):
         return ModelOnHub(text, named)
     return ModelInStore(text, named) if is_url(text) else ModelFolder(Path(place))

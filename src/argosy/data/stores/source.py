@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from argosy.data.manifest import BLOCK_BYTES, Shard, SplitName
+from argosy.data.manifest import CHECKSUM_BLOCK_BYTES, Shard, SplitName
 from argosy.data.order import I64
 from argosy.data.shards import I32, TokenSource, range_of_ids
 from argosy.data.stores.cache import Cache, block_key
@@ -26,7 +26,7 @@ from argosy.errors import DataError
 
 FETCHES = 32
 """Requests at once: with 20 ms each and 256 KiB, more than 1 Gbit/s takes."""
-ROWS_AT_ONCE = 64
+WINDOWS_AT_ONCE = 64
 """Windows whose blocks are made sure of before they are read."""
 
 
@@ -45,15 +45,15 @@ class StoreShard:
         first, last = start * size, stop * size
         parts = []
         while first < last:
-            block, offset = divmod(first, BLOCK_BYTES)
-            length = min(BLOCK_BYTES - offset, last - first)
+            block, offset = divmod(first, CHECKSUM_BLOCK_BYTES)
+            length = min(CHECKSUM_BLOCK_BYTES - offset, last - first)
             parts.append(self._read(block, offset, length))
             first += length
         return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), self._dtype)
 
     @property
     def blocks(self) -> int:
-        return -(-self.shard.tokens * self._dtype.itemsize // BLOCK_BYTES)
+        return -(-self.shard.tokens * self._dtype.itemsize // CHECKSUM_BLOCK_BYTES)
 
     def has(self, block: int) -> bool:
         return self._key(block) in self._blocks or self._folder.cache.path(self.shard.bin_sha256, block).exists()
@@ -96,7 +96,7 @@ class StoreShard:
                 data = os.pread(descriptor, length, offset)
                 if len(data) == length:
                     return data
-            data = os.pread(descriptor, BLOCK_BYTES, 0)
+            data = os.pread(descriptor, CHECKSUM_BLOCK_BYTES, 0)
         except OSError:  # of a failing disk
             data = b""
         finally:
@@ -114,9 +114,9 @@ class StoreShard:
         low, high = range_of_ids(tokens, self._has_marks)
         if low < 0 or high >= self._vocab_size:
             raise DataError(
-                f"{self._folder.url}/{self.shard.name}.bin: the block at byte {block * BLOCK_BYTES} holds token "
-                f"{low if low < 0 else high}, but the vocabulary has {self._vocab_size} tokens. The shard was made "
-                "with another tokenizer: prepare the data again with this one."
+                f"{self._folder.url}/{self.shard.name}.bin: the block at byte {block * CHECKSUM_BLOCK_BYTES} holds "
+                f"token {low if low < 0 else high}, but the vocabulary has {self._vocab_size} tokens. The shard was "
+                "made with another tokenizer: prepare the data again with this one."
             )
 
 
@@ -131,7 +131,7 @@ class StoreSource(TokenSource):
         self._held = threading.local()
         self._shard = lru_cache(None)(self._open_shard)
         self._itemsize = np.dtype(self.manifest.dtype).itemsize
-        counts = [-(-shard.tokens * self._itemsize // BLOCK_BYTES) for shard in self._shards]
+        counts = [-(-shard.tokens * self._itemsize // CHECKSUM_BLOCK_BYTES) for shard in self._shards]
         self._first_block = np.array([0, *accumulate(counts)], np.int64)
         self._starts_array = np.array(self._starts, np.int64)
 
@@ -159,11 +159,11 @@ class StoreSource(TokenSource):
 
     def read_windows(self, windows: I64, out: I32) -> None:
         """Copy the windows with these numbers into the rows of `out`. Raises: BadShard, Retryable."""
-        for first in range(0, len(windows), ROWS_AT_ONCE):
-            part = windows[first : first + ROWS_AT_ONCE]
+        for first in range(0, len(windows), WINDOWS_AT_ONCE):
+            part = windows[first : first + WINDOWS_AT_ONCE]
             self._ensure(np.unique(self.blocks_of(part, out.shape[1] - 1)))
             try:
-                super().read_windows(part, out[first : first + ROWS_AT_ONCE])
+                super().read_windows(part, out[first : first + WINDOWS_AT_ONCE])
             finally:
                 self._release()
 
@@ -198,7 +198,7 @@ class StoreSource(TokenSource):
     def _block_at(self, tokens: I64) -> I64:
         shards = np.searchsorted(self._starts_array, tokens, side="right") - 1
         shards = np.minimum(shards, len(self._shards) - 1)
-        inside = (tokens - self._starts_array[shards]) * self._itemsize // BLOCK_BYTES
+        inside = (tokens - self._starts_array[shards]) * self._itemsize // CHECKSUM_BLOCK_BYTES
         blocks: I64 = np.minimum(self._first_block[shards] + inside, self.blocks - 1)
         return blocks
 

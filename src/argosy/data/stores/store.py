@@ -18,20 +18,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from argosy.credentials import REMEDY, has_credentials
-from argosy.data.manifest import NAME as MANIFEST
+from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
+from argosy.data.manifest import DATA_MANIFEST as MANIFEST
 from argosy.data.manifest import SHARD_FILES, TOKENIZER, Manifest
 from argosy.errors import ArgosyError, RunFailed, UserError, missing_extra
 
 SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
-CONNECT_S, ANSWER_S = 5, 30
+STORE_CONNECT_S, STORE_ANSWER_S = 5, 30
 """Time that one request waits for a connection, and for its answer. The caller tries again."""
 
-CHUNK_BYTES = 2**20
-PART_BYTES = 16 * 2**20
+DOWNLOAD_BYTES = 2**20
+UPLOAD_PART_BYTES = 16 * 2**20
 """Bytes of an object that are sent at once while it is written part by part: a store takes 10,000 parts."""
 
-_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
+_STORE_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"^({'|'.join((*SCHEMES, 'hf'))}):/(?=[^/])")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _TOO_SHORT = re.compile(
@@ -49,7 +49,7 @@ class StoreUnreachable(Exception):
 
 def is_url(place: object) -> bool:
     """True if `place` names a folder of a store rather than one of this machine."""
-    return _URL.match(str(place)) is not None or _ONE_SLASH.match(str(place)) is not None
+    return _STORE_URL.match(str(place)) is not None or _ONE_SLASH.match(str(place)) is not None
 
 
 def spelled(place: object) -> str:
@@ -67,7 +67,7 @@ class Store:
     def __init__(self, url: str, named: str = "data.sources: "):
         """named: what stands before the URL in messages. Raises: UserError."""
         if has_credentials(url):
-            raise UserError(f"{named}{url}: {REMEDY}.")
+            raise UserError(f"{named}{url}: {CREDENTIALS_REMEDY}.")
         url = spelled(url)
         scheme = url.partition("://")[0].lower()
         if scheme not in SCHEMES:
@@ -80,11 +80,11 @@ class Store:
         self.url, self._named = url.rstrip("/"), named
         options: dict[str, Any] = {
             "client_options": {
-                "connect_timeout": timedelta(seconds=CONNECT_S),
-                "timeout": timedelta(seconds=ANSWER_S),
+                "connect_timeout": timedelta(seconds=STORE_CONNECT_S),
+                "timeout": timedelta(seconds=STORE_ANSWER_S),
                 "allow_http": scheme == "http" or _endpoint().startswith("http://"),
             },
-            "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=ANSWER_S)},
+            "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=STORE_ANSWER_S)},
         }
         if scheme == "file":
             options = {}
@@ -154,7 +154,7 @@ class Store:
         from obstore import open_writer
 
         try:
-            writer = open_writer(self._store, name, buffer_size=PART_BYTES)
+            writer = open_writer(self._store, name, buffer_size=UPLOAD_PART_BYTES)
             yield _Parts(writer)
             writer.close()
         except Exception as problem:
@@ -218,14 +218,14 @@ class _Parts:
         self._writer = writer
 
     def write(self, data: memoryview | bytes) -> None:
-        for start in range(0, len(data), PART_BYTES):
-            self._writer.write(bytes(data[start : start + PART_BYTES]))
+        for start in range(0, len(data), UPLOAD_PART_BYTES):
+            self._writer.write(bytes(data[start : start + UPLOAD_PART_BYTES]))
 
 
 def _beginning(found: Any, most_bytes: int) -> bytes:
     """Return the first bytes of an object, at most one more than `most_bytes`; no more of it is held."""
     data = bytearray()
-    for chunk in found.stream(min_chunk_size=CHUNK_BYTES):
+    for chunk in found.stream(min_chunk_size=DOWNLOAD_BYTES):
         data += memoryview(chunk)[: most_bytes + 1 - len(data)]
         if len(data) > most_bytes:
             break
@@ -267,13 +267,13 @@ def _keys_of_profile() -> dict[str, str]:
     return {option: keys[key] for key, option in wanted.items() if key in keys}
 
 
-AT_ONCE = 4
+FILES_AT_ONCE = 4
 """Files that are copied at once; a large one goes in parts, several at once too."""
-ATTEMPTS, PAUSE_S = 5, 3.0
-NAMED = "remote = "
+STORE_ATTEMPTS, STORE_PAUSE_S = 5, 3.0
+REMOTE_LINE = "remote = "
 COPYING = "The data are prepared; the same command goes on with copying them."
 Answer = TypeVar("Answer")
-JOURNAL = ".copied.jsonl"
+COPY_JOURNAL = ".copied.jsonl"
 """The file that notes what was copied where, so that an interrupted copy goes on."""
 
 
@@ -287,19 +287,21 @@ def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda d
     """
     manifest = Manifest.load(folder)
     content = (folder / MANIFEST).read_bytes()
-    store = Store(url, NAMED)
-    ask = partial(patiently, f"{NAMED}{store.url}", then=COPYING)
+    store = Store(url, REMOTE_LINE)
+    ask = partial(patiently, f"{REMOTE_LINE}{store.url}", then=COPYING)
     there = ask(store.get, MANIFEST, len(content))
     if there == content:
         return False
     if there is not None:
-        raise UserError(f"{NAMED}{store.url}: holds other prepared data. Name another folder, or delete what is there.")
+        raise UserError(
+            f"{REMOTE_LINE}{store.url}: holds other prepared data. Name another folder, or delete what is there."
+        )
     names = [TOKENIZER]
     for shard in (shard for shards in manifest.splits.values() for shard in shards):
         names += [shard.name + suffix for suffix in SHARD_FILES if (folder / (shard.name + suffix)).exists()]
     identity = [store.url, manifest.identity]
     copied = _journal(folder, identity)
-    with ThreadPoolExecutor(AT_ONCE) as pool, (folder / JOURNAL).open("a") as journal:
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool, (folder / COPY_JOURNAL).open("a") as journal:
         left = [name for name in names if name not in copied]
         tasks = {name: pool.submit(ask, store.put, name, folder / name) for name in left}
         try:
@@ -312,7 +314,7 @@ def upload(folder: Path, url: str, report: Callable[[int, int], None] = lambda d
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     ask(store.put, MANIFEST, content)
-    (folder / JOURNAL).unlink(missing_ok=True)
+    (folder / COPY_JOURNAL).unlink(missing_ok=True)
     return True
 
 
@@ -321,18 +323,18 @@ def patiently(
 ) -> Answer:
     """Return the answer of a store, which is asked again if it cannot give it now. Raises: RunFailed, as `ask`."""
     problem = ""
-    for attempt in range(ATTEMPTS):
+    for attempt in range(STORE_ATTEMPTS):
         try:
             return ask(*arguments)
         except StoreUnreachable as away:
             problem = str(away)
-            time.sleep(PAUSE_S if attempt + 1 < ATTEMPTS else 0)
+            time.sleep(STORE_PAUSE_S if attempt + 1 < STORE_ATTEMPTS else 0)
     raise RunFailed(f"{where}: cannot be reached ({problem}). {then}")
 
 
 def _journal(folder: Path, identity: list[str]) -> set[str]:
     """Return the files that an interrupted copy of the same data to the same place has copied."""
-    path = folder / JOURNAL
+    path = folder / COPY_JOURNAL
     lines = path.read_text().splitlines() if path.exists() else []
     copied = set()
     for line in lines:

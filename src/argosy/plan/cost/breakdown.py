@@ -29,7 +29,7 @@ OF_TIME: Parts = {
     "rest": ("other",),
 }
 """Factor -> the categories of a step's time that it multiplies."""
-OF_MEMORY: Parts = {"memory": ("activations", "logits", "gathered", "agreement", "workspace", "reserve")}
+MEMORY_FACTORS: Parts = {"memory": ("activations", "logits", "gathered", "agreement", "workspace", "reserve")}
 """Factor -> the categories of memory that it multiplies; weights, gradients and optimizer state are known exactly."""
 RUN_STD = 0.05
 """Standard deviation of the logarithm of measured over predicted, from run to run and plan to plan on one machine."""

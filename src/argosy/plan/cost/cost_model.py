@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.schema import RunConfig
-from argosy.plan.cost.breakdown import OF_MEMORY, OF_TIME, Factors, spread
+from argosy.plan.cost.breakdown import MEMORY_FACTORS, OF_TIME, Factors, spread
 from argosy.plan.cost.constants import Constants, constants_of, memory_std, time_std
 from argosy.plan.cost.estimate import Estimate, first_of
 from argosy.plan.cost.exact_state import INT8_BLOCK, moments_of
@@ -320,7 +320,7 @@ class CostModel:
 
     def memory_of(self, parts: Mapping[str, float]) -> Estimate:
         """Return the bytes of a rank whose parts these are, by category."""
-        return Estimate.log_normal(sum(parts.values()), spread(parts, OF_MEMORY, self.factors, self.memory_std))
+        return Estimate.log_normal(sum(parts.values()), spread(parts, MEMORY_FACTORS, self.factors, self.memory_std))
 
     def placements(self, plans: Layouts) -> Placements | None:
         """Return how each plan's ranks are placed on the network; None if its topology is not known."""

@@ -29,7 +29,7 @@ from argosy.config.optimizer import OptimizerConfig, settings_of
 from argosy.config.schema import RunConfig
 from argosy.plan.parameters import Parameter, Stage, run_table
 from argosy.plan.pipeline import SCHEDULES, split_layers, stages_of_rank
-from argosy.plan.plan import AXES, FP8, Plan
+from argosy.plan.plan import FP8, MESH_AXES, Plan
 from argosy.plan.quantities import numbers_of
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2} | dict.fromkeys(FP8, 2)
@@ -189,7 +189,7 @@ def local_shard_of(parameter: Parameter, plan: Plan, rank: int) -> LocalShard:
 def place_of(rank: int, plan: Plan) -> dict[str, int]:
     """Return the rank's coordinate along each axis of the mesh; the last axis varies fastest."""
     place = {}
-    for axis in reversed(AXES):
+    for axis in reversed(MESH_AXES):
         rank, place[axis] = divmod(rank, getattr(plan, axis))
     return place
 

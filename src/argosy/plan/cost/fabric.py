@@ -41,9 +41,9 @@ from argosy.plan.plan import Plan
 from argosy.plan.quantities import factorizations
 from argosy.plan.workload import Numbers
 
-PARTS = ("dp_shard", "dp_replicate", "pp")
+RANK_PARTS = ("dp_shard", "dp_replicate", "pp")
 """Parts of the rank beyond a node, from the inner one outwards; `dp_shard` with what of tp and cp leaves the node."""
-ORDERS = tuple(permutations(range(len(PARTS))))
+ORDERS = tuple(permutations(range(len(RANK_PARTS))))
 """Orders of the parts, inner first; the first one is that of the ranks themselves."""
 _IS_INNER = np.array([[[o.index(j) < o.index(i) for j in range(3)] for i in range(3)] for o in ORDERS])
 """[order, i, j]: part j lies inside part i."""
@@ -60,7 +60,7 @@ class Arrangement:
     dims: tuple[int, ...] = ()
     """Torus: devices along each dimension, in the order in which ranks fill them."""
     circuits: tuple[int, ...] = ()
-    """Circuits of a node for each of `PARTS`, if there are any."""
+    """Circuits of a node for each of `RANK_PARTS`, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Fabric:
         return replace(self, bounds=tuple(bounds), starts=tuple(starts), dims=tuple(dims.T), shares=shares)
 
     def parts_of(self, plans: Layouts) -> NDArray[np.int64]:
-        """Return how many of `PARTS` have more than one rank beyond a node, or, with circuits, use those of nodes."""
+        """Return how many of `RANK_PARTS` have more than one rank beyond a node; with circuits, use nodes'."""
         bounds = self._bounds_of(plans)
         many = sum((bounds[i + 1] > bounds[i]).astype(np.int64) for i in range(3))
         return np.asarray(many + bool(self.topology.circuits))

@@ -31,16 +31,16 @@ from argosy.plan.workload import Numbers, Workload
 
 Floats = NDArray[np.float64]
 
-USABLE = 0.9
+ENGINE_MEMORY_SHARE = 0.9
 """Share of a device's memory that engines take (vLLM's gpu_memory_utilization and TensorRT-LLM's default)."""
 WORKSPACE_BYTES = 2e9
 """Bytes of activations of `CHUNK_TOKENS`, graphs and collectives' buffers beside weights and cache; assumed."""
 CHUNK_TOKENS = 8192
 """Most prompt tokens of a pass: vLLM's and TensorRT-LLM's max_num_batched_tokens of 8192."""
 ACTIVATION_BYTES = 2.0
-WEIGHTS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.53, "fp4": 0.5625}
+BYTES_OF_WEIGHT = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.53, "fp4": 0.5625}
 """Bytes of a weight with its scales: groups of 128 (int4), of 16 (NVFP4)."""
-NARROW: tuple[Format, ...] = ("fp8", "fp4")
+NARROW_ACTIVATIONS: tuple[Format, ...] = ("fp8", "fp4")
 """Formats of weights that activations are rounded to as well, where the device has matmuls for them."""
 CACHES = {"16": 2.0, "fp8": 1.0}
 """Bytes of a number in the cache."""
@@ -212,7 +212,7 @@ class ServingModel:
 
     def room(self, tokens: Numbers) -> Floats:
         """Return how many sequences of `tokens` have their cache in memory; below 1 if weights leave too little."""
-        free = USABLE * self.rates.memory_bytes - self.weights_bytes - self.workspace_bytes
+        free = ENGINE_MEMORY_SHARE * self.rates.memory_bytes - self.weights_bytes - self.workspace_bytes
         return np.asarray(free / (self.token_cache_bytes * tokens + self.state_bytes), float)
 
     def pass_s(self, tokens: Numbers, sequences: Numbers, span: Numbers, cached: Numbers) -> Floats:
@@ -376,13 +376,13 @@ def _soft_max(one: Numbers, other: Numbers) -> Floats:
 
 
 def formats_of(device: Device, rates: Rates, weights: str, cache: str) -> Formats:
-    """Return the bytes and the matmul rate of weights in one of `WEIGHTS` with a cache in one of `CACHES`.
+    """Return the bytes and the matmul rate of weights in one of `BYTES_OF_WEIGHT` with a cache in one of `CACHES`.
 
     Formats that the device has no matmuls for are only stored: they are multiplied in 16 bits.
     """
     if weights == "fp32":
         return Formats(4.0, 4.0, float(rates.fp32 * rates.achieved_fp32))
-    for computed in NARROW:
+    for computed in NARROW_ACTIVATIONS:
         if computed == weights and computed in device.formats:
-            return Formats(WEIGHTS[weights], CACHES[cache], device.matmul_flops_per_s(computed), 1.0)
-    return Formats(WEIGHTS[weights], CACHES[cache], float(rates.half * rates.achieved_half))
+            return Formats(BYTES_OF_WEIGHT[weights], CACHES[cache], device.matmul_flops_per_s(computed), 1.0)
+    return Formats(BYTES_OF_WEIGHT[weights], CACHES[cache], float(rates.half * rates.achieved_half))

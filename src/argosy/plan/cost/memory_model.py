@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.cost.breakdown import OF_MEMORY, Breakdown
+from argosy.plan.cost.breakdown import MEMORY_FACTORS, Breakdown
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.layer_memory import LayerMemory
 from argosy.plan.cost.network import Compression
@@ -35,7 +35,7 @@ class Footprint(Breakdown):
     """Bytes at the peak of the rank that needs most; the categories add up to it. `plan.report.explain.MEMORY_MEANING`
     says what each is."""
 
-    parts = OF_MEMORY
+    parts = MEMORY_FACTORS
 
     weights: Numbers
     gradients: Numbers

@@ -18,7 +18,7 @@ the rank, and with diloco 4 of outer momentum.
 Ranks are placed on a network of known topology: for each mesh by the time of a plain plan on it.
 
 Of a mesh all plans are placed alike, as its axes send the same bytes whatever the schedule or the microbatch. Ranks
-stay in their order unless another placement saves `WORTH` of the step.
+stay in their order unless another placement saves `LEAST_PLACEMENT_GAIN` of the step.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.fabric import Arrangement, Fabric
 from argosy.plan.cost.rates import Rates
 from argosy.plan.hardware.clusters import Cluster
-from argosy.plan.layouts import WORDS, Layouts, column_of
+from argosy.plan.layouts import PLAN_WORDS, Layouts, column_of
 from argosy.plan.plan import MESH, Plan
-from argosy.plan.sync import COMPRESSORS, SITE_BYTES
+from argosy.plan.sync import COMPRESSOR_COSTS, SITE_BYTES
 from argosy.plan.workload import Numbers, Workload
 
 FRAMING = 1.01
@@ -77,7 +77,7 @@ def between_sites_s(sent: float, cluster: Cluster, messages: int) -> float:
 
 LAUNCHES, LAUNCH_S = 60, 5e-6
 """Kernels of a bucket, and the host's time for one."""
-HIDDEN = 0.8
+HIDDEN_SHARE = 0.8
 """Share of the shorter of compressing and sending that the longer hides: while a bucket is sent, the next is
 compressed."""
 NUMBERS_IN_MIB = 2**18
@@ -94,13 +94,13 @@ class Compression:
 
     def share_sent(self, plans: Layouts, work: Workload, replicas: Numbers) -> Numbers:
         """Return which share of an exact fp32 sum's bytes replicas send."""
-        shares = {word: cost.share_sent(self.settings, replicas, work) for word, cost in COMPRESSORS.items()}
+        shares = {word: cost.share_sent(self.settings, replicas, work) for word, cost in COMPRESSOR_COSTS.items()}
         return _by_word(plans, shares, 1.0)
 
     def seconds(self, plans: Layouts, numbers: Numbers, replicas: Numbers, rates: Rates) -> Numbers:
         """Return the seconds that a rank compresses and restores `numbers` in a step."""
         launch_s = np.where(rates.host_waits > 0, 0.0, LAUNCHES * LAUNCH_S / (plans.bucket_mb * NUMBERS_IN_MIB))
-        each: dict[str, Numbers] = {word: self._of_number(word, replicas, rates, launch_s) for word in COMPRESSORS}
+        each: dict[str, Numbers] = {word: self._of_number(word, replicas, rates, launch_s) for word in COMPRESSOR_COSTS}
         seconds = numbers * _by_word(plans, each, 0.0)
         return np.where(np.asarray(replicas) > 1, seconds, 0.0)
 
@@ -113,12 +113,12 @@ class Compression:
         with_momentum = RESIDUAL_BYTES * (self.settings.momentum > 0)
         kept: dict[str, Numbers] = {
             word: with_residual * cost.has_residual + with_momentum * cost.has_momentum
-            for word, cost in COMPRESSORS.items()
+            for word, cost in COMPRESSOR_COSTS.items()
         }
         return summed * _by_word(plans, kept, 0.0) + mine * _by_word(plans, SITE_BYTES, 0.0)
 
     def _of_number(self, word: str, replicas: Numbers, rates: Rates, launch_s: Numbers) -> Numbers:
-        cost = COMPRESSORS[word]
+        cost = COMPRESSOR_COSTS[word]
         whole, shared = cost.moved_bytes
         moved = whole + shared / np.maximum(1, replicas)
         on_gpu = moved / rates.memory_bytes_per_s + launch_s
@@ -129,13 +129,13 @@ class Compression:
 
 def _by_word(plans: Layouts, values: Mapping[str, Numbers], otherwise: float) -> Numbers:
     found: Numbers = np.full(len(plans.sync), otherwise)
-    for word in WORDS["sync"]:
+    for word in PLAN_WORDS["sync"]:
         if word in values:
             found = np.where(plans.is_("sync", word), values[word], found)
     return found
 
 
-WORTH = 0.01
+LEAST_PLACEMENT_GAIN = 0.01
 """Share of a step that moving ranks must save."""
 OF_MESH = (*MESH, "zero", "context", "precision", "weights", "reduce")
 """Keys of a plan by which it is placed."""
@@ -182,7 +182,7 @@ class Placer:
         return Placements(ways, chosen[of_plan.reshape(-1)])
 
     def _of_meshes(self, meshes: Layouts, ways: list[Arrangement]) -> NDArray[np.int64]:
-        """Return the best way for each mesh; the first one unless another saves `WORTH`."""
+        """Return the best way for each mesh; the first one unless another saves `LEAST_PLACEMENT_GAIN`."""
         matters = np.flatnonzero(self.fabric.parts_of(meshes) > 1) if len(ways[0].dims) == 0 else np.arange(len(meshes))
         found = np.zeros(len(meshes), np.int64)
         if not len(matters):
@@ -191,7 +191,7 @@ class Placer:
         times = np.stack(
             [self.step_s(some, self.fabric.placed(some, ways, np.full(len(some), way))) for way in range(len(ways))]
         )
-        saves = times.min(axis=0) < (1 - WORTH) * times[0]
+        saves = times.min(axis=0) < (1 - LEAST_PLACEMENT_GAIN) * times[0]
         found[matters] = np.where(saves, np.argmin(times, axis=0), 0)
         return found
 

@@ -65,7 +65,7 @@ CONFIDENCE = 0.95
 """Spares suffice with this probability."""
 BURN_IN_H = 168.0
 """Hours of the burn-in whose effect is told."""
-DRAWS = 4000
+FAILURE_DRAWS = 4000
 GRID = np.linspace(-16.0, 16.0, 2001)
 """Logarithms of rates over the catalogue's, at which posteriors are computed."""
 
@@ -243,8 +243,10 @@ class FailureRates:
         """Return the stops to expect in so many device-hours, by component; likelier ones first."""
         random, names = np.random.default_rng(0), list(self.shares)
         known = np.array([self.concentration * self.shares[name] + self.seen.get(name, 0) for name in names])
-        parts = random.dirichlet(np.maximum(known, 1e-6), DRAWS)
-        counts = random.poisson(np.minimum(self.drawn_rates(random, DRAWS)[:, None] * device_hours * parts, 1e9))
+        parts = random.dirichlet(np.maximum(known, 1e-6), FAILURE_DRAWS)
+        counts = random.poisson(
+            np.minimum(self.drawn_rates(random, FAILURE_DRAWS)[:, None] * device_hours * parts, 1e9)
+        )
         ends = np.quantile(counts, (0.05, 0.95), axis=0)
         mean = float(self.rate.mid) * device_hours
         found = [
@@ -256,7 +258,7 @@ class FailureRates:
     def expected_in_all(self, device_hours: float) -> tuple[float, float, float]:
         """Return the stops to expect in so many device-hours: low, middle, high."""
         random = np.random.default_rng(0)
-        counts = random.poisson(np.minimum(self.drawn_rates(random, DRAWS) * device_hours, 1e9))
+        counts = random.poisson(np.minimum(self.drawn_rates(random, FAILURE_DRAWS) * device_hours, 1e9))
         low, high = np.quantile(counts, (0.05, 0.95))
         return float(low), float(self.rate.mid) * device_hours, float(high)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from argosy.plan.cost.inference import ADMITTED, CHUNK_TOKENS, ServingLoad, ServingModel
 
-REQUESTS, WARM_UP = 300, 60
+REQUESTS, WARM_UP_REQUESTS = 300, 60
 """Requests of a simulation, and how many of the first do not count."""
 BATCHES = 24
 """Batch sizes whose decode is predicted, and lengths of chunks; those between are interpolated."""
@@ -96,8 +96,10 @@ class SimulatedReplica:
                 done[request] = first[request]
                 if outputs[request] > 1:
                     running[request] = outputs[request] - 1
-        ttft = np.array(first[WARM_UP:]) - np.array(comes[WARM_UP:])
-        tpot = (np.array(done[WARM_UP:]) - np.array(first[WARM_UP:])) / np.maximum(1, np.array(outputs[WARM_UP:]) - 1)
+        ttft = np.array(first[WARM_UP_REQUESTS:]) - np.array(comes[WARM_UP_REQUESTS:])
+        tpot = (np.array(done[WARM_UP_REQUESTS:]) - np.array(first[WARM_UP_REQUESTS:])) / np.maximum(
+            1, np.array(outputs[WARM_UP_REQUESTS:]) - 1
+        )
         return Percentiles(*(float(np.quantile(each, share)) for each in (ttft, tpot) for share in (0.5, 0.95)))
 
     def most_within(self, ttft_s: float, tpot_s: float) -> float:

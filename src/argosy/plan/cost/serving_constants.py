@@ -21,9 +21,9 @@ from argosy.plan.workload import Numbers
 
 Floats = NDArray[np.float64]
 
-SERVING = Path(__file__).parent / "serving.toml"
+SERVING_FILE = Path(__file__).parent / "serving.toml"
 """The file that `benchmarks/planner/fit_serving.py` writes."""
-ENGINES = {
+ENGINE_SPELLINGS = {
     "vLLM": r"vllm",
     "SGLang": r"sglang",
     "TensorRT-LLM": r"tensorrt(?:-?llm)?|trt-?llm|\bnim\b",
@@ -115,7 +115,7 @@ class ServingEngine:
     """The software that serves."""
 
     name: str = ""
-    """A key of `ENGINES`; "" if unknown."""
+    """A key of `ENGINE_SPELLINGS`; "" if unknown."""
     old: bool = False
     """A release of 2024 or earlier."""
 
@@ -123,11 +123,11 @@ class ServingEngine:
     def of(cls, text: str, version: tuple[int, int] | None = None) -> ServingEngine:
         """Return the engine that a text names last, as "vLLM 0.5" or a source; version: if the text says none."""
         low = text.lower()
-        found = [(m.start(), name) for name, pattern in ENGINES.items() for m in re.finditer(pattern, low)]
+        found = [(m.start(), name) for name, pattern in ENGINE_SPELLINGS.items() for m in re.finditer(pattern, low)]
         if not found:
             return cls()
         name = max(found, key=lambda each: (each[0], len(each[1])))[1]
-        said = re.search(rf"(?:{ENGINES[name]})[ :@=-]*v?(\d+)\.(\d+)", low)
+        said = re.search(rf"(?:{ENGINE_SPELLINGS[name]})[ :@=-]*v?(\d+)\.(\d+)", low)
         number = (int(said[1]), int(said[2])) if said else version
         return cls(name, name in PAST or (name in NEW and number is not None and number < NEW[name]))
 
@@ -172,7 +172,7 @@ class FittedServing:
 @cache
 def fitted_serving() -> FittedServing:
     """Return the constants that fit published measurements best, with the errors of predictions elsewhere."""
-    table = tomllib.loads(SERVING.read_text())
+    table = tomllib.loads(SERVING_FILE.read_text())
     return FittedServing(ServingConstants(**table["constants"]), table["shifts"], table["spread"], table["publishers"])
 
 

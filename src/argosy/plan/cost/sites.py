@@ -47,13 +47,13 @@ from argosy.plan.cost.network import FRAMING, between_sites_s
 from argosy.plan.hardware.clusters import Cluster, NodeGroup, SiteLink
 from argosy.plan.parameters import parameters, trained_shapes
 from argosy.plan.plan import NO_WORKERS, Plan, has_workers
-from argosy.plan.sync import BLOCK, BLOCK_BYTES, rounds_in, sent_in_run, sent_in_turn
+from argosy.plan.sync import WIRE_BLOCK, WIRE_BLOCK_BYTES, rounds_in, sent_in_run, sent_in_turn
 from argosy.plan.workload import Numbers
 
 INNER_STEPS = (10, 50, 100, 500)
 """Values of H that are compared, beside 1: gradients are summed in every step."""
 WEIGHT_BYTES = 4
-WIRE_BYTES = {wire: of_block / BLOCK for wire, of_block in BLOCK_BYTES.items()}
+WIRE_BYTES = {wire: of_block / WIRE_BLOCK for wire, of_block in WIRE_BLOCK_BYTES.items()}
 """Bytes of a number between sites (`sync.wire`)."""
 RANKS_NUMBER_S = 9e-9
 """Seconds for a number of a round in which the ranks do not train: they write what changed, and make the outer step."""
@@ -257,7 +257,7 @@ WIRE_NUMBER_S = {"fp32": 0.0, "bf16": 4e-9, "int8": 7e-9, "int4": 8e-9}
 """Seconds of both for a number beside that: encoded with what was rounded away before, and decoded."""
 UPDATE_S = 0.03
 """Seconds of an update without numbers: ranks that look for an answer, messages that deal samples out and commit."""
-MESSAGES = 5
+UPDATE_MESSAGES = 5
 """Messages of an update that wait for an answer: work, weights, the last piece, its receipt, the commit."""
 NUMBER_BYTES = 4
 
@@ -289,7 +289,7 @@ class Updates:
 def sent_bytes(run: RunConfig) -> float:
     """Return the bytes of numbers that a worker sends for one update."""
     servers = run.sync.server_count
-    return float(servers * -(-parameters(run.model) // (servers * BLOCK)) * BLOCK_BYTES[run.sync.wire])
+    return float(servers * -(-parameters(run.model) // (servers * WIRE_BLOCK)) * WIRE_BLOCK_BYTES[run.sync.wire])
 
 
 def updates_of(run: RunConfig, cluster: Cluster, step_s: Numbers) -> Updates:
@@ -307,7 +307,7 @@ def updates_of(run: RunConfig, cluster: Cluster, step_s: Numbers) -> Updates:
     is_away = _away([site.name for site in run.sites], cluster)
     link_s = busier_s = 0.0
     if any(is_away):
-        link_s = between_sites_s(FRAMING * (sent + received), cluster, 2 * MESSAGES)
+        link_s = between_sites_s(FRAMING * (sent + received), cluster, 2 * UPDATE_MESSAGES)
         busier_s = between_sites_s(FRAMING * max(sent, received), cluster, 0)
     worker_s = tuple(steps * step_s + own_s + away * link_s for away in is_away)
     rates = [1 / seconds for seconds in worker_s]

@@ -31,7 +31,7 @@ from argosy.plan.cost.collectives import Group, all_reduce_s, gather_s
 from argosy.plan.cost.constants import BACKWARD_ATTENTION
 from argosy.plan.cost.layer_time import BACKWARD_POINTWISE
 from argosy.plan.cost.layer_waits import WaitModel
-from argosy.plan.cost.network import HIDDEN, group_of
+from argosy.plan.cost.network import HIDDEN_SHARE, group_of
 from argosy.plan.layouts import SCHEDULE_NAMES, Ints
 from argosy.plan.pipeline import SPLITTING
 from argosy.plan.plan import Plan
@@ -41,7 +41,7 @@ SIZES_MB = tuple(2**n for n in range(2, 9))
 """Sizes that are compared: 4 to 256 MiB. Smaller ones gain next to nothing."""
 MEMORY_SHARE = 1 / 256
 """Largest bucket, of a device's memory: copies of a bucket or two live in a step, and no formula counts them."""
-WORTH = 0.005
+LEAST_BUCKET_GAIN = 0.005
 """Share of a step that another size than the usual one must save."""
 
 
@@ -236,7 +236,9 @@ class StepModel(WaitModel):
         waits = np.stack(np.broadcast_arrays(*self._waits_of_sizes.values()))
         least = np.array(list(self._waits_of_sizes))[np.argmin(waits, axis=0)]
         saved = self._bucket_waits(usual) - waits.min(axis=0)
-        return np.where(saved > WORTH * self.microbatches * self.mean_microbatch_s, least, usual).astype(np.int64)
+        return np.where(saved > LEAST_BUCKET_GAIN * self.microbatches * self.mean_microbatch_s, least, usual).astype(
+            np.int64
+        )
 
     @cached_property
     def _waits_of_sizes(self) -> dict[int, Numbers]:
@@ -268,7 +270,7 @@ class StepModel(WaitModel):
         inside = plans.sum_inside * plans.sum_between
         mine = parameters / plans.shares_state / inside
         seconds = self.compression.seconds(plans, mine, plans.replicas // inside, self.rates)
-        return seconds - HIDDEN * np.minimum(seconds, waits)
+        return seconds - HIDDEN_SHARE * np.minimum(seconds, waits)
 
     def _optimizer(self) -> Numbers:
         """Return the seconds to read gradient and state, and to write state and weight."""

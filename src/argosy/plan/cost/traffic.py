@@ -63,7 +63,7 @@ from argosy.plan.layer_spec import halo_tokens, layer_spec
 from argosy.plan.parameters import Parameter, Stage, layers_on, reached_layers, run_table
 from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import Plan
-from argosy.plan.sync import COMPRESSORS, Sent, Summand, is_summed_exactly
+from argosy.plan.sync import COMPRESSOR_COSTS, Sent, Summand, is_summed_exactly
 from argosy.plan.workload import Workload
 
 
@@ -96,7 +96,7 @@ def sent_across(parameters: Sequence[Summand], k: int, n: int, plan: Plan, setti
             yield "all_reduce", DTYPE_BYTES[plan.reduce] * one.part(k).elements
     if plan.is_compressed and n > 1:
         for bucket in _buckets((one for one in parameters if not one.is_exact), plan.bucket_mb * 2**20):
-            yield from COMPRESSORS[plan.sync].messages([one.part(k) for one in bucket], n, settings)
+            yield from COMPRESSOR_COSTS[plan.sync].messages([one.part(k) for one in bucket], n, settings)
 
 
 def _buckets(parameters: Iterable[Summand], bucket_bytes: int) -> Iterator[list[Summand]]:
@@ -117,10 +117,10 @@ Traffic = Counter[tuple[str, str]]
 WORLD, ENDS, STAGE = "world", "ends", "stage"
 """Three more axes: WORLD has all ranks. ENDS has the two ranks that hold a tied embedding, in the first and the last
 pipeline stage. STAGE has all ranks of a pipeline rank, which need the same updates."""
-TIERS = ("inside", "between")
+SUM_TIERS = ("inside", "between")
 """Tiers in which replicas sum before the rest does, nearest first; what is left counts as `replicate`."""
 SPANNING = ("pp", "tp", "cp", "shard", "replicate", "ep", "expert_shard", "expert_replicate")
-AXES = (*SPANNING, *(f"{axis}_{tier}" for axis in ("replicate", "expert_replicate") for tier in TIERS))
+WIRE_AXES = (*SPANNING, *(f"{axis}_{tier}" for axis in ("replicate", "expert_replicate") for tier in SUM_TIERS))
 """Axes of traffic: `shard` is dp_shard x cp. If an axis spans all ranks, all bytes count under its name (the first such
 name): a process group knows its ranks, not its purpose."""
 
@@ -249,7 +249,7 @@ def _replicas(plan: Plan, run: RunConfig, rank: int) -> Iterator[Collective]:
             inside = plan.inner_tiers(is_dealt)
             across = replicas // math.prod(inside)
             for tier, kind, size in sent_inside(parameters, inside, plan):
-                yield Collective(f"{axis}_{TIERS[tier]}", kind, size, inside[tier])
+                yield Collective(f"{axis}_{SUM_TIERS[tier]}", kind, size, inside[tier])
             for kind, size in sent_across(parameters, math.prod(inside), across, plan, run.sync):
                 yield Collective(axis, kind, size, across)
 

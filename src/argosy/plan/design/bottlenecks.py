@@ -20,11 +20,11 @@ from pydantic.dataclasses import dataclass as documented
 from argosy.plan.cost.inference import ServingLoad
 from argosy.plan.cost.rates import Rates
 from argosy.plan.design.points import BYTES, Floats, Points
-from argosy.plan.design.sweep import NARROW, Served, ServingSweep, Trained, TrainingSweep
+from argosy.plan.design.sweep import NARROW_FORMATS, Served, ServingSweep, Trained, TrainingSweep
 from argosy.plan.layouts import Layouts
 from argosy.plan.workload import Workload
 
-MORE = 1.1
+RAISED_BY = 1.1
 """A tenth more of a figure, as in `plan.report.explain`."""
 CHANGES: dict[str, tuple[str, ...]] = {
     "matmul rate": ("fp32", "half", "narrow"),
@@ -95,7 +95,7 @@ def training_along(training: TrainingSweep, trained: Trained, axis: str) -> list
             continue
         number_format, text = trained.plans[trained.way[row]]
         plan = plans.setdefault((number_format, text), training.plan_of(number_format, text))
-        rates = points.rates(NARROW[number_format], slice(row, row + 1))
+        rates = points.rates(NARROW_FORMATS[number_format], slice(row, row + 1))
         time = training.step(plan, rates)
         total, by_name = float(np.asarray(time.total)[0]), time.by_category(0)
         parts = {part: sum(by_name[name] for name in names) / total for part, names in STEP_PARTS.items()}
@@ -142,8 +142,8 @@ def _value(points: Points, axis: str, row: int) -> Any:
 def _elasticity(seconds: Any, rates: Rates, now: float) -> dict[str, float]:
     found = {}
     for name, keys in CHANGES.items():
-        changed = replace(rates, **{key: getattr(rates, key) * MORE for key in keys})
-        found[name] = float(np.log(now / seconds(changed)) / np.log(MORE))
+        changed = replace(rates, **{key: getattr(rates, key) * RAISED_BY for key in keys})
+        found[name] = float(np.log(now / seconds(changed)) / np.log(RAISED_BY))
     return found
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720.0, 400.0, 80.0, 60.0, 40.0, 170.0
-COLOURS = ("#3b6fb6", "#c8553d", "#588157", "#e09f3e", "#7b5ea7", "#8d99ae", "#2a9d8f", "#b56576")
-STYLE = "text{font:12px sans-serif;fill:#333}.title{font-size:14px;font-weight:bold}.axis{stroke:#888;fill:none}"
+SERIES_COLOURS = ("#3b6fb6", "#c8553d", "#588157", "#e09f3e", "#7b5ea7", "#8d99ae", "#2a9d8f", "#b56576")
+CHART_STYLE = "text{font:12px sans-serif;fill:#333}.title{font-size:14px;font-weight:bold}.axis{stroke:#888;fill:none}"
 
 
 def scatter(title: str, x: tuple[str, Sequence[float]], y: tuple[str, Sequence[float]], names: Sequence[str]) -> str:
@@ -20,7 +20,7 @@ def scatter(title: str, x: tuple[str, Sequence[float]], y: tuple[str, Sequence[f
     parts += [_tick_y(to_y(value), f"{value:.3g}") for value in y_ticks]
     for at_x, at_y, name in zip(x[1], y[1], names, strict=True):
         parts.append(
-            f'<circle cx="{to_x(at_x):.1f}" cy="{to_y(at_y):.1f}" r="4" fill="{COLOURS[0]}" fill-opacity="0.7">'
+            f'<circle cx="{to_x(at_x):.1f}" cy="{to_y(at_y):.1f}" r="4" fill="{SERIES_COLOURS[0]}" fill-opacity="0.7">'
             f"<title>{escape(name)}</title></circle>"
         )
     return _svg(title, parts)
@@ -73,14 +73,14 @@ def bars(title: str, values: dict[str, float], unit: str) -> str:
         parts.append(
             f'<text x="20" y="{y + row / 2 + 4:.1f}">{escape(name)}</text>'
             f'<rect x="160" y="{y + 6:.1f}" width="{max(size, 1):.1f}" height="{row - 12:.1f}" '
-            f'fill="{COLOURS[i % len(COLOURS)]}"/>'
+            f'fill="{SERIES_COLOURS[i % len(SERIES_COLOURS)]}"/>'
             f'<text x="{168 + max(size, 1):.1f}" y="{y + row / 2 + 4:.1f}">{value:.2f} {unit}</text>'
         )
     return _svg(title, parts)
 
 
 def _colours(parts: Mapping[str, Sequence[float]]) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(len(parts))]
+    return [SERIES_COLOURS[i % len(SERIES_COLOURS)] for i in range(len(parts))]
 
 
 def _log_scale(values: Sequence[float], begin: float, end: float) -> tuple[Callable[[float], float], list[float]]:
@@ -110,7 +110,8 @@ def _tick_y(y: float, text: str) -> str:
 
 def _legend(names: Sequence[str]) -> list[str]:
     return [
-        f'<rect x="{WIDTH - RIGHT + 14}" y="{TOP + 20 * i}" width="12" height="12" fill="{COLOURS[i % len(COLOURS)]}"/>'
+        f'<rect x="{WIDTH - RIGHT + 14}" y="{TOP + 20 * i}" width="12" height="12" '
+        f'fill="{SERIES_COLOURS[i % len(SERIES_COLOURS)]}"/>'
         f'<text x="{WIDTH - RIGHT + 32}" y="{TOP + 20 * i + 10}">{escape(name)}</text>'
         for i, name in enumerate(names)
     ]
@@ -119,7 +120,7 @@ def _legend(names: Sequence[str]) -> list[str]:
 def _svg(title: str, parts: Sequence[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" role="img">'
-        f'<style>{STYLE}</style><rect width="100%" height="100%" fill="white"/>'
+        f'<style>{CHART_STYLE}</style><rect width="100%" height="100%" fill="white"/>'
         f'<text class="title" x="{WIDTH / 2}" y="18" text-anchor="middle">{escape(title)}</text>'
         f"{''.join(parts)}</svg>\n"
     )

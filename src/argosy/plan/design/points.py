@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from argosy.errors import UserError
 from argosy.plan.cost.rates import Rates
 from argosy.plan.design.space import DesignSpace
-from argosy.plan.hardware.devices import FORMATS, GIB, Device, Format
+from argosy.plan.hardware.devices import DEVICE_FORMATS, GIB, Device, Format
 from argosy.plan.hardware.technology import good_dies, logic_nodes, memory_generations, scaling
 
 Floats = NDArray[np.float64]
@@ -35,7 +35,7 @@ BYTES: dict[Format, float] = {"fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0
 WIDER: dict[str, tuple[Format, ...]] = {"bf16": ("bf16", "fp16", "fp32"), "fp8": ("fp8", "bf16"), "fp4": ("fp4", "fp8")}
 SRAM_CELL_UM2 = 0.021
 """An SRAM cell in N5 and N3E (TSMC, ISSCC 2020 and IEDM 2022, recalled): the least area of a cache."""
-OF_MEMORY = "memory alone draws the power that the device may"
+MEMORY_DRAWS_ALL = "memory alone draws the power that the device may"
 OF_AREA = "the cache alone takes the area of the dies"
 
 
@@ -147,7 +147,9 @@ class _Builder:
         cache = self.given("cache_bytes", (silicon and silicon.cache_bytes) or 0.0)
         scale, power, reasons = self._silicon(bandwidth, cache)
         flops: dict[Format, Floats] = {
-            fmt: self._flops(fmt) * scale for fmt in FORMATS if fmt in base.formats or f"{fmt}_flops_per_s" in self.axes
+            fmt: self._flops(fmt) * scale
+            for fmt in DEVICE_FORMATS
+            if fmt in base.formats or f"{fmt}_flops_per_s" in self.axes
         }
         achieved = {fmt: self._achieved(fmt, rates, bandwidth, cache) for fmt, rates in flops.items()}
         ok = np.ones(self.count, bool)
@@ -158,11 +160,11 @@ class _Builder:
             ok &= ~wrong
         if not ok.any():
             reason = max(impossible, key=lambda name: impossible[name])
-            key = "power_w" if reason == OF_MEMORY else "die_area_mm2"
+            key = "power_w" if reason == MEMORY_DRAWS_ALL else "die_area_mm2"
             value = self.axes.get(key, ("the base's",))[-1]
             raise UserError(
                 f"device.{key} = {value}: {reason}, in every one of the {self.count:,} combinations. Give a larger "
-                f"{key}, or {'less or slower memory' if reason == OF_MEMORY else 'a smaller cache'}."
+                f"{key}, or {'less or slower memory' if reason == MEMORY_DRAWS_ALL else 'a smaller cache'}."
             )
         return Points(
             base=base,
@@ -215,7 +217,7 @@ class _Builder:
         by_power = np.maximum(budget - of_memory, 0.0) / (own_logic_w * energy)
         scale = np.minimum(by_area, by_power)
         drawn = of_memory + scale * own_logic_w * energy
-        return scale, drawn, {OF_MEMORY: budget <= of_memory, OF_AREA: logic <= 0}
+        return scale, drawn, {MEMORY_DRAWS_ALL: budget <= of_memory, OF_AREA: logic <= 0}
 
     def _usd_per_h(self, capacity: Floats) -> Floats:
         """Return the price of an hour: the base's, and what its silicon and memory change of it."""

@@ -32,7 +32,7 @@ from argosy.plan.design.sweep import Served, ServingSweep, Trained, TrainingSwee
 from argosy.plan.hardware.technology import LogicNode, MemoryGeneration, logic_nodes, memory_generations
 
 TRAINING = ("run_s", "usd", "kwh")
-SERVING = ("tpot_s", "usd_per_million", "kwh_per_million")
+SERVING_COLUMNS = ("tpot_s", "usd_per_million", "kwh_per_million")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def design_report(space: DesignSpace) -> DesignReport:
     served = serving.swept() if serving else None
     fronts: dict[str, list[int]] = {}
     metrics: dict[str, Floats] = {}
-    for found, names, work in ((trained, TRAINING, "training"), (served, SERVING, "serving")):
+    for found, names, work in ((trained, TRAINING, "training"), (served, SERVING_COLUMNS, "serving")):
         if found is not None:
             objectives = found.objectives[:, np.isfinite(found.objectives).any(axis=0)]
             fronts[work] = front(objectives).tolist()
@@ -231,7 +231,9 @@ def _row(report: DesignReport, row: int) -> dict[str, Any]:
         found |= {key: _number(getattr(trained, key)[row]) for key in ("step_s", *TRAINING)}
         found["format"], found["plan"] = trained.plans[trained.way[row]]
     if served is not None and served.way[row] >= 0:
-        found |= {key: _number(getattr(served, key)[row]) for key in ("ttft_s", *SERVING, "tokens_per_s_device")}
+        found |= {
+            key: _number(getattr(served, key)[row]) for key in ("ttft_s", *SERVING_COLUMNS, "tokens_per_s_device")
+        }
         found["weights"], found["tp"], found["sequences"] = served.ways[served.way[row]]
     return found
 

@@ -15,11 +15,11 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_v
 from argosy.config.load import build_file
 from argosy.config.section import Section
 from argosy.errors import UserError
-from argosy.plan.cost.inference import CACHES, WEIGHTS
-from argosy.plan.hardware.devices import BYTES_PER_S, FLOPS, FLOPS_PER_JOULE, MEMORY_BYTES, Device, find_device
+from argosy.plan.cost.inference import BYTES_OF_WEIGHT, CACHES
+from argosy.plan.hardware.devices import BYTES_PER_S, FLOPS, FLOPS_PER_JOULE, MEMORY_BOUNDS, Device, find_device
 from argosy.plan.hardware.technology import RETICLE_MM2, logic_nodes, memory_generations
 
-MOST_POINTS = 2_000_000
+MOST_DESIGN_POINTS = 2_000_000
 
 
 def _listed(value: Any) -> Any:
@@ -30,9 +30,9 @@ Values = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_listed)]
 Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 RATES = ("bf16_flops_per_s", "fp8_flops_per_s", "fp4_flops_per_s")
-UNITS: dict[str, tuple[tuple[float, float], str]] = {
+VALUE_BOUNDS: dict[str, tuple[tuple[float, float], str]] = {
     **dict.fromkeys(RATES, (FLOPS, "FLOP/s (989 TFLOP/s are 989e12)")),
-    "memory_bytes": (MEMORY_BYTES, "bytes (80 GiB are 85_899_345_920)"),
+    "memory_bytes": (MEMORY_BOUNDS, "bytes (80 GiB are 85_899_345_920)"),
     "memory_bytes_per_s": (BYTES_PER_S, "bytes/s (3.35 TB/s are 3.35e12)"),
     "link_bytes_per_s": ((1e9, BYTES_PER_S[1]), "bytes/s, one way (450 GB/s are 450e9)"),
     "nic_bytes_per_s": ((1e8, BYTES_PER_S[1]), "bytes/s, one way (400 Gb/s are 50e9)"),
@@ -103,7 +103,7 @@ class DeviceSpace(Section):
 
     @model_validator(mode="after")
     def _in_their_units(self) -> Self:
-        for key, ((least, most), unit) in UNITS.items():
+        for key, ((least, most), unit) in VALUE_BOUNDS.items():
             for value in getattr(self, key):
                 if not least <= value <= most:
                     raise ValueError(f"{key} = {value:g} lies outside of {least:g} to {most:g}. Give {unit}")
@@ -204,7 +204,7 @@ class ServeSpace(Section):
 
     @model_validator(mode="after")
     def _known_formats(self) -> Self:
-        for key, known in (("weights", WEIGHTS), ("kv_cache", CACHES)):
+        for key, known in (("weights", BYTES_OF_WEIGHT), ("kv_cache", CACHES)):
             given = getattr(self, key)
             for word in given if isinstance(given, tuple) else (given,):
                 if word not in known:
@@ -264,8 +264,8 @@ class DesignSpace(Section):
         if self.train is None and self.serve is None:
             raise ValueError("device has no work to do. Add [train], [serve] or both")
         axes = self.device.axes
-        if (points := math.prod(map(len, axes.values()))) > MOST_POINTS:
-            raise ValueError(f"device has {points:,} points, more than {MOST_POINTS:,}. Give fewer values")
+        if (points := math.prod(map(len, axes.values()))) > MOST_DESIGN_POINTS:
+            raise ValueError(f"device has {points:,} points, more than {MOST_DESIGN_POINTS:,}. Give fewer values")
         if wrong := [key for key in self.along if len(axes.get(key, ())) < 2]:
             swept = [key for key, values in axes.items() if len(values) > 1]
             raise ValueError(f"along = {wrong[0]!r}: is not swept. Try {', '.join(swept) or 'a list of values'}")

@@ -21,8 +21,8 @@ from pydantic.dataclasses import dataclass as documented
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.inference import (
+    BYTES_OF_WEIGHT,
     CACHES,
-    WEIGHTS,
     Formats,
     ReplicaCut,
     ServingLoad,
@@ -39,7 +39,7 @@ from argosy.plan.layouts import column_of
 from argosy.plan.report.request import Question, of_model
 from argosy.plan.search.search import search
 
-FACTORS = ("format", "matmul rate", "memory", "links", "capacity", "batch")
+SPEEDUP_FACTORS = ("format", "matmul rate", "memory", "links", "capacity", "batch")
 FIELDS = {
     "matmul rate": ("fp32", "half", "achieved_fp32", "achieved_half"),
     "memory": ("memory_bytes_per_s",),
@@ -149,7 +149,7 @@ def _training(asked: TrainSpace, pair: SpeedupSpace, before: Device, after: Devi
         step_s = float(np.asarray(model.predict().total)[0])
         return own.run.tokens_per_step / step_s / asked.devices
 
-    factors = [factor for factor in FACTORS if _differs(factor, rates, formats, batches)]
+    factors = [factor for factor in SPEEDUP_FACTORS if _differs(factor, rates, formats, batches)]
     ends = speed(frozenset()), speed(frozenset(factors))
     return Speedup("training", before.name, after.name, formats, ends, shares(factors, speed))
 
@@ -175,7 +175,7 @@ def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
         flops = mixed.half * mixed.achieved_half if weights == "bf16" else mixed.narrow * mixed.achieved_narrow
         best = 0.0
         for tp in asked.tp:
-            form = Formats(WEIGHTS[weights], CACHES[asked.kv_cache], flops, float(weights != "bf16"))
+            form = Formats(BYTES_OF_WEIGHT[weights], CACHES[asked.kv_cache], flops, float(weights != "bf16"))
             model = ServingModel(costs[0].workload, mixed, ReplicaCut(float(tp)), form, constants, options=options)
             for sequences in asked.sequences:
                 found = model.latencies(ServingLoad(float(sequences), asked.prompt, asked.output))
@@ -193,7 +193,7 @@ def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
         return best
 
     # As many requests at a time as the memory holds: what they bring belongs to capacity.
-    factors = [factor for factor in FACTORS if _differs(factor, rates, formats, (1, 1))]
+    factors = [factor for factor in SPEEDUP_FACTORS if _differs(factor, rates, formats, (1, 1))]
     ends = speed(frozenset()), speed(frozenset(factors))
     return Speedup("serving", before.name, after.name, formats, ends, shares(factors, speed))
 

@@ -20,8 +20,8 @@ from argosy.plan.cost.cost_model import PLANS_AT_ONCE, CostModel
 from argosy.plan.cost.economy import DRAW
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.inference import (
+    BYTES_OF_WEIGHT,
     CACHES,
-    WEIGHTS,
     Formats,
     ReplicaCut,
     ServingLoad,
@@ -41,14 +41,14 @@ from argosy.plan.report.request import Question, of_model
 from argosy.plan.search.candidates import WholeRunModel
 from argosy.plan.search.search import SearchResult, plainest, search
 
-DRAWN, HELD_OUT, OTHERS = 10, 8, 4
+DRAWN, HELD_OUT, OTHER_POINTS = 10, 8, 4
 """Points that are drawn to be searched for plans, and in each round to tell the regret; and that are searched in number
 formats with slower matmuls."""
-ROUNDS, ENOUGH = 3, 0.03
+SENSITIVITY_ROUNDS, ROUND_TOLERANCE = 3, 0.03
 """Rounds of drawn points whose plans are tried everywhere too, until these lose less than predictions can tell."""
 OF_EACH = 3
 """Meshes of each search whose best plan every point may take."""
-NARROW: dict[str, Format] = {"bf16": "fp8", "fp8": "fp8", "fp4": "fp4"}
+NARROW_FORMATS: dict[str, Format] = {"bf16": "fp8", "fp8": "fp8", "fp4": "fp4"}
 """Number format to train in -> that of the plan's narrow matmuls."""
 
 
@@ -124,7 +124,7 @@ class TrainingSweep:
 
     def costs_of(self, row: int, number_format: str) -> CostModel:
         """Return the cost model of one point, for a search: in bf16, at the rate of the format."""
-        rates = _one(self.points.rates(NARROW[number_format], slice(row, row + 1)))
+        rates = _one(self.points.rates(NARROW_FORMATS[number_format], slice(row, row + 1)))
         if number_format != "bf16":
             rates = replace(rates, half=rates.narrow, achieved_half=rates.achieved_narrow)
         return replace(self.costs, rates=rates)
@@ -184,7 +184,7 @@ class TrainingSweep:
             best.add(self.found_for(row, self.fastest))
         for number_format in self.formats:
             if number_format != self.fastest:
-                for row in picked(self._seen, OTHERS):
+                for row in picked(self._seen, OTHER_POINTS):
                     best.add(self.found_for(row, number_format))
         if not best.ways:
             raise UserError(
@@ -194,18 +194,18 @@ class TrainingSweep:
         best.evaluate()
         drawn, regret = np.random.default_rng(1), 0.0
         unseen = np.setdiff1d(np.arange(len(self.points)), self._seen)
-        for _ in range(ROUNDS):
+        for _ in range(SENSITIVITY_ROUNDS):
             rows = drawn.choice(unseen, min(len(unseen), HELD_OUT), replace=False)
             regret = max((best.regret(row) for row in rows.tolist()), default=0.0)
             best.evaluate()
-            if regret < ENOUGH:
+            if regret < ROUND_TOLERANCE:
                 break
         step_s = np.where(best.way < 0, np.nan, best.step_s)
         return self._with_costs(step_s, best.way, tuple(best.ways), regret)
 
     def step_at(self, row: int, number_format: str, plan: Layouts) -> float:
         """Return the seconds of a plan's step on one point."""
-        rates = _one(self.points.rates(NARROW[number_format], slice(row, row + 1)))
+        rates = _one(self.points.rates(NARROW_FORMATS[number_format], slice(row, row + 1)))
         return float(np.asarray(self.step(plan, rates).total)[0])
 
     def _with_costs(
@@ -251,7 +251,9 @@ class _Best:
         self._tried = len(self.ways)
         needed = [float(np.asarray(training.costs.predict_memory(plan).total)[0]) for _, (_, plan) in new]
         for rows in _chunks(len(self.step_s)):
-            rates: dict[str, Rates] = {fmt: training.points.rates(NARROW[fmt], rows) for fmt in training.formats}
+            rates: dict[str, Rates] = {
+                fmt: training.points.rates(NARROW_FORMATS[fmt], rows) for fmt in training.formats
+            }
             for (place, ((number_format, _), plan)), memory_bytes in zip(new, needed, strict=True):
                 fits = memory_bytes <= self._most[rows]
                 if fits.any():
@@ -299,7 +301,7 @@ class ServingSweep:
         rates = points.rates("fp8", rows)
         flops = points.flops_per_s[computed][rows] * points.achieved[computed][rows]
         is_narrow = float(computed in ("fp8", "fp4"))
-        formats = Formats(WEIGHTS[weights], CACHES[asked.kv_cache], flops, is_narrow)
+        formats = Formats(BYTES_OF_WEIGHT[weights], CACHES[asked.kv_cache], flops, is_narrow)
         return ServingModel(self.costs.workload, rates, ReplicaCut(tp), formats, self.constants, options=self.options)
 
     def swept(self) -> Served:

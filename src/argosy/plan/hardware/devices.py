@@ -31,7 +31,7 @@ from argosy.plan.plan import FP8, why_not_in_fp8
 
 Format = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """Number format of a matmul's inputs."""
-FORMATS: tuple[Format, ...] = get_args(Format)
+DEVICE_FORMATS: tuple[Format, ...] = get_args(Format)
 
 LINK_EFFICIENCY = 0.8
 """Ring collectives over the specified link rate where nobody measured: H200 0.81, B200 0.76, A100 0.76, V100 0.90."""
@@ -40,7 +40,7 @@ NODE_POWER_RATIO = 1.8
 
 FLOPS = (1e11, 1e18)
 """FLOP/s that a device may have: below are figures in TFLOP/s, above those of a cluster."""
-MEMORY_BYTES = (1e9, 1e14)
+MEMORY_BOUNDS = (1e9, 1e14)
 BYTES_PER_S = (1e10, 1.1e15)
 """Bandwidths: at most 16 stacks of the fastest memory on any roadmap (HBM8, 64 TB/s each: KAIST TERALAB 2025)."""
 FLOPS_PER_JOULE = 1e14
@@ -188,7 +188,7 @@ class Device(Section):
                     f"{key} = {value:g} at power_w = {self.power_w:g} are {value / self.power_w:g} FLOPs for a joule, "
                     f"and no device has {FLOPS_PER_JOULE:g}. Give FLOP/s and watts."
                 )
-        _in_range("memory_bytes", self.memory_bytes, MEMORY_BYTES, "bytes (80 GiB are 85_899_345_920)")
+        _in_range("memory_bytes", self.memory_bytes, MEMORY_BOUNDS, "bytes (80 GiB are 85_899_345_920)")
         _in_range("memory_bytes_per_s", self.memory_bytes_per_s, BYTES_PER_S, "bytes/s (3.35 TB/s are 3.35e12)")
         for key, value in (("link_bytes_per_s", self.link_bytes_per_s), ("nic_bytes_per_s", self.nic_bytes_per_s)):
             if value > self.memory_bytes_per_s:
@@ -210,7 +210,7 @@ class Device(Section):
     @property
     def formats(self) -> tuple[Format, ...]:
         """Number formats that the device has matmuls for."""
-        return tuple(number_format for number_format in FORMATS if getattr(self.peak_flops_per_s, number_format))
+        return tuple(number_format for number_format in DEVICE_FORMATS if getattr(self.peak_flops_per_s, number_format))
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -346,7 +346,7 @@ def _preset(name: str) -> Device:
 
 
 GIB = 2**30
-USABLE = 0.92
+USABLE_MEMORY = 0.92
 """Share of the nominal memory that torch sees where nobody says: L4, L40S and A10G, whose ECC takes a part."""
 MATMUL_EFFICIENCY = 0.75
 """Share of the specified rate that large matmuls reach where nobody measured: the catalogue's measured ones have 0.51
@@ -392,7 +392,7 @@ class DataSheet:
             "nic_bytes_per_s": self.nic_gb_s,
         }
         known = [key for key, value in assumed.items() if value is None]
-        usable_gb = self.usable_gb or USABLE * self.memory_gb
+        usable_gb = self.usable_gb or USABLE_MEMORY * self.memory_gb
         link_gb_s = self.link_gb_s or LINK_GB_S
         return Device(
             name=name,

@@ -36,7 +36,7 @@ TopologyKind = Literal["fat-tree", "rail-optimized", "rail-only", "torus", "drag
 Algorithm = Literal["ring", "tree", "hierarchical", "sharp"]
 """Ways to sum over nodes: `plan.cost.network.all_reduces` has what each costs."""
 _LAYERS = ("nodes_per_leaf", "nodes_per_pod", "oversubscription", "pod_oversubscription", "switch_ports")
-KEYS: dict[TopologyKind, tuple[str, ...]] = {
+TOPOLOGY_KEYS: dict[TopologyKind, tuple[str, ...]] = {
     "fat-tree": _LAYERS,
     "rail-optimized": _LAYERS,
     "rail-only": ("switch_ports",),
@@ -106,7 +106,7 @@ class Topology(Section):
 
     @model_validator(mode="after")
     def _has_its_keys(self) -> Self:
-        allowed = KEYS[self.kind]
+        allowed = TOPOLOGY_KEYS[self.kind]
         fields = type(self).model_fields
         given = [key for key in fields if key not in OF_ALL and getattr(self, key) != fields[key].default]
         for key in [key for key in given if key not in allowed]:

@@ -27,7 +27,7 @@ from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import GIB
 from argosy.plan.plan import Plan
-from argosy.plan.search.search import MORE, SearchResult, best_to_run
+from argosy.plan.search.search import MEMORY_EXCESS, SearchResult, best_to_run
 from argosy.plan.search.space import Pins
 from argosy.plan.sync import OF_SITES
 
@@ -82,15 +82,18 @@ def sensitivities(costs: CostModel, plan: Plan, found: SearchResult | None = Non
     found: the search in which the plan is the fastest; it tells what a tenth more memory would bring.
     """
     r, c = costs.rates, costs.constants
-    more = 1 + MORE
-    tenth = f"+{MORE:.0%}".replace("%", " %")
+    more = 1 + MEMORY_EXCESS
+    tenth = f"+{MEMORY_EXCESS:.0%}".replace("%", " %")
     trials: dict[str, tuple[Rates, Constants]] = {
         f"{tenth} matmul rate": (replace(r, fp32=r.fp32 * more, half=r.half * more, narrow=r.narrow * more), c),
         f"{tenth} memory bandwidth": (replace(r, memory_bytes_per_s=r.memory_bytes_per_s * more), c),
         f"{tenth} link bandwidth in the node": (replace(r, link_bytes_per_s=r.link_bytes_per_s * more), c),
         f"{tenth} NIC bandwidth": (replace(r, nic_bytes_per_s=r.nic_bytes_per_s * more), c),
         f"{tenth} speed of the host": (r, replace(c, host=c.host / more)),
-        f"-{MORE:.0%} latency of collectives".replace("%", " %"): (r, replace(c, latency=c.latency * (1 - MORE))),
+        f"-{MEMORY_EXCESS:.0%} latency of collectives".replace("%", " %"): (
+            r,
+            replace(c, latency=c.latency * (1 - MEMORY_EXCESS)),
+        ),
     }
     now = costs.step_s(plan)
     changes = [

@@ -24,7 +24,7 @@ HEADS = (
 )
 """Columns of the table; the last one, the price of devices, is headed by the currency."""
 WORDS = ("job", "cluster")
-WIDTH, LABEL, LAST, ROW = 900, 150, 50, 34
+GANTT_WIDTH, GANTT_LABEL, GANTT_LAST, GANTT_ROW = 900, 150, 50, 34
 """Sizes of the page's chart in pixels: its width, room for names, for the last time's label, a row's height."""
 LEGEND = "a bar is as high as the job's share of the cluster"
 TICKS = (HOUR, 2 * HOUR, 6 * HOUR, 12 * HOUR, DAY, 2 * DAY, 5 * DAY, 10 * DAY, 30 * DAY, 90 * DAY, 365 * DAY)
@@ -141,19 +141,19 @@ def page(found: JobSchedule) -> str:
 
 def _chart(jobs: Sequence[ScheduledJob], devices: int, span_s: float) -> str:
     def x(at_s: float) -> float:
-        return LABEL + at_s / span_s * (WIDTH - LABEL - LAST)
+        return GANTT_LABEL + at_s / span_s * (GANTT_WIDTH - GANTT_LABEL - GANTT_LAST)
 
-    parts, bottom = [], ROW * len(jobs)
+    parts, bottom = [], GANTT_ROW * len(jobs)
     for at_s in _ticks(span_s):
         parts.append(
             f'<line class="axis" x1="{x(at_s):.1f}" x2="{x(at_s):.1f}" y1="0" y2="{bottom}"/>'
             f'<text class="quiet" x="{x(at_s):.1f}" y="{bottom + 16}">{after_now(at_s)}</text>'
         )
     for row, job in enumerate(jobs):
-        low = (row + 1) * ROW - 4
+        low = (row + 1) * GANTT_ROW - 4
         parts.append(f'<text x="0" y="{low - 8}">{escape(job.name)}</text>')
         for stint in job.stints:
-            high = max(2.0, stint.devices / devices * (ROW - 8))
+            high = max(2.0, stint.devices / devices * (GANTT_ROW - 8))
             says = f"{job.name}: {stint.devices} devices, {after_now(stint.begin_s)} to {after_now(stint.end_s)}"
             parts.append(
                 f'<g><title>{escape(says)}</title><rect class="{"loss" if job.late_s else "bar"}" '
@@ -164,6 +164,6 @@ def _chart(jobs: Sequence[ScheduledJob], devices: int, span_s: float) -> str:
             at = x(job.deadline_s)
             parts.append(
                 f"<g><title>{escape(job.name)}: deadline {after_now(job.deadline_s)}</title>"
-                f'<line class="range" x1="{at:.1f}" x2="{at:.1f}" y1="{row * ROW}" y2="{low}"/></g>'
+                f'<line class="range" x1="{at:.1f}" x2="{at:.1f}" y1="{row * GANTT_ROW}" y2="{low}"/></g>'
             )
-    return f'<svg viewBox="0 0 {WIDTH} {bottom + 24}" width="{WIDTH}" role="img">{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 {GANTT_WIDTH} {bottom + 24}" width="{GANTT_WIDTH}" role="img">{"".join(parts)}</svg>'

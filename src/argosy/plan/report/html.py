@@ -20,11 +20,11 @@ from argosy.plan.report.terminal import LEAST_SHOWN, facts, headline, search_lin
 from argosy.plan.search.candidates import Candidate
 from argosy.plan.workload import Numbers
 
-WIDTH, ROW, LABEL, VALUE = 760, 24, 120, 130
+BARS_WIDTH, BAR_ROW, BAR_LABEL, BAR_VALUE = 760, 24, 120, 130
 """Sizes of a bar chart in pixels: its width, a row's height, room for names and for values."""
-PLOT_WIDTH, PLOT_HEIGHT, MARGIN = 760, 340, 56
+PLOT_WIDTH, PLOT_HEIGHT, PLOT_MARGIN = 760, 340, 56
 
-STYLE = """
+REPORT_STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --quiet: #5d6776; --paper: #fcfcfb; --line: #d9dde3;
   --bar: #2f6fb2; --ideal: #3d8b57; --mark: #c4552d; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --quiet: #97a1b0; --paper: #14181e; --line: #323a45;
@@ -68,7 +68,7 @@ def document(title: str, body: str) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head>\n<body>{body}</body></html>\n"
+        f"<style>{REPORT_STYLE}</style></head>\n<body>{body}</body></html>\n"
     )
 
 
@@ -98,7 +98,7 @@ def _facts(report: PlanReport) -> str:
 def _waterfall(values: dict[str, float]) -> str:
     """Return bars each of which begins where the one before ends."""
     whole = sum(values.values())
-    scale = (WIDTH - LABEL - VALUE) / whole
+    scale = (BARS_WIDTH - BAR_LABEL - BAR_VALUE) / whole
     shown = {name: value for name, value in values.items() if value > LEAST_SHOWN * whole}
     parts, at = [], 0.0
     for i, (name, value) in enumerate([*shown.items(), ("predicted", whole)]):
@@ -107,7 +107,7 @@ def _waterfall(values: dict[str, float]) -> str:
         text = f"{seconds(value)}, {percent(value / whole)}"
         parts.append(_bar(i, name, begin * scale, value * scale, text, kind, MEANING.get(name, "all of it")))
         at += value
-    return _svg(WIDTH, ROW * (len(shown) + 1), parts)
+    return _svg(BARS_WIDTH, BAR_ROW * (len(shown) + 1), parts)
 
 
 def _network(found: NetworkReport | None) -> list[str]:
@@ -122,33 +122,34 @@ def _network(found: NetworkReport | None) -> list[str]:
 def _bars(values: dict[str, float], meaning: dict[str, str], write: Callable[[Numbers], str]) -> str:
     whole, longest = sum(values.values()), max(values.values())
     shown = {name: value for name, value in values.items() if value > LEAST_SHOWN * whole}
-    scale = (WIDTH - LABEL - VALUE) / longest
+    scale = (BARS_WIDTH - BAR_LABEL - BAR_VALUE) / longest
     parts = [
         _bar(i, name, 0.0, value * scale, f"{write(value)}, {percent(value / whole)}", "bar", meaning[name])
         for i, (name, value) in enumerate(shown.items())
     ]
-    return _svg(WIDTH, ROW * len(shown), parts)
+    return _svg(BARS_WIDTH, BAR_ROW * len(shown), parts)
 
 
 def _sensitivities(report: PlanReport) -> str:
     changes = report.explanation.sensitivities
     label = 230
     longest = max(1e-9, *(abs(change.change) for change in changes))
-    scale = (WIDTH - label - VALUE) / longest
+    scale = (BARS_WIDTH - label - BAR_VALUE) / longest
     parts = [
         _bar(i, c.what, 0.0, abs(c.change) * scale, percent(c.change, signed=True), "ideal", c.note or c.what, label)
         for i, c in enumerate(changes)
     ]
-    return _svg(WIDTH, ROW * len(changes), parts)
+    return _svg(BARS_WIDTH, BAR_ROW * len(changes), parts)
 
 
 def _bar(
-    row: int, name: str, begin: float, length: float, text: str, kind: str, title: str, label: float = LABEL
+    row: int, name: str, begin: float, length: float, text: str, kind: str, title: str, label: float = BAR_LABEL
 ) -> str:
-    y = row * ROW
+    y = row * BAR_ROW
     return (
         f'<g><title>{escape(title)}</title><text x="0" y="{y + 16}">{escape(name)}</text>'
-        f'<rect class="{kind}" x="{label + begin:.1f}" y="{y + 4}" width="{max(length, 1):.1f}" height="{ROW - 8}"/>'
+        f'<rect class="{kind}" x="{label + begin:.1f}" y="{y + 4}" width="{max(length, 1):.1f}" '
+        f'height="{BAR_ROW - 8}"/>'
         f'<text class="quiet" x="{label + begin + max(length, 1) + 6:.1f}" y="{y + 16}">{escape(text)}</text></g>'
     )
 
@@ -158,29 +159,30 @@ def _scatter(report: PlanReport) -> str:
     points = list({choice.plan: choice for choice in (*report.pareto, *report.choices)}.values())
     most_s = max(float(p.step_s.high) for p in points)
     most_gib = max(report.memory_bytes, *(float(p.memory_bytes.high) for p in points)) / GIB
-    wide, high = PLOT_WIDTH - 2 * MARGIN, PLOT_HEIGHT - 2 * MARGIN
+    wide, high = PLOT_WIDTH - 2 * PLOT_MARGIN, PLOT_HEIGHT - 2 * PLOT_MARGIN
 
     def x(value: Numbers) -> float:
-        return MARGIN + wide * float(value) / GIB / most_gib
+        return PLOT_MARGIN + wide * float(value) / GIB / most_gib
 
     def y(value: Numbers) -> float:
-        return MARGIN + high * (1 - float(value) / most_s)
+        return PLOT_MARGIN + high * (1 - float(value) / most_s)
 
     limit = x(report.memory_bytes)
     parts = [
-        f'<line class="axis" x1="{MARGIN}" y1="{y(0):.1f}" x2="{MARGIN + wide}" y2="{y(0):.1f}"/>',
-        f'<line class="axis" x1="{MARGIN}" y1="{MARGIN}" x2="{MARGIN}" y2="{y(0):.1f}"/>',
-        f'<line class="range" stroke-dasharray="4 4" x1="{limit:.1f}" y1="{MARGIN}" x2="{limit:.1f}" y2="{y(0):.1f}"/>',
-        f'<text class="quiet" x="{limit:.1f}" y="{MARGIN - 8}" text-anchor="end">the device has '
+        f'<line class="axis" x1="{PLOT_MARGIN}" y1="{y(0):.1f}" x2="{PLOT_MARGIN + wide}" y2="{y(0):.1f}"/>',
+        f'<line class="axis" x1="{PLOT_MARGIN}" y1="{PLOT_MARGIN}" x2="{PLOT_MARGIN}" y2="{y(0):.1f}"/>',
+        f'<line class="range" stroke-dasharray="4 4" x1="{limit:.1f}" y1="{PLOT_MARGIN}" x2="{limit:.1f}" '
+        f'y2="{y(0):.1f}"/>',
+        f'<text class="quiet" x="{limit:.1f}" y="{PLOT_MARGIN - 8}" text-anchor="end">the device has '
         f"{gib(report.memory_bytes)} GiB</text>",
-        f'<text class="quiet" x="{MARGIN + wide}" y="{PLOT_HEIGHT - 12}" text-anchor="end">memory, GiB</text>',
-        f'<text class="quiet" x="{MARGIN}" y="{MARGIN - 8}">step</text>',
+        f'<text class="quiet" x="{PLOT_MARGIN + wide}" y="{PLOT_HEIGHT - 12}" text-anchor="end">memory, GiB</text>',
+        f'<text class="quiet" x="{PLOT_MARGIN}" y="{PLOT_MARGIN - 8}">step</text>',
     ]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         time, at_x, at_y = share * most_s, x(share * most_gib * GIB), y(share * most_s)
         parts.append(
             f'<text class="quiet" x="{at_x:.1f}" y="{y(0) + 18:.1f}" text-anchor="middle">{share * most_gib:.0f}</text>'
-            f'<text class="quiet" x="{MARGIN - 6}" y="{at_y + 4:.1f}" text-anchor="end">{seconds(time)}</text>'
+            f'<text class="quiet" x="{PLOT_MARGIN - 6}" y="{at_y + 4:.1f}" text-anchor="end">{seconds(time)}</text>'
         )
     chosen = report.explanation.choice.plan
     parts += [_point(p, x, y, p.plan == chosen) for p in points]

@@ -143,7 +143,7 @@ def _check_order(jobs: Sequence[JobSpec]) -> None:
         ended |= able
 
 
-DRAWS = 200
+JOB_DRAWS = 200
 """Draws of how long jobs take, for the chance of being in time."""
 IN_COMMON = 0.5
 """Share of the variance of predictions' errors that all jobs have in common: one model predicts them."""
@@ -319,7 +319,7 @@ def _drawn(
     for each in found:
         time_s = next(s for s in choices[each.job][each.cluster].sizes if s.devices == each.most).run.time_s
         stds.append(float(np.log(time_s.high / time_s.low)) / 2 / INTERVAL_Z)
-    for _ in range(DRAWS):
+    for _ in range(JOB_DRAWS):
         common = random.standard_normal() * np.sqrt(IN_COMMON)
         own = random.standard_normal(len(found)) * np.sqrt(1 - IN_COMMON)
         factors = {

@@ -11,7 +11,7 @@ from argosy.errors import UserError
 from argosy.plan.cost.collectives import Group, all_reduce_s, all_reduces, all_to_all_s, gather_s, send_s, shared
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import first_of, seconds
-from argosy.plan.cost.fabric import ORDERS, PARTS, Fabric
+from argosy.plan.cost.fabric import ORDERS, RANK_PARTS, Fabric
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.topology import Topology, hosts_of
@@ -107,9 +107,11 @@ def network_report(costs: CostModel, plan: Plan) -> NetworkReport | None:
     in_order = replace(costs, is_in_order=True)
     return NetworkReport(
         kind=fabric.topology.kind,
-        order=tuple(PARTS[part] for part in ORDERS[way.order] if sizes[part] > 1),
+        order=tuple(RANK_PARTS[part] for part in ORDERS[way.order] if sizes[part] > 1),
         dims=way.dims,
-        circuits=tuple((name, many) for name, many, size in zip(PARTS, way.circuits, sizes, strict=False) if size > 1),
+        circuits=tuple(
+            (name, many) for name, many, size in zip(RANK_PARTS, way.circuits, sizes, strict=False) if size > 1
+        ),
         is_moved=way != placed.ways[0],
         step_s=costs.step_s(plan),
         in_order_step_s=in_order.step_s(plan),
@@ -118,7 +120,7 @@ def network_report(costs: CostModel, plan: Plan) -> NetworkReport | None:
 
 
 def _sizes(fabric: Fabric, plan: Plan) -> list[int]:
-    """Return the sizes of `PARTS`, in units of the ranks that stay together."""
+    """Return the sizes of `RANK_PARTS`, in units of the ranks that stay together."""
     ends = plan.tp * plan.cp * plan.dp_shard, plan.tp * plan.cp * plan.dp, plan.world_size
     found, before = [], fabric.unit
     for end in ends:

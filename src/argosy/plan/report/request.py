@@ -24,7 +24,7 @@ FINETUNE_EPOCHS, FINETUNE_BATCH, FINETUNE_SEQ_LEN = 2, 128, 4096
 """Supervised fine-tuning as in Tulu 3 (Lambert et al. 2024, table 10)."""
 CHANGE_NUMBERS = ("precision", "weights", "reduce", "sync")
 """Keys of a plan that change what training computes."""
-ALIKE = ("layers", "width", "heads", "kv_heads", "ffn_width", "moe")
+SAME_SIZE_KEYS = ("layers", "width", "heads", "kv_heads", "ffn_width", "moe")
 """Keys of models that are as large and as fast as each other."""
 SMALL_VOCABULARY = 4096
 """Assumed vocabulary of a model preset that takes its tokenizer's, until there is a tokenizer."""
@@ -191,7 +191,7 @@ def _too_long(seq_len: int, model: ModelConfig) -> str:
     alike = [
         name
         for name, other in others.items()
-        if other.max_seq_len >= seq_len and all(getattr(other, key) == getattr(model, key) for key in ALIKE)
+        if other.max_seq_len >= seq_len and all(getattr(other, key) == getattr(model, key) for key in SAME_SIZE_KEYS)
     ]
     if alike:
         near = " or ".join(f"--model {name} (up to {others[name].max_seq_len} tokens)" for name in alike)

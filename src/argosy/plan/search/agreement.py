@@ -1,14 +1,14 @@
 """`sync=auto`: how replicas, or sites, agree, from what the links between them are predicted to cost.
 
 Replicas: of the ways in `ORDER`, from the one that loses least to the one that loses most, the first whose predicted
-step is within `MARGIN` of the fastest of them. Only ways are compared whose quality was measured and is within 2 % of
+step is within `WORSE_BY` of the fastest of them. Only ways are compared whose quality was measured and is within 2 % of
 exact sums (benchmarks/results/thin_link_quality.md). PowerSGD was so with exact sums in the first tenth of the run: it
 counts if `sync.exact_steps` says that.
 
-Sites, with the keys of `[sync]` that the run leaves open: of `SETTINGS`, from the one that loses least, the first by
-which they are predicted to wait for at most `MOST_WAITING` of their time; with each number of steps first the widest
-number format. Every 50 steps DiLoCo was within 2 % of exact sums, with an outer momentum that fits the length of the
-run (the same results). Before steps are more than that, fragments take turns and travel while training goes on
+Sites, with the keys of `[sync]` that the run leaves open: of `ROUNDS_TRIED`, from the one that loses least, the first
+by which they are predicted to wait for at most `MOST_WAITING_SHARE` of their time; with each number of steps first the
+widest number format. Every 50 steps DiLoCo was within 2 % of exact sums, with an outer momentum that fits the length of
+the run (the same results). Before steps are more than that, fragments take turns and travel while training goes on
 (streaming DiLoCo; mixing and 4 bits as in Douillard et al. 2025). The sites of a run choose alike, as nothing is asked
 but what their run file and the cluster's file say."""
 
@@ -33,7 +33,7 @@ from argosy.plan.search.space import Pins, pins_of
 from argosy.plan.sync import Sync
 
 ORDER: tuple[Sync, ...] = ("exact", "int8", "int4", "powersgd")
-MARGIN = 0.1
+WORSE_BY = 0.1
 EXACT_SHARE = 0.1
 """Share of a run's steps that have to be exact before PowerSGD is a choice."""
 
@@ -51,7 +51,7 @@ class SyncChoice:
             return f"sync=auto takes {self.word}: there are no replicas that could agree in another way."
         each = ", ".join(f"{word} {seconds(step_s)}" for word, step_s in self.step_s.items())
         return (
-            f"sync=auto takes {self.word}: predicted steps are {each}; of those within {100 * MARGIN:.0f} % of the "
+            f"sync=auto takes {self.word}: predicted steps are {each}; of those within {100 * WORSE_BY:.0f} % of the "
             "fastest it loses least."
         )
 
@@ -67,7 +67,7 @@ def choose_word(costs: CostModel, pins: Pins) -> SyncChoice:
             found[word] = best[1]
     if not found:
         return SyncChoice("exact", {})
-    enough = (1 + MARGIN) * min(found.values())
+    enough = (1 + WORSE_BY) * min(found.values())
     return SyncChoice(next(word for word, step_s in found.items() if step_s <= enough), found)
 
 
@@ -78,12 +78,12 @@ def _allowed(run: RunConfig) -> list[Sync]:
     return [word for word in ORDER if word != "powersgd" or is_warmed_up]
 
 
-SETTINGS = ((10, 1), (20, 1), (50, 1), (48, 2), (48, 4), (100, 1), (200, 1), (500, 1))
+ROUNDS_TRIED = ((10, 1), (20, 1), (50, 1), (48, 2), (48, 4), (100, 1), (200, 1), (500, 1))
 """Steps between two rounds of the same weights, and fragments."""
 MIXING = 0.5
 """Share of a site's own weights that it keeps where fragments travel while it trains."""
-MOST_WAITING = 0.1
-CHOSEN = ("every_steps", "fragments", "wire", "overlap_steps", "mixing")
+MOST_WAITING_SHARE = 0.1
+CHOSEN_KEYS = ("every_steps", "fragments", "wire", "overlap_steps", "mixing")
 """Keys of `[sync]` that are chosen where the run file does not set them."""
 
 
@@ -105,13 +105,17 @@ class ChosenRounds:
     def keys(self) -> dict[str, Any]:
         """Return the keys of `[sync]` that say so, without those that have their usual value."""
         usual = SyncConfig()
-        said = {key: getattr(self.sync, key) for key in CHOSEN}
+        said = {key: getattr(self.sync, key) for key in CHOSEN_KEYS}
         return {key: value for key, value in said.items() if key == "every_steps" or value != getattr(usual, key)}
 
     def in_words(self) -> str:
         keys = ", ".join(f"{key} = {value!r}" for key, value in self.keys().items()).replace("'", '"')
-        enough = self.waiting <= MOST_WAITING
-        why = f"the most exact way that waits for {100 * MOST_WAITING:.0f} % or less" if enough else "none waits less"
+        enough = self.waiting <= MOST_WAITING_SHARE
+        why = (
+            f"the most exact way that waits for {100 * MOST_WAITING_SHARE:.0f} % or less"
+            if enough
+            else "none waits less"
+        )
         rounds = self.rounds
         waits_s = float(rounds.waits_s) + rounds.slows_s
         is_longer_at_last = rounds.rounds > 0 and rounds.last_s > 1.01 * waits_s
@@ -135,7 +139,7 @@ def choose_rounds(run: RunConfig, cluster: Cluster, given: Collection[str]) -> C
     for sync in _settings(costs, cluster, inner_step_s, set(given)):
         of_these = costs.on(run.model_copy(update={"sync": sync}), costs.devices)
         chosen = ChosenRounds(sync, rounds_of(of_these, cluster, inner_step_s), inner_step_s)
-        if chosen.waiting <= MOST_WAITING:
+        if chosen.waiting <= MOST_WAITING_SHARE:
             return chosen
         choices.append(chosen)
     return min(choices, key=lambda chosen: chosen.waiting)
@@ -190,7 +194,7 @@ def check_sites_of(run: RunConfig, cluster: Cluster | None) -> None:
 def _settings(costs: CostModel, cluster: Cluster, inner_step_s: float, given: set[str]) -> Iterator[SyncConfig]:
     """Yield what may be chosen, in the order of the rule."""
     run, seen = costs.run, []
-    for (every, fragments), wire in product(SETTINGS, get_args(Wire)):
+    for (every, fragments), wire in product(ROUNDS_TRIED, get_args(Wire)):
         usual = {"every_steps": every, "fragments": fragments, "wire": wire, "overlap_steps": 0, "mixing": 0.0}
         sync = run.sync.model_copy(update={key: value for key, value in usual.items() if key not in given})
         if sync.fragments > 1 and "overlap_steps" not in given:

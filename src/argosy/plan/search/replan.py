@@ -32,7 +32,7 @@ GIVEN_UP: tuple[tuple[str, ...], ...] = (
     ("zero", "recompute", "recompute_every", "offload"),
 )
 """The user's keys are given up in this order: first those that follow from the number of ranks."""
-LAYOUT = tuple(key for keys in GIVEN_UP for key in keys)
+LAYOUT_KEYS = tuple(key for keys in GIVEN_UP for key in keys)
 """Keys of a plan that a user may have written and that do not change the numbers."""
 WORTH_A_PIN = 1.25
 """A pin of the user is kept if its steps take at most so many times the steps without it."""
@@ -141,7 +141,7 @@ def _pinned(run: RunConfig) -> Pins:
     """Return what the user wrote of the layout; without "auto", that is all but the microbatch."""
     words, is_auto, _ = said_in(run.plan)
     written = Plan.from_words(words)
-    keys = [key for key in LAYOUT if key in words or (not is_auto and key != "microbatch")]
+    keys = [key for key in LAYOUT_KEYS if key in words or (not is_auto and key != "microbatch")]
     return {key: (getattr(written, key),) for key in keys}
 
 

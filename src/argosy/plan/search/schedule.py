@@ -21,7 +21,7 @@ TRIALS = 1500
 """Exchanges that are tried."""
 PAYS = 0.05
 """An elastic job must end so much sooner than the best rigid one to be worth its restarts."""
-NEVER = float("inf")
+NEVER_DONE = float("inf")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PlannedJob:
     priority: float = 1.0
     ready_s: float = 0.0
     """It may not begin before."""
-    deadline_s: float = NEVER
+    deadline_s: float = NEVER_DONE
     late_per_day: float | None = None
     """Money that a day after the deadline costs; None: nobody says, then its priority counts."""
     after: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class FreeDevices:
     def spans(self, from_s: float) -> list[tuple[float, float, int]]:
         """Return (begin, end, free devices) from a time on; the last never ends."""
         i = bisect_right(self.times, from_s) - 1
-        ends = [*self.times[i + 1 :], NEVER]
+        ends = [*self.times[i + 1 :], NEVER_DONE]
         return [(max(from_s, self.times[i + k]), end, self.free[i + k]) for k, end in enumerate(ends)]
 
     def rigid(self, size: JobSize, from_s: float) -> Stint:

@@ -20,7 +20,7 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.memory_model import Footprint
 from argosy.plan.cost.step_time import StepTime
 from argosy.plan.hardware.devices import GIB
-from argosy.plan.layouts import WORDS, Ints, Layouts
+from argosy.plan.layouts import PLAN_WORDS, Ints, Layouts
 from argosy.plan.plan import MESH, Plan
 from argosy.plan.rules import breaks_any
 from argosy.plan.search.space import Pins, Space, columns_of, crossed, joined
@@ -84,7 +84,7 @@ def _divides(plans: Layouts, inside: Ints, between: Ints) -> np.ndarray[tuple[in
 
 Floats = NDArray[np.float64]
 
-MORE = 0.1
+MEMORY_EXCESS = 0.1
 """Share of a device's memory by which a plan may exceed it and still be timed, to tell what more memory would bring."""
 
 
@@ -157,11 +157,11 @@ def search(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) ->
     meshes = joined([space.meshes(count) for count in counts or [costs.devices]])
     lean = space.plans(crossed(meshes, space.pipelines(), space.leanest()), any_microbatch=True)
     lean_bytes = np.asarray(costs.predict_memory(lean).total)
-    fitting = lean[lean_bytes <= costs.memory_bytes * (1 + MORE)]
+    fitting = lean[lean_bytes <= costs.memory_bytes * (1 + MEMORY_EXCESS)]
     plans = space.plans(crossed(columns_of(fitting), space.microbatches(), space.recomputes()))
     memory = costs.predict_memory(plans)
     memory_bytes = np.asarray(memory.total)
-    near = costs.has_room(plans, memory_bytes, MORE)
+    near = costs.has_room(plans, memory_bytes, MEMORY_EXCESS)
     fits = costs.has_room(plans[near], memory_bytes[near])
     timed = plans[near] if "bucket_mb" in pins else costs.with_buckets(plans[near])
     timed, time = with_tiers(costs, timed, costs.predict_time(timed), pins)
@@ -252,7 +252,7 @@ def with_memory(costs: CostModel, memory_bytes: float, host_memory_bytes: float)
     return replace(costs, rates=rates)
 
 
-OFFLOADS = tuple(word for word in WORDS["offload"] if word != "none")
+OFFLOADS = tuple(word for word in PLAN_WORDS["offload"] if word != "none")
 
 
 def search_to_run(costs: CostModel, pins: Pins, counts: Sequence[int] | None = None) -> SearchResult:

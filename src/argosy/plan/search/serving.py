@@ -19,8 +19,8 @@ from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import Estimate, gib, propagate, seconds
 from argosy.plan.cost.inference import (
+    BYTES_OF_WEIGHT,
     CACHES,
-    WEIGHTS,
     Draft,
     Formats,
     ReplicaCut,
@@ -40,9 +40,9 @@ from argosy.plan.workload import Workload
 
 Floats = NDArray[np.float64]
 
-KEYS = ("tp", "pp", "precision")
+SERVING_PLAN_KEYS = ("tp", "pp", "precision")
 """Keys of a plan that apply to serving."""
-AT_ONCE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Requests at a time that each replica is predicted for, beside as many as it has room for."""
 PREFILL_LOAD = 0.7
 """Share of their time that devices which only prefill are busy."""
@@ -142,17 +142,17 @@ class ServingSearch:
     def __init__(self, costs: CostModel, cluster: Cluster, question: ServingQuestion, pins: Pins):
         """Raises: UserError if a pin does not apply, or no cut or format is possible."""
         self.costs, self.cluster, self.question = costs, cluster, question
-        if strange := [key for key in pins if key not in KEYS]:
-            raise UserError(f"--fix {strange[0]} says nothing about serving. Try {', '.join(KEYS)}.")
+        if strange := [key for key in pins if key not in SERVING_PLAN_KEYS]:
+            raise UserError(f"--fix {strange[0]} says nothing about serving. Try {', '.join(SERVING_PLAN_KEYS)}.")
         self.engine = ServingEngine.of(question.engine or cluster.serving_engine)
         self.learnt = bool(cluster.serving) and self.engine == ServingEngine.of(cluster.serving_engine)
         if question.engine and not self.engine.name:
             raise UserError(f"--engine {question.engine}: not known. Try vLLM, SGLang or TensorRT-LLM.")
         self.weights = question.weights or tuple(map(str, pins.get("precision", (costs.precision,))))
-        for name, known in ((self.weights, WEIGHTS), (question.caches, CACHES)):
+        for name, known in ((self.weights, BYTES_OF_WEIGHT), (question.caches, CACHES)):
             if wrong := [word for word in name if word not in known]:
                 option = "--kv-cache" if known is CACHES else "--weights"
-                if known is WEIGHTS and not question.weights:
+                if known is BYTES_OF_WEIGHT and not question.weights:
                     raise UserError(
                         f"--fix precision={wrong[0]}: not known in serving. Give {option}: {', '.join(known)}."
                     )
@@ -202,7 +202,7 @@ class ServingSearch:
                 here = -(-asked.sequences // replicas)
                 rows += [(way, replicas, here)] if here <= most else []
             elif most >= 1:
-                rows += [(way, replicas, n) for n in sorted({*(n for n in AT_ONCE if n < most), most})]
+                rows += [(way, replicas, n) for n in sorted({*(n for n in BATCH_SIZES if n < most), most})]
         if not rows:
             self._nothing_fits(rooms)
         model = self.model([way for way, _, _ in rows])

@@ -22,9 +22,9 @@ from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.layer_spec import tensor_parts
-from argosy.plan.layouts import WORDS, Layouts, column_of
+from argosy.plan.layouts import PLAN_WORDS, Layouts, column_of
 from argosy.plan.pipeline import INTERLEAVED, SCHEDULES
-from argosy.plan.plan import AXES, MESH, Plan, word_of, words_of
+from argosy.plan.plan import MESH, MESH_AXES, Plan, word_of, words_of
 from argosy.plan.quantities import divisors, factorizations, neighbours
 from argosy.plan.rules import OF_MICROBATCHES, breaks_any, first_problem
 
@@ -34,7 +34,7 @@ Table = dict[str, NDArray[Any]]
 Pins = Mapping[str, tuple[Any, ...]]
 """Key of a plan -> the values that it may have."""
 
-MICROBATCH_TOKENS = 32_768
+MOST_MICROBATCH_TOKENS = 32_768
 """Most tokens of a microbatch on one rank; larger ones make no matmul faster."""
 CONTEXT_TOKENS = 4096
 """Shorter pieces of a sequence are not worth a context-parallel rank."""
@@ -75,7 +75,7 @@ class Space:
         """Return the ways to lay the axes over so many devices, with ZeRO stage and kind of context parallelism."""
         keys = (*MESH, "zero", "context")
         rows = list(self._meshes(devices))
-        context = WORDS["context"]
+        context = PLAN_WORDS["context"]
         numbers = np.array([(*row[:-1], context.index(row[-1])) for row in rows], np.int64).reshape(-1, len(keys))
         return dict(zip(keys, numbers.T, strict=True))
 
@@ -115,7 +115,7 @@ class Space:
             turns = STAGES_PER_RANK if schedule in INTERLEAVED else (Plan().stages_per_rank,)
             compiled = not SCHEDULES[schedule].splits_backward
             rows += [
-                (WORDS["schedule"].index(schedule), turn, int(compiles))
+                (PLAN_WORDS["schedule"].index(schedule), turn, int(compiles))
                 for turn in self._of("stages_per_rank", *turns)
                 for compiles in self._of("compile", compiled)
             ]
@@ -127,7 +127,7 @@ class Space:
 
     def _microbatches(self) -> tuple[int, ...]:
         run = self.run
-        most = MICROBATCH_TOKENS * max(1, run.data.seq_len // CONTEXT_TOKENS) // run.data.seq_len
+        most = MOST_MICROBATCH_TOKENS * max(1, run.data.seq_len // CONTEXT_TOKENS) // run.data.seq_len
         sizes = [n for n in divisors(run.train.global_batch) if n <= max(1, most)]
         return self._of("microbatch", *sizes)
 
@@ -136,7 +136,7 @@ class Space:
         return table_of(("recompute", "recompute_every"), self._recomputes())
 
     def _recomputes(self) -> list[tuple[int, int]]:
-        words = WORDS["recompute"]
+        words = PLAN_WORDS["recompute"]
         pinned, every = self.pins.get("recompute"), self.pins.get("recompute_every")
         usual = {word: [n for w, n in RECOMPUTE if w == word] for word in words}
         return [
@@ -183,7 +183,7 @@ class Space:
     def _worth_it(self, plans: Layouts) -> Mask:
         """Mask the plans that equal no other, are not slower than one as lean, and make use of every pin."""
         batch, seq_len = self.run.train.global_batch, self.run.data.seq_len
-        schedule = WORDS["schedule"].index(self._of("schedule", "1f1b")[0])
+        schedule = PLAN_WORDS["schedule"].index(self._of("schedule", "1f1b")[0])
         turns = min(self._of("stages_per_rank", Plan().stages_per_rank))
         compiles = int(max(self._of("compile", True)))
         alone = (plans.schedule == schedule) & (plans.stages_per_rank == turns) & (plans.compile == compiles)
@@ -198,7 +198,7 @@ class Space:
         if "recompute_every" in self.pins and "recompute" not in self.pins:
             worth &= ~plans.is_("recompute", "none")
         if "microbatch" not in self.pins:
-            worth &= (plans.microbatch * seq_len <= MICROBATCH_TOKENS * plans.cp) | (plans.microbatch == 1)
+            worth &= (plans.microbatch * seq_len <= MOST_MICROBATCH_TOKENS * plans.cp) | (plans.microbatch == 1)
         return worth
 
     def why_none(self) -> str:
@@ -206,7 +206,7 @@ class Space:
         devices = self.costs.devices
         fixed = ",".join(f"{key}={'|'.join(map(word_of, values))}" for key, values in self.pins.items())
         where = f'--fix "{fixed}": ' if fixed else f"no plan for {devices} devices: "
-        axes = {axis: min(self.pins[axis]) for axis in AXES if axis in self.pins}
+        axes = {axis: min(self.pins[axis]) for axis in MESH_AXES if axis in self.pins}
         product = math.prod(axes.values())
         if devices % product:
             made = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
@@ -233,7 +233,7 @@ class Space:
 
     def _plainest(self, left: int) -> Plan | None:
         """Return a plan with the pins and the other devices on the plainest axis; None if all axes are pinned."""
-        first = {key: min(values) if key in AXES else values[0] for key, values in self.pins.items()}
+        first = {key: min(values) if key in MESH_AXES else values[0] for key, values in self.pins.items()}
         for key, axis in (("schedule", "pp"), ("context", "cp")):  # the key means something only with its axis
             if key in first and axis not in first and left > 1:
                 first[axis] = divisors(left)[1]
@@ -336,7 +336,7 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
 
     choices = (
         (*sizes, ep, microbatch, shares, layers)
-        for sizes in factorizations(plan.world_size, len(AXES))
+        for sizes in factorizations(plan.world_size, len(MESH_AXES))
         for ep in {1, plan.ep, *neighbours(plan.ep, divisors(max(1, run.model.moe.experts)))}
         for microbatch in {1, plan.microbatch}
         for shares in {"", plan.shares}

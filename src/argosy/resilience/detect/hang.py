@@ -33,7 +33,7 @@ from argosy.resilience.detect.finding import Finding, Flags, Sample, Times, Work
 POINT_TO_POINT = ("mesh_pp",)
 """Beginnings of the names of groups whose ranks do not all make the same calls."""
 WAITING_PHASES: tuple[Phase, ...] = ("communication", "pipeline")
-NAMED = 8
+SENTENCE_RANKS = 8
 """A sentence names this many ranks at most."""
 
 
@@ -118,7 +118,7 @@ def blame(seen: Mapping[int, WorkerSeen]) -> tuple[str, tuple[int, ...], Waits]:
 
 def is_named(ranks: tuple[int, ...]) -> str:
     """Return the beginning of a sentence about these ranks."""
-    names = some_of(ranks, NAMED, "others")
+    names = some_of(ranks, SENTENCE_RANKS, "others")
     return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
 
 
@@ -140,7 +140,7 @@ MAX_GAP_S = 1.0
 MAX_GAP = 2.0
 """A time between two samples that is longer than both, this many times the usual one and so many seconds, means that
 the watcher itself, or the whole machine, did not run."""
-SHOWN = 8
+EVIDENCE_RANKS = 8
 """Number of blamed ranks, and of others, in the evidence: a world may have thousands."""
 SETTLED_S = 1.0
 """All ranks must have stopped for this long before the waits between them are read."""
@@ -243,12 +243,14 @@ class HangDetector:
             return []
         self._is_blamed[blamed] = True
         still_s = round(float(self._still_s[blamed].max()), 2)
-        shown = {*ranks[:SHOWN], *sorted(seen)[:SHOWN], *sorted(waits.waiting)[:SHOWN]}
+        shown = {*ranks[:EVIDENCE_RANKS], *sorted(seen)[:EVIDENCE_RANKS], *sorted(waits.waiting)[:EVIDENCE_RANKS]}
         evidence = {
             "still_s": still_s,
             "limit_s": round(self._limit_s, 2),
             "waits": {
-                str(rank): {str(other): group for other in ranks[:SHOWN] if (group := waits.group_of(rank, other))}
+                str(rank): {
+                    str(other): group for other in ranks[:EVIDENCE_RANKS] if (group := waits.group_of(rank, other))
+                }
                 for rank in sorted(shown & waits.waiting)
             },
             "ranks_seen": {str(rank): _facts(seen[rank], sample.generation) for rank in sorted(shown)},
@@ -311,7 +313,7 @@ def _facts(seen: WorkerSeen, generation: int) -> dict[str, Any]:
     }
 
 
-OTHERS_S = 3.0
+COORDINATOR_FIRST_S = 3.0
 """Time for which the coordinator's detectors, which name the rank, come first."""
 
 
@@ -377,7 +379,7 @@ class JoiningWatch:
             limit_s = max(self._heartbeat_timeout_s, self._first_step_s)
         else:
             limit_s = max(self._heartbeat_timeout_s, MIN_AUTO_S)
-        return limit_s + OTHERS_S if newcomer.is_in_a_world else limit_s
+        return limit_s + COORDINATOR_FIRST_S if newcomer.is_in_a_world else limit_s
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ LOW_BYTES = 5 * 2**30
 SLOWER, SLOW_S = 20.0, 1.0
 """A write is slow if it takes this many times the median of those before, and this long."""
 IN_A_ROW = 3
-HISTORY, LEAST = 200, 10
+HISTORY, LEAST_HISTORY = 200, 10
 WRITE_EVERY_S = 30.0
 """From the beginning of a trial write to the next."""
 HANGS_S = 30.0
 """A write that has not returned by then hangs."""
-BLOCK = os.urandom(1 << 16)
-PROBE = ".disk-probe"
+DISK_BLOCK = os.urandom(1 << 16)
+DISK_PROBE = ".disk-probe"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class DiskDetector:
             yield Finding("disk_failed", "alarm", why, evidence={"errno": errno.errorcode.get(code, str(code))})
 
     def _slowed(self, now: DiskReading) -> Iterator[Finding]:
-        usual_s = median(self._history) if len(self._history) >= LEAST else None
+        usual_s = median(self._history) if len(self._history) >= LEAST_HISTORY else None
         if now.write_s is not None:
             is_slow = usual_s is not None and now.write_s > max(SLOW_S, SLOWER * usual_s)
             self._slow = self._slow + 1 if is_slow else 0
@@ -90,7 +90,7 @@ class DiskDetector:
             why = f"{self._folder}: a trial write has not returned for {now.pending_s:.0f} s"
             yield Finding("disk_slow", "alarm", why, evidence=evidence)
         if self._latch.rises("slow", self._slow >= IN_A_ROW, is_right=now.write_s is not None and not self._slow):
-            why = f"{self._folder}: writing {len(BLOCK) >> 10} KiB takes {now.write_s:.1f} s, and took {usual_s:.3f} s"
+            why = f"{self._folder}: {len(DISK_BLOCK) >> 10} KiB take {now.write_s:.1f} s to write, not {usual_s:.3f} s"
             yield Finding("disk_slow", "alarm", why, evidence=evidence)
 
     def _filled(self, now: DiskReading) -> Iterator[Finding]:
@@ -140,10 +140,10 @@ class DiskProbe:
     def _write(self) -> None:
         began = time.monotonic()
         error = None
-        path = self._folder / PROBE
+        path = self._folder / DISK_PROBE
         try:
             with path.open("wb") as file:
-                file.write(BLOCK)
+                file.write(DISK_BLOCK)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as problem:
@@ -305,7 +305,7 @@ class NodeWatch:
 LOW, NO_LONGER_LOW = 0.04, 0.08
 """Shares of the limit that are left: report below the first, where the kernel soon kills a process; reset above the
 second."""
-FULL = 0.2
+LITTLE_MEMORY = 0.2
 """With less than this share left just before, a kill on the machine counts as one of this run."""
 SOON_S = 900.0
 """Memory that will run out within this time is reported, if the trend has lasted for `TREND_S`."""
@@ -346,7 +346,7 @@ class MemoryDetector:
 
     def _killed(self, at_s: float, before: MemoryReading, now: MemoryReading) -> Iterator[Finding]:
         ours = now.oom_kills - before.oom_kills
-        machine_was_full = before.available_bytes < FULL * before.limit_bytes
+        machine_was_full = before.available_bytes < LITTLE_MEMORY * before.limit_bytes
         killed = ours or (now.machine_oom_kills - before.machine_oom_kills if machine_was_full else 0)
         if killed > 0:
             evidence = {"oom_kills": now.oom_kills, "machine_oom_kills": now.machine_oom_kills, **_facts(before)}

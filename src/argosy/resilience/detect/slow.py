@@ -24,8 +24,8 @@ parameters) counts too, but for that of experts, which is timed as the ranks' ow
 
 Pipeline stages may have layers that do not fit the speed of their ranks. A rank's own work of a step, in the layers
 that it has, is its speed. With the speeds of all follows the deal of layers whose slowest rank ends first, and how long
-a step would take under it (`plan.dealing`). It is told of if it saves `LEAST_SAVED` of the step, by the medians of a
-window of steps and in most of these steps by themselves: noise spreads over all ranks, so that no one deal saves that
+a step would take under it (`plan.dealing`). It is told of if it saves `DEAL_LEAST_SAVED` of the step, by the medians of
+a window of steps and in most of these steps by themselves: noise spreads over all ranks, so that no one deal saves that
 much in many steps.
 """
 
@@ -48,10 +48,10 @@ from argosy.plan.dealing import COLD_STEPS, LEAST_HOLD, PipelineWork, RankWork
 from argosy.plan.plan import Plan
 from argosy.resilience.detect.finding import Action, Finding, Flags, Latch, Sample, StepTimes, Times
 
-LONG = 10
+LONG_WINDOW = 10
 """The window for repeatedly slow ranks, over that for ranks that are always slow."""
 BY_CHANCE, LONG_BY_CHANCE = 1e-5, 1e-8
-MOST = 10.0
+MOST_COUNTED = 10.0
 """A step counts at most as this many times its peers': a single one of a hundred times is an accident."""
 AVOID_AFTER = 4
 
@@ -107,7 +107,9 @@ class StragglerDetector:
             self._window.append(step)
             self._slow += self._slow_in(step)
         # The window has this many steps, or more if they span too little time.
-        while len(self._window) > LONG * self._steps and at_s - self._window[1].at_s >= LONG * self._seconds:
+        while (
+            len(self._window) > LONG_WINDOW * self._steps and at_s - self._window[1].at_s >= LONG_WINDOW * self._seconds
+        ):
             self._slow -= self._slow_in(self._window.popleft())
 
     def _slow_in(self, step: _Step) -> Flags:
@@ -184,7 +186,7 @@ class StragglerDetector:
 
 
 def _mean(ratios: Sequence[float]) -> float:
-    return round(sum(min(ratio, MOST) for ratio in ratios) / max(1, len(ratios)), 2)
+    return round(sum(min(ratio, MOST_COUNTED) for ratio in ratios) / max(1, len(ratios)), 2)
 
 
 def _counted(step: _Step) -> int:
@@ -214,11 +216,11 @@ def chance_of(hits: int, of: int, ranks: int) -> float:
     return min(1.0, ranks * math.exp(log_term) / (1 - ratio))
 
 
-GROWN = 0.5
+GROWN_WAIT = 0.5
 """Waiting must have grown by this share of a usual step."""
 LASTING = 4
 """Number of windows for which it must last."""
-MOST_STEPS = 0.75
+SLOW_STEPS_SHARE = 0.75
 """Share of the steps in a window that must be slow, or in which another deal of layers must save time."""
 
 
@@ -284,10 +286,10 @@ class SlowLinkDetector:
         if self._usual is None or now.took_s < self._usual.took_s:
             self._usual = now
         usual, steps = self._usual, self._window
-        slow = sum(step.waited_s - usual.waited_s >= GROWN * usual.took_s for step in steps)
+        slow = sum(step.waited_s - usual.waited_s >= GROWN_WAIT * usual.took_s for step in steps)
         spans = steps[-1].at_s - steps[0].at_s >= LASTING * self._seconds
-        lasts = len(steps) >= LASTING * self._steps and spans and slow >= MOST_STEPS * len(steps)
-        if not self._latch.rises("slow", is_wrong=lasts, is_right=slow < (1 - MOST_STEPS) * len(steps)):
+        lasts = len(steps) >= LASTING * self._steps and spans and slow >= SLOW_STEPS_SHARE * len(steps)
+        if not self._latch.rises("slow", is_wrong=lasts, is_right=slow < (1 - SLOW_STEPS_SHARE) * len(steps)):
             return []
         waited_s = median(step.waited_s for step in steps)
         evidence = {
@@ -307,9 +309,9 @@ class SlowLinkDetector:
         return [Finding("slow_link", "alarm", why, (), evidence)]
 
 
-LEAST_SAVED = 0.1
+DEAL_LEAST_SAVED = 0.1
 """Share of the pipeline's time that another deal must save."""
-MOST_WATCHED = 16
+MOST_WATCHED_WINDOWS = 16
 """Times the first window: after each finding twice as many steps are watched, up to that."""
 
 
@@ -344,7 +346,7 @@ class UnevenStagesDetector:
             return []
         found = self._finding(work)
         if found is not None:
-            self._watched = min(2 * self._watched, MOST_WATCHED)
+            self._watched = min(2 * self._watched, MOST_WATCHED_WINDOWS)
             self._window.clear()
         return [] if found is None else [found]
 
@@ -384,7 +386,7 @@ class UnevenStagesDetector:
         if dealt is None:
             return None
         saved = float(self._saves(work, dealt, stage_s))
-        if saved < LEAST_SAVED or np.mean(self._saves(work, dealt, each) >= LEAST_SAVED) < MOST_STEPS:
+        if saved < DEAL_LEAST_SAVED or np.mean(self._saves(work, dealt, each) >= DEAL_LEAST_SAVED) < SLOW_STEPS_SHARE:
             return None
         of_layer = stage_s / work.units
         slowest = int(of_layer.argmax())

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from argosy.errors import UserError, missing_extra
 from argosy.supervise.lease.lease import TTL_S, Holder, LeaseLost, LeaseUnreachable
 
-TIMEOUT_S = 1.5
+ETCD_TIMEOUT_S = 1.5
 """One of etcd's machines that does not answer for this long is left for the next. All of three are asked well within
 the time in which a lease has to be renewed."""
-CA, CERTIFICATE, KEY = "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"
+CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE = "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"
 USER, PASSWORD = "ETCDCTL_USER", "ETCDCTL_PASSWORD"
 """Environment variables, as `etcdctl` takes them: files for TLS, and NAME or NAME:PASSWORD."""
-NOT_FOUND = 404
+ETCD_NOT_FOUND = 404
 
 T = TypeVar("T")
 
@@ -124,17 +124,17 @@ def _client(host: str, port: int, is_tls: bool) -> Any:
         from etcd3gw.client import Etcd3Client
     except ImportError:
         raise missing_extra("etcd3gw", "etcd", "launch.lease = etcd://...") from None
-    certificate, key = os.environ.get(CERTIFICATE), os.environ.get(KEY)
+    certificate, key = os.environ.get(CERTIFICATE_VARIABLE), os.environ.get(KEY_VARIABLE)
     if bool(certificate) != bool(key):
-        raise UserError(f"{CERTIFICATE} and {KEY} belong together; set both, or none")
+        raise UserError(f"{CERTIFICATE_VARIABLE} and {KEY_VARIABLE} belong together; set both, or none")
     client = Etcd3Client(
         host,
         port,
         protocol="https" if is_tls else "http",
-        ca_cert=os.environ.get(CA) if is_tls else None,
+        ca_cert=os.environ.get(CA_VARIABLE) if is_tls else None,
         cert_cert=certificate if is_tls else None,
         cert_key=key if is_tls else None,
-        timeout=TIMEOUT_S,
+        timeout=ETCD_TIMEOUT_S,
         api_path="/v3/",
     )
     client.session.trust_env = False  # no proxy, and no password from ~/.netrc

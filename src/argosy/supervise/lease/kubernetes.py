@@ -14,11 +14,11 @@ from typing import Any
 from argosy.errors import UserError, missing_extra
 from argosy.supervise.lease.lease import TTL_S, Holder, LeaseLost, LeaseUnreachable, Watched
 
-TIMEOUT_S = 2.0
-TRIES = 3
+KUBERNETES_TIMEOUT_S = 2.0
+CONFLICT_TRIES = 3
 """Changes of the object that another change was faster than: somebody may edit its labels."""
-CONFLICT, NOT_FOUND, FORBIDDEN = 409, 404, 403
-RUN, ADDRESS, GENERATION = "argosy/run", "argosy/address", "argosy/generation"
+HTTP_CONFLICT, HTTP_NOT_FOUND, HTTP_FORBIDDEN = 409, 404, 403
+RUN_ANNOTATION, ADDRESS_ANNOTATION, GENERATION_ANNOTATION = "argosy/run", "argosy/address", "argosy/generation"
 """Annotations of the object."""
 
 Object = dict[str, Any]
@@ -56,7 +56,9 @@ class KubernetesLease:
             renewTime=now,
             leaseTransitions=number,
         )
-        lease["metadata"].setdefault("annotations", {}).update({RUN: self._run, ADDRESS: f"{me.host} {me.port}"})
+        lease["metadata"].setdefault("annotations", {}).update(
+            {RUN_ANNOTATION: self._run, ADDRESS_ANNOTATION: f"{me.host} {me.port}"}
+        )
         if not (self._create(lease) if is_new else self._replace(lease)):
             return False
         self.token = f"{me.owner} {number}"
@@ -66,14 +68,14 @@ class KubernetesLease:
         self._change({}, renewTime=_now())
 
     def check(self, generation: int) -> None:
-        self._change({GENERATION: str(generation)})
+        self._change({GENERATION_ANNOTATION: str(generation)})
 
     def release(self) -> None:
         self._change({}, holderIdentity="", renewTime=_now())
 
     def _change(self, annotations: dict[str, str], **values: Any) -> None:
         """Change the object, if its holder is this process. Raises: LeaseLost."""
-        for _ in range(TRIES):
+        for _ in range(CONFLICT_TRIES):
             lease = self._read()
             if lease is None or _token_of(lease) != self.token:
                 raise LeaseLost(f"another coordinator has the lease {self._namespace}/{self._name}")
@@ -90,12 +92,12 @@ class KubernetesLease:
 
     def _holder_of(self, lease: Object) -> Holder:
         annotations = lease["metadata"].get("annotations") or {}
-        if annotations.get(RUN) != self._run:
+        if annotations.get(RUN_ANNOTATION) != self._run:
             raise UserError(
                 f"launch.lease = kubernetes://{self._namespace}/{self._name} is held by another run, or by another "
                 "program. Give this run a lease of its own, for example with the run's name in it."
             )
-        return Holder.parse(f"{lease['spec']['holderIdentity']} {annotations.get(ADDRESS, '')}")
+        return Holder.parse(f"{lease['spec']['holderIdentity']} {annotations.get(ADDRESS_ANNOTATION, '')}")
 
     # ---- the API -------------------------------------------------------------------------------------------------
 
@@ -117,12 +119,14 @@ class KubernetesLease:
         from urllib3.exceptions import HTTPError
 
         try:
-            answer = getattr(self._api, method)(*arguments, _request_timeout=TIMEOUT_S)
+            answer = getattr(self._api, method)(*arguments, _request_timeout=KUBERNETES_TIMEOUT_S)
         except ApiException as problem:
-            if problem.status == CONFLICT or (problem.status == NOT_FOUND and not method.startswith("create")):
+            if problem.status == HTTP_CONFLICT or (
+                problem.status == HTTP_NOT_FOUND and not method.startswith("create")
+            ):
                 return None
             remedy = ""
-            if problem.status == FORBIDDEN:
+            if problem.status == HTTP_FORBIDDEN:
                 remedy = " (its service account needs get, create and update of leases in coordination.k8s.io)"
             raise LeaseUnreachable(f"Kubernetes: {problem.status} {problem.reason}{remedy}") from None
         except (HTTPError, OSError, ValueError) as problem:

@@ -117,14 +117,14 @@ class Lease(Protocol):
         ...
 
 
-FOLDER = ".coordinators"
+LEASE_FOLDER = ".coordinators"
 
 
 class FolderLease:
     """A `Lease` in the run's folder; its token is a claim's number."""
 
     def __init__(self, run_dir: Path, token: str):
-        self._folder = run_dir / FOLDER
+        self._folder = run_dir / LEASE_FOLDER
         self._claims = Claims(self._folder)
         self.token, self._renewals = token, 0
         self._watched = Watched()

@@ -28,9 +28,9 @@ from argosy.training.server.shard import Refuses, ServerShard
 
 LOST_S = 10.0
 """A worker that was not heard for so long is lost: what it was dealt is dealt to another."""
-CHECK_S = 1.0
+SERVERS_ASK_S = 1.0
 """Seconds between two questions to the other servers, and two answers to workers that wait."""
-MOST_IN_A_ROW = 10
+MOST_BAD_GRADIENTS = 10
 """The run fails after so many gradients in a row that are not finite."""
 Tell = Callable[[str, WireRecord], None]
 Answer = Callable[[WireRecord], None]
@@ -147,7 +147,7 @@ class Leader:
         now = time.monotonic()
         self._take_back(now)
         self._deal_out(now)
-        if now - self._looked_s < CHECK_S:
+        if now - self._looked_s < SERVERS_ASK_S:
             return
         self._looked_s = now
         for name in self._servers[1:]:
@@ -209,8 +209,8 @@ class Leader:
             samples = self._layout.samples(item)
             self._events.write("samples_skipped", step=self.step, site=site, samples=samples, why=message.why)
             self._progress.say(f" no update from samples {samples[0]}, which {site} had: {message.why}", "yellow")
-            if self._bad_in_a_row >= MOST_IN_A_ROW:
-                self.failure = f"the last {MOST_IN_A_ROW} gradients were not finite, and changed nothing"
+            if self._bad_in_a_row >= MOST_BAD_GRADIENTS:
+                self.failure = f"the last {MOST_BAD_GRADIENTS} gradients were not finite, and changed nothing"
             elif self._run.resilience.on_bad_step == "stop":
                 self.failure = f"{message.why}, and resilience.on_bad_step = stop"
         return say.Committed(ask=message.ask, update=None)

@@ -33,25 +33,25 @@ from argosy.processes.channel import Gone
 from argosy.processes.child import channel_to_parent, messages
 from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
-from argosy.sync.layout import AGAIN, ServerLayout
+from argosy.sync.layout import RESTARTED, ServerLayout
 from argosy.sync.links import Links, keys_of, listener_at
-from argosy.sync.messages import AHEAD_BYTES, PIECE_BYTES
+from argosy.sync.messages import AHEAD_BYTES, MESSAGE_PIECE_BYTES
 from argosy.training.server.leader import Leader
 from argosy.training.server.shard import Refuses, ServerShard
 
-TURN_S = 0.05
+SERVER_TURN_S = 0.05
 LAST_S = 60.0
 """Once the run is over, workers that were there are waited for so long at most."""
 LATE_S = 20.0
 """Once the run is over, workers that have not been there are waited for so long: one that is just starting would wait
 for servers that are gone."""
-FOLLOW_S = 15.0
+FIRST_SERVER_WORD_S = 15.0
 """A server that is to end waits so long for the first one's word."""
-TELL_S = 0.5
+FAILURE_TOLD_S = 0.5
 """Time to tell workers that the run has failed."""
 PORT_S = 120.0
 """A server whose command was killed saves its state, and then leaves the port: it is waited for so long."""
-FIRST = server_name(0)
+FIRST_SERVER = server_name(0)
 
 
 @dataclass
@@ -122,7 +122,7 @@ class ParameterServer:
             if is_ending():
                 end_s = end_s or now
                 # The first server says at which version all save; by itself another one can save nothing whole.
-                self.is_alone = not self._is_over and self._leader is None and now - end_s > FOLLOW_S
+                self.is_alone = not self._is_over and self._leader is None and now - end_s > FIRST_SERVER_WORD_S
                 self._is_over |= self._leader is not None or self.is_alone
         if self._leader is not None:
             for name in self._other_servers:
@@ -136,7 +136,7 @@ class ParameterServer:
             self._events.write("finish", exit_code=code, finished=is_over, why=why)
         return is_over
 
-    def turn(self, timeout_s: float = TURN_S) -> None:
+    def turn(self, timeout_s: float = SERVER_TURN_S) -> None:
         """Take what has come, and look after what has to be done. Raises: RunFailed."""
         for name, message, data in self._links.turn(timeout_s):
             try:
@@ -152,9 +152,9 @@ class ParameterServer:
             self._leader.tick()
             if self._leader.failure:
                 self._links.tell_all(say.FailureNotice(why=self._leader.failure))
-                until = time.monotonic() + TELL_S
+                until = time.monotonic() + FAILURE_TOLD_S
                 while time.monotonic() < until:
-                    self._links.turn(TURN_S)
+                    self._links.turn(SERVER_TURN_S)
                 raise RunFailed(self._leader.failure)
 
     def close(self) -> None:
@@ -259,8 +259,8 @@ class ParameterServer:
         for name, stream in list(self._streams.items()):
             while stream.sent < len(stream.data) and self._links.unsent_bytes(name) < AHEAD_BYTES:
                 piece = say.Weights(ask=stream.ask, version=stream.version, at=stream.sent)
-                self._links.tell(name, piece, stream.data[stream.sent : stream.sent + PIECE_BYTES])
-                stream.sent += PIECE_BYTES
+                self._links.tell(name, piece, stream.data[stream.sent : stream.sent + MESSAGE_PIECE_BYTES])
+                stream.sent += MESSAGE_PIECE_BYTES
             if stream.sent >= len(stream.data):
                 del self._streams[name]
 
@@ -272,7 +272,7 @@ class ParameterServer:
             case say.PartHello():
                 for untold in self._untold.pop(name, []):
                     self._links.tell(name, untold)
-            case say.Begin() | say.Apply() | say.CheckServer() | say.Finish() if name == FIRST:
+            case say.Begin() | say.Apply() | say.CheckServer() | say.Finish() if name == FIRST_SERVER:
                 self._obey(message)
             case say.ServerStatus() if self._leader is not None:
                 self._leader.hear_server(name, message)
@@ -298,9 +298,9 @@ class ParameterServer:
         except Refuses as refusal:
             problem = str(refusal)
         except ArgosyError as error:
-            self._links.tell(FIRST, self._status(str(error)[:1000]))
+            self._links.tell(FIRST_SERVER, self._status(str(error)[:1000]))
             raise
-        self._links.tell(FIRST, self._status(problem))
+        self._links.tell(FIRST_SERVER, self._status(problem))
 
     def _status(self, problem: str) -> say.ServerStatus:
         return say.ServerStatus(epoch=self._shard.epoch, version=self._shard.version, problem=problem)
@@ -329,7 +329,7 @@ def main() -> None:
         listener = listener_at(name, "sync.servers", ServerLayout(run).addresses[name], PORT_S, ending.is_set, tell)
         is_over, is_saved = False, False
         if listener is not None:
-            server = ParameterServer(run, run_dir, number, AGAIN in sys.argv, listener)
+            server = ParameterServer(run, run_dir, number, RESTARTED in sys.argv, listener)
             is_over, is_saved = server.serve(ending.is_set), not server.is_alone
             server.close()
     except ArgosyError as problem:

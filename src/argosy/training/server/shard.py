@@ -18,7 +18,7 @@ from argosy.checkpoint.manifest import CheckpointManifest
 from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import Checkpoint, find, step_folder
-from argosy.checkpoint.weights import MODEL, fill_from_folder
+from argosy.checkpoint.weights import MODEL_PREFIX, fill_from_folder
 from argosy.checkpoint.writer import Tell, Upkeep
 from argosy.config.identity import config_sha256
 from argosy.data.stores.model_folder import is_model_folder
@@ -31,7 +31,7 @@ from argosy.optim.piece import Piece
 from argosy.parallel.world import World
 from argosy.plan.parameters import parameter_table
 from argosy.sync.layout import ServerLayout
-from argosy.sync.messages import PIECE_BYTES
+from argosy.sync.messages import MESSAGE_PIECE_BYTES
 
 
 class DelayedNesterov:
@@ -175,7 +175,7 @@ class ServerShard:
 
         The gradient of a worker that ends stays: the first server's order to apply it may be on its way.
         """
-        if at % PIECE_BYTES or len(data) != min(PIECE_BYTES, self._wire_bytes - at):
+        if at % MESSAGE_PIECE_BYTES or len(data) != min(MESSAGE_PIECE_BYTES, self._wire_bytes - at):
             raise Refuses(f"{len(data)} bytes at {at} are no piece of a gradient of {self._wire_bytes} bytes")
         if site not in self._staged or self._staged[site][0] != lease:
             self._staged[site] = (lease, bytearray(self._wire_bytes), set())
@@ -186,7 +186,7 @@ class ServerShard:
     def has(self, site: str, lease: str) -> bool:
         """Return True if a worker's gradient is here, and all its numbers are finite."""
         name, whole, there = self._staged.get(site, ("", bytearray(), set()))
-        if name != lease or len(there) != -(-self._wire_bytes // PIECE_BYTES):
+        if name != lease or len(there) != -(-self._wire_bytes // MESSAGE_PIECE_BYTES):
             return False
         return bool(np.isfinite(self._decoded(whole)).all())
 
@@ -269,7 +269,7 @@ class ServerShard:
         if self._run.model.weights is not None:
             if is_model_folder(self._run.model.weights):
                 fill_from_folder(
-                    {box: part for box, part in self._parts().items() if box.name.startswith(MODEL)},
+                    {box: part for box, part in self._parts().items() if box.name.startswith(MODEL_PREFIX)},
                     self._run.model.weights,
                 )
             else:

@@ -25,13 +25,13 @@ from argosy.observe.collectives import CollectiveMarks
 from argosy.observe.heartbeat import Heartbeat
 from argosy.observe.trace_summary import PART_MARK, STEP_MARK, profile_in_words, summary
 from argosy.parallel.world import World
-from argosy.plan.calibration import PARTS, part_of
+from argosy.plan.calibration import CALIBRATED_PARTS, part_of
 from argosy.plan.plan import Plan
 from argosy.training.parts import Parts
 from argosy.training.records import Records
 from argosy.training.services.service import Service
 
-FOLDER = "profiles"
+PROFILES_FOLDER = "profiles"
 COMPRESSION = 3
 """Level of gzip: a trace shrinks to a tenth at any level, and this one is fast."""
 ADVANCE_S = 1.0
@@ -66,7 +66,7 @@ class Profiling(Service):
         self._settings, self._plan, self._world, self._records = run.observe.profile, plan, world, records
         self._clock, self._heartbeat, self._axes = clock, heartbeat, axes
         asked = self._settings.range
-        self._folder = run_dir / FOLDER / f"step-{asked.start:08d}-{asked.stop:08d}" if asked else run_dir
+        self._folder = run_dir / PROFILES_FOLDER / f"step-{asked.start:08d}-{asked.stop:08d}" if asked else run_dir
         self._steps: list[int] = []
         self._seconds: list[Mapping[str, float]] = []
         self._profile: profile | None = None
@@ -164,7 +164,7 @@ class Profiling(Service):
         clocks = self._seconds or [{}]
         measured = {
             name: sum(seconds.get(c, 0.0) for seconds in clocks for c in part.measured) / len(clocks)
-            for name, part in PARTS.items()
+            for name, part in CALIBRATED_PARTS.items()
         }
         return json.dumps({**found, "parts": {name: {"measured": value} for name, value in measured.items()}})
 
@@ -234,7 +234,7 @@ def _put_beside(found: dict[str, Any], predicted: Mapping[str, float], plan: Pla
     """Put the planner's figures beside what one rank recorded, part by part and axis by axis."""
     if not predicted or "parts" not in found:
         return
-    of_part = dict.fromkeys(PARTS, 0.0)
+    of_part = dict.fromkeys(CALIBRATED_PARTS, 0.0)
     for category, value in predicted.items():
         of_part[part_of(category, plan)] += value
     for name, figures in found["parts"].items():

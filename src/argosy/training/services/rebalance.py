@@ -2,8 +2,9 @@
 
 Each rank tells, in the one exchange of a step, how long its own work for a microbatch took in the step before: forward
 and backward, without waiting for others. All ranks so have the same numbers and come to the same decision: the deal of
-microbatches whose slowest replica ends first. It replaces the one in force if that saves `LEAST_SAVED` of the measured
-step; after each change twice as many steps are watched before the next, so that noise does not keep it swinging.
+microbatches whose slowest replica ends first. It replaces the one in force if that saves `STEP_LEAST_SAVED` of the
+measured step; after each change twice as many steps are watched before the next, so that noise does not keep it
+swinging.
 
 The samples of a step stay the same. Gradients are summed in another order, so a run that was rebalanced does not repeat
 another's losses to the bit.
@@ -31,11 +32,11 @@ from argosy.training.step import StepOutcome
 
 Floats = NDArray[np.float64]
 
-OF_MICROBATCHES: tuple[Category, ...] = ("forward", "backward", "pipeline")
+MICROBATCH_PARTS: tuple[Category, ...] = ("forward", "backward", "pipeline")
 WATCHED = 10
 """Steps that are watched before the first change; twice as many after each."""
-MOST_WATCHED = 640
-LEAST_SAVED = 0.05
+MOST_WATCHED_STEPS = 640
+STEP_LEAST_SAVED = 0.05
 """Share of a step that a change must save. It costs next to nothing, and what is measured holds as a rule."""
 
 
@@ -87,14 +88,14 @@ class Rebalance(Service):
         if not self._is_on:
             return
         parts, batch = self._parts, self._parts.run.train.batches.at(step)
-        work_s = sum(parts.clock.own_s.get(name, 0.0) for name in OF_MICROBATCHES)
+        work_s = sum(parts.clock.own_s.get(name, 0.0) for name in MICROBATCH_PARTS)
         self._own_s = work_s / self._plan.microbatches_of(parts.state.model.dp_rank, batch)
         self._step_s = seconds["step"]
         found = self._found(batch)
         if found is None:
             return
         self._plan, self._to_skip = found.plan, COLD_STEPS
-        self._watched = min(2 * self._watched, MOST_WATCHED)
+        self._watched = min(2 * self._watched, MOST_WATCHED_STEPS)
         self._rows.clear()
         for holder in (parts.batches, parts.checkpointer):
             holder.replan(found.plan)
@@ -158,6 +159,6 @@ def rebalanced(run: RunConfig, plan: Plan, each_s: Sequence[float], step_s: floa
     of_portion = total / sum(now) * times
     saved_s = max(n * of_portion * s for n, s in zip(now, each_s, strict=True)) - dealt[1] * times
     other = plan.model_copy(update={"shares": ratio_of(counts)})
-    if lowest(now) == lowest(counts) or saved_s < LEAST_SAVED * step_s or first_problem(other, run) is not None:
+    if lowest(now) == lowest(counts) or saved_s < STEP_LEAST_SAVED * step_s or first_problem(other, run) is not None:
         return None
     return Rebalanced(other, plan.shares, step_s, step_s - saved_s, tuple(each_s))

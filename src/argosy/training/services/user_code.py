@@ -170,7 +170,7 @@ class _Off(Exception):
     """The extension failed, and is switched off."""
 
 
-MOST_VALUES = 1000
+MOST_LOGGED = 1000
 """Most names that may be logged in one step: more are a mistake, and whatever shows the run keeps each in memory."""
 
 
@@ -231,9 +231,9 @@ class UserView:
             number = number_of(value, f"run.log({name}=...)")
             if math.isfinite(number):
                 self._logged[name] = number
-        if len(self._logged) > MOST_VALUES:
+        if len(self._logged) > MOST_LOGGED:
             self._logged.clear()
-            raise ValueError(f"run.log got more than {MOST_VALUES} names in one step")
+            raise ValueError(f"run.log got more than {MOST_LOGGED} names in one step")
 
     def take_logged(self) -> dict[str, float]:
         """Return what was logged since the last call."""

@@ -18,7 +18,7 @@ OFTEN = 3
 SPIKE_SIGMAS, SPIKE_SHARE, SPIKE_WINDOW = 8.0, 0.2, 64
 """A loss that was applied is a spike if it is so many robust standard deviations, and so much, above the median of the
 steps before it. The run's own threshold is 10 by default; below it the step counts, and a person should know."""
-GROWN, GROWN_STEPS = 3.0, 400
+GROWN_BY, GROWN_STEPS = 3.0, 400
 """A gradient norm that grows this much within so many steps while the loss does not fall comes before a divergence
 (Wortsman et al. 2023, "Small-scale proxies for large-scale Transformer training instabilities")."""
 LR_ENDED, LR_STEPS = 0.01, 20
@@ -81,7 +81,7 @@ def growing_gradients(facts: RunFacts, planner: Planner) -> Advice | None:
     medians = [median(norm) for norm in norms]
     scatter = SIGMAS_OF_MAD * median(np.abs(losses[0] - median(losses[0])))
     falls = median(losses[-1]) < median(losses[0]) - scatter / 4
-    if not (medians[-1] > GROWN * medians[0] and sorted(medians) == medians) or falls:
+    if not (medians[-1] > GROWN_BY * medians[0] and sorted(medians) == medians) or falls:
         return None
     first, last = int(steps[part][0]), int(steps[part][-1])
     lr = facts.run.optimizer.lr if facts.run is not None else None

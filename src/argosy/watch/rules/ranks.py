@@ -15,14 +15,14 @@ from argosy.watch.rules.planner import Advice, Planner
 
 LEAST_RANK_STEPS = 10
 """Steps of which the ranks' own work must be known; the detector needs `resilience.straggler_steps`."""
-MOST_STEPS = 0.5
+RANK_SLOW_SHARE = 0.5
 """A rank is slow if it is so in more than this share of them, as the detector has it."""
 STILL = 50
 """A finding counts as long as no more than so many steps were made since, if nodes tell nothing newer."""
 COOLER = 0.85
 """A device whose clock is below this share of its peers' median is throttled: on one node they differ by some
 percent."""
-NAMED = 5
+MOST_NAMED_RANKS = 5
 
 
 def straggler(facts: RunFacts, planner: Planner) -> Advice | None:
@@ -72,7 +72,7 @@ def slow_ranks(facts: RunFacts) -> dict[int, float]:
     known = np.isfinite(ratios)
     count = np.maximum(1, known.sum(axis=0))
     often = ((ratios >= factor) & known).sum(axis=0) / count
-    slow = np.flatnonzero((often > MOST_STEPS) & (count >= LEAST_RANK_STEPS))
+    slow = np.flatnonzero((often > RANK_SLOW_SHARE) & (count >= LEAST_RANK_STEPS))
     return {int(ranks.numbers[at]): round(float(np.nanmedian(ratios[:, at])), 2) for at in slow}
 
 
@@ -240,4 +240,4 @@ def _some(ranks: list[int]) -> str:
 
 def listed(numbers: Sequence[int]) -> str:
     """Return the first of these numbers, and how many more there are."""
-    return some_of(numbers, NAMED)
+    return some_of(numbers, MOST_NAMED_RANKS)

@@ -15,7 +15,7 @@ from argosy.watch.rules.planner import Advice, Planner, is_enough
 from argosy.watch.rules.ranks import agent_of, listed, node_of
 from argosy.watch.rules.stops import Outage, failures, rates_of
 
-AGAIN = 2
+DEATHS_IN_DOUBT = 2
 """A node on which so many processes died is in doubt."""
 GOODPUT, GOODPUT_AFTER_S = 0.9, 600.0
 """Llama 3 405B reached more than 90 % effective training time on 16,384 GPUs (Dubey et al. 2024, section 3.3.4). Of a
@@ -37,7 +37,7 @@ def lost_ranks(facts: RunFacts, planner: Planner) -> Advice | None:
     lost = sum(outage.steps_lost for outage in struck)
     share = min(1.0, cost_s / facts.wall_s) if facts.wall_s > 0 else None
     nodes = Counter(where for death in deaths if death.get("event") == "worker_died" and (where := _node(facts, death)))
-    again = [(node, times) for node, times in nodes.most_common() if times >= AGAIN and len(nodes) > 1]
+    again = [(node, times) for node, times in nodes.most_common() if times >= DEATHS_IN_DOUBT and len(nodes) > 1]
     ranks = sorted({int(death["rank"]) for death in deaths if death.get("rank") is not None})
     return Advice(
         "lost_ranks",
@@ -66,14 +66,14 @@ def low_goodput(facts: RunFacts, planner: Planner) -> Advice | None:
         f"Of {seconds(found.wall_s)} in which it ran: {seconds(found.useful_s)} of steps, "
         + ", ".join(f"{seconds(value)} {name}" for name, value in largest[:4])
         + ".",
-        _ABOUT[worst],
+        _ABOUT_STOPS[worst],
         f"up to {percent(parts[worst] / found.wall_s)} of the time",
         parts[worst] / found.wall_s,
         facts={"goodput": found.goodput, "parts": parts},
     )
 
 
-_ABOUT = {
+_ABOUT_STOPS = {
     "stopped": "Failures cost most: advice about ranks that died says which; spare nodes make stops shorter.",
     "made again": "Steps that are made again cost most: save more often, on disk or in memory.",
     "checkpoints": "Checkpoints cost most: save in the background (checkpoint.background = true), or more rarely.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from argosy.plan.calibration import PARTS, PASSES, Reconciled, reconcile
+from argosy.plan.calibration import CALIBRATED_PARTS, PASSES, Reconciled, reconcile
 from argosy.plan.cost.breakdown import OF_TIME
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.hardware.devices import GIB
@@ -33,7 +33,7 @@ torch.compile takes seconds for each graph."""
 RECOMPILED_LEAST = 3
 RECOMPILED_SHARE = 0.02
 """Fewer such steps, or a smaller share of the time, can be a pause of the machine, and do not matter."""
-IDLE = 0.5
+IDLE_BELOW = 0.5
 """Mean utilisation below which devices idle most of the time; a training GPU is above 0.9 by this measure."""
 
 
@@ -154,13 +154,13 @@ def slower_than_planned(facts: RunFacts, planner: Planner) -> Advice | None:
         f"{seconds(found.step_s.high)}. Most of it is {part.replace('_', ' and ')}: {seconds(compared.measured)}, "
         f"predicted {seconds(compared.predicted)}. MFU {percent(float(np.nanmean(mfu)))}, at the plan's step "
         f"{percent(min(1.0, would))}.",
-        _ABOUT[part] + probe,
+        _ABOUT_PARTS[part] + probe,
         facts=found.model_dump(),
         steps=facts.over,
     )
 
 
-_ABOUT = {
+_ABOUT_PARTS = {
     "forward_backward": "Look for other programs on the machine, clocks that are throttled, and a profile of some "
     "steps (`argosy train --profile`).",
     "communication": "Look at links between ranks, and at ranks that come late (Ranks).",
@@ -199,7 +199,7 @@ def recompiles(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that torch.compile seems to compile again and again."""
     if facts.plan is None or not facts.plan.compile or not is_enough(facts):
         return None
-    passes = np.nansum([facts.column(f"seconds.{name}") for name in PARTS[PASSES].measured], axis=0)
+    passes = np.nansum([facts.column(f"seconds.{name}") for name in CALIBRATED_PARTS[PASSES].measured], axis=0)
     usual = float(np.median(passes[facts.recent]))
     slow = facts.warm & (passes > RECOMPILED_TIMES * usual) & (passes > usual + RECOMPILED_S)
     slow[: facts.recent.start] &= facts.column("step")[: facts.recent.start] >= facts.plan_since
@@ -226,7 +226,7 @@ def recompiles(facts: RunFacts, planner: Planner) -> Advice | None:
 def idle_devices(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that devices idle, with the energy that this takes."""
     seen = [device.utilisation for device in facts.devices if device.utilisation is not None]
-    if not seen or not is_enough(facts) or facts.has_ended or float(np.mean(seen)) >= IDLE:
+    if not seen or not is_enough(facts) or facts.has_ended or float(np.mean(seen)) >= IDLE_BELOW:
         return None
     used = float(np.mean(seen))
     power = sum(device.power_w or 0.0 for device in facts.devices)
@@ -294,7 +294,7 @@ def _predicted_waits(facts: RunFacts) -> float | None:
 
 
 def _passes_s(facts: RunFacts) -> float:
-    return sum(facts.mean_s(name) for name in PARTS[PASSES].measured)
+    return sum(facts.mean_s(name) for name in CALIBRATED_PARTS[PASSES].measured)
 
 
 def _step(other: Alternative) -> str:
@@ -315,7 +315,7 @@ def _gain(other: Alternative | None) -> str:
     return f"{_step(other)} in place of {seconds(other.now_s)}" if other else ""
 
 
-NEAR = 0.92
+NEARLY_FULL = 0.92
 """Share of a device's memory at its peak above which fragmentation, or a longer document, can end the run: the
 allocator of torch holds some percent that it cannot use."""
 SHOULD = 0.85
@@ -327,7 +327,7 @@ FAR = 0.6
 def memory_near_limit(facts: RunFacts, planner: Planner) -> Advice | None:
     """Tell that a rank's memory is nearly full, and which plan needs less."""
     share, used, rank = _share(facts, planner)
-    if share < NEAR or facts.has_ended:
+    if share < NEARLY_FULL or facts.has_ended:
         return None
     other = planner.leaner(SHOULD, used)
     slower = "" if other is None else f", {seconds(float(other.step_s.mid))} a step in place of {seconds(other.now_s)}"
@@ -335,7 +335,7 @@ def memory_near_limit(facts: RunFacts, planner: Planner) -> Advice | None:
         "memory_near_limit",
         "warning",
         f"Rank {rank} uses {percent(share)} of its device's memory",
-        f"Its peak is {used / GIB:.1f} GiB of {used / share / GIB:.1f} GiB for programs; above {percent(NEAR)} "
+        f"Its peak is {used / GIB:.1f} GiB of {used / share / GIB:.1f} GiB for programs; above {percent(NEARLY_FULL)} "
         "a fragmented allocator or a longer microbatch can end the run.",
         f'"{other.plan}" needs less{slower}.'
         if other
