@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -14,6 +17,7 @@ from argosy.plan.search.candidates import MOST_COUNTS, WholeRunModel, best_of_ea
 from argosy.plan.search.search import search
 
 RUN = load(None, {"model.preset": "llama3-8b", "train.global_batch": 64, "data.seq_len": 8192})
+NETWORKS = Path(__file__).parents[3] / "examples" / "networks"
 PLANS = ("dp_shard=16,recompute=full,precision=bf16", "tp=2,dp_shard=8,recompute=full,precision=bf16")
 
 
@@ -62,6 +66,14 @@ def test_a_cluster_grows_by_whole_nodes_with_its_network() -> None:
     larger = grown(Cluster.parse("h100-16384"), 2)
     assert larger.devices == 32_768
     assert not larger.network or larger.network[-1].devices >= 32_768
+
+
+def test_a_torus_grows_with_its_cluster() -> None:
+    pod = NETWORKS / "torus-2d.toml"
+    larger = grown(Cluster.load(pod), 2)
+    assert larger.topology is not None and larger.topology.dims == (16, 32)
+    named = pod.read_text().replace("nodes = 1\n", "nodes = 2\n").replace("dims = [16, 16]", "dims = [16, 32]")
+    assert larger == Cluster.model_validate(tomllib.loads(named))
 
 
 def test_the_best_of_each_number_of_devices() -> None:

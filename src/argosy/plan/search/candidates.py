@@ -194,8 +194,9 @@ def grown(cluster: Cluster, times: int) -> Cluster:
     if network:
         outer = network[-1]
         network = (*network[:-1], outer.model_copy(update={"devices": outer.devices * times}))
+    topology = cluster.topology and cluster.topology.grown(times)
     storage = cluster.storage_bytes_per_s * times
-    update = {"groups": groups, "network": network, "storage_bytes_per_s": storage}
+    update = {"groups": groups, "network": network, "topology": topology, "storage_bytes_per_s": storage}
     return Cluster.model_construct(**{**{k: getattr(cluster, k) for k in type(cluster).model_fields}, **update})
 
 
