@@ -18,7 +18,7 @@ from argosy.checkpoint import store
 from argosy.config.dump import save_run
 from argosy.config.load import load
 from argosy.errors import StorageError, UserError
-from argosy.inference.huggingface import export_checkpoint, import_checkpoint
+from argosy.inference.huggingface import export_checkpoint, hub_name, import_checkpoint
 from argosy.inference.loaded_model import generate
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.run_folder import write
@@ -250,6 +250,18 @@ def test_the_card_says_what_the_run_knows(run_dir: Path, tmp_path: Path) -> None
     for words in ("| steps | 40 |", "| tokens | ", "| training loss | ", "| validation loss | ", "| plan | `", "a.txt"):
         assert words in card.text
     assert str(run_dir.parent) not in card.text  # paths of this machine say nothing to others
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "revision"),
+    [
+        ("hf://Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", ""),
+        ("hf://Qwen/Qwen3-0.6B@main", "Qwen/Qwen3-0.6B", "main"),
+        ("runs/base@1", "runs/base@1", ""),
+    ],
+)
+def test_libraries_of_the_hub_find_a_base_by_its_name(place: str, name: str, revision: str) -> None:
+    assert hub_name(place) == (name, revision)
 
 
 def test_without_a_license_it_is_unknown(run_dir: Path, tmp_path: Path) -> None:

@@ -279,6 +279,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(workers: WorkerPool, corpus: Path, tm
     assert evaluate(tmp_path / "merged", corpus, max_tokens=500).loss == pytest.approx(validated[-1], rel=1e-5)
     save_run(base, tmp_path / "base" / "run.toml")
     export_adapter(tmp_path / "whole", tmp_path / "peft")
+    described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (described["base_model_name_or_path"], described["revision"]) == (str(beside["weights"]), None)
     import_adapter(tmp_path / "peft", beside["weights"], tmp_path / "again")
     first, second = (open_checkpoint(tmp_path / name).model().state_dict() for name in ("merged", "again"))
     for name, tensor in first.items():

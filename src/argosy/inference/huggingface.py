@@ -199,13 +199,20 @@ def _card(found: TrainedModel, kind: str, license_name: str, has_base: bool) -> 
 def _front_matter(found: TrainedModel, kind: str, license_name: str) -> dict[str, Any]:
     front: dict[str, Any] = {"license": license_name or "unknown"}
     base = spelled(found.run.model.weights or "")
-    if (name := base.removeprefix(HUB).partition("@")[0]) and base.startswith(HUB) and _REPOSITORY.fullmatch(name):
+    name, _ = hub_name(base)
+    if base.startswith(HUB) and _REPOSITORY.fullmatch(name):
         front |= {"base_model": name, "base_model_relation": "adapter" if kind == "peft" else "finetune"}
     datasets = ["/".join(place.removeprefix(HUB_DATA).split("/")[:2]).partition("@")[0] for place in _hub_data(found)]
     if datasets := [name for name in dict.fromkeys(datasets) if _REPOSITORY.fullmatch(name)]:
         front["datasets"] = datasets
     front["library_name"] = kind if kind in ("gguf", "peft") else "transformers"
     return front | {"pipeline_tag": "text-generation", "tags": ["argosy"]}
+
+
+def hub_name(place: str) -> tuple[str, str]:
+    """Return how libraries of the hub name `hf://OWNER/NAME@REVISION`, and the revision; of another place itself."""
+    name, _, revision = place.removeprefix(HUB).partition("@") if place.startswith(HUB) else (place, "", "")
+    return name, revision
 
 
 def _hub_data(found: TrainedModel) -> Iterator[str]:
@@ -335,7 +342,8 @@ def export_adapter(
     run, cards = found.run, cards_of(found, "peft", license_name, overwrite)
     with open_base(run, found.checkpoint) as weights, opened(found.checkpoint) as held:
         adapter = CheckpointWeights(found.checkpoint, held, adapter_shapes(run))
-        peft_adapter.export_adapter(run.model, run.lora, adapter, weights, out, str(run.model.weights or ""), cards)
+        base = hub_name(spelled(run.model.weights or ""))
+        peft_adapter.export_adapter(run.model, run.lora, adapter, weights, out, base, cards)
 
 
 def import_adapter(folder: Path, base: Path, out: Path) -> None:

@@ -82,13 +82,13 @@ def export_adapter(
     adapter: Mapping[str, Tensor],
     weights: Mapping[str, Tensor],
     out: Path,
-    base_name: str = "",
+    base: tuple[str, str] = ("", ""),
     others: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
     """Write the adapter as PEFT's folder `out`; whole or not at all.
 
-    `adapter`: its tensors by our names. `weights`: those beside it, which only DoRA reads, one at a time. `base_name`:
-    where others find these. `others`: further files, by name.
+    `adapter`: its tensors by our names. `weights`: those beside it, which only DoRA reads, one at a time. `base`:
+    where others find these, and the revision. `others`: further files, by name.
 
     Raises: UserError if `out` exists, or PEFT cannot express the adapter; StorageError if it cannot be written.
     """
@@ -109,7 +109,8 @@ def export_adapter(
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
+        "base_model_name_or_path": base[0],
+        "revision": base[1] or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
