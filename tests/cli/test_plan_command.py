@@ -320,7 +320,7 @@ def test_serving(ask: Any) -> None:
         ([*SERVED, "--rate", "nan"], "--rate nan: must be above 0"),
         ([*SERVED, "--draft", "3:2"], "--draft 3:2: is not TOKENS:ACCEPTED"),
         ([*SERVED, "--rate", "1", "--tpot-ms", "0.1"], "nothing answers 95 of 100 requests within 0.10 ms between"),
-        ([*SERVED, "--prompt-len", "1M"], "is more than the model's longest sequence"),
+        ([*SERVED, "--prompt-len", "1M"], "--prompt-len and --output-len: 1000512 tokens together are more than"),
         ([*SMALL, "--rate", "3"], "--rate says something about serving. Add --serve"),
         ([*SMALL, "--kv-cache", "fp8"], "--kv-cache says something about serving. Add --serve"),
         (["--learn", "rows.csv", "--cluster", "none.toml"], "none.toml is not one"),

@@ -139,6 +139,8 @@ def build(schema: type[SectionT], entries: Layer, below: Mapping[Key, Setting] =
 def build_file(schema: type[SectionT], path: Path) -> SectionT:
     """Read a file that has the keys of `schema`. Raises: UserError that names every wrong key, with its line."""
     table, lines = read_toml(path)
+    if not table:
+        raise UserError(f"{path}: has no keys. Give it what it needs of {', '.join(schema.model_fields)}.")
     return build(schema, table_layer(table, schema, Source(str(path), lines)))
 
 

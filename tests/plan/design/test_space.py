@@ -31,6 +31,8 @@ HBM = {"memory": '["HBM3", "HBM4"]', "stacks": "[5, 8]"}
         ({"base": '"b200"', "node": '"N5"'}, r":3: device\.node needs a base whose die area.*B200 has no"),
         ({"base": '"h1000"'}, r":2: device\.base: no device is called 'h1000'; did you mean h100"),
         ({"powr_w": "700"}, r":3: device\.powr_w = 700: unknown key; did you mean device\.power_w"),
+        ({"nic_bytes_per_s": "[]"}, r":3: device\.nic_bytes_per_s: the list is empty\. Give at least one value"),
+        ({"bf16_flops_per_s": "9.89e17"}, r":3: device\.bf16_flops_per_s = 9\.89e\+17 at power_w = 700 are"),
         ({"power_w": "[100]", "bf16_flops_per_s": "[2e17]"}, r":4: device\.bf16_flops_per_s = 2e\+17 at power_w = 100"),
     ],
 )
@@ -67,3 +69,10 @@ def test_every_example_is_a_space(path: Path) -> None:
 def test_the_large_example_has_more_than_a_hundred_thousand_devices() -> None:
     (path,) = [path for path in EXAMPLES if path.stem == "design"]
     assert len(Points.of(DesignSpace.load(path))) > 100_000
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "space.toml"
+    path.touch()
+    with pytest.raises(UserError, match=r"space\.toml: has no keys\. Give it what it needs of name, device, train"):
+        DesignSpace.load(path)

@@ -60,6 +60,10 @@ def test_each_example_adds_up_and_is_written_as_it_was_read(path, tmp_path):
             DEVICES + 'kind = "torus"\ndims = [4, 4, 8]',
             "dims = [4, 4, 8] hold 128 devices, and a site has 64; write dims whose product is 64, as [4, 4, 4]",
         ),
+        (
+            DEVICES + 'kind = "torus"\ndims = [8, 8]\nlink_bytes_per_s = 50e12',
+            "link_bytes_per_s = 5e+13 is more than the memory's",
+        ),
         (DEVICES + 'kind = "torus"\ndims = [2, 2, 2, 8]', "one to three dimensions are known"),
         (
             DEVICES + 'kind = "torus"\ndims = [8, 8]\nalgorithms = ["sharp"]',

@@ -36,3 +36,12 @@ def test_a_batch_is_not_assumed() -> None:
 def test_a_cluster_that_is_too_small_for_a_rate_is_said_to_be() -> None:
     assert "it is too small by" in in_words(report_of("1xh100", rate=200.0, tpot_s=0.03))
     assert "too small" not in in_words(report_of("8xh100", rate=5.0, tpot_s=0.03))
+
+
+def test_columns_stay_apart_however_many_devices_a_rate_takes() -> None:
+    report = report_of(rate=1e10, tpot_s=0.03, ttft_s=1.0)
+    lines = in_words(report).splitlines()
+    head = next(i for i, line in enumerate(lines) if line.split()[:2] == ["devices", "tp"])
+    for way, line in zip(report.sized, lines[head + 1 :], strict=False):
+        cells = (way.devices, way.tp, way.pp, way.weights, way.cache, way.replicas, way.prefill_devices or "-")
+        assert line.split()[:7] == [str(cell) for cell in cells]

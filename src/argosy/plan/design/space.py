@@ -23,6 +23,8 @@ MOST_DESIGN_POINTS = 2_000_000
 
 
 def _listed(value: Any) -> Any:
+    if value == []:
+        raise ValueError("the list is empty. Give at least one value, or leave the key out")
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -134,7 +136,7 @@ class DeviceSpace(Section):
         if needs_node and not self.node:
             raise ValueError(f'{needs_node[0]} says nothing without a logic node. Add e.g. device.node = "N5"')
         for rate in (value for key in explicit for value in getattr(self, key)):
-            power = min(self.power_w, default=0.0)
+            power = min(self.power_w, default=self.device.power_w or 0.0)
             if power and rate / power > FLOPS_PER_JOULE:
                 raise ValueError(
                     f"{explicit[0]} = {rate:g} at power_w = {power:g} are {rate / power:g} FLOPs for a joule, and no "

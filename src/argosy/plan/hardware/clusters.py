@@ -212,6 +212,12 @@ class Cluster(Section):
             raise ValueError("topology and network are both given, and each says how nodes are joined; remove network")
         alike = len({group.devices_per_node for group in self.groups}) == 1 == len(set(self.sites.values()))
         topology.check(self.site_devices, self.devices_per_node, alike)
+        memory = min(group.device.memory_bytes_per_s for group in self.groups)
+        if topology.is_torus and (topology.link_bytes_per_s or 0.0) > memory:
+            raise ValueError(
+                f"topology.link_bytes_per_s = {topology.link_bytes_per_s:g} is more than the memory's {memory:g} "
+                "bytes/s, which all that it sends comes from; give bytes/s, not bits/s, one way"
+            )
         names = tuple(hosts_of(topology.hosts))
         machines = self.machines
         if names and len(names) != machines:

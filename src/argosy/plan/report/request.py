@@ -162,7 +162,7 @@ def _run_of_model(
         run = run.model_copy(update={"model": run.model.model_copy(update={"max_seq_len": seq_len})})
         assumed.append(f"Assumed: model.max_seq_len = {seq_len}, to which YaRN stretches the model's {longest} tokens.")
     elif seq_len > longest:
-        raise UserError(_too_long(seq_len, run.model))
+        raise UserError(_too_long(seq_len, run.model, asked.serving))
     run, more = _with_vocabulary(run)
     if batch is None:
         law, why = usual_batch(run, seq_len), "DeepSeek's scaling law"
@@ -182,9 +182,10 @@ def _stretched(model: ModelConfig) -> float:
     return yarn.factor * yarn.original_max_seq_len if yarn.kind == "yarn" else 0
 
 
-def _too_long(seq_len: int, model: ModelConfig) -> str:
+def _too_long(seq_len: int, model: ModelConfig, serving: bool) -> str:
     """Say which presets of the same sizes take so long a sequence."""
-    problem = f"--seq-len {seq_len} is more than the model's longest sequence, {model.max_seq_len} tokens."
+    asked = f"--prompt-len and --output-len: {seq_len} tokens together are" if serving else f"--seq-len {seq_len} is"
+    problem = f"{asked} more than the model's longest sequence, {model.max_seq_len} tokens."
     others = {
         name: build(RunConfig, preset_layer(preset_path("models", name))).model for name in preset_names("models")
     }
@@ -196,6 +197,8 @@ def _too_long(seq_len: int, model: ModelConfig) -> str:
     if alike:
         near = " or ".join(f"--model {name} (up to {others[name].max_seq_len} tokens)" for name in alike)
         return f"{problem} Models of the same size that take it: {near}."
+    if serving:
+        return f"{problem} Give less of either, or a model that takes more."
     return f"{problem} Try --seq-len {model.max_seq_len}."
 
 

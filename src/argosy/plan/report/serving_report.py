@@ -150,8 +150,8 @@ def _sized_in_words(report: ServingReport) -> list[str]:
     for way in report.sized:
         apart = str(way.prefill_devices) if way.prefill_devices else "-"
         lines.append(
-            f"{way.devices:>9}{way.tp:>4}{way.pp:>4}{way.weights:>9}{way.cache:>7}{way.replicas:>10}{apart:>9}"
-            f"{way.rate_per_replica:>10.3g}/s{seconds(way.ttft_p95_s):>12}{seconds(way.tpot_p95_s):>12}"
+            f"{way.devices:>9} {way.tp:>3}{way.pp:>4}{way.weights:>9}{way.cache:>7} {way.replicas:>9} {apart:>8} "
+            f"{way.rate_per_replica:>9.3g}/s{seconds(way.ttft_p95_s):>12}{seconds(way.tpot_p95_s):>12}"
             f"{_number(way.money_per_million):>9}{_number(way.kwh_per_million):>8}"
         )
     together = min((way.devices for way in report.sized if not way.prefill_devices), default=None)
