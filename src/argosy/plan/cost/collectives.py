@@ -63,6 +63,11 @@ class Group:
         return self.inside < self.ranks
 
 
+def through(ranks: Numbers, inside: Numbers, link: Numbers, ring: Numbers) -> Numbers:
+    """Return the bytes/s of a ring that enters and leaves its nodes by `ring`, and inside of them takes their links."""
+    return np.where(inside < ranks, np.where(inside > 1, np.minimum(link, ring), ring), link)
+
+
 def gather_s(whole: Numbers, group: Group) -> Numbers:
     """Return the seconds of an all-gather or reduce-scatter of a message of `whole` bytes in all."""
     ring = (group.ranks - 1) / group.ranks * whole / group.ring + group.latency + group.round

@@ -31,7 +31,7 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.cost.collectives import WIRE, Group
+from argosy.plan.cost.collectives import WIRE, Group, through
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.estimate import first_of
 from argosy.plan.hardware.clusters import Cluster
@@ -197,7 +197,7 @@ class Fabric:
         hop = constants.hop + topology.switch_latency_s * np.maximum(0.0, 2 * (crossed - 1))
         return replace(
             plain,
-            ring=_through(plain, ring),
+            ring=through(plain.ranks, inside, plain.link, ring),
             nic=next_one,
             round=hop * (n - 1),
             exchange=np.where(leaves, (1 - inside / n) / np.maximum(slowest, 1e-30), nic),
@@ -220,7 +220,7 @@ class Fabric:
         part = 1.0 if len(self.shares) == 1 else np.where(np.asarray(digits[-1].size) > 1, 2.0, 1.0)
         return replace(
             plain,
-            ring=_through(plain, inside * nic * share),
+            ring=through(plain.ranks, inside, plain.link, inside * nic * share),
             nic=nic * share,
             exchange=nic * share / hops,
             algorithms=tuple(name for name in self.topology.algorithms if name != "sharp"),
@@ -319,12 +319,6 @@ class Fabric:
             found += places % size * int(strides[place])
             places = places // size
         return found // self.unit
-
-
-def _through(plain: Group, ring: Numbers) -> Numbers:
-    """Return the bytes/s of a ring that enters and leaves its nodes by `ring`, and inside of them takes their links."""
-    inside, link = plain.inside, plain.link
-    return np.where(inside < plain.ranks, np.where(inside > 1, np.minimum(link, ring), ring), link)
 
 
 def _ranks_in(devices: int, digits: Sequence[Digits]) -> Numbers:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.config.sync import SyncConfig
-from argosy.plan.cost.collectives import Group
+from argosy.plan.cost.collectives import Group, through
 from argosy.plan.cost.constants import Constants
 from argosy.plan.cost.fabric import Arrangement, Fabric
 from argosy.plan.cost.rates import Rates
@@ -48,7 +48,7 @@ def group_of(ranks: Numbers, stride: Numbers, rates: Rates, constants: Constants
     """Return the group of `ranks` ranks whose neighbours are `stride` ranks apart."""
     inside = np.clip(rates.node // np.maximum(1, stride), 1, ranks)
     link, nic = rates.link_bytes_per_s * constants.link, rates.nic_bytes_per_s * constants.nic
-    ring = np.where(inside < ranks, np.where(inside > 1, np.minimum(link, inside * nic), nic), link)
+    ring = through(ranks, inside, link, inside * nic)
     latency = np.where(np.asarray(ranks) > 1, constants.latency, 0.0)
     group = Group(ranks, inside, ring, link, nic, latency, constants.hop * (ranks - 1), rates.reduction_gain)
     if rates.fabric is not None:
