@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from argosy.observe.panel import PANEL_ROWS, LineChart, RunView, bar, fits, heights, one_line, panel, stacked
+from argosy.observe.panel import LEAST_ROWS, LineChart, RunView, bar, fits, heights, one_line, panel, stacked
 
 RECORD = {
     "step": 139, "tokens": 2_300_000, "loss": 3.4123, "tokens_per_s": 5120.0, "mfu": 0.614, "step_time_s": 0.402,
@@ -91,7 +91,7 @@ def test_a_world_of_many_ranks_fits_one_line_that_shows_the_slow_one():
 
 
 def test_small_terminals_have_one_line():
-    assert not fits(79, 50) and not fits(200, PANEL_ROWS - 1) and fits(80, PANEL_ROWS)
+    assert not fits(79, 50) and not fits(200, LEAST_ROWS - 1) and fits(80, LEAST_ROWS)
     assert one_line(RunView(doing="starting")).plain == "  starting"
     assert one_line(VIEW).plain == " step   140/600  loss 3.412  val 3.550  5.1k tok/s  eta 3:08  MFU 61%  402 ms"
 

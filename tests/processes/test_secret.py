@@ -21,7 +21,7 @@ from argosy.processes.secret import (
     PROOF_BYTES,
     REFUSED_PROOF,
     SECRET_FILE,
-    SECRET_FILE_VAR,
+    SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
     TLS_FOLDER,
     Handshake,
@@ -38,7 +38,7 @@ from argosy.processes.secret import (
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (SECRET_VARIABLE, SECRET_FILE_VAR):
+    for name in (SECRET_VARIABLE, SECRET_FILE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -60,7 +60,7 @@ def test_one_that_is_given_is_taken_and_none_is_written(tmp_path, monkeypatch):
     given = "s" * 32
     (tmp_path / "given").write_text(given + "\n")
     (tmp_path / "given").chmod(0o600)
-    monkeypatch.setenv(SECRET_FILE_VAR, str(tmp_path / "given"))
+    monkeypatch.setenv(SECRET_FILE_VARIABLE, str(tmp_path / "given"))
     assert secret_of(tmp_path) == given.encode()
     monkeypatch.setenv(SECRET_VARIABLE, "t" * 32)
     assert secret_of(tmp_path) == b"t" * 32 and not (tmp_path / SECRET_FILE).exists()
@@ -85,7 +85,7 @@ def test_one_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     if content is not None:
         os.close(os.open(path, os.O_CREAT, 0o600))
         path.write_bytes(content)
-    monkeypatch.setenv(SECRET_FILE_VAR, str(path))
+    monkeypatch.setenv(SECRET_FILE_VARIABLE, str(path))
     with pytest.raises(UserError, match=r"ARGOSY_SECRET_FILE = .*given: .* cannot be read"):
         secret_of(tmp_path)
 

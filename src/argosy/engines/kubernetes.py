@@ -32,7 +32,7 @@ from argosy.engines.jobset import (
 )
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
-from argosy.processes.secret import SECRET_FILE_VAR, SECRET_VARIABLE, secret_of
+from argosy.processes.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, secret_of
 
 MOUNT = "/data"
 NAME_CHARS = 30
@@ -85,7 +85,7 @@ class Kubernetes(Engine):
         place = _place(job, job.namespace or _own_namespace(), secrets.token_hex(3)[:5])
         made = jobset(job, place)
         _check_claim(job, place)
-        is_given = SECRET_VARIABLE in os.environ or SECRET_FILE_VAR in os.environ
+        is_given = SECRET_VARIABLE in os.environ or SECRET_FILE_VARIABLE in os.environ
         secret = secret_of(job.run_dir).decode() if is_given else secrets.token_hex(32)
         if needs_access(lease_of(job, place)):
             _allow(place)

@@ -23,7 +23,7 @@ from argosy.config.launch import is_loopback
 from argosy.engines.engine import PROGRAM_ANSWER_S, Engine, Job, RunJob
 from argosy.engines.record import STOP_FILE, JobState, LaunchedJob
 from argosy.errors import UserError
-from argosy.processes.secret import SECRET_FILE_VAR, SECRET_VARIABLE, secret_of
+from argosy.processes.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, secret_of
 
 SSH_CONNECT_S = 10
 SSH_HOST = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -197,9 +197,9 @@ def _exports(run_dir: Path) -> str:
     """Return what sets the agents' environment: the variables that are passed on, and the run's secret if it is not in
     the run's folder."""
     found = {
-        name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) and name != SECRET_FILE_VAR
+        name: value for name, value in os.environ.items() if name.startswith(PASSED_ON) and name != SECRET_FILE_VARIABLE
     }
-    if SECRET_VARIABLE in os.environ or SECRET_FILE_VAR in os.environ:
+    if SECRET_VARIABLE in os.environ or SECRET_FILE_VARIABLE in os.environ:
         found[SECRET_VARIABLE] = secret_of(run_dir).decode()
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(found.items()))
 

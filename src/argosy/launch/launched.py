@@ -17,7 +17,7 @@ from argosy.launch.run_folder import check_is_own
 from argosy.launch.sites import are_there, jobs_of, printed_by
 from argosy.processes.secret import (
     SECRET_FILE,
-    SECRET_FILE_VAR,
+    SECRET_FILE_VARIABLE,
     SECRET_VARIABLE,
     fingerprint_in,
     fingerprint_of,
@@ -116,7 +116,7 @@ def _own_secret(run_dir: Path) -> str:
         if state_of(job)[0] != "ended":
             raise UserError(
                 f"{run_dir} and {folder} have one secret, and who knows it may join both runs. Unset "
-                f"{SECRET_VARIABLE} and {SECRET_FILE_VAR}: each run makes its own; if one folder is a copy of the "
+                f"{SECRET_VARIABLE} and {SECRET_FILE_VARIABLE}: each run makes its own; if one folder is a copy of the "
                 f"other, delete {SECRET_FILE} in it."
             )
     return mine

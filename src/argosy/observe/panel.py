@@ -164,7 +164,7 @@ def heights(values: Sequence[float], top: float) -> str:
     return "".join(HEIGHTS[min(7, max(0, int(8 * value / top)))] if top else HEIGHTS[0] for value in values)
 
 
-PANEL_COLUMNS_WIDE, PANEL_ROWS = 80, 20
+LEAST_COLUMNS, LEAST_ROWS = 80, 20
 """The smallest terminal that has room for the panel and for some messages above it."""
 TALL = 32
 """A terminal with so many rows has a higher chart and more events."""
@@ -188,7 +188,7 @@ NAMED_IF_SLOWER = 1.1
 
 def fits(columns: int, rows: int) -> bool:
     """Return True if a terminal of this size has room for the panel."""
-    return columns >= PANEL_COLUMNS_WIDE and rows >= PANEL_ROWS
+    return columns >= LEAST_COLUMNS and rows >= LEAST_ROWS
 
 
 def panel(view: RunView, columns: int, rows: int) -> list[Text]:

@@ -317,7 +317,7 @@ def number_formats_go_together(plan: Plan, run: RunConfig) -> str:
     if plan.precision == "fp16" and plan.weights == "bf16":
         return "plan.weights = bf16 with precision = fp16: weights would lose what fp16 resolves. Try precision=bf16."
     if plan.fp8_gather and plan.precision != "fp8_rowwise":
-        what, why = "fp8_gather = true", "only fp8_rowwise multiplies by what was gathered as it is"
+        what, why = "fp8_gather = true", "only fp8_rowwise multiplies by what was gathered as it is; else leave it out"
     elif run.model.moe.experts:
         what, why = "experts", "in eight bits, theirs have a scale for each row"
     else:

@@ -33,7 +33,7 @@ from argosy.config.launch import LaunchConfig
 from argosy.errors import UserError, missing_extra
 from argosy.files import kept_text
 
-SECRET_VARIABLE, SECRET_FILE_VAR = "ARGOSY_SECRET", "ARGOSY_SECRET_FILE"
+SECRET_VARIABLE, SECRET_FILE_VARIABLE = "ARGOSY_SECRET", "ARGOSY_SECRET_FILE"
 """Environment variables: the secret itself, or the path of a file that holds it."""
 SECRET_FILE = ".secret"
 """The file in the run's folder that holds it where neither is set."""
@@ -51,15 +51,15 @@ def secret_of(run_dir: Path) -> bytes:
     """
     if value := os.environ.get(SECRET_VARIABLE):
         return _checked(value, SECRET_VARIABLE)
-    if given := os.environ.get(SECRET_FILE_VAR):
-        return _read(Path(given), f"{SECRET_FILE_VAR} = {given}")
+    if given := os.environ.get(SECRET_FILE_VARIABLE):
+        return _read(Path(given), f"{SECRET_FILE_VARIABLE} = {given}")
     path = run_dir / SECRET_FILE
     try:
         return kept_secret(path)
     except OSError as problem:
         raise UserError(
             f"{path}: the run's secret cannot be kept there ({problem}). Make the folder writable, or set "
-            f"{SECRET_FILE_VAR}"
+            f"{SECRET_FILE_VARIABLE}"
         ) from None
 
 
@@ -77,7 +77,9 @@ def fingerprint_of(run_dir: Path) -> str:
 
     Raises: as `secret_of`.
     """
-    if not (os.environ.get(SECRET_VARIABLE) or os.environ.get(SECRET_FILE_VAR) or (run_dir / SECRET_FILE).exists()):
+    if not (
+        os.environ.get(SECRET_VARIABLE) or os.environ.get(SECRET_FILE_VARIABLE) or (run_dir / SECRET_FILE).exists()
+    ):
         return ""
     return hmac.digest(secret_of(run_dir), b"fingerprint", "sha256").hex()
 

@@ -20,6 +20,7 @@ from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.observe.events import Events
 from argosy.observe.terminal import print_message
+from argosy.plan.cost.exact_state import DTYPE_BYTES
 from argosy.plan.parameters import parameters
 from argosy.processes.channel import Message
 from argosy.processes.child import Child, channel_to_parent, end_with_parent
@@ -104,7 +105,6 @@ class SupervisedSink:
             print_message(redact(f"argosy: the sink {self.name} is switched off: {why}; {then}"))
 
 
-WIRE_ELEMENT_BYTES = 4
 COPIES = 2
 """The model, and what is read of it at once."""
 SINK_LOOK_S = 0.2
@@ -134,7 +134,7 @@ def _limits_of(name: str, run: RunConfig) -> SinksConfig:
     limits = run.observe.sink
     if name != "samples":
         return limits
-    model_bytes = WIRE_ELEMENT_BYTES * parameters(run.model)
+    model_bytes = DTYPE_BYTES["fp32"] * parameters(run.model)
     return limits.model_copy(update={"memory_bytes": limits.memory_bytes + COPIES * model_bytes})
 
 

@@ -22,7 +22,7 @@ from argosy.errors import Retryable, UserError
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
 from argosy.processes.connection import Address, BadMessage, Connection, call, decoded, encoded
-from argosy.processes.secret import SECRET_FILE_VAR, SECRET_VARIABLE, client_context, secret_of
+from argosy.processes.secret import SECRET_FILE_VARIABLE, SECRET_VARIABLE, client_context, secret_of
 from argosy.processes.secret import call as handshake
 from argosy.supervise.messages import AGENT_BEAT_S, FROM_COORDINATOR, FromAgent, FromCoordinator
 from argosy.supervise.place import place_of
@@ -220,7 +220,7 @@ class CoordinatorClient:
             raise UserError(
                 f"{self._place.key}: {connection.problem}. If it is another run's, give "
                 "this one a port of its own; if it is this run's, its --run-dir has to be on storage that all machines "
-                f"see, or {SECRET_VARIABLE} or {SECRET_FILE_VAR} the same on all of them."
+                f"see, or {SECRET_VARIABLE} or {SECRET_FILE_VARIABLE} the same on all of them."
             )
 
 

@@ -28,7 +28,7 @@ from argosy.parallel.expert import loads_by_layer
 from argosy.parallel.model import COMPUTE_DTYPES
 from argosy.parallel.world import World, processes_here
 from argosy.plan.cost.economy import mtbf_s
-from argosy.plan.cost.exact_state import state_bytes
+from argosy.plan.cost.exact_state import DTYPE_BYTES, state_bytes
 from argosy.plan.cost.prediction import Prediction, predict
 from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster
@@ -48,7 +48,6 @@ from argosy.training.summary import headline, write_report
 
 OVER_REPLICAS = ("replicate", "expert_replicate")
 """Axes between replicas."""
-FP32_BYTES = 4
 FROM_SITES = {"staleness_steps": "staleness", "distance": "distance"}
 """Key of `sites` in a line -> the same in `sync`."""
 
@@ -66,7 +65,7 @@ class SyncAccount:
         if not self._is_kept:
             return 0.0
         if self._sites:  # a ring all-reduce over sites (Thakur et al. 2005)
-            return 2 * (self._sites - 1) / self._sites * FP32_BYTES * parameters(run.model)
+            return 2 * (self._sites - 1) / self._sites * DTYPE_BYTES["fp32"] * parameters(run.model)
         exact = traffic(plan.model_copy(update={"sync": "exact", "reduce": "fp32"}), run)
         return float(sum(sent for (axis, _), sent in exact.items() if axis in OVER_REPLICAS))
 

@@ -178,7 +178,7 @@ class Topology(Section):
         self._check_ports(nodes, devices_per_node)
 
     def _check_groups(self, nodes: int) -> None:
-        """Of a dragonfly: each group reaches each other one (Kim et al. 2008: at most a h + 1 groups)."""
+        """Check that each group of a dragonfly reaches each other one (Kim et al. 2008: at most a h + 1 groups)."""
         if self.kind != "dragonfly":
             return
         size = self.nodes_per_router * self.routers_per_group

@@ -169,7 +169,7 @@ class Decisions:
     """The search space."""
 
     order: tuple[int, ...]
-    """In which jobs are placed."""
+    """Jobs as they are placed, the first first."""
     most: tuple[float, ...]
     """Share of a cluster that each job may take at most."""
     where: tuple[str, ...]

@@ -22,7 +22,6 @@ the time in which a lease has to be renewed."""
 CA_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE = "ETCDCTL_CACERT", "ETCDCTL_CERT", "ETCDCTL_KEY"
 USER, PASSWORD = "ETCDCTL_USER", "ETCDCTL_PASSWORD"
 """Environment variables, as `etcdctl` takes them: files for TLS, and NAME or NAME:PASSWORD."""
-ETCD_NOT_FOUND = 404
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+from http import HTTPStatus
 from typing import Any
 
 from argosy.errors import UserError, missing_extra
@@ -17,7 +18,6 @@ from argosy.supervise.lease.lease import TTL_S, Holder, LeaseLost, LeaseUnreacha
 KUBERNETES_TIMEOUT_S = 2.0
 CONFLICT_TRIES = 3
 """Changes of the object that another change was faster than: somebody may edit its labels."""
-HTTP_CONFLICT, HTTP_NOT_FOUND, HTTP_FORBIDDEN = 409, 404, 403
 RUN_ANNOTATION, ADDRESS_ANNOTATION, GENERATION_ANNOTATION = "argosy/run", "argosy/address", "argosy/generation"
 """Annotations of the object."""
 
@@ -121,12 +121,12 @@ class KubernetesLease:
         try:
             answer = getattr(self._api, method)(*arguments, _request_timeout=KUBERNETES_TIMEOUT_S)
         except ApiException as problem:
-            if problem.status == HTTP_CONFLICT or (
-                problem.status == HTTP_NOT_FOUND and not method.startswith("create")
+            if problem.status == HTTPStatus.CONFLICT or (
+                problem.status == HTTPStatus.NOT_FOUND and not method.startswith("create")
             ):
                 return None
             remedy = ""
-            if problem.status == HTTP_FORBIDDEN:
+            if problem.status == HTTPStatus.FORBIDDEN:
                 remedy = " (its service account needs get, create and update of leases in coordination.k8s.io)"
             raise LeaseUnreachable(f"Kubernetes: {problem.status} {problem.reason}{remedy}") from None
         except (HTTPError, OSError, ValueError) as problem:
