@@ -228,10 +228,22 @@ CASES: list[tuple[rules.Rule, str, dict[str, Any], str]] = [
     ),
     (rules.compressed_sums_have_replicas, "dp_shard=2,sync=bf16", {}, "plan.sync = bf16 with plan.dp_replicate = 1"),
     (
-        rules.compressed_sums_are_not_checked,
+        rules.sums_that_are_checked_are_exact_and_ours,
         "dp_replicate=2,sync=bf16",
         {"resilience": {"check_collectives": True}},
         "resilience.check_collectives = true with plan.sync = bf16",
+    ),
+    (
+        rules.sums_that_are_checked_are_exact_and_ours,
+        "dp_shard=2,zero=3",
+        {"resilience": {"check_collectives": True}},
+        "resilience.check_collectives = true with plan.zero = 3: FSDP2",
+    ),
+    (
+        rules.replicas_that_replay_are_whole,
+        "dp_replicate=2,tp=2",
+        {"resilience": {"replay_check_every_steps": 5}},
+        "only whole replicas of a model without experts",
     ),
     (
         rules.tiers_divide_the_replicas,

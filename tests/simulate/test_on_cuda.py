@@ -111,6 +111,7 @@ def test_it_waits_no_oftener_in_fp8(model: str, plan: str) -> None:
     [
         ("experts", "dp_shard=2,ep=2,zero=1,precision=bf16", {}, {"parallel/expert.py": 2}),  # one for each layer
         ("experts", "dp_shard=2,ep=2,zero=1,precision=bf16,overlap_experts=true", {}, {"parallel/expert.py": 2}),
+        ("dense", "dp_replicate=2", {"resilience": {"check_collectives": True}}, {"parallel/model.py": 1}),
         pytest.param("wide", "offload=all,precision=bf16", {}, {"parallel/offload.py": 1}, marks=pytest.mark.slow),
         pytest.param("dense", "dp_shard=2,zero=1", MUON, {"parallel/world.py": 1}, marks=pytest.mark.slow),
     ],

@@ -17,14 +17,13 @@ from argosy import faults
 from argosy.chaos.run import read_ledger
 from argosy.checkpoint import store
 from argosy.config.schema import RunConfig
-from argosy.errors import DataError, Retryable, RunFailed, UserError
+from argosy.errors import DataError, Retryable, RunFailed
 from argosy.models.microbatch import Microbatch
 from argosy.observe.events import read_lines
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.report import Report
 from argosy.parallel.world import World
 from argosy.training.bad_steps import MOST_BAD_STEPS
-from argosy.training.integrity import check_can_replay
 from argosy.training.trainer import Trainer
 from argosy.watch.reader import RunReader
 from tiny import EAGER, eager, losses, run_config, train_in, weights
@@ -262,19 +261,6 @@ def test_a_sum_of_gradients_that_does_not_fit_its_checksum_is_made_again(workers
     assert numbers(records) == numbers(clean)
     files = (tmp_path / "run" / "events").glob("rank-*.jsonl")
     assert any(event["event"] == "collective_corrupt" for file in files for event in read_lines(file))
-
-
-@pytest.mark.parametrize(
-    ("plan", "settings", "said"),
-    [
-        ("tp=2", {"replay_check_every_steps": 5}, "only whole replicas"),
-        ("dp_shard=2", {"replay_check_every_steps": 5}, "only whole replicas"),
-        ("dp_shard=2", {"check_collectives": True}, "under zero = 3"),
-    ],
-)
-def test_checks_that_a_plan_cannot_have_are_refused(corpus, plan, settings, said):
-    with pytest.raises(UserError, match=said):
-        check_can_replay(run_config(corpus, resilience=settings), eager(plan), torch.device("cpu"))
 
 
 EXPERTS = {"moe": {"experts": 4, "expert_ffn_width": 32, "balance": "bias"}}

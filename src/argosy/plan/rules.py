@@ -91,12 +91,7 @@ def ranks_that_gather_together_are_alike(plan: Plan, run: RunConfig) -> str:
     return f"plan.shares = {plan.shares} with {what} run as many microbatches. {remedy}."
 
 
-@rule(
-    _of_ratio(
-        "layers",
-        lambda p, run, numbers: (p.stages != len(numbers)) | (p.pp == 1) | (sum(numbers) != run.model.layers),
-    )
-)
+@rule(_of_ratio("layers", lambda p, run, ns: (p.stages != len(ns)) | (p.pp == 1) | (sum(ns) != run.model.layers)))
 def stages_have_the_layers(plan: Plan, run: RunConfig) -> str:
     said = f"plan.layers = {plan.layers}"
     if plan.pp == 1:
@@ -262,10 +257,7 @@ def experts_are_dealt_out(plan: Plan, run: RunConfig) -> str:
         good = [ep for ep in divisors(experts) if ep > 1]
         remedy = f" Try plan.ep = {around(plan.ep, good)}." if good else ""
         return f"plan.ep = {plan.ep} does not divide model.moe.experts = {experts}.{remedy}"
-    return (
-        f"plan.ep = {plan.ep} does not divide plan.dp_shard x plan.cp = {plan.dp_shard * plan.cp}, "
-        "the ranks that it is laid over."
-    )
+    return f"plan.ep = {plan.ep} does not divide plan.dp_shard x plan.cp = {plan.dp_shard * plan.cp}."
 
 
 @rule(lambda p, run: (p.is_("overlap_experts", True) & (p.ep == 1)) | (p.is_("async_tp", True) & (p.tp == 1)))
@@ -274,11 +266,7 @@ def messages_that_are_hidden_travel(plan: Plan, run: RunConfig) -> str:
     return f"plan.{word} = true with plan.{axis} = 1: it sends nothing. Leave it out, or give {axis} some of the ranks."
 
 
-@rule(
-    lambda p, run: (
-        (p.is_("user_buffers", True) | p.is_("fp8_gather", True)) & ((p.zero != 3) | (p.dp_shard * p.cp == 1))
-    )
-)
+@rule(lambda p, run: (p.is_("user_buffers", True) | p.is_("fp8_gather", True)) & (p.shards_parameters ^ True))
 def messages_of_fsdp_are_sent(plan: Plan, run: RunConfig) -> str:
     word = "user_buffers" if plan.user_buffers else "fp8_gather"
     return f"plan.{word} = true is for messages of zero=3 over dp_shard or cp, and there are none. Leave it out."
@@ -353,12 +341,24 @@ def compressed_sums_have_replicas(plan: Plan, run: RunConfig) -> str:
     )
 
 
-@rule(lambda p, run: p.is_("sync", *COMPRESSED) & run.resilience.check_collectives)
-def compressed_sums_are_not_checked(plan: Plan, run: RunConfig) -> str:
-    return (
-        f"resilience.check_collectives = true with plan.sync = {plan.sync}: checksums fit exact sums only. "
-        "Set it to false, or leave sync out."
+@rule(lambda p, run: (p.is_("sync", *COMPRESSED) | p.shards_parameters) & run.resilience.check_collectives)
+def sums_that_are_checked_are_exact_and_ours(plan: Plan, run: RunConfig) -> str:
+    why, remedy = f"sync = {plan.sync}: checksums fit exact sums only", "leave sync out"
+    if plan.shards_parameters:
+        why, remedy = "zero = 3: FSDP2 sums the gradients, and carries no checksums", "try zero=2 or lower"
+    return f"resilience.check_collectives = true with plan.{why}. Set it to false, or {remedy}."
+
+
+@rule(
+    lambda p, run: (
+        ((p.dp_replicate == 1) | (p.world_size != p.dp_replicate) | (run.model.moe.experts > 0))
+        & (run.resilience.replay_check_every_steps > 0)
     )
+)
+def replicas_that_replay_are_whole(plan: Plan, run: RunConfig) -> str:
+    said = f"resilience.replay_check_every_steps = {run.resilience.replay_check_every_steps}"
+    why = "only whole replicas of a model without experts can compute each other's gradients"
+    return f'{said} with plan = "{plan}": {why}. Try dp_replicate alone, or 0 here.'
 
 
 def _tiers_do_not_divide(p: Plans) -> Any:

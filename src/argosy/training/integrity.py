@@ -18,10 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from argosy.accelerator import is_accelerator
-from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.parallel.world import World
-from argosy.plan.plan import Plan
 from argosy.training.fingerprint import Corruption
 from argosy.training.parts import Parts
 from argosy.training.step import Checks
@@ -38,25 +36,6 @@ class Disagreement:
     """The replica whose samples they were."""
     suspects: tuple[int, ...]
     """Ranks that may be wrong: one, if two others agree."""
-
-
-def check_can_replay(run: RunConfig, plan: Plan, device: torch.device) -> None:
-    """Raises: UserError if resilience.replay_check_every_steps or check_collectives cannot be had under `plan`."""
-    if run.resilience.check_collectives and plan.shards_parameters:
-        raise UserError(
-            f'resilience.check_collectives = true with plan = "{plan}": under zero = 3 gradients are summed by FSDP2, '
-            "which carries no checksums. Try zero=2 or lower, or check_collectives = false."
-        )
-    if not run.resilience.replay_check_every_steps:
-        return
-    asked = f"resilience.replay_check_every_steps = {run.resilience.replay_check_every_steps}"
-    if plan.dp_replicate == 1 or plan.world_size != plan.dp_replicate or run.model.moe.experts:
-        raise UserError(
-            f'{asked} with plan = "{plan}": only whole replicas of a model without experts can compute each other\'s '
-            "gradients. Try dp_replicate alone, or replay_check_every_steps = 0."
-        )
-    if is_accelerator(device) and not run.train.deterministic:
-        raise UserError(f"{asked}: bits are only equal with train.deterministic = true. Set it, or 0 here.")
 
 
 def compare(turn: int, mine: Result, recompute: Callable[[int], Result], world: World) -> Disagreement | None:
@@ -82,11 +61,16 @@ class Integrity(Checks):
     """One process's part of the checks. All processes call each method together, but for `suspect`."""
 
     def __init__(self, parts: Parts):
-        check_can_replay(parts.run, parts.plan, parts.world.device)
+        every, device = parts.run.resilience.replay_check_every_steps, parts.world.device
+        if every and is_accelerator(device) and not parts.run.train.deterministic:
+            raise UserError(
+                f"resilience.replay_check_every_steps = {every}: bits are only equal on {device.type} with "
+                "train.deterministic = true. Set it, or 0 here."
+            )
         super().__init__(parts.run, parts.state, parts.world)
         self._state, self._batches, self._world = parts.state, parts.batches, parts.world
         self._records, self._clock, self._heartbeat = parts.records, parts.clock, parts.heartbeat
-        self._replay_check_every = parts.run.resilience.replay_check_every_steps
+        self._replay_check_every = every
         self._tokens: int | Tensor = 1
 
     def watch(self, tokens: int | Tensor) -> None:
@@ -97,7 +81,7 @@ class Integrity(Checks):
     def is_wrong(self, step: int, loss: Tensor) -> bool:
         """True if this process knows that the step's gradient was summed or computed wrongly."""
         with self._clock.time("communication"):  # on a GPU the host waits for the sums
-            is_sound = self._state.model.sums_are_sound()
+            is_sound = not super().is_wrong(step, loss)
         if not is_sound:
             self._records.events.write("collective_corrupt", step=step, rank=self._world.rank)
             self.suspect([self._world.rank])

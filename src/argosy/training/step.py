@@ -80,13 +80,13 @@ class UpdateObserver(Protocol):
 
 
 class Checks:
-    """Checks of a step: that replicas of the state are equal. `training.integrity` adds others, and reports.
+    """Checks of a step: that replicas of the state are equal, and that sums of gradients fit their checksums.
 
-    All ranks call each method together.
+    `training.integrity` adds others, and reports. All ranks call each method together.
     """
 
     def __init__(self, run: RunConfig, state: TrainState, world: World):
-        self._fingerprint_every = run.resilience.fingerprint_every_steps
+        self._fingerprint_every, self._model = run.resilience.fingerprint_every_steps, state.model
         outer = None if state.outer is None else state.outer.state_of
         self._fingerprints = Fingerprints(state.model, state.optimizer, world, outer)
 
@@ -100,7 +100,7 @@ class Checks:
 
     def is_wrong(self, step: int, loss: Tensor) -> bool:
         """True if this rank knows that the step's gradient was summed or computed wrongly."""
-        return False
+        return not self._model.sums_are_sound()
 
 
 class Step:
