@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from argosy.observe.wire import OperatorWatch
+from argosy.simulate.fake import answer_alike
 from argosy.simulate.record import LiveBytes, flops_of
 
 KIB = 1024
@@ -111,3 +112,10 @@ def test_of_causal_attention_half_counts_and_its_backward_is_two_forwards():
         totals.append((forward.total, backward.total))
     whole = 4 * B * H * T * T * E
     assert totals == [(whole, 2 * whole), (whole // 2, whole)]
+
+
+def test_a_rank_may_send_a_part_of_what_it_gathers_into():
+    """FSDP2 does: with `fp8_gather` it sends bytes, which are real here."""
+    gathered = torch.tensor([1, 2, 0, 0], dtype=torch.uint8)
+    answer_alike("c10d::_allgather_base_", (gathered, gathered[:2], None, False))
+    assert gathered.tolist() == [1, 2, 1, 2]

@@ -92,7 +92,7 @@ def answer_alike(collective: str, args: tuple[Any, ...]) -> None:
         for tensor in received:
             tensor.fill_(1)
     elif "allgather" in collective:
-        mine = next(tensors_in(args[1]))
+        mine = next(tensors_in(args[1])).clone()  # FSDP2 sends a part of what it receives into
         for tensor in received:
             tensor.view(-1, *mine.shape).copy_(mine)
     elif "alltoall" in collective:
