@@ -222,6 +222,12 @@ def test_wrong_options_leave_nothing_behind(config: PrepareConfig, tmp_path: Pat
     assert not config.out.exists()
 
 
+def test_a_folder_that_cannot_be_written_is_wrong_input(config: PrepareConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(UserError, match=r"file/data: cannot be written .* Name a folder that you may write to"):
+        prepare(changed(config, out=tmp_path / "file" / "data"))
+
+
 def test_full_disk_is_told_and_gone_on_from(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))

@@ -83,8 +83,9 @@ def prepare(
         extend: where sources of the user's are declared; these files are approved, and run.
         machines: where the workers run. All of them must see `out`, and the input where it is not a URL.
 
-    Raises: UserError if an option or the input is wrong, or `out` holds something else; RunFailed if `out` cannot be
-    written (disk full) or workers die again and again. After any interruption, the same call resumes.
+    Raises: UserError if an option or the input is wrong, `out` holds something else, or nothing can be written there;
+    RunFailed if the disk fills on the way, or workers die again and again. After any interruption, the same call
+    resumes.
     """
     report = report or (lambda progress: None)
     approve(extend.code)
@@ -429,16 +430,19 @@ def _no_text(config: PrepareConfig, tally: Tally) -> UserError:
 
 @contextmanager
 def _writing(out: Path) -> Iterator[MadeFolder]:
-    """Create `out`, and lock it against other processes or wait for them. The lock of a dead process does not count."""
+    """Create and lock `out`, or wait for who has the lock. Raises: UserError if that fails, RunFailed after it."""
+    is_locked = False
     try:
         with made_folder(out) as folder, (out / PREPARE_LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             folder.is_kept = folder.is_kept or any(
                 path.name != PREPARE_LOCK for path in out.iterdir()
             )  # another's, meanwhile
+            is_locked = True
             yield folder
     except OSError as error:  # errors of reading are reported elsewhere
-        raise RunFailed(
-            f"out = {out}: cannot be written ({error}). Free some space or get the right to write there, then repeat "
-            "the command: it goes on from the last whole shard."
-        ) from error
+        wrong = f"out = {out}: cannot be written ({error})."
+        if not is_locked:
+            raise UserError(f"{wrong} Name a folder that you may write to.") from error
+        remedy = "Free some space, then repeat the command: it goes on from the last whole shard."
+        raise RunFailed(f"{wrong} {remedy}") from error

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TextIO
@@ -91,7 +91,7 @@ def train(
     ):
         progress = Progress(enabled=not quiet)
         began = time.monotonic()
-        find = partial(ask, forks, run.resilience, meanwhile=COMPILER if may_compile(run.plan) else None)
+        find = cache(partial(ask, forks, run.resilience, meanwhile=COMPILER if may_compile(run.plan) else None))
         with run_folder.settling(run_dir):
             run_folder.check_before_preparing(run_dir, run, partial(devices_of_run, run, find))
             with progress.during("reading the data"):

@@ -26,6 +26,7 @@ from argosy.plan.cost.inference import (
     ServingLoad,
     ServingModel,
     ServingOptions,
+    ServingSoftware,
     formats_of,
 )
 from argosy.plan.cost.rates import Rates
@@ -103,12 +104,11 @@ def learn_from_file(path: Path, cluster: Cluster, engine: str) -> tuple[Cluster,
     The columns are `MEASURED_COLUMNS`; a model is a preset's name, times are in seconds, requests come as others end.
     Raises: UserError that names the line, the cell and what to do.
     """
-    served = ServingEngine.of(engine)
-    if not served.name:
+    if not ServingEngine.of(engine).name:
         raise UserError(f"--learn {path}: say what was measured: --engine vLLM, SGLang or TensorRT-LLM, with release.")
-    device = cluster.device
-    rates, start = Rates.of(cluster), fitted_serving().of(served, device.vendor, device.name)
-    rows = [_Measured(path, line, cells, cluster, rates, served) for line, cells in enumerate(_cells(path), start=2)]
+    rates = Rates.of(cluster)
+    _, start, options = ServingSoftware.of(engine, cluster.device, "--engine")
+    rows = [_Measured(path, line, cells, cluster, rates, options) for line, cells in enumerate(_cells(path), start=2)]
     measured = np.array([row.value for row in rows])
     factors = learn_serving(lambda constants: np.array([row.predict(constants) for row in rows]), measured, start)
     return cluster.model_copy(update={"serving": factors, "serving_engine": engine}), len(rows)
@@ -163,7 +163,7 @@ class _Measured:
     """A row, and the model that predicts it."""
 
     def __init__(
-        self, path: Path, line: int, cells: Mapping[str, str], cluster: Cluster, rates: Rates, engine: ServingEngine
+        self, path: Path, line: int, cells: Mapping[str, str], cluster: Cluster, rates: Rates, options: ServingOptions
     ):
         def number(name: str, least: float = 1.0) -> float:
             try:
@@ -190,7 +190,7 @@ class _Measured:
         self._work = Workload.of_model(run.model, 1, 1)
         self._rates, self._cut = rates, ReplicaCut(number("tp"), number("pp"))
         self._formats = formats_of(cluster.device, rates, one_of("precision", BYTES_OF_WEIGHT), next(iter(CACHES)))
-        self._options = ServingOptions.of(engine, cluster.device.vendor)
+        self._options = options
         self._traffic = ServingLoad(number("batch_or_concurrency"), number("input_len"), number("output_len"))
         taken, where = float(self._cut.tp) * float(self._cut.pp), f"--learn {path}: line {line}"
         if taken > cluster.devices:

@@ -19,7 +19,7 @@ from rich.console import Console
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.terminal import printable
-from argosy.plan.cost.economy import price_per_device_h
+from argosy.plan.cost.economy import comparable_costs, price_per_device_h
 from argosy.plan.cost.estimate import Estimate, count, propagate, seconds, within
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import NUMERICS, Plan
@@ -183,13 +183,9 @@ def _best(found: Sequence[Option], limit_s: float | None) -> Option:
     able = [each for each in found if float(each.left_s.mid) <= limit]
     if not able:
         return min(found, key=lambda each: float(each.left_s.mid))
-    by_money = len({each.currency for each in able}) == 1 and all(each.money for each in able)
-    best = min(able, key=lambda each: _cost(each, by_money))
-    return now if now in able and _cost(best, by_money) > (1 - WORTH_SAVING) * _cost(now, by_money) else best
-
-
-def _cost(option: Option, by_money: bool) -> float:
-    return float(option.money.mid) if by_money and option.money else float(option.device_hours.mid)
+    costs = comparable_costs((each.currency, each.money, each.device_hours) for each in able)
+    stays = now in able and min(costs) > (1 - WORTH_SAVING) * costs[able.index(now)]
+    return now if stays else able[costs.index(min(costs))]
 
 
 def _direction(best: Option, now: Option) -> Direction:

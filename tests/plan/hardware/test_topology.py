@@ -55,6 +55,10 @@ def test_each_example_adds_up_and_is_written_as_it_was_read(path, tmp_path):
             NODES + 'kind = "dragonfly"\nnodes_per_router = 3\nrouters_per_group = 1\nglobal_links = 5',
             "= 3 nodes do not divide the 16 nodes; take 15 nodes, or other groups",
         ),
+        (
+            NODES + 'kind = "dragonfly"\nnodes_per_router = 8\nrouters_per_group = 4\nglobal_links = 1',
+            "= 32 nodes do not divide the 16 nodes; take 32 nodes, or other groups",
+        ),
         (DEVICES + 'kind = "torus"', 'kind = "torus" needs dims; add it'),
         (
             DEVICES + 'kind = "torus"\ndims = [4, 4, 8]',

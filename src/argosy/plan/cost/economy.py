@@ -16,6 +16,7 @@ All functions take numbers or NumPy arrays, one number for each plan."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -193,6 +194,15 @@ def whole_run(
         co2_kg=energy and propagate(lambda kwh: kwh * cluster.grid_kg_per_kwh, energy),
         tokens_per_day=propagate(lambda t: total * 86_400 / t, time_s),
     )
+
+
+def comparable_costs(runs: Iterable[tuple[str, Estimate | None, Estimate]]) -> list[float]:
+    """Return a cost for each of some runs (currency, money, device-hours) by which they are compared: the money, or the
+    device-hours if a price is unknown or currencies differ."""
+    each = list(runs)
+    alike = len({currency for currency, _, _ in each}) == 1
+    money = [float(money.mid) for _, money, _ in each if money]
+    return money if alike and len(money) == len(each) else [float(hours.mid) for _, _, hours in each]
 
 
 def price_per_device_h(cluster: Cluster) -> Estimate | None:

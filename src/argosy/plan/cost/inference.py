@@ -20,12 +20,14 @@ All figures are numbers, or columns of one length.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from argosy.errors import UserError
 from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine
+from argosy.plan.cost.serving_constants import ServingConstants, ServingEngine, fitted_serving
 from argosy.plan.hardware.devices import Device, Format
 from argosy.plan.workload import Numbers, Workload
 
@@ -125,6 +127,26 @@ class ServingOptions:
         return cls(library_sums=float(engine.name in WITHOUT_OWN_SUMS))
 
 
+class ServingSoftware(NamedTuple):
+    """An engine on a device: what is known of it there."""
+
+    engine: ServingEngine
+    constants: ServingConstants
+    options: ServingOptions
+
+    @classmethod
+    def of(cls, text: str, device: Device, asked: str) -> ServingSoftware:
+        """Return the engine that a text names, as "vLLM 0.10", on a device; "": the mean of all engines.
+
+        asked: the option or key that named it. Raises: UserError if no such engine is known.
+        """
+        engine = ServingEngine.of(text)
+        if text and not engine.name:
+            raise UserError(f"{asked} {text}: not known. Try vLLM, SGLang or TensorRT-LLM.")
+        constants = fitted_serving().of(engine, device.vendor, device.name)
+        return cls(engine, constants, ServingOptions.of(engine, device.vendor))
+
+
 @dataclass(frozen=True)
 class ServingLoad:
     """Requests that a replica answers at a time."""
@@ -154,6 +176,11 @@ class Latencies:
     """Output tokens of the replica a second, while requests come."""
     room: Floats
     """Sequences that have their cache in memory at a time, at half of their output."""
+
+    def reached(self, load: ServingLoad) -> Floats:
+        """Return the output tokens of the replica a second: those of the requests on the way, by the time that each
+        takes, and not more than prefill and decode let through."""
+        return np.minimum(load.sequences * load.output / self.e2e_s, self.tokens_per_s)
 
 
 class ServingModel:

@@ -16,7 +16,16 @@ from argosy.config.load import build_file
 from argosy.config.section import Section
 from argosy.errors import UserError
 from argosy.plan.cost.inference import BYTES_OF_WEIGHT, CACHES
-from argosy.plan.hardware.devices import BYTES_PER_S, FLOPS, FLOPS_PER_JOULE, MEMORY_BOUNDS, Device, find_device
+from argosy.plan.hardware.devices import (
+    FIGURE_BOUNDS,
+    MOST_BYTES_PER_S,
+    Device,
+    FigureBounds,
+    check_figure,
+    check_power,
+    check_sent,
+    find_device,
+)
 from argosy.plan.hardware.technology import RETICLE_MM2, logic_nodes, memory_generations
 
 MOST_DESIGN_POINTS = 2_000_000
@@ -32,18 +41,19 @@ Values = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_listed)]
 Sizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 RATES = ("bf16_flops_per_s", "fp8_flops_per_s", "fp4_flops_per_s")
-VALUE_BOUNDS: dict[str, tuple[tuple[float, float], str]] = {
-    **dict.fromkeys(RATES, (FLOPS, "FLOP/s (989 TFLOP/s are 989e12)")),
-    "memory_bytes": (MEMORY_BOUNDS, "bytes (80 GiB are 85_899_345_920)"),
-    "memory_bytes_per_s": (BYTES_PER_S, "bytes/s (3.35 TB/s are 3.35e12)"),
-    "link_bytes_per_s": ((1e9, BYTES_PER_S[1]), "bytes/s, one way (450 GB/s are 450e9)"),
-    "nic_bytes_per_s": ((1e8, BYTES_PER_S[1]), "bytes/s, one way (400 Gb/s are 50e9)"),
-    "link_latency_s": ((1e-8, 1e-2), "seconds (2 microseconds are 2e-6)"),
-    "power_w": ((10.0, 2e5), "watts"),
-    "die_area_mm2": ((10.0, RETICLE_MM2), "mm2 of one die; a scanner exposes 26 x 33 mm, so more area takes more dies"),
-    "cache_bytes": ((1e5, 1e12), "bytes (50 MB are 50e6)"),
+VALUE_BOUNDS = {
+    **dict.fromkeys(RATES, FIGURE_BOUNDS["flops_per_s"]),
+    **{key: FIGURE_BOUNDS[key] for key in ("memory_bytes", "memory_bytes_per_s")},
+    "link_bytes_per_s": FigureBounds(1e9, MOST_BYTES_PER_S, "bytes/s, one way (450 GB/s are 450e9)"),
+    "nic_bytes_per_s": FigureBounds(1e8, MOST_BYTES_PER_S, "bytes/s, one way (400 Gb/s are 50e9)"),
+    "link_latency_s": FigureBounds(1e-8, 1e-2, "seconds (2 microseconds are 2e-6)"),
+    "power_w": FigureBounds(10.0, 2e5, "watts"),
+    "die_area_mm2": FigureBounds(
+        10.0, RETICLE_MM2, "mm2 of one die; a scanner exposes 26 x 33 mm, so more area takes more dies"
+    ),
+    "cache_bytes": FigureBounds(1e5, 1e12, "bytes (50 MB are 50e6)"),
 }
-"""Key -> the least and the most that its value may be, and what to give."""
+"""Bounds of each key: those of any device, and of figures that only a space is checked for."""
 
 
 class DeviceSpace(Section):
@@ -105,17 +115,12 @@ class DeviceSpace(Section):
 
     @model_validator(mode="after")
     def _in_their_units(self) -> Self:
-        for key, ((least, most), unit) in VALUE_BOUNDS.items():
+        for key, bounds in VALUE_BOUNDS.items():
             for value in getattr(self, key):
-                if not least <= value <= most:
-                    raise ValueError(f"{key} = {value:g} lies outside of {least:g} to {most:g}. Give {unit}")
+                check_figure(key, value, bounds)
         for key in ("link_bytes_per_s", "nic_bytes_per_s"):
             fastest = max(self.memory_bytes_per_s, default=self._most_bytes_per_s) or self.device.memory_bytes_per_s
-            if (sent := max(getattr(self, key), default=0.0)) > fastest:
-                raise ValueError(
-                    f"{key} = {sent:g} is {100 * sent / fastest:.0f} % of the memory's {fastest:g} bytes/s, which all "
-                    "that it sends comes from. Give bytes/s, not bits/s, one way"
-                )
+            check_sent(key, max(getattr(self, key), default=0.0), fastest)
         asked, most = max(self.memory_bytes_per_s, default=0.0), self._most_bytes_per_s
         if self.memory and asked > most:
             raise ValueError(
@@ -136,12 +141,7 @@ class DeviceSpace(Section):
         if needs_node and not self.node:
             raise ValueError(f'{needs_node[0]} says nothing without a logic node. Add e.g. device.node = "N5"')
         for rate in (value for key in explicit for value in getattr(self, key)):
-            power = min(self.power_w, default=self.device.power_w or 0.0)
-            if power and rate / power > FLOPS_PER_JOULE:
-                raise ValueError(
-                    f"{explicit[0]} = {rate:g} at power_w = {power:g} are {rate / power:g} FLOPs for a joule, and no "
-                    f"device has {FLOPS_PER_JOULE:g}. Give FLOP/s and watts"
-                )
+            check_power(explicit[0], rate, min(self.power_w, default=self.device.power_w or 0.0))
         return self
 
     @property

@@ -25,15 +25,14 @@ from argosy.plan.cost.inference import (
     CACHES,
     Formats,
     ReplicaCut,
-    ServingLoad,
     ServingModel,
-    ServingOptions,
+    ServingSoftware,
 )
 from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.serving_constants import ServingEngine, fitted_serving
 from argosy.plan.cost.step_time import StepModel
 from argosy.plan.design.points import WIDER
 from argosy.plan.design.space import DesignSpace, ServeSpace, SpeedupSpace, TrainSpace
+from argosy.plan.design.sweep import served
 from argosy.plan.hardware.devices import Device, Format, find_device
 from argosy.plan.layouts import column_of
 from argosy.plan.report.request import Question, of_model
@@ -163,9 +162,8 @@ def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
     question = Question(seq_len=asked.prompt + asked.output, serving=True)
     requests = [of_model(asked.model, f"8x{device.name}", question) for device in (before, after)]
     costs = [CostModel.of(request.run, request.cluster) for request in requests]
-    rates, engine = (costs[0].rates, costs[1].rates), ServingEngine.of(asked.engine)
-    constants = fitted_serving().of(engine, before.vendor, before.name)
-    options = ServingOptions.of(engine, before.vendor)
+    rates = (costs[0].rates, costs[1].rates)
+    _, constants, options = ServingSoftware.of(asked.engine, before, "serve.engine =")
     formats = (_best_format(before, asked.weights), _best_format(after, asked.weights))
 
     @cache
@@ -178,17 +176,13 @@ def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
             form = Formats(BYTES_OF_WEIGHT[weights], CACHES[asked.kv_cache], flops, float(weights != "bf16"))
             model = ServingModel(costs[0].workload, mixed, ReplicaCut(float(tp)), form, constants, options=options)
             for sequences in asked.sequences:
-                found = model.latencies(ServingLoad(float(sequences), asked.prompt, asked.output))
-                fits = float(found.room) >= sequences and tp <= float(np.asarray(mixed.node))
-                in_time = float(found.tpot_s) * 1e3 <= (asked.tpot_ms or math.inf)
-                if fits and in_time:
-                    each = min(sequences * asked.output / float(found.e2e_s), float(found.tokens_per_s)) / tp
-                    best = max(best, each)
+                _, each, ok = served(model, asked, tp, sequences, np.asarray(mixed.node))
+                best = max(best, float(np.where(ok, each, 0.0)))
         if not best:
             raise UserError(
                 f"speedup: {asked.model} in {weights} has no replica of up to {max(asked.tp)} devices with the memory "
                 f"of {(after if 'capacity' in later else before).name} in time. Give a larger serve.tp, fewer bits or "
-                "a larger serve.tpot_ms."
+                "a larger serve.tpot_ms or serve.ttft_ms."
             )
         return best
 

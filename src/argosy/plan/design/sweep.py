@@ -23,13 +23,13 @@ from argosy.plan.cost.inference import (
     BYTES_OF_WEIGHT,
     CACHES,
     Formats,
+    Latencies,
     ReplicaCut,
     ServingLoad,
     ServingModel,
-    ServingOptions,
+    ServingSoftware,
 )
 from argosy.plan.cost.rates import Rates
-from argosy.plan.cost.serving_constants import ServingEngine, fitted_serving
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.design.points import Floats, Points
 from argosy.plan.design.space import ServeSpace, TrainSpace
@@ -278,12 +278,7 @@ class ServingSweep:
         self.asked, self.points, self.pue = asked, points, pue
         question = Question(seq_len=asked.prompt + asked.output, serving=True)
         self.costs, self.request = _request("serve", asked.model, f"1x{points.base.name}", question)
-        engine = ServingEngine.of(asked.engine)
-        if asked.engine and not engine.name:
-            raise UserError(f"serve.engine = {asked.engine}: not known. Try vLLM, SGLang or TensorRT-LLM.")
-        base = points.base
-        self.constants = fitted_serving().of(engine, base.vendor, base.name)
-        self.options = ServingOptions.of(engine, base.vendor)
+        self.software = ServingSoftware.of(asked.engine, points.base, "serve.engine =")
         model = self.request.run.model
         self.tps = [tp for tp in asked.tp if tensor_parts(model) % tp == 0]
         if not self.tps:
@@ -302,7 +297,8 @@ class ServingSweep:
         flops = points.flops_per_s[computed][rows] * points.achieved[computed][rows]
         is_narrow = float(computed in ("fp8", "fp4"))
         formats = Formats(BYTES_OF_WEIGHT[weights], CACHES[asked.kv_cache], flops, is_narrow)
-        return ServingModel(self.costs.workload, rates, ReplicaCut(tp), formats, self.constants, options=self.options)
+        _, constants, options = self.software
+        return ServingModel(self.costs.workload, rates, ReplicaCut(tp), formats, constants, options=options)
 
     def swept(self) -> Served:
         points, asked, n = self.points, self.asked, len(self.points)
@@ -312,11 +308,7 @@ class ServingSweep:
             models = {(w, tp): self.model(w, float(tp), rows) for w in asked.weights for tp in self.tps}
             for place, (weights, tp, sequences) in enumerate(self.ways):
                 model = models[weights, tp]
-                found = model.latencies(ServingLoad(float(sequences), asked.prompt, asked.output))
-                ok = (sequences <= found.room) & (tp <= points.node[rows])
-                ok &= found.tpot_s * 1e3 <= (asked.tpot_ms or np.inf)
-                ok &= found.ttft_s * 1e3 <= (asked.ttft_ms or np.inf)
-                each = np.minimum(sequences * asked.output / found.e2e_s, found.tokens_per_s) / tp
+                found, each, ok = served(model, asked, tp, sequences, points.node[rows])
                 reached = np.where(ok, each if asked.objective == "throughput" else -found.tpot_s, -np.inf)
                 better = reached > score[rows]
                 score[rows] = np.where(better, reached, score[rows])
@@ -333,6 +325,19 @@ class ServingSweep:
             way=way,
             ways=self.ways,
         )
+
+
+def served(
+    model: ServingModel, asked: ServeSpace, tp: int, sequences: int, node: Floats
+) -> tuple[Latencies, Floats, NDArray[np.bool_]]:
+    """Return latencies, output tokens a second of a device, and where a replica of tp devices serves so many requests
+    at a time: memory and node (devices that the fast link joins) hold them, and the limits are kept."""
+    load = ServingLoad(float(sequences), asked.prompt, asked.output)
+    found = model.latencies(load)
+    ok = (sequences <= found.room) & (tp <= node)
+    ok &= found.tpot_s * 1e3 <= (asked.tpot_ms or np.inf)
+    ok &= found.ttft_s * 1e3 <= (asked.ttft_ms or np.inf)
+    return found, found.reached(load) / tp, ok
 
 
 def front(objectives: Floats) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ from datetime import date
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -38,11 +38,23 @@ LINK_EFFICIENCY = 0.8
 NODE_POWER_RATIO = 1.8
 """A node's nameplate power over its devices' where none is given: DGX H100 1.82, DGX B200 1.79, DGX A100 2.03."""
 
-FLOPS = (1e11, 1e18)
-"""FLOP/s that a device may have: below are figures in TFLOP/s, above those of a cluster."""
-MEMORY_BOUNDS = (1e9, 1e14)
-BYTES_PER_S = (1e10, 1.1e15)
+
+class FigureBounds(NamedTuple):
+    """The least and the most that a figure of a device may be, and what to give."""
+
+    least: float
+    most: float
+    unit: str
+
+
+MOST_BYTES_PER_S = 1.1e15
 """Bandwidths: at most 16 stacks of the fastest memory on any roadmap (HBM8, 64 TB/s each: KAIST TERALAB 2025)."""
+FIGURE_BOUNDS = {
+    # Below are figures in TFLOP/s, above those of a cluster.
+    "flops_per_s": FigureBounds(1e11, 1e18, "FLOP/s (989 TFLOP/s are 989e12)"),
+    "memory_bytes": FigureBounds(1e9, 1e14, "bytes (80 GiB are 85_899_345_920)"),
+    "memory_bytes_per_s": FigureBounds(1e10, MOST_BYTES_PER_S, "bytes/s (3.35 TB/s are 3.35e12)"),
+}
 FLOPS_PER_JOULE = 1e14
 """More than ten times what B200 has in fp4: above are kilowatts that were taken for watts."""
 MOST_OF_A_LINK = {"ring_busbw_bytes_per_s": 1.0, "nvls_busbw_bytes_per_s": 2.0}
@@ -180,23 +192,13 @@ class Device(Section):
         """Refuse what no device can be: mostly figures in another unit."""
         if self.kind == "cpu":
             return self
-        rates = {f"peak_flops_per_s.{fmt}": getattr(self.peak_flops_per_s, fmt) for fmt in self.formats}
-        for key, value in rates.items():
-            _in_range(key, value, FLOPS, "FLOP/s (989 TFLOP/s are 989e12)")
-            if self.power_w and value / self.power_w > FLOPS_PER_JOULE:
-                raise ValueError(
-                    f"{key} = {value:g} at power_w = {self.power_w:g} are {value / self.power_w:g} FLOPs for a joule, "
-                    f"and no device has {FLOPS_PER_JOULE:g}. Give FLOP/s and watts."
-                )
-        _in_range("memory_bytes", self.memory_bytes, MEMORY_BOUNDS, "bytes (80 GiB are 85_899_345_920)")
-        _in_range("memory_bytes_per_s", self.memory_bytes_per_s, BYTES_PER_S, "bytes/s (3.35 TB/s are 3.35e12)")
-        for key, value in (("link_bytes_per_s", self.link_bytes_per_s), ("nic_bytes_per_s", self.nic_bytes_per_s)):
-            if value > self.memory_bytes_per_s:
-                raise ValueError(
-                    f"{key} = {value:g} is {100 * value / self.memory_bytes_per_s:.0f} % of memory_bytes_per_s = "
-                    f"{self.memory_bytes_per_s:g}, which all that it sends comes from. Give bytes/s, not bits/s, one "
-                    "way."
-                )
+        for key, rate in ((f"peak_flops_per_s.{fmt}", self.peak(fmt)) for fmt in self.formats):
+            check_figure(key, rate, FIGURE_BOUNDS["flops_per_s"])
+            check_power(key, rate, self.power_w)
+        for key in ("memory_bytes", "memory_bytes_per_s"):
+            check_figure(key, getattr(self, key), FIGURE_BOUNDS[key])
+        for key in ("link_bytes_per_s", "nic_bytes_per_s"):
+            check_sent(key, getattr(self, key), self.memory_bytes_per_s)
         for key in ("ring_busbw_bytes_per_s", "nvls_busbw_bytes_per_s"):
             measured = getattr(self, key)
             if measured and measured > MOST_OF_A_LINK[key] * self.link_bytes_per_s:
@@ -287,9 +289,28 @@ class Device(Section):
         return build(cls, table_layer(table, cls, source))
 
 
-def _in_range(key: str, value: float, limits: tuple[float, float], unit: str) -> None:
-    if not limits[0] <= value <= limits[1]:
-        raise ValueError(f"{key} = {value:g} lies outside of {limits[0]:g} to {limits[1]:g}. Give {unit}.")
+def check_figure(key: str, value: float, bounds: FigureBounds) -> None:
+    """Raise ValueError if a figure lies outside of its bounds."""
+    if not bounds.least <= value <= bounds.most:
+        raise ValueError(f"{key} = {value:g} lies outside of {bounds.least:g} to {bounds.most:g}. Give {bounds.unit}")
+
+
+def check_power(key: str, flops_per_s: float, power_w: float | None) -> None:
+    """Raise ValueError if a device does more FLOPs for a joule than any; no power: nobody said."""
+    if power_w and flops_per_s / power_w > FLOPS_PER_JOULE:
+        raise ValueError(
+            f"{key} = {flops_per_s:g} at power_w = {power_w:g} are {flops_per_s / power_w:g} FLOPs for a joule, and no "
+            f"device has {FLOPS_PER_JOULE:g}. Give FLOP/s and watts"
+        )
+
+
+def check_sent(key: str, sent: float, memory_bytes_per_s: float) -> None:
+    """Raise ValueError if a device sends more bytes a second than its memory gives."""
+    if sent > memory_bytes_per_s:
+        raise ValueError(
+            f"{key} = {sent:g} is {100 * sent / memory_bytes_per_s:.0f} % of the memory's {memory_bytes_per_s:g} "
+            "bytes/s, which all that it sends comes from. Give bytes/s, not bits/s, one way"
+        )
 
 
 _ALIKE: dict[Format, tuple[Format, ...]] = {

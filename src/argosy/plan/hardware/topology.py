@@ -182,12 +182,12 @@ class Topology(Section):
         if self.kind != "dragonfly":
             return
         size = self.nodes_per_router * self.routers_per_group
-        if nodes % size and nodes > size:
+        if nodes % size:
             raise ValueError(
                 f"topology: groups of nodes_per_router x routers_per_group = {size} nodes do not divide the {nodes} "
-                f"nodes; take {nodes // size * size} nodes, or other groups"
+                f"nodes; take {max(1, nodes // size) * size} nodes, or other groups"
             )
-        many, most = max(1, nodes // size), self.routers_per_group * self.global_links + 1
+        many, most = nodes // size, self.routers_per_group * self.global_links + 1
         if many > most:
             raise ValueError(
                 f"topology: {many} groups cannot all be joined by routers_per_group x global_links = {most - 1} links "

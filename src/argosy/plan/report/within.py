@@ -9,6 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from argosy.errors import UserError
+from argosy.plan.cost.economy import comparable_costs
 from argosy.plan.cost.estimate import count, seconds, within
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.report.report import PlanRequest, describe, searched
@@ -120,15 +121,9 @@ def best_by_size(request: PlanRequest) -> tuple[PlanRequest, float, tuple[Candid
 
 def recommended(found: Sequence[Within]) -> Within | None:
     """Return the cluster that does it for least, or with fewest device-hours where a price is unknown; None if none."""
-    able = [each for each in found if each.fewest is not None]
-    alike = len({each.currency for each in able}) == 1 and all(each.fewest and each.fewest.run.money for each in able)
-    return min(able, key=lambda each: _cost(each, alike), default=None)
-
-
-def _cost(one: Within, by_money: bool) -> float:
-    assert one.fewest is not None
-    run = one.fewest.run
-    return float(run.money.mid) if by_money and run.money else float(run.device_hours.mid)
+    able = [(each, each.fewest.run) for each in found if each.fewest is not None]
+    costs = comparable_costs((each.currency, run.money, run.device_hours) for each, run in able)
+    return able[costs.index(min(costs))][0] if able else None
 
 
 def _answer(named: str, request: PlanRequest, limit_s: float, is_open: bool) -> Within:

@@ -26,11 +26,11 @@ from argosy.plan.cost.inference import (
     ReplicaCut,
     ServingLoad,
     ServingModel,
-    ServingOptions,
+    ServingSoftware,
     formats_of,
 )
 from argosy.plan.cost.scheduler import SimulatedReplica
-from argosy.plan.cost.serving_constants import ServingEngine, fitted_serving
+from argosy.plan.cost.serving_constants import ServingEngine
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.quantities import divisors
@@ -144,10 +144,11 @@ class ServingSearch:
         self.costs, self.cluster, self.question = costs, cluster, question
         if strange := [key for key in pins if key not in SERVING_PLAN_KEYS]:
             raise UserError(f"--fix {strange[0]} says nothing about serving. Try {', '.join(SERVING_PLAN_KEYS)}.")
-        self.engine = ServingEngine.of(question.engine or cluster.serving_engine)
+        device = cluster.device
+        named = "--engine" if question.engine else "the cluster's serving_engine ="
+        software = ServingSoftware.of(question.engine or cluster.serving_engine, device, named)
+        self.engine, constants, self.options = software
         self.learnt = bool(cluster.serving) and self.engine == ServingEngine.of(cluster.serving_engine)
-        if question.engine and not self.engine.name:
-            raise UserError(f"--engine {question.engine}: not known. Try vLLM, SGLang or TensorRT-LLM.")
         self.weights = question.weights or tuple(map(str, pins.get("precision", (costs.precision,))))
         for name, known in ((self.weights, BYTES_OF_WEIGHT), (question.caches, CACHES)):
             if wrong := [word for word in name if word not in known]:
@@ -157,13 +158,11 @@ class ServingSearch:
                         f"--fix precision={wrong[0]}: not known in serving. Give {option}: {', '.join(known)}."
                     )
                 raise UserError(f"{option} {wrong[0]}: not known. Try {', '.join(known)}.")
-        device = cluster.device
         if wrong := [name for name in cluster.serving if name not in SHIFTED]:
             raise UserError(
                 f"the cluster's serving.{wrong[0]} is no constant of serving. Let argosy plan --learn FILE.csv write "
                 "them, or leave it out."
             )
-        constants = fitted_serving().of(self.engine, device.vendor, device.name)
         self.constants = shifted(constants, cluster.serving) if self.learnt else constants
         self.ways = [
             ServingWay(*way)
@@ -184,9 +183,8 @@ class ServingSearch:
         )
         run = self.costs.run
         work = Workload.of(run.model_copy(update={"model": run.model.without_further()}))
-        options = ServingOptions.of(self.engine, self.cluster.device.vendor)
         return ServingModel(
-            work, self.costs.rates, cut, columns, self.constants, draft=self.question.draft, options=options
+            work, self.costs.rates, cut, columns, self.constants, draft=self.question.draft, options=self.options
         )
 
     def found(self) -> list[Serving]:
@@ -228,9 +226,9 @@ class ServingSearch:
     def _points(self, rows: list[tuple[ServingWay, int, int]], model: ServingModel) -> list[Serving]:
         asked = self.question
         sequences = np.array([n for _, _, n in rows], float)
-        found = model.latencies(ServingLoad(sequences, asked.prompt, asked.output))
-        # Requests on the way, by the time that each takes; not more than prefill and decode let through.
-        rates = np.minimum(sequences * asked.output / found.e2e_s, found.tokens_per_s)
+        load = ServingLoad(sequences, asked.prompt, asked.output)
+        found = model.latencies(load)
+        rates = found.reached(load)
         replicas = np.array([n for _, n, _ in rows], float)
         return self._servings(rows, model, found.ttft_s, found.tpot_s, rates * replicas, np.zeros(len(rows)), None)
 
