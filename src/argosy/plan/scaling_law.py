@@ -163,15 +163,19 @@ def fit_scaling_law(results: Sequence[RunResult], draws: int = 100, seed: int = 
     draws: laws of the bootstrap, for the intervals. seed: of its random weights.
     Raises: UserError if the results are too few, or SciPy is not installed.
     """
-    if find_spec("scipy") is None:
+    if find_spec("scipy") is None or find_spec("threadpoolctl") is None:
         raise missing_extra("scipy", "scaling", "argosy scaling")
     _check_enough(results)
-    problem = _Problem(results)
-    best = min((problem.descend(start) for start in problem.best_starts(DESCENTS)), key=lambda end: end[1])[0]
+    from scipy.optimize import minimize  # takes a fifth of a second, and nothing else needs it
+    from threadpoolctl import threadpool_limits
+
+    problem = _Problem(results, minimize)
     # Exponential weights have variance 1; these make up for the degrees of freedom that the coefficients take.
     freedom = 1 - COEFFICIENTS / len(results)
     weights = np.random.default_rng(seed).gamma(freedom, 1 / freedom, size=(draws, len(results)))
-    drawn = [problem.descend(best, of_draw)[0] for of_draw in weights]
+    with threadpool_limits(limits=1, user_api="blas"):  # on five numbers its threads only wait for each other
+        best = min((problem.descend(start) for start in problem.best_starts(DESCENTS)), key=lambda end: end[1])[0]
+        drawn = [problem.descend(best, of_draw)[0] for of_draw in weights]
     law = problem.law(best)
     residuals = tuple(math.log(r.loss / law.loss(r.parameters, r.tokens)) for r in results)
     return ScalingFit(law, tuple(map(problem.law, drawn)), residuals)
@@ -194,7 +198,8 @@ class _Problem:
     depend on the exponents, so that the descent takes tens of steps and not hundreds.
     """
 
-    def __init__(self, results: Sequence[RunResult]):
+    def __init__(self, results: Sequence[RunResult], minimize: Callable[..., Any]):
+        self._minimize = minimize
         logs = np.log([(r.parameters, r.tokens, r.loss) for r in results])
         self._centre = logs[:, :2].mean(0)
         self._n, self._d = (logs[:, :2] - self._centre).T
@@ -215,13 +220,12 @@ class _Problem:
 
     def descend(self, start: Array, weights: Array | float = 1.0) -> tuple[Array, float]:
         """Return the point where L-BFGS ends that begins at `start`, and its loss. weights: those of the results."""
-        from scipy.optimize import minimize  # takes a fifth of a second, and nothing else needs it
 
         def loss(point: Array) -> tuple[float, Array]:
             losses, gradients = self.loss(point[None], weights)
             return float(losses[0]), gradients[0]
 
-        found = minimize(loss, start, jac=True, method="L-BFGS-B", options=UNTIL)
+        found = self._minimize(loss, start, jac=True, method="L-BFGS-B", options=UNTIL)
         return found.x, float(found.fun)
 
     def loss(self, points: Array, weights: Array | float = 1.0) -> tuple[Array, Array]:
