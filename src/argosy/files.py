@@ -289,6 +289,13 @@ def read_at_most(path: Path, most_bytes: int) -> bytes:
     return data
 
 
+def text_at_end(path: Path, most_bytes: int) -> str:
+    """Return the last bytes of a file as text; its first character may be cut. Raises: OSError."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+        return file.read(most_bytes).decode(errors="replace")
+
+
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hexadecimal. Raises: OSError, also if it is not a regular file."""
     with open_regular(path) as file:

@@ -142,16 +142,14 @@ def _measure(reader: RunReader, run: ComparedRun, kind: Measure) -> tuple[Floats
     return spent[known], loss[known]
 
 
-def _losses(
-    a: tuple[Floats, Floats], b: tuple[Floats, Floats], points: int = COMPARED_POINTS
-) -> tuple[list[float], list[float], list[float]]:
+def _losses(a: tuple[Floats, Floats], b: tuple[Floats, Floats]) -> tuple[list[float], list[float], list[float]]:
     """Return points of the range that both have, and the loss of each there; nothing if there is no such range."""
     if not len(a[0]) or not len(b[0]):
         return [], [], []
     first, last = max(float(a[0][0]), float(b[0][0])), min(float(a[0][-1]), float(b[0][-1]))
     if not last > first:
         return [], [], []
-    at = np.linspace(first, last, points)
+    at = np.linspace(first, last, COMPARED_POINTS)
     width = SMOOTHED * (last - first)
     of_a, of_b = ([_mean_before(*run, each, width) for each in at] for run in (a, b))
     return [float(f"{each:.6g}") for each in at], of_a, of_b

@@ -25,6 +25,7 @@ from argosy.config.launch import EngineOptions
 from argosy.engines.engine import STOP_SPARE_S, Engine, Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.record import JobState, LaunchedJob
 from argosy.errors import UserError
+from argosy.files import text_at_end
 from argosy.processes.ray_cluster import RAY_ADDRESS, knock, need_ray, no_cluster
 
 API_ADDRESS, HEADERS_VARIABLE = "RAY_API_SERVER_ADDRESS", "RAY_JOB_HEADERS"
@@ -357,7 +358,6 @@ def refusals() -> Iterator[None]:
 
 
 def _last_line(path: Path) -> str:
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
-        return file.read().decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+    with suppress(OSError):
+        return text_at_end(path, 4096).rstrip("\n").rpartition("\n")[2]
     return ""

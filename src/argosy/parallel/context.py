@@ -102,10 +102,10 @@ def shard_sequence(x: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 
 
-def unshard_sequence(shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """Return all tokens in their order, from what each rank holds."""
-    early, late = zip(*(shard.chunk(2, dim) for shard in shards), strict=True)
-    return torch.cat((*early, *reversed(late)), dim)
+def unshard_sequence(shards: Sequence[Tensor]) -> Tensor:
+    """Return all tokens in their order, along dimension 1, from what each rank holds."""
+    early, late = zip(*(shard.chunk(2, 1) for shard in shards), strict=True)
+    return torch.cat((*early, *reversed(late)), 1)
 
 
 class RingAttention:

@@ -10,38 +10,27 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from argosy.plan.pipeline import SCHEDULES
-from argosy.plan.plan import Offload, Plan, Precision, Recompute
+from argosy.plan.pipeline import SCHEDULES, Schedule
+from argosy.plan.plan import Plan
 from argosy.plan.quantities import Quantities, numbers_of
-from argosy.plan.sync import SYNC_WORDS
 
 Ints = NDArray[np.int64]
 Texts = NDArray[np.object_]
 
-SCHEDULE_NAMES = tuple(SCHEDULES)
 PLAN_WORDS: dict[str, tuple[Any, ...]] = {
-    "async_tp": (False, True),
-    "overlap_experts": (False, True),
-    "user_buffers": (False, True),
-    "fp8_gather": (False, True),
-    "schedule": SCHEDULE_NAMES,
-    "context": ("ring", "ulysses"),
-    "recompute": get_args(Recompute),
-    "offload": get_args(Offload),
-    "precision": get_args(Precision),
-    "weights": ("fp32", "bf16"),
-    "reduce": ("fp32", "bf16"),
-    "sync": SYNC_WORDS,
-    "compile": (False, True),
+    key: words
+    for key, field in Plan.model_fields.items()
+    if (words := (False, True) if field.annotation is bool else get_args(field.annotation))
 }
 """Keys of a plan whose values are words; in arrays, each word is its place in this list."""
-RATIOS = ("shares", "layers")
+SCHEDULE_NAMES: tuple[Schedule, ...] = PLAN_WORDS["schedule"]
+RATIOS = tuple(key for key, field in Plan.model_fields.items() if field.annotation is str)
 """Keys of a plan whose values are ratios; in arrays, these are texts."""
 
 
 @dataclass(frozen=True)
 class Layouts(Quantities[Ints]):
-    """Plans as columns, all of one length or of length 1. `Plan` says what each column means."""
+    """Plans as columns, all of one length or of length 1. `Plan` has the same keys, and says what each means."""
 
     pp: Ints
     dp_replicate: Ints
@@ -113,6 +102,9 @@ class Layouts(Quantities[Ints]):
         """Return True where the column `key` is one of these words."""
         column = getattr(self, key)
         return reduce(np.logical_or, [column == PLAN_WORDS[key].index(word) for word in words])
+
+
+assert {f.name for f in fields(Layouts)} == set(Plan.model_fields)  # typed again for type checkers alone
 
 
 def column_of(key: str, values: Sequence[Any]) -> NDArray[Any]:

@@ -27,6 +27,7 @@ from argosy.engines.engine import Engine, Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.engines.table import ENGINES, engine_for_programs
 from argosy.errors import Retryable, RunFailed, UserError
+from argosy.files import text_at_end
 from argosy.launch.resolve import with_known_sizes
 from argosy.observe.events import from_the_end
 from argosy.plan.cost.prediction import predict
@@ -366,9 +367,7 @@ def has_reached(run_dir: Path, until: int) -> bool:
 def last_words(log: str) -> str:
     """Return the last message of a command that ended: what stands behind the last `argosy:` of its log."""
     try:
-        with Path(log).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TRIAL_LOG_BYTES))
-            text = file.read().decode(errors="replace").strip()
+        text = text_at_end(Path(log), TRIAL_LOG_BYTES).strip()
     except OSError:
         return ""
     message = re.split(r"(?m)^argosy: ", text)[-1].strip() if "argosy: " in text else text.rpartition("\n")[2]

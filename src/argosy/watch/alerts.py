@@ -373,13 +373,12 @@ class Alerts:
             yield _alert(alert, condition, "goes_on", facts, before["since_s"])
 
 
-def standing(facts: RunFacts, settings: AlertsConfig | None = None) -> list[Alert]:
+def standing(facts: RunFacts) -> list[Alert]:
     """Return the alerts of a run for somebody who looks now: those in its events, and what is wrong at this moment.
 
     Newest first.
     """
-    if settings is None:
-        settings = facts.run.observe.alerts if facts.run is not None else AlertsConfig()
+    settings = facts.run.observe.alerts if facts.run is not None else AlertsConfig()
     told = [alert for event in facts.of("alert")[-ALERT_MEMORY:] if (alert := _of_event(event)) is not None]
     last = {(each.alert, each.subject): each for each in told}
     now = [

@@ -16,6 +16,7 @@ import numpy as np
 from argosy.config.load import model_name
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
+from argosy.files import text_at_end
 from argosy.observe.energy import JOULES_PER_KWH, machine_started_on
 from argosy.observe.heartbeat import BESIDE
 from argosy.observe.records import NORM_KINDS
@@ -297,11 +298,9 @@ def logs(reader: RunReader) -> dict[str, Any]:
 
 
 def _last_lines(path: Path) -> list[str]:
-    with suppress(OSError), path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - LOG_TAIL_BYTES))
-        lines = file.read(LOG_TAIL_BYTES).decode(errors="replace").splitlines()
-        return lines[1:] if size > LOG_TAIL_BYTES else lines
+    with suppress(OSError):
+        is_cut = path.stat().st_size > LOG_TAIL_BYTES
+        return text_at_end(path, LOG_TAIL_BYTES).splitlines()[is_cut:]
     return []
 
 

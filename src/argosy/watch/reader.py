@@ -16,7 +16,7 @@ from argosy.config.load import load
 from argosy.config.schema import RunConfig
 from argosy.credentials import redact
 from argosy.errors import UserError
-from argosy.files import RUN_LOCK, is_abandoned
+from argosy.files import RUN_LOCK, is_abandoned, text_at_end
 from argosy.observe.events import from_the_end
 from argosy.observe.line_follower import LineFollower
 from argosy.observe.records import Record, encodable, evaluation_line, record_of, report_of, step_line
@@ -64,9 +64,7 @@ def _last_words(folder: Path, last_line: Record) -> str:
     logs = [] if leads_away(folder, "logs") else [path for path in folder.glob("logs/*.log") if not path.is_symlink()]
     with suppress(OSError, ValueError):
         newest = max((path for path in logs if path.is_file()), key=lambda path: path.stat().st_mtime)
-        with newest.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
-            lines = file.read().decode(errors="replace").split("\n")
+        lines = text_at_end(newest, LAST_WORDS_BYTES).split("\n")
         if words := next((line.strip() for line in reversed(lines) if line.strip()), ""):
             return redact(words[:LAST_WORDS])
     loss = last_line.get("loss")

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from argosy.config.schema import RunConfig
 from argosy.errors import UserError
 from argosy.observe.terminal import printable
@@ -236,9 +234,9 @@ def resizing_of(reader: RunReader, others: Sequence[tuple[str, Cluster]], limit_
     return resizing(facts, Planner(facts), others, limit_s)
 
 
-def show(found: Resizing, folder: Path, console: Console | None = None) -> None:
+def show(found: Resizing, folder: Path) -> None:
     """Print a row for each way to go on, and the recommendation."""
-    console = console_of(console)
+    console = console_of(None)
 
     def line(text: str, style: str = "") -> None:
         console.print(printable(text), style=style, highlight=False, soft_wrap=True, markup=False)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError
 
 from argosy.config.lines import read_table
 from argosy.config.schema import RunConfig
+from argosy.errors import first_error
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate, seconds
 from argosy.plan.cost.exact_state import state_bytes
@@ -26,25 +29,30 @@ LARGEST_FIGURE = 2**63
 TABLE = "prediction"
 """Table of plan.toml that holds a prediction."""
 
+Figure = Annotated[float, Field(ge=0, lt=LARGEST_FIGURE)]
+_ENDS = TypeAdapter(tuple[Figure, Figure, Figure])
+Interval = Annotated[Estimate, PlainValidator(lambda ends: Estimate(*_ENDS.validate_python(ends)))]
+"""An estimate; in a file [low, mid, high]."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """The prediction for one step of one plan; intervals hold nine times of ten."""
 
     cluster: str
     """Name of the cluster that it is made for."""
-    step_s: Estimate
-    seconds: dict[str, float]
+    step_s: Interval
+    seconds: dict[str, Figure]
     """Seconds by category (`plan.cost.step_time.StepTime`); their sum is the middle of `step_s`."""
-    memory_bytes: Estimate
+    memory_bytes: Interval
     """Peak of the rank that needs most."""
-    memory: dict[str, float]
+    memory: dict[str, Figure]
     """Bytes by category (`plan.cost.memory_model.Footprint`), the state exact; their sum is the middle."""
-    traffic: dict[str, int]
+    traffic: dict[str, Annotated[int, Field(ge=0, lt=LARGEST_FIGURE)]]
     """Axis of the mesh -> bytes that the first rank sends in a step."""
-    update: dict[str, float] = field(default_factory=dict)
+    update: dict[str, Figure] = field(default_factory=dict)
     """An update of a worker of asynchronous training: its seconds, and the bytes that it sends and receives."""
-    rounds: dict[str, float] = field(default_factory=dict)
+    rounds: dict[str, Figure] = field(default_factory=dict)
     """The rounds of a run with sites whose links are known: the figures of `plan.cost.sites.RoundCosts`, and as step_s
     what agreeing takes of a step on average; the prediction's `step_s` is without that."""
 
@@ -66,15 +74,19 @@ class Prediction:
                 lines += _table(name, found)
         return "\n".join(lines) + "\n"
 
-    @classmethod
-    def load(cls, path: Path) -> Self | None:
+    @staticmethod
+    def load(path: Path) -> Prediction | None:
         """Read the prediction of a plan.toml; None if it has none. Raises: ValueError if `toml` wrote no such one."""
         table = read_table(path).get(TABLE) if path.exists() else None
         if table is None:
             return None
-        if not isinstance(table, dict):
-            raise ValueError(f"{TABLE} is no table")
-        return cls(**{f.name: _value(f.name, table) for f in fields(cls)})
+        try:
+            return _IN_FILE.validate_python(table)
+        except ValidationError as problem:
+            raise ValueError(f"{TABLE}: {first_error(problem)}") from None
+
+
+_IN_FILE = TypeAdapter(Prediction)
 
 
 def predict(plan: Plan, run: RunConfig, cluster: Cluster, joined: Cluster | None = None) -> Prediction:
@@ -147,17 +159,3 @@ def _table(name: str, figures: Mapping[str, float]) -> list[str]:
 def _short(value: Any) -> float | int:
     """Round to six figures: a prediction knows no more."""
     return value if isinstance(value, int) else float(f"{float(value):.6g}")
-
-
-def _value(name: str, table: Mapping[str, Any]) -> Any:
-    value = table.get(name, {})
-    if name == "cluster":
-        return str(value)
-    figures = value.values() if isinstance(value, dict) else value
-    if not isinstance(value, dict | list) or not all(_is_figure(each) for each in figures):
-        raise ValueError(f"{TABLE}.{name} has something else than positive numbers")
-    return Estimate(*value) if name in ("step_s", "memory_bytes") else value
-
-
-def _is_figure(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < LARGEST_FIGURE

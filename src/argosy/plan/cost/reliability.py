@@ -307,9 +307,9 @@ class BurnIn:
     """Share of a run's stops that do not come."""
 
 
-def burn_in(cluster: Cluster, hours: float = BURN_IN_H, known: FailureCatalogue | None = None) -> BurnIn:
+def burn_in(cluster: Cluster, hours: float = BURN_IN_H) -> BurnIn:
     """Return the effect of a burn-in of so many hours."""
-    known = known or catalogue()
+    known = catalogue()
     rates = FailureRates.of(cluster, known=known)
     of_nodes = node_stops_per_h(cluster, rates)
     tested = float(of_nodes.mid) / cluster.nodes * hours / known.node_shape

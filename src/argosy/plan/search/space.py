@@ -41,6 +41,8 @@ CONTEXT_TOKENS = 4096
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 RECOMPUTE = (("none", 1), ("selective", 2), ("selective", 1), ("full", 4), ("full", 2), ("full", 1))
 """Kinds of recompute, in every n-th layer, from least to most."""
+NEAREST = 3
+"""Plans that are named in place of one that cannot be."""
 FEWER_TRIED = 64
 """Numbers of nodes below the cluster's that are tried if there is no plan for all of them."""
 
@@ -319,8 +321,8 @@ def check_size(
     )
 
 
-def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
-    """Return the plans for as many processes that can train `run` and whose axes are nearest to those of `plan`.
+def nearest(plan: Plan, run: RunConfig) -> list[Plan]:
+    """Return `NEAREST` plans for as many processes that can train `run`, with the axes nearest to those of `plan`.
 
     Of equally near plans, those that keep the microbatch come first, then those with more data parallelism, because it
     asks least of the model.
@@ -346,4 +348,4 @@ def nearest(plan: Plan, run: RunConfig, many: int = 3) -> list[Plan]:
         plan.model_copy(update=dict(zip((*MESH, "microbatch", "shares", "layers"), choice, strict=True)))
         for choice in sorted(choices, key=distance)
     )
-    return list(islice((other for other in others if first_problem(other, run) is None), many))
+    return list(islice((other for other in others if first_problem(other, run) is None), NEAREST))
