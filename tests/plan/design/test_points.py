@@ -53,6 +53,30 @@ def test_memory_that_draws_all_the_power_is_no_device(load: Load) -> None:
         Points.of(load(node='"N5"', memory='"HBM4"', stacks="12", power_w="[100]"))
 
 
+def test_chips_and_networks_of_a_block_broadcast_to_its_points(load: Load) -> None:
+    """Also where some chips are impossible: 200 W do not drive eight stacks of HBM4."""
+    figures = {
+        "node": '["N5", "N3E"]',
+        "power_w": "[200, 700, 1000]",
+        "memory": '["HBM2", "HBM4"]',
+        "stacks": "[4, 8]",
+        "link_bytes_per_s": "[225e9, 450e9]",
+        "devices_per_node": "[8, 64]",
+        "nic_bytes_per_s": "[25e9, 50e9, 100e9]",
+        "price_usd_per_h": "[2, 3]",
+    }
+    points = Points.of(load(**figures))
+    assert points.impossible and points.networks == 24
+    seen = []
+    for block in points.blocks(100):
+        columns, apart = points.rates("fp8", block.rows), points.rates("fp8", block.chips, block.networks)
+        for figure in fields(Rates):
+            if np.ndim(getattr(columns, figure.name)):
+                assert block.flat(getattr(apart, figure.name)) == approx(getattr(columns, figure.name)), figure.name
+        seen += np.arange(len(points))[block.rows].tolist()
+    assert seen == list(range(len(points)))
+
+
 def test_a_small_cache_starves_large_matmuls(load: Load) -> None:
     points = Points.of(load(cache_bytes="[1e5, 50e6]"))
     assert points.achieved["bf16"][0] < 0.5 * points.achieved["bf16"][1]

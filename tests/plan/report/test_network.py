@@ -7,14 +7,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from argosy.cli.plan import main
 from argosy.config.launch import read_rank_map
 from argosy.errors import UserError
+from argosy.plan.cost.collectives import all_reduce_s
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.hardware.clusters import Cluster
+from argosy.plan.hardware.topology import Topology
+from argosy.plan.layouts import Layouts
 from argosy.plan.plan import Plan
 from argosy.plan.report.network import network_report, rank_map
 from argosy.plan.report.report import plan_report
@@ -44,6 +48,38 @@ def test_each_example_has_a_plan_whose_axes_are_on_the_network(path):
     out = io.StringIO()
     show(report, Console(file=out, width=200))
     assert f"Network, {found.kind}: " in out.getvalue()
+
+
+def on_rails(*algorithms: str, model: str = "llama3.2-1b") -> CostModel:
+    """Return the costs on 8 nodes of two leaves, whose sums may use these algorithms."""
+    network = Topology(kind="rail-optimized", nodes_per_leaf=4, algorithms=algorithms)
+    run = of_model(model, "64xh100", Question(global_batch=64, seq_len=2048)).run
+    return CostModel.of(run, Cluster.parse("8x8xh100").changed(topology=network))
+
+
+def of_gradients(costs: CostModel, plan: str) -> tuple[str, str]:
+    """Return the collective and the algorithm that sum a plan's gradients."""
+    found = network_report(costs, Plan.parse(plan))
+    assert found is not None
+    return found.axes[0].collective, found.axes[0].algorithm
+
+
+def test_switches_that_sum_shorten_the_step_as_they_shorten_its_sum():
+    plan = "dp_replicate=64,zero=0,microbatch=1,bucket_mb=64"
+    both = on_rails("ring", "tree"), on_rails("ring", "tree", "sharp")
+    assert [of_gradients(costs, plan) for costs in both] == [("all_reduce", "ring"), ("all_reduce", "sharp")]
+    rows = Layouts.of([Plan.parse(plan)])
+    waits = [float(np.asarray(costs.predict_time(rows).gradients)[0]) for costs in both]
+    sums = [float(np.asarray(all_reduce_s(4.94e9, costs.step_model(rows).data_group))[0]) for costs in both]
+    assert waits[1] / waits[0] == pytest.approx(sums[1] / sums[0], rel=0.1)
+
+
+def test_a_gather_of_few_bytes_goes_tier_by_tier_if_it_may():
+    """Rings through the 8 ranks of a node, then through 8 nodes, have fewer hops than one of 64."""
+    used = [
+        of_gradients(on_rails(*may, model="llama-5m"), "dp_shard=64") for may in (["ring"], ["ring", "hierarchical"])
+    ]
+    assert used == [("reduce_scatter", "ring"), ("reduce_scatter", "hierarchical")]
 
 
 def test_a_cluster_without_a_topology_has_no_network_to_report():

@@ -68,15 +68,21 @@ def through(ranks: Numbers, inside: Numbers, link: Numbers, ring: Numbers) -> Nu
     return np.where(inside < ranks, np.where(inside > 1, np.minimum(link, ring), ring), link)
 
 
+def gathers(whole: Numbers, group: Group) -> dict[str, Numbers]:
+    """Return the seconds of an all-gather or reduce-scatter of `whole` bytes in all, by each algorithm."""
+    found = {"ring": (group.ranks - 1) / group.ranks * whole / group.ring + group.latency + group.round}
+    if "hierarchical" in group.algorithms:
+        inside, nodes = group.inside, np.maximum(1, group.ranks / group.inside)
+        moved = (inside - 1) / inside * whole / group.link + (nodes - 1) / nodes * whole / group.ring
+        tiers = moved + group.latency * 2 + group.round * (inside + nodes - 2) / np.maximum(1, group.ranks - 1)
+        found["hierarchical"] = np.where(group.crosses, tiers, found["ring"])
+    return found
+
+
 def gather_s(whole: Numbers, group: Group) -> Numbers:
     """Return the seconds of an all-gather or reduce-scatter of a message of `whole` bytes in all."""
-    ring = (group.ranks - 1) / group.ranks * whole / group.ring + group.latency + group.round
-    if "hierarchical" not in group.algorithms:
-        return ring
-    inside, nodes = group.inside, np.maximum(1, group.ranks / group.inside)
-    moved = (inside - 1) / inside * whole / group.link + (nodes - 1) / nodes * whole / group.ring
-    tiers = moved + group.latency * 2 + group.round * (inside + nodes - 2) / np.maximum(1, group.ranks - 1)
-    return np.where(group.crosses, np.minimum(ring, tiers), ring)
+    found = gathers(whole, group)
+    return np.minimum(found["ring"], found["hierarchical"]) if "hierarchical" in found else found["ring"]
 
 
 def all_reduces(message: Numbers, group: Group) -> dict[str, Numbers]:

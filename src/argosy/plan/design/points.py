@@ -16,6 +16,7 @@ than B sqrt(C/e)/e FLOP/s.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -30,6 +31,9 @@ from argosy.plan.hardware.devices import DEVICE_FORMATS, GIB, Device, Format
 from argosy.plan.hardware.technology import good_dies, logic_nodes, memory_generations, scaling
 
 Floats = NDArray[np.float64]
+Rows = NDArray[np.int64]
+NETWORK = ("link_bytes_per_s", "link_latency_s", "devices_per_node", "nic_bytes_per_s", "price_usd_per_h")
+"""The last keys of `DeviceSpace`, which no chip follows from; what is impossible is so on every network."""
 BYTES: dict[Format, float] = {"fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5625}
 """Bytes of an operand of a matmul, with its scales."""
 WIDER: dict[str, tuple[Format, ...]] = {"bf16": ("bf16", "fp16", "fp32"), "fp8": ("fp8", "bf16"), "fp4": ("fp4", "fp8")}
@@ -37,6 +41,25 @@ SRAM_CELL_UM2 = 0.021
 """An SRAM cell in N5 and N3E (TSMC, ISSCC 2020 and IEDM 2022, recalled): the least area of a cache."""
 MEMORY_DRAWS_ALL = "memory alone draws the power that the device may"
 OF_AREA = "the cache alone takes the area of the dies"
+
+
+@dataclass(frozen=True)
+class PointBlock:
+    """Points that follow each other: every network of some chips.
+
+    Figures of chips as a column and of networks as a row broadcast to (chips, networks). So what follows from chips
+    alone is computed once for all networks.
+    """
+
+    rows: slice
+    chips: Rows
+    """A point of each chip: (chips, 1)."""
+    networks: Rows
+    """A point of each network: (1, networks)."""
+
+    def flat(self, values: Any) -> Floats:
+        """Return values that broadcast to (chips, networks) as those of `rows`."""
+        return np.broadcast_to(values, (len(self.chips), self.networks.size)).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -86,12 +109,31 @@ class Points:
         """Return figure -> value of a point, of the figures that are swept."""
         return {key: v[int(self.places[key][row])] for key, v in self.axes.items() if len(v) > 1}
 
-    def rates(self, narrow: Format = "fp8", rows: Any = slice(None)) -> Rates:
-        """Return the points as the planner's rates; `narrow` is the format of its narrow matmuls, if they have it."""
+    @cached_property
+    def networks(self) -> int:
+        """Points that follow each other with the same chips: those that differ in `NETWORK` alone."""
+        return math.prod(len(self.axes[key]) for key in NETWORK if key in self.axes)
+
+    def blocks(self, most: int) -> Iterator[PointBlock]:
+        """Yield the points in blocks of about `most`."""
+        n, networks = len(self), self.networks
+        step = max(1, most // networks) * networks
+        for start in range(0, n, step):
+            stop = min(n, start + step)
+            yield PointBlock(
+                slice(start, stop), np.arange(start, stop, networks)[:, None], np.arange(networks)[None, :]
+            )
+
+    def rates(self, narrow: Format = "fp8", rows: Any = slice(None), networks: Any = None) -> Rates:
+        """Return the points as the planner's rates; `narrow` is the format of its narrow matmuls, if they have it.
+
+        networks: the points whose `NETWORK` to take; none: `rows`.
+        """
         base = Rates.of_device(self.base, narrow)
         half = self.computed("bf16")
         small = self.computed(narrow)
-        ring = self.link_bytes_per_s[rows] * (self.base.ring_bytes_per_s / self.base.link_bytes_per_s)
+        networks = rows if networks is None else networks
+        ring = self.link_bytes_per_s[networks] * (self.base.ring_bytes_per_s / self.base.link_bytes_per_s)
         return replace(
             base,
             half=self.flops_per_s[half][rows],
@@ -102,9 +144,9 @@ class Points:
             memory_bytes=self.memory_bytes[rows],
             memory_bytes_per_s=self.memory_bytes_per_s[rows],
             link_bytes_per_s=ring,
-            link_latency_s=self.link_latency_s[rows],
-            node=self.node[rows],
-            nic_bytes_per_s=self.nic_bytes_per_s[rows],
+            link_latency_s=self.link_latency_s[networks],
+            node=self.node[networks],
+            nic_bytes_per_s=self.nic_bytes_per_s[networks],
         )
 
     def computed(self, wanted: str) -> Format:

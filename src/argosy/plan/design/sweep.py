@@ -7,7 +7,7 @@ devices are drawn to tell what that costs: `regret` is how much slower the chose
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from argosy.errors import UserError
-from argosy.plan.cost.cost_model import PLANS_AT_ONCE, CostModel
+from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.economy import DRAW
 from argosy.plan.cost.estimate import Estimate
 from argosy.plan.cost.inference import (
@@ -46,6 +46,8 @@ DRAWN, HELD_OUT, OTHER_POINTS = 10, 8, 4
 formats with slower matmuls."""
 SENSITIVITY_ROUNDS, ROUND_TOLERANCE = 3, 0.03
 """Rounds of drawn points whose plans are tried everywhere too, until these lose less than predictions can tell."""
+POINTS_AT_ONCE = 2**14
+"""Points in arrays of one computation: more leave the processor's caches."""
 OF_EACH = 3
 """Meshes of each search whose best plan every point may take."""
 NARROW_FORMATS: dict[str, Format] = {"bf16": "fp8", "fp8": "fp8", "fp4": "fp4"}
@@ -250,14 +252,15 @@ class _Best:
         new = list(enumerate(self.ways.items()))[self._tried :]
         self._tried = len(self.ways)
         needed = [float(np.asarray(training.costs.predict_memory(plan).total)[0]) for _, (_, plan) in new]
-        for rows in _chunks(len(self.step_s)):
+        for block in training.points.blocks(POINTS_AT_ONCE):
+            rows = block.rows
             rates: dict[str, Rates] = {
-                fmt: training.points.rates(NARROW_FORMATS[fmt], rows) for fmt in training.formats
+                fmt: training.points.rates(NARROW_FORMATS[fmt], block.chips, block.networks) for fmt in training.formats
             }
             for (place, ((number_format, _), plan)), memory_bytes in zip(new, needed, strict=True):
                 fits = memory_bytes <= self._most[rows]
                 if fits.any():
-                    step_s = np.where(fits, np.asarray(training.step(plan, rates[number_format]).total), np.inf)
+                    step_s = np.where(fits, block.flat(training.step(plan, rates[number_format]).total), np.inf)
                     better = step_s < self.step_s[rows]
                     self.step_s[rows] = np.where(better, step_s, self.step_s[rows])
                     self.way[rows] = np.where(better, place, self.way[rows])
@@ -288,12 +291,12 @@ class ServingSweep:
             )
         self.ways = tuple((w, tp, n) for w in asked.weights for tp in self.tps for n in asked.sequences)
 
-    def model(self, weights: str, tp: float, rows: Any = slice(None)) -> ServingModel:
-        """Return the planner's model of a replica on columns of devices."""
+    def model(self, weights: str, tp: float, rows: Any = slice(None), networks: Any = None) -> ServingModel:
+        """Return the planner's model of a replica on columns of devices (`Points.rates`)."""
         points, asked = self.points, self.asked
         wanted = weights if weights in ("fp8", "fp4") else "bf16"
         computed = points.computed(wanted)
-        rates = points.rates("fp8", rows)
+        rates = points.rates("fp8", rows, networks)
         flops = points.flops_per_s[computed][rows] * points.achieved[computed][rows]
         is_narrow = float(computed in ("fp8", "fp4"))
         formats = Formats(BYTES_OF_WEIGHT[weights], CACHES[asked.kv_cache], flops, is_narrow)
@@ -304,16 +307,20 @@ class ServingSweep:
         points, asked, n = self.points, self.asked, len(self.points)
         score, way = np.full(n, -np.inf), np.full(n, -1)
         kept = np.full((3, n), np.nan)
-        for rows in _chunks(n):
-            models = {(w, tp): self.model(w, float(tp), rows) for w in asked.weights for tp in self.tps}
+        for block in points.blocks(POINTS_AT_ONCE):
+            rows = block.rows
+            models = {
+                (w, tp): self.model(w, float(tp), block.chips, block.networks) for w in asked.weights for tp in self.tps
+            }
             for place, (weights, tp, sequences) in enumerate(self.ways):
                 model = models[weights, tp]
-                found, each, ok = served(model, asked, tp, sequences, points.node[rows])
-                reached = np.where(ok, each if asked.objective == "throughput" else -found.tpot_s, -np.inf)
+                found, *reach = served(model, asked, tp, sequences, points.node[block.networks])
+                ttft_s, tpot_s, each, ok = map(block.flat, (found.ttft_s, found.tpot_s, *reach))
+                reached = np.where(ok, each if asked.objective == "throughput" else -tpot_s, -np.inf)
                 better = reached > score[rows]
                 score[rows] = np.where(better, reached, score[rows])
                 way[rows] = np.where(better, place, way[rows])
-                for column, new in zip(kept, (found.ttft_s, found.tpot_s, each), strict=True):
+                for column, new in zip(kept, (ttft_s, tpot_s, each), strict=True):
                     column[rows] = np.where(better, new, column[rows])
         hours = 1e6 / kept[2] / 3600
         return Served(
@@ -354,11 +361,6 @@ def front(objectives: Floats) -> NDArray[np.int64]:
         left = left[(values < objectives[best]).any(axis=1)]
     found = np.array(kept, np.int64)
     return found[np.argsort(objectives[found, 0], kind="stable")] if len(found) else found
-
-
-def _chunks(n: int) -> Iterator[slice]:
-    for start in range(0, n, PLANS_AT_ONCE):
-        yield slice(start, min(n, start + PLANS_AT_ONCE))
 
 
 def _one(rates: Rates) -> Rates:

@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from argosy.errors import UserError
-from argosy.plan.cost.collectives import Group, all_reduce_s, all_reduces, all_to_all_s, gather_s, send_s, shared
+from argosy.plan.cost.collectives import (
+    Group,
+    all_reduce_s,
+    all_reduces,
+    all_to_all_s,
+    gather_s,
+    gathers,
+    send_s,
+    shared,
+)
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import first_of, seconds
 from argosy.plan.cost.fabric import ORDERS, RANK_PARTS, Fabric
@@ -162,9 +171,11 @@ def _meet(one: Group, other: Group) -> bool:
 
 
 def _algorithm(kind: str, size: float, group: Group) -> str:
-    if kind != "all_reduce" or not bool(np.any(group.crosses)):
-        return "direct" if kind in ("send", "all_to_all") else "ring"
-    found = all_reduces(size, group)
+    if kind in ("send", "all_to_all"):
+        return "direct"
+    if not bool(np.any(group.crosses)):
+        return "ring"
+    found = all_reduces(size, group) if kind == "all_reduce" else gathers(size, group)
     return min(found, key=lambda name: first_of(found[name]))
 
 

@@ -148,8 +148,10 @@ def _explained(report: PlanReport) -> Iterator[RenderableType]:
     yield table
     if idle := [change.what for change in about.sensitivities if abs(change.change) < LEAST_CHANGE]:
         yield Text(f"no change: {', '.join(idle)}", style="dim")
-    yield Text(f"\nWhat stops the whole run: {stops_in_words(about.reliability)}:")
-    yield stops_table(about.reliability.components)
+    of_components = bool(shown_stops(about.reliability.components))
+    yield Text(f"\nWhat stops the whole run: {stops_in_words(about.reliability)}{':' if of_components else '.'}")
+    if of_components:
+        yield stops_table(about.reliability.components)
     yield Text(f"By the catalogue {burn_in_in_words(about.reliability.burn_in)}.", style="dim")
 
 

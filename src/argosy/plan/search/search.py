@@ -122,9 +122,13 @@ class SearchResult:
     def best(self, score: Floats, many: int) -> NDArray[np.int64]:
         """Return the rows with the lowest score, one for each mesh; of equal ones the leanest."""
         order = np.lexsort((self.memory_bytes, score))
-        axes = np.stack([getattr(self.plans, axis) for axis in MESH])
-        _, first = np.unique(axes[:, order], axis=1, return_index=True)
-        return order[np.sort(first)[:many]]
+        axes = np.stack([np.broadcast_to(getattr(self.plans, axis), len(self)) for axis in MESH])
+        first: dict[tuple[int, ...], int] = {}
+        for row in order.tolist():  # to the end only if there are fewer meshes
+            first.setdefault(tuple(axes[:, row].tolist()), row)
+            if len(first) >= many:
+                break
+        return np.array(list(first.values()), np.int64)
 
     def pareto(self, many: int = 8) -> NDArray[np.int64]:
         """Return the rows that no other beats in step time, memory and devices at once, the fastest first."""
