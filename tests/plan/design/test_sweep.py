@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from pytest import approx
 from tests.plan.design.conftest import SERVE, TRAIN, Load
 
+from argosy.config.layers import preset_path
 from argosy.errors import UserError
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.design.bottlenecks import effects, rows_along, serving_along, training_along, where_it_stops
 from argosy.plan.design.points import Points
+from argosy.plan.design.speedup import speedups
 from argosy.plan.design.sweep import ServingSweep, TrainingSweep, front
 from argosy.plan.report.request import Question, of_model
 from argosy.plan.report.serving_report import serving_report
@@ -53,6 +57,18 @@ def test_columns_give_what_each_device_gives_alone(load: Load) -> None:
     assert served.tpot_s[3] == approx(ServingSweep(last.serve, alone, 1.2).swept().tpot_s[0])
     assert trained.step_s[3] == approx(TrainingSweep(last.train, alone, 1.2).swept().step_s[0], rel=0.03)
     assert trained.step_s[3] < trained.step_s[0] and trained.regret < 0.05
+
+
+def test_a_device_s_file_is_a_base_and_one_of_a_pair(load: Load, tmp_path: Path) -> None:
+    """As the catalogue's device that it is."""
+    own, speedup = tmp_path / "mine.toml", '[speedup]\nbefore = "a100"\nafter = "{}"\n'
+    own.write_text(preset_path("devices", "h100-sxm").read_text().replace('"H100-SXM"', '"Mine"'))
+    named, filed = (load(TRAIN + SERVE + speedup.format(name), base=f'"{name}"') for name in ("h100", own))
+    assert named.train is not None and filed.train is not None and filed.serve is not None
+    trained = [TrainingSweep(space.train, Points.of(space), 1.2).swept().step_s for space in (named, filed)]
+    assert trained[1] == approx(trained[0])
+    assert ServingSweep(filed.serve, Points.of(filed), 1.2).swept().tpot_s[0] > 0
+    assert [each.whole for each in speedups(filed)] == approx([each.whole for each in speedups(named)])
 
 
 def test_a_model_that_fits_nowhere_is_refused(load: Load) -> None:

@@ -33,6 +33,7 @@ from argosy.plan.cost.step_time import StepModel
 from argosy.plan.design.points import WIDER
 from argosy.plan.design.space import DesignSpace, ServeSpace, SpeedupSpace, TrainSpace
 from argosy.plan.design.sweep import served
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Device, Format, find_device
 from argosy.plan.layouts import column_of
 from argosy.plan.report.request import Question, of_model
@@ -154,13 +155,13 @@ def _training(asked: TrainSpace, pair: SpeedupSpace, before: Device, after: Devi
 
 
 def _costs(asked: TrainSpace, device: Device, batch: int) -> CostModel:
-    request = of_model(asked.model, f"{asked.devices}x{device.name}", Question(batch, asked.seq_len, asked.tokens))
+    request = of_model(asked.model, Cluster.of(device, asked.devices), Question(batch, asked.seq_len, asked.tokens))
     return CostModel.of(request.run, request.cluster)
 
 
 def _serving(asked: ServeSpace, before: Device, after: Device) -> Speedup:
     question = Question(seq_len=asked.prompt + asked.output, serving=True)
-    requests = [of_model(asked.model, f"8x{device.name}", question) for device in (before, after)]
+    requests = [of_model(asked.model, Cluster.of(device, 8), question) for device in (before, after)]
     costs = [CostModel.of(request.run, request.cluster) for request in requests]
     rates = (costs[0].rates, costs[1].rates)
     _, constants, options = ServingSoftware.of(asked.engine, before, "serve.engine =")

@@ -33,6 +33,7 @@ from argosy.plan.cost.rates import Rates
 from argosy.plan.cost.step_time import StepModel, StepTime
 from argosy.plan.design.points import Floats, Points
 from argosy.plan.design.space import ServeSpace, TrainSpace
+from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.devices import Format
 from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.layouts import Layouts, column_of
@@ -104,7 +105,7 @@ def drawn_w(points: Points, pue: float) -> Floats:
     return np.asarray(points.power_w * ratio * float(DRAW.mid) * pue)
 
 
-def _request(table: str, model: str, cluster: str, asked: Question) -> tuple[CostModel, Any]:
+def _request(table: str, model: str, cluster: Cluster, asked: Question) -> tuple[CostModel, Any]:
     """Return the cost model of a model on the base device, and the request. Raises: UserError by the file's keys."""
     try:
         request = of_model(model, cluster, asked)
@@ -120,7 +121,7 @@ class TrainingSweep:
     def __init__(self, asked: TrainSpace, points: Points, pue: float):
         self.asked, self.points, self.pue = asked, points, pue
         question = Question(asked.global_batch, asked.seq_len, asked.tokens)
-        cluster = f"{asked.devices}x{points.base.name}"
+        cluster = Cluster.of(points.base, asked.devices)
         self.costs, self.request = _request("train", asked.model, cluster, question)
         self.formats = [fmt for fmt in asked.precision if points.computed(fmt) == fmt or fmt == asked.precision[0]]
 
@@ -280,7 +281,7 @@ class ServingSweep:
     def __init__(self, asked: ServeSpace, points: Points, pue: float):
         self.asked, self.points, self.pue = asked, points, pue
         question = Question(seq_len=asked.prompt + asked.output, serving=True)
-        self.costs, self.request = _request("serve", asked.model, f"1x{points.base.name}", question)
+        self.costs, self.request = _request("serve", asked.model, Cluster.of(points.base, 1), question)
         self.software = ServingSoftware.of(asked.engine, points.base, "serve.engine =")
         model = self.request.run.model
         self.tps = [tp for tp in asked.tp if tensor_parts(model) % tp == 0]

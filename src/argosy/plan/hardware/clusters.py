@@ -379,6 +379,12 @@ class Cluster(Section):
         )
 
     @classmethod
+    def of(cls, device: Device, count: int) -> Self:
+        """Return so many devices, which the catalogue need not have, in nodes of their size. Raises: UserError."""
+        text = f"{count}x{device.name}"
+        return cls(name=text, groups=(_group(str(count), None, device.name, text=text, device=device),))
+
+    @classmethod
     def load(cls, path: Path) -> Self:
         """Read a cluster from a file. Raises: UserError that names every wrong key, with its line."""
         table, lines = read_toml(path)
@@ -400,9 +406,9 @@ def _settle_device(group: Any, folder: Path) -> None:
         group["device"] = str(folder / Path(device).expanduser())
 
 
-def _group(count: str, per_node: str | None, device_name: str, *, text: str) -> NodeGroup:
-    """Return the nodes of NxDEVICE, or of NODESxNxDEVICE. Raises: UserError."""
-    device, number = find_device(device_name), int(count)
+def _group(count: str, per_node: str | None, device_name: str, *, text: str, device: Device | None = None) -> NodeGroup:
+    """Return the nodes of NxDEVICE, or of NODESxNxDEVICE; none: the device of that name. Raises: UserError."""
+    device, number = device or find_device(device_name), int(count)
     if number == 0 or per_node == "0":
         raise UserError(f"cluster {text!r}: there must be at least one device. Try 8x{device_name}.")
     if per_node:

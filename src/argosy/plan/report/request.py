@@ -66,12 +66,12 @@ class Question:
         return {key: value for key, value in values.items() if value is not None}
 
 
-def of_model(model: str | ModelConfig, cluster: str, asked: Question, name: str = "") -> PlanRequest:
+def of_model(model: str | ModelConfig, cluster: str | Cluster, asked: Question, name: str = "") -> PlanRequest:
     """Return the request about a model on a cluster.
 
     model: the name of a preset, or a model that is called `name`. Raises: UserError.
     """
-    place = _priced(Cluster.parse(cluster), asked)
+    place = _priced(cluster if isinstance(cluster, Cluster) else Cluster.parse(cluster), asked)
     pins = dict(parse_pins(asked.fix))
     run, assumed, of_batch = _run_of_model(model, name, asked, place.devices)
     _check_precisions(pins, place, run)
