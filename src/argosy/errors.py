@@ -21,6 +21,12 @@ def counted(count: int, what: str, plural: str = "s") -> str:
     return f"{count} {what}{'' if count == 1 else plural}"
 
 
+def a_kind(value: object) -> str:
+    """Return the kind of a value as JSON and Python have it, with its article: "an int", "a list", "null"."""
+    name = type(value).__name__
+    return "null" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def some_of(names: Sequence[object], most: int, others: str = "more") -> str:
     """Return the first of these, at most so many, and how many others there are: "a, b and 3 more"."""
     left = len(names) - most

@@ -192,7 +192,7 @@ def test_what_the_loop_writes_is_each_sample_once(skipped: Ranges, batch: int, s
 def test_a_step_that_is_missing_or_there_twice_is_found():
     records = lines(5, 4, [(8, 12)])
     assert read_ledger([r for r in records if r["step"] != 1]).problems == ("samples 4 to 7 are missing",)
-    assert read_ledger([*records, records[2]]).problems == ("samples 4 to 7 are there twice",)
+    assert read_ledger([*records, records[2]]).problems == ("samples 4 to 7 appear twice",)
 
 
 def test_samples_that_were_left_out_without_a_word_are_found():

@@ -55,7 +55,7 @@ def test_words_name_the_budget(table: str, capsys: pytest.CaptureFixture[str]) -
         ([], "no results"),
         (["none.csv"], "none.csv"),
         (["TABLE", "--parameters", "7e9"], "give both"),
-        (["TABLE", "--budget", "-1"], "--budget -1.0: must be above 0"),
+        (["TABLE", "--budget", "-1"], "--budget -1: must be above 0"),
         (["TABLE", "--predict", "a.toml", "--parameters", "1", "--tokens", "1"], "give one of them"),
         (["TABLE", "--bugdet", "1e21"], "--budget"),
     ],

@@ -51,7 +51,7 @@ def test_folders_and_files_are_read_together(tmp_path: Path) -> None:
     [
         ("parameters,token,loss\n1,2,3\n", r"results.csv:1: unknown column 'token'; did you mean tokens\?"),
         ("parameters,tokens\n1,2\n", "results.csv:1: column loss is missing"),
-        ("parameters,tokens,loss,loss\n1,2,3,3\n", "results.csv:1: a column stands there twice"),
+        ("parameters,tokens,loss,loss\n1,2,3,3\n", "results.csv:1: a column is named twice"),
         ("parameters,tokens,loss\n1,2,3\n1,2\n", "results.csv:3: 2 values for the 3 columns"),
         ("parameters,tokens,loss\n1,2,3\n1,2,low\n", "results.csv:3: loss = 'low': must be a finite number above 0"),
         ("parameters,tokens,loss\n1,-2,3\n", "results.csv:2: tokens = '-2'"),

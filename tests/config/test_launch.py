@@ -138,11 +138,11 @@ def test_a_rank_map_says_in_which_order_nodes_get_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a\nb\na\n", "a stands there twice, and a node has one place. Remove line 3"),
-        ("a b\n", "is no name of a node"),
+        ("a\nb\na\n", "a is listed twice, and a node has one place. Remove line 3"),
+        ("a b\n", "is not the name of a node"),
         ("\n", "names no node"),
         (None, "cannot be read: No such file or directory"),
-        (b"\xff\xfe", "it is no text"),
+        (b"\xff\xfe", "it is not a text file"),
     ],
 )
 def test_a_bad_rank_map_is_refused(tmp_path, text, message):

@@ -100,7 +100,7 @@ def test_broken_input_is_counted_by_kind(write: Any) -> None:
             r"a\.jsonl, line 1 .*(recursion|Stack overflow).*: broken JSON",
         ),  # Python 3.14 says the latter
         ("a.jsonl", b'{"text": "\xff"}', r"a\.jsonl, line 1, byte 10 of the line: broken UTF-8"),
-        ("a.jsonl", b'{"text": 5}', r"a\.jsonl, line 1, field 'text' \(a int\): not text"),
+        ("a.jsonl", b'{"text": 5}', r"a\.jsonl, line 1, field 'text' \(an int\): not text"),
     ],
 )
 def test_broken_input_can_be_refused(write: Any, name: str, data: bytes, message: str) -> None:

@@ -260,7 +260,7 @@ def test_workers_that_die_again_and_again_are_told(config: PrepareConfig, monkey
 
     start = Local.start
     monkeypatch.setattr(Local, "start", start_and_kill)
-    with pytest.raises(RunFailed, match=r"3 workers have ended before their time \(signal SIGKILL.*Repeat the command"):
+    with pytest.raises(RunFailed, match=r"3 workers ended early \(signal SIGKILL.*Repeat the command"):
         prepare(config)
 
 

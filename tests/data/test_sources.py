@@ -241,7 +241,7 @@ def _file(folder: Path, helper: str, function: str) -> Path:
     [
         (SUMS, "source:sum", "input = source:sum: there is no source 'sum'; did you mean sums?"),
         (SUMS, "source:sums:many", "mine.py:5: the source sums raised ValueError: invalid literal"),
-        ("def f(argument):\n    yield 3\n", "source:sums", "TypeError: document 1 is a int, not text"),
+        ("def f(argument):\n    yield 3\n", "source:sums", "TypeError: document 1 is an int, not text"),
         (
             "def f(argument):\n    yield str(random.random())\n",
             "source:sums",

@@ -78,7 +78,7 @@ def test_what_an_engine_writes_it_takes_again(tmp_path, engine):
 def test_words_that_an_engine_never_writes_are_refused_though_the_seal_holds(tmp_path, engine, changes):
     write(tmp_path, engine, **changes)
     loaded(tmp_path).save(tmp_path)
-    with pytest.raises(UserError, match=r"launch/job.json\) says .* never does: it was changed"):
+    with pytest.raises(UserError, match=r"launch/job.json\) says .* never writes: somebody changed"):
         engine_of(loaded(tmp_path))
 
 

@@ -91,7 +91,7 @@ def test_spaces_order_and_a_last_comma_do_not_matter(text):
         ("schedule=zvb", '\n  Try "zbv".'),
         ("tp=0,pp=-1", "plan.pp = -1"),
         ("tp", 'plan = "tp": \'tp\' is neither "auto" nor KEY=VALUE, such as tp=2.'),
-        ("tp=2,tp=4", 'plan = "tp=2,tp=4": tp is there twice. Keep one.'),
+        ("tp=2,tp=4", 'plan = "tp=2,tp=4": tp is given twice. Keep one.'),
         ("auto=2", 'plan = "auto=2": auto takes no value. Write "auto".'),
     ],
 )

@@ -64,7 +64,7 @@ def test_the_run_is_a_file_a_preset_or_a_table(tmp_path: Path) -> None:
         ("[parameters]\noptimizer.lr = ['fast']", r'lr.toml:2: optimizer.lr = "fast": must be a finite number above 0'),
         ("[parameters]\noptimizer.beta1 = { min = 0.5, max = 1.5 }", "lr.toml:2: optimizer.beta1 = 1.5: must be"),
         ("[parameters]\noptimizer.lr = []", "lr.toml:2: parameters.*values is empty"),
-        ("[parameters]\noptimizer.lr = [1e-3, 0.001]", "lr.toml:2: optimizer.lr: the value 0.001 is there twice"),
+        ("[parameters]\noptimizer.lr = [1e-3, 0.001]", "lr.toml:2: optimizer.lr: the value 0.001 is given twice"),
         ("[parameters]\noptimizer.lr = 3", r"lr.toml:2: parameters.* = 3"),
         ("[parameters]\noptimizer.lr = { min = 2e-3, max = 1e-3 }", "lr.toml:2: .*the range from .* is empty"),
         ("[parameters]\noptimizer.lr = { min = 1e-3 }", "lr.toml:2: .*give a list, or min and max"),

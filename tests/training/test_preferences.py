@@ -226,7 +226,7 @@ def test_a_reward_model_begins_with_a_base_and_goes_to_transformers(workers: Wor
     import_checkpoint(tmp_path / "out", tmp_path / "back")
     for name, tensor in open_checkpoint(tmp_path / "back").model().state_dict().items():
         assert torch.equal(tensor, ours.state_dict()[name])
-    with pytest.raises(UserError, match="it ends with a score, and not with words"):
+    with pytest.raises(UserError, match="it gives scores, no text"):
         generate(tmp_path / "whole", "1+1?")
 
 

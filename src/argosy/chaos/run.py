@@ -65,7 +65,7 @@ def read_ledger(records: Iterable[dict[str, Any]]) -> Ledger:
         if start > end:
             problems.append(f"samples {end} to {start - 1} are missing")
         elif start < end:
-            problems.append(f"samples {start} to {min(end, stop) - 1} are there twice")
+            problems.append(f"samples {start} to {min(end, stop) - 1} appear twice")
     return Ledger(sum(stop - first for first, stop in taken), tuple(skipped), tuple(problems))
 
 

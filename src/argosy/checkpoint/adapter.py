@@ -42,7 +42,7 @@ def find_weights(path: Path, sha256: str = "") -> Checkpoint:
         run_dir = path.parent.parent if step_of(path.name) is not None else path
         known = [c for c in store.committed(run_dir) if c.manifest.sha256 == sha256]
         if not known:
-            raise _others(path, sha256, "no checkpoint there is these. Name the run folder that has them")
+            raise _others(path, sha256, "no checkpoint there holds these. Name the run folder that does")
         found = known[0]
         if problem := problem_of(found):
             raise UserError(f"{problem}. The adapter needs it: restore it from a copy.")
@@ -58,7 +58,7 @@ def check_folder(place: Path, sha256: str = "") -> str:
     """
     found = weights_sha256(place, "model.weights = ")
     if sha256 not in ("", found):
-        raise _others(place, sha256, f"there they have {found[:12]}.... Name the folder as it was")
+        raise _others(place, sha256, f"the sha256 there is {found[:12]}.... Restore that folder, or name a copy of it")
     return found
 
 

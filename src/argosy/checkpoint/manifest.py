@@ -18,7 +18,7 @@ from typing import Any
 from argosy.checkpoint.checksums import FileSum, checked, foreign, signed
 from argosy.checkpoint.fence import OLD_NAME
 from argosy.checkpoint.history import History
-from argosy.errors import UserError
+from argosy.errors import UserError, a_kind
 
 MOST_INTEGER = 2**63 - 1
 """The largest whole number that is taken."""
@@ -96,7 +96,7 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # Python does not spell out numbers of more than 4,300 digits
-        text = f"a {type(value).__name__}"
+        text = a_kind(value)
     return text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}..."
 
 

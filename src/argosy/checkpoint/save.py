@@ -142,7 +142,7 @@ class Saver:
         while self._in_flight is not None:
             self._attend()
             if self._process is not None and time.monotonic() - self._advanced_s > HUNG_S:
-                self._give_up(self._process, f"nothing has come of it for {HUNG_S:.0f} s")
+                self._give_up(self._process, f"it has made no progress for {HUNG_S:.0f} s")
         self._listen(0.0)
 
     def close(self) -> None:

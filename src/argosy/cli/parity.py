@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from argosy.cli.documents import answer
 from argosy.cli.options import TrustCode, parse_run
-from argosy.errors import UserError
+from argosy.errors import UserError, counted
 from argosy.plan.search.auto import check_written
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _in_words(found: Parity) -> str:
         "grad_norm": differences.grad_norm,
         "weights": differences.weights,
     }
-    lines = [f"{found.plan}  against  {found.reference}, {found.steps} steps; largest relative difference:"]
+    lines = [f"{found.plan}  against  {found.reference}, {counted(found.steps, 'step')}; largest relative difference:"]
     for name, difference in rows.items():
         within = f" (limit {limit[name]:.0e})" if limit else ""
         mark = "   beyond its limit" if name in beyond else ""

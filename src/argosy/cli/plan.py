@@ -402,7 +402,7 @@ def _check(options: Options) -> None:
     for name, value in given.items():
         for number in value if name == "price" else (value,):
             if isinstance(number, int | float) and not 0 < number < math.inf:
-                raise UserError(f"{_option(name, options)} {number}: must be above 0.")
+                raise UserError(f"{_option(name, options)} {number:g}: must be above 0.")
     alone = "is a file of runs, each with options of its own", tuple(given.keys() - {"jobs", "json", "html"})
     for name, (does, others) in {"jobs": alone, **APART}.items():
         if name in given and (other := next((each for each in others if each in given), None)):

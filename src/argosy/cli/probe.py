@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from argosy.cli.documents import DryRun, answer, show_dry_run, write
 from argosy.cli.options import parse
-from argosy.errors import UserError
+from argosy.errors import UserError, counted
 
 if TYPE_CHECKING:
     from argosy.config.schema import RunConfig
@@ -98,7 +98,7 @@ def _would(options: Options, run: RunConfig) -> DryRun:
             f"wait {options.minutes:g} minutes at most for the other sites of {run.name}, and measure the links to them"
         )
         return DryRun((what, f"add them to {options.out}"))
-    processes = f"{options.processes} processes" if options.processes else "a process a device"
+    processes = counted(options.processes, "process", "es") if options.processes else "a process a device"
     would = (
         f"start {processes}, and measure for about {options.minutes:g} minutes the shapes of {model_name(run.model)}"
     )

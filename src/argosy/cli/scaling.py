@@ -111,7 +111,7 @@ def _check(options: Options) -> None:
     for name in ("budget", "parameters", "tokens", "draws"):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise UserError(f"--{name} {value}: must be above 0.")
+            raise UserError(f"--{name} {value:g}: must be above 0.")
     if (options.parameters is None) != (options.tokens is None):
         raise UserError("--parameters and --tokens describe a run together: give both.")
     if options.predict is not None and options.parameters is not None:

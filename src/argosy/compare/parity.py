@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass as documented
 
 from argosy.config.identity import TOLD_TO_NOBODY, check_repeatable
 from argosy.config.schema import RunConfig
-from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError
+from argosy.errors import ArgosyWarning, Interrupted, RunFailed, UserError, counted
 from argosy.extend.loading import check_approved
 from argosy.inference.trained_model import open_checkpoint
 from argosy.launch.devices import check_compiler, find_devices
@@ -119,9 +119,9 @@ def parity(
     with tempfile.TemporaryDirectory(prefix="argosy-parity-") as folder:
         alone, together = Path(folder, "reference"), Path(folder, "plan")
         _train(run, reference, alone)
-        tell(f"single process, {steps} steps: done")
+        tell(f"single process, {counted(steps, 'step')}: done")
         _train(run, plan, together)
-        tell(f"{plan}, {steps} steps: done")
+        tell(f"{plan}, {counted(steps, 'step')}: done")
         differences = compare(alone, together)
     if tolerance is None and (plan.precision, plan.weights, plan.reduce) == ("fp32", "fp32", "fp32"):
         tolerance = TOLERANCE

@@ -118,7 +118,7 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
             raise UserError(f"{path}:1: unknown column {name!r}; {near_names(name, known)}")
     if sorted(columns) != sorted(known):
         lacking = ", ".join(name for name in known if name not in columns)
-        wrong = f"column {lacking} is missing" if lacking else "a column stands there twice"
+        wrong = f"column {lacking} is missing" if lacking else "a column is named twice"
         raise UserError(f"{path}:1: {wrong}; the header is {','.join(known)}, in any order.")
 
 

@@ -49,8 +49,8 @@ class RopeScaling(Section):
         both = len(self.short_divisors), len(self.long_divisors)
         if both[0] != both[1] or (self.kind == "longrope") != bool(both[0]):
             raise ValueError(
-                f"kind = {self.kind} with {both[0]} short_divisors and {both[1]} long_divisors: longrope has as many "
-                "of both as pairs are rotated, and no other kind has any"
+                f"kind = {self.kind} with {both[0]} short_divisors and {both[1]} long_divisors: longrope needs as many "
+                "of each as pairs are rotated, and other kinds take none"
             )
         return self
 
@@ -120,9 +120,9 @@ class AttentionConfig(Section):
     def _windows_fit(self) -> Self:
         windowed = [kind for kind in self.layers if kind in ("sliding", "chunked")]
         if windowed and not self.window:
-            raise ValueError(f"layers has {windowed[0]} ones and window = 0; give the number of tokens that they see")
+            raise ValueError(f"layers has {windowed[0]}, and window = 0; set window to the tokens that a layer sees")
         if "chunked" in windowed and (self.softcap or self.sinks):
-            raise ValueError("layers has chunked ones, which are known without softcap and sinks; leave these out")
+            raise ValueError("chunked layers are not supported with softcap or sinks; leave these out")
         if self.window and not windowed:
             raise ValueError(f'window = {self.window} has no effect without sliding layers; set layers = ["sliding"]')
         for key in ("rotary_width", "sliding_rotary_width"):

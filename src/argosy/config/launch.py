@@ -93,7 +93,7 @@ def read_rank_map(path: str) -> dict[str, int]:
     try:
         names = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as problem:
-        why = getattr(problem, "strerror", None) or "it is no text"
+        why = getattr(problem, "strerror", None) or "it is not a text file"
         raise UserError(
             f"launch.rank_map = {path}: cannot be read: {why}. `argosy plan --rank-map FILE` writes one; all nodes "
             "must see it."
@@ -102,11 +102,11 @@ def read_rank_map(path: str) -> dict[str, int]:
     for number, name in enumerate(names, 1):
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,255}", name):
             raise UserError(
-                f'launch.rank_map = {path}: "{name[:80]}" is no name of a node. Write one name in each line.'
+                f'launch.rank_map = {path}: "{name[:80]}" is not the name of a node. Write one name in each line.'
             )
         if name in found:
             raise UserError(
-                f"launch.rank_map = {path}: {name} stands there twice, and a node has one place. Remove line {number}."
+                f"launch.rank_map = {path}: {name} is listed twice, and a node has one place. Remove line {number}."
             )
         found[name] = len(found)
     if not found:

@@ -149,12 +149,12 @@ def check_sites(sites: Sequence[SiteConfig], site: str, quorum: int) -> None:
     """Refuse sites that cannot be told apart. Raises: ValueError."""
     names = [one.name for one in sites]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f'sites: the name "{twice}" is there twice; give each site its own')
+        raise ValueError(f'sites: the name "{twice}" is given twice; give each site its own')
     if len(sites) == 1:
         raise ValueError("sites has one entry; give two or more, or none")
     addresses = [one.address for one in sites if one.address]
     if twice := next((address for address in addresses if addresses.count(address) > 1), None):
-        raise ValueError(f'sites: the address "{twice}" is there twice; give each site its own')
+        raise ValueError(f'sites: the address "{twice}" is given twice; give each site its own')
     if server := next((name for name in names if SERVER_NAME.match(name)), None):
         raise ValueError(f'sites: the name "{server}" is that of a parameter server; give the site another')
     if site and site not in names and not (names and SERVER_NAME.match(site)):
@@ -172,7 +172,7 @@ def batches_of(sites: Sequence[SiteConfig], global_batch: int) -> list[int]:
         fixed = ", ".join(f"{one.batch} of {one.name}" for one in sites if one.batch)
         what = f", with sites.batch = {fixed}" if fixed else ""
         raise ValueError(
-            f"train.global_batch = {global_batch} cannot be made up by {len(sites)} sites{what}; "
+            f"train.global_batch = {global_batch} cannot be shared by {len(sites)} sites{what}; "
             f"try train.global_batch = {given + max(1, round(left / others)) * others if others else given}"
         )
     return [one.batch or left // others for one in sites]

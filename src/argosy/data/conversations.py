@@ -12,6 +12,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from argosy.errors import a_kind
+
 Message = dict[str, Any]
 Record = dict[str, Any]
 
@@ -56,7 +58,7 @@ def conversations_of(record: Record, objective: str) -> list[Conversation]:
     if isinstance(tools, str):
         tools = _parsed(tools, "tools")
     if tools is not None and not isinstance(tools, list):
-        raise BadRecord(NO_CONVERSATION, f"tools holds a {type(tools).__name__}; a list of tools is what it must be")
+        raise BadRecord(NO_CONVERSATION, f"tools holds {a_kind(tools)}; it must be a list of tools")
     if objective == "sft":
         return [_one(record, tools)]
     if objective == "kto":
@@ -122,7 +124,7 @@ def messages_of(value: Any, name: str) -> list[Message]:
 
 def _message(given: Any, where: str) -> Message:
     if not isinstance(given, dict):
-        raise BadRecord(NO_CONVERSATION, f"{where} is a {type(given).__name__}, not a message")
+        raise BadRecord(NO_CONVERSATION, f"{where} is {a_kind(given)}, not a message")
     said = given.get("role", given.get("from"))
     role = ROLE_NAMES.get(said) if isinstance(said, str) else None
     if role is None:
@@ -144,7 +146,7 @@ def _text(content: Any, where: str) -> str:
         kind = sorted(kinds - {"text"})[0][:40]
         raise BadRecord(IMAGES, f"{where} has a part of type {kind!r}; models here read text alone")
     if not parts or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-        raise BadRecord(NO_CONVERSATION, f"{where} says a {type(content).__name__}, not text")
+        raise BadRecord(NO_CONVERSATION, f"{where} says {a_kind(content)}, not text")
     return "".join(part["text"] for part in parts)
 
 

@@ -165,7 +165,7 @@ class Workers:
         ended = {name: why for name, (state, why) in states.items() if state == "ended"}
         self._over |= set(ended)
         ended |= {
-            name: f"it shows no life for {WORKER_SILENT_S:.0f} s" for name in states if self._is_silent(name, beats)
+            name: f"no sign of life for {WORKER_SILENT_S:.0f} s" for name in states if self._is_silent(name, beats)
         }
         if ended:
             self._folder.release_all(set(ended))
@@ -202,8 +202,8 @@ def _error(kind: str, why: str) -> ArgosyError | OSError:
 
 def _ended(why: str, count: int, folder: WorkFolder) -> RunFailed:
     return RunFailed(
-        f"{count} workers have ended before their time ({why}; SIGKILL often means that memory ran out). Repeat the "
-        f"command, and it goes on from there; fewer `processes` take less memory. What they print: {folder.path}/logs."
+        f"{counted(count, 'worker')} ended early ({why}; SIGKILL often means that memory ran out). Repeat the "
+        f"command, and it goes on from there; fewer `processes` take less memory. Their output: {folder.path}/logs."
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 from argosy.config.data import PrepareConfig
 from argosy.data.conversations import BadRecord, Record, names_in
 from argosy.data.sources import RECORDS, InputFile
-from argosy.errors import UserError, missing_extra
+from argosy.errors import UserError, a_kind, missing_extra
 
 EMPTY = "empty document"
 BROKEN_UTF8 = "broken UTF-8"
@@ -250,7 +250,7 @@ def _parsed(line: bytes) -> Record | BadInput:
     except (ValueError, RecursionError) as error:  # Python reads no number of more than 4,300 digits
         return BadInput(BROKEN_JSON, f" ({error})")
     if not isinstance(record, dict):
-        return BadInput(NOT_TEXT, f" (a {type(record).__name__}, not a record)")
+        return BadInput(NOT_TEXT, f" ({a_kind(record)}, not a record)")
     return record
 
 
@@ -263,7 +263,7 @@ def _document(record: Record, where: str, document_of: Callable[[Record], str]) 
 
 def _field_text(value: Any, where: str, url: str = "") -> Text | BadInput:
     if not isinstance(value, str | None):
-        return BadInput(NOT_TEXT, f"{where} (a {type(value).__name__})")
+        return BadInput(NOT_TEXT, f"{where} ({a_kind(value)})")
     try:
         return Text((value or "").encode(), url)
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which is no character

@@ -19,7 +19,7 @@ from fsspec.core import url_to_fs
 from argosy.config.layers import near_names
 from argosy.credentials import CREDENTIALS_REMEDY, has_credentials
 from argosy.data.manifest import DATA_MANIFEST as MANIFEST
-from argosy.errors import UserError
+from argosy.errors import UserError, a_kind
 from argosy.extend.declared import CodeFile
 from argosy.extend.loading import Extension, find, where
 
@@ -334,7 +334,7 @@ def _checked(extension: Extension, item: str, argument: str) -> Iterator[str]:
     try:
         for number, text in enumerate(extension.function(argument), 1):
             if not isinstance(text, str):
-                raise TypeError(f"document {number} is a {type(text).__name__}, not text")
+                raise TypeError(f"document {number} is {a_kind(text)}, not text")
             yield text
     except Exception as error:
         place = where(error, declared.place.rpartition(":")[0])

@@ -110,8 +110,8 @@ class LaunchedJob(BaseModel):
             if value is None or not pattern.fullmatch(value):
                 raise UserError(
                     f"the record of the launched run ({LAUNCH_FOLDER}/{JOB_RECORD}) says {name} = {value!r}, which "
-                    f"{self.engine} never does: it was changed, and nothing is done with it. Remove it if the run has "
-                    "ended."
+                    f"{self.engine} never writes: somebody changed the record, so it is not used. Remove it if the run "
+                    "has ended."
                 )
 
 
@@ -123,6 +123,6 @@ def user_key() -> bytes:
         return kept_secret(path)
     except (OSError, RuntimeError) as problem:
         raise UserError(
-            f"there is no place to keep the key that launched runs are known by ({problem}). Set XDG_STATE_HOME to a "
-            "folder of yours that lasts."
+            f"the key that seals records of launched runs cannot be stored ({problem}). Set XDG_STATE_HOME to a folder "
+            "of yours that lasts."
         ) from None

@@ -55,7 +55,7 @@ class InThisProcess:
     def logits(self, tokens_BT: Tensor) -> Tensor:
         found = self._model.logits(tokens_BT)
         if found is None or len(found) < len(tokens_BT):
-            raise UserError("logits: under a launcher each process has some. Call it where none has set RANK.")
+            raise UserError("logits: under a launcher (RANK is set) each process has only a part. Call it without one.")
         return found.cpu()
 
     def sample(self, asked: SampleRequest) -> Generator[list[int | None]]:
@@ -73,9 +73,7 @@ class LoadedModel(TextWriter):
         same calls. None: processes are started if the plan needs them."""
         source = open_together(place, trust_code, world)
         if source.run.model.score:
-            raise UserError(
-                f"{place} is a reward model: it ends with a score, and not with words. argosy evaluate reads it."
-            )
+            raise UserError(f"{place} is a reward model: it gives scores, no text. Use it with argosy evaluate.")
         self.plan = plan
         run_of_rows(source.run, plan)  # what is wrong is said before processes start
         self._backend: Backend

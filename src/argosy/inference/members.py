@@ -23,7 +23,7 @@ from torch import Tensor
 
 from argosy.accelerator import count_here, type_here
 from argosy.config.launch import LaunchConfig
-from argosy.errors import ArgosyWarning, UserError
+from argosy.errors import ArgosyWarning, UserError, counted
 from argosy.inference.rank_model import EvaluateRequest, RankModel, SampleRequest, score
 from argosy.inference.tasks import TaskRequest, score_tasks
 from argosy.inference.trained_model import SomeModel, open_model
@@ -83,8 +83,8 @@ def launched_world(plan: Plan) -> Iterator[World | None]:
     size = int(os.environ["WORLD_SIZE"])
     if size != plan.world_size:
         raise UserError(
-            f'plan = "{plan}" is for {plan.world_size} processes, and the launcher has started {size} (WORLD_SIZE). '
-            "Start as many as the plan is for, or unset RANK to have them started."
+            f'plan = "{plan}" is for {counted(plan.world_size, "process", "es")}, and the launcher has started '
+            f"{size} (WORLD_SIZE). Start as many as the plan is for, or unset RANK to have them started."
         )
     world = join_world(LaunchConfig())
     try:

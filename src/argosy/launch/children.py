@@ -136,7 +136,7 @@ def check_codes(codes: Mapping[str, int], saved: str, folder: Path) -> None:
         words = ", ".join(f"{name} ended with exit code {code}" for name, code in wrong.items())
         error: type[ArgosyError] = UserError if set(wrong.values()) == {UserError.exit_code} else RunFailed
         again = "" if error is UserError else " The same command goes on."
-        raise error(f"{words}. What was said is above, and in {folder / SITES}.{again}")
+        raise error(f"{words}. Their output is above, and in {folder / SITES}.{again}")
 
 
 def free_port() -> int:

@@ -171,11 +171,11 @@ def check_parts(run_dir: Path, run: RunConfig) -> None:
         if own:
             raise UserError(
                 f"{home} holds a run whose checkpoints, the last at step {own[-1].step}, are not those of sites that "
-                f"agree now and then. {begins.format(home)}"
+                f"agree every so many steps. {begins.format(home)}"
             )
     elif of_sites:
         raise UserError(
-            f"{home} holds a run of sites that agree now and then, with checkpoints in {of_sites[0]}; this run "
+            f"{home} holds a run of sites that agree every so many steps, with checkpoints in {of_sites[0]}; this run "
             f"{'is asynchronous' if run.sites else 'has no [[sites]]'}. {begins.format(of_sites[0])}"
         )
 
@@ -410,3 +410,11 @@ def _check_renames(run_dir: Path, probe: Path) -> None:
     except OSError:
         return
     raise UserError(f"{run_dir}: its storage renames a folder over another that is not empty. {DISK_REMEDY}")
+
+
+def finished_in_words(run_dir: Path) -> str:
+    """Return the message for a run that has made all of its steps, with what makes it longer."""
+    return (
+        f"{run_dir} is finished. More --train.steps (or --train.minutes) make it longer; --name or --run-dir give "
+        "another run."
+    )

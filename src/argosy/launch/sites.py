@@ -45,7 +45,7 @@ def settle_site(run: RunConfig, run_dir: Path, say: Callable[[str], None]) -> tu
     Raises: UserError if the sites cannot train it.
     """
     if not run.site:
-        raise UserError("the run has [[sites]], and no site is said. Say which of them this is: --site NAME")
+        raise UserError("the run has [[sites]], and no site is given. Say which one this is: --site NAME")
     if is_asynchronous(run.plan):
         return settle_worker(run, run_dir)
     run_dir = site_folder(run_dir, run.site)

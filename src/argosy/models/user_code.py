@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from argosy.config.model import FAMILIES, ModelConfig
 from argosy.config.schema import RunConfig
 from argosy.data.packing import IGNORED
-from argosy.errors import RunFailed, UserError
+from argosy.errors import RunFailed, UserError, a_kind
 from argosy.extend.declared import CodeFile, Declaration
 from argosy.extend.loading import Extension, find, where
 from argosy.models.layers import ACTIVATIONS, Activation
@@ -46,11 +46,11 @@ class UserLoss:
             place = where(error, self.declared.place.rpartition(":")[0])
             raise RunFailed(f"{place}: the {self.declared} raised {type(error).__name__}: {error}.") from error
         if not isinstance(losses_C, Tensor) or losses_C.shape != targets_C.shape or not losses_C.requires_grad:
-            what = f"{list(losses_C.shape)}" if isinstance(losses_C, Tensor) else f"a {type(losses_C).__name__}"
+            what = f"{list(losses_C.shape)}" if isinstance(losses_C, Tensor) else a_kind(losses_C)
             what += " without a gradient" if isinstance(losses_C, Tensor) and not losses_C.requires_grad else ""
             raise RunFailed(
-                f"{self.declared.place}: the {self.declared} returned {what}; a loss for each token, "
-                f"[{len(targets_C)}], computed from the logits, is what it must return."
+                f"{self.declared.place}: the {self.declared} returned {what}; it must return a loss for "
+                f"each token, [{len(targets_C)}], computed from the logits."
             )
         return losses_C
 

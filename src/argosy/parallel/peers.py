@@ -237,5 +237,5 @@ def _unpack(data: bytes) -> list[Letter]:
     except struct.error:
         at = -1
     if at != len(data):
-        raise WrongMessage("what a rank passed on are no letters: it is not at the same place as this one.")
+        raise WrongMessage("a message that a rank passed on cannot be read: it is not at the same place as this one.")
     return letters

@@ -288,7 +288,7 @@ def words_of(text: str) -> dict[str, str]:
         if equals and key == "auto":
             raise UserError(f'plan = "{text}": auto takes no value. Write "auto".')
         if key in words:
-            raise UserError(f'plan = "{text}": {key} is there twice. Keep one.')
+            raise UserError(f'plan = "{text}": {key} is given twice. Keep one.')
         words[key] = value
     return words
 

@@ -337,7 +337,7 @@ def sites_agree_now_and_then(plan: Plan, run: RunConfig) -> str:
 def compressed_sums_have_replicas(plan: Plan, run: RunConfig) -> str:
     return (
         f"plan.sync = {plan.sync} with plan.dp_replicate = 1: it says how replicas of the state sum their gradients, "
-        "and there is one only. Leave sync out, or give dp_replicate some of the ranks."
+        "and there is only one. Leave sync out, or give dp_replicate some of the ranks."
     )
 
 
@@ -390,7 +390,7 @@ def _tiers_cut_experts(p: Plans) -> Any:
 def tiers_hold_whole_sets_of_experts(plan: Plan, run: RunConfig) -> str:
     return (
         f"plan.sum_inside = {plan.sum_inside} and sum_between = {plan.sum_between} with ep = {plan.ep} and zero = 0: "
-        "neighbours have other experts, so ep has to divide the replicas of a tier, or they it. "
+        "neighbours have other experts, so ep must divide the replicas of a tier, or be a multiple of them. "
         f"Try sum_inside = {plan.ep}."
     )
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from argosy.errors import FINAL_BIT, Retryable, some_of
+from argosy.errors import FINAL_BIT, Retryable, counted, some_of
 from argosy.supervise.nodes import (
     Break,
     Cause,
@@ -353,7 +353,7 @@ class Membership:
             return None
         smaller = self._plan_for(room)
         if smaller is None:
-            self._end(FinishRun(Retryable.exit_code, f"{room} workers are left, and no plan fits them"))
+            self._end(FinishRun(Retryable.exit_code, f"no plan fits the {counted(room, 'worker')} left"))
         return smaller
 
     # ---- parts --------------------------------------------------------------------------------------------------

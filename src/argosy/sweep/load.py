@@ -277,7 +277,7 @@ def _of_list(name: str, given: Range, place: str) -> SweepParameter:
     values = tuple(_like(value, kind) for value in given.values or ())
     for at, value in enumerate(values):
         if value in values[:at]:
-            raise UserError(f"{place}{name}: the value {shown(value)} is there twice. Leave it out once.")
+            raise UserError(f"{place}{name}: the value {shown(value)} is given twice. Remove one of them.")
     return SweepParameter(name, values)
 
 

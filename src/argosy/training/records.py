@@ -17,7 +17,7 @@ from argosy.config.dump import save_run
 from argosy.config.schema import RunConfig
 from argosy.data.loader import OpenData
 from argosy.data.order import Range
-from argosy.errors import RunFailed
+from argosy.errors import RunFailed, counted
 from argosy.observe.clock import matmul_peak_flops
 from argosy.observe.counters import Communication
 from argosy.observe.events import Events, Metrics
@@ -146,7 +146,7 @@ class Records:
             return
         made = max((record["step"] + 1 for record in self.metrics.last(1)), default=0)
         steps_lost = max(found.steps_lost, made - found.step)  # if no process lived to know of them, their lines tell
-        lost = f", {steps_lost} steps lost" if steps_lost else ""
+        lost = f", {counted(steps_lost, 'step')} lost" if steps_lost else ""
         self.progress.say(f" from step {found.step}, {FROM[found.tier]}{lost}", "green")
         facts = {key: getattr(found, key) for key in ("step", "sent_bytes", "own_bytes")}
         took_s, refused = round(found.seconds, 3), list(found.refused)

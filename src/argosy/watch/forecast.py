@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from argosy.errors import counted
 from argosy.plan.cost.economy import RESTART_S, power_per_device_w, price_per_device_h
 from argosy.plan.cost.estimate import INTERVAL_Z, Estimate, seconds
 from argosy.plan.cost.reliability import FAILURE_DRAWS
@@ -209,7 +210,7 @@ def _of(estimate: Estimate, random: np.random.Generator) -> Floats:
 
 def _words(left: int, left_s: Interval, cost: Interval | None, currency: str) -> str:
     text = (
-        f"{left} steps are left: about {seconds(left_s.mid)}, and nine times of ten {seconds(left_s.low)} to "
+        f"{counted(left, 'step')} left: about {seconds(left_s.mid)}, and nine times of ten {seconds(left_s.low)} to "
         f"{seconds(left_s.high)}."
     )
     if cost is not None:

@@ -268,7 +268,7 @@ class RunReader(RunFiles):
     def __init__(self, folder: Path):
         """Raises: UserError if `folder` does not hold a run. Nothing is read before `refresh`."""
         if not is_run(folder):
-            what = "has no metrics.jsonl, and no run.toml with events" if folder.is_dir() else "is no folder"
+            what = "has no metrics.jsonl, and no run.toml with events" if folder.is_dir() else "is not a folder"
             inside = (path for each in ("sites/*", "*") for path in sorted(folder.glob(each)) if is_run(path))
             example = next(inside, "runs/demo")
             raise UserError(f"{folder}: not a run: it {what}. Name a run's folder, such as {example}.")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError
+from argosy.errors import UserError, counted
 from argosy.observe.terminal import printable
 from argosy.plan.cost.economy import comparable_costs, price_per_device_h
 from argosy.plan.cost.estimate import Estimate, count, propagate, seconds, within
@@ -225,7 +225,8 @@ def _words(direction: Direction, best: Option, now: Option, limit_s: float | Non
 
 
 def _place(option: Option) -> str:
-    return f"{option.devices} devices of {option.where}" if option.where else f"{option.devices} devices"
+    devices = counted(option.devices, "device")
+    return f"{devices} of {option.where}" if option.where else devices
 
 
 def resizing_of(reader: RunReader, others: Sequence[tuple[str, Cluster]], limit_s: float | None) -> Resizing:

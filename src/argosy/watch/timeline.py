@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from argosy.errors import STOP_SIGNALS
+from argosy.errors import STOP_SIGNALS, counted
 from argosy.watch.columns import Floats
 from argosy.watch.linefile import Event
 
@@ -302,7 +302,10 @@ def words(event: Event) -> str:
 GOOD_STYLE, NOTE_STYLE, BAD_STYLE = "green", "yellow", "red"
 EVENT_WORDS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "start": ("", lambda e: f"training goes on at step {e['step']}" if e["step"] else "training begins"),
-    "recovered": (GOOD_STYLE, lambda e: f"recovered at step {e['step']} ({e['source']}), {e['steps_lost']} steps lost"),
+    "recovered": (
+        GOOD_STYLE,
+        lambda e: f"recovered at step {e['step']} ({e['source']}), {counted(e['steps_lost'], 'step')} lost",
+    ),
     "resume": (GOOD_STYLE, lambda e: f"goes on from the checkpoint of step {e['step']}"),
     "save": (GOOD_STYLE, lambda e: f"saved after {e['step']} steps"),
     "save_failed": (BAD_STYLE, lambda e: f"saving failed: {e['error']}"),

@@ -99,7 +99,7 @@ def test_norms_stay_in_the_precision_that_they_had():
 
 
 def test_what_does_not_fit_what_is_left_is_refused_with_the_figures():
-    with pytest.raises(UserError, match=r"on the 1 processes that are left nothing fits: .* needs [\d.]+ GiB"):
+    with pytest.raises(UserError, match=r"on the 1 process left nothing fits: .* needs [\d.]+ GiB"):
         left(1, "dp_shard=16,precision=bf16", machine=GPUS, preset="llama3-70b", batch=64)
     with pytest.raises(UserError, match="no process is left"):
         left(0, "dp_replicate=2")

@@ -239,7 +239,7 @@ def test_where_no_plan_uses_all_devices_it_says_with_how_many_there_are_some() -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp=2,tp=4", "tp is there twice"),
+        ("tp=2,tp=4", "tp is given twice"),
         ("tq=2", "unknown key 'tq'"),
         ("tp=two", 'plan.tp = "two"'),
         ("auto,tp=2", "leave auto out"),

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from argosy.errors import counted
 from argosy.plan.cost.estimate import DAY, HOUR, count, percent, seconds, within
 from argosy.plan.report.html import document, table
 from argosy.plan.report.jobs import JobSchedule, ScheduledJob, after_now
@@ -154,7 +155,8 @@ def _chart(jobs: Sequence[ScheduledJob], devices: int, span_s: float) -> str:
         parts.append(f'<text x="0" y="{low - 8}">{escape(job.name)}</text>')
         for stint in job.stints:
             high = max(2.0, stint.devices / devices * (GANTT_ROW - 8))
-            says = f"{job.name}: {stint.devices} devices, {after_now(stint.begin_s)} to {after_now(stint.end_s)}"
+            when = f"{after_now(stint.begin_s)} to {after_now(stint.end_s)}"
+            says = f"{job.name}: {counted(stint.devices, 'device')}, {when}"
             parts.append(
                 f'<g><title>{escape(says)}</title><rect class="{"loss" if job.late_s else "bar"}" '
                 f'x="{x(stint.begin_s):.1f}" y="{low - high:.1f}" height="{high:.1f}" '

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, Po
 from argosy.config.load import build_file
 from argosy.config.schema import RunConfig
 from argosy.config.section import Section, count_of, seconds_of
-from argosy.errors import UserError
+from argosy.errors import UserError, counted
 from argosy.plan.cost.economy import price_per_device_h
 from argosy.plan.cost.estimate import DAY, INTERVAL_Z, Estimate
 from argosy.plan.hardware.clusters import Cluster
@@ -380,7 +380,7 @@ def _commands(
     """Return the commands that give a job to its cluster's scheduler: that one starts it, when it has room."""
     found = []
     for k, stint in enumerate(each.stints):
-        lines = [f"# {after_now(stint.begin_s)}: {each.job} on {stint.devices} devices of {place.name}"]
+        lines = [f"# {after_now(stint.begin_s)}: {each.job} on {counted(stint.devices, 'device')} of {place.name}"]
         if k:
             lines.append(f"argosy stop runs/{each.job}")
         elif spec.model:

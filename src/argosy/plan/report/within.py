@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from rich.table import Table
 
-from argosy.errors import UserError
+from argosy.errors import UserError, counted
 from argosy.plan.cost.economy import comparable_costs
 from argosy.plan.cost.estimate import count, seconds, within
 from argosy.plan.hardware.clusters import Cluster
@@ -176,7 +176,8 @@ def in_words(one: Within) -> str:
             if one.surely
             else f"nine times of ten it takes more than the {one.devices} that there are"
         )
-        return f"{one.named}: {one.fewest.devices} devices do it in {limit} ({seconds(run.time_s.mid)}{money}); {sure}."
+        do = f"{counted(one.fewest.devices, 'device')} {'does' if one.fewest.devices == 1 else 'do'}"
+        return f"{one.named}: {do} it in {limit} ({seconds(run.time_s.mid)}{money}); {sure}."
     assert one.fastest is not None
     more = (
         f"About {one.beyond} such devices would do."
@@ -273,4 +274,4 @@ def _recommendation(best: Within, found: Sequence[Within]) -> str:
         else ""
     )
     of_them = f" of the {len(others) + 1} that do it" if others else ", the only one that does it"
-    return f"Take {best.fewest.devices} devices of {best.named}: {why}{of_them}.{safe}"
+    return f"Take {counted(best.fewest.devices, 'device')} of {best.named}: {why}{of_them}.{safe}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError
+from argosy.errors import UserError, counted
 from argosy.plan.cost.breakdown import OF_TIME, slowed
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
@@ -175,7 +175,7 @@ def _best_of(
     costs = costs_of(run, resized(machine, processes), processes)
     found = search_to_run(costs, pins, counts)
     if not len(found):
-        raise UserError(f"on the {processes} processes that are left {why_nothing_fits(costs, found)}")
+        raise UserError(f"on the {counted(processes, 'process', 'es')} left {why_nothing_fits(costs, found)}")
     found = _alike(found, plan)
     row = plainest(found)
     best = found.plans.plan(row)

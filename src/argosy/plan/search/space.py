@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from argosy.config.launch import LaunchConfig
 from argosy.config.schema import RunConfig
-from argosy.errors import UserError
+from argosy.errors import UserError, counted
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.layer_spec import tensor_parts
 from argosy.plan.layouts import PLAN_WORDS, Layouts, column_of
@@ -309,14 +309,15 @@ def check_size(
         product = f"{said('nodes', nodes)} x {said('processes', each)} make {processes}"
         there = product if nodes > 1 else said("processes", each)
     elif nodes > 1:
-        there = f"{said('nodes', nodes)} machines of {processes // nodes} processes each have {processes}"
+        on_one = counted(processes // nodes, "process", "es")
+        there = f"{said('nodes', nodes)} machines of {on_one} each have {processes}"
     else:
-        there = f"there are {processes}"
+        there = "there is 1" if processes == 1 else f"there are {processes}"
     remedy = f"launch.processes = {size // nodes}" if size % nodes == 0 else "launch.nodes = 1"
     on_each = ", which counts on each machine" if nodes > 1 and size % nodes == 0 else ""
     where = origin("plan")
     raise UserError(
-        f'plan = "{plan}"{f" ({where})" if where else ""} is for {size} processes, and {there}. '
+        f'plan = "{plan}"{f" ({where})" if where else ""} is for {counted(size, "process", "es")}, and {there}. '
         f'Try {remedy}{on_each}, or plan = "auto".'
     )
 

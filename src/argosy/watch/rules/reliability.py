@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from argosy.errors import counted
 from argosy.plan.cost.economy import RESTART_S, CheckpointCost, best_interval_s, effective_share
 from argosy.plan.cost.estimate import percent, seconds
 from argosy.plan.cost.reliability import node_rate_factor
@@ -245,8 +246,8 @@ def _after_deaths(deaths: list[Event], again: list[tuple[str, int]], stops: int,
         many = max(2, planner.machine.nodes) if planner.machine is not None else 2
         factor = node_rate_factor(times, stops / many)
         return (
-            f"{node} lost {times} processes: check it (`argosy probe` there); start the run without it if it goes on. "
-            f"By published fleets such a node stops {factor:.2g} times as often as the mean one."
+            f"{node} lost {counted(times, 'process', 'es')}: check it (`argosy probe` there); start the run without it "
+            f"if it goes on. By published fleets such a node stops {factor:.2g} times as often as the mean one."
         )
     if any(death.get("event") == "oom_kill" for death in deaths):
         return "The kernel killed a process for want of memory: use fewer processes on that machine, or one with more."

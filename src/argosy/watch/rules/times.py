@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from argosy.errors import counted
 from argosy.plan.calibration import CALIBRATED_PARTS, PASSES, Reconciled, reconcile
 from argosy.plan.cost.breakdown import OF_TIME
 from argosy.plan.cost.estimate import percent, seconds
@@ -305,7 +306,7 @@ def _step(other: Alternative) -> str:
 def _try(other: Alternative | None, facts: RunFacts) -> str:
     if other is None:
         return ""
-    spares = f" It leaves {other.spares} processes idle." if other.spares else ""
+    spares = f" It leaves {counted(other.spares, 'process', 'es')} idle." if other.spares else ""
     if facts.has_ended:
         return f'Next time, give --plan "{other.plan}".{spares}'
     return f'Stop the run and go on with --plan "{other.plan}": it goes on from its checkpoint.{spares}'
