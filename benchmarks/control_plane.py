@@ -68,7 +68,7 @@ class Agent:
         self.name, self._number, self._swarm = f"node{number:05d}", number, swarm
         connected = socket.create_connection(swarm.address)
         self.connection = Connection(connected, call(swarm.secret), swarm.selector, self)
-        self._reporter, self._heard = NodeReporter(lambda pid: "S"), say.Heard()
+        self._reporter, self._heard = NodeReporter(lambda pid: "S"), say.HeartbeatReply()
         self.is_silent = self._was_proven = False
         self.ranks: dict[int, int] = {}
         """Slot -> rank in the newest world."""
@@ -108,7 +108,7 @@ class Agent:
 
     def _obey(self, message: FromCoordinator) -> None:
         match message:
-            case say.Heard():
+            case say.HeartbeatReply():
                 now_s = time.monotonic()
                 if self._asked_s:
                     self._swarm.answered_s.append(now_s - self._asked_s)

@@ -50,9 +50,9 @@ def report(run_dir: Path) -> None:
     """As `training.summary` does."""
     from argosy.observe.events import Metrics
     from argosy.observe.report import totals, typical
-    from argosy.training.summary import Measured
+    from argosy.training.summary import StepFigures
 
-    measured = Measured(0)
+    measured = StepFigures(0)
     assert totals(measured.steps(Metrics(run_dir)))
     assert typical(list(measured.newest))
 

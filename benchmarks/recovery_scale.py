@@ -33,7 +33,7 @@ from argosy.parallel.peers import Peers, Talk, together
 from argosy.plan.cost.exact_state import local_shard_of, place_of, stages_on
 from argosy.plan.parameters import Parameter, Stage, parameter_table
 from argosy.plan.plan import Plan
-from argosy.training.recovery import Claim, Offer, SurvivorFacts, newest_whole_state
+from argosy.training.recovery import Claim, RecoveryOffer, SurvivorFacts, newest_whole_state
 
 GPUS = 8
 """Ranks of a node."""
@@ -123,11 +123,11 @@ def recovery(peers: Peers, scenario: Scenario, run: RunConfig) -> Talk[int]:
     offers = []
     if rank not in scenario.lost and rank < before.world_size:
         live = Claim(HISTORY, Position(LIVE, LIVE), is_live=True)
-        offers.append(Offer(live, tuple(state_boxes(before, run, rank))))
+        offers.append(RecoveryOffer(live, tuple(state_boxes(before, run, rank))))
     if scenario.in_memory and rank not in scenario.lost:
         saved = Claim(HISTORY, Position(SAVED, SAVED), is_live=False)
         for kept in (rank, (rank - GPUS) % before.world_size):
-            offers.append(Offer(saved, tuple(state_boxes(before, run, kept))))
+            offers.append(RecoveryOffer(saved, tuple(state_boxes(before, run, kept))))
     wanted = list(state_boxes(after, run, rank))
     facts = [SurvivorFacts(HISTORY, offer.claim.position, None) for offer in offers if offer.claim.is_live]
     yield from peers.union(facts, SurvivorFacts)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from argosy.checkpoint import fence
 from argosy.checkpoint.checksums import DamagedCheckpoint, signed
-from argosy.checkpoint.fence import NAME_FILE, OWNER, Claims, Fenced, Taken, claim, name_of
+from argosy.checkpoint.fence import NAME_FILE, OWNER, Claims, Fenced, NumberTaken, claim, name_of
 from argosy.errors import UserError
 
 
@@ -94,7 +94,7 @@ fork = multiprocessing.get_context("fork")
 def takes(claims: Claims, number: int, owner: str) -> bool:
     try:
         claims.take(number, owner)
-    except Taken:
+    except NumberTaken:
         return False
     return True
 
@@ -190,7 +190,7 @@ def _taken_with_a_stop(claims: Claims, point: str) -> bool:
     setattr(place, name, stops_before(original))
     try:
         claims.take(2, "stopped")
-    except Taken as problem:
+    except NumberTaken as problem:
         return "before" in str(problem)
     os._exit(9)
 

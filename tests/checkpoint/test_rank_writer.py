@@ -16,7 +16,7 @@ import pytest
 from argosy.checkpoint import fence, rank_writer, store
 from argosy.checkpoint.checksums import shard_name
 from argosy.checkpoint.fence import Fenced
-from argosy.checkpoint.rank_writer import Note, SaveOrder, commit_part, leave_note
+from argosy.checkpoint.rank_writer import PartNote, SaveOrder, commit_part, leave_note
 from checkpoint.saving import manifest
 
 DATA = bytes(range(256)) * 100
@@ -57,7 +57,7 @@ def test_the_first_rank_waits_for_the_others_notes_of_this_attempt(tmp_path, sna
 
 
 def test_a_part_that_failed_is_the_end_of_the_attempt(tmp_path, snapshot):
-    leave_note(order(tmp_path, 1, 2), Note("this", error="[Errno 5] Input/output error"))
+    leave_note(order(tmp_path, 1, 2), PartNote("this", error="[Errno 5] Input/output error"))
     with pytest.raises(OSError, match=r"rank 1: \[Errno 5\] Input/output error"):
         commit_part(order(tmp_path, 0, 2), snapshot)
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -128,13 +128,13 @@ def test_a_rank_that_does_not_come_is_named_by_its_head_and_a_head_by_the_first(
 def test_no_rank_looks_at_the_notes_of_all(tmp_path, snapshot, monkeypatch):
     monkeypatch.setattr(rank_writer, "RANKS_OF_A_HEAD", 4)
     looked: dict[int, set[Path]] = defaultdict(set)
-    real = Note.read.__func__
+    real = PartNote.read.__func__
 
-    def read(cls: type[Note], path: Path, ticket: str) -> Note | None:
+    def read(cls: type[PartNote], path: Path, ticket: str) -> PartNote | None:
         looked[threading.get_ident()].add(path)
         return real(cls, path, ticket)
 
-    monkeypatch.setattr(Note, "read", classmethod(read))
+    monkeypatch.setattr(PartNote, "read", classmethod(read))
     save_in_groups(tmp_path, 16, snapshot)
     assert max(map(len, looked.values())) <= 3 + 3
 

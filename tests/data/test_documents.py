@@ -27,7 +27,7 @@ from argosy.data.documents import (
     cut_input,
     sample_texts,
 )
-from argosy.data.formats import Fields, _lines, read_file
+from argosy.data.formats import RecordFields, _lines, read_file
 from argosy.data.sources import InputFile, find_files
 from argosy.errors import UserError
 
@@ -273,8 +273,8 @@ def test_parts_of_a_file_hold_each_line_once(
     path = tmp_path_factory.mktemp("in") / "a.jsonl"
     path.write_bytes(jsonl(*({"text": f"{number}" + "x" * length} for number, length in enumerate(lengths))))
     (file,) = find_files([str(path)]).files
-    found = [text for span in spans(file.size, parts) for text in read_file(file, Fields("text"), within=span)]
-    assert found == list(read_file(file, Fields("text")))
+    found = [text for span in spans(file.size, parts) for text in read_file(file, RecordFields("text"), within=span)]
+    assert found == list(read_file(file, RecordFields("text")))
 
 
 @given(st.integers(1, 30), st.integers(1, 9))
@@ -285,8 +285,8 @@ def test_parts_of_a_parquet_file_hold_each_row_once(
     table = pa.table({"id": list(range(rows)), "text": [f"{row}" * row for row in range(rows)]})
     pq.write_table(table, path, row_group_size=4)
     (file,) = find_files([str(path)]).files
-    found = [text for span in spans(file.size, parts) for text in read_file(file, Fields("text"), within=span)]
-    assert found == list(read_file(file, Fields("text"))) and len(found) == rows
+    found = [text for span in spans(file.size, parts) for text in read_file(file, RecordFields("text"), within=span)]
+    assert found == list(read_file(file, RecordFields("text"))) and len(found) == rows
 
 
 def test_a_piece_is_read_like_its_files(write: Any) -> None:

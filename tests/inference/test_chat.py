@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 
 import argosy
 from argosy.cli import main
-from argosy.cli.chat import Talk
+from argosy.cli.chat import ChatSession
 from argosy.cli.documents import schema_of
 from argosy.errors import UserError
 from argosy.inference.loaded_model import ChatModel, LoadedModel
@@ -135,7 +135,7 @@ def test_what_was_said_before_ctrl_c_is_part_of_the_conversation(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nmore\n"))
-    talk = Talk(Interrupted(model), "", GREEDY, is_terminal=True)
+    talk = ChatSession(Interrupted(model), "", GREEDY, is_terminal=True)
     talk.run()
     shown = capsys.readouterr().out
     assert " (stopped)" in shown and shown.count("model> ") == 2

@@ -23,7 +23,7 @@ from argosy.config.schema import RunConfig
 from argosy.data.manifest import TOKENIZER
 from argosy.errors import Retryable, RunFailed, UserError
 from argosy.launch import run_folder
-from argosy.launch.local import Following, Shown, fork_server, shown, train, would_train
+from argosy.launch.local import Following, RunDisplay, fork_server, shown, train, would_train
 from argosy.observe.events import Metrics, read_lines
 from argosy.observe.report import Report
 from argosy.parallel.world import World
@@ -39,7 +39,7 @@ def launch(run: RunConfig, corpus: Path, run_dir: Path, **settings: Any) -> None
     run_dir.mkdir(exist_ok=True)
     run = run.model_copy(update={"launch": run.launch.model_copy(update=settings)})
     run_folder.write(run_dir, run, EAGER, corpus / TOKENIZER)
-    with fork_server(Shown()) as forks:
+    with fork_server(RunDisplay()) as forks:
         Agent(run_dir, run, EAGER, forks).run()
 
 

@@ -15,7 +15,7 @@ from argosy.config.attention import AttentionConfig
 from argosy.config.model import ModelConfig
 from argosy.models import banded_attention as banded
 from argosy.models.attention import Documents, LayerCache, cached_attention, packed_attention
-from argosy.models.attention_kernels import CPU_FLASH, PLAIN_KERNEL, Seen
+from argosy.models.attention_kernels import CPU_FLASH, PLAIN_KERNEL, VisibleKeys
 from argosy.plan.layer_spec import layer_spec
 
 ROWS, TOKENS, HEADS, KV_HEADS, WIDTH = 2, 24, 4, 2, 8
@@ -67,8 +67,8 @@ def test_results_and_gradients_are_those_of_a_mask(lengths, window, softcap, has
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("seen", [Seen(True, 3, 4), Seen(True, 0, 2), Seen(True, 5, 0)], ids=str)
-def test_both_kernels_see_the_same_band(seen: Seen):
+@pytest.mark.parametrize("seen", [VisibleKeys(True, 3, 4), VisibleKeys(True, 0, 2), VisibleKeys(True, 5, 0)], ids=str)
+def test_both_kernels_see_the_same_band(seen: VisibleKeys):
     generator = torch.Generator().manual_seed(0)
     q, k, v, dy = (torch.randn(2, n, 2, WIDTH, generator=generator) for n in (4, 9, 9, 4))
     ours, other = (kernel.forward(q, k, v, seen) for kernel in (CPU_FLASH, PLAIN_KERNEL))

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from argosy.observe.report import Report, SyncSavings, totals, typical, typical_bytes, typical_round_wait_s
-from argosy.plan.calibration import Compared, Reconciled
+from argosy.plan.calibration import ComparedFigure, Reconciled
 
 STEPS = [
     {
@@ -26,9 +26,9 @@ STEPS = [
 
 PREDICTED = Reconciled(
     cluster="here",
-    seconds={"rest": Compared(predicted=1.0, measured=2.0)},
-    step_s=Compared(predicted=1.0, measured=2.0, low=0.5, high=2.0),
-    memory_bytes=Compared(predicted=1e6, measured=2e6, low=5e5, high=2e6),
+    seconds={"rest": ComparedFigure(predicted=1.0, measured=2.0)},
+    step_s=ComparedFigure(predicted=1.0, measured=2.0, low=0.5, high=2.0),
+    memory_bytes=ComparedFigure(predicted=1e6, measured=2e6, low=5e5, high=2e6),
 )
 
 

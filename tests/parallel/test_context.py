@@ -23,7 +23,7 @@ from argosy.models.attention_kernels import (
     SEES_ALL,
     SEES_EARLIER,
     Kernel,
-    Seen,
+    VisibleKeys,
     kernel_for,
 )
 from argosy.parallel.context import (
@@ -101,7 +101,7 @@ def test_the_gpu_kernel_takes_these_arguments_and_gives_these_shapes():
 @pytest.mark.gpu
 @NEEDS_CUDA
 @pytest.mark.parametrize("seen", [SEES_ALL, SEES_EARLIER])
-def test_the_gpu_kernel_gives_the_plain_numbers(seen: Seen):
+def test_the_gpu_kernel_gives_the_plain_numbers(seen: VisibleKeys):
     q, k, v, dy = (x.to("cuda", torch.bfloat16) for x in tile_inputs(4, 2, queries=64, keys=64, width=64))
     assert kernel_for(q) is CUDA_FLASH
     y, lse = CUDA_FLASH.forward(q, k, v, seen)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from argosy.parallel import peers as module
 from argosy.parallel.encoding import WrongMessage
-from argosy.parallel.peers import Letter, Peers, Swap, Talk, over, peers_of, together
+from argosy.parallel.peers import PeerExchange, PeerMessage, Peers, Talk, over, peers_of, together
 from argosy.parallel.world import World
 
 SIZES = st.integers(1, 20)
@@ -39,7 +39,9 @@ def test_a_union_has_what_any_rank_gives_once_and_in_one_order(given):
 @given(st.data(), SIZES)
 def test_every_letter_arrives_once_and_nowhere_else(data, size):
     ranks = st.integers(0, size - 1)
-    letters = [Letter(*way, text) for *way, text in data.draw(st.lists(st.tuples(ranks, ranks, st.binary(max_size=9))))]
+    letters = [
+        PeerMessage(*way, text) for *way, text in data.draw(st.lists(st.tuples(ranks, ranks, st.binary(max_size=9))))
+    ]
     found = together([p.route([x for x in letters if x.sender == p.rank]) for p in all_of(size)])
     for rank, mine in enumerate(found):
         key = lambda x: (x.sender, x.data)  # noqa: E731
@@ -73,7 +75,7 @@ def test_rounds_grow_with_the_logarithm_of_the_ranks(size):
 
 def test_a_talk_in_which_ranks_wait_for_each_other_is_found_in_a_simulation():
     def deaf(rank: int) -> Talk[bytes]:
-        return (yield Swap(origin=1 - rank))
+        return (yield PeerExchange(origin=1 - rank))
 
     with pytest.raises(AssertionError, match="wait for each other for ever"):
         together([deaf(0), deaf(1)])
@@ -84,7 +86,7 @@ def talk_of_all(world: World) -> tuple[int, list[int], list[tuple[int, bytes]]]:
     peers = peers_of(group)
     total = over(group, peers.merge(world.rank, int, lambda a, b: a + b))
     seen = over(group, peers.union([world.rank % 2], int))
-    letters = [Letter(world.rank, rank, b"x" * 1000 * rank) for rank in range(world.size)]
+    letters = [PeerMessage(world.rank, rank, b"x" * 1000 * rank) for rank in range(world.size)]
     return total, seen, [(x.sender, x.data) for x in over(group, peers.route(letters))]
 
 
@@ -102,16 +104,16 @@ def hear_something_else(world: World, what: str) -> str:
         with pytest.MonkeyPatch.context() as patch:
             wrong = [9, 7] if what == "checksum" else [2**50, 7]
             patch.setattr(module, "_head_of", lambda swap: torch.tensor(wrong))
-            dist.send(module._head_of(Swap(0, b"something")), 0, group)
+            dist.send(module._head_of(PeerExchange(0, b"something")), 0, group)
             if what == "checksum":
                 dist.send(module._tensor_of(b"something"), 0, group)
         return ""
     with pytest.raises(WrongMessage) as caught:
-        over(group, iter_of(Swap(origin=1)))
+        over(group, iter_of(PeerExchange(origin=1)))
     return str(caught.value)
 
 
-def iter_of(swap: Swap) -> Talk[bytes]:
+def iter_of(swap: PeerExchange) -> Talk[bytes]:
     return (yield swap)
 
 

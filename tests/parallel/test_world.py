@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from argosy.config.launch import LaunchConfig
 from argosy.errors import StorageError
 from argosy.parallel.encoding import FailedElsewhere, WrongMessage
-from argosy.parallel.peers import Swap, Talk, over
+from argosy.parallel.peers import PeerExchange, Talk, over
 from argosy.parallel.world import (
     LAZY,
     Connections,
@@ -254,5 +254,5 @@ def sockets_of_groups(world: World) -> tuple[int, int]:
 
 
 def neighbours(world: World) -> Talk[None]:
-    came = yield Swap((world.rank + 1) % world.size, bytes([world.rank]), (world.rank - 1) % world.size)
+    came = yield PeerExchange((world.rank + 1) % world.size, bytes([world.rank]), (world.rank - 1) % world.size)
     assert came == bytes([(world.rank - 1) % world.size])

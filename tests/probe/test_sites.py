@@ -15,7 +15,7 @@ from argosy.plan.hardware.clusters import Cluster, NetworkTier, SiteLink
 from argosy.plan.hardware.local_machine import own_part
 from argosy.plan.hardware.measurements import Measurements
 from argosy.probe import sites
-from argosy.probe.sites import Way, joined, joined_links, probe_links
+from argosy.probe.sites import LinkMeasurement, joined, joined_links, probe_links
 from ports import free_port
 
 
@@ -92,7 +92,7 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_of_both_directions_the_slower_one_counts() -> None:
-    found = {("a", "b"): Way(2e6, 0.01), ("b", "a"): Way(1e6, 0.02)}
+    found = {("a", "b"): LinkMeasurement(2e6, 0.01), ("b", "a"): LinkMeasurement(1e6, 0.02)}
     assert joined_links(found) == (SiteLink(sites=("a", "b"), bandwidth_bytes_per_s=1e6, latency_s=0.02),)
 
 

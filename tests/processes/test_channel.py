@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from argosy.processes.channel import Channel, Gone
+from argosy.processes.channel import Channel, ChannelClosed
 
 Ends = tuple[Channel, Channel]
 
@@ -31,7 +31,7 @@ def test_what_was_said_before_the_end_is_heard(ends):
     here.send("two")
     here.close()
     assert there.take() == [{"kind": "one", "number": 1}, {"kind": "two"}]
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         there.take()
 
 
@@ -118,7 +118,7 @@ def test_a_peer_that_does_not_speak_the_protocol_is_gone(data):
     with one:
         one.sendall(data)
         there = Channel(other)
-        with pytest.raises(Gone, match="no message"):
+        with pytest.raises(ChannelClosed, match="no message"):
             there.take()
         there.close()
 
@@ -127,11 +127,11 @@ def test_nothing_follows_half_a_message():
     """The other end takes nothing for a while: what is said then is cut off, and must not be gone on from."""
     one, other = socket.socketpair()
     here, there = Channel(one, send_timeout_s=0.1), Channel(other)
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         here.send("long", text="x" * 10_000_000)
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         here.take()
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         while True:
             assert not there.take()
     here.close()

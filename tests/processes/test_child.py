@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from argosy.processes import child as module
-from argosy.processes.channel import Gone
+from argosy.processes.channel import ChannelClosed
 from argosy.processes.child import Child, Patience, channel_to_parent, end_with_parent, messages, process_state
 from waiting import wait_until
 
@@ -99,16 +99,16 @@ def test_it_says_how_it_ended(start):
     assert child.reap() == "exit code 7"
     killed = start("echo")
     os.kill(killed.pid, signal.SIGKILL)
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         killed.hear(20.0)
     assert killed.reap() == "signal SIGKILL" and not killed.is_alive
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         killed.channel.send("say", text="")
 
 
 def test_one_that_closed_its_end_and_does_not_end_is_killed(start):
     child = start("hang")
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         child.hear(20.0)
     assert child.reap() == "signal SIGKILL"
 

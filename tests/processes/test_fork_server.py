@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.processes.channel import Gone, Message
+from argosy.processes.channel import ChannelClosed, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer, Unanswered
 from waiting import wait_until
@@ -26,7 +26,7 @@ def greet() -> None:
     while True:
         try:
             parent.send("echo", of=parent.receive()["text"])
-        except Gone:
+        except ChannelClosed:
             sys.exit(7)
 
 
@@ -128,7 +128,7 @@ def test_it_tells_how_each_of_them_ended(fork_server):
     ended = {m["pid"]: m["exit_code"] for m in said if m["kind"] == "ended"}
     failed = next(m["pid"] for m in said if m["kind"] == "forked" and m["key"] == "fail")
     assert ended == {killed: -signal.SIGKILL, left: 7, failed: 3}
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         channels[0].receive()
 
 
@@ -138,12 +138,12 @@ def test_processes_of_a_killed_fork_server_still_talk_to_their_asker(fork_server
     os.kill(fork_server.pid, signal.SIGKILL)
     channel.send("say", text="still here")
     assert channel.receive()["of"] == "still here"
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         wait_for(fork_server, lambda said: False)
     late = fork_server.fork("b", GREET, {})
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         late.receive()
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         fork_server.take()
 
 
@@ -159,7 +159,7 @@ def test_a_channel_is_held_by_its_process_alone(fork_server):
     asked = [fork_server.fork(str(number), GREET, {"COLOUR": ""}) for number in range(4)]
     pids = [channel.receive()["pid"] for channel in asked]
     os.kill(pids[-1], signal.SIGKILL)
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         asked[-1].receive()
 
 

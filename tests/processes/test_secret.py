@@ -25,8 +25,8 @@ from argosy.processes.secret import (
     SECRET_VARIABLE,
     TLS_FOLDER,
     Handshake,
+    HandshakeFailed,
     Keys,
-    Stranger,
     call,
     certificate_of,
     client_context,
@@ -137,9 +137,9 @@ def test_a_caller_with_another_secret_is_refused_and_learns_no_proof():
     greeting, _ = begin(listener), begin(caller)
     answer, _ = end(caller, greeting)
     assert listener.send(answer) == (REFUSED_PROOF, 0)
-    with pytest.raises(Stranger):
+    with pytest.raises(HandshakeFailed):
         next(listener)
-    with pytest.raises(Stranger):
+    with pytest.raises(HandshakeFailed):
         caller.send(REFUSED_PROOF)
 
 
@@ -147,7 +147,7 @@ def test_a_listener_that_does_not_know_the_secret_is_found_out():
     caller = call(SECRET)
     begin(caller)
     end(caller, HELLO_MAGIC + bytes(NONCE_BYTES))
-    with pytest.raises(Stranger, match="does not know"):
+    with pytest.raises(HandshakeFailed, match="does not know"):
         caller.send(bytes(PROOF_BYTES))
 
 
@@ -171,7 +171,7 @@ def test_a_proof_that_is_sent_back_to_its_author_is_refused():
         victim = call(SECRET)
         begin(victim)
         end(victim, HELLO_MAGIC + nonce)
-        with pytest.raises(Stranger):
+        with pytest.raises(HandshakeFailed):
             victim.send(proof)
 
 
@@ -185,7 +185,7 @@ def test_no_made_up_answer_passes(answer):
 def test_another_program_is_named_as_such():
     caller = call(SECRET)
     begin(caller)
-    with pytest.raises(Stranger, match="not argosy"):
+    with pytest.raises(HandshakeFailed, match="not argosy"):
         caller.send(b"HTTP/1.1 400 Bad Request\r\n".ljust(len(HELLO_MAGIC) + NONCE_BYTES))
 
 

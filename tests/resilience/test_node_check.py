@@ -17,12 +17,12 @@ from argosy import faults
 from argosy.precision import FLOAT_DTYPES
 from argosy.processes.child import ForkEntry
 from argosy.processes.fork_server import ForkServer
-from argosy.resilience.node_check import Unit, check_node, factors, multiply, remember, units, wrong_number
-from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest, NodeRates, Wrong
+from argosy.resilience.node_check import ComputeUnit, check_node, factors, multiply, remember, units, wrong_number
+from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest, NodeRates, WrongResult
 
 HERE = "resilience.test_node_check"
-CORE = Unit(torch.device("cpu"), min(os.sched_getaffinity(0)), memory_bytes=2**20)
-WRONG = Wrong("core 1", "fp32 product", "7, not 8, at [3, 4]", 1, 20)
+CORE = ComputeUnit(torch.device("cpu"), min(os.sched_getaffinity(0)), memory_bytes=2**20)
+WRONG = WrongResult("core 1", "fp32 product", "7, not 8, at [3, 4]", 1, 20)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from argosy.config.schema import RunConfig
 from argosy.models.experts import Router
 from argosy.parallel.world import World
-from argosy.simulate.record import Operation, Recorder, Sent, Trace
+from argosy.simulate.record import Operation, Recorder, SendEvent, Trace
 from argosy.simulate.simulate import even_choice, traced
 from argosy.training.step import Step
 from tiny import SOURCES, eager, prepare_corpus, run_config, train_in
@@ -37,7 +37,7 @@ def operations(trace: Trace) -> list[Operator]:
             is_gloo = event.name == "aten.copy_" and bool(found) and found[-1][0] == "reduce_scatter"
             work = (event.name, event.flops, event.moved_bytes)
             found += [] if is_gloo or work in VOTES else [work]
-        elif isinstance(event, Sent):
+        elif isinstance(event, SendEvent):
             found.append((event.kind, event.axis, event.sent_bytes, event.message_bytes))
     return found
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from argosy.models.microbatch import microbatches
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
-from argosy.simulate.record import Change, Operation, Pass, Recorder, Sent, Trace, Wait, Where
+from argosy.simulate.record import Change, ForwardBegins, Operation, Recorder, SendEvent, StepPlace, Trace, WaitEvent
 from tiny import EAGER, MODEL, train_step
 from workers import WorkerPool
 
@@ -58,11 +58,11 @@ def test_every_layer_is_seen_forward_again_and_backward(trace: Trace):
     for phase in ("forward", "recompute", "backward"):
         assert {where.layer for where in seen if where.phase == phase} >= set(range(MODEL["layers"]))
     assert {where.phase for where in seen if where.layer is None} >= {"forward", "backward", "optimizer"}
-    assert str(Where("backward", 1)) == "backward of layer 1"
+    assert str(StepPlace("backward", 1)) == "backward of layer 1"
 
 
 def test_each_microbatch_s_forward_is_marked(trace: Trace):
-    assert sum(isinstance(event, Pass) for event in trace.events) == len(ROWS) // 4
+    assert sum(isinstance(event, ForwardBegins) for event in trace.events) == len(ROWS) // 4
 
 
 def test_work_has_its_arithmetic_its_traffic_and_its_dtype():
@@ -75,7 +75,7 @@ def test_work_has_its_arithmetic_its_traffic_and_its_dtype():
         trace = recorder.end()
         y + y
     assert [event for event in trace.events if isinstance(event, Operation)] == [
-        Operation("aten.mm", 2 * 4 * 8 * 16, 4 * (32 + 128 + 64), torch.float32, Where("optimizer", None))
+        Operation("aten.mm", 2 * 4 * 8 * 16, 4 * (32 + 128 + 64), torch.float32, StepPlace("optimizer", None))
     ]
 
 
@@ -106,9 +106,9 @@ def messages(world: World) -> list[tuple]:
         else:
             dist.recv(torch.ones(4), 0)
         trace = recorder.end()
-    events = [event for event in trace.events if isinstance(event, Sent | Wait)]
+    events = [event for event in trace.events if isinstance(event, SendEvent | WaitEvent)]
     return [
-        (e.kind, e.axis, e.ranks, e.sent_bytes, e.message_bytes, e.peer) if isinstance(e, Sent) else e.messages_ago
+        (e.kind, e.axis, e.ranks, e.sent_bytes, e.message_bytes, e.peer) if isinstance(e, SendEvent) else e.messages_ago
         for e in events
     ]
 

@@ -12,7 +12,17 @@ import torch
 
 from argosy.plan.plan import Plan
 from argosy.simulate import simulate as module
-from argosy.simulate.record import Change, Event, MemoryBlock, Operation, Pass, Sent, Trace, Wait, Where
+from argosy.simulate.record import (
+    Change,
+    Event,
+    ForwardBegins,
+    MemoryBlock,
+    Operation,
+    SendEvent,
+    StepPlace,
+    Trace,
+    WaitEvent,
+)
 from argosy.simulate.repeat import grown, layers_alike
 from argosy.simulate.simulate import simulate_rank
 from tiny import LATENT, run_config
@@ -44,21 +54,23 @@ class Made:
 
     def trace(self) -> Trace:
         for _ in range(self.microbatches):
-            self.events.append(Pass())
+            self.events.append(ForwardBegins())
             for layer in range(self.layers):
                 self.work("mm", "forward", layer, flops=100)
-                self.events.append(Change(64, MemoryBlock("activations"), Where("forward", layer)))
+                self.events.append(Change(64, MemoryBlock("activations"), StepPlace("forward", layer)))
             for layer in reversed(range(self.layers)):
                 self.work("mm", "backward", layer, flops=200)
-                self.events.append(Sent("reduce_scatter", "shard", 2, 32, 64, 1, None, Where("backward", layer)))
+                self.events.append(
+                    SendEvent("reduce_scatter", "shard", 2, 32, 64, 1, None, StepPlace("backward", layer))
+                )
         for layer in range(self.layers):
-            self.events.append(Wait(self.layers - 1 - layer, Where("communication", None)))
-            self.events.append(Change(4, MemoryBlock(), Where("optimizer", None)))
+            self.events.append(WaitEvent(self.layers - 1 - layer, StepPlace("communication", None)))
+            self.events.append(Change(4, MemoryBlock(), StepPlace("optimizer", None)))
         self.work("stack", "optimizer", None, moved_bytes=8 * self.layers)
         return Trace(Counter({"parameters": 10 + 7 * self.layers}), self.events)
 
     def work(self, name: str, phase: Any, layer: int | None, flops: int = 0, moved_bytes: int = 0) -> None:
-        self.events.append(Operation(name, flops, moved_bytes, torch.float32, Where(phase, layer)))
+        self.events.append(Operation(name, flops, moved_bytes, torch.float32, StepPlace(phase, layer)))
 
 
 def test_layers_bytes_and_distances_grow_with_their_number() -> None:
@@ -68,7 +80,7 @@ def test_layers_bytes_and_distances_grow_with_their_number() -> None:
 
 def test_what_does_not_repeat_is_not_guessed() -> None:
     longer = Made(3).trace()
-    strange = Operation("surprise", 1, 1, torch.float32, Where("forward", 1))
+    strange = Operation("surprise", 1, 1, torch.float32, StepPlace("forward", 1))
     assert grown(Made(2).trace(), Trace(longer.before, [*longer.events[:4], strange, *longer.events[4:]]), 5) is None
     other = [e._replace(flops=101) if isinstance(e, Operation) and e.where.layer == 2 else e for e in longer.events]
     found = grown(Made(2).trace(), Trace(longer.before, other), 5)

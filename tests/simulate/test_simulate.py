@@ -21,7 +21,7 @@ from argosy.plan.cost.traffic import traffic
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
 from argosy.plan.workload import train_flops_per_token
-from argosy.simulate.record import Change, LiveBytes, Operation, Sent, Trace, Wait
+from argosy.simulate.record import Change, LiveBytes, Operation, SendEvent, Trace, WaitEvent
 from argosy.simulate.simulate import even_choice, ranks_of_stages, settle, simulate, simulate_rank, traced
 from tiny import LATENT, LINEAR, eager, run_config, train_step
 from wire_counter import WireCounter
@@ -200,7 +200,7 @@ def simulated(trace: Trace) -> Found:
         if isinstance(event, Change):
             now += event.bytes
             most = max(most, now)
-        elif isinstance(event, Sent) and event.sent_bytes:
+        elif isinstance(event, SendEvent) and event.sent_bytes:
             sent[event.axis, event.kind] += event.sent_bytes
             messages[event.axis, event.kind] += 1
     return most, now, sent, messages
@@ -272,7 +272,7 @@ def test_microbatches_that_repeat_need_not_be_traced(model: str, plan: str, rank
     run = run_config(Path("no data"), model=MODELS[model], train={"global_batch": microbatches * layout.dp})
     some, each = simulate_rank(layout, run, rank), traced(layout, run, rank)
     assert simulated(some) == simulated(each)
-    kinds = [[event for event in trace.events if isinstance(event, Operation | Sent)] for trace in (some, each)]
+    kinds = [[event for event in trace.events if isinstance(event, Operation | SendEvent)] for trace in (some, each)]
     assert [e[:2] for e in kinds[0]] == [e[:2] for e in kinds[1]]
 
 
@@ -282,11 +282,11 @@ def test_backward_goes_on_while_fsdp_sums_gradients() -> None:
     worked, sums, sent = 0, {}, 0
     waited: dict[int, int] = {}
     for event in trace.events:
-        if isinstance(event, Sent):
+        if isinstance(event, SendEvent):
             sent += 1
             if event.kind == "reduce_scatter":
                 sums[sent] = worked
-        elif isinstance(event, Wait) and sent - event.messages_ago in sums:
+        elif isinstance(event, WaitEvent) and sent - event.messages_ago in sums:
             waited.setdefault(sent - event.messages_ago, worked)
         elif isinstance(event, Operation) and event.after is None:
             worked += event.flops

@@ -13,20 +13,20 @@ import torch
 from argosy.plan.cost.rates import Rates
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.hardware.topology import Topology
-from argosy.simulate.record import Change, Event, MemoryBlock, Operation, Sent, Trace, Wait, Where
+from argosy.simulate.record import Change, Event, MemoryBlock, Operation, SendEvent, StepPlace, Trace, WaitEvent
 from argosy.simulate.timeline import COMPUTE, Durations, StepTimeline, draw, write_chrome_trace
 
 CLUSTER = Cluster.parse("16xh100")
-HERE = Where("forward", 0)
+HERE = StepPlace("forward", 0)
 MATMUL = Operation("aten.mm", 10**12, 10**6, torch.bfloat16, HERE)
 
 
-def all_gather(axis: str = "shard", stride: int = 1, kind: str = "all_gather") -> Sent:
-    return Sent(kind, axis, 8, 7 * 2**25, 2**28, stride, None, HERE)
+def all_gather(axis: str = "shard", stride: int = 1, kind: str = "all_gather") -> SendEvent:
+    return SendEvent(kind, axis, 8, 7 * 2**25, 2**28, stride, None, HERE)
 
 
-def send(to: int, kind: str = "send") -> Sent:
-    return Sent(kind, "pp", 2, 2**24, 2**24, 1, to, HERE)
+def send(to: int, kind: str = "send") -> SendEvent:
+    return SendEvent(kind, "pp", 2, 2**24, 2**24, 1, to, HERE)
 
 
 def alone(*events: Event) -> StepTimeline:
@@ -51,9 +51,9 @@ def test_messages_take_longer_where_they_cross_nodes_and_where_they_go_round_twi
 
 def test_a_message_hides_behind_work_until_its_result_is_needed():
     message, work = Durations(CLUSTER).of_message(all_gather()), Durations(CLUSTER).of_work(MATMUL)
-    hidden = alone(all_gather(), *[MATMUL] * 10, Wait(0, HERE), MATMUL)
+    hidden = alone(all_gather(), *[MATMUL] * 10, WaitEvent(0, HERE), MATMUL)
     assert hidden.step_s == pytest.approx(11 * work) and not hidden.waited_s
-    exposed = alone(all_gather(), Wait(0, HERE), MATMUL)
+    exposed = alone(all_gather(), WaitEvent(0, HERE), MATMUL)
     assert exposed.waited_s == {"shard": pytest.approx(message)}
     assert exposed.step_s == pytest.approx(message + work)
 
@@ -63,7 +63,7 @@ def test_what_follows_a_message_beside_the_computation_delays_only_who_waits_for
     follows = MATMUL._replace(after=0)
     unseen = alone(all_gather(), follows, *[MATMUL] * 10)
     assert unseen.compute_s == pytest.approx(10 * work) and not unseen.waited_s
-    seen = alone(all_gather(), follows, Wait(0, HERE))
+    seen = alone(all_gather(), follows, WaitEvent(0, HERE))
     assert seen.step_s == pytest.approx(message + work) and seen.compute_s == 0
     second = alone(all_gather(), all_gather(axis="replicate")._replace(after=0))
     assert second.step_s == pytest.approx(2 * message)
@@ -91,8 +91,8 @@ def test_messages_of_two_axes_queue_where_they_pass_one_wire():
 
 
 def test_a_rank_waits_for_what_another_has_not_sent_yet():
-    first = Trace(Counter(), [MATMUL, send(1), send(1, "recv"), Wait(0, HERE)])
-    second = Trace(Counter(), [send(0, "recv"), Wait(0, HERE), MATMUL, send(0)])
+    first = Trace(Counter(), [MATMUL, send(1), send(1, "recv"), WaitEvent(0, HERE)])
+    second = Trace(Counter(), [send(0, "recv"), WaitEvent(0, HERE), MATMUL, send(0)])
     both = draw({0: first, 1: second}, CLUSTER)
     work, message = Durations(CLUSTER).of_work(MATMUL), Durations(CLUSTER).of_message(send(1))
     assert both[1].waited_s["pp"] == pytest.approx(work + message)
@@ -103,7 +103,7 @@ def test_a_rank_waits_for_what_another_has_not_sent_yet():
 
 def test_the_trace_file_has_a_track_for_the_device_and_each_axis(tmp_path: Path):
     grown = Change(2**20, MemoryBlock(), HERE)
-    write_chrome_trace({3: alone(grown, MATMUL, all_gather(), Wait(0, HERE), MATMUL)}, tmp_path / "trace.json")
+    write_chrome_trace({3: alone(grown, MATMUL, all_gather(), WaitEvent(0, HERE), MATMUL)}, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [e for e in events if e["ph"] == "X"]

@@ -25,7 +25,14 @@ from argosy.plan.plan import Plan
 from argosy.processes.secret import SECRET_VARIABLE, listen
 from argosy.supervise import coordinator_client as module
 from argosy.supervise.coordinator_client import CoordinatorClient
-from argosy.supervise.messages import AgentHello, FromCoordinator, Heard, NodeHeartbeat, RunStopping, StartWorker
+from argosy.supervise.messages import (
+    AgentHello,
+    FromCoordinator,
+    HeartbeatReply,
+    NodeHeartbeat,
+    RunStopping,
+    StartWorker,
+)
 from peers import SECRET, Peer, PeerGone
 
 
@@ -98,7 +105,7 @@ def forever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_it_starts_a_coordinator_here_which_knows_the_agent_and_ends_with_it(tmp_path):
     agent = Client(tmp_path)
-    agent.turn_until(lambda: Heard() in agent.heard)
+    agent.turn_until(lambda: HeartbeatReply() in agent.heard)
     (started,) = agent.events("coordinator_started")
     assert agent.greeted == ["127.0.0.1"] and agent.client.interface == "lo" and not started["replaces"]
     assert Path(f"/proc/{started['pid']}").exists()

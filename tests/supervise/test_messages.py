@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from argosy.processes.connection import TEXT_CHARS, BadMessage, decoded, encoded
 from argosy.resilience.detect.finding import WorkerSeen
-from argosy.resilience.node_health import Health, Wrong
+from argosy.resilience.node_health import Health, WrongResult
 from argosy.supervise import messages as say
 from argosy.supervise.messages import FROM_AGENT, FROM_COORDINATOR
 from argosy.supervise.node_report import NodeReport
@@ -20,7 +20,7 @@ REPORT = NodeReport(
     generation=2, workers=[(0, 7), (1, 8)], step=5, still=[1], silent=[1], took=[(4, [0.5, 0.25])], suspicions={0: 1},
     seen={1: WorkerSeen(8, 5, "forward", {"world#0": 12}, "T", True)},
 )  # fmt: skip
-HEALTH = Health((Wrong("core 1", "memory", "0x1, not 0x0"),), {"core memory": 5e9}, 0.5)
+HEALTH = Health((WrongResult("core 1", "memory", "0x1, not 0x0"),), {"core memory": 5e9}, 0.5)
 HELLO = say.AgentHello(
     folder="f", name="n", host="10.0.0.1", slots=2, health=HEALTH,
     workers=(say.KnownWorker(slot=1, state=RankState.RUNNING, rank=3, generation=2, pid=9),),

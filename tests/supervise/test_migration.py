@@ -10,7 +10,7 @@ import pytest
 
 from argosy.config.schema import ResilienceConfig
 from argosy.observe.events import read_lines
-from argosy.processes.channel import Gone, Message
+from argosy.processes.channel import ChannelClosed, Message
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.replanner import MigrationAnswer, MigrationQuestion
 from argosy.supervise import migration
@@ -52,7 +52,7 @@ class Planner:
 
     def hear(self, timeout_s: float) -> list[Message]:
         if self.fails:
-            raise Gone
+            raise ChannelClosed
         return [{"kind": "answer", "answer": asdict(self.answer)}]
 
     def reap(self) -> str:

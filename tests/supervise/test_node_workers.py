@@ -18,7 +18,7 @@ from argosy.config.launch import LaunchConfig
 from argosy.config.schema import ResilienceConfig, RunConfig
 from argosy.errors import FINAL_BIT
 from argosy.observe.events import Events, read_lines
-from argosy.processes.channel import Channel, Gone, Message
+from argosy.processes.channel import Channel, ChannelClosed, Message
 from argosy.processes.child import ForkEntry
 from argosy.supervise import messages as say
 from argosy.supervise import node_workers as module
@@ -211,5 +211,5 @@ def test_a_dead_fork_server_takes_all_its_workers_with_it(node):
     assert len(node.workers) == 0
     lost = [message.slot for message in node.told if isinstance(message, say.WorkerLost)]
     assert lost == [0, 1] and node.processes[0].wait(30) == -signal.SIGKILL
-    with pytest.raises(Gone):
+    with pytest.raises(ChannelClosed):
         node.hears(0)

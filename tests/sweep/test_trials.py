@@ -14,7 +14,7 @@ from argosy.engines.engine import Job, NeverFits, ProgramJob, RunJob
 from argosy.engines.local import Local
 from argosy.engines.record import LAUNCH_FOLDER, JobState, LaunchedJob
 from argosy.errors import UserError
-from argosy.sweep.trials import Limits, Needs, Room, Task, Trials, needs_of
+from argosy.sweep.trials import Limits, Task, TrialNeeds, TrialRoom, Trials, needs_of
 
 LIMITS = Limits(trials=2, cores=4, memory_bytes=1e9, gpus=("0", "1", "2"))
 
@@ -41,7 +41,7 @@ class Kept(Local):
 def task(folder: Path, number: int, **needs: int) -> Task:
     run_dir = folder / f"{number:04d}"
     (run_dir / LAUNCH_FOLDER).mkdir(parents=True)
-    return Task(number, RunConfig(), run_dir / "run.toml", run_dir, Needs(**{"cores": 1, **needs}))  # type: ignore[arg-type]
+    return Task(number, RunConfig(), run_dir / "run.toml", run_dir, TrialNeeds(**{"cores": 1, **needs}))  # type: ignore[arg-type]
 
 
 def trials(folder: Path, engine: Kept, limits: Limits = LIMITS) -> Trials:
@@ -122,26 +122,26 @@ SMALL = {"launch.device": "cpu", "plan": "dp_replicate=2,microbatch=1"}
 
 
 def test_a_trial_that_does_not_fit_beside_others_runs_alone() -> None:
-    room = Room(Limits(trials=0, cores=8, memory_bytes=10e9))
-    assert room.fits(Needs(1, memory_bytes=20e9))
-    room.take(0, Needs(1, memory_bytes=6e9))
-    assert room.fits(Needs(1, memory_bytes=4e9)) and not room.fits(Needs(1, memory_bytes=5e9))
-    room.take(1, Needs(7))
-    assert room.is_full and not room.fits(Needs(1))
+    room = TrialRoom(Limits(trials=0, cores=8, memory_bytes=10e9))
+    assert room.fits(TrialNeeds(1, memory_bytes=20e9))
+    room.take(0, TrialNeeds(1, memory_bytes=6e9))
+    assert room.fits(TrialNeeds(1, memory_bytes=4e9)) and not room.fits(TrialNeeds(1, memory_bytes=5e9))
+    room.take(1, TrialNeeds(7))
+    assert room.is_full and not room.fits(TrialNeeds(1))
     room.give_back(0)
-    assert room.fits(Needs(1, memory_bytes=5e9))
+    assert room.fits(TrialNeeds(1, memory_bytes=5e9))
 
 
 def test_trials_are_counted_and_have_gpus_of_their_own() -> None:
-    room = Room(Limits(trials=2, cores=8, memory_bytes=1e9, gpus=("0", "1", "2")))
-    assert not room.fits(Needs(1, gpus=4))
-    assert room.take(0, Needs(1, gpus=2)) == ("0", "1")
-    assert not room.fits(Needs(1, gpus=2)) and room.fits(Needs(1, gpus=1))
-    assert room.take(1, Needs(1, gpus=1)) == ("2",)
+    room = TrialRoom(Limits(trials=2, cores=8, memory_bytes=1e9, gpus=("0", "1", "2")))
+    assert not room.fits(TrialNeeds(1, gpus=4))
+    assert room.take(0, TrialNeeds(1, gpus=2)) == ("0", "1")
+    assert not room.fits(TrialNeeds(1, gpus=2)) and room.fits(TrialNeeds(1, gpus=1))
+    assert room.take(1, TrialNeeds(1, gpus=1)) == ("2",)
     assert room.is_full
     room.give_back(0)
-    room.take(5, Needs(1, gpus=1), gpus=("1",))  # as a sweep that was killed had dealt them
-    assert room.take(6, Needs(1, gpus=1)) == ("0",)
+    room.take(5, TrialNeeds(1, gpus=1), gpus=("1",))  # as a sweep that was killed had dealt them
+    assert room.take(6, TrialNeeds(1, gpus=1)) == ("0",)
 
 
 def test_memory_is_that_of_the_planner_for_all_processes() -> None:
@@ -153,4 +153,6 @@ def test_memory_is_that_of_the_planner_for_all_processes() -> None:
         large.memory_bytes - small.memory_bytes > 2 * 16 * 100e6
     )  # two replicas of 100M parameters more, 16 bytes each
     assert needs_of(load("demo", {**SMALL, "launch.threads": 3}), limits).cores == 6
-    assert needs_of(load("demo", SMALL | {"launch.device": "auto"}), Limits(0, 8, 1e9, ("0", "1"))) == Needs(2, gpus=2)
+    assert needs_of(load("demo", SMALL | {"launch.device": "auto"}), Limits(0, 8, 1e9, ("0", "1"))) == TrialNeeds(
+        2, gpus=2
+    )

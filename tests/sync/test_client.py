@@ -61,7 +61,7 @@ def worker(run: RunConfig, tmp_path: Path, vectors: list[F32]) -> Iterator[clien
 
 def deal(first: Peer) -> None:
     work = first.hears(say.AskForWork)
-    first.links.tell("A", say.DealtWork(ask=work.ask, epoch="e", version=0, lease="l", item=3))
+    first.links.tell("A", say.DealtWork(ask=work.ask, generation="e", version=0, lease="l", item=3))
 
 
 def weights(run: RunConfig, number: int) -> bytes:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from argosy.config.sync import SyncConfig
 from argosy.parallel.world import World
-from argosy.sync.compressor import BucketFacts, Lane, Moment, Segment
+from argosy.sync.compressor import BucketFacts, Lane, Segment, SumTime
 from argosy.sync.compressors import COMPRESSOR_OF
 
 SEGMENTS = (Segment(1, 40, 30), Segment(3, 17, 19), Segment(1, 5, 7))
@@ -29,7 +29,7 @@ def gradients(rank: int, step: int) -> Tensor:
     return torch.randn(NUMBERS, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def summed(word: str, flat: Tensor, bucket: BucketFacts, moment: Moment, **settings: Any) -> Tensor:
+def summed(word: str, flat: Tensor, bucket: BucketFacts, moment: SumTime, **settings: Any) -> Tensor:
     way = COMPRESSOR_OF[word](SyncConfig(**{**SETTINGS, **settings}))
     lane = Lane(torch.device("cpu"))
     assert dist.group.WORLD is not None
@@ -41,7 +41,7 @@ def steps(world: World, word: str, many: int, scale: float = 1.0, **settings: An
     bucket, found = facts(word, **settings), []
     for step in range(many):
         flat = gradients(world.rank, step) * scale
-        sums = summed(word, flat, bucket, Moment(step, scale), **settings)
+        sums = summed(word, flat, bucket, SumTime(step, scale), **settings)
         bucket.memory.commit()
         found.append((sums.float(), bucket.memory.kept.get("residual", torch.zeros(NUMBERS)).clone()))
     return found
@@ -91,7 +91,7 @@ def with_bad_number(world: World, word: str, bad: float) -> bool:
     flat = gradients(world.rank, 0)
     if world.rank == 1:
         flat[77] = bad
-    return bool(summed(word, flat, facts(word), Moment()).isfinite().all())
+    return bool(summed(word, flat, facts(word), SumTime()).isfinite().all())
 
 
 @pytest.mark.parametrize("word", WITH_RESIDUAL)
@@ -103,12 +103,12 @@ def done_again(world: World, word: str) -> bool:
     settings = {"rounding": "stochastic", "momentum": 0.5}
     bucket = facts(word, **settings)
     for step in range(2):
-        summed(word, gradients(world.rank, step), bucket, Moment(step), **settings)
+        summed(word, gradients(world.rank, step), bucket, SumTime(step), **settings)
         bucket.memory.commit()
     found = []
     for _ in range(2):
         bucket.memory.drop()
-        found.append(summed(word, gradients(world.rank, 2), bucket, Moment(2), **settings))
+        found.append(summed(word, gradients(world.rank, 2), bucket, SumTime(2), **settings))
     return torch.equal(*found)
 
 
@@ -122,7 +122,7 @@ def test_topk_sends_of_each_parameter_however_small_its_gradients_are(workers):
 def with_small_gradients(world: World) -> Tensor:
     flat = gradients(world.rank, 0)
     flat[: SEGMENTS[0].elements] *= 1e-6
-    return summed("topk", flat, facts("topk"), Moment())
+    return summed("topk", flat, facts("topk"), SumTime())
 
 
 def test_bf16_is_the_sum_of_pytorchs_hook(workers):
@@ -191,7 +191,7 @@ def beside_powersgd_hook(world: World) -> tuple[list[Tensor], list[Tensor]]:
     lane, ours = Lane(torch.device("cpu")), []
     assert dist.group.WORLD is not None and len(exact) == 2
     for step, flat in enumerate(flats):
-        sending = way.sum(flat.clone(), [dist.group.WORLD] * way.messages, bucket, Moment(step))
+        sending = way.sum(flat.clone(), [dist.group.WORLD] * way.messages, bucket, SumTime(step))
         ours.append(lane.finish(lane.submit(sending, [way.messages])))
         bucket.memory.commit()
     return ours, theirs

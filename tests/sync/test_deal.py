@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from argosy.sync.deal import AppliedUpdate, Dealing, rate_of
+from argosy.sync.deal import AppliedUpdate, DealtItems, rate_of
 
 
 def test_one_worker_gets_the_items_in_order_and_is_never_stale():
-    dealing = Dealing(steps=3, bound=0)
+    dealing = DealtItems(steps=3, bound=0)
     for number in range(3):
         lease = dealing.deal("A")
         assert lease is not None
@@ -22,7 +22,7 @@ def test_one_worker_gets_the_items_in_order_and_is_never_stale():
 
 
 def test_with_a_bound_of_zero_workers_take_turns():
-    dealing = Dealing(steps=3, bound=0)
+    dealing = DealtItems(steps=3, bound=0)
     lease = dealing.deal("A")
     assert lease is not None
     assert dealing.deal("B") is None
@@ -32,7 +32,7 @@ def test_with_a_bound_of_zero_workers_take_turns():
 
 
 def test_what_a_lost_worker_had_is_dealt_to_the_next():
-    dealing = Dealing(steps=4, bound=4)
+    dealing = DealtItems(steps=4, bound=4)
     first, second = dealing.deal("A"), dealing.deal("B")
     assert first is not None
     assert second is not None
@@ -47,7 +47,7 @@ def test_what_a_lost_worker_had_is_dealt_to_the_next():
 
 
 def test_a_commit_that_is_said_twice_counts_once():
-    dealing = Dealing(steps=4, bound=4)
+    dealing = DealtItems(steps=4, bound=4)
     lease = dealing.deal("A")
     assert lease is not None
     assert dealing.commit("A", lease.name) == dealing.commit("A", lease.name)
@@ -55,7 +55,7 @@ def test_a_commit_that_is_said_twice_counts_once():
 
 
 def test_another_item_stands_in_for_one_that_is_skipped():
-    dealing = Dealing(steps=2, bound=4)
+    dealing = DealtItems(steps=2, bound=4)
     lease = dealing.deal("A")
     assert lease is not None
     assert dealing.skip("A", lease.name) == 0
@@ -70,7 +70,7 @@ def test_another_item_stands_in_for_one_that_is_skipped():
 
 def test_it_goes_on_after_the_updates_of_a_ledger():
     updates = [AppliedUpdate(0, 1, "B", 0), AppliedUpdate(1, 0, "A", 0)]
-    dealing = Dealing.after(updates, [2], steps=5, bound=3, epoch="x")
+    dealing = DealtItems.after(updates, [2], steps=5, bound=3, generation="x")
     lease = dealing.deal("A")
     assert lease is not None
     assert (lease.item, lease.version) == (3, 2)
@@ -78,7 +78,7 @@ def test_it_goes_on_after_the_updates_of_a_ledger():
 
 @given(st.integers(0, 6), st.integers(1, 5), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=300))
 def test_the_bound_holds_and_each_item_is_done_once_whatever_happens(bound, workers, happenings):
-    dealing, steps = Dealing(steps=40, bound=bound), 40
+    dealing, steps = DealtItems(steps=40, bound=bound), 40
     for number, what in happenings:
         site = f"W{number % workers}"
         lease = dealing.out.get(site)

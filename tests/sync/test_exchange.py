@@ -274,7 +274,7 @@ def test_wrong_messages_of_a_site_of_the_run_end_no_exchange(country: Callable[.
     run.until(lambda: run.sites["B"].rounds == 8)
     run.sites["C"].lose_folder()
     run.until(lambda: bool(run.sites["C"].events("state_taken")))
-    assert len(said) >= 11  # of 12 kinds, all but "gone" at least
+    assert len(said) >= 11  # of 12 kinds, all but "missing" at least
     for _ in range(300):
         for to, sender in ("AB", "BC", "CA"):
             head, _, data = luck.choice(said[luck.choice(list(said))][-20:]).partition(b"\n")

@@ -9,28 +9,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from argosy.processes.connection import BadMessage
-from argosy.sync.messages import FROM_PART, FROM_SITE, PushPiece, Standing, StandingNotice, framed, gives_way, unframed
+from argosy.sync.messages import (
+    FROM_PART,
+    FROM_SITE,
+    ProgressNotice,
+    PushPiece,
+    SiteProgress,
+    framed,
+    gives_way,
+    unframed,
+)
 
 NAMES = ("A", "B")
 TOKENS = st.integers(0, 5)
 
 
 def test_what_is_said_is_understood() -> None:
-    said = StandingNotice(standing=Standing(rounds=3, chain="c" * 16, tokens=12, reached=2, adopts=True))
+    said = ProgressNotice(standing=SiteProgress(rounds=3, chain="c" * 16, tokens=12, reached=2, adopts=True))
     assert unframed(framed(said), FROM_SITE) == (said, b"")
 
 
 @given(TOKENS, TOKENS)
 def test_one_gives_way(a: int, b: int) -> None:
-    assert gives_way("A", Standing(tokens=a), "B", Standing(tokens=b), NAMES) != gives_way(
-        "B", Standing(tokens=b), "A", Standing(tokens=a), NAMES
+    assert gives_way("A", SiteProgress(tokens=a), "B", SiteProgress(tokens=b), NAMES) != gives_way(
+        "B", SiteProgress(tokens=b), "A", SiteProgress(tokens=a), NAMES
     )
 
 
 @given(TOKENS, TOKENS, TOKENS)
 def test_who_stands_still_since_it_gave_way_is_not_given_way_to(a: int, later: int, b: int) -> None:
-    if gives_way("B", Standing(tokens=b), "A", Standing(tokens=a), NAMES):
-        assert not gives_way("A", Standing(tokens=a + later), "B", Standing(tokens=b), NAMES)
+    if gives_way("B", SiteProgress(tokens=b), "A", SiteProgress(tokens=a), NAMES):
+        assert not gives_way("A", SiteProgress(tokens=a + later), "B", SiteProgress(tokens=b), NAMES)
 
 
 def test_a_piece_comes_back_with_its_bytes() -> None:

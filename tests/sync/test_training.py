@@ -15,7 +15,7 @@ from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.plan.sync import COMPRESSED
 from argosy.training.state import TrainState
-from argosy.training.sync_memory import Past, SyncMemory
+from argosy.training.sync_memory import SavedSyncState, SyncMemory
 from tiny import eager, laid_out, losses, run_config, train_in, weights
 
 SMALL = {"min_elements": 64, "block": 32, "density": 0.05, "rank": 2}
@@ -92,7 +92,7 @@ def residuals(world: World, corpus: Path, run_dir: Path, plan: str) -> dict[str,
     assert chosen is not None
     run, layout = run_config(corpus, sync=SMALL), eager(plan)
     state = TrainState.begin(laid_out(world, layout, sync=SMALL), layout, run)
-    boxes = state.boxes(Past.of(boxes_in(chosen.checkpoint)))
+    boxes = state.boxes(SavedSyncState.of(boxes_in(chosen.checkpoint)))
     load_into(boxes, chosen.checkpoint)
     state.restored(boxes)
     return {

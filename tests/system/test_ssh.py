@@ -87,8 +87,8 @@ def test_a_run_is_launched_on_hosts_followed_stopped_and_launched_again(run, net
 def test_an_agent_that_is_killed_is_started_again(run, network):
     launch(run, network, "--train.steps", "40")
     wait(run, lambda: run.steps() >= 4)
-    keeper = int(agents(run)["h2"].partition("@")[0])
-    (agent,) = _children(keeper)
+    supervisor = int(agents(run)["h2"].partition("@")[0])
+    (agent,) = _children(supervisor)
     os.kill(agent, signal.SIGKILL)
     assert "done: 40 steps" in run.folder.argosy("logs", "runs/tiny", "-f")
     assert "h2: argosy launch: the agent ended with 137 " in run.folder.argosy("logs", "runs/tiny")
@@ -117,8 +117,8 @@ def test_the_secret_is_in_no_command_and_no_file(run, network, monkeypatch):
     monkeypatch.setenv("ARGOSY_SECRET", "c0ffee" * 8)
     launch(run, network, "--train.steps", "40")
     wait(run, lambda: run.steps() >= 1)
-    for keeper in agents(run).values():
-        pid = keeper.partition("@")[0]
+    for supervisor in agents(run).values():
+        pid = supervisor.partition("@")[0]
         assert b"c0ffee" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"c0ffee" in Path(f"/proc/{pid}/environ").read_bytes()
     assert not [path for path in (run.run_dir / "launch").iterdir() if b"c0ffee" in path.read_bytes()]
@@ -140,8 +140,8 @@ def test_a_host_that_is_cut_off_is_named_and_its_agent_is_stopped_by_the_folder(
         refused = run.folder.argosy_here("stop", "runs/tiny", code=2)
         assert "there is no way to h2 (" in refused and "The other hosts' agents save and end" in refused
         wait(run, lambda: state(run)["state"] == "stopped")
-        keeper = Path("/proc") / agents(run)["h2"].partition("@")[0]
-        wait(run, lambda: not keeper.exists())
+        supervisor = Path("/proc") / agents(run)["h2"].partition("@")[0]
+        wait(run, lambda: not supervisor.exists())
         assert store.committed(run.run_dir)[-1].step == run.steps() < 60
 
 

@@ -11,7 +11,7 @@ import torch
 from argosy.errors import RunFailed
 from argosy.precision import LossScaler
 from argosy.training import agreement as module
-from argosy.training.agreement import MOST_RETRIES, Waiting
+from argosy.training.agreement import MOST_RETRIES, WaitForOthers
 from argosy.training.bad_steps import Action
 from argosy.training.step import Requests, StepOutcome
 from argosy.training.trainer import Trainer
@@ -112,7 +112,7 @@ def test_a_long_wait_is_shown_and_said_once(monkeypatch: pytest.MonkeyPatch) -> 
     now_s = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
     told = Told()
-    waiting = Waiting(told)  # type: ignore[arg-type]
+    waiting = WaitForOthers(told)  # type: ignore[arg-type]
     waiting.is_for("no answer from server-1")
     assert told.shown == []
     for now_s[0] in (102.0, 110.0, 116.0, 130.0):
@@ -124,7 +124,7 @@ def test_a_long_wait_is_shown_and_said_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_short_wait_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Told()
-    waiting = Waiting(told)  # type: ignore[arg-type]
+    waiting = WaitForOthers(told)  # type: ignore[arg-type]
     waiting.is_for("no answer from server-1")
     waiting.ends()
     assert told.shown == told.said == []

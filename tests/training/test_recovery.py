@@ -32,8 +32,8 @@ from argosy.plan.plan import Plan
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.recovery import (
     Claim,
-    Offer,
     Recovery,
+    RecoveryOffer,
     SurvivorFacts,
     WholeState,
     follow,
@@ -55,16 +55,19 @@ FIRST = History().next("a1", 0)
 SECOND = FIRST.next("b2", 20)
 
 
-def offer(step: int, *boxes: Box, history: History = FIRST, live: bool = False, skipped: int = 0) -> Offer:
-    return Offer(Claim(history, Position(step, 0, ((7, 8),) * skipped), live), boxes)
+def offer(step: int, *boxes: Box, history: History = FIRST, live: bool = False, skipped: int = 0) -> RecoveryOffer:
+    return RecoveryOffer(Claim(history, Position(step, 0, ((7, 8),) * skipped), live), boxes)
 
 
 def asked(
-    *offers: Sequence[Offer], history: History = FIRST, wanted: Sequence[Box] = (WHOLE,), damaged: Sequence[Offer] = ()
+    *offers: Sequence[RecoveryOffer],
+    history: History = FIRST,
+    wanted: Sequence[Box] = (WHOLE,),
+    damaged: Sequence[RecoveryOffer] = (),
 ) -> list[WholeState | None]:
     """What each rank finds."""
 
-    def rank(peers: Peers, mine: Sequence[Offer]) -> Talk[WholeState | None]:
+    def rank(peers: Peers, mine: Sequence[RecoveryOffer]) -> Talk[WholeState | None]:
         claims = yield from peers.union((offer.claim for offer in mine), Claim)
         is_whole = lambda i: all(mine[i] is not bad for bad in damaged)  # noqa: E731
         return (yield from newest_whole_state(peers, mine, claims, lambda past: wanted, history, is_whole))
@@ -72,7 +75,7 @@ def asked(
     return together([rank(Peers(i, len(offers)), mine) for i, mine in enumerate(offers)])
 
 
-def newest(*offers: Sequence[Offer], history: History = FIRST, damaged: Sequence[Offer] = ()) -> object:
+def newest(*offers: Sequence[RecoveryOffer], history: History = FIRST, damaged: Sequence[RecoveryOffer] = ()) -> object:
     (answer,) = {
         None if found is None else (found.history.world, found.position.step, found.is_live)
         for found in asked(*offers, history=history, damaged=damaged)

@@ -25,7 +25,7 @@ from argosy.observe.report import Report
 from argosy.parallel.apply import apply
 from argosy.parallel.world import World
 from argosy.processes.secret import secret_of
-from argosy.sync.client import Client, Closed
+from argosy.sync.client import Client, WorkerStopped
 from argosy.sync.layout import ServerLayout
 from argosy.training.batches import Batches
 from argosy.training.loop import train
@@ -276,7 +276,7 @@ def test_who_does_not_know_the_secret_is_not_heard(corpus, tmp_path, monkeypatch
         assert work(run, tmp_path, "A")
         assert not future.done()
         stranger.close()
-        with pytest.raises(Closed):
+        with pytest.raises(WorkerStopped):
             future.result(5.0)
     assert {line["site"] for line in lines(tmp_path)} == {"A"}
 

@@ -11,7 +11,7 @@ from argosy.config.train import BatchStage
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.training.summary import Measured, _predicted, headline
+from argosy.training.summary import StepFigures, _predicted, headline
 from tiny import run_config
 
 LONG = (
@@ -32,7 +32,7 @@ def test_only_steps_of_the_whole_batch_stand_beside_the_prediction():
     whole, plan = run_config(Path("no data")), Plan()
     stage = BatchStage(until_step=2, global_batch=whole.train.global_batch // 2)
     run = whole.model_copy(update={"train": whole.train.model_copy(update={"batch_ramp": (stage,)})})
-    measured, facts = Measured(0), {"memory_before_bytes": 0, "device": "cpu"}
+    measured, facts = StepFigures(0), {"memory_before_bytes": 0, "device": "cpu"}
     prediction = predict(plan, run, Cluster.parse("1xcpu"))
     for step, seconds in enumerate([1.0, 1.0, 2.0, 2.0]):
         if step == 2:
@@ -45,7 +45,7 @@ def test_only_steps_of_the_whole_batch_stand_beside_the_prediction():
 def test_steps_in_which_sites_sum_gradients_are_no_rounds():
     base, plan = run_config(Path("no data")), Plan()
     run = base.model_copy(update={"sites": ("a", "b"), "sync": base.sync.model_copy(update={"from_step": 2})})
-    measured, facts = Measured(0), {"memory_before_bytes": 0, "device": "cpu"}
+    measured, facts = StepFigures(0), {"memory_before_bytes": 0, "device": "cpu"}
     for step, waits_s in enumerate([9.0, 9.0, None, None, 2.0]):
         sites = {"sites": {"seconds": waits_s, "sent_bytes": 8, "steps": 1}} if waits_s else {}
         measured.newest.append({"step": step, "step_time_s": 1.0, "seconds": {"forward": 1.0}} | sites)

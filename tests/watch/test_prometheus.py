@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 
-from argosy.watch.prometheus import METRIC_HELP, Latest, exposition
+from argosy.watch.prometheus import METRIC_HELP, LatestFacts, exposition
 
 SAMPLE = re.compile(r'^[a-z_]+\{([a-z_]+="(\\.|[^"\\\n])*",?)+\} \S+$')
-FULL = Latest(
+FULL = LatestFacts(
     run='a "b"\n\\c', plan="dp_shard=2", model="llama-5m", steps=100,
     step={"step": 9, "tokens": 10, "loss": 2.5, "grad_norm": math.inf, "lr": 1e-4, "step_time_s": 0.5, "mfu": 0.5,
           "tokens_per_s": 3.0, "memory_bytes": 5, "time_s": 1.8e9, "seconds": {"forward": 0.1},
@@ -29,7 +29,7 @@ FULL = Latest(
 
 
 def test_every_name_is_said_and_every_line_is_well_formed():
-    text = exposition([FULL, Latest(run="other")])
+    text = exposition([FULL, LatestFacts(run="other")])
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert all(SAMPLE.match(line) for line in lines), text
     assert {line.partition("{")[0] for line in lines} == set(METRIC_HELP)
@@ -39,12 +39,12 @@ def test_every_name_is_said_and_every_line_is_well_formed():
 
 
 def test_what_is_not_known_is_left_out():
-    text = exposition([Latest(run="new", step={"step": 0, "loss": None})])
+    text = exposition([LatestFacts(run="new", step={"step": 0, "loss": None})])
     assert "argosy_loss" not in text
     assert 'argosy_steps_done{run="new"} 1' in text
 
 
-def large(ranks: int) -> Latest:
+def large(ranks: int) -> LatestFacts:
     """A run of one rank and one device a node."""
     line = {
         "step_s": [0.5],
@@ -52,7 +52,7 @@ def large(ranks: int) -> Latest:
         "host": {"cpu": 0.5},
         "energy": {"total_joules": 2.0},
     }
-    return Latest(run="large", nodes={f"n{n}": {**line, "ranks": [n], "step_s": [float(n)]} for n in range(ranks)})
+    return LatestFacts(run="large", nodes={f"n{n}": {**line, "ranks": [n], "step_s": [float(n)]} for n in range(ranks)})
 
 
 def test_the_number_of_samples_does_not_grow_with_the_run():
@@ -68,7 +68,9 @@ def test_the_number_of_samples_does_not_grow_with_the_run():
 def test_a_foreign_line_costs_no_other_run_its_figures():
     step = {"step": "x", "loss": "low", "seconds": 3, "communication": {"tp": 5, "dp": {"node": 7, "far": [1]}}}
     node = {"devices": [3, {"power_w": "much"}], "ranks": 3, "step_s": {}, "host": []}
-    text = exposition([Latest(run="foreign", step=step, nodes={"n": node, "m": {"devices": {}}}), Latest(run="b")])
+    text = exposition(
+        [LatestFacts(run="foreign", step=step, nodes={"n": node, "m": {"devices": {}}}), LatestFacts(run="b")]
+    )
     assert 'argosy_run_info{run="b"' in text
     assert "argosy_loss" not in text
 

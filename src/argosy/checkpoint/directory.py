@@ -1,4 +1,4 @@
-"""The directory of boxes: who holds what, kept by all ranks together, a share of the names each.
+"""The directory of boxes: which rank holds what. All ranks keep it together, each a share of the names.
 
 Each name of a tensor has an owner, by its hash. Holders of its boxes and ranks that want some tell the owner, which
 matches them and tells both. So what a rank says and hears is as long as its own boxes, and what an owner hears as long
@@ -17,7 +17,7 @@ import numpy as np
 from argosy.checkpoint.boxes import Box, Misfit, cover
 from argosy.checkpoint.shards import box_bytes
 from argosy.parallel.encoding import decode, encode
-from argosy.parallel.peers import Letter, Peers, Talk
+from argosy.parallel.peers import PeerMessage, Peers, Talk
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
@@ -66,14 +66,16 @@ def match(peers: Peers, held: Collection[Box], wanted: Collection[Box]) -> Talk[
         wants[peers.owner(box.name)].append(box)
     order = {owner: _in_groups(parts) for owner, (_, parts) in postings.items()}
     posted = yield from peers.route(
-        Letter(peers.rank, owner, encode((_packed(boxes), _packed(parts)), Posting))
+        PeerMessage(peers.rank, owner, encode((_packed(boxes), _packed(parts)), Posting))
         for owner, (boxes, parts) in postings.items()
     )
     answers, misfit = _settled(posted)
     misfit = yield from peers.merge(misfit, Misfit | None, _first)
     if misfit is not None:
         return misfit
-    told = yield from peers.route(Letter(peers.rank, rank, encode(answer, Answer)) for rank, answer in answers.items())
+    told = yield from peers.route(
+        PeerMessage(peers.rank, rank, encode(answer, Answer)) for rank, answer in answers.items()
+    )
     for letter in told:
         supplies, orders = decode(letter.data, Answer, f"rank {letter.sender}")
         for number, sender, dtype, source, part in supplies:
@@ -95,7 +97,7 @@ def deal(peers: Peers, boxes: Collection[Box]) -> Talk[list[Box]]:
     So ranks that hold the same share the work evenly.
     """
     posted = yield from peers.route(
-        Letter(peers.rank, owner, encode(_packed(some), Boxes)) for owner, some in _by_owner(peers, boxes).items()
+        PeerMessage(peers.rank, owner, encode(_packed(some), Boxes)) for owner, some in _by_owner(peers, boxes).items()
     )
     holders: dict[Box, list[int]] = defaultdict(list)
     for letter in posted:
@@ -109,12 +111,12 @@ def deal(peers: Peers, boxes: Collection[Box]) -> Talk[list[Box]]:
         for_dealers[together[0]].append((list(together), _packed(some)))
     kind = list[tuple[list[int], Boxes]]
     to_deal = yield from peers.route(
-        Letter(peers.rank, dealer, encode(some, kind)) for dealer, some in for_dealers.items()
+        PeerMessage(peers.rank, dealer, encode(some, kind)) for dealer, some in for_dealers.items()
     )
     groups = [group for letter in to_deal for group in decode(letter.data, kind, f"rank {letter.sender}")]
     dealt = shares({box: ranks for ranks, some in groups for box in _unpacked(some)})
     mine = yield from peers.route(
-        Letter(peers.rank, rank, encode(_packed(some), Boxes)) for rank, some in dealt.items()
+        PeerMessage(peers.rank, rank, encode(_packed(some), Boxes)) for rank, some in dealt.items()
     )
     return [box for letter in mine for box in _unpacked(decode(letter.data, Boxes, f"rank {letter.sender}"))]
 
@@ -135,7 +137,7 @@ def have_all_two(peers: Peers, boxes: Collection[Box], where: str) -> Talk[bool]
     """True if each box that any rank holds is held at two places at least. `where`: this rank's, such as its node."""
     kind = tuple[str, Boxes]
     posted = yield from peers.route(
-        Letter(peers.rank, owner, encode((where, _packed(some)), kind))
+        PeerMessage(peers.rank, owner, encode((where, _packed(some)), kind))
         for owner, some in _by_owner(peers, boxes).items()
     )
     places: dict[Box, set[str]] = defaultdict(set)
@@ -175,7 +177,7 @@ def _own(rank: int, held: Collection[Box], wanted: Iterable[Box]) -> tuple[list[
     return transfers, lacking
 
 
-def _settled(posted: Iterable[Letter]) -> tuple[dict[int, Answer], Misfit | None]:
+def _settled(posted: Iterable[PeerMessage]) -> tuple[dict[int, Answer], Misfit | None]:
     """As an owner, match what ranks hold and lack of its tensors."""
     tensors: dict[str, _Tensor] = defaultdict(_Tensor)
     for letter in posted:
@@ -208,7 +210,7 @@ class _Tensor:
     _edges: tuple[list[Box], np.ndarray, np.ndarray] | None = None
 
     def cover(self, hole: Box, receiver: int) -> list[tuple[int, Box, Box]] | Misfit:
-        """Return who sends which part of which box."""
+        """Return which rank sends which part of which box."""
         if hole in self.holders:
             return [(self._next_holder(hole, receiver), hole, hole)]
         found = cover(hole, [(box, box) for box in self._near(hole) or list(self.holders)[:1]])

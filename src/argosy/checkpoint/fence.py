@@ -73,7 +73,7 @@ def begin_generation(run_dir: Path, generation: int, owner: str = "") -> None:
     claims = _claims(run_dir)
     try:
         claims.take(generation, owner or uuid.uuid4().hex)
-    except Taken:
+    except NumberTaken:
         raise Fenced(f"generation {claims.newest()} of {run_dir} has begun, so {generation} cannot") from None
     for folder, _, theirs in partial_folders(run_dir):
         if theirs < generation:
@@ -142,7 +142,7 @@ CLOSED = b"closed\n"
 """Content of a claim below which all are closed too."""
 
 
-class Taken(Exception):
+class NumberTaken(Exception):
     """Another process has taken this number, or a later one."""
 
 
@@ -178,7 +178,7 @@ class Claims:
             descriptor = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             if self.owner(number) != owner:
-                raise Taken(f"{number} was taken by another process") from None
+                raise NumberTaken(f"{number} was taken by another process") from None
         else:
             _write(descriptor, owner.encode())
             sync_folder(self._folder)
@@ -186,7 +186,7 @@ class Claims:
         # is one that nobody may use; had it been the write, that opened a claim which others had closed.
         if (newest := self.newest()) > number:
             self.give_up(number)
-            raise Taken(f"{newest} was taken before {number}")
+            raise NumberTaken(f"{newest} was taken before {number}")
         self._close_below(number)
 
     def give_up(self, number: int) -> None:

@@ -141,7 +141,7 @@ class CheckpointManifest:
     files: dict[str, FileSum]
 
     def to_record(self) -> dict[str, Any]:
-        """Return all of it, as JSON has it."""
+        """Return the manifest as JSON has it."""
         record = asdict(self)
         if not self.base_sha256:  # manifests of whole models are as they were before there were adapters
             del record["base_sha256"]

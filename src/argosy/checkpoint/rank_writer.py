@@ -95,7 +95,7 @@ class SaveOrder:
 
 
 @dataclass(frozen=True)
-class Note:
+class PartNote:
     """Outcome of a rank's part, or of a group's parts."""
 
     ticket: str
@@ -104,7 +104,7 @@ class Note:
     error: str = ""
 
     @classmethod
-    def read(cls, path: Path, ticket: str) -> Note | None:
+    def read(cls, path: Path, ticket: str) -> PartNote | None:
         """Return the note at `path` if there is one, and it is of this attempt."""
         try:
             record = json.loads(path.read_bytes())
@@ -149,7 +149,7 @@ def commit_part(order: SaveOrder, snapshot: int, progress: Callable[[], None] = 
         raise
 
 
-def leave_note(order: SaveOrder, note: Note) -> None:
+def leave_note(order: SaveOrder, note: PartNote) -> None:
     """Leave the note of how this rank's part went; a failure of a head's is one of its group. Raises: OSError."""
     _make_partial(order)
     note.write(order.note_of(order.rank))
@@ -187,12 +187,12 @@ def _write_and_tell(order: SaveOrder, snapshot: int, pulse: _Pulse) -> FileSum:
         _make_partial(order)
         order.file.unlink(missing_ok=True)  # a new file, so that a dying writer does not write to this one
         part = _write(order, snapshot, pulse)
-        leave_note(order, Note(order.ticket, ((part.bytes, part.sha256),)))
+        leave_note(order, PartNote(order.ticket, ((part.bytes, part.sha256),)))
     except OSError as problem:
         with suppress(OSError):
             order.file.unlink(missing_ok=True)  # on a full disk the note needs its room
         with suppress(OSError):
-            leave_note(order, Note(order.ticket, error=words(problem)))
+            leave_note(order, PartNote(order.ticket, error=words(problem)))
         raise
     return part
 
@@ -240,10 +240,10 @@ def _sum_up(order: SaveOrder, mine: FileSum, pulse: _Pulse) -> None:
 
     try:
         files = [mine, *_gather(order, _of_members(order), STALL_S, advancing)]
-        Note(order.ticket, tuple((file.bytes, file.sha256) for file in files)).write(summary)
+        PartNote(order.ticket, tuple((file.bytes, file.sha256) for file in files)).write(summary)
     except OSError as problem:
         with suppress(OSError):
-            Note(order.ticket, error=words(problem)).write(summary)
+            PartNote(order.ticket, error=words(problem)).write(summary)
         raise
 
 
@@ -272,11 +272,11 @@ def _gather(
     order: SaveOrder, awaited: Sequence[_Awaited], patience_s: float, advancing: Callable[[], None]
 ) -> list[FileSum]:
     """Wait for notes, and return their files, in order. Raises: OSError if a part failed, or nothing comes."""
-    found: dict[_Awaited, Note] = {}
+    found: dict[_Awaited, PartNote] = {}
     seen, since_s, looked_s, pause_s = -1, time.monotonic(), -math.inf, 0.002
     while missing := [some for some in awaited if some not in found]:
         for some in missing:
-            note = Note.read(some.note, order.ticket)
+            note = PartNote.read(some.note, order.ticket)
             if note is not None and (note.error or len(note.files) != some.files):
                 said = note.error or "its note is of other ranks"
                 raise OSError(said if some.files > 1 and said.startswith("rank ") else f"{some.whose}: {said}")

@@ -20,13 +20,13 @@ from argosy.checkpoint import fence, store
 from argosy.checkpoint.boxes import Box
 from argosy.checkpoint.directory import deal
 from argosy.checkpoint.manifest import CheckpointManifest
-from argosy.checkpoint.rank_writer import Note, SaveOrder, leave_note, words
+from argosy.checkpoint.rank_writer import PartNote, SaveOrder, leave_note, words
 from argosy.checkpoint.shards import write_shard
-from argosy.checkpoint.writer import Tell, Upkeep
+from argosy.checkpoint.writer import NewsSender, Upkeep
 from argosy.faults import fault
 from argosy.parallel.peers import over, peers_of
 from argosy.parallel.world import World
-from argosy.processes.channel import Gone
+from argosy.processes.channel import ChannelClosed
 from argosy.processes.child import Child, Patience
 
 HUNG_S = 300.0
@@ -49,7 +49,7 @@ class Saver:
         self,
         run_dir: Path,
         world: World,
-        heard: Tell,
+        heard: NewsSender,
         upkeep: Upkeep | None = None,
         check: Callable[[], None] = lambda: None,
     ):
@@ -150,7 +150,7 @@ class Saver:
         self.wait()
         if self._process is not None:
             self._is_closing = True
-            with suppress(Gone):
+            with suppress(ChannelClosed):
                 self._process.channel.send("close")
             while self._process is not None:
                 self._attend()
@@ -181,7 +181,7 @@ class Saver:
             self._process = Child(WRITER, str(memory), pass_fds=[memory])
             self._patience, self._has_answered = None, False
         self._in_flight = order
-        with suppress(Gone):  # it has died: `_listen` finds out, and says why
+        with suppress(ChannelClosed):  # it has died: `_listen` finds out, and says why
             self._process.channel.send("save", order=asdict(order), upkeep=asdict(self._upkeep))
 
     def _attend(self) -> None:
@@ -199,7 +199,7 @@ class Saver:
             return True
         try:
             news = process.hear(timeout_s)
-        except Gone:
+        except ChannelClosed:
             self._take_death(process)
             return True
         for facts in news:
@@ -217,7 +217,7 @@ class Saver:
         if time.monotonic() - self._asked_s > WRITER_ASK_S:
             self._asked_s = time.monotonic()
             self._patience = Patience(process.pid, WRITER_SILENT_S if self._has_answered else HUNG_S, WRITER_SILENT_S)
-            with suppress(Gone):  # the next `hear` raises it
+            with suppress(ChannelClosed):  # the next `hear` raises it
                 process.channel.send("are_you_there")
         return False
 
@@ -271,4 +271,4 @@ class Saver:
             self._heard("save_failed", step=order.step, error=error)
             return
         with suppress(OSError):
-            leave_note(order, Note(order.ticket, error=error))
+            leave_note(order, PartNote(order.ticket, error=error))

@@ -37,7 +37,7 @@ from argosy.checkpoint.rank_writer import RANKS_OF_A_HEAD, SaveOrder, commit_par
 from argosy.checkpoint.store import Checkpoint, step_folder
 from argosy.errors import STOP_SIGNALS
 from argosy.files import atomic_write
-from argosy.processes.channel import Channel, Gone
+from argosy.processes.channel import Channel, ChannelClosed
 from argosy.processes.child import channel_to_parent, messages
 
 FIRST_WRITER_S = 1.0
@@ -157,7 +157,7 @@ class Upkeep:
     """An fsspec URL; empty: none."""
 
 
-class Tell(Protocol):
+class NewsSender(Protocol):
     """Passes news on."""
 
     def __call__(self, news: str, /, **facts: Any) -> None: ...
@@ -166,7 +166,7 @@ class Tell(Protocol):
 class Writer:
     """Saves in one thread, verifies and prunes in a second, copies to the remote place in a third; each in order."""
 
-    def __init__(self, snapshot: int, tell: Tell):
+    def __init__(self, snapshot: int, tell: NewsSender):
         self._snapshot, self._tell = snapshot, tell
         self._saves, self._upkeep, self._copies = _Line(self._save), _Line(self._look_after), _Line(self._drain)
         self._draining: int | None = None
@@ -288,14 +288,14 @@ def main() -> None:
     os._exit(0)  # amid whatever the threads do: without its parent a checkpoint is not committed
 
 
-def _teller(trainer: Channel) -> Tell:
+def _teller(trainer: Channel) -> NewsSender:
     lock = threading.Lock()
 
     def tell(news: str, /, **facts: Any) -> None:
         with lock:
             try:
                 trainer.send(news, **facts)
-            except Gone:
+            except ChannelClosed:
                 os._exit(0)
 
     return tell

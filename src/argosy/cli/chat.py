@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
         model = load_model(options.path, options.plan, options.trust_code)
     with model:
-        Talk(
+        ChatSession(
             ChatModel(model, options.template),
             options.system,
             sampling,
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-class Talk:
+class ChatSession:
     """A conversation at the terminal, or of lines that come in."""
 
     def __init__(self, chat: ChatModel, system: str, sampling: Sampling, is_terminal: bool, is_json: bool = False):

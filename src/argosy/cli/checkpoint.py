@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from argosy.cli.documents import DryRun, Written, answer, show_dry_run, write
+from argosy.cli.documents import DryRun, WrittenFile, answer, show_dry_run, write
 from argosy.cli.options import PrintJson, RunPath, TrustCode, act, must_be_folder, must_be_folder_or_url, parse
 from argosy.data.stores.model_folder import ExportDtype, ExportFormat, GgufType
 from argosy.data.stores.store import is_url
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Looking:
+class LookOptions:
     """Options of list and verify."""
 
     path: Annotated[Path, tyro.conf.Positional]
@@ -96,7 +96,7 @@ class PrunedCheckpoints:
 
 
 @dataclass(frozen=True)
-class Pruning:
+class PruneOptions:
     """Options of prune."""
 
     run_dir: RunPath
@@ -110,7 +110,7 @@ class Pruning:
 
 
 @dataclass(frozen=True)
-class Exporting:
+class ExportOptions:
     """Options of export."""
 
     path: Annotated[Path, tyro.conf.Positional]
@@ -138,7 +138,7 @@ class Exporting:
 
 
 @dataclass(frozen=True)
-class Merging:
+class MergeOptions:
     """Options of merge."""
 
     path: Annotated[Path, tyro.conf.Positional]
@@ -152,7 +152,7 @@ class Merging:
 
 
 @dataclass(frozen=True)
-class Importing:
+class ImportOptions:
     """Options of import."""
 
     folder: Annotated[str, tyro.conf.Positional]
@@ -189,7 +189,7 @@ def _list(argv: list[str]) -> int:
       argosy checkpoint list runs/demo
       argosy checkpoint list runs
     """
-    options = parse(argv, "argosy checkpoint list", Looking, inspect.getdoc(_list))
+    options = parse(argv, "argosy checkpoint list", LookOptions, inspect.getdoc(_list))
     must_be_folder(options.path)
     checkpoints = _checkpoints(options.path)
     if not checkpoints and not (options.path / "run.toml").is_file():
@@ -216,7 +216,7 @@ def _listed(checkpoint: Checkpoint) -> ListedCheckpoint:
         return ListedCheckpoint(checkpoint.step, str(damage))
 
 
-def _list_adapters(options: Looking) -> int:
+def _list_adapters(options: LookOptions) -> int:
     from argosy.inference.huggingface import AdapterFacts, adapters_in
 
     def line(adapter: AdapterFacts) -> str:
@@ -272,7 +272,7 @@ def _verify(argv: list[str]) -> int:
     from argosy.checkpoint.checksums import DamagedCheckpoint
     from argosy.checkpoint.load import incomplete
 
-    options = parse(argv, "argosy checkpoint verify", Looking, inspect.getdoc(_verify))
+    options = parse(argv, "argosy checkpoint verify", LookOptions, inspect.getdoc(_verify))
     must_be_folder(options.path)
     checkpoints = _checkpoints(options.path)
     if not checkpoints:
@@ -306,7 +306,7 @@ def _prune(argv: list[str]) -> int:
     from argosy.checkpoint.store import VERIFIED_KEPT, prune
     from argosy.launch.run_folder import locked
 
-    options = parse(argv, "argosy checkpoint prune", Pruning, inspect.getdoc(_prune))
+    options = parse(argv, "argosy checkpoint prune", PruneOptions, inspect.getdoc(_prune))
     must_be_folder(options.run_dir)
     if options.keep_last < 1 or options.keep_every < 0:
         raise UserError("--keep-last must be at least 1 and --keep-every at least 0: the newest is always kept.")
@@ -335,7 +335,7 @@ def _export(argv: list[str]) -> int:
       argosy checkpoint export runs/demo --out demo-int8 --format int8
       argosy checkpoint export runs/lora --out lora-peft --adapter
     """
-    options = parse(argv, "argosy checkpoint export", Exporting, inspect.getdoc(_export))
+    options = parse(argv, "argosy checkpoint export", ExportOptions, inspect.getdoc(_export))
     must_be_folder(options.path)
     if options.adapter and (options.format != "safetensors" or options.type or options.dtype):
         raise UserError(
@@ -373,7 +373,7 @@ def _merge(argv: list[str]) -> int:
     Example:
       argosy checkpoint merge runs/lora --out runs/merged
     """
-    options = parse(argv, "argosy checkpoint merge", Merging, inspect.getdoc(_merge))
+    options = parse(argv, "argosy checkpoint merge", MergeOptions, inspect.getdoc(_merge))
     must_be_folder(options.path)
     if options.dry_run:
         return _would_write(options)
@@ -392,7 +392,7 @@ def _import(argv: list[str]) -> int:
       argosy checkpoint import Qwen3-0.6B --out runs/qwen
       argosy checkpoint import lora-peft --base runs/qwen --out runs/lora
     """
-    options = parse(argv, "argosy checkpoint import", Importing, inspect.getdoc(_import))
+    options = parse(argv, "argosy checkpoint import", ImportOptions, inspect.getdoc(_import))
     must_be_folder_or_url(options.folder)
     if options.dry_run:
         return _would_write(options)
@@ -408,24 +408,26 @@ def _import(argv: list[str]) -> int:
     return _wrote("checkpoint-import", options)
 
 
-def _would_write(options: Exporting | Merging | Importing) -> int:
+def _would_write(options: ExportOptions | MergeOptions | ImportOptions) -> int:
     """Show what would be written. Raises: UserError if there is no checkpoint to write from, or `out` exists."""
     from argosy.checkpoint.store import find
     from argosy.data.stores.model_folder import refuse_existing
     from argosy.inference.huggingface import check_format
 
-    if isinstance(options, Exporting):
+    if isinstance(options, ExportOptions):
         check_format(options.format, options.dtype, options.type)
-    source = options.folder if isinstance(options, Importing) else find(options.path, lambda checkpoint: None).folder
+    source = (
+        options.folder if isinstance(options, ImportOptions) else find(options.path, lambda checkpoint: None).folder
+    )
     if not is_url(str(options.out)):
         refuse_existing(Path(options.out))
     show_dry_run(DryRun((f"write {options.out} from {source}",)), options.json)
     return 0
 
 
-def _wrote(name: str, options: Exporting | Merging | Importing) -> int:
+def _wrote(name: str, options: ExportOptions | MergeOptions | ImportOptions) -> int:
     if options.json:
-        write(name, Written(str(options.out)))
+        write(name, WrittenFile(str(options.out)))
     else:
         print(f"wrote {options.out}", file=sys.stderr)
     return 0

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeAlias
 
 import tyro
 
-from argosy.cli.documents import DOCUMENTS, Written, answer, schema_of, write, write_text
+from argosy.cli.documents import DOCUMENTS, WrittenFile, answer, schema_of, write, write_text
 from argosy.cli.options import PrintJson, act, parse, parse_run
 from argosy.config.dump import dump
 from argosy.config.layers import preset_layer, preset_names, preset_path
@@ -191,7 +191,7 @@ def _device(argv: list[str]) -> None:
     write_text(path, dump(device))
     told = {key for key in device.assumed if not key.endswith("latency_s")}
     if options.json:
-        write("config-device", Written(str(path), tuple(f"assumed: {key}" for key in sorted(told))))
+        write("config-device", WrittenFile(str(path), tuple(f"assumed: {key}" for key in sorted(told))))
         return
     print(f"wrote {path}; use it as --cluster 8x{path}" + (f"; assumed: {', '.join(sorted(told))}" if told else ""))
 

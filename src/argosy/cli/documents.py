@@ -57,7 +57,7 @@ DOCUMENTS = {
     "compare": DocumentKind("argosy.compare.side_by_side:Comparison", "both runs"),
     "metrics": DocumentKind("argosy.cli.metrics:StepRow", "a step: its number by column", is_many=True),
     "metrics-keys": DocumentKind("argosy.cli.metrics:MetricsKeys", "the columns that there are, without `--columns`"),
-    "metrics-out": DocumentKind("argosy.cli.documents:Written", "the file that was written, with `--out`"),
+    "metrics-out": DocumentKind("argosy.cli.documents:WrittenFile", "the file that was written, with `--out`"),
     "logs": DocumentKind("argosy.cli.logs:LogLine", "a line that was printed", is_many=True),
     "stop": DocumentKind("argosy.cli.stop:StoppedJob", "a job that was told to end", is_many=True),
     "sweep": DocumentKind("argosy.sweep.result:SweepRecord", "the trials, and the best"),
@@ -69,9 +69,9 @@ DOCUMENTS = {
     ),
     "checkpoint-verify": DocumentKind("argosy.cli.checkpoint:VerifiedCheckpoint", "a checkpoint", is_many=True),
     "checkpoint-prune": DocumentKind("argosy.cli.checkpoint:PrunedCheckpoints", "what was deleted"),
-    "checkpoint-export": DocumentKind("argosy.cli.documents:Written", "the folder that was written"),
-    "checkpoint-import": DocumentKind("argosy.cli.documents:Written", "the run folder that was written"),
-    "checkpoint-merge": DocumentKind("argosy.cli.documents:Written", "the run folder that was written"),
+    "checkpoint-export": DocumentKind("argosy.cli.documents:WrittenFile", "the folder that was written"),
+    "checkpoint-import": DocumentKind("argosy.cli.documents:WrittenFile", "the run folder that was written"),
+    "checkpoint-merge": DocumentKind("argosy.cli.documents:WrittenFile", "the run folder that was written"),
     "generate": DocumentKind("argosy.cli.generate:GeneratedText", "a prompt with its text", is_many=True),
     "chat": DocumentKind("argosy.cli.chat:AnsweredMessage", "a message with its answer", is_many=True),
     "serve": DocumentKind("argosy.cli.serve:ServedModel", "where the model answers"),
@@ -86,7 +86,7 @@ DOCUMENTS = {
     "plan-clusters": DocumentKind(
         "argosy.plan.report.terminal:OnCluster", "a `--cluster` of several with its plan", is_many=True
     ),
-    "plan-within": DocumentKind("argosy.plan.report.within:Within", "a cluster, with `--within`", is_many=True),
+    "plan-within": DocumentKind("argosy.plan.report.within:WithinAnswer", "a cluster, with `--within`", is_many=True),
     "plan-serve": DocumentKind("argosy.plan.report.serving_report:ServingReport", "ways to serve, with `--serve`"),
     "plan-run": DocumentKind("argosy.watch.resize:Resizing", "ways to go on, of a run's folder"),
     "plan-jobs": DocumentKind("argosy.plan.report.jobs:JobSchedule", "the schedule, with `--jobs`"),
@@ -100,7 +100,7 @@ DOCUMENTS = {
     "config-show": DocumentKind("argosy.config.schema:RunConfig", "the run, resolved"),
     "config-schema": DocumentKind("argosy.cli.config:JsonSchema", "the schema itself"),
     "config-presets": DocumentKind("argosy.cli.config:PresetNames", "the presets"),
-    "config-device": DocumentKind("argosy.cli.documents:Written", "the file that was written"),
+    "config-device": DocumentKind("argosy.cli.documents:WrittenFile", "the file that was written"),
 }
 """Name -> document. The name is the command's words joined by hyphens, and one more word where options choose."""
 
@@ -118,7 +118,7 @@ class DryRun:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A file or folder that a command wrote."""
 
     out: str

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import tyro
 
-from argosy.cli.documents import Written, lines_of, write
+from argosy.cli.documents import WrittenFile, lines_of, write
 from argosy.cli.options import RunPath, parse, read_run
 from argosy.errors import UserError, missing_extra
 from argosy.files import atomic_write
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
     if options.out is not None:
         _write_table(options.out, table, form)
         if options.json:
-            write("metrics-out", Written(str(options.out)))
+            write("metrics-out", WrittenFile(str(options.out)))
     elif form == "json":
         write("metrics", *_rows(table))
     else:

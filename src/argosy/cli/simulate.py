@@ -119,7 +119,7 @@ def _in_full(word: str) -> str:
 
 
 def _in_words(found: SimulatedRecord) -> str:
-    from argosy.simulate.record import Where
+    from argosy.simulate.record import StepPlace
 
     memory, time = found.memory, found.time
     waited = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in sorted(time.waited_s.items())) or "nothing"
@@ -128,7 +128,7 @@ def _in_words(found: SimulatedRecord) -> str:
     return "\n".join(
         [
             f"rank {found.rank} of {found.plan}",
-            f"memory   {_size(memory.peak_bytes)} at the peak, in {Where(memory.peak_phase, memory.peak_layer)}; "
+            f"memory   {_size(memory.peak_bytes)} at the peak, in {StepPlace(memory.peak_phase, memory.peak_layer)}; "
             f"{_size(memory.held_bytes)} between steps{host}",
             *(f"  {category:12} {_size(size):>10}" for category, size in _largest_first(memory.at_peak)),
             f"FLOPs    {found.flops['total']:.4g} a step: "

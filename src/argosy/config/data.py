@@ -33,7 +33,7 @@ class CacheConfig(Section):
 
     @property
     def path(self) -> Path:
-        """The folder, whoever chose it."""
+        """The folder in use: `folder`, or the default."""
         if self.folder:
             return Path(self.folder).expanduser().absolute()
         caches = os.environ.get("XDG_CACHE_HOME", "")

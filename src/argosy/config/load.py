@@ -248,7 +248,7 @@ ROW_TOKENS = 1024
 rows."""
 
 
-class Practice(NamedTuple):
+class ObjectiveDefaults(NamedTuple):
     """The usual settings of an objective."""
 
     lr: float
@@ -258,14 +258,14 @@ class Practice(NamedTuple):
     epochs: float
 
 
-OF_OBJECTIVE: Mapping[str, Practice] = {
-    "sft": Practice(2e-5, 0.03, 3),
-    "dpo": Practice(5e-7, 0.1, 1),
-    "ipo": Practice(5e-7, 0.1, 1),
-    "simpo": Practice(8e-7, 0.1, 1),
-    "orpo": Practice(8e-6, 0.1, 1),
-    "kto": Practice(5e-7, 0.1, 1),
-    "reward": Practice(1e-5, 0.03, 1),
+OF_OBJECTIVE: Mapping[str, ObjectiveDefaults] = {
+    "sft": ObjectiveDefaults(2e-5, 0.03, 3),
+    "dpo": ObjectiveDefaults(5e-7, 0.1, 1),
+    "ipo": ObjectiveDefaults(5e-7, 0.1, 1),
+    "simpo": ObjectiveDefaults(8e-7, 0.1, 1),
+    "orpo": ObjectiveDefaults(8e-6, 0.1, 1),
+    "kto": ObjectiveDefaults(5e-7, 0.1, 1),
+    "reward": ObjectiveDefaults(1e-5, 0.03, 1),
 }
 """sft: Taori et al. 2023 (Alpaca), whose rate is that of Tunstall et al. 2023 (Zephyr) too. dpo: Tunstall et al. 2023
 and Lambert et al. 2024 (Tulu 3); ipo as dpo. simpo: Meng et al. 2024, whose rates are 3e-7 to 1e-6. orpo: Hong et al.

@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from argosy.config.data import PrepareConfig
-from argosy.data.chat_template import ChatTemplate, Rendered
+from argosy.data.chat_template import ChatTemplate, RenderedConversation
 from argosy.data.conversations import BadRecord, Message, Record, conversations_of
 from argosy.data.manifest import TOKENIZER
 from argosy.data.packing import ID_MASK, MISMATCHED_BIT, REJECTED_BIT, START_BIT, TRAINED, Words
@@ -53,7 +53,7 @@ class ChatDocuments:
 
     def _part(self, conversation: Any) -> dict[str, Any]:
         check_spelling(conversation.messages, self._special)
-        found: Rendered = self._template.conversation(conversation, self._may_be_long)
+        found: RenderedConversation = self._template.conversation(conversation, self._may_be_long)
         marks = REJECTED_BIT if conversation.is_rejected else 0
         return {"text": found.text, "answers": found.answers, "cuts": found.cuts, "marks": marks}
 

@@ -48,7 +48,7 @@ BUILT_IN = {"chatml": CHATML}
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedConversation:
     """A conversation as text."""
 
     text: str
@@ -88,7 +88,7 @@ class ChatTemplate:
         """Return the text of messages; opens_answer: with the opening of an answer after it. Raises: BadRecord."""
         return self._text(messages, tools, opens_answer).replace(BEGIN_ANSWER, "").replace(END_ANSWER, "")
 
-    def conversation(self, conversation: Conversation, needs_cuts: Callable[[str], bool]) -> Rendered:
+    def conversation(self, conversation: Conversation, needs_cuts: Callable[[str], bool]) -> RenderedConversation:
         """Return the text of a conversation and its answers. Raises: BadRecord if they are not found.
 
         needs_cuts(text): True if the text may have to be cut.
@@ -118,7 +118,7 @@ class ChatTemplate:
         if not learned:
             raise BadRecord(UNSHOWN_ANSWERS, "no answer is to be learned: each has weight 0")
         cuts = self._cuts(text, messages, tools, numbers) if needs_cuts(text) else []
-        return Rendered(text, learned, cuts)
+        return RenderedConversation(text, learned, cuts)
 
     def _by_prefixes(
         self, text: str, messages: list[Message], tools: list[Any] | None, numbers: list[int]

@@ -47,7 +47,7 @@ class DocumentPosition:
     """At the end of all: the input's files that were read."""
 
 
-class Cut(BaseModel):
+class FinishedShards(BaseModel):
     """Finished shards, at most one for each split."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,7 +86,7 @@ class Journal:
         """The position at which to resume."""
         return self.cuts[-1].next if self.cuts else DocumentPosition()
 
-    def add(self, cut: Cut) -> None:
+    def add(self, cut: FinishedShards) -> None:
         """Add `cut`, whose shards have their final names."""
         with self._path.open("ab") as file:
             file.write(cut.model_dump_json().encode() + b"\n")
@@ -98,12 +98,12 @@ class Journal:
         self._path.unlink()
 
 
-def _whole_cuts(lines: Sequence[bytes]) -> list[Cut]:
+def _whole_cuts(lines: Sequence[bytes]) -> list[FinishedShards]:
     """Return the cuts up to a line that a kill left half-written."""
     cuts = []
     for line in lines:
         try:
-            cuts.append(Cut.model_validate_json(line))
+            cuts.append(FinishedShards.model_validate_json(line))
         except ValidationError:
             break
     return cuts
@@ -276,7 +276,7 @@ class Cutter:
     def _cut(self, next_position: DocumentPosition) -> None:
         closed = {split: shard.close() for split, shard in self._open.items()}
         finished = {split: shard for split, shard in closed.items() if shard is not None}
-        self._journal.add(Cut(shards=finished, next=next_position))
+        self._journal.add(FinishedShards(shards=finished, next=next_position))
         self._shards.update(finished.keys())
         self._documents.update({split: shard.documents for split, shard in finished.items()})
         self._open = self._next_shards()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from argosy.config.data import PrepareConfig
 from argosy.data.conversations import Record
 from argosy.data.filters import Filters
-from argosy.data.formats import EMPTY, BadInput, Fields, Text, read_file
+from argosy.data.formats import EMPTY, BadInput, RecordFields, Text, read_file
 from argosy.data.sources import RECORDS, InputFile
 from argosy.errors import UserError
 
@@ -172,7 +172,7 @@ class DocumentReader:
                 return
             self.files_read = number_of_file + 1
             within, file = (piece.from_byte, piece.to_byte), self._files[number_of_file]
-            fields = Fields(file.field, url_field, self._document_of)
+            fields = RecordFields(file.field, url_field, self._document_of)
             found = read_file(file, fields, config.max_document_bytes, within)
             for item in found:
                 number, self.number = self.number, self.number + 1

@@ -44,7 +44,7 @@ Span = tuple[int, int | None]
 WHOLE_FILE: Span = (0, None)
 
 
-class Fields(NamedTuple):
+class RecordFields(NamedTuple):
     """The fields or columns that are read."""
 
     text: str
@@ -72,7 +72,7 @@ class BadInput:
 
 
 def read_file(
-    file: InputFile, fields: Fields, most_bytes: int = MAX_DOCUMENT_BYTES, within: Span = WHOLE_FILE
+    file: InputFile, fields: RecordFields, most_bytes: int = MAX_DOCUMENT_BYTES, within: Span = WHOLE_FILE
 ) -> Iterator[Text | BadInput]:
     """Yield the texts of one file, and a `BadInput` in place of what is not text.
 
@@ -161,7 +161,7 @@ def _too_long(where: str, most_bytes: int) -> UserError:
 
 
 def _read_jsonl(
-    stream: BinaryIO, name: str, fields: Fields, most_bytes: int, within: Span
+    stream: BinaryIO, name: str, fields: RecordFields, most_bytes: int, within: Span
 ) -> Iterator[Text | BadInput]:
     without: int | None = 0 if within[0] == 0 else None  # records without the field, as long as there was no other
     before: int | None = 0 if within[0] == 0 else None  # lines before this part, once they are counted
@@ -227,7 +227,7 @@ def _lines(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes]:
         yield bytes(begun)
 
 
-def _record_text(line: bytes, fields: Fields) -> Text | BadInput:
+def _record_text(line: bytes, fields: RecordFields) -> Text | BadInput:
     """Return the text of a record; what is bad is said as it goes on after the line's name."""
     record = _parsed(line)
     if isinstance(record, BadInput):
@@ -271,7 +271,7 @@ def _field_text(value: Any, where: str, url: str = "") -> Text | BadInput:
 
 
 def _read_parquet(
-    stream: BinaryIO, name: str, fields: Fields, most_bytes: int, within: Span
+    stream: BinaryIO, name: str, fields: RecordFields, most_bytes: int, within: Span
 ) -> Iterator[Text | BadInput]:
     try:
         import pyarrow as pa

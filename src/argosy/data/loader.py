@@ -18,7 +18,7 @@ from argosy.config.train import BatchSizes
 from argosy.data.manifest import TOKENIZER
 from argosy.data.order import I64, MixtureStage, Order, Range, SampleOrder, Samples, kept, key_of
 from argosy.data.shards import I32, Place, TokenSource
-from argosy.data.stores.ahead import Ahead
+from argosy.data.stores.ahead import ReadAhead
 from argosy.data.stores.cache import Cache
 from argosy.data.stores.source import open_source, stores_of
 from argosy.data.stores.store import is_url
@@ -64,7 +64,7 @@ class Loader:
             raise ValueError(f"rows = {rows}: the rows of a rank are consecutive")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="argosy-data")
         self._coming: deque[tuple[int, Future[I32]]] = deque()
-        self._ahead: Ahead | None = None
+        self._ahead: ReadAhead | None = None
 
     def batch(self, step: int, while_waiting: Callable[[], None] = lambda: None) -> I32:
         """Return the rows of step `step` (0-based), int32 [rows, seq_len + 1].
@@ -210,7 +210,7 @@ class Loader:
         if self._ahead is not None:
             self._ahead.at(step)
         elif stores := stores_of(self._sources):
-            self._ahead = Ahead(
+            self._ahead = ReadAhead(
                 stores[0].cache, self._sources, self._seq_len, self.samples_of_steps, self._stop - self._first, step
             )
 

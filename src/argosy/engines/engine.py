@@ -148,8 +148,8 @@ class Engine(ABC):
     starts_programs: ClassVar[bool] = True
     """False if it starts runs only."""
     queues: ClassVar[bool] = False
-    """True if it holds any number of runs until there is room for them, and starts each again until the run has ended:
-    who has submitted them need not stay."""
+    """True if it queues any number of runs until there is room, and restarts each until the run has ended. The process
+    that submitted them may end."""
     poll_s: ClassVar[float] = 2.0
     """Seconds between two looks at jobs that are waited for."""
     most_waiting: ClassVar[int] = sys.maxsize

@@ -167,7 +167,7 @@ def _container(job: RunJob, place: ClusterPlace) -> Object:
         "name": "agent",
         "image": job.image,
         "workingDir": str(place.mount),
-        "command": ["python3", "-m", "argosy.launch.keeper", str(place.run_dir), *train],
+        "command": ["python3", "-m", "argosy.launch.agent_supervisor", str(place.run_dir), *train],
         "env": [
             {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": {"name": place.name, "key": "secret"}}},
             {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": POD_INDEX}}},

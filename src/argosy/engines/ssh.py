@@ -189,8 +189,8 @@ def _command(job: RunJob, host: str, address: str) -> str:
         words += [] if launch.address else ["--launch.address", address]
         words += [] if launch.coordinator or launch.lease else ["--launch.lease", "folder"]
     words += ["--launch.processes", str(job.gpus_per_node)] if job.gpus_per_node else []
-    keeper = shlex.join([sys.executable, "-m", "argosy.launch.keeper", str(job.run_dir)])
-    return f"{keeper} {job.command} {shlex.join(words)}".strip()
+    supervisor = shlex.join([sys.executable, "-m", "argosy.launch.agent_supervisor", str(job.run_dir)])
+    return f"{supervisor} {job.command} {shlex.join(words)}".strip()
 
 
 def _exports(run_dir: Path) -> str:

@@ -381,7 +381,7 @@ class AdapterFacts:
     bytes: int
 
     def to_record(self) -> dict[str, Any]:
-        """Return all of it, as JSON has it."""
+        """Return the facts as JSON has them."""
         settings = self.lora.model_dump(mode="json")
         weights = None if self.weights is None else str(self.weights)
         return {"run": str(self.run_dir), "weights": weights, "step": self.step, "bytes": self.bytes, **settings}

@@ -31,7 +31,7 @@ from argosy.launch.local_world import LocalWorld, failure_told
 from argosy.parallel.encoding import decode, encode, from_text, to_text
 from argosy.parallel.world import World, join_world, leave_world
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Channel, Gone, Message
+from argosy.processes.channel import Channel, ChannelClosed, Message
 from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.training.evaluation import Score
 from argosy.training.rows import TaskScores
@@ -206,7 +206,7 @@ class Inbox:
                     self._stopped = message["number"]
                 else:
                     self._waiting.put(message)
-        except Gone:
+        except ChannelClosed:
             os._exit(1)
 
 

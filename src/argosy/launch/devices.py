@@ -16,7 +16,7 @@ from argosy.observe.terminal import print_message
 from argosy.plan.hardware.local_machine import host_memory_bytes
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, processes_of
-from argosy.processes.channel import Gone
+from argosy.processes.channel import ChannelClosed
 from argosy.processes.child import ForkEntry, channel_to_parent
 from argosy.processes.fork_server import ForkServer, Unanswered
 
@@ -89,7 +89,7 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
 
 
 def _wanted(launch: LaunchConfig, planned: int) -> str:
-    """Return in words how many processes this machine is to have, and who says so."""
+    """Return in words how many processes this machine is to have, and which setting says so."""
     if launch.processes:
         return f"launch.processes = {launch.processes}"
     nodes = f" (its share of launch.nodes = {launch.nodes})" if launch.nodes > 1 else ""
@@ -162,7 +162,7 @@ def ask(
             limit_s = max(patience.first_step_s, SEARCH_S)
             answer = fork_server.answer("devices", channel, limit_s, patience.heartbeat_timeout_s)
             break
-        except Gone:
+        except ChannelClosed:
             raise RunFailed("the process that looks for devices died; what it printed says why") from None
         except Unanswered as problem:
             print_message(f"argosy: waited for the process that looks for devices ({problem}): it is started again")

@@ -158,7 +158,7 @@ def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> 
 
 
 @contextmanager
-def fork_server(where: Shown, started: ForkServer | None = None) -> Iterator[ForkServer]:
+def fork_server(where: RunDisplay, started: ForkServer | None = None) -> Iterator[ForkServer]:
     """Start the fork server of a run's processes, if none was `started`; it imports torch while the run is settled."""
     with closing(started or ForkServer(WORKER_MODULE, where.stdout, where.stderr)) as forks:
         if started is not None:
@@ -167,7 +167,6 @@ def fork_server(where: Shown, started: ForkServer | None = None) -> Iterator[For
 
 
 def _report_if_finished(run_dir: Path, run: RunConfig) -> Report | None:
-    """Return the report of a run that is finished; None if it is not."""
     if not (run_dir / "report.json").exists() or not committed(run_dir):
         return None
     report = Report.load(run_dir)
@@ -242,7 +241,7 @@ END_S = 5.0
 
 
 @dataclass(frozen=True)
-class Shown:
+class RunDisplay:
     """The places where a run's processes print, and the screen that shows it."""
 
     stdout: int | None = None
@@ -253,7 +252,7 @@ class Shown:
 
 
 @contextmanager
-def shown(quiet: bool = False) -> Iterator[Shown]:
+def shown(quiet: bool = False) -> Iterator[RunDisplay]:
     """Show in this block what processes print to the descriptors that it yields.
 
     In a terminal and in a notebook a screen shows the run, unless it is to be `quiet`. In any other output without a
@@ -261,26 +260,26 @@ def shown(quiet: bool = False) -> Iterator[Shown]:
     """
     out = sys.stdout
     if out is None:
-        yield Shown()
+        yield RunDisplay()
     elif not quiet and is_in_notebook():
         with _screen(Screen(NotebookSurface(), FolderView), has_stderr=False) as found:
             yield found
     elif not _is_standard(out):
         with _pipe(lambda reader: _pass_on(reader, out)) as writer:
-            yield Shown(stdout=writer)
+            yield RunDisplay(stdout=writer)
     elif not quiet and has_live_line(out):
         with _screen(Screen(TerminalSurface(out), FolderView), has_stderr=sys.stderr.isatty()) as found:
             yield found
     else:
-        yield Shown()
+        yield RunDisplay()
 
 
 @contextmanager
-def _screen(screen: Screen, has_stderr: bool) -> Iterator[Shown]:
+def _screen(screen: Screen, has_stderr: bool) -> Iterator[RunDisplay]:
     with ExitStack() as held:
         held.enter_context(screen)
         writer = held.enter_context(_pipe(lambda reader: read_lines_of(reader, screen)))
-        yield Shown(stdout=writer, stderr=writer if has_stderr else None, screen=screen)
+        yield RunDisplay(stdout=writer, stderr=writer if has_stderr else None, screen=screen)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 from argosy.errors import ArgosyError, Interrupted, RunFailed, signals_to
 from argosy.parallel.encoding import ErrorRecord, from_text, to_text
 from argosy.parallel.world import WorldSeat
-from argosy.processes.channel import Channel, Data, Gone, Message
+from argosy.processes.channel import Channel, ChannelClosed, Data, Message
 from argosy.processes.child import ForkEntry, Patience
 from argosy.processes.fork_server import ForkServer
 
@@ -57,7 +57,7 @@ class LocalWorld:
         for channel in self.members.values():
             try:
                 channel.send(kind, data=data, **facts)
-            except Gone:
+            except ChannelClosed:
                 return
 
     def receive(self) -> tuple[int, Message]:
@@ -68,7 +68,7 @@ class LocalWorld:
         while not self._heard:
             try:
                 self._listen()
-            except Gone as problem:
+            except ChannelClosed as problem:
                 raise RunFailed(f"a process of {self._name} is gone ({problem}). Nothing was written.") from None
         return self._heard.popleft()
 
@@ -99,7 +99,7 @@ class LocalWorld:
                         self._failures.append(MemberFailure(rank, "", message["at_s"], record=record))
                     else:
                         self._heard.append((rank, message))
-            except Gone:
+            except ChannelClosed:
                 del self._speaking[rank]  # it is ending: the fork server tells how
         for message in self._fork_server.take() if self._fork_server in ready else []:
             if message["kind"] == "forked":

@@ -113,7 +113,7 @@ class _Stop:
         """The time of the first one; None: there was none."""
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Take it."""
+        """Note the signal."""
         self.since_s = self.since_s or time.monotonic()
 
     def check(self) -> None:

@@ -23,7 +23,7 @@ half of attention's time to make."""
 # B batch, T queries, S keys, H query heads, K key/value heads, G query heads for each of those, E head width
 
 
-class Seen(NamedTuple):
+class VisibleKeys(NamedTuple):
     """The keys that the queries of a block see."""
 
     causal: bool
@@ -47,15 +47,15 @@ class Seen(NamedTuple):
         return (ahead > 0) | (ahead <= -self.window) if self.window else ahead > 0
 
 
-SEES_ALL, SEES_EARLIER = Seen(False), Seen(True)
+SEES_ALL, SEES_EARLIER = VisibleKeys(False), VisibleKeys(True)
 
 
 class Kernel(NamedTuple):
     """Attention within a block, and its gradients given the output and log-sum-exp over *all* that the queries see."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Seen], tuple[Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, VisibleKeys], tuple[Tensor, Tensor]]
     """(q_BTHE, k_BSKE, v_BSKE, seen) -> y_BTHE in the dtype of q or fp32, lse_BHT in fp32."""
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Seen], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, VisibleKeys], tuple[Tensor, Tensor, Tensor]]
     """(dy_BTHE, q_BTHE, k_BSKE, v_BSKE, y_BTHE, lse_BHT, seen) -> dq_BTHE, dk_BSKE, dv_BSKE."""
 
 
@@ -86,7 +86,7 @@ def kernel_for(q_BTHE: Tensor, softcap: float = 0.0, has_bands: bool = False, by
 # log-sum-exp, and neither it nor varlen_attn has a backward that takes an output and log-sum-exp over more keys.
 
 
-def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, seen: VisibleKeys) -> tuple[Tensor, Tensor]:
     length, missing = q.shape[1], _missing(q, seen)
     q_BHTE, k_BKSE, v_BKSE = (_lengthened(x, missing).transpose(1, 2) for x in (q, k, v))
     causal, mask = _cpu_mask(q, k, seen)
@@ -97,7 +97,7 @@ def _cpu_flash_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Ten
 
 
 def _cpu_flash_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: VisibleKeys
 ) -> tuple[Tensor, Tensor, Tensor]:
     length, missing = q.shape[1], _missing(q, seen)
     causal, mask = _cpu_mask(q, k, seen)
@@ -109,7 +109,7 @@ def _cpu_flash_backward(
     return dq, dk, dv
 
 
-def _missing(q_BTHE: Tensor, seen: Seen) -> int:
+def _missing(q_BTHE: Tensor, seen: VisibleKeys) -> int:
     """Return the tokens by which a square is lengthened."""
     return -q_BTHE.shape[1] % PADDED_TOKENS if seen == SEES_EARLIER and q_BTHE.dtype == torch.bfloat16 else 0
 
@@ -119,7 +119,7 @@ def _lengthened(x_BTHE: Tensor, missing: int) -> Tensor:
     return F.pad(x_BTHE, (0, 0, 0, 0, 0, missing)) if missing else x_BTHE  # padding by nothing would copy
 
 
-def _cpu_mask(q_BTHE: Tensor, k_BSKE: Tensor, seen: Seen) -> tuple[bool, Tensor | None]:
+def _cpu_mask(q_BTHE: Tensor, k_BSKE: Tensor, seen: VisibleKeys) -> tuple[bool, Tensor | None]:
     """Return True for a causal square, which needs no mask, or the mask that is added to the scores."""
     if seen.is_plain:
         return seen.causal, None
@@ -127,28 +127,28 @@ def _cpu_mask(q_BTHE: Tensor, k_BSKE: Tensor, seen: Seen) -> tuple[bool, Tensor 
     return False, q_BTHE.new_zeros(hidden_TS.shape).masked_fill_(hidden_TS, -torch.inf)
 
 
-def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+def _products_forward(q: Tensor, k: Tensor, v: Tensor, seen: VisibleKeys) -> tuple[Tensor, Tensor]:
     if q.shape[1] < attention_products.LEAST_TOKENS:
         return _cpu_flash_forward(q, k, v, seen)
     return attention_products.causal_forward(q, k, v)
 
 
 def _products_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: VisibleKeys
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.shape[1] < attention_products.LEAST_TOKENS:
         return _cpu_flash_backward(dy, q, k, v, y, lse, seen)
     return attention_products.causal_backward(dy, q, k, v, y, lse)
 
 
-def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, seen: VisibleKeys) -> tuple[Tensor, Tensor]:
     lengths = (q.shape[1], k.shape[1])
     y, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, None, None, *lengths, 0.0, seen.causal, False)
     return y, lse
 
 
 def _cuda_flash_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: VisibleKeys
 ) -> tuple[Tensor, Tensor, Tensor]:
     lengths = (q.shape[1], k.shape[1])
     random_state = (torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0))  # of dropout: there is none
@@ -158,7 +158,7 @@ def _cuda_flash_backward(
     return dq, dk, dv
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, seen: VisibleKeys, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
     scores_BKGTS = _scores(q, k, seen, softcap)
     lse_BKGT = scores_BKGTS.logsumexp(-1)
     p_BKGTS = (scores_BKGTS - lse_BKGT[..., None]).exp()
@@ -167,7 +167,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, softcap: float =
 
 
 def _plain_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Seen, softcap: float = 0.0
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: VisibleKeys, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Dao et al. 2022, "FlashAttention", appendix B.2; the slope of c tanh(s / c) is 1 - (its value / c)^2."""
     K = k.shape[2]
@@ -185,7 +185,7 @@ def _plain_backward(
     return dq_BTKGE.flatten(2, 3), dk_BSKE, dv_BSKE
 
 
-def _scores(q_BTHE: Tensor, k_BSKE: Tensor, seen: Seen, softcap: float) -> Tensor:
+def _scores(q_BTHE: Tensor, k_BSKE: Tensor, seen: VisibleKeys, softcap: float) -> Tensor:
     """Scaled scores, [B, K, G, T, S] in fp32; -inf for what is not seen."""
     q_BTKGE = q_BTHE.float().unflatten(2, (k_BSKE.shape[2], -1))
     scores = torch.einsum("btkge,bske->bkgts", q_BTKGE * q_BTHE.shape[-1] ** -0.5, k_BSKE.float())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from argosy.models.attention_kernels import SEES_EARLIER, Kernel, Seen, add_sinks, gradient_of_sinks, kernel_for
+from argosy.models.attention_kernels import SEES_EARLIER, Kernel, VisibleKeys, add_sinks, gradient_of_sinks, kernel_for
 from argosy.models.compiler import operator
 
 # N queries and M keys of all rows and documents laid end to end, H query heads, K key/value heads, E head width
@@ -53,7 +53,7 @@ class _Block(NamedTuple):
     of_queries: slice
     """The queries of each segment."""
     of_keys: slice
-    seen: Seen
+    seen: VisibleKeys
 
     def take(self, x: Tensor, keys: bool = False) -> Tensor:
         """Return the view of `x` [N or M, ...] that the block works on, [count, T or S, ...]."""
@@ -75,7 +75,9 @@ def _blocks(q_starts: Sequence[int], k_starts: Sequence[int], window: int, most:
             upto = keys - queries + end
             first = max(0, place - window + 1) if window else 0
             needed = window if 0 < window < upto - first else 0
-            yield _Block(q_all, k_all, count, slice(start, end), slice(first, upto), Seen(True, place - first, needed))
+            yield _Block(
+                q_all, k_all, count, slice(start, end), slice(first, upto), VisibleKeys(True, place - first, needed)
+            )
         first_q, first_k = q_all.stop, k_all.stop
 
 

@@ -124,7 +124,6 @@ def _to_write(
 def _parts(
     source: LazyWeights, config: ModelConfig, piece: Conversion, row: int, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """Yield the rows of one of their tensors."""
     if piece.rows == "theirs":
         yield folded_weight(piece.ours[0], source.rows(piece.ours[0], row, 1), config, dtype)[0]
     elif piece.rows == "alone":

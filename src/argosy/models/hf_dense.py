@@ -10,7 +10,7 @@ from argosy.models.hf_family import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
     Family,
-    Fused,
+    FusedTensor,
     all_sliding,
     every,
     from_the_last,
@@ -29,8 +29,8 @@ POST_NORMS = {
     "blocks.*.mlp_post_norm": "model.layers.*.post_feedforward_layernorm",
 }
 GEMMA_NAMES = POST_NORMS | {"blocks.*.mlp_norm": "model.layers.*.pre_feedforward_layernorm"}
-QKV = Fused(("blocks.*.attention.q", "blocks.*.attention.k", "blocks.*.attention.v"))
-GATE_UP = Fused(("blocks.*.mlp.gate", "blocks.*.mlp.up"))
+QKV = FusedTensor(("blocks.*.attention.q", "blocks.*.attention.k", "blocks.*.attention.v"))
+GATE_UP = FusedTensor(("blocks.*.mlp.gate", "blocks.*.mlp.up"))
 GRANITE = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",

@@ -96,7 +96,7 @@ FURTHER_COPIES = {
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedTensor:
     """Weights of ours that are one tensor of theirs."""
 
     ours: tuple[str, ...]
@@ -157,7 +157,7 @@ class Family:
     """In addition to `CONFIG_DEFAULTS`."""
     names: dict[str, str] = field(default_factory=dict)
     """In addition to `TENSOR_NAMES`."""
-    fused: dict[str, Fused] = field(default_factory=dict)
+    fused: dict[str, FusedTensor] = field(default_factory=dict)
     """Their module or weight -> what of ours is in it."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Keys of other versions -> the key in `keys`."""

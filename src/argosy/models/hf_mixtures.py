@@ -14,7 +14,7 @@ from argosy.models.hf_family import (
     MIXTRAL_NAMES,
     Converted,
     Family,
-    Fused,
+    FusedTensor,
     all_sliding,
     every,
     from_the_last,
@@ -192,7 +192,7 @@ MIXTURES = {
             "blocks.*.mlp.experts.down": "model.layers.*.block_sparse_moe.output_linear.weight",
         },
         fused={
-            "model.layers.*.block_sparse_moe.input_linear.weight": Fused(
+            "model.layers.*.block_sparse_moe.input_linear.weight": FusedTensor(
                 ("blocks.*.mlp.experts.gate", "blocks.*.mlp.experts.up"), "expert_rows"
             )
         },
@@ -237,13 +237,13 @@ MIXTURES = {
             "blocks.*.mlp.experts.down_bias": "model.layers.*.mlp.experts.down_proj_bias",
         },
         fused={
-            "model.layers.*.mlp.experts.gate_up_proj": Fused(
+            "model.layers.*.mlp.experts.gate_up_proj": FusedTensor(
                 ("blocks.*.mlp.experts.gate", "blocks.*.mlp.experts.up"), "interleaved"
             ),
-            "model.layers.*.mlp.experts.gate_up_proj_bias": Fused(
+            "model.layers.*.mlp.experts.gate_up_proj_bias": FusedTensor(
                 ("blocks.*.mlp.experts.gate_bias", "blocks.*.mlp.experts.up_bias"), "interleaved"
             ),
-            "model.layers.*.mlp.experts.down_proj": Fused(("blocks.*.mlp.experts.down",), "interleaved"),
+            "model.layers.*.mlp.experts.down_proj": FusedTensor(("blocks.*.mlp.experts.down",), "interleaved"),
         },
         aliases={"num_experts": "num_local_experts"},
         needs=("moe.experts",),

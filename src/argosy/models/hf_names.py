@@ -17,7 +17,7 @@ from torch import Tensor
 from argosy.config.model import ModelConfig
 from argosy.errors import UserError
 from argosy.models.hf_families import family_of
-from argosy.models.hf_family import TENSOR_NAMES, Fused, value_of
+from argosy.models.hf_family import TENSOR_NAMES, FusedTensor, value_of
 from argosy.plan.layer_spec import RopeSpec, layer_spec
 from argosy.plan.parameters import state_table
 
@@ -126,7 +126,7 @@ def _with_copies(piece: Conversion, config: ModelConfig) -> Conversion:
 def _fused(
     ours: tuple[str, ...],
     theirs: str,
-    rule: Fused,
+    rule: FusedTensor,
     shapes: Sequence[tuple[int, ...]],
     orders: Sequence[Tensor | None],
     heads: int,

@@ -18,7 +18,7 @@ from argosy.models.hf_family import (
     SLIDING_ATTENTION,
     Converted,
     Family,
-    Fused,
+    FusedTensor,
     linear_between,
     none_sliding,
     or_none,
@@ -320,10 +320,12 @@ UNEVEN_FAMILIES = {
         }
         | {n: t.replace(".mlp.", ".feed_forward.") for n, t in SHARED_NAMES.items() if ".shared." in n},
         fused={
-            "model.layers.*.feed_forward.experts.gate_up_proj": Fused(
+            "model.layers.*.feed_forward.experts.gate_up_proj": FusedTensor(
                 ("blocks.*.mlp.experts.gate", "blocks.*.mlp.experts.up"), "expert_columns"
             ),
-            "model.layers.*.feed_forward.experts.down_proj": Fused(("blocks.*.mlp.experts.down",), "expert_columns"),
+            "model.layers.*.feed_forward.experts.down_proj": FusedTensor(
+                ("blocks.*.mlp.experts.down",), "expert_columns"
+            ),
         },
         aliases={"num_experts": "num_local_experts"},
         needs=("moe.experts",),
@@ -352,10 +354,10 @@ DELTA_NAMES = {
 }
 GATED_ATTENTION = {"qk_norm": True, "attention.gate": True, "norms.zero_centered": True}
 FUSED_QKV = {
-    "model.layers.*.self_attn.q_proj": Fused(
+    "model.layers.*.self_attn.q_proj": FusedTensor(
         ("blocks.*.attention.q", "blocks.*.attention.out_gate"), "head_rows", "heads"
     ),
-    "model.layers.*.linear_attn.conv1d.weight": Fused(
+    "model.layers.*.linear_attn.conv1d.weight": FusedTensor(
         ("blocks.*.attention.q_conv", "blocks.*.attention.k_conv", "blocks.*.attention.v_conv")
     ),
 }
@@ -392,7 +394,7 @@ QWEN3_5 = Family(
     },
     fused=FUSED_QKV
     | {
-        "model.layers.*.linear_attn.in_proj_qkv": Fused(
+        "model.layers.*.linear_attn.in_proj_qkv": FusedTensor(
             ("blocks.*.attention.q_in", "blocks.*.attention.k_in", "blocks.*.attention.v_in")
         )
     },
@@ -414,12 +416,12 @@ LINEAR_FAMILIES = {
         names=EXPERT_NAMES | SHARED_NAMES | DELTA_NAMES,
         fused=FUSED_QKV
         | {
-            "model.layers.*.linear_attn.in_proj_qkvz": Fused(
+            "model.layers.*.linear_attn.in_proj_qkvz": FusedTensor(
                 tuple(f"blocks.*.attention.{name}_in" for name in ("q", "k", "v", "gate")),
                 "head_rows",
                 "delta_net.key_heads",
             ),
-            "model.layers.*.linear_attn.in_proj_ba": Fused(
+            "model.layers.*.linear_attn.in_proj_ba": FusedTensor(
                 ("blocks.*.attention.beta_in", "blocks.*.attention.decay_in"), "head_rows", "delta_net.key_heads"
             ),
         },

@@ -196,7 +196,7 @@ class Progress:
     """The run's progress on standard output; silent on all processes but the first."""
 
     def __init__(self, enabled: bool, by: str = ""):
-        """`by`: who speaks; what "agent" does now is shown before what a worker does."""
+        """`by`: the process that reports; an "agent" is shown before a worker."""
         self._enabled, self._by = enabled, by
         self._has_reader = os.environ.get(SCREEN) == "1"
         self._last_told = 0.0

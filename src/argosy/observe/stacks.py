@@ -91,7 +91,7 @@ def in_words(workers: Sequence[Seen], is_all: bool = False) -> str:
 
 
 def _behind(workers: Iterable[Seen]) -> Iterable[str]:
-    """Yield for each process group in which ranks have begun different numbers of collectives who is behind."""
+    """Yield the ranks that are behind, for each process group whose ranks are not at the same collective."""
     begun: dict[str, dict[int, int]] = defaultdict(dict)
     for worker in workers:
         for group, number in worker.get("collectives", {}).items():

@@ -27,10 +27,10 @@ from argosy.sync.compressor import (
     Compressor,
     Exact,
     Lane,
-    Moment,
     Segment,
     Sending,
     Sum,
+    SumTime,
     all_gather_single,
     reduce_scatter_single,
     started,
@@ -126,7 +126,7 @@ class Bucket:
             rows = [segment.cut(row, self._k) for segment, row in zip(self._segments, rows, strict=True)]
         return torch.cat(rows, dim=-1).flatten(1).to(self._dtype)
 
-    def send(self, checks: bool, watches: bool, moment: Moment) -> None:
+    def send(self, checks: bool, watches: bool, moment: SumTime) -> None:
         """Start to sum the gradients over the ranks; they are freed unless they are to be kept."""
         self._flat = self.gather_up()
         self.checksums = checksums(self._flat) if checks else None
@@ -150,7 +150,7 @@ class Bucket:
             self._sending(work, way, moment), [int(work is not None), *tiers, *across, *tiers]
         )
 
-    def _sending(self, work: dist.Work | None, way: Compressor, moment: Moment) -> Sending:
+    def _sending(self, work: dist.Work | None, way: Compressor, moment: SumTime) -> Sending:
         """Sum over the ranks that share a replica (`work` does so), then over replicas, tier by tier and back."""
         if work is not None:
             yield work

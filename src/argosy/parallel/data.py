@@ -28,7 +28,7 @@ from argosy.models.experts import moe_layers
 from argosy.models.layers import local
 from argosy.parallel.buckets import Bucket, Gathering, GradientSync, SumRanks, cut, gradient_of, is_sum, sum_of_bits
 from argosy.parallel.pieces import PlacedPiece
-from argosy.sync.compressor import Lane, Moment
+from argosy.sync.compressor import Lane, SumTime
 
 BUCKETS_AHEAD = 4
 """Buckets of updated values that travel at once: as many copies of a bucket are in memory."""
@@ -66,7 +66,7 @@ class GradientSum:
         self._shared = ranks.shard is not None
         self._expected = 0
         self._next = 0
-        self._moment = Moment()
+        self._moment = SumTime()
         self._buckets: list[Bucket] = []
         if not self._alone:
             exact = [piece for piece in pieces if how.goes_exact(piece)]
@@ -81,7 +81,7 @@ class GradientSum:
             for piece in bucket.pieces:
                 piece.parameter.register_post_accumulate_grad_hook(arrived)
 
-    def arm(self, backwards: int, moment: Moment = Moment()) -> None:  # noqa: B008  (frozen)
+    def arm(self, backwards: int, moment: SumTime = SumTime()) -> None:  # noqa: B008  (frozen)
         """Begin a step in which this many backwards reach each parameter: the last completes its gradient."""
         self._expected, self._moment = backwards, moment
         self._next = 0
@@ -268,7 +268,7 @@ class FullySharded:
         assert isinstance(model, FSDPModule)
         self._model, self._pieces, self.over_replicas = model, pieces, over_replicas
 
-    def arm(self, backwards: int, moment: Moment) -> None:
+    def arm(self, backwards: int, moment: SumTime) -> None:
         """FSDP2 counts backwards itself, and sums once a step."""
         for sums in self.over_replicas:
             sums.arm(1, moment)

@@ -101,7 +101,6 @@ class ErrorRecord:
 
     @classmethod
     def of(cls, error: Exception) -> ErrorRecord:
-        """Return the record of `error`."""
         table = argosy_errors()
         if isinstance(error, ArgosyError):
             name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in table)

@@ -30,7 +30,7 @@ from argosy.plan.pipeline import SCHEDULES
 from argosy.plan.plan import FP8, Plan
 from argosy.plan.sync import is_summed_exactly
 from argosy.precision import FLOAT_DTYPES
-from argosy.sync.compressor import Lane, Moment
+from argosy.sync.compressor import Lane, SumTime
 from argosy.sync.compressors import COMPRESSOR_OF
 
 COMPUTE_DTYPES = FLOAT_DTYPES | dict.fromkeys(FP8, torch.bfloat16)
@@ -40,7 +40,7 @@ COMPUTE_DTYPES = FLOAT_DTYPES | dict.fromkeys(FP8, torch.bfloat16)
 class GradientRule(Protocol):
     """The way from the gradients of one part of the model to sums over data-parallel ranks."""
 
-    def arm(self, backwards: int, moment: Moment) -> None: ...
+    def arm(self, backwards: int, moment: SumTime) -> None: ...
     def before_backward(self, last: bool) -> None: ...
     def finish(self) -> None: ...
     def after_update(self) -> None: ...
@@ -115,7 +115,7 @@ class ParallelModel:
         batch: Sequence[Microbatch],
         scale: float | Tensor,
         clock: StepClock,
-        moment: Moment = Moment(),  # noqa: B008  (frozen)
+        moment: SumTime = SumTime(),  # noqa: B008  (frozen)
         balance_scale: float | None = None,
     ) -> Tensor:
         """Leave in the parameters this rank's gradients of `scale` times the batch's summed loss.

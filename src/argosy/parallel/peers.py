@@ -1,7 +1,7 @@
 """Agreement and messages among ranks, in a number of rounds that grows with the logarithm of their number.
 
-What they say is written as talks: generators that yield one `Swap` a round and are given the bytes that came. A process
-group carries them out (`over`), or a simulator for as many ranks as it likes (`benchmarks/recovery_scale.py`).
+What they say is written as talks: generators that yield one `PeerExchange` a round and are given the bytes that came.
+A process group carries them out (`over`), or a simulator for any number of ranks (`benchmarks/recovery_scale.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Swap:
+class PeerExchange:
     """One round of one rank: `data` goes to rank `to`, and what comes from rank `origin` is the answer."""
 
     to: int | None = None
@@ -31,12 +31,12 @@ class Swap:
     origin: int | None = None
 
 
-Talk = Generator[Swap, bytes, T]
+Talk = Generator[PeerExchange, bytes, T]
 """A rank's part of a talk; it ends with this rank's result. All ranks hold the same talks in the same order."""
 
 
 @dataclass(frozen=True)
-class Letter:
+class PeerMessage:
     """Bytes from one rank to another."""
 
     sender: int
@@ -60,20 +60,20 @@ class Peers:
         paired = 1 << (self.size.bit_length() - 1)
         extra = self.size - paired
         if self.rank >= paired:
-            whole = yield Swap(self.rank - paired, encode(mine, kind), self.rank - paired)
+            whole = yield PeerExchange(self.rank - paired, encode(mine, kind), self.rank - paired)
             result: T = decode(whole, kind, f"rank {self.rank - paired}")
             return result
         if self.rank < extra:
-            theirs = yield Swap(origin=self.rank + paired)
+            theirs = yield PeerExchange(origin=self.rank + paired)
             mine = join(mine, decode(theirs, kind, f"rank {self.rank + paired}"))
         distance = 1
         while distance < paired:
             other = self.rank ^ distance
-            theirs = yield Swap(other, encode(mine, kind), other)
+            theirs = yield PeerExchange(other, encode(mine, kind), other)
             mine = join(mine, decode(theirs, kind, f"rank {other}"))
             distance *= 2
         if self.rank < extra:
-            yield Swap(self.rank + paired, encode(mine, kind))
+            yield PeerExchange(self.rank + paired, encode(mine, kind))
         return mine
 
     def union(self, mine: Iterable[T], kind: Any) -> Talk[list[T]]:
@@ -87,11 +87,11 @@ class Peers:
 
     def alike(self, key: str) -> Talk[list[int]]:
         """Return the ranks that give the same key as this one, ascending."""
-        asked = yield from self.route([Letter(self.rank, self.owner(key), encode(key, str))])
+        asked = yield from self.route([PeerMessage(self.rank, self.owner(key), encode(key, str))])
         ranks: dict[str, list[int]] = {}
         for letter in asked:
             ranks.setdefault(decode(letter.data, str, f"rank {letter.sender}"), []).append(letter.sender)
-        told = [Letter(self.rank, rank, encode(same, list[int])) for same in ranks.values() for rank in same]
+        told = [PeerMessage(self.rank, rank, encode(same, list[int])) for same in ranks.values() for rank in same]
         (answer,) = yield from self.route(told)
         here: list[int] = decode(answer.data, list[int], f"rank {answer.sender}")
         return here
@@ -100,7 +100,7 @@ class Peers:
         """Return the rank that keeps the entries of `name` in whatever all ranks keep together."""
         return zlib.crc32(name.encode()) % self.size
 
-    def route(self, letters: Iterable[Letter]) -> Talk[list[Letter]]:
+    def route(self, letters: Iterable[PeerMessage]) -> Talk[list[PeerMessage]]:
         """Send letters of which only the sender knows. Return those to this rank, ordered by sender.
 
         A crystal router (Fox et al. 1988, chapter 22): in each round the ranks are halved, and each hands its partner
@@ -117,13 +117,13 @@ class Peers:
             data = _pack(leaving)
             place, odd = self.rank - (low if is_low else middle), (high - low) % 2 == 1
             if is_low:
-                held += _unpack((yield Swap(middle + place, data, middle + place)))
+                held += _unpack((yield PeerExchange(middle + place, data, middle + place)))
                 if odd and self.rank == middle - 1:  # the upper half has one more, without a partner
-                    held += _unpack((yield Swap(origin=high - 1)))
+                    held += _unpack((yield PeerExchange(origin=high - 1)))
             elif odd and self.rank == high - 1:
-                yield Swap(middle - 1, data)
+                yield PeerExchange(middle - 1, data)
             else:
-                held += _unpack((yield Swap(low + place, data, low + place)))
+                held += _unpack((yield PeerExchange(low + place, data, low + place)))
             low, high = (low, middle) if is_low else (middle, high)
         return sorted(held, key=lambda letter: letter.sender)
 
@@ -179,7 +179,7 @@ def together(talks: Sequence[Talk[T]]) -> list[T]:
 _HEAD = struct.Struct("<III")
 
 
-def _carried_out(swap: Swap, group: dist.ProcessGroup) -> bytes:
+def _carried_out(swap: PeerExchange, group: dist.ProcessGroup) -> bytes:
     """Send all before anything is waited for: the other end may have to hear it before it answers."""
     parts = (_head_of(swap), _tensor_of(swap.data))
     sending = [] if swap.to is None else [_send(part, swap.to, group) for part in parts]
@@ -213,7 +213,7 @@ def _send(part: Tensor, to: int, group: dist.ProcessGroup) -> tuple[dist.Work | 
     return dist.isend(part, group=group, group_dst=to) if part.numel() else None, part
 
 
-def _head_of(swap: Swap) -> Tensor:
+def _head_of(swap: PeerExchange) -> Tensor:
     """Return length and CRC-32 of what is sent."""
     return torch.tensor([len(swap.data), zlib.crc32(swap.data)])
 
@@ -222,17 +222,17 @@ def _tensor_of(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _pack(letters: list[Letter]) -> bytes:
+def _pack(letters: list[PeerMessage]) -> bytes:
     return b"".join(_HEAD.pack(x.sender, x.receiver, len(x.data)) + x.data for x in letters)
 
 
-def _unpack(data: bytes) -> list[Letter]:
+def _unpack(data: bytes) -> list[PeerMessage]:
     letters, at = [], 0
     try:
         while at < len(data):
             sender, receiver, size = _HEAD.unpack_from(data, at)
             at += _HEAD.size
-            letters.append(Letter(sender, receiver, data[at : at + size]))
+            letters.append(PeerMessage(sender, receiver, data[at : at + size]))
             at += size
     except struct.error:
         at = -1

@@ -34,7 +34,7 @@ from argosy.accelerator import CPU, NCCL, backend_of, is_accelerator, nccl_part,
 from argosy.config.launch import LaunchConfig
 from argosy.faults import fault
 from argosy.parallel.encoding import FRAME_HEADER, MOST_FRAME_BYTES, ErrorRecord, WrongMessage, decode, encode
-from argosy.processes.channel import Gone
+from argosy.processes.channel import ChannelClosed
 from argosy.processes.child import channel_to_parent
 from argosy.processes.connection import BACKLOG
 from argosy.processes.fork_server import STORE_HOST
@@ -432,7 +432,7 @@ def hold_store() -> None:
     with socket.create_server((host, 0), backlog=BACKLOG) as listener:
         port, descriptor = listener.getsockname()[1], os.dup(listener.fileno())  # which the store closes
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-    with suppress(Gone):
+    with suppress(ChannelClosed):
         asker.send("store", port=store.port)
         asker.receive()
 

@@ -63,7 +63,7 @@ CALIBRATED_PARTS = {
 """Part of a step -> its predicted and measured categories."""
 
 
-class Compared(BaseModel):
+class ComparedFigure(BaseModel):
     """One figure, predicted and measured."""
 
     model_config = ConfigDict(frozen=True)
@@ -87,16 +87,16 @@ class Reconciled(BaseModel):
 
     cluster: str
     """Name of the cluster that the prediction was made for."""
-    seconds: dict[str, Compared]
+    seconds: dict[str, ComparedFigure]
     """Seconds of a step, by part; they add up to step_s."""
-    step_s: Compared
-    memory_bytes: Compared
+    step_s: ComparedFigure
+    memory_bytes: ComparedFigure
     """Peak of a process beyond its memory before the model was made; predicted for the rank that needs most."""
-    sent_bytes: dict[str, Compared] = {}
+    sent_bytes: dict[str, ComparedFigure] = {}
     """Bytes that the first rank sends in a step, by axis."""
-    update_s: Compared | None = None
+    update_s: ComparedFigure | None = None
     """Seconds of an update of a worker of asynchronous training: its steps, push and pull."""
-    round_wait_s: Compared | None = None
+    round_wait_s: ComparedFigure | None = None
     """Seconds that a site waits in a round for the others and for what travels; the median."""
 
     def in_words(self) -> str:
@@ -110,7 +110,7 @@ class Reconciled(BaseModel):
         return "\n".join([f"predicted for {self.cluster}:", head, *rows])
 
 
-def _row(name: str, each: Compared, write: Callable[[Numbers], str]) -> str:
+def _row(name: str, each: ComparedFigure, write: Callable[[Numbers], str]) -> str:
     ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
     interval = "" if each.low is None or each.high is None else f"   {write(each.low)} to {write(each.high)}"
     return f"  {name:18}{write(each.predicted):>12}{write(each.measured):>12}{ratio:>8}{interval}"
@@ -150,32 +150,32 @@ def reconcile(
     for category, value in prediction.seconds.items():
         predicted[part_of(category, plan)] += value
     measured = {name: sum(clock.get(c, 0.0) for c in part.measured) for name, part in CALIBRATED_PARTS.items()}
-    parts = {name: Compared(predicted=predicted[name], measured=measured[name]) for name in CALIBRATED_PARTS}
+    parts = {name: ComparedFigure(predicted=predicted[name], measured=measured[name]) for name in CALIBRATED_PARTS}
     step, memory = prediction.step_s, prediction.memory_bytes
     reserve = 0.0 if with_reserve else prediction.memory.get("reserve", 0.0)
     share = 1 - reserve / float(memory.mid)
     update = prediction.update.get("seconds")
     return Reconciled(
         cluster=prediction.cluster,
-        update_s=Compared(predicted=update, measured=update_s) if update and update_s else None,
+        update_s=ComparedFigure(predicted=update, measured=update_s) if update and update_s else None,
         seconds=parts,
-        step_s=Compared(
+        step_s=ComparedFigure(
             predicted=float(step.mid), measured=sum(measured.values()), low=float(step.low), high=float(step.high)
         ),
-        memory_bytes=Compared(
+        memory_bytes=ComparedFigure(
             predicted=float(memory.mid) * share,
             measured=memory_bytes,
             low=float(memory.low) * share,
             high=float(memory.high) * share,
         ),
         sent_bytes={
-            axis: Compared(predicted=float(predicted), measured=sent_bytes[axis])
+            axis: ComparedFigure(predicted=float(predicted), measured=sent_bytes[axis])
             for axis, predicted in prediction.traffic.items()
             if axis in sent_bytes
         },
         round_wait_s=None
         if round_wait_s is None or not prediction.rounds
-        else Compared(predicted=prediction.rounds["waits_s"], measured=round_wait_s),
+        else ComparedFigure(predicted=prediction.rounds["waits_s"], measured=round_wait_s),
     )
 
 
@@ -193,7 +193,7 @@ LEFT_OUT_STD_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A finished run and its report."""
 
     folder: Path
@@ -204,7 +204,7 @@ class Finished:
     reconciled: Reconciled
 
     @classmethod
-    def read(cls, folder: Path) -> Finished:
+    def read(cls, folder: Path) -> FinishedRun:
         """Read a run's folder. Raises: UserError if it has no report with measured parts."""
         path = folder / "report.json"
         try:
@@ -251,10 +251,10 @@ def learn(folders: Sequence[Path], cluster: Cluster) -> Cluster:
 
     Raises: UserError if they ran on other devices, or with different software.
     """
-    return learn_from([Finished.read(folder) for folder in folders], cluster)
+    return learn_from([FinishedRun.read(folder) for folder in folders], cluster)
 
 
-def learn_from(runs: Sequence[Finished], cluster: Cluster) -> Cluster:
+def learn_from(runs: Sequence[FinishedRun], cluster: Cluster) -> Cluster:
     """Return what `learn` does for runs whose measured parts are known. Raises: UserError, as `learn`."""
     _check(runs, cluster)
     plain = cluster.model_copy(update={"factors": {}})
@@ -275,7 +275,7 @@ def in_words(before: Cluster, after: Cluster, runs: int) -> str:
     return "\n".join(lines)
 
 
-def _check(runs: Sequence[Finished], cluster: Cluster) -> None:
+def _check(runs: Sequence[FinishedRun], cluster: Cluster) -> None:
     for done in runs:
         if done.software != runs[0].software:
             raise UserError(
@@ -297,7 +297,7 @@ def _is_of(device: str, cluster: Cluster) -> bool:
     return name not in device_names() or cluster.device.name.startswith(find_device(name).name)
 
 
-def _of_times(runs: Sequence[Finished], raw: Sequence[Prediction]) -> dict[Category, Factor]:
+def _of_times(runs: Sequence[FinishedRun], raw: Sequence[Prediction]) -> dict[Category, Factor]:
     design, measured, std = [], [], []
     for done, prediction in zip(runs, raw, strict=True):
         step_s = done.reconciled.step_s.measured
@@ -313,7 +313,7 @@ def _of_times(runs: Sequence[Finished], raw: Sequence[Prediction]) -> dict[Categ
     return _factors(tuple(OF_TIME), np.array(design), np.zeros(len(design)), np.array(measured), np.array(std))
 
 
-def _of_memory(runs: Sequence[Finished], raw: Sequence[Prediction]) -> dict[Category, Factor]:
+def _of_memory(runs: Sequence[FinishedRun], raw: Sequence[Prediction]) -> dict[Category, Factor]:
     passing = [[sum(prediction.memory.get(name, 0.0) for name in MEMORY_FACTORS["memory"])] for prediction in raw]
     state = [float(p.memory_bytes.mid) - row[0] for p, row in zip(raw, passing, strict=True)]
     measured = [max(done.reconciled.memory_bytes.measured, 1.0) for done in runs]

@@ -42,7 +42,7 @@ from argosy.plan.layer_spec import layer_spec
 from argosy.plan.parameters import block_table
 from argosy.plan.sync import COMPRESSED
 from argosy.precision import FLOAT_DTYPES
-from argosy.sync.compressor import BucketFacts, Compressor, Moment, Segment
+from argosy.sync.compressor import BucketFacts, Compressor, Segment, SumTime
 from argosy.sync.compressors import COMPRESSOR_OF
 
 SAMPLE_S = 2e-3
@@ -266,7 +266,7 @@ def _sum_s(compressor: Compressor, group: dist.ProcessGroup, device: torch.devic
     gradient = torch.randn(segment.elements, device=device)
 
     def one_sum() -> None:
-        for work in compressor.sum(gradient.clone(), [group] * compressor.messages, bucket, Moment()):
+        for work in compressor.sum(gradient.clone(), [group] * compressor.messages, bucket, SumTime()):
             work.wait()
         bucket.memory.commit()
 

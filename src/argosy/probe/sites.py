@@ -106,7 +106,7 @@ FromProbe = (
 FROM_PROBE: TypeAdapter[FromProbe] = TypeAdapter(Annotated[FromProbe, Field(discriminator="kind")])
 
 
-class Way(NamedTuple):
+class LinkMeasurement(NamedTuple):
     """The measurement of one direction between two sites."""
 
     bytes_per_s: float
@@ -135,7 +135,7 @@ class SitesProbe:
         self.me, self._links, self._say = run.site, links, say
         self.hellos: dict[str, SiteHello] = {}
         """The hello of each other site."""
-        self._found: dict[tuple[str, str], Way] = {}
+        self._found: dict[tuple[str, str], LinkMeasurement] = {}
         self._stream: _Stream | None = None
         self._left = list(permutations(self.names, 2)) if self.me == self.names[0] else []
         self._measuring: tuple[str, str] | None = None
@@ -192,7 +192,7 @@ class SitesProbe:
 
     def _note(self, sender: str, to: str, bytes_per_s: float, latency_s: float) -> None:
         if self._measuring == (sender, to):
-            self._found[sender, to] = Way(bytes_per_s, latency_s)
+            self._found[sender, to] = LinkMeasurement(bytes_per_s, latency_s)
             self._measuring = None
 
     # ---- a pair ---------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class SitesProbe:
             self._links.tell(self.names[0], found)
 
 
-def joined_links(found: Mapping[tuple[str, str], Way]) -> tuple[SiteLink, ...]:
+def joined_links(found: Mapping[tuple[str, str], LinkMeasurement]) -> tuple[SiteLink, ...]:
     """Return each pair's link, of what was found in both directions: the slower rate, and the longer latency."""
     names = dict.fromkeys(sender for sender, _ in found)
     return tuple(

@@ -29,7 +29,7 @@ MOST_DESCRIPTORS = 4
 NO_MESSAGE = "what it says is no message"
 
 
-class Gone(Exception):
+class ChannelClosed(Exception):
     """The other end is closed, or takes nothing any more."""
 
 
@@ -68,7 +68,7 @@ class Channel:
             self._socket.sendall(memoryview(frame)[sent:])
         except OSError as problem:
             self._shut()
-            raise Gone(str(problem)) from None
+            raise ChannelClosed(str(problem)) from None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to take, the end included, up to `timeout_s`. Return whether there is."""
@@ -92,7 +92,7 @@ class Channel:
             except OSError as problem:
                 why = str(problem)
         if why and not self._messages:
-            raise Gone(why)  # else the next call says so
+            raise ChannelClosed(why)  # else the next call says so
         messages = list(self._messages)
         self._messages.clear()
         return messages
@@ -103,7 +103,7 @@ class Channel:
             try:
                 self._read()
             except OSError as problem:
-                raise Gone(str(problem)) from None
+                raise ChannelClosed(str(problem)) from None
         return self._messages.popleft()
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Channel:
             message["data"] = [memoryview(self._cut(size)) for size in sizes]
         if "descriptors" in message:
             if message["descriptors"] > len(self._descriptors):
-                raise Gone(NO_MESSAGE)  # they come with the line's first byte
+                raise ChannelClosed(NO_MESSAGE)  # they come with the line's first byte
             message["descriptors"] = [self._descriptors.popleft() for _ in range(message["descriptors"])]
         return message
 
@@ -170,7 +170,7 @@ def _parsed(line: bytearray) -> Message:
         message = json.loads(line)
         if isinstance(message, dict) and "kind" in message and _counts(message):
             return message
-    raise Gone(NO_MESSAGE)
+    raise ChannelClosed(NO_MESSAGE)
 
 
 def _counts(message: Message) -> bool:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
-from argosy.processes.channel import SEND_TIMEOUT_S, Channel, Gone, Message
+from argosy.processes.channel import SEND_TIMEOUT_S, Channel, ChannelClosed, Message
 
 CHANNEL, PARENT = "ARGOSY_CHANNEL", "ARGOSY_PARENT"
 """Environment variables of a child: the descriptor of its end of the channel, and the parent's process."""
@@ -155,7 +155,7 @@ def channel_to_parent(send_timeout_s: float = SEND_TIMEOUT_S) -> Channel:
 def messages(channel: Channel) -> Iterator[Message]:
     """Yield what the parent says, until it has closed its end or has died."""
     parent = int(os.environ.get(PARENT, "0"))
-    with suppress(Gone):
+    with suppress(ChannelClosed):
         while not parent or os.getppid() == parent:
             if channel.wait(PARENT_S):
                 yield from channel.take()

@@ -28,7 +28,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from argosy.errors import first_error
-from argosy.processes.secret import PROOF_BYTES, Handshake, Keys, Stranger
+from argosy.processes.secret import PROOF_BYTES, Handshake, HandshakeFailed, Keys
 
 Address = tuple[str, int]
 """Host and TCP port."""
@@ -36,7 +36,7 @@ BACKLOG = 4096
 """Connections that wait to be accepted: all processes of a large run come at once."""
 CALL_TIMEOUT_S = 1.0
 HELLO_S = 10.0
-"""A connection that has not said who it is within this time is closed."""
+"""A connection that sends no hello within this time is closed."""
 CONNECTION_RECEIVE_BYTES = 1 << 18
 TURN_BYTES = 1 << 18
 """The most that is read in one turn: the others wait meanwhile."""
@@ -158,7 +158,7 @@ class Connection:
             pass
         except ssl.SSLWantWriteError:
             self._wants_to_write = True
-        except Stranger as problem:
+        except HandshakeFailed as problem:
             self.problem, self.is_stranger = str(problem), True
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             self.problem = "the other end has closed"
@@ -241,7 +241,7 @@ class Connection:
                 self._unsent += to_send
         except StopIteration as done:
             self._keys = done.value
-        except Stranger:
+        except HandshakeFailed:
             with suppress(OSError):  # the other end may not wait for its refusal
                 self._flush()
             raise

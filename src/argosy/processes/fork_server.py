@@ -26,7 +26,7 @@ from dataclasses import astuple
 from typing import Any, NoReturn
 
 from argosy.errors import STOP_SIGNALS
-from argosy.processes.channel import Channel, Gone, Message
+from argosy.processes.channel import Channel, ChannelClosed, Message
 from argosy.processes.child import (
     CHANNEL,
     PARENT,
@@ -97,7 +97,7 @@ class ForkServer:
         self._send_prepare()
 
     def _send_prepare(self) -> None:
-        with suppress(Gone):
+        with suppress(ChannelClosed):
             self._process.channel.send("prepare", asked=self._prepared)
 
     def take_on(self, stdout: int | None, stderr: int | None) -> None:
@@ -109,7 +109,7 @@ class ForkServer:
         self._stdout, self._stderr, self._environment = stdout, stderr, dict(os.environ)
         given = {number: ours for number, ours in ((STDOUT, stdout), (STDERR, stderr)) if ours is not None}
         asked = {"of": list(given), "environment": changed}
-        with suppress(Gone):
+        with suppress(ChannelClosed):
             self._process.channel.send("take_on", descriptors=list(given.values()), asked=asked)
 
     def fork(self, key: str, entry: ForkEntry, environment: Mapping[str, str]) -> Channel:
@@ -121,7 +121,7 @@ class ForkServer:
         """
         ours, theirs = socket.socketpair()
         asked = {"key": key, "entry": astuple(entry), "environment": dict(environment)}
-        with theirs, suppress(Gone):
+        with theirs, suppress(ChannelClosed):
             self._process.channel.send("fork", descriptors=[theirs.fileno()], asked=asked)
         return Channel(ours)
 
@@ -142,7 +142,7 @@ class ForkServer:
         """
         patience = Patience(self.pid, limit_s, stopped_s)
         while not channel.wait(ANSWER_LOOK_S):
-            with suppress(Gone):  # then the channel's other end closes as well, unless it has forked already
+            with suppress(ChannelClosed):  # then the channel's other end closes as well, unless it has forked already
                 for message in self.take():
                     if message["kind"] == "forked" and message["key"] == key:
                         patience = Patience(message["pid"], limit_s, stopped_s)
@@ -203,7 +203,7 @@ def _serve(asker: Channel) -> ForkEntry | None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno())
     parent = int(os.environ[PARENT])
-    with selectors.DefaultSelector() as selector, suppress(Gone):
+    with selectors.DefaultSelector() as selector, suppress(ChannelClosed):
         selector.register(asker, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)
         while os.getppid() == parent:  # another process may still hold the asker's end of the channel

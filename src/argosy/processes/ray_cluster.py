@@ -79,7 +79,6 @@ def knock(address: str) -> None:
 
 
 def no_cluster(what_for: str, address: str, problem: Exception) -> UserError:
-    """Return the error for a cluster that is not there."""
     why = " ".join(str(problem).split()).rstrip(".")
     if not address:
         return UserError(

@@ -126,7 +126,7 @@ class Keys:
     receiving: bytes
 
 
-class Stranger(Exception):
+class HandshakeFailed(Exception):
     """The other end does not know the secret, or does not speak this language."""
 
 
@@ -141,7 +141,7 @@ def listen(secret: bytes) -> Handshake:
     both = mine + answer[:NONCE_BYTES]
     if not hmac.compare_digest(answer[NONCE_BYTES:], _hash(secret, "proof of the caller", both)):
         yield REFUSED_PROOF, 0
-        raise Stranger("it does not know this run's secret")
+        raise HandshakeFailed("it does not know this run's secret")
     yield _hash(secret, "proof of the listener", both), 0
     return Keys(_hash(secret, "key of the listener", both), _hash(secret, "key of the caller", both))
 
@@ -150,12 +150,12 @@ def call(secret: bytes) -> Handshake:
     """The handshake of the end that calls."""
     greeting = yield b"", len(HELLO_MAGIC) + NONCE_BYTES
     if not greeting.startswith(HELLO_MAGIC):
-        raise Stranger("what answers there is not argosy, or another version of it")
+        raise HandshakeFailed("what answers there is not argosy, or another version of it")
     mine = secrets.token_bytes(NONCE_BYTES)
     both = greeting[len(HELLO_MAGIC) :] + mine
     proof = yield mine + _hash(secret, "proof of the caller", both), PROOF_BYTES
     if not hmac.compare_digest(proof, _hash(secret, "proof of the listener", both)):
-        raise Stranger("what answers there does not know this run's secret")
+        raise HandshakeFailed("what answers there does not know this run's secret")
     return Keys(_hash(secret, "key of the caller", both), _hash(secret, "key of the listener", both))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from argosy.processes.channel import Gone, Message
+from argosy.processes.channel import ChannelClosed, Message
 from argosy.processes.child import STOPPED_S, Child, Patience
 
 KEEP_S = 0.5
@@ -155,7 +155,7 @@ class Supervisor:
         self._start_at_s = None
         if self._child is not None and self._finish_by_s is None:
             self._finish_by_s = time.monotonic() + self._policy.finish_s
-            with suppress(Gone):  # `keep` finds out how it ended
+            with suppress(ChannelClosed):  # `keep` finds out how it ended
                 self._child.channel.send("finish")
 
     def finish(self) -> None:
@@ -180,7 +180,7 @@ class Supervisor:
                 self._on_message(message)
                 if self._child is None:  # the message had it killed
                     return
-        except Gone:
+        except ChannelClosed:
             self._child = self._patience = None
             self._ended(child.reap(), was_killed=False, is_clean=child.exit_code == 0)
 

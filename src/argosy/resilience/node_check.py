@@ -32,7 +32,7 @@ from argosy.plan.hardware.local_machine import read_memory
 from argosy.plan.plan import measured_format
 from argosy.precision import FLOAT_DTYPES
 from argosy.processes.child import channel_to_parent
-from argosy.resilience.node_health import Health, NodeCheckRequest, Wrong
+from argosy.resilience.node_health import Health, NodeCheckRequest, WrongResult
 
 PRODUCT_SIDE = {"cpu": 512, "accelerator": 8192}
 INNER_SIDE = 256
@@ -61,7 +61,7 @@ PATTERNS: dict[str, Pattern] = {
 
 
 @dataclass(frozen=True)
-class Unit:
+class ComputeUnit:
     """A core or a GPU."""
 
     device: torch.device
@@ -85,7 +85,7 @@ class UnitResult:
     """Its name in `Health.rates`, which follows the kind of the unit."""
     rate: float
     """The best rate: FLOP/s or bytes/s."""
-    wrong: Wrong | None
+    wrong: WrongResult | None
 
 
 def main() -> None:
@@ -98,25 +98,25 @@ def main() -> None:
     except Exception as problem:
         broken = any(word in str(problem) for word in BROKEN_GPU_WORDS)
         text = f"{type(problem).__name__}: {problem}"
-        wrong = (Wrong("node", "node_check", text),) if broken else ()
+        wrong = (WrongResult("node", "node_check", text),) if broken else ()
         health = Health(wrong, {}, round(time.monotonic() - began_s, 3), "" if broken else text)
     asker.send("node_checked", health=asdict(health))
 
 
-def units(gpus: int) -> list[Unit]:
+def units(gpus: int) -> list[ComputeUnit]:
     """Return the cores that this process may use, and up to `gpus` GPUs, if torch has any."""
     cores = sorted(os.sched_getaffinity(0))
     available = read_memory().available_bytes
     of_core = int(min(CHECKED_MEMORY_BYTES["cpu"], MOST_CORES_BYTES / len(cores), MOST_MEMORY * available / len(cores)))
-    found = [Unit(torch.device("cpu"), core, of_core) for core in cores]
+    found = [ComputeUnit(torch.device("cpu"), core, of_core) for core in cores]
     for number in range(min(gpus, count_here())):
         device = numbered(number)
         of_gpu = int(min(CHECKED_MEMORY_BYTES["accelerator"], MOST_MEMORY * free_bytes(device)))
-        found.append(Unit(device, number, of_gpu))
+        found.append(ComputeUnit(device, number, of_gpu))
     return found
 
 
-def check_node(some: Iterable[Unit], asked: NodeCheckRequest) -> Health:
+def check_node(some: Iterable[ComputeUnit], asked: NodeCheckRequest) -> Health:
     """Test all units at once, for `asked.seconds`: an equal part for each test, and at least one try."""
     chosen, began_s = list(some), time.monotonic()
     with ThreadPoolExecutor(len(chosen)) as threads:
@@ -130,7 +130,7 @@ def check_node(some: Iterable[Unit], asked: NodeCheckRequest) -> Health:
     return Health(wrong, rates, round(time.monotonic() - began_s, 3))
 
 
-def _check_unit(unit: Unit, asked: NodeCheckRequest) -> list[UnitResult]:
+def _check_unit(unit: ComputeUnit, asked: NodeCheckRequest) -> list[UnitResult]:
     if unit.device.type == "cpu":
         os.sched_setaffinity(0, {unit.number})  # of this thread alone
     formats = dict.fromkeys(["fp32", measured_format(asked.number_format)])
@@ -141,21 +141,21 @@ def _check_unit(unit: Unit, asked: NodeCheckRequest) -> list[UnitResult]:
 # ---- products ---------------------------------------------------------------------------------------------------
 
 
-def multiply(unit: Unit, number_format: str, seconds: float) -> UnitResult:
+def multiply(unit: ComputeUnit, number_format: str, seconds: float) -> UnitResult:
     """Multiply the same two matrices repeatedly: the bits of every product are known."""
     test, dtype = f"{number_format} product", FLOAT_DTYPES[number_format]
     seed = int.from_bytes(os.urandom(4), "little")  # some faults need special data: others each time
     a, b = factors(PRODUCT_SIDE[kind_of(unit.device)], dtype, unit.device, seed)
     exact = a @ b  # warms up, too
     if (problem := wrong_number(a, b, exact)) is not None:
-        return UnitResult(test, 0.0, Wrong(str(unit), test, problem))
+        return UnitResult(test, 0.0, WrongResult(str(unit), test, problem))
     product, best_s, done, wrong = torch.empty_like(exact), math.inf, 0, 0
     for _ in _until(seconds):
         took_s = _seconds(unit, partial(torch.mm, a, b, out=product), test, product)
         best_s, done = min(best_s, took_s), done + 1
         if not _same_bits(product, exact):
             problem, wrong = problem or _difference(product, exact, 0), wrong + 1
-    found = Wrong(str(unit), test, problem, wrong, done) if problem is not None else None
+    found = WrongResult(str(unit), test, problem, wrong, done) if problem is not None else None
     return UnitResult(test, 2.0 * a.numel() * b.shape[1] / best_s, found)
 
 
@@ -211,7 +211,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 # ---- memory -----------------------------------------------------------------------------------------------------
 
 
-def remember(unit: Unit, seconds: float) -> UnitResult:
+def remember(unit: ComputeUnit, seconds: float) -> UnitResult:
     """Write a pattern, copy it, and compare the copy, pattern after pattern."""
     chunk = torch.arange(CHUNK[kind_of(unit.device)], device=unit.device)
     chunks = max(1, unit.memory_bytes // (2 * 8 * len(chunk)))
@@ -224,7 +224,7 @@ def remember(unit: Unit, seconds: float) -> UnitResult:
         best_s, done = min(best_s, took_s), done + 1
         if (forgotten := _forgotten(pattern, target, chunk)) is not None:
             problem, wrong = problem or f"{forgotten} ({name})", wrong + 1
-    found = Wrong(str(unit), "memory", problem, wrong, done) if problem else None
+    found = WrongResult(str(unit), "memory", problem, wrong, done) if problem else None
     return UnitResult("memory", 2.0 * source.nbytes / best_s, found)
 
 
@@ -254,7 +254,7 @@ def _until(seconds: float) -> Iterator[None]:
         yield
 
 
-def _seconds(unit: Unit, call: Callable[[], object], test: str, result: Tensor) -> float:
+def _seconds(unit: ComputeUnit, call: Callable[[], object], test: str, result: Tensor) -> float:
     """Return how long it takes; for a core its CPU time, as other processes use the core too."""
     clock = time.thread_time if unit.device.type == "cpu" else time.perf_counter
     synchronize(unit.device)

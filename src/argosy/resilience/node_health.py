@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from argosy.processes.channel import Gone
+from argosy.processes.channel import ChannelClosed
 from argosy.processes.child import ForkEntry
 from argosy.processes.fork_server import ForkServer
 
@@ -51,7 +51,7 @@ class NodeCheckRequest:
 
 
 @dataclass(frozen=True)
-class Wrong:
+class WrongResult:
     """A device computed or stored a wrong value."""
 
     device: str
@@ -73,7 +73,7 @@ class Wrong:
 class Health:
     """The result of a node health check."""
 
-    wrong: tuple[Wrong, ...] = ()
+    wrong: tuple[WrongResult, ...] = ()
     rates: Mapping[str, float] = field(default_factory=dict)
     """Rates of the slowest core or GPU, which a step waits for: "cuda bf16 product" in FLOP/s, "core memory" in bytes
     read and written per second, ..."""
@@ -120,16 +120,16 @@ class NodeCheck:
         if said is not None:
             return TypeAdapter(Health).validate_python(said)
         if self._is_late:
-            return Health((Wrong("node", "node_check", f"not ended after {took_s:.0f} s"),), seconds=took_s)
+            return Health((WrongResult("node", "node_check", f"not ended after {took_s:.0f} s"),), seconds=took_s)
         if -exit_code in BROKEN_MACHINE_SIGNALS:
             problem = f"died of {signal.Signals(-exit_code).name}"
-            return Health((Wrong("node", "node_check", problem),), seconds=took_s)
+            return Health((WrongResult("node", "node_check", problem),), seconds=took_s)
         return Health(seconds=took_s, unknown=f"the node health check ended with exit code {exit_code}")
 
     def _said(self) -> Mapping[str, Any] | None:
         try:
             messages = self._channel.take()
-        except Gone:
+        except ChannelClosed:
             return None
         return next((message["health"] for message in messages if message["kind"] == "node_checked"), None)
 

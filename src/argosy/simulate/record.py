@@ -47,7 +47,7 @@ LEFT_BY: dict[Phase, Category] = {
 """Memory that outlives the phase that made it."""
 
 
-class Where(NamedTuple):
+class StepPlace(NamedTuple):
     """A place in the step."""
 
     phase: Phase
@@ -73,7 +73,7 @@ class Change(NamedTuple):
 
     bytes: int
     memory: MemoryBlock
-    where: Where
+    where: StepPlace
 
 
 class Operation(NamedTuple):
@@ -84,12 +84,12 @@ class Operation(NamedTuple):
     moved_bytes: int
     """Read and written."""
     dtype: torch.dtype
-    where: Where
+    where: StepPlace
     after: int | None = None
     """It runs beside the computation, as soon as the message this many messages ago has arrived."""
 
 
-class Sent(NamedTuple):
+class SendEvent(NamedTuple):
     """A collective, or one end of a message, is handed to torch; it may be under way while work goes on."""
 
     kind: str
@@ -103,23 +103,23 @@ class Sent(NamedTuple):
     """From one rank of the group to the next."""
     peer: int | None
     """The rank at the other end, where there is one: the receiver of a "send", the sender of a "recv"."""
-    where: Where
+    where: StepPlace
     after: int | None = None
     """It goes out beside the computation, as soon as the message this many messages before it has arrived."""
 
 
-class Wait(NamedTuple):
+class WaitEvent(NamedTuple):
     """The next event needs a message's result."""
 
     messages_ago: int
-    where: Where
+    where: StepPlace
 
 
-class Pass(NamedTuple):
+class ForwardBegins(NamedTuple):
     """Forward of a microbatch through a part of the model begins."""
 
 
-Event = Change | Operation | Sent | Wait | Pass
+Event = Change | Operation | SendEvent | WaitEvent | ForwardBegins
 
 
 @dataclass
@@ -145,7 +145,7 @@ class Recorder(LiveBytes):
         self._layers: dict[int, int] = {}
         self._memories: dict[int, MemoryBlock] = {}
         self._unsettled: dict[Phase, list[MemoryBlock]] = {phase: [] for phase in LEFT_BY}
-        self._where = Where("other", None)
+        self._where = StepPlace("other", None)
         self._depth = 0  # of modules in modules
         self._in_forward = False
         self._layer: int | None = None
@@ -201,7 +201,7 @@ class Recorder(LiveBytes):
     def end(self) -> Trace:
         """End the step."""
         assert self._trace is not None
-        self._enter(Where("other", None))
+        self._enter(StepPlace("other", None))
         trace, self._trace = self._trace, None
         return trace
 
@@ -234,11 +234,11 @@ class Recorder(LiveBytes):
         self._write(Change(after - before, known, self._where))
 
     def freed(self, memory: int) -> None:
-        """Forget it."""
+        """Forget this memory."""
         self._memories.pop(memory).alive = False
         self._under_way.pop(memory, None)
         if (number := self._lent.pop(memory, None)) is not None:
-            self._write(Wait(self._messages - number, self._where))
+            self._write(WaitEvent(self._messages - number, self._where))
 
     def _write(self, event: Event) -> None:
         if self._trace is not None:
@@ -254,7 +254,9 @@ class Recorder(LiveBytes):
         size = nbytes(args[0]) if is_pair else max(nbytes(args[0]), nbytes(args[1]))
         self._messages += 1
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        self._write(Sent(kind, message.axis, len(ranks), message.sent_bytes, size, stride, peer, self._where, after))
+        self._write(
+            SendEvent(kind, message.axis, len(ranks), message.sent_bytes, size, stride, peer, self._where, after)
+        )
         if kind != "send":
             self._fill(tensors_in(args[0]))
         if self._is_beside and after is None:
@@ -278,18 +280,18 @@ class Recorder(LiveBytes):
         for tensor in tensors_in(args):
             number = self._under_way.get(id(tensor.untyped_storage()))
             if number is not None:
-                self._write(Wait(self._messages - number, self._where))
+                self._write(WaitEvent(self._messages - number, self._where))
                 self._under_way = {key: n for key, n in self._under_way.items() if n != number}
 
-    def _place(self) -> Where:
+    def _place(self) -> StepPlace:
         """Torch has no public names for "is this backward" and for "of which node"."""
         if torch._C._current_graph_task_id() != -1:
             # Only recomputation records gradients, and calls modules, in backward.
             is_forward = torch.is_grad_enabled() or self._depth > 0
-            return Where("recompute" if is_forward else "backward", self._graph.layer_now())
-        return Where("forward", self._layer) if self._in_forward else Where(self.phase, None)
+            return StepPlace("recompute" if is_forward else "backward", self._graph.layer_now())
+        return StepPlace("forward", self._layer) if self._in_forward else StepPlace(self.phase, None)
 
-    def _enter(self, where: Where) -> None:
+    def _enter(self, where: StepPlace) -> None:
         """Operations are now at `where`; memory that an earlier phase left behind gets that phase's category."""
         last = self._where.phase
         self._where = where
@@ -314,7 +316,7 @@ class Recorder(LiveBytes):
         if isinstance(module, Decoder):
             self._in_forward = True
             self._layers |= {id(block): int(layer) for layer, block in module.blocks.items()}
-            self._write(Pass())
+            self._write(ForwardBegins())
         elif isinstance(module, Block):
             self._layer = self._layers.get(id(module))
             self._graph.layer_begins()
@@ -367,7 +369,7 @@ class _Clock(StepClock):
 
 
 def _work(
-    operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any, where: Where, after: int | None
+    operator: torch._ops.OpOverload, args: tuple[Any, ...], result: Any, where: StepPlace, after: int | None
 ) -> Operation:
     some = next(tensors_in(result), None)
     dtype = torch.float32 if some is None else some.dtype

@@ -23,7 +23,17 @@ from argosy.plan.cost.traffic import is_dealt_out
 from argosy.plan.layer_spec import LayerSpec, layer_spec
 from argosy.plan.parameters import Stage, Table, block_table, parameter_table
 from argosy.plan.plan import Plan
-from argosy.simulate.record import Category, Change, Event, MemoryBlock, Operation, Pass, Trace, Wait, Where
+from argosy.simulate.record import (
+    Category,
+    Change,
+    Event,
+    ForwardBegins,
+    MemoryBlock,
+    Operation,
+    StepPlace,
+    Trace,
+    WaitEvent,
+)
 
 
 @dataclass(frozen=True)
@@ -165,13 +175,13 @@ def _number_alike(*lines: _Trace) -> None:
 
 def _described(event: Event) -> tuple[Hashable, tuple[int, ...], tuple[int, ...]]:
     """Return the kind of event; its sizes; its place in the step, which differs from layer to layer."""
-    if isinstance(event, Pass):
+    if isinstance(event, ForwardBegins):
         return "pass", (), ()
     layer = event.where.layer
     kind, place = (type(event).__name__, event.where.phase, layer is None), (layer or 0,)
     if isinstance(event, Change):
         return (*kind, event.memory.category), (event.bytes,), place
-    if isinstance(event, Wait):
+    if isinstance(event, WaitEvent):
         return kind, (), (event.messages_ago, *place)
     after = (event.after is None,)
     if isinstance(event, Operation):
@@ -182,13 +192,13 @@ def _described(event: Event) -> tuple[Hashable, tuple[int, ...], tuple[int, ...]
 
 def _with(event: Event, numbers: Sequence[int]) -> Event:
     """Return the event with other `_Trace.numbers`."""
-    if isinstance(event, Pass):
+    if isinstance(event, ForwardBegins):
         return event
-    where = event.where if event.where.layer is None else Where(event.where.phase, numbers[-1])
+    where = event.where if event.where.layer is None else StepPlace(event.where.phase, numbers[-1])
     if isinstance(event, Change):
         return Change(numbers[0], MemoryBlock(event.memory.category), where)
-    if isinstance(event, Wait):
-        return Wait(numbers[0], where)
+    if isinstance(event, WaitEvent):
+        return WaitEvent(numbers[0], where)
     after = None if event.after is None else numbers[2]
     if isinstance(event, Operation):
         return event._replace(flops=numbers[0], moved_bytes=numbers[1], after=after, where=where)

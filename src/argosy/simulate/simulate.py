@@ -39,7 +39,7 @@ from argosy.plan.parameters import Stage
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices, choose_plan, processes_of
 from argosy.simulate.fake import FakeMemoryMode, fake_memory, fake_world, replaced
-from argosy.simulate.record import Change, Operation, Pass, Phase, Recorder, Sent, Trace, Where
+from argosy.simulate.record import Change, ForwardBegins, Operation, Phase, Recorder, SendEvent, StepPlace, Trace
 from argosy.simulate.repeat import grown, layers_alike
 from argosy.simulate.timeline import StepTimeline, draw
 from argosy.training.state import StepUpdate, TrainState
@@ -191,7 +191,7 @@ def ranks_of_stages(plan: Plan, rank: int) -> list[int]:
 def _summary(plan: Plan, rank: int, trace: Trace, timeline: StepTimeline, tracing_s: float) -> SimulatedStep:
     level = Counter(trace.before)
     now = sum(level.values()) - level["host"]
-    peak_bytes, peak, where, host = now, Counter(level), Where("other", None), level["host"]
+    peak_bytes, peak, where, host = now, Counter(level), StepPlace("other", None), level["host"]
     flops: Counter[Phase] = Counter()
     sent_bytes: Counts = Counter()
     messages: Counts = Counter()
@@ -206,7 +206,7 @@ def _summary(plan: Plan, rank: int, trace: Trace, timeline: StepTimeline, tracin
                 peak_bytes, peak, where = now, Counter(level), event.where
         elif isinstance(event, Operation):
             flops[event.where.phase] += event.flops
-        elif isinstance(event, Sent) and event.sent_bytes:
+        elif isinstance(event, SendEvent) and event.sent_bytes:
             sent_bytes[event.axis, event.kind] += event.sent_bytes
             messages[event.axis, event.kind] += 1
     del peak["host"]
@@ -267,7 +267,7 @@ def _enough(plan: Plan, run: RunConfig, rank: int) -> int | None:
 
 def _without_last_but_one(trace: Trace) -> Trace:
     """Return the trace without its last microbatch but one: without a pipeline they come one after the other."""
-    begins = [i for i, event in enumerate(trace.events) if isinstance(event, Pass)]
+    begins = [i for i, event in enumerate(trace.events) if isinstance(event, ForwardBegins)]
     return Trace(trace.before, [*trace.events[: begins[-2]], *trace.events[begins[-1] :]])
 
 
@@ -288,10 +288,12 @@ def _renumbered(trace: Trace, layers: Sequence[int] | Mapping[int, int]) -> Trac
     where = {
         event.where: event.where._replace(layer=layers[event.where.layer])
         for event in trace.events
-        if not isinstance(event, Pass) and event.where.layer is not None
+        if not isinstance(event, ForwardBegins) and event.where.layer is not None
     }
     events = [
-        event if isinstance(event, Pass) or event.where.layer is None else event._replace(where=where[event.where])
+        event
+        if isinstance(event, ForwardBegins) or event.where.layer is None
+        else event._replace(where=where[event.where])
         for event in trace.events
     ]
     return Trace(trace.before, events)

@@ -20,7 +20,7 @@ from argosy.plan.cost.fabric import Fabric
 from argosy.plan.cost.network import group_of
 from argosy.plan.cost.rates import Rates
 from argosy.plan.hardware.clusters import Cluster
-from argosy.simulate.record import Category, Change, Event, Operation, Sent, Trace, Wait, Where
+from argosy.simulate.record import Category, Change, Event, Operation, SendEvent, StepPlace, Trace, WaitEvent
 
 COMPUTE = "compute"
 """The track of what the device itself does; each axis has one of its own."""
@@ -45,7 +45,7 @@ class Durations:
         peak = rates.half * rates.achieved_half if half else rates.fp32 * rates.achieved_fp32
         return float(max(work.flops / peak, work.moved_bytes / rates.memory_bytes_per_s))
 
-    def of_message(self, sent: Sent) -> float:
+    def of_message(self, sent: SendEvent) -> float:
         """Seconds of a collective once all of its ranks have begun."""
         group, size = self._group(sent), sent.message_bytes
         if sent.kind in ("send", "recv"):
@@ -54,13 +54,13 @@ class Durations:
             return first_of(all_reduce_s(size, group))
         return first_of(all_to_all_s(size, group) if sent.kind == "all_to_all" else gather_s(size, group))
 
-    def wires_of(self, sent: Sent) -> tuple[str, ...]:
+    def wires_of(self, sent: SendEvent) -> tuple[str, ...]:
         """Return what a message passes: one of two that pass the same wire waits; axes have wires of their own where
         the topology is not known, or nothing leaves the node."""
         passed = [f"wire {wire}" for wire, passes in self._group(sent).wires if np.any(np.asarray(passes) > 0)]
         return tuple(passed) or (sent.axis,)
 
-    def _group(self, sent: Sent) -> Group:
+    def _group(self, sent: SendEvent) -> Group:
         return group_of(sent.ranks, sent.stride, self._rates, self._constants)
 
 
@@ -72,7 +72,7 @@ class Span:
     track: str
     start_s: float
     duration_s: float
-    where: Where
+    where: StepPlace
 
 
 @dataclass
@@ -129,7 +129,7 @@ class _Player:
         self._levels = dict(trace.before)
         self._events: Iterator[Event] = iter(trace.events)
         self._next = next(self._events, None)
-        self._where: Where | None = None
+        self._where: StepPlace | None = None
 
     def play(self, posts: Posts) -> bool:
         """Go on; return True if that was possible."""
@@ -150,9 +150,9 @@ class _Player:
             self._span(event.name.removeprefix("aten."), COMPUTE, self._now, duration, event.where)
             self._now += duration
             self.timeline.compute_s += duration
-        elif isinstance(event, Sent):
+        elif isinstance(event, SendEvent):
             self._send(event, posts)
-        elif isinstance(event, Wait):
+        elif isinstance(event, WaitEvent):
             return self._wait(event, posts)
         elif isinstance(event, Change):
             self._levels[event.memory.category] = self._levels.get(event.memory.category, 0) + event.bytes
@@ -161,7 +161,7 @@ class _Player:
                 self.timeline.memory.append((self._now, dict(self._levels)))
         return True
 
-    def _send(self, sent: Sent, posts: Posts) -> None:
+    def _send(self, sent: SendEvent, posts: Posts) -> None:
         if sent.kind == "recv" and sent.peer in self._ranks:
             line = (sent.peer, self._rank, sent.axis)
             self._ends.append((sent.axis, (line, self._expected[line])))
@@ -193,7 +193,7 @@ class _Player:
         assert isinstance(end, float)
         return axis, end
 
-    def _wait(self, wait: Wait, posts: Posts) -> bool:
+    def _wait(self, wait: WaitEvent, posts: Posts) -> bool:
         axis, end = self._ends[-1 - wait.messages_ago]
         if isinstance(end, tuple):
             line, number = end
@@ -206,7 +206,7 @@ class _Player:
             self._now = end
         return True
 
-    def _span(self, name: str, track: str, start_s: float, duration_s: float, where: Where) -> None:
+    def _span(self, name: str, track: str, start_s: float, duration_s: float, where: StepPlace) -> None:
         if duration_s > 0:
             self.timeline.spans.append(Span(name, track, start_s, duration_s, where))
 

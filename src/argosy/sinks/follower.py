@@ -130,7 +130,7 @@ def follow(folder: Path, is_over: threading.Event) -> None:
 
 
 def _limits_of(name: str, run: RunConfig) -> SinksConfig:
-    """Return what a sink may take: who writes samples holds the model."""
+    """Return the limits of a sink's process; one that writes samples holds the model."""
     limits = run.observe.sink
     if name != "samples":
         return limits

@@ -19,7 +19,7 @@ from argosy.config.launch import OWN_HOSTS, SHORTEST_TOKEN, host_of, is_loopback
 from argosy.errors import UserError
 from argosy.sinks.sink import About, Record, Sink
 from argosy.watch.nodes import NodeSeries
-from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
+from argosy.watch.prometheus import CONTENT_TYPE, LatestFacts, exposition
 
 METRICS_TOKEN_VARIABLE = "ARGOSY_METRICS_TOKEN"
 """Environment variable of the scrape token: a request says `Authorization: Bearer` and this."""
@@ -54,7 +54,7 @@ class Prometheus(Sink):
         super().__init__(about)
         settings = about.config["observe"]["prometheus"]
         plan, model = about.plan_text, about.config["model"].get("preset") or ""
-        self._latest = Latest(about.name, plan, model, about.config["train"]["steps"] or None)
+        self._latest = LatestFacts(about.name, plan, model, about.config["train"]["steps"] or None)
         self._latest.step = self.state.get("step", {})
         self._latest.evaluation = self.state.get("evaluation", {})
         self._latest.events = Counter(self.state.get("events", {}))

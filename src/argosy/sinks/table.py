@@ -63,7 +63,7 @@ def file_name_of(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class OwnEntry(SinkEntry):
+class UserSink(SinkEntry):
     """A sink of the user's, declared in a file that the run names."""
 
     name: str = ""
@@ -88,7 +88,7 @@ def entry_of(name: str, extend: ExtendConfig) -> SinkEntry:
     if name in SINKS | OF_A_RUN:
         return (SINKS | OF_A_RUN)[name]
     if name in extend.declared("sink"):
-        return OwnEntry("argosy", name, name=name, code=extend.code)
+        return UserSink("argosy", name, name=name, code=extend.code)
     if colon and module and kind:
         return SinkEntry(module, kind)
     near = get_close_matches(name, [*SINKS, *extend.declared("sink")], 1)

@@ -21,7 +21,7 @@ from argosy.config.load import load
 from argosy.errors import ArgosyError
 from argosy.observe.line_follower import LineFollower
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Channel, Gone
+from argosy.processes.channel import Channel, ChannelClosed
 from argosy.processes.child import channel_to_parent, end_with_parent
 from argosy.sinks.sink import About, Record, Sink
 from argosy.sinks.table import entry_of, file_name_of
@@ -112,7 +112,7 @@ SINKS_FOLDER = "sinks"
 LOOK_EVERY_S = 1.0
 """Seconds between two looks at the folder."""
 QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false"}
-"""Nothing of a run is told to anybody whom the user has not named."""
+"""Switches that keep libraries from reporting a run to places that the user has not named."""
 SINK_NICENESS = 10
 """Training comes first (nice(2))."""
 
@@ -125,7 +125,7 @@ class SinkState:
         self._text = ""
 
     def read(self) -> dict[str, Any]:
-        """Return it: "marks" and "state"."""
+        """Return the saved state: "marks" and "state"."""
         with suppress(OSError, ValueError):
             kept = json.loads(self._path.read_text())
             if isinstance(kept, dict) and {"marks", "state"} <= kept.keys():
@@ -223,11 +223,11 @@ def main() -> None:
     end_with_parent(channel, is_over)  # whatever the sink waits for
     try:
         follow(folder, name, channel, is_over)
-    except Gone:
+    except ChannelClosed:
         os._exit(1)
     except BaseException as error:
         why = str(error) if isinstance(error, ArgosyError) else f"{type(error).__name__}: {error}"
-        with suppress(Gone):
+        with suppress(ChannelClosed):
             channel.send("failed", why=" ".join(why.split())[:500])
         raise
     sys.stdout.flush()

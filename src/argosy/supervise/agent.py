@@ -23,7 +23,7 @@ from argosy.observe.events import Events
 from argosy.observe.screen import Progress
 from argosy.observe.terminal import print_message
 from argosy.plan.plan import Plan, is_asynchronous
-from argosy.processes.channel import Gone
+from argosy.processes.channel import ChannelClosed
 from argosy.processes.fork_server import ForkServer
 from argosy.processes.supervisor import RestartPolicy, Restarts, Supervisor
 from argosy.resilience.node_health import Health, NodeCheck, NodeCheckRequest
@@ -77,7 +77,7 @@ class Agent:
         self._node_check: NodeCheck | None = None
         self._health: Health | None = None
         self._reporter = NodeReporter()
-        self._heard = say.Heard()
+        self._heard = say.HeartbeatReply()
         """The coordinator's last request for heartbeats."""
 
     def run(self) -> None:
@@ -173,7 +173,7 @@ class Agent:
     def _hear_fork_server(self) -> None:
         try:
             messages = self._fork_server.take()
-        except Gone:
+        except ChannelClosed:
             self._replace_fork_server()
             return
         for message in messages:
@@ -239,7 +239,7 @@ class Agent:
 
     def _obey(self, message: say.FromCoordinator) -> None:
         match message:
-            case say.Heard():
+            case say.HeartbeatReply():
                 self._heard, self._coordinator.ask_s = message, message.every_s
             case say.StartWorker(slot=slot):
                 self._workers.start(slot, self._coordinator.interface)

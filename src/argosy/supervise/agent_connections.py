@@ -19,7 +19,7 @@ from argosy.supervise.messages import FROM_AGENT, AgentHello, FromAgent
 LEASE_S = 10.0
 """An agent that says nothing for this long counts as unreachable."""
 MOST_UNKNOWN_AGENTS = 512
-"""Connections that have not said who they are. One more closes the oldest of them."""
+"""Most connections without a hello. One more closes the oldest of them."""
 ACCEPTS = 64
 """Connections that are accepted in one turn."""
 LONGEST_TURN_S = 1.0
@@ -65,9 +65,9 @@ class AgentConnections:
         self._slept_at_s = -LEASE_S
         """Last time that this process was stopped, in `awake_s`."""
         self._strangers: dict[AgentConnection, None] = {}
-        """Connections that have not said who they are, the oldest first."""
+        """Connections without a hello, the oldest first."""
         self.refused, self.last_refusal = 0, ""
-        """Number of connections that were closed before they had said who they are, and why the last one was."""
+        """Number of connections that were closed before their hello, and why the last one was."""
 
     def __bool__(self) -> bool:
         return bool(self._agents or self._returning)

@@ -107,7 +107,7 @@ class Coordinator:
         self._rates = NodeRates()
         self._slow: set[str] = set()
         self._looked_s = 0.0
-        self._heard = say.Heard()
+        self._heard = say.HeartbeatReply()
         """Request for heartbeats that agents were told last."""
         self._finish: FinishRun | None = None
         self._processes: dict[str, tuple[str, float]] = {}
@@ -397,11 +397,11 @@ def _opener(join: Join) -> str:
     return next(name for (name, _), rank in join.places.items() if rank == 0)
 
 
-def _heartbeats(nodes: int, ranks: int, wants_all: bool) -> say.Heard:
+def _heartbeats(nodes: int, ranks: int, wants_all: bool) -> say.HeartbeatReply:
     """Return what to ask of the heartbeats of so many nodes and ranks."""
     every_s = min(max(say.AGENT_BEAT_S, nodes / HEARTBEATS_PER_S), LEASE_S / HEARTBEATS_A_LEASE)
     most_steps = min(LAST_STEPS, max(1, round(STEP_TIMES_PER_S * every_s / max(1, ranks))))
-    return say.Heard(every_s=every_s, most_steps=most_steps, wants_all=wants_all)
+    return say.HeartbeatReply(every_s=every_s, most_steps=most_steps, wants_all=wants_all)
 
 
 def main() -> None:

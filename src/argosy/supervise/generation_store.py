@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from argosy.errors import RunFailed
-from argosy.processes.channel import Channel, Gone
+from argosy.processes.channel import Channel, ChannelClosed
 from argosy.processes.child import STOPPED_S, Patience
 from argosy.processes.fork_server import RENDEZVOUS, STORE_HOST, ForkServer
 from argosy.processes.supervisor import RestartPolicy, Restarts
@@ -130,7 +130,7 @@ class GenerationStore:
         assert self._channel is not None
         try:
             messages = self._channel.take()
-        except Gone:
+        except ChannelClosed:
             self._selector.unregister(self._channel)
             self._channel.close()
             self._channel = None

@@ -141,7 +141,7 @@ FromAgent = (
 # ---- from the coordinator -------------------------------------------------------------------------------------------
 
 
-class Heard(WireRecord):
+class HeartbeatReply(WireRecord):
     """The answer to a heartbeat, and to a hello. It says what the next heartbeats are to be like."""
 
     kind: Literal["heard"] = "heard"
@@ -231,7 +231,7 @@ class EndRun(WireRecord):
 
 
 FromCoordinator = (
-    Heard | StartWorker | OpenStore | JoinWorld | LeaveWorld | HoldWorld | KillWorker | RunNodeCheck | EndRun
+    HeartbeatReply | StartWorker | OpenStore | JoinWorld | LeaveWorld | HoldWorld | KillWorker | RunNodeCheck | EndRun
 )
 
 FROM_AGENT: TypeAdapter[FromAgent] = TypeAdapter(Annotated[FromAgent, Field(discriminator="kind")])

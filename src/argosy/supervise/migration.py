@@ -19,7 +19,7 @@ from typing import Any
 from argosy.config.schema import ResilienceConfig
 from argosy.observe.events import Events
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Gone
+from argosy.processes.channel import ChannelClosed
 from argosy.processes.child import Child
 from argosy.resilience.detect.finding import Finding
 from argosy.resilience.replanner import MigrationAnswer, MigrationQuestion
@@ -149,13 +149,13 @@ class Migrator:
             self._agree(case, MigrationAnswer(True, membership.plan, membership.size), now_s)
             return
         case.asked = Child(PLANNER, str(self._run_dir))
-        with suppress(Gone):  # it has died: `_hear` finds out
+        with suppress(ChannelClosed):  # it has died: `_hear` finds out
             case.asked.channel.send("question", question=asdict(case.question))
 
     def _hear(self, case: _Case, asked: Child, now_s: float) -> None:
         try:
             messages = asked.hear(0.0)
-        except Gone:
+        except ChannelClosed:
             said = MigrationAnswer(False, why=f"the planner failed: {asked.reap()}")
         else:
             if not messages:

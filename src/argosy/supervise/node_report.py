@@ -64,7 +64,7 @@ class NodeReporter:
         self._microbatches: list[int] = []
 
     def start_over(self) -> None:
-        """Tell everything anew in the next report: whoever reads it may not have had the one before."""
+        """Report everything anew next time: its reader may not have had the report before."""
         self._before = {}
 
     def report(

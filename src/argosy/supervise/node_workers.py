@@ -23,7 +23,7 @@ from argosy.observe.heartbeat import HeartbeatReading, heartbeat_path
 from argosy.observe.node_metrics import NodeMetrics
 from argosy.observe.screen import SCREEN
 from argosy.observe.terminal import print_message
-from argosy.processes.channel import Gone
+from argosy.processes.channel import ChannelClosed
 from argosy.processes.child import STOPPED, ForkEntry, process_state
 from argosy.processes.fork_server import WORKER_MODULE, ForkServer
 from argosy.resilience.detect.finding import Finding
@@ -82,7 +82,6 @@ class NodeWorkers:
 
     @property
     def states(self) -> set[RankState]:
-        """States of the workers."""
         return {process.state for process in self._processes.values()}
 
     @property
@@ -163,7 +162,7 @@ class NodeWorkers:
             return  # its exit was handled a moment ago
         try:
             messages = process.channel.take()
-        except Gone:
+        except ChannelClosed:
             process.is_ending = True  # the fork server will tell how
             self._selector.unregister(process.channel)
             return
@@ -218,7 +217,7 @@ class NodeWorkers:
     # ---- from turn to turn --------------------------------------------------------------------------------------
 
     def keep(self, now_s: float, is_owed: bool) -> None:
-        """Do what is due: kill who is late or stands still, answer requests for stacks, look at the node.
+        """Do what is due: kill workers that are late or stand still, answer requests for stacks, look at the node.
 
         is_owed: the fork server owes an answer to a request that is no worker's.
         """
@@ -264,7 +263,7 @@ class NodeWorkers:
             if process is None:
                 continue
             process.state, process.rank, process.generation = RankState.RUNNING, place.rank, world.generation
-            with suppress(Gone):
+            with suppress(ChannelClosed):
                 process.channel.send(
                     "join", generation=world.generation, plan=world.plan, rank=place.rank, size=world.size,
                     local_rank=place.local_rank, local_size=len(world.places), host=world.host, port=world.port,
@@ -274,14 +273,14 @@ class NodeWorkers:
     def hold(self, generation: int, on_disk: bool) -> None:
         """Tell the members of the generation to hold."""
         for process in self._members(generation, {RankState.RUNNING}):
-            with suppress(Gone):
+            with suppress(ChannelClosed):
                 process.channel.send("hold", generation=generation, on_disk=on_disk)
 
     def leave(self, generation: int, why: str) -> None:
         """Have the members of the generation leave its world; one that does not is killed."""
         for process in self._members(generation, {RankState.RUNNING, RankState.DONE}):
             process.leave_by = time.monotonic() + BREAK_S
-            with suppress(Gone):
+            with suppress(ChannelClosed):
                 process.channel.send("break", generation=generation, why=why)
 
     def kill(self, slot: int, generation: int, why: str) -> None:

@@ -115,7 +115,7 @@ LEASE_DOUBT_S = 3.0
 T = TypeVar("T")
 
 
-class Found(NamedTuple):
+class LeaseHolder(NamedTuple):
     """The holder of the lease, and the token of the lease if this agent has just acquired it."""
 
     holder: Holder | None
@@ -225,7 +225,9 @@ class FixedPlace:
 
 
 class LeasedPlace:
-    """The place of whoever holds the lease. An agent that finds it free starts a coordinator and gives it the lease."""
+    """The place of the coordinator that holds the lease.
+
+    An agent that finds the lease free starts a coordinator and gives it the lease."""
 
     def __init__(self, run_dir: Path, launch: LaunchConfig, process: CoordinatorProcess, owner: str):
         self.process, self._launch, self._owner = process, launch, owner
@@ -233,17 +235,17 @@ class LeasedPlace:
         self.name = f"the coordinator of {self.key}"
         self.remedy, self.problem = "Restore it, or the network to it and among the machines.", ""
         self._lease, self._lock = open_lease(launch.lease, run_dir), threading.Lock()
-        self._search: Future[Found] | None = None
+        self._search: Future[LeaseHolder] | None = None
         self._look: Future[Holder | None] | None = None
         self._search_from_s = self._look_from_s = 0.0
 
     def address(self, now: float) -> Address | None:
-        """Look up who holds the lease. If nobody does, or a coordinator of this agent that has died, acquire it."""
+        """Look up the holder of the lease. If there is none, or it is one of this agent that died, acquire it."""
         if self._search is None and now >= self._search_from_s:
             self._search = self._in_thread(partial(self._find, may_acquire=not self.process.is_alive))
         if self._search is None or not self._search.done():
             return None
-        (holder, token), self._search = self._answer(self._search, Found(None, "")), None
+        (holder, token), self._search = self._answer(self._search, LeaseHolder(None, "")), None
         self._search_from_s = now + LEASE_LOOK_S
         if token:
             self.process.start(token)
@@ -263,17 +265,17 @@ class LeasedPlace:
         holder, self._look = self._answer(self._look, None), None
         return not self.problem and (holder is None or holder.address != address)
 
-    def _find(self, may_acquire: bool) -> Found:
+    def _find(self, may_acquire: bool) -> LeaseHolder:
         holder = self._lease.holder()
         if not may_acquire or (holder is not None and holder.owner != self._owner):
-            return Found(holder, "")
+            return LeaseHolder(holder, "")
         self._listen()
         assert self.process.address is not None
         me = Holder(self._owner, *self.process.address)
         if self._lease.acquire(me):
-            return Found(me, self._lease.token)
+            return LeaseHolder(me, self._lease.token)
         self.process.close()  # nobody is to call here
-        return Found(None, "")
+        return LeaseHolder(None, "")
 
     def _listen(self) -> None:
         if self.process.address is not None:

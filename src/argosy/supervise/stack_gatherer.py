@@ -28,7 +28,7 @@ REQUEST_EVERY_S = 1.0
 COLLECT_S = 0.3
 """Time that workers have to write their stacks."""
 REQUEST_OLD_S = 60.0
-"""A request is not answered any more after so long: whoever asked has given up."""
+"""A request is not answered any more after this time: its sender has given up."""
 MOST_REQUEST_BYTES = 4096
 """The largest request."""
 MOST_STACK_BYTES = 2**17

@@ -27,7 +27,7 @@ from argosy.observe.stacks import write_when_asked
 from argosy.observe.terminal import lasting_output
 from argosy.parallel.world import Connections, World, WorldSeat, join_world, leave_world
 from argosy.plan.plan import Plan
-from argosy.processes.channel import Channel, Gone, Message
+from argosy.processes.channel import Channel, ChannelClosed, Message
 from argosy.processes.child import channel_to_parent
 from argosy.processes.connection import raise_limit
 from argosy.training.loop import train
@@ -72,7 +72,7 @@ class AgentClient:
         """Send the agent a message. Without an agent, end this process."""
         try:
             self._channel.send(kind, **facts)
-        except Gone:
+        except ChannelClosed:
             os._exit(1)
 
     def left(self, why: str) -> None:
@@ -85,7 +85,7 @@ class AgentClient:
         while True:
             try:
                 message = self._channel.receive()
-            except Gone:
+            except ChannelClosed:
                 os._exit(1)  # the agent is gone, and an orphan must not train on
             if message["kind"] == "join":
                 self._worlds.put(message)

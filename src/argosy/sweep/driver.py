@@ -29,7 +29,7 @@ from argosy.observe.screen import Progress
 from argosy.processes.supervisor import RestartPolicy, Restarts
 from argosy.sweep.load import Sweep, in_words, short
 from argosy.sweep.result import Result
-from argosy.sweep.rungs import Bracket, Judgement, halving, hyperband, judge
+from argosy.sweep.rungs import Bracket, RungDecision, halving, hyperband, judge
 from argosy.sweep.study import STUDY_JOURNAL, Study, Trial, check_is_same, check_optuna, enter, locked, trial_folder
 from argosy.sweep.trials import (
     DIVERGED,
@@ -158,7 +158,7 @@ class Driver:
                     self._say(f"trial {number:04d} stopped: others were better at step {max(trials[number].rungs)}")
         return self._study.trials()
 
-    def _judgement(self, bracket: Bracket, trials: list[Trial]) -> Judgement:
+    def _judgement(self, bracket: Bracket, trials: list[Trial]) -> RungDecision:
         mine = trials[bracket.trials.start : bracket.trials.stop]
         scores = {trial.number: trial.rungs for trial in mine}
         failed = {trial.number for trial in mine if trial.state == "failed"}

@@ -74,7 +74,7 @@ def _log(number: float, base: int) -> float:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class RungDecision:
     """The consequences of the metrics at the rungs so far."""
 
     train: dict[int, int]
@@ -85,7 +85,7 @@ class Judgement:
 
 def judge(
     bracket: Bracket, scores: Mapping[int, Mapping[int, float]], failed: Collection[int], minimize: bool
-) -> Judgement:
+) -> RungDecision:
     """Return which trials of a bracket go on.
 
     scores: trial -> steps -> metric, of the rungs that it has come to, for each trial that was proposed. failed: trials
@@ -104,4 +104,4 @@ def judge(
         stopped += sorted(set(here) - set(members))
     gone = set(stopped)
     at_rung = {n for n, rung in train.items() if bracket.steps[rung] in scores[n]}
-    return Judgement({n: rung for n, rung in train.items() if n not in gone | at_rung}, stopped)
+    return RungDecision({n: rung for n, rung in train.items() if n not in gone | at_rung}, stopped)

@@ -46,7 +46,7 @@ ANY_RATE = {"fp32": 1e11, "bf16": 1e11}
 
 
 @dataclass(frozen=True)
-class Needs:
+class TrialNeeds:
     """The part of a machine that one trial takes."""
 
     cores: int
@@ -103,7 +103,7 @@ def threads(run: RunConfig, limits: Limits) -> int:
     return run.launch.threads or max(1, limits.cores // max(1, limits.trials) // processes(run) if limits.trials else 1)
 
 
-def needs_of(run: RunConfig, limits: Limits) -> Needs:
+def needs_of(run: RunConfig, limits: Limits) -> TrialNeeds:
     """Return what a trial takes. Its memory is the planner's prediction, at the upper end of the interval.
 
     Raises: UserError if no plan can train it.
@@ -111,8 +111,8 @@ def needs_of(run: RunConfig, limits: Limits) -> Needs:
     count = processes(run)
     cores = count * threads(run, limits)
     if limits.gpus and run.launch.device != "cpu":
-        return Needs(cores, gpus=count)
-    return Needs(cores, memory_bytes=memory_bytes(run, count))
+        return TrialNeeds(cores, gpus=count)
+    return TrialNeeds(cores, memory_bytes=memory_bytes(run, count))
 
 
 def memory_bytes(run: RunConfig, count: int) -> float:
@@ -125,12 +125,12 @@ def memory_bytes(run: RunConfig, count: int) -> float:
     return BESIDE_BYTES + count * (WORKER_BYTES + float(predicted.memory_bytes.high))
 
 
-class Room:
+class TrialRoom:
     """The rest of the limits while trials run."""
 
     def __init__(self, limits: Limits):
         self._limits = limits
-        self._taken: dict[int, tuple[Needs, tuple[str, ...]]] = {}
+        self._taken: dict[int, tuple[TrialNeeds, tuple[str, ...]]] = {}
 
     @property
     def is_full(self) -> bool:
@@ -138,7 +138,7 @@ class Room:
         limits, cores = self._limits, sum(taken.cores for taken, _ in self._taken.values())
         return bool(self._taken) and (0 < limits.trials <= len(self._taken) or cores >= limits.cores)
 
-    def fits(self, needs: Needs) -> bool:
+    def fits(self, needs: TrialNeeds) -> bool:
         """Return True if a trial fits beside those that run; one that is alone always fits, if it has its GPUs."""
         limits = self._limits
         if needs.gpus > len(self._free_gpus):
@@ -152,7 +152,7 @@ class Room:
             and needs.memory_bytes + sum(other.memory_bytes for other in others) <= limits.memory_bytes
         )
 
-    def take(self, number: int, needs: Needs, gpus: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    def take(self, number: int, needs: TrialNeeds, gpus: tuple[str, ...] | None = None) -> tuple[str, ...]:
         """Count a trial as running. Return its GPUs: those that it has already, or some that are free."""
         given = self._free_gpus[: needs.gpus] if gpus is None else gpus
         self._taken[number] = (needs, given)
@@ -191,7 +191,7 @@ class Task:
     """Absolute, as `run_dir`."""
     run_dir: Path
     """It exists, and so does its folder `launch`, for what the task prints."""
-    needs: Needs
+    needs: TrialNeeds
 
 
 def limits_on(on: str, config: SweepConfig) -> Limits:
@@ -217,7 +217,7 @@ class Trials:
         """
         self._engine = engine or engine_for_programs("trials", options, TRIAL_OPTIONS)
         self._room, self._limits, self._options = (
-            Room(replace(limits, cores=limits.cores or sys.maxsize)),
+            TrialRoom(replace(limits, cores=limits.cores or sys.maxsize)),
             limits,
             options,
         )
@@ -324,7 +324,7 @@ TRIAL_LOG_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """The outcome of a trial that does not run any more."""
 
     kind: Literal["reached", "again", "failed"]
@@ -332,26 +332,26 @@ class Outcome:
     why: str = ""
 
 
-def outcome(run_dir: Path, until: int, code: int | None, log: str) -> Outcome:
+def outcome(run_dir: Path, until: int, code: int | None, log: str) -> TrialOutcome:
     """Return what became of a trial whose job has ended.
 
     until: the step at which it was to pause; 0: at its end. code: exit code of its command, None if nobody knows.
     log: the file that it printed to.
     """
     if has_reached(run_dir, until):
-        return Outcome("reached")
+        return TrialOutcome("reached")
     if code == UserError.exit_code or (code == RunFailed.exit_code and not is_run(run_dir)):
-        return Outcome("failed", last_words(log) or f"it ended with exit code {code}")
+        return TrialOutcome("failed", last_words(log) or f"it ended with exit code {code}")
     if not is_run(run_dir):
-        return Outcome("again", last_words(log))
+        return TrialOutcome("again", last_words(log))
     reader = RunReader.read(run_dir)
     codes = [event["exit_code"] for event in reader.events if event["event"] == "finish"]
     if reader.state == "failed" and codes[-1:] != [Retryable.exit_code]:
         bad = next((event for event in reversed(reader.events) if event["event"] == "bad_step"), {})
         if bad.get("outcome") == "stop":
-            return Outcome("failed", f"{DIVERGED} at step {bad.get('step')}: {bad.get('reason')}")
-        return Outcome("failed", reader.why)
-    return Outcome("again", "" if reader.state == "training" else reader.why)
+            return TrialOutcome("failed", f"{DIVERGED} at step {bad.get('step')}: {bad.get('reason')}")
+        return TrialOutcome("failed", reader.why)
+    return TrialOutcome("again", "" if reader.state == "training" else reader.why)
 
 
 def has_reached(run_dir: Path, until: int) -> bool:

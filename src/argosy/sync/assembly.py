@@ -19,16 +19,16 @@ import numpy as np
 
 from argosy.files import atomic_write, sync
 from argosy.processes.connection import WireRecord
-from argosy.sync.average import Reduced, reduce_slice, slices_of
+from argosy.sync.average import SummedSlice, reduce_slice, slices_of
 from argosy.sync.layout import Sites
 from argosy.sync.ledger import Line
 from argosy.sync.links import Links
 from argosy.sync.messages import (
     AHEAD_BYTES,
     MESSAGE_PIECE_BYTES,
+    BytesMissing,
     FilePiece,
     FromSite,
-    NotThere,
     PieceRequest,
     SliceSummed,
     Source,
@@ -41,7 +41,7 @@ ASK_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedBytes:
     """Bytes that another site has."""
 
     what: Source
@@ -55,7 +55,7 @@ class Wanted:
 class PulledFile:
     """One such transfer. What has come is in a file, which another process of the exchange goes on with."""
 
-    def __init__(self, wanted: Wanted, peer: str, path: Path):
+    def __init__(self, wanted: WantedBytes, peer: str, path: Path):
         self.wanted, self.peer, self.path = wanted, peer, path
         self._file = path.open("a+b")
         self.received = min(self._file.seek(0, os.SEEK_END), wanted.size)
@@ -154,14 +154,14 @@ class Assembly:
         self.weights = [weights.get(name, 0) for name in proposal.names]
         self._wire = sites.wire_of(number)
         self.slices = slices_of(sites, number, len(proposal.names))
-        self.reduced: dict[int, Reduced] = {}
+        self.reduced: dict[int, SummedSlice] = {}
         """Facts of the slices that were summed."""
         self._here: set[int] = set()
         self._pulls: dict[Transfer, PulledFile] = {}
         self._not_before_s: dict[Transfer, float] = {}
-        self._work: dict[int, Future[Reduced]] = {}
+        self._work: dict[int, Future[SummedSlice]] = {}
         self._not_at_owner: set[int] = set()
-        """First bytes of slices that those who summed them have no more."""
+        """First bytes of slices that the sites which summed them no longer have."""
         self.received_bytes = 0
         self.is_lost = False
         """True once a site that had the average has it no more: the whole state has to be taken over."""
@@ -200,7 +200,7 @@ class Assembly:
                 self._fetch_slice(part, "slice", owner, facts.checksum)
 
     def complete(self, line: Line, holder: str | None) -> None:
-        """Fetch what is missing of an average that is agreed on: from who summed it, or from `holder`, who has all."""
+        """Fetch what is missing of an agreed average: from the site that summed it, or from `holder`, which has all."""
         for part, checksum in enumerate(line.sums):
             if part in self._here:
                 continue
@@ -220,7 +220,7 @@ class Assembly:
                 self._not_before_s.pop(key, None)
                 return
 
-    def gone(self, peer: str, message: NotThere) -> None:
+    def gone(self, peer: str, message: BytesMissing) -> None:
         """Note that the peer does not have it, or not yet."""
         what, start = message.what, message.start
         for key, pull in self._pulls.items():
@@ -256,7 +256,7 @@ class Assembly:
         is_its = part < self.slices.parts and self.owner(part) == name
         is_of_as_many = [len(row) for row in message.products] == [sites] * sites
         if message.attempt == self.proposal.attempt and is_its and is_of_as_many:
-            self.reduced[part] = Reduced(message.sum, message.products)
+            self.reduced[part] = SummedSlice(message.sum, message.products)
 
     def slice_file(self, attempt: int, start: int) -> tuple[Path, int] | None:
         """Return the file of the slice from byte `start` on, if this site has summed it, and that byte."""
@@ -281,7 +281,7 @@ class Assembly:
     def _begin_sum(self, part: int) -> None:
         """Fetch a slice of each other site's change; once all are here, have them summed."""
         first, size = self.slices.of(part)[0], self.slices.size(part)
-        wanted = Wanted("sent", self._number, 0, first, size)
+        wanted = WantedBytes("sent", self._number, 0, first, size)
         pulls = {name: self._fetch_change(part, wanted, name) for name in self.proposal.names if name != self._sites.me}
         if not all(pull.is_done for pull in pulls.values()):
             return
@@ -292,11 +292,11 @@ class Assembly:
         files = [(pulls[name].path, 0) if name in pulls else mine for name in self.proposal.names]
         self._work[part] = self._pool.submit(self._reduce_files, files, size, self._slice(part))
 
-    def _reduce_files(self, paths: Sequence[tuple[Path, int]], size: int, out: Path) -> Reduced:
+    def _reduce_files(self, paths: Sequence[tuple[Path, int]], size: int, out: Path) -> SummedSlice:
         parts = [np.fromfile(path, np.uint8, size, offset=at) for path, at in paths]
         return reduce_slice(parts, self.weights, self._wire, out)
 
-    def _fetch_change(self, part: int, wanted: Wanted, name: str) -> PulledFile:
+    def _fetch_change(self, part: int, wanted: WantedBytes, name: str) -> PulledFile:
         key = ("sent", part, name)
         pull = self._pull(key, wanted, name, self._temporary(f"part-{part}-{name}"))
         if not pull.is_done and name in self._links.sites:
@@ -304,7 +304,7 @@ class Assembly:
         return pull
 
     def _fetch_slice(self, part: int, what: Source, peer: str, checksum: int) -> None:
-        wanted = Wanted(what, self._number, self.proposal.attempt, self.slices.of(part)[0], self.slices.size(part))
+        wanted = WantedBytes(what, self._number, self.proposal.attempt, self.slices.of(part)[0], self.slices.size(part))
         key = ("slice", part, "")
         if key in self._pulls and (self._pulls[key].peer, self._pulls[key].wanted.what) != (peer, what):
             self._pulls.pop(key).close()  # what came of it stays in the file
@@ -317,7 +317,7 @@ class Assembly:
         else:
             pull.forget()
 
-    def _pull(self, key: Transfer, wanted: Wanted, peer: str, path: Path) -> PulledFile:
+    def _pull(self, key: Transfer, wanted: WantedBytes, peer: str, path: Path) -> PulledFile:
         if key not in self._pulls:
             self._pulls[key] = PulledFile(wanted, peer, path)
         return self._pulls[key]

@@ -89,7 +89,7 @@ def encode_file(numbers: Path, wire: WireFormat, out: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Reduced:
+class SummedSlice:
     """A slice that was summed."""
 
     checksum: int
@@ -100,7 +100,7 @@ class Reduced:
 
 def reduce_slice(
     parts: Sequence[npt.NDArray[np.uint8]], weights: Sequence[float], wire: WireFormat, out: Path
-) -> Reduced:
+) -> SummedSlice:
     """Write the weighted mean of the same slice of each site's change. weights: positive, in any unit."""
     shares = np.asarray(weights, np.float64) / sum(weights)
     products = np.zeros((len(parts), len(parts)))
@@ -117,7 +117,7 @@ def reduce_slice(
             data = wire.encode(mean).data
             crc = zlib.crc32(data, crc)
             file.write(data)
-    return Reduced(crc, products.tolist())
+    return SummedSlice(crc, products.tolist())
 
 
 def distances(

@@ -35,11 +35,11 @@ T = TypeVar("T")
 Answer = TypeVar("Answer", bound=say.NumberedMessage)
 
 
-class Closed(Exception):
+class WorkerStopped(Exception):
     """The worker ends."""
 
 
-class AskAgain(Exception):
+class WorkRevoked(Exception):
     """The servers have gone back to a checkpoint, or took back what they dealt: ask for work again."""
 
 
@@ -47,7 +47,7 @@ class AskAgain(Exception):
 class WorkerTask:
     """The next task of a worker; the weights for it are in its vectors."""
 
-    kind: Literal["dealt", "judge", "over"]
+    kind: Literal["dealt", "score", "run_is_over"]
     """Compute a gradient; score the weights on held-out text; or end."""
     version: int
     """Updates that made the weights; they may have been made by some more."""
@@ -135,7 +135,7 @@ class Client:
             except BaseException as problem:
                 future.set_exception(problem)
         with suppress(OSError):
-            self._links.tell_all(say.Bye())
+            self._links.tell_all(say.WorkerLeaves())
         self._links.close()
 
     def _open(self) -> Links[FromPart]:
@@ -167,7 +167,7 @@ class Client:
         if not self._inbox[name]:
             self._turn(WAIT_S)
         if self._is_closed.is_set():
-            raise Closed
+            raise WorkerStopped
         for who, why in self._refusals.items():
             if not why.endswith(SAME_KEYS):  # another process may have the port of a server that is to come
                 raise UserError(f"{who}: {why}")
@@ -213,15 +213,15 @@ class Client:
                 return WorkerTask(task.kind, task.version)
             try:
                 for number in range(self._layout.servers):
-                    self._pull(number, task.epoch, task.version)
-            except AskAgain:
+                    self._pull(number, task.generation, task.version)
+            except WorkRevoked:
                 continue
             self.waits_for = ""
             if isinstance(task, say.DealtWork):
                 return WorkerTask(task.kind, task.version, task.item, task.lease)
-            return WorkerTask("judge", task.version)
+            return WorkerTask("score", task.version)
 
-    def _pull(self, number: int, epoch: str, version: int) -> None:
+    def _pull(self, number: int, generation: str, version: int) -> None:
         """Receive the weights of one server. Raises: AskAgain if it does not have them."""
         name, vector = self._names[number], self._weights[number].view(np.uint8)
         ask, said_on = 0, 0
@@ -230,14 +230,14 @@ class Client:
             if self._connections[name] != said_on and name in self._links.sites:
                 ask, said_on = self._number(), self._connections[name]
                 missing = set(range(0, len(vector), MESSAGE_PIECE_BYTES))  # all of one version
-                self._links.tell(name, say.PullWeights(ask=ask, epoch=epoch, version=version))
+                self._links.tell(name, say.PullWeights(ask=ask, generation=generation, version=version))
             self._waits(name)
             found = self._take(name)
             if found is None:
                 continue
             message, data = found
             if isinstance(message, say.WeightsGone) and message.ask == ask:
-                raise AskAgain
+                raise WorkRevoked
             if not isinstance(message, say.Weights) or message.ask != ask or message.at not in missing:
                 continue
             if len(data) != min(MESSAGE_PIECE_BYTES, len(vector) - message.at):

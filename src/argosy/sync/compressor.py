@@ -30,7 +30,7 @@ Sending = Generator[dist.Work, None, Tensor]
 
 
 @dataclass(frozen=True)
-class Moment:
+class SumTime:
     """The time of a sum, in steps."""
 
     step: int = 0
@@ -109,7 +109,7 @@ class BucketFacts:
     memory: BucketMemory
     seed: int
 
-    def generator(self, moment: Moment, device: torch.device, rank: int = 0) -> torch.Generator:
+    def generator(self, moment: SumTime, device: torch.device, rank: int = 0) -> torch.Generator:
         """Return random numbers for this bucket in this step: the same on all replicas unless they give their rank."""
         words = (self.seed, moment.step, self.number, rank)
         mixed = 0
@@ -131,7 +131,7 @@ class Compressor(Protocol):
         """Return the memory of a bucket of these parameters before the first step."""
         ...
 
-    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: SumTime) -> Sending:
         """Sum `flat` over the ranks of `groups`. `flat` is the compressor's to write to.
 
         groups: of the same ranks, the group of each message.
@@ -139,14 +139,14 @@ class Compressor(Protocol):
         ...
 
 
-def with_residual(flat: Tensor, bucket: BucketFacts, moment: Moment) -> Tensor:
+def with_residual(flat: Tensor, bucket: BucketFacts, moment: SumTime) -> Tensor:
     """Return in fp32 what is to be sent: the gradients and what earlier steps left out."""
     whole = flat.float()
     residual = bucket.memory.kept.get("residual")
     return whole if residual is None else whole.add(residual, alpha=moment.scale)
 
 
-def keep_residual(left: Tensor, bucket: BucketFacts, moment: Moment) -> None:
+def keep_residual(left: Tensor, bucket: BucketFacts, moment: SumTime) -> None:
     """Stage what was not sent, if the bucket has a residual."""
     if "residual" in bucket.memory.kept:
         bucket.memory.staged["residual"] = left.div_(moment.scale) if moment.scale != 1.0 else left
@@ -183,7 +183,7 @@ class Exact:
     def memory(self, segments: Sequence[Segment], device: torch.device) -> BucketMemory:
         return BucketMemory()
 
-    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: SumTime) -> Sending:
         flat = flat if self._dtype is None else flat.to(self._dtype)
         yield started(dist.all_reduce(flat, group=groups[0], async_op=True))
         return flat

@@ -46,9 +46,9 @@ from argosy.sync.compressor import (
     BucketMemory,
     Compressor,
     Exact,
-    Moment,
     Segment,
     Sending,
+    SumTime,
     WithResidual,
     all_gather_single,
     keep_residual,
@@ -68,7 +68,7 @@ class Quantised(WithResidual):
         super().__init__(settings)
         self._bits, self._block = bits, settings.block
 
-    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: SumTime) -> Sending:
         n, mine = groups[0].size(), groups[0].rank()
         whole = with_residual(flat, bucket, moment)
         random = bucket.generator(moment, flat.device, mine) if self._settings.rounding == "stochastic" else None
@@ -139,7 +139,7 @@ class Sign(Quantised):
             memory.kept["momentum"] = torch.zeros(sum(segment.elements for segment in segments), device=device)
         return memory
 
-    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: SumTime) -> Sending:
         before = bucket.memory.kept.get("momentum")
         if before is not None:
             now = (flat.float() / moment.scale).lerp_(before, self._settings.momentum)
@@ -175,7 +175,7 @@ class TopK(WithResidual):
 
     messages = 1
 
-    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: SumTime) -> Sending:
         """See `Compressor`. A number that is not finite is among the largest: all ranks get it."""
         whole = with_residual(flat, bucket, moment)
         density = density_at(moment.step, self._settings)
@@ -231,7 +231,7 @@ class PowerSGD(WithResidual):
             memory.kept["q"] = torch.zeros(sum(_q_elements(part) for part in self._parts(segments)), device=device)
         return memory
 
-    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: Moment) -> Sending:
+    def sum(self, flat: Tensor, groups: Sequence[dist.ProcessGroup], bucket: BucketFacts, moment: SumTime) -> Sending:
         whole = with_residual(flat, bucket, moment)
         parts = list(self._parts(bucket.segments))
         thin = [part for part in parts if part.rank]
@@ -265,7 +265,7 @@ class PowerSGD(WithResidual):
             yield _Part(one, start, thin_rank(one.rows, one.cols, self._settings.rank))
             start += one.elements
 
-    def _first_q(self, parts: list[_Part], bucket: BucketFacts, moment: Moment, device: torch.device) -> list[Tensor]:
+    def _first_q(self, parts: list[_Part], bucket: BucketFacts, moment: SumTime, device: torch.device) -> list[Tensor]:
         """Return the matrices to begin with: the last step's, or random ones, the same on all replicas."""
         kept = bucket.memory.kept.get("q")
         shape = sum(_q_elements(part) for part in parts)

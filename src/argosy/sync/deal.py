@@ -9,7 +9,7 @@ what one worker computed of one item. Update u, from 0, makes version u + 1 of t
 item computes its gradient with the version of that moment; how many updates others make before its own is the
 gradient's staleness.
 
-The bound holds for every order in which gradients may come (`Dealing.may_deal`): with n items out, the one dealt at
+The bound holds for every order in which gradients may come (`DealtItems.may_deal`): with n items out, the one dealt at
 version v is at worst the last to come, after u - v updates that were made and n - 1 that others may make. As long as
 no item is dealt that could lift that above the bound for itself or another, none exceeds it, and no gradient that was
 computed is thrown away for being late. A stale-synchronous server (Ho et al. 2013) holds workers for the same reason.
@@ -201,14 +201,14 @@ class DealtItem:
 
 
 @dataclass
-class Dealing:
+class DealtItems:
     """The items that are out, those that are done, and the next one."""
 
     steps: int
     """Updates of the whole run."""
     bound: int
     """Staleness that no update exceeds."""
-    epoch: str = ""
+    generation: str = ""
     done: dict[int, AppliedUpdate] = field(default_factory=dict)
     """Updates by item."""
     skipped: set[int] = field(default_factory=set)
@@ -216,17 +216,17 @@ class Dealing:
     out: dict[str, DealtItem] = field(default_factory=dict)
     """By worker."""
     committed: dict[str, AppliedUpdate] = field(default_factory=dict)
-    """The last update of each worker in this epoch by its lease, should it ask again."""
+    """The last update of each worker in this generation by its lease, should it ask again."""
     _leases: int = 0
     _first: int = 0
     """No item before it is left."""
 
     @classmethod
     def after(
-        cls, updates: Iterable[AppliedUpdate], skipped: Iterable[int], steps: int, bound: int, epoch: str = ""
-    ) -> Dealing:
+        cls, updates: Iterable[AppliedUpdate], skipped: Iterable[int], steps: int, bound: int, generation: str = ""
+    ) -> DealtItems:
         """Return it as it was after these updates."""
-        return cls(steps, bound, epoch, {update.item: update for update in updates}, set(skipped))
+        return cls(steps, bound, generation, {update.item: update for update in updates}, set(skipped))
 
     @property
     def version(self) -> int:
@@ -259,7 +259,7 @@ class Dealing:
         taken = {lease.item for lease in self.out.values()}
         item = next(i for i in self._items() if i not in taken)
         self._leases += 1
-        lease = DealtItem(f"{self.epoch}-{self._leases}", item, self.version)
+        lease = DealtItem(f"{self.generation}-{self._leases}", item, self.version)
         self.out[site] = lease
         return lease
 

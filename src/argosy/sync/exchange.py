@@ -5,7 +5,7 @@ the leader says who takes part; they sum (`assembly`); when the leader has all o
 to its ledger and sends it to the others. A site's ranks go on once the line is in their own ledger. What is not in a
 ledger has no effect, so any process may die at any moment.
 
-Each second every exchange says where it stands (`Standing`). From that follows all else:
+Each second every exchange says where it stands (`SiteProgress`). From that follows all else:
 - The leader is the first site of the run file that is not behind and was heard within sync.patience_s.
 - A site that is behind asks another for the line of the round at hand, then for its average, one round after another.
 - Members of the next round are the sites that took part in this one, and those whose ranks have nearly caught up
@@ -30,7 +30,7 @@ from argosy.sync.average import RetainedAverages, distances, encode_file, slices
 from argosy.sync.layout import Sites
 from argosy.sync.ledger import Contribution, Line, RoundLedger, chain_of, dealt_in, is_next, next_line, weights_of
 from argosy.sync.links import Links, PeerTable
-from argosy.sync.messages import Standing
+from argosy.sync.messages import SiteProgress
 from argosy.sync.site_recovery import SiteRecovery
 
 RESEND_S = 1.0
@@ -87,7 +87,7 @@ class SiteExchange:
 
     @property
     def is_over(self) -> bool:
-        """True once the run's last round is in the ledgers of all who are to have it."""
+        """True once the run's last round is in the ledgers of all sites that are to have it."""
         last = self._ledger.last
         if last is None or self.rounds < self.sites.rounds:
             return False
@@ -125,9 +125,9 @@ class SiteExchange:
             case say.StateRequest():
                 self._kept.read(name, self.rounds - 1)
                 self._recovery.asked(name)
-            case say.StateOffer() | say.FilePiece(what="state" | "ledger") | say.NotThere(what="state" | "ledger"):
+            case say.StateOffer() | say.FilePiece(what="state" | "ledger") | say.BytesMissing(what="state" | "ledger"):
                 self._recovery.hear(name, message, data)
-            case say.StandingNotice():
+            case say.ProgressNotice():
                 self._note_at(name, message.standing)
             case say.LineRequest():
                 for line in self._ledger.lines[message.round :][:1]:
@@ -136,7 +136,7 @@ class SiteExchange:
                 self._take_line(name, message.line)
             case say.PieceRequest():
                 self._serve(name, message)
-            case say.ReadyNotice() | say.ProposalNotice() | say.SliceSummed() | say.FilePiece() | say.NotThere():
+            case say.ReadyNotice() | say.ProposalNotice() | say.SliceSummed() | say.FilePiece() | say.BytesMissing():
                 if message.round == self._number:
                     self._hear_of_round(name, message, data)
 
@@ -155,12 +155,12 @@ class SiteExchange:
                 self._assembly.hear_reduced(name, message)
             case say.FilePiece() if self._assembly is not None:
                 self._assembly.take(name, message, data)
-            case say.NotThere() if self._assembly is not None:
+            case say.BytesMissing() if self._assembly is not None:
                 self._assembly.gone(name, message)
 
     def _introduce(self, name: str) -> None:
         """Tell a site what it may have missed."""
-        self._links.tell(name, say.StandingNotice(standing=self._recovery.standing()))
+        self._links.tell(name, say.ProgressNotice(standing=self._recovery.standing()))
         if self.sites.me in self._ready:
             self._links.tell(name, self._my_ready())
         if self._assembly is not None:
@@ -169,7 +169,7 @@ class SiteExchange:
             for part in self._assembly.summed:
                 self._links.tell(name, self._assembly.summary(part))
 
-    def _note_at(self, name: str, its: Standing) -> None:
+    def _note_at(self, name: str, its: SiteProgress) -> None:
         if its.rounds > self.sites.rounds:
             raise BadMessage(f"its ledger has {its.rounds} rounds, and the run {self.sites.rounds}")
         self._others.note(name, its)
@@ -228,7 +228,7 @@ class SiteExchange:
             path, base = self._assembly.slice_file(wanted.attempt, start) or (None, 0)
         data = None if path is None else read_piece(path, start + wanted.at - base, wanted.bytes)
         if data is None:
-            self._links.tell(name, say.NotThere(what=what, round=number, start=start))
+            self._links.tell(name, say.BytesMissing(what=what, round=number, start=start))
             return
         self._sent_bytes += len(data)
         self._links.tell(name, say.FilePiece(what=what, round=number, start=start, at=wanted.at), data)
@@ -313,7 +313,7 @@ class SiteExchange:
             self._links.tell_all(self._my_ready())
 
     def _lead(self) -> None:
-        """Say who takes part, once all members are ready, or a quorum is and the others were waited for."""
+        """Name the sites of a round once all members are ready, or a quorum is and the wait for others is over."""
         now = time.monotonic()
         here = [n for n in self.sites.names if n in self._ready and n in self._members and self._others.is_connected(n)]
         self._quorum_s = None if len(here) < self.sites.quorum else self._quorum_s or now
@@ -385,7 +385,7 @@ class SiteExchange:
             file.write(json.dumps({"sent_bytes": sent, "received_bytes": received}).encode())
         self._ledger.append(line)
         self._links.tell_all(say.LineNotice(line=line))
-        self._links.tell_all(say.StandingNotice(standing=self._recovery.standing()))
+        self._links.tell_all(say.ProgressNotice(standing=self._recovery.standing()))
         left_out = sorted(set(self._members) - set(line.tokens))
         facts = {"participants": list(line.tokens), "left_out": left_out, "by": line.by}
         took_s = round(time.monotonic() - self._ready_s, 3) if self._ready_s else None
@@ -416,7 +416,7 @@ class SiteExchange:
         return say.ProposalNotice(round=self._number, chain=self._chain(), attempt=proposal.attempt, weights=weights)
 
     def _show(self) -> None:
-        """Leave for the ranks whom the round waits for."""
+        """Write down for the ranks which sites the round waits for."""
         waiting = [name for name in self.sites.names if name in self._members and name not in self._ready]
         is_short = len([n for n in self._ready if self._others.is_connected(n)]) < self.sites.quorum
         status = {

@@ -127,7 +127,7 @@ def chain_of(lines: Sequence[Line]) -> str:
 
 
 def is_next(shares: Shares, lines: Sequence[Line], line: Line) -> bool:
-    """Return True if `line` is what `next_line` returns after `lines` for those whom it names, one at least."""
+    """Return True if `line` is what `next_line` returns after `lines` for the sites that it names, one at least."""
     delivered = {name: Contribution(tokens, line.skipped.get(name, [])) for name, tokens in line.tokens.items()}
     facts = delivered, line.members, line.attempt, line.sums, line.extra
     return bool(delivered) and line.by in shares.names and line == next_line(shares, lines, line.by, *facts)

@@ -33,7 +33,7 @@ from argosy.processes.connection import FRAME_BYTES, HELLO_S, Address, BadMessag
 from argosy.processes.secret import Certificate, listen, secret_of
 from argosy.processes.secret import call as called
 from argosy.sync.layout import Sites
-from argosy.sync.messages import FromSite, Hello, M, Ping, Refusal, Standing, framed, unframed
+from argosy.sync.messages import FromSite, Hello, M, Ping, Refusal, SiteProgress, framed, unframed
 
 CERTIFICATE_FROM, CERTIFICATE_UNTIL = (
     datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC),
@@ -50,9 +50,9 @@ LINK_AGAIN_S, REFUSED_AGAIN_S = 1.0, 5.0
 CALL_LOOK_S = 0.02
 """Seconds between two looks after a call that is under way."""
 MOST_UNKNOWN_SITES = 16
-"""Connections that have not said who they are."""
+"""Most connections without a hello."""
 MOST_REFUSALS = 256
-"""So many refusals are told, each once; a run lasts for months, and whoever reaches the port can be refused."""
+"""Most refusals that are reported, each once: a run lasts for months, and anything may reach the port."""
 SAME_KEYS = "all sites need the same secret (ARGOSY_SECRET_FILE) and the same sync.tls"
 REFUSED_THERE = "it refuses this site: "
 """Precedes what another part gives as its reason."""
@@ -61,7 +61,7 @@ Tls = tuple[ssl.SSLContext, ssl.SSLContext]
 SayHello = Callable[[], Hello]
 """Returns what this part says of itself."""
 Refused = Callable[[str, str], None]
-"""Hears who was refused, or refuses (`REFUSED_THERE`), and why."""
+"""Called with the part that was refused, or that refuses (`REFUSED_THERE`), and why."""
 
 
 class Link:
@@ -367,15 +367,15 @@ class PeerTable:
 
     def __init__(self, sites: Sites, links: Links[FromSite]):
         self._sites, self._links = sites, links
-        self._standings: dict[str, Standing] = {}
+        self._standings: dict[str, SiteProgress] = {}
         self.apart: set[str] = set()
         """Sites that have gone on without this one, and otherwise."""
 
-    def note(self, name: str, standing: Standing) -> None:
+    def note(self, name: str, standing: SiteProgress) -> None:
         self._standings[name] = standing
 
-    def standing(self, name: str) -> Standing:
-        return self._standings.get(name, Standing())
+    def standing(self, name: str) -> SiteProgress:
+        return self._standings.get(name, SiteProgress())
 
     def is_connected(self, name: str) -> bool:
         """Return True if the site can be spoken to; a site always can speak to itself."""
@@ -395,7 +395,7 @@ class PeerTable:
         is_behind = its is not None and (its.rounds < number or its.adopts)
         return self.is_alive(name) and not is_behind and name not in self.apart
 
-    def is_near(self, name: str, number: int, mine: Standing) -> bool:
+    def is_near(self, name: str, number: int, mine: SiteProgress) -> bool:
         """Return True if a site's ranks have nearly come to round `number`. mine: where this site stands."""
         reached = mine.reached if name == self._sites.me else self.standing(name).reached
         return self.is_connected(name) and name not in self.apart and reached >= number - BEHIND

@@ -15,7 +15,7 @@ from argosy.config.sync import MOST_LOCAL_STEPS
 from argosy.processes.connection import Count, Text, WireRecord, decoded, encoded
 from argosy.sync.ledger import AnyFloat, Chain, Crc, Line, Ranges, SiteName, Tokens
 
-VERSION = 5
+VERSION = 6
 MESSAGE_PIECE_BYTES = 1 << 18
 """Files, weights and gradients travel in pieces of so many bytes at most."""
 AHEAD_BYTES = 1 << 23
@@ -68,7 +68,7 @@ class Ping(WireRecord):
 # ---- exchanges of sites ---------------------------------------------------------------------------------------------
 
 
-class Standing(WireRecord):
+class SiteProgress(WireRecord):
     """A site's progress.
 
     Sites have gone apart if their ledgers differ in a round that both have. The one whose ledger counts fewer tokens
@@ -89,7 +89,7 @@ class Standing(WireRecord):
     """True while it is to take over another site's state, or lines of its ledger: it decides nothing."""
 
 
-def gives_way(me: str, mine: Standing, other: str, its: Standing, names: Sequence[str]) -> bool:
+def gives_way(me: str, mine: SiteProgress, other: str, its: SiteProgress, names: Sequence[str]) -> bool:
     """Return True if the site `me` gives way to `other`, from which it has gone apart. names: as in the run file."""
     return (its.tokens, -names.index(other)) > (mine.tokens, -names.index(me))
 
@@ -101,16 +101,16 @@ Source = Literal["sent", "slice", "average", "state", "ledger"]
 class SiteHello(Hello):
     """The hello of a site's exchange, or of a probe."""
 
-    standing: Standing = Standing()
+    standing: SiteProgress = SiteProgress()
     cluster: str = ""
     """Devices of the site, in a probe."""
 
 
-class StandingNotice(WireRecord):
+class ProgressNotice(WireRecord):
     """The site's standing."""
 
-    kind: Literal["at"] = "at"
-    standing: Standing
+    kind: Literal["progress"] = "progress"
+    standing: SiteProgress
 
 
 class ReadyNotice(WireRecord):
@@ -126,7 +126,7 @@ class ReadyNotice(WireRecord):
 
 
 class ProposalNotice(WireRecord):
-    """The leader says who takes part in a round."""
+    """The leader names the sites that take part in a round."""
 
     kind: Literal["propose"] = "propose"
     round: Count
@@ -202,20 +202,20 @@ class FilePiece(WireRecord):
     at: Count
 
 
-class NotThere(WireRecord):
+class BytesMissing(WireRecord):
     """The wanted bytes are not there, or not any more."""
 
-    kind: Literal["gone"] = "gone"
+    kind: Literal["missing"] = "missing"
     what: Source
     round: Count
     start: Count
 
 
 FromSite = (
-    SiteHello | Refusal | Ping | StandingNotice | ReadyNotice | ProposalNotice | SliceSummed | LineRequest | LineNotice
-    | StateRequest | StateOffer | PieceRequest | FilePiece | NotThere
+    SiteHello | Refusal | Ping | ProgressNotice | ReadyNotice | ProposalNotice | SliceSummed | LineRequest | LineNotice
+    | StateRequest | StateOffer | PieceRequest | FilePiece | BytesMissing
 )  # fmt: skip
-OfRound = ReadyNotice | ProposalNotice | SliceSummed | FilePiece | NotThere
+OfRound = ReadyNotice | ProposalNotice | SliceSummed | FilePiece | BytesMissing
 """Messages about one round, while it is made."""
 FROM_SITE: TypeAdapter[FromSite] = TypeAdapter(Annotated[FromSite, Field(discriminator="kind")])
 
@@ -247,7 +247,7 @@ class PullWeights(NumberedMessage):
     """It wants weights of that version, or newer ones."""
 
     kind: Literal["pull"] = "pull"
-    epoch: Id
+    generation: Id
     version: Count
 
 
@@ -287,20 +287,20 @@ class Scored(WireRecord, strict=True):
     bits_per_byte: float | None
 
 
-class Bye(WireRecord, strict=True):
+class WorkerLeaves(WireRecord, strict=True):
     """It ends; what was dealt to it is dealt to another."""
 
-    kind: Literal["bye"] = "bye"
+    kind: Literal["leaves"] = "leaves"
 
 
 # ---- the first server says to the others ----------------------------------------------------------------------------
 
 
-class Begin(WireRecord, strict=True):
+class GoToVersion(WireRecord, strict=True):
     """Go to a version: that of a checkpoint, or 0."""
 
-    kind: Literal["begin"] = "begin"
-    epoch: Id
+    kind: Literal["go_to_version"] = "go_to_version"
+    generation: Id
     version: Count
 
 
@@ -308,7 +308,7 @@ class Apply(WireRecord, strict=True):
     """Apply a gradient as the update that makes version `update` + 1."""
 
     kind: Literal["apply"] = "apply"
-    epoch: Id
+    generation: Id
     update: Count
     lease: Id
     rate: float
@@ -318,8 +318,8 @@ class Apply(WireRecord, strict=True):
 class CheckServer(WireRecord, strict=True):
     """Say which version you have; this is the one that you should have."""
 
-    kind: Literal["look"] = "look"
-    epoch: Id
+    kind: Literal["check"] = "check"
+    generation: Id
     version: Count
 
 
@@ -335,7 +335,7 @@ class Finish(WireRecord, strict=True):
 class NextTask(NumberedMessage):
     """The next task."""
 
-    epoch: Id
+    generation: Id
     version: Count
     """The version of the weights to use."""
 
@@ -351,19 +351,19 @@ class DealtWork(NextTask):
 class ScoreRequest(NextTask):
     """Score the weights of this version on held-out text, and ask again."""
 
-    kind: Literal["judge"] = "judge"
+    kind: Literal["score"] = "score"
 
 
 class RunIsOver(NextTask):
     """There is nothing left to do."""
 
-    kind: Literal["over"] = "over"
+    kind: Literal["run_is_over"] = "run_is_over"
 
 
 class WaitForWork(NumberedMessage):
     """Wait."""
 
-    kind: Literal["held"] = "held"
+    kind: Literal["wait"] = "wait"
     by: list[Id]
     """The server that is not ready, or the slow workers that are waited for."""
 
@@ -379,13 +379,13 @@ class Weights(NumberedMessage):
 class WeightsGone(NumberedMessage):
     """The servers have gone back to a checkpoint: ask for work again."""
 
-    kind: Literal["again"] = "again"
+    kind: Literal["weights_gone"] = "weights_gone"
 
 
 class PieceReceived(WireRecord, strict=True):
     """A piece of the gradient has come."""
 
-    kind: Literal["got"] = "got"
+    kind: Literal["piece_received"] = "piece_received"
     lease: Id
     at: Count
 
@@ -409,17 +409,17 @@ class FailureNotice(WireRecord, strict=True):
 class ServerStatus(WireRecord, strict=True):
     """The version of a server; `problem`: why it cannot go on."""
 
-    kind: Literal["at"] = "at"
-    epoch: Id
+    kind: Literal["status"] = "status"
+    generation: Id
     version: Count
     problem: Reason = ""
 
 
-Order = Begin | Apply | CheckServer | Finish
+Order = GoToVersion | Apply | CheckServer | Finish
 """Messages that the first server alone may send."""
 FromPart = (
-    PartHello | Refusal | Ping | AskForWork | PullWeights | PushPiece | Commit | BadGradient | Scored | Bye | Order
-    | DealtWork | ScoreRequest | RunIsOver | WaitForWork | Weights | WeightsGone | PieceReceived | Committed
+    PartHello | Refusal | Ping | AskForWork | PullWeights | PushPiece | Commit | BadGradient | Scored | WorkerLeaves
+    | Order | DealtWork | ScoreRequest | RunIsOver | WaitForWork | Weights | WeightsGone | PieceReceived | Committed
     | FailureNotice | ServerStatus
 )  # fmt: skip
 FROM_PART: TypeAdapter[FromPart] = TypeAdapter(Annotated[FromPart, Field(discriminator="kind")])

@@ -23,12 +23,21 @@ from argosy.files import atomic_write
 from argosy.observe.events import Events
 from argosy.processes.connection import BadMessage, WireRecord
 from argosy.sync import messages as say
-from argosy.sync.assembly import PulledFile, Wanted
+from argosy.sync.assembly import PulledFile, WantedBytes
 from argosy.sync.average import has_average
 from argosy.sync.layout import Sites
 from argosy.sync.ledger import Line, RoundLedger, chain_of, checked_line, is_next
 from argosy.sync.links import Links, PeerTable
-from argosy.sync.messages import FilePiece, LineRequest, NotThere, Source, Standing, StateOffer, StateRequest, gives_way
+from argosy.sync.messages import (
+    BytesMissing,
+    FilePiece,
+    LineRequest,
+    SiteProgress,
+    Source,
+    StateOffer,
+    StateRequest,
+    gives_way,
+)
 
 LINE_REQUEST_S = 1.0
 """Seconds between two requests for a line."""
@@ -75,7 +84,7 @@ class Adoption:
             self._sites.want_state.touch()
 
     def offer(self, tell: Tell) -> None:
-        """Tell those who asked of a state that is there."""
+        """Offer a state that is there to the sites that asked."""
         number = self._newest() if self._askers else None
         if number is None:
             return
@@ -85,7 +94,7 @@ class Adoption:
             tell(name, StateOffer(round=number, size=about["bytes"], sum=about["sum"], ledger_size=size))
         self._askers.clear()
 
-    def hear(self, name: str, message: StateOffer | FilePiece | NotThere, data: bytes) -> None:
+    def hear(self, name: str, message: StateOffer | FilePiece | BytesMissing, data: bytes) -> None:
         """Hear of a state that was asked for, or a piece of it or of its ledger."""
         if name != self._wanted_from:
             return
@@ -96,12 +105,12 @@ class Adoption:
                 wanted: dict[Source, int] = {"state": message.size, "ledger": message.ledger_size}
                 for what, size in wanted.items():
                     path = self._sites.folder / f"taken-{number:08d}-{self._checksum:08x}-{name}-{what}.bin"
-                    self._pulls.append(PulledFile(Wanted(what, number, 0, 0, size), name, path))
+                    self._pulls.append(PulledFile(WantedBytes(what, number, 0, 0, size), name, path))
             case FilePiece():
                 for pull in self._pulls:
                     if (pull.wanted.what, pull.wanted.round) == (message.what, message.round):
                         pull.take(message.at, data)
-            case NotThere():
+            case BytesMissing():
                 self._drop()
 
     def connected_again(self, name: str) -> None:
@@ -167,7 +176,7 @@ class Adoption:
         return max(fresh, default=None)
 
 
-class Mending:
+class LedgerRepair:
     """Mending of a site's own ledger. While it is under way the site takes part in no round."""
 
     def __init__(self, sites: Sites, ledger: RoundLedger, events: Events):
@@ -217,7 +226,7 @@ class Mending:
             self._begin()
 
     def tend(self, tell: Callable[[str, WireRecord], None], holder: str | None) -> bool:
-        """Ask `holder`, who has it, for the line that is missing. Returns True once the ledger is whole."""
+        """Ask `holder`, which has it, for the missing line. Returns True once the ledger is whole."""
         while (own := self._own.get(self.wanted)) is not None and own.chained(chain_of(self._lines)) == own.chain:
             self._lines.append(own)
             self._is_told = False
@@ -276,19 +285,19 @@ class SiteRecovery:
     ):
         self._sites, self._ledger, self._events, self._links, self._others = sites, ledger, events, links, others
         self._adoption = Adoption(sites, ledger)
-        self._mending = Mending(sites, ledger, events)
+        self._mending = LedgerRepair(sites, ledger, events)
 
     @property
     def is_under_way(self) -> bool:
         """True while this site decides nothing."""
         return self._adoption.is_under_way or self._mending.is_under_way
 
-    def standing(self) -> Standing:
+    def standing(self) -> SiteProgress:
         lines, reached = self._ledger.lines, 0
         with suppress(OSError, ValueError):
             reached = int(self._sites.reached.read_text())
         facts = {"tokens": self._ledger.tokens, "reached": reached, "adopts": self.is_under_way}
-        return Standing(rounds=len(lines), chain=chain_of(lines), **facts)
+        return SiteProgress(rounds=len(lines), chain=chain_of(lines), **facts)
 
     def tend(self) -> bool:
         """Do what can be done now. Returns True once the ledger is another, or whole again."""
@@ -318,7 +327,7 @@ class SiteRecovery:
     def asked(self, name: str) -> None:
         self._adoption.asked(name)
 
-    def hear(self, name: str, message: say.StateOffer | say.FilePiece | say.NotThere, data: bytes) -> None:
+    def hear(self, name: str, message: say.StateOffer | say.FilePiece | say.BytesMissing, data: bytes) -> None:
         self._adoption.hear(name, message, data)
 
     def hear_line(self, name: str, line: Line) -> None:
@@ -336,4 +345,4 @@ class SiteRecovery:
 
     def adopt_from(self, name: str) -> None:
         self._adoption.begin(name, self._links.tell)
-        self._links.tell_all(say.StandingNotice(standing=self.standing()))
+        self._links.tell_all(say.ProgressNotice(standing=self.standing()))

@@ -209,7 +209,7 @@ class Agreement:
         """Leave the others, after an error too. Ranks do not call it together."""
 
 
-class Waiting:
+class WaitForOthers:
     """One wait for others: shown in the live line, and in a line that stays if it lasts, as most runs have no
     terminal."""
 

@@ -27,7 +27,7 @@ from argosy.observe.screen import Progress
 from argosy.parallel.world import World
 from argosy.plan.plan import Plan
 from argosy.training.state import TrainState, generators, set_generators
-from argosy.training.sync_memory import Past
+from argosy.training.sync_memory import SavedSyncState
 
 SAME_MODEL = "Use the model section that it was saved with, or another --run-dir to start anew."
 SIZES_OF_WEIGHTS = "Leave out the sizes in the model section: those of model.weights are taken then."
@@ -189,7 +189,7 @@ class Checkpointer:
         checkpoint, steps = found
         self._saver.committed = set(steps)
         there = boxes_in(checkpoint)
-        weights, boxes, random = state.weights(), state.boxes(Past.of(there)), generators(self._world)
+        weights, boxes, random = state.weights(), state.boxes(SavedSyncState.of(there)), generators(self._world)
         _check_fits(weights, checkpoint)
         fault("load", step=checkpoint.step)
         load_into(boxes | state.in_flight_before(there) | random, checkpoint)

@@ -27,7 +27,7 @@ except ImportError:
 MOST_NEW_TOKENS = 256
 """Tokens of a text of which a task does not say how long it may be, as lm-eval has it."""
 FAMILIAR = ("arc_easy", "hellaswag", "mmlu")
-"""Tasks that are named to those who named one that is not known."""
+"""Tasks that the error for an unknown task names."""
 BOOTSTRAPS = 100
 """Resamplings for the standard error of metrics that have no formula for it."""
 

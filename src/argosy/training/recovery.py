@@ -30,7 +30,7 @@ from argosy.parallel.peers import Peers, Talk, over, peers_of
 from argosy.parallel.world import World
 from argosy.training.checkpointer import Checkpointer
 from argosy.training.state import StepUpdate, TrainState
-from argosy.training.sync_memory import NO_PAST, Past
+from argosy.training.sync_memory import NO_PAST, SavedSyncState
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Claim:
     history: History
     position: Position
     is_live: bool
-    past: Past = NO_PAST
+    past: SavedSyncState = NO_PAST
     """Compressor state, as far as the offer's boxes tell."""
 
     @property
@@ -50,7 +50,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Offer:
+class RecoveryOffer:
     """A state, or a part of one, that this rank can send."""
 
     claim: Claim
@@ -71,7 +71,7 @@ class WholeState:
     """Indices of this rank's offers that are used; live ones come first."""
     transfers: tuple[Transfer, ...]
     """This rank's."""
-    past: Past = NO_PAST
+    past: SavedSyncState = NO_PAST
     """Compressor state."""
 
 
@@ -81,9 +81,9 @@ Leader = tuple[int, int, History, Position]
 
 def newest_whole_state(
     peers: Peers,
-    offers: Sequence[Offer],
+    offers: Sequence[RecoveryOffer],
     claims: Collection[Claim],
-    wanted: Callable[[Past], Collection[Box]],
+    wanted: Callable[[SavedSyncState], Collection[Box]],
     history: History,
     is_whole: Callable[[int], bool] = lambda offer: True,
 ) -> Talk[WholeState | None]:
@@ -96,7 +96,7 @@ def newest_whole_state(
     moments = {claim.moment for claim in claims if history.admits(*claim.moment)}
     # Among equal steps the newer world's comes first: an older one's may be from before the run went back.
     for moment in sorted(moments, key=lambda m: (m[1], m[0] == history.world, m[0]), reverse=True):
-        past = reduce(Past.joined, (claim.past for claim in claims if claim.moment == moment))
+        past = reduce(SavedSyncState.joined, (claim.past for claim in claims if claim.moment == moment))
         of_moment = {claim.is_live for claim in claims if claim.moment == moment}
         for live_only in (True, False):
             if live_only not in of_moment:
@@ -123,8 +123,10 @@ def is_scale(box: Box) -> bool:
     return box.name.startswith("scaler.")
 
 
-def _of(peers: Peers, used: Sequence[Offer], wanted: Collection[Box]) -> Talk[tuple[Leader, list[Transfer]] | None]:
-    """Return who leads, and this rank's transfers, if all that is wanted is there."""
+def _of(
+    peers: Peers, used: Sequence[RecoveryOffer], wanted: Collection[Box]
+) -> Talk[tuple[Leader, list[Transfer]] | None]:
+    """Return the leading rank and this rank's transfers, if all that is wanted is there."""
     claims = [offer.claim for offer in used]
     mine = max(
         ((len(c.position.skipped), -peers.rank, c.history, c.position) for c in claims), key=_rank_of, default=None
@@ -207,7 +209,7 @@ def recover(
     said: list[SurvivorFacts | Claim] = [*facts, *claims]
     history = max((some.history for some in said), key=lambda h: (h.depth, h.world), default=History())
 
-    def wanted(past: Past) -> list[Box]:
+    def wanted(past: SavedSyncState) -> list[Box]:
         return [box for box in state.boxes(past) if travels(box)]
 
     offers = [source.offer for source in sources]
@@ -264,7 +266,7 @@ def follow(survivor: TrainState | None, facts: Sequence[SurvivorFacts]) -> None:
 class _Source:
     """State that this rank can offer, and its place in memory."""
 
-    offer: Offer
+    offer: RecoveryOffer
     live: Mapping[Box, Tensor]
     saved: MemoryCheckpoint | None = None
 
@@ -304,8 +306,8 @@ def _live(survivor: TrainState | None) -> list[_Source]:
     if survivor is None or survivor.in_update:
         return []
     tensors = {box: tensor for box, tensor in survivor.boxes().items() if travels(box)}
-    claim = Claim(survivor.history, survivor.position, is_live=True, past=Past.of(tensors))
-    return [_Source(Offer(claim, tuple(tensors)), tensors)]
+    claim = Claim(survivor.history, survivor.position, is_live=True, past=SavedSyncState.of(tensors))
+    return [_Source(RecoveryOffer(claim, tuple(tensors)), tensors)]
 
 
 def _in_memory(folder: Path | None, place: int, ranks: int) -> list[_Source]:
@@ -317,7 +319,11 @@ def _in_memory(folder: Path | None, place: int, ranks: int) -> list[_Source]:
             position, history = state
             boxes = tuple(box for box in saved.file.boxes if travels(box))
             sources.append(
-                _Source(Offer(Claim(history, position, is_live=False, past=Past.of(boxes)), boxes), {}, saved)
+                _Source(
+                    RecoveryOffer(Claim(history, position, is_live=False, past=SavedSyncState.of(boxes)), boxes),
+                    {},
+                    saved,
+                )
             )
     return sources
 

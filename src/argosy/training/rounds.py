@@ -19,7 +19,7 @@ import torch
 from argosy.faults import fault
 from argosy.files import atomic_write, make_folder
 from argosy.sync.ledger import dealt_in
-from argosy.training.agreement import LONGEST_PAUSE_S, Agreement, Waiting
+from argosy.training.agreement import LONGEST_PAUSE_S, Agreement, WaitForOthers
 from argosy.training.parts import Parts
 from argosy.training.schedule import Pace, learning_rate
 from argosy.training.site_files import SiteFiles
@@ -189,7 +189,7 @@ class Rounds(Agreement):
         self, is_over: Callable[[], bool], words: Callable[[], str], meanwhile: Callable[[], None] = lambda: None
     ) -> bool:
         """Wait on all ranks together. Return False if a signal came first. words: say what is waited for, on rank 0."""
-        waiting = Waiting(self._records.progress)
+        waiting = WaitForOthers(self._records.progress)
         while not is_over():
             if self._has_signal():
                 return False

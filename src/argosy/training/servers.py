@@ -27,7 +27,7 @@ from argosy.processes.secret import secret_of
 from argosy.sync.client import Client, WorkerTask
 from argosy.sync.layout import EXCHANGE_FOLDER, ServerLayout, group_folder
 from argosy.sync.wire import F32
-from argosy.training.agreement import Agreement, Waiting
+from argosy.training.agreement import Agreement, WaitForOthers
 from argosy.training.parts import Parts
 from argosy.training.schedule import Pace
 from argosy.training.state import StepUpdate, boxes_written
@@ -74,8 +74,8 @@ class Servers(Agreement):
         Ends when the run is over, or a signal came to any rank.
         """
         with suppress(StoppedEarly):
-            while (task := self._next_task()).kind != "over":
-                if task.kind == "judge":
+            while (task := self._next_task()).kind != "run_is_over":
+                if task.kind == "score":
                     self._score(task)
                     continue
                 self._task, self._updates, self._laps = task, [], []
@@ -231,7 +231,7 @@ class Servers(Agreement):
             self._stop.hold(HOLD_S)
         with self._clock.time("communication"):
             task = WorkerTask(**self._answer(lambda client: client.next_task()))
-            if task.kind != "over":
+            if task.kind != "run_is_over":
                 with torch.no_grad():
                     for piece, part in self._own_parts(self._weights):
                         piece.value.copy_(torch.from_numpy(np.array(part)))
@@ -298,7 +298,7 @@ class Servers(Agreement):
         Raises: StoppedEarly if a signal came to any rank; WorldIsOver.
         """
         future = ask(self._client) if self._client is not None else None
-        waiting = Waiting(self._records.progress)
+        waiting = WaitForOthers(self._records.progress)
         while True:
             self._parts.advance()
             is_there = 1.0 if future is not None and future.done() else 0.0

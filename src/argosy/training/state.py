@@ -28,7 +28,7 @@ from argosy.plan.plan import Plan
 from argosy.precision import LossScaler
 from argosy.training.bad_steps import BadStepCounts
 from argosy.training.outer_state import OuterState
-from argosy.training.sync_memory import Past, SyncMemory
+from argosy.training.sync_memory import SavedSyncState, SyncMemory
 
 SENT = "outer.sent."
 """Prefix of the boxes that hold what a site has sent: outer.sent.ROUND.PARAMETER."""
@@ -185,7 +185,7 @@ class TrainState:
                 found[box] = QuantisedWeight(piece.value.detach(), scheme)
         return found
 
-    def boxes(self, past: Past | None = None) -> dict[Box, Tensor]:
+    def boxes(self, past: SavedSyncState | None = None) -> dict[Box, Tensor]:
         """Return all tensors of this rank's part: plain, most of them live, to copy, or to fill (then `restored`).
 
         past: what a state to fill them from has of compressors' memory; None: return this state's own.

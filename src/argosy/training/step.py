@@ -27,7 +27,7 @@ from argosy.optim.piece import Piece
 from argosy.parallel.expert import loads_of
 from argosy.parallel.pieces import unscale
 from argosy.parallel.world import World
-from argosy.sync.compressor import Moment
+from argosy.sync.compressor import SumTime
 from argosy.training.fingerprint import LIMBS, Fingerprints, is_nonzero, limbs_of
 from argosy.training.state import StepUpdate, TrainState
 
@@ -137,7 +137,7 @@ class Step:
         tokens = self._counted(batch)
         self.checks.watch(tokens)
         scale = state.scaler.scale
-        moment, balance_scale = Moment(step, scale), scale / self._run.tokens_at(step)
+        moment, balance_scale = SumTime(step, scale), scale / self._run.tokens_at(step)
         summed = state.model.forward_backward(batch, scale / tokens, self._clock, moment, balance_scale)
         with self._clock.time("communication"):
             state.model.finish_gradients()

@@ -109,7 +109,7 @@ def write_report(
     is_worker = plan.has_servers
     if run.evaluate.sample_prompt and finished and not is_worker:  # the servers have the checkpoints
         sample = _sample(run, run_dir, data)
-    measured = Measured(plan_since(_starts(run_dir)))
+    measured = StepFigures(plan_since(_starts(run_dir)))
     found = totals(measured.steps(Metrics(run_dir)), run.train.batches.at)
     if found is None:
         return  # stopped before the first step: there is nothing to report
@@ -145,7 +145,7 @@ def write_report(
         progress.say(report.in_words())
 
 
-class Measured:
+class StepFigures:
     """Values of the lines of steps beside their totals."""
 
     def __init__(self, since: int):
@@ -168,7 +168,7 @@ class Measured:
 
 
 def _predicted(
-    run: RunConfig, plan: Plan, prediction: Prediction | None, measured: Measured, facts: dict[str, Any]
+    run: RunConfig, plan: Plan, prediction: Prediction | None, measured: StepFigures, facts: dict[str, Any]
 ) -> Reconciled | None:
     """Return the measured steps under `plan` beside their prediction, which is for the whole batch; None without."""
     batches = run.train.batches

@@ -30,7 +30,7 @@ _Q = re.compile(r"sync\.q\.(?P<layout>[^.]+)\.")
 
 
 @dataclass(frozen=True)
-class Past:
+class SavedSyncState:
     """The compressor state that a checkpoint has, by its boxes."""
 
     kinds: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Past:
     """The layout of PowerSGD's matrices; empty: there are none."""
 
     @classmethod
-    def of(cls, boxes: Iterable[Box]) -> Past:
+    def of(cls, boxes: Iterable[Box]) -> SavedSyncState:
         """Return what these boxes are a part of."""
         kinds: set[str] = set()
         replicas, layout = {False: 0, True: 0}, ""
@@ -57,9 +57,9 @@ class Past:
                 layout = match["layout"]
         return cls(tuple(sorted(kinds)), replicas[False], replicas[True], layout)
 
-    def joined(self, other: Past) -> Past:
+    def joined(self, other: SavedSyncState) -> SavedSyncState:
         """Return what two parts of one state have together."""
-        return Past(
+        return SavedSyncState(
             tuple(sorted({*self.kinds, *other.kinds})),
             max(self.dense, other.dense),
             max(self.experts, other.experts),
@@ -67,7 +67,7 @@ class Past:
         )
 
 
-NO_PAST = Past()
+NO_PAST = SavedSyncState()
 
 
 class SyncMemory:
@@ -85,7 +85,7 @@ class SyncMemory:
         }
         return kept | self._qs()
 
-    def wanted(self, past: Past) -> dict[Box, Tensor]:
+    def wanted(self, past: SavedSyncState) -> dict[Box, Tensor]:
         """Return tensors to fill with what this rank takes over of a state that has `past`."""
         wanted: dict[Box, Tensor] = {}
         for bucket, kind, piece, offset, tensor in self._summed():

@@ -374,7 +374,7 @@ class Alerts:
 
 
 def standing(facts: RunFacts) -> list[Alert]:
-    """Return the alerts of a run for somebody who looks now: those in its events, and what is wrong at this moment.
+    """Return the alerts of a run now: those in its events, and what is wrong at this moment.
 
     Newest first.
     """

@@ -16,7 +16,7 @@ from argosy.observe.events import plan_since
 from argosy.observe.heartbeat import BESIDE
 from argosy.plan.cost.prediction import Prediction
 from argosy.plan.plan import Plan
-from argosy.watch.timeline import ENDED_RUN_STATES, State, Stretch, timeline
+from argosy.watch.timeline import ENDED_RUN_STATES, PhaseSpan, State, timeline
 
 Floats = NDArray[np.float64]
 
@@ -200,7 +200,7 @@ class RunFacts:
         return since[0] if since else float("nan")
 
     @cached_property
-    def _pauses(self) -> list[Stretch]:
+    def _pauses(self) -> list[PhaseSpan]:
         times = self.column("time_s")
         found = timeline(self.events, self.last_line_s, None, times[np.isfinite(times)])
         return [stretch for stretch in found.stretches if stretch.phase == "stopped"]

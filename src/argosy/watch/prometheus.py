@@ -20,7 +20,7 @@ RUN_STATES = get_args(State)
 
 
 @dataclass
-class Latest:
+class LatestFacts:
     """The newest facts of one run, as its files have them."""
 
     run: str
@@ -125,7 +125,7 @@ Sample = tuple[str, dict[str, str], Any]
 """Name, labels, value."""
 
 
-def exposition(runs: Iterable[Latest]) -> str:
+def exposition(runs: Iterable[LatestFacts]) -> str:
     """Return the metrics of `runs` as text, each name's samples together; what is not known is left out."""
     by_name: dict[str, list[str]] = {name: [] for name in METRIC_HELP}
     for run in runs:
@@ -144,7 +144,7 @@ def kind_of(name: str) -> str:
     return "counter" if name.endswith("_total") else "gauge"
 
 
-def _samples(run: Latest) -> Iterator[Sample]:
+def _samples(run: LatestFacts) -> Iterator[Sample]:
     yield "argosy_run_info", {"plan": run.plan, "model": run.model}, 1
     for state in RUN_STATES:
         yield "argosy_run_state", {"state": state}, int(state == run.state)

@@ -33,7 +33,7 @@ from argosy.watch.conclusions import conclusions_of
 from argosy.watch.library import Library, OpenRun, Unreadable, run_folder
 from argosy.watch.linefile import leads_away
 from argosy.watch.metrics_table import Preview
-from argosy.watch.prometheus import CONTENT_TYPE, Latest, exposition
+from argosy.watch.prometheus import CONTENT_TYPE, LatestFacts, exposition
 from argosy.watch.reader import RunReader, RunTail
 from argosy.watch.rules.stops import StopsSoFar
 from argosy.watch.status import next_action, standing_of, status_of
@@ -320,9 +320,9 @@ class Broadcast:
             del self._pending[me], self._wake[me]
 
 
-def latest(run_id: str, tail: RunTail) -> Latest:
+def latest(run_id: str, tail: RunTail) -> LatestFacts:
     line = overview.line(run_id, tail)
-    return Latest(
+    return LatestFacts(
         run=run_id,
         plan=line["plan"] or "",
         model=line["model"] or "",
@@ -335,8 +335,8 @@ def latest(run_id: str, tail: RunTail) -> Latest:
     )
 
 
-def _untold(run_id: str, why: str) -> Latest:
-    return Latest(run_id, state="unreadable")
+def _untold(run_id: str, why: str) -> LatestFacts:
+    return LatestFacts(run_id, state="unreadable")
 
 
 async def _answer(compute: Callable[[], Any]) -> Response:

@@ -119,7 +119,7 @@ CAUSE_S = 120.0
 
 
 @dataclass
-class Stretch:
+class PhaseSpan:
     """Time in which a run was in one phase."""
 
     phase: Phase
@@ -137,7 +137,7 @@ class Stretch:
 class RunTimeline:
     """The phases of a run, in order, and what its breaks cost."""
 
-    stretches: list[Stretch] = field(default_factory=list)
+    stretches: list[PhaseSpan] = field(default_factory=list)
     costs_s: dict[int, float] = field(default_factory=dict)
     """Index of an event -> seconds that it cost: standstill, and work that was done again."""
     causes: dict[int, int] = field(default_factory=dict)
@@ -253,7 +253,7 @@ class _Walk:
     def _enter(self, phase: Phase, time_s: float) -> None:
         if self._since_s:
             time_s = max(time_s, self._since_s)
-            self._found.stretches.append(Stretch(self._phase, self._since_s, time_s, self._devices))
+            self._found.stretches.append(PhaseSpan(self._phase, self._since_s, time_s, self._devices))
         self._phase, self._since_s = phase, time_s
 
 

@@ -8,7 +8,7 @@ from argosy.config.section import seconds_of
 from argosy.errors import UserError
 from argosy.plan.report.report import PlanRequest
 from argosy.plan.report.request import Question, of_model
-from argosy.plan.report.within import Within, best_by_size, fewest_within, in_words, of_each, recommended
+from argosy.plan.report.within import WithinAnswer, best_by_size, fewest_within, in_words, of_each, recommended
 
 DAY = 86_400.0
 
@@ -17,12 +17,12 @@ def request(cluster: str, tokens: float = 1e12, **asked: object) -> PlanRequest:
     return of_model("llama3-8b", cluster, Question(tokens=tokens, global_batch=512, **asked))
 
 
-def took_s(answer: Within, devices: int) -> float:
+def took_s(answer: WithinAnswer, devices: int) -> float:
     return next(float(size.run.time_s.mid) for size in answer.sizes if size.devices == devices)
 
 
 @pytest.fixture(scope="module")
-def of_256() -> Within:
+def of_256() -> WithinAnswer:
     """What is found for thirty days on at most 256 devices."""
     return fewest_within("256xh100", request("256xh100"), 30 * DAY)
 

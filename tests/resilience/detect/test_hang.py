@@ -26,7 +26,7 @@ from argosy.resilience.detect.hang import (
     HangDetector,
     JoiningWatch,
     Newcomer,
-    Waits,
+    RankWaits,
     blame,
 )
 from resilience.detect.samples import World
@@ -46,7 +46,7 @@ def test_waits_are_those_between_all_pairs(counts):
         for rank, one in enumerate(counts)
         for other, two in enumerate(counts)
     }
-    waits = Waits(seen(counts))
+    waits = RankWaits(seen(counts))
     assert waits.waiting == {rank for (rank, _), groups in pairs.items() if groups}
     assert waits.awaited == {other for (_, other), groups in pairs.items() if groups}
     for (rank, other), groups in pairs.items():
@@ -152,7 +152,7 @@ def test_counts_of_point_to_point_groups_blame_no_rank():
     world.count([0], "mesh_pp#1", 3)
     world.change([0, 1], phase="pipeline")
     seen = world.sampled().seen
-    assert not Waits(seen).waiting
+    assert not RankWaits(seen).waiting
     assert blame(seen)[1] == (0, 1)
 
 

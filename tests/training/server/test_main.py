@@ -36,8 +36,9 @@ def worker(run: RunConfig, run_dir: Path, site: str = "B") -> Iterator[Peer]:
 
 
 ORDERS = [
-    say.Begin(epoch="e", version=0), say.Begin(epoch="e", version=10**6), say.CheckServer(epoch="e", version=3),
-    say.Apply(epoch="e", update=0, lease="l", rate=1.0, save=True), say.Finish(),
+    say.GoToVersion(generation="e", version=0), say.GoToVersion(generation="e", version=10**6),
+    say.CheckServer(generation="e", version=3),
+    say.Apply(generation="e", update=0, lease="l", rate=1.0, save=True), say.Finish(),
 ]  # fmt: skip
 
 
@@ -61,10 +62,10 @@ def test_a_worker_tells_no_server_what_only_the_first_one_may(
 
 def said_by_a_worker(hello: say.PartHello) -> list[WireRecord]:
     return [
-        hello, say.Ping(), say.AskForWork(ask=1), say.PullWeights(ask=2, epoch="e", version=0),
+        hello, say.Ping(), say.AskForWork(ask=1), say.PullWeights(ask=2, generation="e", version=0),
         say.PushPiece(lease="l", at=0),
         say.Commit(ask=3, lease="l", losses=[1.0], norms=[1.0]), say.BadGradient(ask=4, lease="l", why="w"),
-        say.Scored(version=2, loss=1.0, bits_per_byte=1.0), say.Bye(), *ORDERS,
+        say.Scored(version=2, loss=1.0, bits_per_byte=1.0), say.WorkerLeaves(), *ORDERS,
     ]  # fmt: skip
 
 
@@ -103,16 +104,16 @@ def test_a_gradient_of_a_worker_that_has_left_is_applied(corpus: Path, tmp_path:
         thread = threading.Thread(target=server.serve, args=(ending.is_set,))
         thread.start()
         try:
-            begun = first.answer("server-2", say.Begin(epoch="e", version=0))
-            assert begun == say.ServerStatus(epoch="e", version=0)
+            begun = first.answer("server-2", say.GoToVersion(generation="e", version=0))
+            assert begun == say.ServerStatus(generation="e", version=0)
             with worker(run, tmp_path) as peer:
                 data = layout.wire.encode(np.ones(layout.flats[1].elements, np.float32))
                 answer = peer.answer("server-2", say.PushPiece(lease="l", at=0), data.tobytes())
                 assert answer == say.PieceReceived(lease="l", at=0)
-                peer.links.tell("server-2", say.Bye())
-            first.links.tell("server-2", say.Apply(epoch="e", update=0, lease="l", rate=0.1, save=False))
-            done = first.answer("server-2", say.CheckServer(epoch="e", version=1))
-            assert done == say.ServerStatus(epoch="e", version=1)
+                peer.links.tell("server-2", say.WorkerLeaves())
+            first.links.tell("server-2", say.Apply(generation="e", update=0, lease="l", rate=0.1, save=False))
+            done = first.answer("server-2", say.CheckServer(generation="e", version=1))
+            assert done == say.ServerStatus(generation="e", version=1)
         finally:
             first.links.tell("server-2", say.Finish())
             until = time.monotonic() + 5.0

@@ -11,7 +11,7 @@ import pytest
 
 from argosy.observe.events import Metrics, read_lines
 from argosy.parallel.world import World
-from argosy.training.summary import Measured
+from argosy.training.summary import StepFigures
 from tiny import EAGER, eager, losses, run_config, train_in
 
 ALONE = World()
@@ -84,7 +84,7 @@ def test_a_run_that_is_stopped_meanwhile_writes_what_it_has(corpus, tmp_path):
 
 def test_profiled_steps_do_not_count_as_typical(corpus, tmp_path):
     train_in(ALONE, profiled(corpus), EAGER, tmp_path)
-    measured = Measured(0)
+    measured = StepFigures(0)
     assert len(list(measured.steps(Metrics(tmp_path)))) == 8
     assert [record["step"] for record in measured.newest] == [0, 1, 2, 6, 7]
 

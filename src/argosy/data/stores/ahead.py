@@ -39,7 +39,7 @@ URGENT_STEPS = 16
 """Blocks that are needed within so many steps are fetched one by one: none waits for blocks that are needed later."""
 
 
-class Ahead:
+class ReadAhead:
     """Keeps the cache filled for a loader.
 
     Args:

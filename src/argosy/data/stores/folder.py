@@ -44,7 +44,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedBlocks:
     """The outcome of fetching blocks."""
 
     unstored: dict[int, bytes] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class StoreFolder:
             )
         return sums.to_bytes()
 
-    def fetch(self, shard: Shard, first: int, stop: int, due: int) -> Fetched:
+    def fetch(self, shard: Shard, first: int, stop: int, due: int) -> FetchedBlocks:
         """Fetch blocks `first` to `stop` of a shard, and store those that the cache has room for.
 
         What another process is fetching is left out, unless it is needed now (due = 0).
@@ -211,7 +211,7 @@ class StoreFolder:
                 self._full(problem)
                 is_stored, wanted = False, list(range(first, stop))
             if not wanted or (due and not is_stored):
-                return Fetched(had_room=not wanted)
+                return FetchedBlocks(had_room=not wanted)
             stored = 0
             try:
                 data = self._sound(shard, wanted[0], wanted[-1] + 1)
@@ -225,7 +225,7 @@ class StoreFolder:
             finally:
                 if is_stored and stored < len(wanted):
                     self.cache.give_back(len(wanted) - stored)
-        return Fetched({} if due else data, is_stored)
+        return FetchedBlocks({} if due else data, is_stored)
 
     def _full(self, problem: OSError) -> None:
         self.cache.disk_is_full(problem)
@@ -269,7 +269,7 @@ class StoreFolder:
             self.misses += misses
             self.fetched_bytes += fetched_bytes
 
-    def fetch_surely(self, shard: Shard, first: int, stop: int) -> Fetched:
+    def fetch_surely(self, shard: Shard, first: int, stop: int) -> FetchedBlocks:
         """Fetch blocks that are needed now, however long the store is away.
 
         Raises: Retryable once that is longer than data.cache.timeout_s; DataError.

@@ -182,7 +182,7 @@ class Store:
             return None
 
     def _raise_unless_absent(self, problem: Exception) -> None:
-        """Return if the object is not there; else raise what says who can mend it."""
+        """Return if the object is missing; else raise an error that says what to mend."""
         from obstore import exceptions
 
         code = (_CODE.search(str(problem)) or ["", ""])[1]

@@ -64,7 +64,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class Digits:
+class GroupStride:
     """The part of a group that lies in one part of the rank: `size` ranks, `start` devices apart on the network."""
 
     start: Numbers
@@ -169,20 +169,20 @@ class Fabric:
         on = self._on_circuits if self.topology.circuits else self._on_switches
         return on(plain, self._digits(plain.ranks, stride, self.unit), constants)
 
-    def _digits(self, ranks: Numbers, stride: Numbers, smallest: Numbers) -> list[Digits]:
+    def _digits(self, ranks: Numbers, stride: Numbers, smallest: Numbers) -> list[GroupStride]:
         """Return where the ranks lie on the network that are not next to each other in a node of `smallest` devices."""
         low, high = np.maximum(stride, smallest), np.maximum(np.asarray(ranks) * stride, smallest)
         if len(self.starts) == 1:
-            return [Digits(low, np.maximum(1.0, high / low))]
+            return [GroupStride(low, np.maximum(1.0, high / low))]
         bounds = [np.full(1, smallest), *self.bounds]  # what lies within a unit stays there
         scales = [np.ones(1), *(start / begin for start, begin in zip(self.starts, self.bounds, strict=False))]
         found = []
         for begin, end, scale in zip(bounds, bounds[1:], scales, strict=False):
             first, last = np.clip(low, begin, end), np.clip(high, begin, end)
-            found.append(Digits(first * scale, np.maximum(1.0, last / first)))
+            found.append(GroupStride(first * scale, np.maximum(1.0, last / first)))
         return found
 
-    def _on_switches(self, plain: Group, digits: Sequence[Digits], constants: Constants) -> Group:
+    def _on_switches(self, plain: Group, digits: Sequence[GroupStride], constants: Constants) -> Group:
         n, inside, nic, topology = np.asarray(plain.ranks, float), plain.inside, plain.nic, self.topology
         leaves = inside < n
         ring, next_one, slowest = inside * nic, nic * 1.0, (1 - inside / n) / nic
@@ -208,7 +208,7 @@ class Fabric:
             wires=((WIRE, np.where(leaves, 1.0, 0.0)),),
         )
 
-    def _on_circuits(self, plain: Group, digits: Sequence[Digits], constants: Constants) -> Group:
+    def _on_circuits(self, plain: Group, digits: Sequence[GroupStride], constants: Constants) -> Group:
         """Return a group whose nodes are joined by circuits; a part of the rank without any goes by way of others."""
         n, inside, nic = np.asarray(plain.ranks, float), plain.inside, plain.nic
         least = 1 / (2 * self.topology.circuits)
@@ -321,7 +321,7 @@ class Fabric:
         return found // self.unit
 
 
-def _ranks_in(devices: int, digits: Sequence[Digits]) -> Numbers:
+def _ranks_in(devices: int, digits: Sequence[GroupStride]) -> Numbers:
     """Return how many ranks beyond their node lie in a unit of so many devices."""
     found: Numbers = 1.0
     for each in digits:

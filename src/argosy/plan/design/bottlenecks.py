@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as documented
 from argosy.plan.cost.inference import ServingLoad
 from argosy.plan.cost.rates import Rates
 from argosy.plan.design.points import BYTES, Floats, Points
-from argosy.plan.design.sweep import NARROW_FORMATS, Served, ServingSweep, Trained, TrainingSweep
+from argosy.plan.design.sweep import NARROW_FORMATS, Served, ServingSweep, TrainedPoints, TrainingSweep
 from argosy.plan.layouts import Layouts
 from argosy.plan.workload import Workload
 
@@ -86,7 +86,7 @@ def _reference(points: Points, key: str) -> int:
     return values.index(own) if own in values else len(values) // 2
 
 
-def training_along(training: TrainingSweep, trained: Trained, axis: str) -> list[Stop]:
+def training_along(training: TrainingSweep, trained: TrainedPoints, axis: str) -> list[Stop]:
     """Return the step along a figure, each value with its best plan."""
     points, stops = training.points, []
     plans: dict[tuple[str, str], Layouts] = {}

@@ -28,7 +28,7 @@ from argosy.plan.design.bottlenecks import (
 from argosy.plan.design.points import Floats, Points
 from argosy.plan.design.space import DesignSpace
 from argosy.plan.design.speedup import Speedup, speedups
-from argosy.plan.design.sweep import Served, ServingSweep, Trained, TrainingSweep, front, picked
+from argosy.plan.design.sweep import Served, ServingSweep, TrainedPoints, TrainingSweep, front, picked
 from argosy.plan.hardware.technology import LogicNode, MemoryGeneration, logic_nodes, memory_generations
 
 TRAINING = ("run_s", "usd", "kwh")
@@ -55,7 +55,7 @@ class DesignReport:
 
     space: DesignSpace
     points: Points
-    trained: Trained | None
+    trained: TrainedPoints | None
     served: Served | None
     fronts: dict[str, list[int]]
     """Work -> rows of its Pareto front, by time."""
@@ -134,7 +134,7 @@ def _bounds(
     row: int,
     points: Points,
     training: TrainingSweep | None,
-    trained: Trained | None,
+    trained: TrainedPoints | None,
     serving: ServingSweep | None,
     served: Served | None,
 ) -> Iterable[BoundMatmul]:

@@ -224,7 +224,7 @@ class CostSpace(Section):
     memory_usd_per_gib: PositiveFloat | None = None
     """Price of memory; none: what changes of it changes no price."""
     markup: PositiveFloat = 4.0
-    """Price of silicon to who rents it over its cost: NVIDIA's gross margin in fiscal 2025 was 75 %."""
+    """Price of silicon over its cost: NVIDIA's gross margin in fiscal 2025 was 75 %."""
     lifetime_h: PositiveFloat = 35_040.0
     """Hours that pay for a device; assumed: four years."""
 

@@ -56,7 +56,7 @@ NARROW_FORMATS: dict[str, Format] = {"bf16": "fp8", "fp8": "fp8", "fp4": "fp4"}
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedPoints:
     """Training on each point; NaN where nothing fits."""
 
     step_s: Floats
@@ -141,7 +141,7 @@ class TrainingSweep:
         return plans if number_format == "bf16" else replace(plans, precision=column_of("precision", ["fp8"]))
 
     def plan_of(self, number_format: str, text: str) -> Layouts:
-        """Return a plan of `Trained.plans`."""
+        """Return a plan of `TrainedPoints.plans`."""
         return self.in_format(Layouts.of([Plan.parse(text)]), number_format)
 
     def step(self, plan: Layouts, rates: Rates) -> StepTime:
@@ -180,7 +180,7 @@ class TrainingSweep:
         rows = dict.fromkeys([*result.best(result.step_s, OF_EACH).tolist(), plainest(result)])
         return [(number_format, self.in_format(result.plans[np.array([i])], number_format)) for i in rows]
 
-    def swept(self) -> Trained:
+    def swept(self) -> TrainedPoints:
         """Return the training on every point. Raises: UserError if nothing fits anywhere."""
         best = _Best(self)
         for row in self._seen:
@@ -213,13 +213,13 @@ class TrainingSweep:
 
     def _with_costs(
         self, step_s: Floats, way: NDArray[np.int64], plans: tuple[tuple[str, str], ...], regret: float
-    ) -> Trained:
+    ) -> TrainedPoints:
         model = WholeRunModel(self.request.run, self.request.cluster, self.costs, self.asked.tokens)
         used = np.full(len(step_s), self.asked.devices)
         failures = model.failures(used, np.nan_to_num(step_s, nan=1.0))
         made = model.whole(Layouts.of([]), used, Estimate.exactly(step_s), failures)
         hours = np.asarray(made.device_hours.mid)
-        return Trained(
+        return TrainedPoints(
             step_s=step_s,
             run_s=np.asarray(made.time_s.mid),
             usd=hours * self.points.usd_per_h,

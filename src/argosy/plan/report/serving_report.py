@@ -8,7 +8,7 @@ from argosy.config.load import model_name
 from argosy.plan.cost.cost_model import CostModel
 from argosy.plan.cost.estimate import Estimate, count, gib, percent, seconds, within
 from argosy.plan.report.report import PlanRequest, describe
-from argosy.plan.search.serving import Serving, ServingQuestion, ServingSearch, Sized, pareto
+from argosy.plan.search.serving import Serving, ServingQuestion, ServingSearch, SizedFleet, pareto
 
 SPENT_ON = {
     "weights": "reading weights and multiplying",
@@ -36,7 +36,7 @@ class ServingReport:
     curve: tuple[Serving, ...]
     """All ways that fit."""
     rate: float | None
-    sized: tuple[Sized, ...]
+    sized: tuple[SizedFleet, ...]
     """Devices for the rate, fewest first; empty if none was asked for."""
     currency: str
     devices: int

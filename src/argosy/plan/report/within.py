@@ -27,7 +27,7 @@ FEW_NODES = 64
 
 
 @dataclass(frozen=True)
-class Within:
+class WithinAnswer:
     """The answer for one cluster."""
 
     named: str
@@ -58,7 +58,7 @@ class Within:
     """Why there is no plan at all."""
 
 
-def fewest_within(named: str, request: PlanRequest, limit_s: float, is_open: bool = False) -> Within:
+def fewest_within(named: str, request: PlanRequest, limit_s: float, is_open: bool = False) -> WithinAnswer:
     """Return the fewest devices that do the run in `limit_s`.
 
     is_open: the cluster is one node of as many as it takes.
@@ -74,7 +74,7 @@ def fewest_within(named: str, request: PlanRequest, limit_s: float, is_open: boo
     if in_time is None and not is_open:
         times = _large_enough(request, limit_s, start=2)
         beyond = times and request.cluster.devices * times
-    return Within(
+    return WithinAnswer(
         named=named,
         cluster=describe(request.cluster),
         within_s=limit_s,
@@ -91,7 +91,7 @@ def fewest_within(named: str, request: PlanRequest, limit_s: float, is_open: boo
     )
 
 
-def of_each(requests: Sequence[tuple[str, PlanRequest, bool]], limit_s: float) -> tuple[Within, ...]:
+def of_each(requests: Sequence[tuple[str, PlanRequest, bool]], limit_s: float) -> tuple[WithinAnswer, ...]:
     """Return the answer for each (cluster as named, request, is_open); one without a plan keeps no other from its own.
 
     Raises: UserError if no cluster has a plan.
@@ -119,20 +119,20 @@ def best_by_size(request: PlanRequest) -> tuple[PlanRequest, float, tuple[Candid
     return request, economy.tokens, economy.choices(found.plans[rows[days[rows] < before]])
 
 
-def recommended(found: Sequence[Within]) -> Within | None:
+def recommended(found: Sequence[WithinAnswer]) -> WithinAnswer | None:
     """Return the cluster that does it for least, or with fewest device-hours where a price is unknown; None if none."""
     able = [(each, each.fewest.run) for each in found if each.fewest is not None]
     costs = comparable_costs((each.currency, run.money, run.device_hours) for each, run in able)
     return able[costs.index(min(costs))][0] if able else None
 
 
-def _answer(named: str, request: PlanRequest, limit_s: float, is_open: bool) -> Within:
+def _answer(named: str, request: PlanRequest, limit_s: float, is_open: bool) -> WithinAnswer:
     try:
         return fewest_within(named, request, limit_s, is_open)
     except UserError as error:
         cluster = request.cluster
         about = named, describe(cluster), limit_s, cluster.currency, cluster.devices, is_open
-        return Within(*about, problem=str(error))
+        return WithinAnswer(*about, problem=str(error))
 
 
 def _large_enough(request: PlanRequest, limit_s: float, start: int = 1) -> int | None:
@@ -164,7 +164,7 @@ def _on(request: PlanRequest, cluster: Cluster) -> PlanRequest:
     return replace(request, cluster=cluster, given=None)
 
 
-def in_words(one: Within) -> str:
+def in_words(one: WithinAnswer) -> str:
     limit = seconds(one.within_s)
     if one.problem:
         return f"{one.named}: {one.problem}"
@@ -192,7 +192,7 @@ MOST_SIZES = 10
 """Rows of the table of sizes."""
 
 
-def show_within(found: Sequence[Within], about: str, assumed: Sequence[str]) -> None:
+def show_within(found: Sequence[WithinAnswer], about: str, assumed: Sequence[str]) -> None:
     """Print a row for each cluster, or for one the sizes around its answer; then plans, and what is recommended."""
     console = console_of(None)
     line = line_printer(console)
@@ -215,7 +215,7 @@ def show_within(found: Sequence[Within], about: str, assumed: Sequence[str]) -> 
         line(_recommendation(best, found) if best else "None of them does it. See above what would.", "bold")
 
 
-def _of_several(found: Sequence[Within]) -> Table:
+def _of_several(found: Sequence[WithinAnswer]) -> Table:
     table = figures_table(
         "cluster", "devices", "of", "run (nine times of ten)", "device-hours", "cost", "kWh", words=("cluster",)
     )
@@ -234,7 +234,7 @@ def _of_several(found: Sequence[Within]) -> Table:
     return table
 
 
-def _of_one(found: Within) -> Table:
+def _of_one(found: WithinAnswer) -> Table:
     table = figures_table("devices", "run (nine times of ten)", "device-hours", "cost", "kWh", "", words=("",))
     for size in _around(found):
         mark = "the fewest in time" if size is found.fewest else "nine times of ten" if size is found.surely else ""
@@ -242,7 +242,7 @@ def _of_one(found: Within) -> Table:
     return table
 
 
-def _around(found: Within) -> list[Candidate]:
+def _around(found: WithinAnswer) -> list[Candidate]:
     """Return the answer, the sizes before it, and some larger ones."""
     sizes = list(found.sizes)
     at = sizes.index(found.fewest) if found.fewest else len(sizes) - 1
@@ -263,7 +263,7 @@ def _figures(shown: Candidate, currency: str, late: str = "") -> tuple[str, ...]
     )
 
 
-def _recommendation(best: Within, found: Sequence[Within]) -> str:
+def _recommendation(best: WithinAnswer, found: Sequence[WithinAnswer]) -> str:
     assert best.fewest is not None
     others = [each for each in found if each.fewest and each is not best]
     why = "it costs least" if best.fewest.run.money else "it takes the fewest device-hours"

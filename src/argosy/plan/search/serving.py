@@ -120,7 +120,7 @@ class Serving(ServingWay):
 
 
 @dataclass(frozen=True)
-class Sized(ServingWay):
+class SizedFleet(ServingWay):
     """Devices that hold a rate of requests."""
 
     replicas: int
@@ -314,7 +314,7 @@ class ServingSearch:
             )
         return servings
 
-    def sized(self) -> list[Sized]:
+    def sized(self) -> list[SizedFleet]:
         """Return the devices that each way needs for `question.rate`, the fewest first; at most the best by way.
 
         Raises: UserError if no way keeps the latencies at any rate: the nearest, and what its time is spent on.
@@ -332,7 +332,7 @@ class ServingSearch:
             self._nothing_reaches()
         return sorted(answers, key=lambda each: (each.devices, each.prefill_devices))
 
-    def _sized(self, way: ServingWay, model: ServingModel, rate: float, apart: bool) -> Sized | None:
+    def _sized(self, way: ServingWay, model: ServingModel, rate: float, apart: bool) -> SizedFleet | None:
         asked, size = self.question, way.size
         prefill, limit, first_p95_s = 0, asked.ttft_s, 0.0
         if apart:
@@ -356,7 +356,7 @@ class ServingSearch:
         devices, at_rate = replicas * size + prefill, replica.simulate(rate / replicas)
         hours = 1e6 / (rate * asked.output) / 3600 * devices
         price, power = price_per_device_h(self.cluster), power_per_device_w(self.cluster)
-        return Sized(
+        return SizedFleet(
             **vars(way),
             replicas=replicas,
             prefill_devices=prefill,

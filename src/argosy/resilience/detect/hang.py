@@ -37,7 +37,7 @@ SENTENCE_RANKS = 8
 """A sentence names this many ranks at most."""
 
 
-class Waits:
+class RankWaits:
     """The waits of ranks for others."""
 
     def __init__(self, seen: Mapping[int, WorkerSeen]):
@@ -71,7 +71,6 @@ class Waits:
         return None
 
     def waiting_for(self, rank: int) -> set[int]:
-        """Return the ranks that wait for `rank`."""
         return {
             other
             for numbers in self._begun.values()
@@ -99,9 +98,9 @@ class Waits:
             left = awaited
 
 
-def blame(seen: Mapping[int, WorkerSeen]) -> tuple[str, tuple[int, ...], Waits]:
+def blame(seen: Mapping[int, WorkerSeen]) -> tuple[str, tuple[int, ...], RankWaits]:
     """Return, for ranks that have all stopped, the kind of hang, the ranks at fault, and which rank waits for which."""
-    waits = Waits(seen)
+    waits = RankWaits(seen)
     if culprits := waits.awaited - waits.waiting:
         return _kind_of({seen[rank].phase for rank in culprits}), tuple(sorted(culprits)), waits
     if waits.waiting:
@@ -284,7 +283,7 @@ def _words_of_state(state: str) -> tuple[str, str]:
     return "frozen", "holds Python's lock"
 
 
-def _sentence(kind: str, ranks: tuple[int, ...], seen: Mapping[int, WorkerSeen], waits: Waits, s: float) -> str:
+def _sentence(kind: str, ranks: tuple[int, ...], seen: Mapping[int, WorkerSeen], waits: RankWaits, s: float) -> str:
     named = is_named(ranks)
     first = seen[ranks[0]]
     if kind == "mismatch":

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from argosy.errors import UserError, missing_extra
-from argosy.supervise.lease.lease import TTL_S, Holder, LeaseLost, LeaseUnreachable, Watched
+from argosy.supervise.lease.lease import TTL_S, Holder, LeaseLost, LeaseUnreachable, ObservedHolder
 
 KUBERNETES_TIMEOUT_S = 2.0
 CONFLICT_TRIES = 3
@@ -31,7 +31,7 @@ class KubernetesLease:
         """run: a name that no other run has. Raises: UserError if the client is not installed or not configured."""
         self._namespace, self._name, self._run, self.token = namespace, name, run, token
         self._api = _api()
-        self._watched = Watched()
+        self._watched = ObservedHolder()
 
     def holder(self) -> Holder | None:
         """Return the coordinator that holds the lease; None if it is free, or was not renewed in `TTL_S` of looking.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from argosy.checkpoint.fence import Claims, Taken
+from argosy.checkpoint.fence import Claims, NumberTaken
 from argosy.processes.connection import Address
 
 TTL_S = 8.0
@@ -64,7 +64,7 @@ class Holder:
         return f"{self.owner} {self.host} {self.port}"
 
 
-class Watched:
+class ObservedHolder:
     """A holder's record, which changes with each renewal, as another process sees it.
 
     Clocks of machines are not compared: whoever waits counts by its own clock how long the record has not changed. So
@@ -127,7 +127,7 @@ class FolderLease:
         self._folder = run_dir / LEASE_FOLDER
         self._claims = Claims(self._folder)
         self.token, self._renewals = token, 0
-        self._watched = Watched()
+        self._watched = ObservedHolder()
 
     def holder(self) -> Holder | None:
         """Return the coordinator that holds the lease; None if it is free, or was not renewed in `TTL_S` of looking."""
@@ -142,7 +142,7 @@ class FolderLease:
             with _reachable():
                 self._claims.take(number + 1, str(me))
                 self._renewal(number).unlink(missing_ok=True)
-        except Taken:
+        except NumberTaken:
             return False
         self.token = str(number + 1)
         return True

@@ -19,12 +19,12 @@ from argosy.observe.events import Events, Metrics
 from argosy.observe.screen import Progress
 from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
-from argosy.sync.deal import AppliedUpdate, Dealing, rate_of
+from argosy.sync.deal import AppliedUpdate, DealtItems, rate_of
 from argosy.sync.layout import ServerLayout
 from argosy.sync.ledger import UpdateLedger
 from argosy.training.evaluation import Score
 from argosy.training.schedule import learning_rate
-from argosy.training.server.shard import Refuses, ServerShard
+from argosy.training.server.shard import RequestRefused, ServerShard
 
 LOST_S = 10.0
 """A worker that was not heard for so long is lost: what it was dealt is dealt to another."""
@@ -55,7 +55,7 @@ class Leader:
         self._events, self._progress = events, progress
         self._run: RunConfig = layout.run
         self._ledger, self._metrics = UpdateLedger(run_dir), Metrics(run_dir)
-        self._dealing = Dealing(layout.updates, self._run.sync.max_staleness)
+        self._dealing = DealtItems(layout.updates, self._run.sync.max_staleness)
         self._ready: set[str] = set()
         self._looked_s = 0.0
         self._waiting: dict[str, tuple[say.AskForWork, Answer]] = {}
@@ -109,7 +109,7 @@ class Leader:
             if newer.step > step:
                 store.withdraw(newer)
         store.sweep(self._run_dir, 0)
-        epoch = uuid.uuid4().hex
+        generation = uuid.uuid4().hex
         try:
             lost = self._ledger.turn_back(version)
         except ValueError as problem:
@@ -117,8 +117,10 @@ class Leader:
         self._metrics.forget_from(step)
         config = self._run.sync
         skipped = [item for item, _ in self._ledger.skipped]
-        self._dealing = Dealing.after(self._ledger.updates, skipped, self._layout.updates, config.max_staleness, epoch)
-        self._shard.begin(epoch, version)
+        self._dealing = DealtItems.after(
+            self._ledger.updates, skipped, self._layout.updates, config.max_staleness, generation
+        )
+        self._shard.begin(generation, version)
         self._ready = {self._servers[0]}
         self._next_score = self._score_after(version)
         self._scoring, self._is_scored = None, False
@@ -128,15 +130,15 @@ class Leader:
         if why:
             self._progress.say(f" all servers go back to step {step}: {why}", "yellow")
         for name in self._servers[1:]:
-            self._tell(name, say.Begin(epoch=epoch, version=version))
+            self._tell(name, say.GoToVersion(generation=generation, version=version))
 
     def hear_server(self, name: str, message: say.ServerStatus) -> None:
         """Hear where another server is."""
-        if message.epoch != self._dealing.epoch:
+        if message.generation != self._dealing.generation:
             if name in self._ready:
                 self.begin(f"{name} was started again")
             else:
-                self._tell(name, say.Begin(epoch=self._dealing.epoch, version=self._dealing.version))
+                self._tell(name, say.GoToVersion(generation=self._dealing.generation, version=self._dealing.version))
         elif message.problem:
             self.begin(f"{name}: {message.problem}")
         else:
@@ -151,7 +153,7 @@ class Leader:
             return
         self._looked_s = now
         for name in self._servers[1:]:
-            self._tell(name, say.CheckServer(epoch=self._dealing.epoch, version=self._dealing.version))
+            self._tell(name, say.CheckServer(generation=self._dealing.generation, version=self._dealing.version))
         missing = [name for name in self._servers if name not in self._ready]
         for work, answer in self._waiting.values():
             answer(say.WaitForWork(ask=work.ask, by=missing or self._dealing.holds_up))
@@ -189,7 +191,9 @@ class Leader:
         """Make the update of a worker's gradient, which all servers have."""
         steps = self._layout.local_steps
         if len(message.losses) != steps or len(message.norms) != steps:
-            raise Refuses(f"it tells the losses of {len(message.losses)} steps, and an update here is of {steps}")
+            raise RequestRefused(
+                f"it tells the losses of {len(message.losses)} steps, and an update here is of {steps}"
+            )
         update = self._known(site, message.lease)
         if update is None:
             if len(self._ready) < self._layout.servers or not self._shard.has(site, message.lease):
@@ -252,12 +256,14 @@ class Leader:
         self._ledger.add(update, self._layout.item_samples, loss=sum(message.losses) / len(message.losses))
         if saves:
             self._ledger.sync()
-        order = say.Apply(epoch=self._dealing.epoch, update=number, lease=message.lease, rate=rate, save=saves)
+        order = say.Apply(
+            generation=self._dealing.generation, update=number, lease=message.lease, rate=rate, save=saves
+        )
         for name in self._servers[1:]:
             self._tell(name, order)
         try:
-            self._shard.apply(order.epoch, number, message.lease, rate)
-        except Refuses as problem:  # its pieces were looked at a moment ago
+            self._shard.apply(order.generation, number, message.lease, rate)
+        except RequestRefused as problem:  # its pieces were looked at a moment ago
             raise RunFailed(str(problem)) from None
         self._write_lines(update, message, rate)
         if saves:
@@ -314,11 +320,11 @@ class Leader:
                 del self._waiting[site]
                 self._scoring = site
                 self._next_score = self._score_after(dealing.version)
-                answer(say.ScoreRequest(ask=work.ask, epoch=dealing.epoch, version=dealing.version))
+                answer(say.ScoreRequest(ask=work.ask, generation=dealing.generation, version=dealing.version))
                 continue
             if dealing.is_over:
                 del self._waiting[site]
-                answer(say.RunIsOver(ask=work.ask, epoch=dealing.epoch, version=dealing.version))
+                answer(say.RunIsOver(ask=work.ask, generation=dealing.generation, version=dealing.version))
                 continue
             lease = dealing.deal(site)
             if lease is None:
@@ -328,7 +334,11 @@ class Leader:
             self._held_since_s = 0.0
             answer(
                 say.DealtWork(
-                    ask=work.ask, lease=lease.name, item=lease.item, epoch=dealing.epoch, version=lease.version
+                    ask=work.ask,
+                    lease=lease.name,
+                    item=lease.item,
+                    generation=dealing.generation,
+                    version=lease.version,
                 )
             )
 

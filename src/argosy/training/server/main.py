@@ -29,7 +29,7 @@ from argosy.data.loader import open_data
 from argosy.errors import ArgosyError, RunFailed
 from argosy.observe.events import Events
 from argosy.observe.screen import Progress
-from argosy.processes.channel import Gone
+from argosy.processes.channel import ChannelClosed
 from argosy.processes.child import channel_to_parent, messages
 from argosy.processes.connection import WireRecord
 from argosy.sync import messages as say
@@ -37,7 +37,7 @@ from argosy.sync.layout import RESTARTED, ServerLayout
 from argosy.sync.links import Links, keys_of, listener_at
 from argosy.sync.messages import AHEAD_BYTES, MESSAGE_PIECE_BYTES
 from argosy.training.server.leader import Leader
-from argosy.training.server.shard import Refuses, ServerShard
+from argosy.training.server.shard import RequestRefused, ServerShard
 
 SERVER_TURN_S = 0.05
 LAST_S = 60.0
@@ -141,7 +141,7 @@ class ParameterServer:
         for name, message, data in self._links.turn(timeout_s):
             try:
                 self._hear(name, message, data)
-            except Refuses as problem:
+            except RequestRefused as problem:
                 self._links.refuse(name, str(problem)[:1000])
                 self._forget(name, "it was refused")
         for name in [name for name in self._sessions if name not in self._links.sites]:
@@ -184,7 +184,7 @@ class ParameterServer:
 
     def _tell_server(self, name: str, message: WireRecord) -> None:
         """Tell another server, once it is connected; what was not told before a new beginning is told no more."""
-        if isinstance(message, say.Begin):
+        if isinstance(message, say.GoToVersion):
             self._untold.pop(name, None)
         if name in self._links.sites:
             self._links.tell(name, message)
@@ -218,7 +218,7 @@ class ParameterServer:
         elif name in self._sessions:
             self._serve(name, message, data)
         else:
-            raise Refuses("it said that it ends")
+            raise RequestRefused("it said that it ends")
 
     def _serve(self, name: str, message: say.FromPart, data: bytes) -> None:
         """Do what a worker asks for. Raises: Refuses."""
@@ -230,7 +230,7 @@ class ParameterServer:
             case say.PushPiece():
                 self._shard.stage(name, message.lease, message.at, data)
                 self._links.tell(name, say.PieceReceived(lease=message.lease, at=message.at))
-            case say.Bye():
+            case say.WorkerLeaves():
                 self._forget(name, "it ended")
             case say.AskForWork() if leader is not None:
                 leader.arrived(name, self._sessions[name])
@@ -242,14 +242,14 @@ class ParameterServer:
             case say.Scored() if leader is not None:
                 leader.scored(name, message)
             case _:
-                raise Refuses(f"{message.kind} is nothing that {self._name} is asked for")
+                raise RequestRefused(f"{message.kind} is nothing that {self._name} is asked for")
 
     def _send_weights(self) -> None:
         """Begin to send weights to those that asked for a version that is there now, and go on with what is begun."""
         for name, pull in list(self._pulls.items()):
             try:
-                data = self._shard.weights(pull.epoch, pull.version)
-            except Refuses:
+                data = self._shard.weights(pull.generation, pull.version)
+            except RequestRefused:
                 self._links.tell(name, say.WeightsGone(ask=pull.ask))
                 del self._pulls[name]
                 continue
@@ -272,30 +272,30 @@ class ParameterServer:
             case say.PartHello():
                 for untold in self._untold.pop(name, []):
                     self._links.tell(name, untold)
-            case say.Begin() | say.Apply() | say.CheckServer() | say.Finish() if name == FIRST_SERVER:
+            case say.GoToVersion() | say.Apply() | say.CheckServer() | say.Finish() if name == FIRST_SERVER:
                 self._obey(message)
             case say.ServerStatus() if self._leader is not None:
                 self._leader.hear_server(name, message)
             case _:
-                raise Refuses(f"{message.kind} is nothing that {self._name} is told by {name}")
+                raise RequestRefused(f"{message.kind} is nothing that {self._name} is told by {name}")
 
     def _obey(self, message: say.Order) -> None:
         """Do what the first server says."""
         shard, problem = self._shard, ""
         try:
             match message:
-                case say.Begin():
-                    shard.begin(message.epoch, message.version)
+                case say.GoToVersion():
+                    shard.begin(message.generation, message.version)
                 case say.Apply():
-                    shard.apply(message.epoch, message.update, message.lease, message.rate)
+                    shard.apply(message.generation, message.update, message.lease, message.rate)
                     if message.save:
                         shard.save()
                     return
-                case say.CheckServer() if message.epoch == shard.epoch and message.version != shard.version:
+                case say.CheckServer() if message.generation == shard.generation and message.version != shard.version:
                     problem = f"it is at version {shard.version} instead of {message.version}"
                 case say.Finish():
                     self._is_over = True
-        except Refuses as refusal:
+        except RequestRefused as refusal:
             problem = str(refusal)
         except ArgosyError as error:
             self._links.tell(FIRST_SERVER, self._status(str(error)[:1000]))
@@ -303,7 +303,7 @@ class ParameterServer:
         self._links.tell(FIRST_SERVER, self._status(problem))
 
     def _status(self, problem: str) -> say.ServerStatus:
-        return say.ServerStatus(epoch=self._shard.epoch, version=self._shard.version, problem=problem)
+        return say.ServerStatus(generation=self._shard.generation, version=self._shard.version, problem=problem)
 
     def _hear_of_checkpoint(self, news: str, /, **facts: Any) -> None:
         self._events.write(news, **facts)
@@ -333,10 +333,10 @@ def main() -> None:
             is_over, is_saved = server.serve(ending.is_set), not server.is_alone
             server.close()
     except ArgosyError as problem:
-        with suppress(Gone):
+        with suppress(ChannelClosed):
             channel.send("failed", code=problem.exit_code, text=str(problem))
         sys.exit(problem.exit_code)
-    with suppress(Gone):  # the command was killed: the state is saved nevertheless
+    with suppress(ChannelClosed):  # the command was killed: the state is saved nevertheless
         channel.send("done", finished=is_over, saved=is_saved)
 
 

@@ -19,7 +19,7 @@ from argosy.checkpoint.save import Saver
 from argosy.checkpoint.shards import wholes
 from argosy.checkpoint.store import Checkpoint, find, step_folder
 from argosy.checkpoint.weights import MODEL_PREFIX, fill_from_folder
-from argosy.checkpoint.writer import Tell, Upkeep
+from argosy.checkpoint.writer import NewsSender, Upkeep
 from argosy.config.identity import config_sha256
 from argosy.data.stores.model_folder import is_model_folder
 from argosy.errors import UserError
@@ -76,14 +76,14 @@ class DelayedNesterov:
                 state["sum"].zero_()
 
 
-class Refuses(Exception):
+class RequestRefused(Exception):
     """A worker, or the first server, asked for something that cannot be done. The message says why."""
 
 
 class ShardSaver(Saver):
     """Writes one server's part of checkpoints: the servers are the ranks of a world that has no collectives."""
 
-    def __init__(self, run_dir: Path, number: int, servers: int, heard: Tell, upkeep: Upkeep, ticket: str):
+    def __init__(self, run_dir: Path, number: int, servers: int, heard: NewsSender, upkeep: Upkeep, ticket: str):
         super().__init__(run_dir, World(number, servers), heard, upkeep)
         self._ticket = ticket
 
@@ -95,12 +95,12 @@ class ShardSaver(Saver):
 class ServerShard:
     """The state of one server."""
 
-    def __init__(self, layout: ServerLayout, number: int, run_dir: Path, data_identity: str, heard: Tell):
+    def __init__(self, layout: ServerLayout, number: int, run_dir: Path, data_identity: str, heard: NewsSender):
         """`heard(news, **facts)`: as of `Saver`."""
         self._layout, self._number, self._run_dir, self._heard = layout, number, run_dir, heard
         self._run, self._data_identity = layout.run, data_identity
         self._flat = layout.flats[number]
-        self.epoch, self.version = "", 0
+        self.generation, self.version = "", 0
         self._vector = torch.zeros(self._flat.elements)
         self._sent: bytes | None = None
         self._staged: dict[str, tuple[str, bytearray, set[int]]] = {}
@@ -120,7 +120,7 @@ class ServerShard:
 
     # ---- versions -----------------------------------------------------------------------------------------------
 
-    def begin(self, epoch: str, version: int) -> None:
+    def begin(self, generation: str, version: int) -> None:
         """Go to a version: that of a checkpoint, or the initial weights if it is 0.
 
         Raises: UserError, DamagedCheckpoint.
@@ -134,24 +134,26 @@ class ServerShard:
             self._initialize()
         settings = self._run.checkpoint
         upkeep = Upkeep(settings.keep_last, settings.keep_every, settings.remote)
-        self._saver = ShardSaver(self._run_dir, self._number, self._layout.servers, self._heard, upkeep, epoch)
+        self._saver = ShardSaver(self._run_dir, self._number, self._layout.servers, self._heard, upkeep, generation)
         self._saver.committed.add(self._layout.step_of(version))
-        self.epoch, self.version, self._sent = epoch, version, None
+        self.generation, self.version, self._sent = generation, version, None
 
-    def weights(self, epoch: str, version: int) -> bytes | None:
+    def weights(self, generation: str, version: int) -> bytes | None:
         """Return the bytes of the weights if they are of `version` or newer, else None. Raises: Refuses."""
-        if epoch != self.epoch:
-            raise Refuses("again")
+        if generation != self.generation:
+            raise RequestRefused(f"weights of {generation}, and this server is at {self.generation}")
         if self.version < version:
             return None
         if self._sent is None:
             self._sent = self._vector.numpy().tobytes()
         return self._sent
 
-    def apply(self, epoch: str, update: int, lease: str, rate: float) -> None:
+    def apply(self, generation: str, update: int, lease: str, rate: float) -> None:
         """Apply a worker's gradient as update `update` at this learning rate. Raises: Refuses if it cannot."""
-        if epoch != self.epoch or update != self.version:
-            raise Refuses(f"update {update} of {epoch}, and this server is at {self.version} of {self.epoch}")
+        if generation != self.generation or update != self.version:
+            raise RequestRefused(
+                f"update {update} of {generation}, and this server is at {self.version} of {self.generation}"
+            )
         gradient = self._take(lease)
         fault("server", step=update, rank=self._number)
         at = 0
@@ -176,7 +178,7 @@ class ServerShard:
         The gradient of a worker that ends stays: the first server's order to apply it may be on its way.
         """
         if at % MESSAGE_PIECE_BYTES or len(data) != min(MESSAGE_PIECE_BYTES, self._wire_bytes - at):
-            raise Refuses(f"{len(data)} bytes at {at} are no piece of a gradient of {self._wire_bytes} bytes")
+            raise RequestRefused(f"{len(data)} bytes at {at} are no piece of a gradient of {self._wire_bytes} bytes")
         if site not in self._staged or self._staged[site][0] != lease:
             self._staged[site] = (lease, bytearray(self._wire_bytes), set())
         _, whole, there = self._staged[site]
@@ -193,7 +195,7 @@ class ServerShard:
     def _take(self, lease: str) -> Tensor:
         site = next((site for site, (name, _, _) in self._staged.items() if name == lease), None)
         if site is None or not self.has(site, lease):
-            raise Refuses(f"the gradient of {lease} is not here, or not finite")
+            raise RequestRefused(f"the gradient of {lease} is not here, or not finite")
         _, whole, _ = self._staged.pop(site)
         return torch.from_numpy(self._decoded(whole).copy())
 

@@ -175,7 +175,7 @@ class NoiseScale(Service):
         return torch.stack([of_part, share.double(), torch.full_like(share, inverse, dtype=torch.float64)])
 
     def after_exchange(self, outcome: StepOutcome, sums: Sequence[float]) -> None:
-        """Estimate it from the sums."""
+        """Estimate the noise scale from the sums."""
         if not self._is_on:
             return
         small, big, inverse = sums

@@ -43,7 +43,7 @@ class UserCode(Service):
     ):
         """Import the user's files. Raises: UserError if one cannot be imported."""
         extensions = load_code(run.extend.code)
-        self._now = Now(run.train.steps or None)
+        self._now = StepView(run.train.steps or None)
         self._run = UserView(run.name, run_dir, world, state, self._now)
         self._records, self._clock, self._guard = records, clock, SideEffectGuard(state, world.device)
         self._callbacks = [e for e in extensions if e.declared.kind == "callback"]
@@ -175,7 +175,7 @@ MOST_LOGGED = 1000
 
 
 @dataclass
-class Now:
+class StepView:
     """The numbers of a run and of its step at hand, as the trainer knows them; NaN where they are not known yet."""
 
     steps: int | None
@@ -195,7 +195,7 @@ class Now:
 class UserView:
     """`extend.Run`: what user code sees, to read. `extend.register` says what each attribute is."""
 
-    def __init__(self, name: str, folder: Path, world: World, state: TrainState, now: Now):
+    def __init__(self, name: str, folder: Path, world: World, state: TrainState, now: StepView):
         self._name, self._folder, self._world, self._state, self._now = name, folder, world, state, now
         self._logged: dict[str, float] = {}
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from argosy.config.schema import RunConfig
 from argosy.errors import ArgosyWarning, UserError
-from argosy.plan.calibration import Finished, Reconciled, learn_from, reconcile
+from argosy.plan.calibration import FinishedRun, Reconciled, learn_from, reconcile
 from argosy.plan.cost.breakdown import OF_TIME, RUN_STD
 from argosy.plan.cost.constants import time_std
 from argosy.plan.cost.cost_model import CostModel
@@ -79,7 +79,7 @@ class Planner:
         if plain is None or self._raw is None or facts.plan is None or facts.run is None or not facts.recent_count:
             return plain
         name = str((self._hardware or {}).get("device"))
-        done = Finished(Path(facts.folder), facts.run, facts.plan, name, "", self._measured(self._raw))
+        done = FinishedRun(Path(facts.folder), facts.run, facts.plan, name, "", self._measured(self._raw))
         learned = _quietly(lambda: learn_from([done], plain))
         if learned is None:
             return plain

@@ -32,7 +32,7 @@ FINAL_AGENT_CODES = {kind.exit_code for kind in (RunFailed, UserError, DataError
 """Exit codes of an agent with which another one would end as well."""
 
 
-class Keeper:
+class AgentSupervisor:
     """Holds the agent of this node."""
 
     def __init__(self, run_dir: Path, command: list[str]):
@@ -85,8 +85,8 @@ class Keeper:
 
 
 def main() -> None:
-    """`python -m argosy.launch.keeper RUN_DIR COMMAND ...`, on each node."""
-    sys.exit(Keeper(Path(sys.argv[1]), sys.argv[2:]).hold())
+    """`python -m argosy.launch.agent_supervisor RUN_DIR COMMAND ...`, on each node."""
+    sys.exit(AgentSupervisor(Path(sys.argv[1]), sys.argv[2:]).hold())
 
 
 if __name__ == "__main__":

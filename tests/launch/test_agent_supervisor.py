@@ -1,4 +1,4 @@
-"""The keeper of a node's agent: when it starts another."""
+"""The supervisor of a node's agent: when it starts another."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from argosy.launch import keeper
-from argosy.launch.keeper import Keeper
+from argosy.launch import agent_supervisor
+from argosy.launch.agent_supervisor import AgentSupervisor
 
 KILLED = 137
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "AGENT_RESTARTS", replace(keeper.AGENT_RESTARTS, pause_s=0.01))
+    monkeypatch.setattr(agent_supervisor, "AGENT_RESTARTS", replace(agent_supervisor.AGENT_RESTARTS, pause_s=0.01))
 
 
 def hold(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, outcomes: list[int], steps: list[int]) -> int:
-    """Return what the keeper of a shell script returns; outcomes, steps: what the run's folder says, call by call."""
-    monkeypatch.setattr(keeper, "outcome", lambda *_: (outcomes.pop(0), "so it says"))
-    monkeypatch.setattr(keeper, "last_step", lambda _: steps.pop(0) if len(steps) > 1 else steps[0])
-    before = {number: signal.getsignal(number) for number in keeper.STOP_SIGNALS}
+    """Return what the supervisor of a script returns; outcomes, steps: what the run's folder says, call by call."""
+    monkeypatch.setattr(agent_supervisor, "outcome", lambda *_: (outcomes.pop(0), "so it says"))
+    monkeypatch.setattr(agent_supervisor, "last_step", lambda _: steps.pop(0) if len(steps) > 1 else steps[0])
+    before = {number: signal.getsignal(number) for number in agent_supervisor.STOP_SIGNALS}
     try:
-        return Keeper(folder, ["bash", "-c", f"echo >> {folder}/starts; {script}"]).hold()
+        return AgentSupervisor(folder, ["bash", "-c", f"echo >> {folder}/starts; {script}"]).hold()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -68,11 +68,11 @@ def test_a_run_that_is_stopped_for_good_is_not_started_again(tmp_path, monkeypat
     assert starts(tmp_path) == 1
 
 
-def test_a_signal_is_passed_on_and_ends_the_keeper_too(tmp_path):
+def test_a_signal_is_passed_on_and_ends_the_supervisor_too(tmp_path):
     agent = (
         f"trap 'echo saved > {tmp_path}/saved; exit 143' TERM; echo > {tmp_path}/ready; while :; do sleep 0.05; done"
     )
-    words = [sys.executable, "-m", "argosy.launch.keeper", str(tmp_path), "bash", "-c", agent]
+    words = [sys.executable, "-m", "argosy.launch.agent_supervisor", str(tmp_path), "bash", "-c", agent]
     process = subprocess.Popen(words)
     end = time.monotonic() + 30
     while not (tmp_path / "ready").exists():
