@@ -312,12 +312,8 @@ UNEVEN_FAMILIES = {
             "floor_scale": 8192,
             "attn_scale": 0.1,
         },
-        names={
-            "blocks.*.mlp.gate": "model.layers.*.feed_forward.gate_proj",
-            "blocks.*.mlp.up": "model.layers.*.feed_forward.up_proj",
-            "blocks.*.mlp.down": "model.layers.*.feed_forward.down_proj",
-            "blocks.*.mlp.router": "model.layers.*.feed_forward.router",
-        }
+        names={f"blocks.*.mlp.{n}": f"model.layers.*.feed_forward.{n}_proj" for n in ("gate", "up", "down")}
+        | {"blocks.*.mlp.router": "model.layers.*.feed_forward.router"}
         | {n: t.replace(".mlp.", ".feed_forward.") for n, t in SHARED_NAMES.items() if ".shared." in n},
         fused={
             "model.layers.*.feed_forward.experts.gate_up_proj": FusedTensor(
