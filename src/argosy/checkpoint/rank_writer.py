@@ -291,7 +291,7 @@ def _gather(
                 advancing()
             if time.monotonic() - since_s > patience_s:
                 whose = ", ".join(some.whose.removeprefix("rank ") for some in missing)
-                raise OSError(f"rank {whose} has written nothing of its part for {patience_s:.0f} s")
+                raise OSError(f"no progress on the part of rank {whose} for {patience_s:.0f} s")
         if missing:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.2)
