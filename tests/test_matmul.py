@@ -95,7 +95,7 @@ def test_flops_are_counted_as_torch_counts_a_product() -> None:
 def test_rows_of_any_number_other_formats_and_small_ones_are_torch_s(rows: int, dtype: torch.dtype) -> None:
     tensors = operands(rows, dtype)
     assert torch.equal(dense(*tensors), F.linear(*tensors))
-    assert not matmul._is_for_onednn(*tensors[:2])
+    assert not matmul.is_for_onednn(*tensors[:2])
 
 
 def by_group(counts: tuple[int, ...], spread: float = 1.0) -> list[torch.Tensor]:

@@ -273,8 +273,8 @@ def test_the_planner_and_the_start_refuse_alike(monkeypatch, name):
         pytest.skip("the driver gives no compute capability")
     pretend(monkeypatch, divmod(round(10 * device.compute_capability), 10), torchao=True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: device.name)
-    monkeypatch.setattr("argosy.precision._fp8", lambda *_: None)
-    monkeypatch.setattr("argosy.precision._mxfp8", lambda *_: None)
+    monkeypatch.setattr("argosy.precision.fp8_product", lambda *_: None)
+    monkeypatch.setattr("argosy.precision.mxfp8_product", lambda *_: None)
     for model, has_experts in ((nn.Sequential(Linear(64, 32)), False), (experts, True)):
         for precision in FP8:
             predicted = device.why_not_in(precision, has_experts)

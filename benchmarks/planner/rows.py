@@ -109,7 +109,7 @@ def read(path: Path, recipes: bool = True) -> tuple[list[Row], list[tuple[str, s
     skipped: list[tuple[str, str]] = []
     for line, cell in enumerate(cells, start=2):
         try:
-            rows.append(completed(_row(cell, recipes), recipes))
+            rows.append(completed(row_of(cell, recipes), recipes))
         except Skip as why:
             skipped.append((cell["id"], str(why)))
         except (BadCell, UserError) as bad:  # a UserError says that the catalogue lacks the device
@@ -125,7 +125,7 @@ class BadCell(Exception):
     """The row is not in the format."""
 
 
-def _row(cell: dict[str, str], recipes: bool = True) -> Row:
+def row_of(cell: dict[str, str], recipes: bool = True) -> Row:
     if None in cell or any(value is None for value in cell.values()):
         raise BadCell(f"has not {len(COLUMNS)} cells; quote those with commas")
     metric = cell["metric"]

@@ -32,7 +32,7 @@ def dense(x: Tensor, weight_YX: Tensor, bias_Y: Tensor | None = None) -> Tensor:
 
     The choice depends on the machine and on shapes alone, so that a run repeats its numbers on machines of one kind.
     """
-    if not _is_for_onednn(x, weight_YX):
+    if not is_for_onednn(x, weight_YX):
         return F.linear(x, weight_YX, bias_Y)
     y: Tensor = _product(x.flatten(0, -2), weight_YX).unflatten(0, x.shape[:-1])
     return y if bias_Y is None else y + bias_Y
@@ -63,7 +63,7 @@ def fp8_by_group(x_NX: Tensor, weight_GYX: Tensor, counts_G: Tensor) -> Tensor:
     return y_NY
 
 
-def _is_for_onednn(x: Tensor, weight_YX: Tensor) -> bool:
+def is_for_onednn(x: Tensor, weight_YX: Tensor) -> bool:
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight_YX.dtype != torch.float32 or not MKL_IS_SLOW:
         return False
     rows = x.numel() // max(x.shape[-1], 1)

@@ -265,13 +265,13 @@ def use_fp8(
             f"plan.precision = {precision} finds no linear layer whose sizes on a rank are multiples of "
             f"{FP8[precision]}. Try precision=bf16, a smaller tp, or other model.width and model.ffn_width."
         )
-    of_layer = _mxfp8(emulate) if precision == "mxfp8" else _fp8(precision, emulate)
+    of_layer = mxfp8_product(emulate) if precision == "mxfp8" else fp8_product(precision, emulate)
     for module in modules:
         module.product = of_layer if isinstance(module, nn.Linear) else fp8_by_group
     return modules
 
 
-def _fp8(precision: Precision, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def fp8_product(precision: Precision, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the product of a layer of torchao's: its layers hold whole weights and sum nothing over ranks."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -289,7 +289,7 @@ def _product_in_fp8(kernels: Any, config: Any, x: Tensor, weight_YX: Tensor) -> 
     return y
 
 
-def _mxfp8(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def mxfp8_product(emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """Return torchao's product in MXFP8; plain operations round, which need no kernel and which the compiler fuses."""
     from torchao.prototype.mx_formats.config import (
         MXFP8Dim0CastKernelChoice,

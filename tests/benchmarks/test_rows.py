@@ -20,7 +20,7 @@ def read():
 
     with PUBLISHED.open(newline="") as file:
         cells = {cell["id"]: cell for cell in csv.DictReader(file)}
-    yield lambda name, **changes: rows._row(cells[name] | changes)
+    yield lambda name, **changes: rows.row_of(cells[name] | changes)
     sys.path.remove(str(PLANNER))
     for name in ("rows", "systems"):
         sys.modules.pop(name, None)

@@ -101,7 +101,7 @@ def test_what_recipes_say_elsewhere_is_left_out(planner):
     with (PLANNER / "published.csv").open(newline="") as file:
         cells = {cell["id"]: cell for cell in csv.DictReader(file)}
     with pytest.raises(planner.rows.Skip, match="256 data-parallel ranks, and a batch of"):
-        planner.rows._row(cells["tpu-013"], recipes=False)
+        planner.rows.row_of(cells["tpu-013"], recipes=False)
     captured = next(c for c in cells.values() if "Megatron-Bridge" in c["source"] and "tokendrop" in c["notes"])
-    assert planner.rows._row(captured).system.launched == 0
-    assert planner.rows._row(captured, recipes=False).system.launched == 1
+    assert planner.rows.row_of(captured).system.launched == 0
+    assert planner.rows.row_of(captured, recipes=False).system.launched == 1

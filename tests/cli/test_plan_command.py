@@ -132,7 +132,7 @@ def test_what_is_not_said_is_assumed_aloud(ask: Any) -> None:
 @pytest.fixture
 def bf16_is(monkeypatch: pytest.MonkeyPatch):
     """Let this machine's bf16 matmuls be fast, or slow."""
-    return lambda fast: monkeypatch.setattr("argosy.launch.devices._bf16_is_fast", lambda: fast)
+    return lambda fast: monkeypatch.setattr("argosy.launch.devices.bf16_is_fast", lambda: fast)
 
 
 def test_a_run_file_is_planned_for_this_machine_as_the_trainer_would(ask: Any, run_file: Any, bf16_is: Any) -> None:

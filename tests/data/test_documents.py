@@ -27,7 +27,7 @@ from argosy.data.documents import (
     cut_input,
     sample_texts,
 )
-from argosy.data.formats import RecordFields, _lines, read_file
+from argosy.data.formats import RecordFields, read_file, text_lines
 from argosy.data.sources import InputFile, find_files
 from argosy.errors import UserError
 
@@ -256,7 +256,7 @@ def test_lines_are_those_of_the_file_however_it_is_read(lines: list[bytes], chun
     data = b"\n".join(lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("argosy.data.formats.DECOMPRESS_BYTES", chunk)
-        found = list(_lines(io.BytesIO(data), "x", 1000))
+        found = list(text_lines(io.BytesIO(data), "x", 1000))
     assert found == [line.removesuffix(b"\n") for line in io.BytesIO(data)]
 
 

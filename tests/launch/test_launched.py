@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from argosy.cli.launch import _what_next
+from argosy.cli.launch import what_next
 from argosy.config.schema import RunConfig
 from argosy.engines.engine import Engine, RunJob
 from argosy.engines.record import JobState, LaunchedJob
@@ -86,7 +86,7 @@ def test_a_command_that_is_shown_can_be_typed_whatever_the_folder_is_called(tmp_
     launch(request_in(tmp_path, "a run"), "memory")
     with pytest.raises(UserError, match=r"`argosy stop '.*runs/a run'` stops it"):
         launch(request_in(tmp_path, "a run"), "memory")
-    assert shlex.split(_what_next(tmp_path / "a run"))[3] == str(tmp_path / "a run")
+    assert shlex.split(what_next(tmp_path / "a run"))[3] == str(tmp_path / "a run")
 
 
 def test_a_run_that_is_under_way_is_not_launched_again(tmp_path):

@@ -79,7 +79,7 @@ def test_both_kernels_see_the_same_band(seen: VisibleKeys):
 
 def test_the_cost_grows_with_the_window_and_not_with_the_square_of_the_sequence():
     def blocks_seen(tokens: int) -> int:
-        blocks = banded._blocks([0, tokens], [0, tokens], 100, banded.BLOCK_QUERIES)
+        blocks = banded.query_blocks([0, tokens], [0, tokens], 100, banded.BLOCK_QUERIES)
         return sum(len(range(*b.of_queries.indices(tokens))) * len(range(*b.of_keys.indices(tokens))) for b in blocks)
 
     assert blocks_seen(16_384) < 4.1 * blocks_seen(4096)

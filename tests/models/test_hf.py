@@ -262,7 +262,7 @@ def test_an_index_that_names_files_elsewhere_is_refused(tmp_path, name):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
     with pytest.raises(UserError, match=r"index\.json: '.*' in weight_map is not the name of a file"):
-        hf._stored_in(model_folder(tmp_path))
+        hf.stored_in(model_folder(tmp_path))
 
 
 def test_large_models_are_cut_into_shards_with_an_index(small, build, tmp_path, monkeypatch):

@@ -103,12 +103,12 @@ def test_two_tensors_are_in_memory_at_most_while_a_model_goes_in_and_out(name, m
     monkeypatch.setattr(tensor_file, "bytes_of", lambda tensor: WithoutNumbers(tensor.nbytes))
     largest = 2 * max(map(math.prod, (*theirs.values(), *shapes.values())))
     weights, folder, memory = FolderWeights(pieces, stored, shapes), Counted(), LiveMemory()
-    tensors = dict(hf._to_write(weights, config, shapes, None))
+    tensors = dict(hf.tensors_to_write(weights, config, shapes, None))
     with memory, torch.device("meta"):
         for ours in weights:  # as an import reads them
             for part in weights.in_parts(ours):
                 del part
-        hf._write_weights(folder, tensors, None)
+        hf.write_weights(folder, tensors, None)
     total = 2 * sum(map(math.prod, theirs.values()))
     assert total <= sum(folder.files.values()) < 1.001 * total
     assert len(folder.files) > total / hf.SHARD_BYTES

@@ -46,7 +46,10 @@ def test_the_cross_entropy_written_by_a_user_is_ours(dtype, tmp_path):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (f"{CROSS_ENTROPY}.sum()", r"mine.py:3: the loss mine returned \[\]; it must return a loss for each token, \[6\]"),
+        (
+            f"{CROSS_ENTROPY}.sum()",
+            r"mine.py:3: the loss mine returned \[\]; it must return a loss for each token, \[6\]",
+        ),
         (f"{CROSS_ENTROPY}.detach()", "without a gradient"),
         ("1.0", "returned a float"),
         (f"{CROSS_ENTROPY} * torch.rand(())", "gave two results for the same logits"),

@@ -103,10 +103,10 @@ def hear_something_else(world: World, what: str) -> str:
     if world.rank == 1:
         with pytest.MonkeyPatch.context() as patch:
             wrong = [9, 7] if what == "checksum" else [2**50, 7]
-            patch.setattr(module, "_head_of", lambda swap: torch.tensor(wrong))
-            dist.send(module._head_of(PeerExchange(0, b"something")), 0, group)
+            patch.setattr(module, "head_of", lambda swap: torch.tensor(wrong))
+            dist.send(module.head_of(PeerExchange(0, b"something")), 0, group)
             if what == "checksum":
-                dist.send(module._tensor_of(b"something"), 0, group)
+                dist.send(module.tensor_of(b"something"), 0, group)
         return ""
     with pytest.raises(WrongMessage) as caught:
         over(group, iter_of(PeerExchange(origin=1)))

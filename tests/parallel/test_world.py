@@ -22,9 +22,9 @@ from argosy.parallel.world import (
     LAZY,
     Connections,
     World,
-    _tcp_sockets,
     group_in_host_memory,
     leave_world,
+    tcp_sockets,
     threads_per_process,
 )
 from workers import next_world
@@ -244,10 +244,10 @@ def sockets_of_groups(world: World) -> tuple[int, int]:
     """How many sockets a group of all ranks opens, beside GPUs and beside CPUs, when neighbours have spoken."""
     counts = []
     for device in ("cuda", "cpu"):
-        before = len(list(_tcp_sockets()))
+        before = len(list(tcp_sockets()))
         group = group_in_host_memory(torch.device(device), 60.0)
         over(group, neighbours(world))
-        counts.append(len(list(_tcp_sockets())) - before)
+        counts.append(len(list(tcp_sockets())) - before)
         world.barrier()
     assert LAZY not in os.environ
     return counts[0], counts[1]

@@ -36,7 +36,7 @@ def test_a_sink_that_does_not_exist_is_refused(name, said):
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr(table, "_is_installed", lambda package: False)
+    monkeypatch.setattr(table, "is_installed", lambda package: False)
     with pytest.raises(UserError, match=r"pip install 'argosy\[tensorboard\]'"):
         table.check_sinks(observe("tensorboard"))
 

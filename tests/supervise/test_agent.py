@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from argosy.resilience import node_health
 from argosy.resilience.node_health import Health
 from argosy.supervise import coordinator_client as module
 from argosy.supervise import node_workers
-from argosy.supervise.agent import Agent
+from argosy.supervise.agent import Agent, waiting_in_words
 from argosy.supervise.nodes import RankState
 from peers import SECRET, Peer
 from waiting import PATIENT_S
@@ -125,20 +124,18 @@ def test_a_worker_that_waits_for_a_world_does_not_hold_up_the_end(agent, forks, 
     assert not thread.is_alive()
 
 
-def test_it_says_what_it_waits_for_until_a_worker_is_in_a_world(agent, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(agent._progress, "doing", said.append)
-    monkeypatch.setattr(agent._progress, "hand_over", lambda: said.append("(rank 0)"))
-    for states, generation in ((set(), 0), ({RankState.STARTING}, 0), ({RankState.READY}, 0),
-                               ({RankState.RUNNING}, 1), ({RankState.READY}, 1)):  # fmt: skip
-        agent._workers = SimpleNamespace(states=states, generation=generation)
-        agent._show_what_is_waited_for()
-    assert said == [
-        *["starting the processes"] * 2,
-        "waiting for all 2 nodes",
-        "(rank 0)",
-        "recovering, waiting for all 2 nodes",
-    ]
+@pytest.mark.parametrize(
+    ("states", "generation", "words"),
+    [
+        (set(), 0, "starting the processes"),
+        ({RankState.STARTING, RankState.READY}, 0, "starting the processes"),
+        ({RankState.READY}, 0, "waiting for all 2 nodes"),
+        ({RankState.RUNNING, RankState.READY}, 1, ""),
+        ({RankState.READY}, 1, "recovering, waiting for all 2 nodes"),
+    ],
+)
+def test_it_says_what_it_waits_for_until_a_worker_is_in_a_world(states, generation, words):
+    assert waiting_in_words(states, generation, nodes=2) == words
 
 
 def wait() -> None:

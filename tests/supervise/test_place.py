@@ -85,7 +85,7 @@ def test_a_lease_that_ends_is_taken_by_another_agent(agents, monkeypatch):
 def test_a_coordinator_that_has_lost_the_lease_and_does_not_end_is_killed(agents):
     a, b = agents("a"), agents("b")
     found(a)
-    a._lease.release()
+    a.lease.release()
     assert found(b) == b.process.address
     assert found(a) == b.process.address and a.process.has_ended
 
@@ -96,7 +96,7 @@ def test_while_the_backend_does_not_answer_the_problem_is_known_and_nothing_is_d
     def silent() -> Holder | None:
         raise LeaseUnreachable("etcd does not answer")
 
-    monkeypatch.setattr(a._lease, "holder", silent)
+    monkeypatch.setattr(a.lease, "holder", silent)
     wait_until(lambda: a.address(time.monotonic()) or a.problem)
     assert a.problem == "etcd does not answer" and a.process.address is None
     assert not a.has_moved(time.monotonic(), ("127.0.0.1", 1), silent_s=60.0)
@@ -110,7 +110,7 @@ def test_an_answer_that_nobody_expects_is_an_error_and_no_silence(agents, monkey
     def wrong() -> Holder | None:
         raise KeyError("spec")
 
-    monkeypatch.setattr(a._lease, "holder", wrong)
+    monkeypatch.setattr(a.lease, "holder", wrong)
     with pytest.raises(KeyError, match="spec"):
         found(a)
 
@@ -192,7 +192,7 @@ def test_the_address_towards_etcd_is_preferred_unless_that_is_on_this_machine(mo
 def test_srun_s_machine_tells_which_of_this_one_s_addresses_the_others_reach(monkeypatch):
     monkeypatch.setitem(NAMES, "node0", "127.0.1.1")
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "192.0.2.7")
-    monkeypatch.setattr(place_module, "_address_towards", {("192.0.2.7", 9): "10.0.0.5"}.get)
+    monkeypatch.setattr(place_module, "address_towards", {("192.0.2.7", 9): "10.0.0.5"}.get)
     assert own_address(LaunchConfig(nodes=2, lease="folder")) == "10.0.0.5"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from argosy.supervise.worker import _is_of_a_connection
-
 
 @pytest.mark.parametrize(
     ("error", "is_of_a_connection"),
@@ -17,4 +15,4 @@ from argosy.supervise.worker import _is_of_a_connection
     ],
 )
 def test_a_peer_that_is_gone_is_told_from_what_goes_wrong_here(error, is_of_a_connection):
-    assert _is_of_a_connection(error) is is_of_a_connection
+    assert is_of_a_connection(error) is is_of_a_connection

@@ -11,7 +11,7 @@ from argosy.config.train import BatchStage
 from argosy.plan.cost.prediction import predict
 from argosy.plan.hardware.clusters import Cluster
 from argosy.plan.plan import Plan
-from argosy.training.summary import StepFigures, _predicted, headline
+from argosy.training.summary import StepFigures, headline, predicted_beside_measured
 from tiny import run_config
 
 LONG = (
@@ -36,9 +36,11 @@ def test_only_steps_of_the_whole_batch_stand_beside_the_prediction():
     prediction = predict(plan, run, Cluster.parse("1xcpu"))
     for step, seconds in enumerate([1.0, 1.0, 2.0, 2.0]):
         if step == 2:
-            assert _predicted(run, plan, prediction, measured, facts) is None, "the run came to no whole batch"
+            assert predicted_beside_measured(run, plan, prediction, measured, facts) is None, (
+                "the run came to no whole batch"
+            )
         measured.newest.append({"step": step, "step_time_s": seconds, "seconds": {"forward": seconds}})
-    found = _predicted(run, plan, prediction, measured, facts)
+    found = predicted_beside_measured(run, plan, prediction, measured, facts)
     assert found is not None and found.step_s.measured == 2.0
 
 
@@ -50,7 +52,7 @@ def test_steps_in_which_sites_sum_gradients_are_no_rounds():
         sites = {"sites": {"seconds": waits_s, "sent_bytes": 8, "steps": 1}} if waits_s else {}
         measured.newest.append({"step": step, "step_time_s": 1.0, "seconds": {"forward": 1.0}} | sites)
     prediction = replace(predict(plan, base, Cluster.parse("1xcpu")), rounds={"waits_s": 3.0}, traffic={"sites": 6})
-    found = _predicted(run, plan, prediction, measured, facts)
+    found = predicted_beside_measured(run, plan, prediction, measured, facts)
     assert found is not None and found.round_wait_s is not None
     assert (found.round_wait_s.predicted, found.round_wait_s.measured) == (3.0, 2.0)
     assert found.sent_bytes["sites"].measured == 8, "bytes are those of the whole run"

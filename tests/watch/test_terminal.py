@@ -214,7 +214,7 @@ def test_keys_choose_the_run_and_the_terminal_is_as_it_was(tmp_path, monkeypatch
         monkeypatch.setattr(sys, "stdin", raw)
         monkeypatch.setattr(sys, "stdout", out)
         keys = iter(["", "\x1b[B", "", "q"])
-        monkeypatch.setattr(terminal, "_typed", lambda _: next(keys))
+        monkeypatch.setattr(terminal, "typed_key", lambda _: next(keys))
         assert terminal.main(tmp_path) == 0
     shown = ""
     while select.select([main], [], [], 0.5)[0]:  # a terminal gives out a part at a time

@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
     job = launch(request, options.on)
     _tell(request, job, options.json)
     if not options.json:
-        print(_what_next(run_dir))
+        print(what_next(run_dir))
     return 0
 
 
@@ -117,7 +117,7 @@ def _launch_sites(sites: Sequence[tuple[str, str, RunJob]], is_json: bool) -> No
     for request, job in launch_sites(sites):
         _tell(request, job, is_json)
     if not is_json:
-        print(_what_next(home_of(sites[0][2].run_dir) if len(sites) > 1 else sites[0][2].run_dir))
+        print(what_next(home_of(sites[0][2].run_dir) if len(sites) > 1 else sites[0][2].run_dir))
 
 
 def _tell(request: RunJob, job: LaunchedJob, is_json: bool) -> None:
@@ -127,7 +127,7 @@ def _tell(request: RunJob, job: LaunchedJob, is_json: bool) -> None:
         print(f"launched {request.name} on {job.engine}: job {job.id}, in {request.run_dir}", flush=True)
 
 
-def _what_next(run_dir: Path) -> str:
+def what_next(run_dir: Path) -> str:
     folder = shlex.quote(str(run_dir))
     return f"next: argosy logs {folder} -f     argosy runs     argosy stop {folder}"
 

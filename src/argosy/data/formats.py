@@ -200,7 +200,7 @@ def _lines_within(stream: BinaryIO, name: str, most_bytes: int, within: Span) ->
     at = max(start - 1, 0)
     if at:
         stream.seek(at)
-    lines = _lines(stream, name, most_bytes)
+    lines = text_lines(stream, name, most_bytes)
     if start:
         at += len(next(lines, b"")) + 1  # the end of a line of the part before
     for line in lines:
@@ -210,7 +210,7 @@ def _lines_within(stream: BinaryIO, name: str, most_bytes: int, within: Span) ->
         yield line
 
 
-def _lines(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes]:
+def text_lines(stream: BinaryIO, name: str, most_bytes: int) -> Iterator[bytes]:
     """Yield the lines. Not the stream's own iterator: that reads a line without end until memory is full."""
     number, begun = 1, bytearray()
     while chunk := stream.read(DECOMPRESS_BYTES):

@@ -85,7 +85,7 @@ def find_devices(launch: LaunchConfig, processes: int | None = None, planned: in
             stacklevel=2,
         )
     near = int(os.environ.get("LOCAL_WORLD_SIZE", count)) if processes else count
-    return Devices(count, "cpu", _bf16_is_fast(), memory_bytes=host_memory_bytes() / near, per_node=near)
+    return Devices(count, "cpu", bf16_is_fast(), memory_bytes=host_memory_bytes() / near, per_node=near)
 
 
 def _wanted(launch: LaunchConfig, planned: int) -> str:
@@ -178,7 +178,7 @@ def ask(
     return Devices(**answer["devices"])
 
 
-def _bf16_is_fast() -> bool:
+def bf16_is_fast() -> bool:
     """Return True if this CPU has instructions for bf16: what it is, since a measurement depends on the moment."""
     try:
         words = CPUS.read_text(errors="replace").split()

@@ -95,7 +95,7 @@ class _Tile(NamedTuple):
         """Call what is compiled for all shapes. Rows of all heads are one dim: it has another size than S."""
         places_S = torch.arange(self.queries.stop, dtype=torch.float32)  # in what the compiler compares fastest
         places_R1 = places_S[self.queries].repeat(len(given_CNX[0]) * self.group)[:, None]
-        found = _compiled(function)(*(x.flatten(0, 1) for x in given_CNX), places_R1, places_S, scale)
+        found = compiled_by_torch(function)(*(x.flatten(0, 1) for x in given_CNX), places_R1, places_S, scale)
         return [x.unflatten(0, (len(given_CNX[0]), -1)) for x in found]
 
 
@@ -158,5 +158,5 @@ def _seen(high_RS: Tensor, low_RS: Tensor, places_R1: Tensor, places_S: Tensor, 
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_by_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)

@@ -61,7 +61,7 @@ class _Block(NamedTuple):
         return x[whole].unflatten(0, (self.segments, -1))[:, part]
 
 
-def _blocks(q_starts: Sequence[int], k_starts: Sequence[int], window: int, most: int) -> Iterator[_Block]:
+def query_blocks(q_starts: Sequence[int], k_starts: Sequence[int], window: int, most: int) -> Iterator[_Block]:
     """Cut segments into blocks of at most `most` queries."""
     lengths = [(b - a, d - c) for (a, b), (c, d) in zip(pairwise(q_starts), pairwise(k_starts), strict=True)]
     first_q = first_k = 0
@@ -100,7 +100,7 @@ class _Cut(NamedTuple):
     ) -> _Cut:
         uncut = q.device.type == "cpu" and not softcap and not window  # then the kernel cuts by itself
         most = max(1, q.shape[0]) if uncut else BLOCK_QUERIES
-        blocks = list(_blocks(q_starts.tolist(), k_starts.tolist(), window, most))
+        blocks = list(query_blocks(q_starts.tolist(), k_starts.tolist(), window, most))
         has_bands = any(block.seen != SEES_EARLIER for block in blocks)
         plain = not has_bands and not softcap and sinks is None
         return cls(blocks, kernel_for(q, softcap, has_bands, by_products and plain), plain)

@@ -87,7 +87,7 @@ def export_folder(
     for name in shapes:
         _check_shape(name, source.shape(name), shapes[name], "the weights to export")
     described = config_to_json(config, dtype=dtype or torch.float32, eod_id=eod_id)
-    tensors = dict(_to_write(source, config, shapes, dtype))
+    tensors = dict(tensors_to_write(source, config, shapes, dtype))
     described = _described(config, described, tensors, usage)
     if compression is not None:
         tensors, settings = compressed(config, tensors, compression)
@@ -101,14 +101,14 @@ def export_folder(
     elif TOKENIZER_CONFIG not in usage:  # what its authors did without stays away
         files.pop(TOKENIZER_CONFIG, None)
     with new_folder(out) as folder:
-        index = _write_weights(folder, tensors, usage.get(HF_INDEX))
+        index = write_weights(folder, tensors, usage.get(HF_INDEX))
         files |= {} if index is None else {HF_INDEX: index}
         for name, data in {**files, HF_CONFIG: _bytes_of(described, usage)}.items():
             with folder.file(name) as sink:
                 sink.write(data)
 
 
-def _to_write(
+def tensors_to_write(
     source: LazyWeights, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None
 ) -> Iterator[tuple[str, TensorToWrite]]:
     """Yield their tensors, in the order of ours."""
@@ -143,7 +143,7 @@ def folded_weight(name: str, weight: Tensor, config: ModelConfig, dtype: torch.d
     return weight.to(dtype)
 
 
-def _write_weights(folder: Destination, tensors: Mapping[str, TensorToWrite], index: bytes | None) -> bytes | None:
+def write_weights(folder: Destination, tensors: Mapping[str, TensorToWrite], index: bytes | None) -> bytes | None:
     """Write the files of weights. Returns the index, if there is more than one."""
     places = _places(tensors, index)
     files: dict[str, dict[str, TensorToWrite]] = {}
@@ -278,7 +278,7 @@ def import_folder(place: str | Path, named: str = "") -> tuple[ModelConfig, Fold
     folder = model_folder(place, named)
     values = _config_of(folder)
     config = config_from_json(values, folder.where(HF_CONFIG))
-    stored = dequantised(_stored_in(folder), values.get(QUANTIZATION) or {})
+    stored = dequantised(stored_in(folder), values.get(QUANTIZATION) or {})
     # Old Llama folders store frequencies, which config.json gives too; some folders store a tied head twice.
     known = {n: w for n, w in stored.items() if not n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
@@ -375,7 +375,7 @@ def _files_of(folder: ModelFolder) -> tuple[list[str], dict[str, str]]:
     return files, places
 
 
-def _stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:
+def stored_in(folder: ModelFolder) -> dict[str, StoredTensor]:
     """Return what the files of a folder hold, from their headers. Raises: UserError."""
     files, places = _files_of(folder)
     with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:

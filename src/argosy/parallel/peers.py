@@ -181,7 +181,7 @@ _HEAD = struct.Struct("<III")
 
 def _carried_out(swap: PeerExchange, group: dist.ProcessGroup) -> bytes:
     """Send all before anything is waited for: the other end may have to hear it before it answers."""
-    parts = (_head_of(swap), _tensor_of(swap.data))
+    parts = (head_of(swap), tensor_of(swap.data))
     sending = [] if swap.to is None else [_send(part, swap.to, group) for part in parts]
     came = b"" if swap.origin is None else _receive(swap.origin, group)
     for work, _ in sending:
@@ -213,12 +213,12 @@ def _send(part: Tensor, to: int, group: dist.ProcessGroup) -> tuple[dist.Work | 
     return dist.isend(part, group=group, group_dst=to) if part.numel() else None, part
 
 
-def _head_of(swap: PeerExchange) -> Tensor:
+def head_of(swap: PeerExchange) -> Tensor:
     """Return length and CRC-32 of what is sent."""
     return torch.tensor([len(swap.data), zlib.crc32(swap.data)])
 
 
-def _tensor_of(data: bytes) -> Tensor:
+def tensor_of(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 

@@ -47,7 +47,7 @@ class Connections:
     """The connections that this process has opened since this object was made, in one world after the other."""
 
     def __init__(self, aborted: Collection[str] = ABORTED) -> None:
-        self._others = frozenset(name for name, _ in _tcp_sockets())
+        self._others = frozenset(name for name, _ in tcp_sockets())
         self._broken: dict[str, socket.socket] = {}
         self._backends, self._aborted = aborted, WeakSet[dist.ProcessGroup]()
         self._aborting: threading.Thread | None = None
@@ -79,7 +79,7 @@ class Connections:
         could not be sent at once (gloo's Pair::signalException passes it over). So connections are shut for reading
         only, and kept open: a message to a peer that breaks off too is sent, though no process reads it.
         """
-        for name, copy in _tcp_sockets():
+        for name, copy in tcp_sockets():
             # Listening sockets stay: gloo's thread takes their end for its own mistake, and aborts the process.
             is_listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if not (is_listening or name in self._others or name in self._broken):
@@ -118,7 +118,7 @@ def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
         together._group_end()
 
 
-def _tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
+def tcp_sockets() -> Iterator[tuple[str, socket.socket]]:
     """Yield this process's sockets with the kernel's names, e.g. "socket:[4711]"; each a copy, closed after use."""
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile

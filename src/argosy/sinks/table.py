@@ -108,7 +108,7 @@ def check_sinks(observe: ObserveConfig, extend: ExtendConfig = ExtendConfig()) -
             raise UserError(f"{own.place}: there is a built-in sink {name!r}; give yours another name.")
         entry = entry_of(name, extend)
         package = entry.package or entry.module.partition(".")[0]
-        if _is_installed(package):
+        if is_installed(package):
             continue
         if entry.extra:
             raise missing_extra(package, entry.extra, f"observe.sinks: the sink {name!r}")
@@ -121,7 +121,7 @@ def check_sinks(observe: ObserveConfig, extend: ExtendConfig = ExtendConfig()) -
         token_for(observe.prometheus.host)
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # the package above it

@@ -46,6 +46,22 @@ SPEAKERS = 3
 """Nodes that say in the log that the coordinator is lost: each of a thousand would."""
 
 
+STARTING_PROCESSES = "starting the processes"
+
+
+def waiting_in_words(states: set[RankState], generation: int, nodes: int) -> str:
+    """Return what an agent with workers in these states waits for; "" once one of them trains or has trained.
+
+    generation: that of the workers' last world; 0: there was none. nodes: those of the run.
+    """
+    if states & {RankState.RUNNING, RankState.DONE}:
+        return ""
+    if RankState.STARTING in states or not states:
+        return STARTING_PROCESSES
+    others = f"all {nodes} nodes" if nodes > 1 else "the other processes"
+    return f"{'recovering, ' if generation else ''}waiting for {others}"
+
+
 class Agent:
     """Holds a run's processes on one node until the run has ended."""
 
@@ -131,16 +147,14 @@ class Agent:
             self._coordinator.ask(now, say.NodeHeartbeat(report=report))
 
     def _show_what_is_waited_for(self) -> None:
-        states = self._workers.states
-        if self._finish is not None or states & {RankState.RUNNING, RankState.DONE}:
+        words = waiting_in_words(self._workers.states, self._workers.generation, self._launch.nodes)
+        if self._finish is not None or not words:
             self._progress.hand_over()
         elif self._stopping.number is not None:
             self._progress.doing("stopping")
-        elif RankState.STARTING in states or not states:
-            self._progress.doing("starting the processes" if self._node_check is None else "checking this machine")
         else:
-            others = f"all {self._launch.nodes} nodes" if self._launch.nodes > 1 else "the other processes"
-            self._progress.doing(f"{'recovering, ' if self._workers.generation else ''}waiting for {others}")
+            checks = words == STARTING_PROCESSES and self._node_check is not None
+            self._progress.doing("checking this machine" if checks else words)
 
     def _stop(self) -> None:
         """Have the workers save their state and end."""

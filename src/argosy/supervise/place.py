@@ -234,7 +234,7 @@ class LeasedPlace:
         self.key = f"launch.lease = {launch.lease}"
         self.name = f"the coordinator of {self.key}"
         self.remedy, self.problem = "Restore it, or the network to it and among the machines.", ""
-        self._lease, self._lock = open_lease(launch.lease, run_dir), threading.Lock()
+        self.lease, self._lock = open_lease(launch.lease, run_dir), threading.Lock()
         self._search: Future[LeaseHolder] | None = None
         self._look: Future[Holder | None] | None = None
         self._search_from_s = self._look_from_s = 0.0
@@ -259,21 +259,21 @@ class LeasedPlace:
     def has_moved(self, now: float, address: Address, silent_s: float) -> bool:
         """Return True if the coordinator at `address`, which has not answered for a while, has lost the lease."""
         if self._look is None and silent_s > LEASE_DOUBT_S and now >= self._look_from_s:
-            self._look, self._look_from_s = self._in_thread(self._lease.holder), now + LEASE_LOOK_S
+            self._look, self._look_from_s = self._in_thread(self.lease.holder), now + LEASE_LOOK_S
         if self._look is None or not self._look.done():
             return False
         holder, self._look = self._answer(self._look, None), None
         return not self.problem and (holder is None or holder.address != address)
 
     def _find(self, may_acquire: bool) -> LeaseHolder:
-        holder = self._lease.holder()
+        holder = self.lease.holder()
         if not may_acquire or (holder is not None and holder.owner != self._owner):
             return LeaseHolder(holder, "")
         self._listen()
         assert self.process.address is not None
         me = Holder(self._owner, *self.process.address)
-        if self._lease.acquire(me):
-            return LeaseHolder(me, self._lease.token)
+        if self.lease.acquire(me):
+            return LeaseHolder(me, self.lease.token)
         self.process.close()  # nobody is to call here
         return LeaseHolder(None, "")
 
@@ -334,7 +334,7 @@ def own_address(launch: LaunchConfig) -> str:
     if launch.address:
         return launch.address
     for server in _servers(launch.lease):
-        found = _address_towards(server)
+        found = address_towards(server)
         if found and not is_loopback(found):
             return found
     name = socket.gethostname()
@@ -375,7 +375,7 @@ def _servers(lease: str) -> list[Address]:
     return list(url.endpoints)
 
 
-def _address_towards(server: Address) -> str:
+def address_towards(server: Address) -> str:
     """Return the address of this machine from which packets to `server` go; empty if there is no way to it."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(*server, type=socket.SOCK_DGRAM):

@@ -150,7 +150,7 @@ def _serve(run_dir: Path, stop: StopSignal, agent: AgentClient, terminal: tuple[
             finished = _train_in(message, run_dir, stop, survivor, heartbeat)
         except Exception as error:
             why = str(error)
-            if agent.is_broken() or _is_of_a_connection(error):
+            if agent.is_broken() or is_of_a_connection(error):
                 traceback.clear_frames(error.__traceback__)  # they hold the trainer, and the trainer its process groups
             else:
                 _fail(agent, error)
@@ -170,7 +170,7 @@ def _train_in(message: Message, run_dir: Path, stop: StopSignal, survivor: Survi
     return work(run, plan, join_world(run.launch), run_dir, stop, survivor, heartbeat)
 
 
-def _is_of_a_connection(error: Exception) -> bool:
+def is_of_a_connection(error: Exception) -> bool:
     """Return True if a collective raised it because a peer is gone; False if something went wrong here."""
     text = str(error)
     is_told_so = isinstance(error, DistError) or (isinstance(error, RuntimeError) and any(w in text for w in GLOO))

@@ -124,7 +124,7 @@ def write_report(
         validation=validation,
         sample=sample,
         plan=str(plan),
-        predicted=_predicted(run, plan, prediction, measured, facts),
+        predicted=predicted_beside_measured(run, plan, prediction, measured, facts),
         energy=energy_of_run(
             run_dir,
             run.observe.energy,
@@ -167,7 +167,7 @@ class StepFigures:
             yield record
 
 
-def _predicted(
+def predicted_beside_measured(
     run: RunConfig, plan: Plan, prediction: Prediction | None, measured: StepFigures, facts: dict[str, Any]
 ) -> Reconciled | None:
     """Return the measured steps under `plan` beside their prediction, which is for the whole batch; None without."""

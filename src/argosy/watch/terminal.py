@@ -338,7 +338,7 @@ def _show(runs: list[Path]) -> None:
             if len(runs) > 1:
                 view = replace(view, name=f"{view.name} ({at + 1} of {len(runs)})")
             surface.show([], view)
-            key = _typed(REFRESH_S)
+            key = typed_key(REFRESH_S)
             if key in QUIT:
                 break
             at = (at + (key in NEXT) - (key in BEFORE)) % len(runs)
@@ -358,7 +358,7 @@ def _keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, was)
 
 
-def _typed(timeout_s: float) -> str:
+def typed_key(timeout_s: float) -> str:
     """Return what was typed within this time, one key with its whole escape sequence; "" if nothing was."""
     ready, _, _ = select.select([sys.stdin], [], [], timeout_s)
     return os.read(sys.stdin.fileno(), 16).decode(errors="replace") if ready else ""

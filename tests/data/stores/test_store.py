@@ -47,14 +47,14 @@ def test_without_obstore_the_message_names_the_extra(monkeypatch: pytest.MonkeyP
 
 
 def test_keys_in_the_file_of_aws_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from argosy.data.stores.store import _keys_of_profile
+    from argosy.data.stores.store import keys_of_profile
 
     (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = a\naws_secret_access_key = b%c\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
-    assert _keys_of_profile() == {}
+    assert keys_of_profile() == {}
     monkeypatch.setenv("AWS_PROFILE", "lab")
-    assert _keys_of_profile() == {"access_key_id": "a", "secret_access_key": "b%c"}
+    assert keys_of_profile() == {"access_key_id": "a", "secret_access_key": "b%c"}
 
 
 def test_a_long_error_is_one_short_line() -> None:

@@ -89,7 +89,7 @@ class Store:
         if scheme == "file":
             options = {}
         try:
-            options |= _keys_of_profile() if scheme in ("s3", "s3a") else {}
+            options |= keys_of_profile() if scheme in ("s3", "s3a") else {}
             self._store: Any = from_url(self.url, **options)
         except (BaseError, ValueError) as problem:
             raise UserError(f"{named}{url}: {words(problem)}. Give a URL such as s3://bucket/folder.") from None
@@ -245,7 +245,7 @@ def _endpoint() -> str:
     return next((os.environ[name] for name in names if name in os.environ), "")
 
 
-def _keys_of_profile() -> dict[str, str]:
+def keys_of_profile() -> dict[str, str]:
     """Return the keys of AWS_PROFILE in ~/.aws/credentials, which obstore does not read; {} if the environment has keys
     or the file does not.
     """

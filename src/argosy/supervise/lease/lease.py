@@ -206,7 +206,7 @@ class HeldLease:
     @property
     def is_held(self) -> bool:
         """True while no other can have the lease, as far as this machine's clock tells."""
-        return _clock_s() < self._valid_until_s
+        return clock_s() < self._valid_until_s
 
     def check(self, generation: int) -> None:
         """Note that this process begins `generation`; wait for a backend that does not answer while the lease lasts.
@@ -250,11 +250,11 @@ class HeldLease:
                 self.problem, wait_s = str(problem), RENEW_AGAIN_S
 
     def _renew(self) -> None:
-        asked_s = _clock_s()
+        asked_s = clock_s()
         self._lease.renew()
         self._valid_until_s = asked_s + SAFE_S
 
 
-def _clock_s() -> float:
+def clock_s() -> float:
     """Return seconds of a clock that goes on while the machine sleeps, as CLOCK_MONOTONIC does not."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
