@@ -233,7 +233,7 @@ def state_folder() -> Path:
     return (states if states.is_absolute() else Path.home() / ".local" / "state") / "argosy"
 
 
-def read_own(path: Path, most_bytes: int) -> tuple[bytes, str]:
+def read_with_owner(path: Path, most_bytes: int) -> tuple[bytes, str]:
     """Return a file's first `most_bytes`, and whose it is: "" if nobody but this user can have written it.
 
     Nothing is followed or waited for: what is no plain file (a link, a pipe) is refused. Raises: OSError.

@@ -29,7 +29,7 @@ def hold(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, outcomes: l
     monkeypatch.setattr(agent_supervisor, "last_step", lambda _: steps.pop(0) if len(steps) > 1 else steps[0])
     before = {number: signal.getsignal(number) for number in agent_supervisor.STOP_SIGNALS}
     try:
-        return AgentSupervisor(folder, ["bash", "-c", f"echo >> {folder}/starts; {script}"]).hold()
+        return AgentSupervisor(folder, ["bash", "-c", f"echo >> {folder}/starts; {script}"]).supervise()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from argosy.errors import Interrupted, RunFailed, UserError
-from argosy.launch.children import OTHERS_GONE_S, check_codes, held, started
+from argosy.launch.children import OTHERS_GONE_S, check_codes, started, supervise
 
 
 def test_parts_that_compute_share_the_cores_and_end_as_they_end(tmp_path: Path, capsys) -> None:
@@ -21,7 +21,7 @@ def test_parts_that_compute_share_the_cores_and_end_as_they_end(tmp_path: Path, 
     with started(names, tmp_path / "none.toml", tmp_path, False, ["server-1"]) as children:
         of_sites = [os.sched_getaffinity(children[name].pid) for name in names]
         assert os.sched_getaffinity(children["server-1"].pid) == cores
-        codes = held(children, quiet=False)
+        codes = supervise(children, quiet=False)
     assert set.union(*of_sites) == cores and {len(of_site) for of_site in of_sites} == {1}
     assert set(codes.values()) == {2}
     assert "none.toml" in capsys.readouterr().out
@@ -48,7 +48,7 @@ def part(script: str) -> subprocess.Popen[bytes]:
 def test_servers_do_not_wait_for_workers_that_could_not_begin() -> None:
     began_s = time.monotonic()
     server = "trap 'exit 143' TERM; while :; do sleep 0.1; done"
-    codes = held({"server-1": part(server), "oslo": part("exit 2"), "lyon": part("exit 2")}, True, ["server-1"])
+    codes = supervise({"server-1": part(server), "oslo": part("exit 2"), "lyon": part("exit 2")}, True, ["server-1"])
     assert codes == {"server-1": 0, "oslo": 2, "lyon": 2}
     assert time.monotonic() - began_s < OTHERS_GONE_S
 
@@ -56,7 +56,7 @@ def test_servers_do_not_wait_for_workers_that_could_not_begin() -> None:
 def test_sites_end_if_too_few_could_begin_to_be_a_quorum(capsys) -> None:
     began_s = time.monotonic()
     site = "trap 'exit 143' TERM; while :; do sleep 0.1; done"
-    codes = held({"oslo": part(site), "lyon": part("sleep 0.2; exit 2")}, False, quorum=2)
+    codes = supervise({"oslo": part(site), "lyon": part("sleep 0.2; exit 2")}, False, quorum=2)
     assert codes == {"oslo": 0, "lyon": 2}
     assert time.monotonic() - began_s < OTHERS_GONE_S
     said = capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_sites_end_if_too_few_could_begin_to_be_a_quorum(capsys) -> None:
 
 
 def test_sites_that_are_a_quorum_go_on(capsys) -> None:
-    codes = held({"oslo": part("sleep 0.5"), "lyon": part("exit 2")}, False, quorum=1)
+    codes = supervise({"oslo": part("sleep 0.5"), "lyon": part("exit 2")}, False, quorum=1)
     assert codes == {"oslo": 0, "lyon": 2}
     assert "lyon ended with exit code 2; the others go on" in capsys.readouterr().out
 
@@ -73,6 +73,6 @@ def test_nothing_is_said_to_go_on_after_a_signal_to_all(capsys) -> None:
     parts = {"oslo": part("trap 'exit 143' TERM; while :; do sleep 0.1; done")}
     parts["lyon"] = part("trap 'sleep 0.5; exit 143' TERM; while :; do sleep 0.1; done")
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    assert held(parts, False) == {"oslo": 143, "lyon": 143}
+    assert supervise(parts, False) == {"oslo": 143, "lyon": 143}
     said = capsys.readouterr().out
     assert "oslo ended with exit code 143" in said and "go on" not in said

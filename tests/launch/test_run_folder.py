@@ -19,7 +19,7 @@ from argosy.config.schema import RunConfig
 from argosy.config.sync import SiteConfig
 from argosy.errors import RunFailed, StorageError, UserError
 from argosy.launch import run_folder
-from argosy.launch.run_folder import check_is_own, check_storage, mount_of
+from argosy.launch.run_folder import check_is_run_folder, check_storage, mount_of
 from argosy.plan.plan import Plan
 from argosy.plan.search.auto import Devices
 from tiny import run_config
@@ -396,7 +396,7 @@ def test_a_folder_of_somebody_else_is_refused_and_left_as_it_was(tmp_path, names
 def test_a_run_s_own_folder_is_entered_be_it_only_begun(tmp_path, names):
     for name in names:
         (tmp_path / name).write_text("")
-    check_is_own(tmp_path)
+    check_is_run_folder(tmp_path)
 
 
 def test_a_path_that_is_a_file_or_leads_through_one_is_refused(tmp_path):

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     from argosy.engines.table import ENGINES
     from argosy.launch.launched import launch
     from argosy.launch.ray_job import hold, job_here
-    from argosy.launch.run_folder import check_is_own
+    from argosy.launch.run_folder import check_is_run_folder
     from argosy.launch.sites import are_jobs, requests
 
     options, run = parse_run(argv, "argosy launch", Options)
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         return 0
     if options.on == "ray" and (job_id := job_here()):
         ENGINES["ray"]().check(request)
-        check_is_own(run_dir)
+        check_is_run_folder(run_dir)
         return hold(request, job_id)
     job = launch(request, options.on)
     _tell(request, job, options.json)

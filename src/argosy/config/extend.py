@@ -16,7 +16,7 @@ from argosy.extend.declared import CodeFile, Declaration, read_code, read_packag
 from argosy.extend.register import Kind
 
 
-def one_of_or_own(*names: str) -> WithJsonSchema:
+def one_of_or_declared(*names: str) -> WithJsonSchema:
     """Return the JSON schema of a key that takes one of `names`, or a name that the table `extend` brings."""
     return WithJsonSchema({"anyOf": [{"enum": list(names)}, {"type": "string"}]})
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.attention import AttentionConfig, DeltaNetConfig, MLAConfig, NormConfig, RopeScaling
-from argosy.config.extend import one_of_or_own
+from argosy.config.extend import one_of_or_declared
 from argosy.config.section import Section
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ class ModelConfig(Section):
     weights: Path | None = None
     """Fine-tuning: start from these pretrained weights: a run folder, a checkpoint, a Hugging Face folder or its URL
     (hf://OWNER/NAME, s3://...). Without a preset, sizes that are not given are those of the weights."""
-    family: Annotated[str, one_of_or_own(*FAMILIES)] = "llama"
+    family: Annotated[str, one_of_or_declared(*FAMILIES)] = "llama"
     """The Hugging Face classes and weight names that the model maps to on export and import; or a family of your own,
     by its name (docs/extending.md)."""
     layers: Annotated[PositiveInt, Field(le=MOST_LAYERS)] = 4

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from argosy.config.extend import one_of_or_own
+from argosy.config.extend import one_of_or_declared
 from argosy.config.section import Section
 from argosy.errors import UserError
 
@@ -39,7 +39,7 @@ class OptimizerGroup(Section):
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    kind: Annotated[str, one_of_or_own(*OPTIMIZERS)] = "adamw"
+    kind: Annotated[str, one_of_or_declared(*OPTIMIZERS)] = "adamw"
     """adamw; lion (Chen et al. 2023; needs a 3 to 10 times lower lr); muon (Jordan 2024), adamw beside it; or one of
     your own, by its name (docs/extending.md)."""
     lr: PositiveFloat = 1e-3

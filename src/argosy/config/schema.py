@@ -242,7 +242,7 @@ class RunConfig(Section):
         return tuple(d for d in (loss, optimizer) if d is not None and not d.facts["deterministic"])
 
     @model_validator(mode="after")
-    def _own_names_are_declared(self) -> Self:
+    def _user_names_are_declared(self) -> Self:
         self.extend.check_name("optimizer.kind", self.optimizer.kind, "optimizer", OPTIMIZERS)
         self.extend.check_name("train.loss", self.train.loss, "loss", BUILTIN_LOSSES)
         self.extend.check_name("model.family", self.model.family, "family", FAMILIES)

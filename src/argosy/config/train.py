@@ -19,7 +19,7 @@ import tyro
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from argosy.config.data import Objective
-from argosy.config.extend import one_of_or_own
+from argosy.config.extend import one_of_or_declared
 from argosy.config.section import Section
 from argosy.errors import UserError
 
@@ -126,7 +126,7 @@ class TrainConfig(Section):
     """Batch-size ramp: stages of first steps with smaller batches, which grow up to global_batch."""
     deterministic: bool = False
     """Use deterministic kernels only: the same numbers again, slower on a GPU."""
-    loss: Annotated[str, one_of_or_own(*BUILTIN_LOSSES)] = "cross_entropy"
+    loss: Annotated[str, one_of_or_declared(*BUILTIN_LOSSES)] = "cross_entropy"
     """Training loss: cross_entropy, or one of your own, by its name (docs/extending.md)."""
     frozen: tuple[str, ...] = ()
     """Parameters that keep their values, by name or module; * stands for any characters, e.g. "embedding",

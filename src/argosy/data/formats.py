@@ -85,7 +85,7 @@ def read_file(
     if fields.document_of is not None and (file.texts is not None or file.suffix not in RECORDS):
         raise UserError(f"{file.name}: conversations are read from .jsonl and .parquet. Leave it out of `input`.")
     if file.texts is not None:
-        yield from _own_texts(file, file.texts(), most_bytes)
+        yield from _user_texts(file, file.texts(), most_bytes)
         return
     with _opened(file) as stream:
         if file.suffix in (".jsonl", ".ndjson"):
@@ -97,7 +97,7 @@ def read_file(
             yield from _read_text(stream, file.name, max(most_bytes, shown))
 
 
-def _own_texts(file: InputFile, texts: Iterable[str], most_bytes: int) -> Iterator[Text | BadInput]:
+def _user_texts(file: InputFile, texts: Iterable[str], most_bytes: int) -> Iterator[Text | BadInput]:
     for number, text in enumerate(texts):
         found = _field_text(text, f"{file.name}, document {number}")
         if isinstance(found, Text) and len(found.data) > most_bytes:

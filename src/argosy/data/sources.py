@@ -134,7 +134,7 @@ def find_files(
     Raises: UserError if an item names nothing, or its protocol is unknown or lacks a package.
     """
     found = [
-        Input([own_source(item, code)], []) if item.startswith(SOURCE_PREFIX) else _expand(item, extensions)
+        Input([user_source(item, code)], []) if item.startswith(SOURCE_PREFIX) else _expand(item, extensions)
         for item in items
     ]
     if not found:
@@ -147,7 +147,7 @@ def find_files(
     return Input(files, list(left_out.values()), other_splits)
 
 
-def own_source(item: str, code: Sequence[CodeFile]) -> InputFile:
+def user_source(item: str, code: Sequence[CodeFile]) -> InputFile:
     """Return the source of the user's that `item` names, as a file. Raises: UserError."""
     texts, checksum = texts_of(item, code)
     return InputFile(item, None, item, None, checksum, texts)
@@ -276,7 +276,7 @@ def file_again(found: Sequence[Any], code: Sequence[CodeFile]) -> InputFile:
     """Return a file from its `as_found`, in another process. Raises: UserError as `find_files`."""
     name, size, stamp, is_seekable, field = found
     if name.startswith(SOURCE_PREFIX):
-        return own_source(name, code)
+        return user_source(name, code)
     fs, path = (fsspec.filesystem("file"), name) if name.startswith("/") else _file_system(name)
     return InputFile(name, fs, path, size, stamp, is_seekable=is_seekable, field=field)
 

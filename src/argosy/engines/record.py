@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from argosy.errors import UserError, first_error
-from argosy.files import atomic_write, read_own, state_folder
+from argosy.files import atomic_write, read_with_owner, state_folder
 from argosy.processes.secret import kept_secret
 
 LAUNCH_FOLDER = "launch"
@@ -81,7 +81,7 @@ class LaunchedJob(BaseModel):
         """
         path = run_dir / LAUNCH_FOLDER / JOB_RECORD
         try:
-            text, foreign = read_own(path, MOST_RECORD_BYTES)
+            text, foreign = read_with_owner(path, MOST_RECORD_BYTES)
             job = cls.model_validate_json(text)
         except FileNotFoundError:
             return None

@@ -24,7 +24,7 @@ from typing import Any
 from argosy.errors import UserError
 from argosy.extend.declared import CodeFile, Declaration
 from argosy.extend.register import Kind, registered_by
-from argosy.files import atomic_write, read_own, state_folder
+from argosy.files import atomic_write, read_with_owner, state_folder
 
 APPROVED = "ARGOSY_APPROVED_CODE"
 """Environment variable: checksums that this process or its parent has approved, with commas between them."""
@@ -86,7 +86,7 @@ def _path() -> Path:
 
 def _lines(path: Path) -> list[str]:
     """Return the lines of the file, none if others may write it: then it approves nothing. Raises: OSError."""
-    text, whose = read_own(path, MOST_APPROVED * LONGEST_APPROVAL)
+    text, whose = read_with_owner(path, MOST_APPROVED * LONGEST_APPROVAL)
     return [] if whose else [line for line in text.decode(errors="replace").splitlines() if line.strip()]
 
 

@@ -42,7 +42,7 @@ class AgentSupervisor:
         self._pending: int | None = None
         """A signal that came while the agent was being started."""
 
-    def hold(self) -> int:
+    def supervise(self) -> int:
         """Return the exit code of the last agent; Retryable's if the run may go on when it is launched again."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._pass_on)
@@ -86,7 +86,7 @@ class AgentSupervisor:
 
 def main() -> None:
     """`python -m argosy.launch.agent_supervisor RUN_DIR COMMAND ...`, on each node."""
-    sys.exit(AgentSupervisor(Path(sys.argv[1]), sys.argv[2:]).hold())
+    sys.exit(AgentSupervisor(Path(sys.argv[1]), sys.argv[2:]).supervise())
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def started(
             child.wait()
 
 
-def held(
+def supervise(
     children: dict[str, subprocess.Popen[bytes]], quiet: bool, servers: Collection[str] = (), quorum: int = 0
 ) -> dict[str, int]:
     """Pass on what the parts say, and signals to them, until all have ended. Returns their exit codes.

@@ -13,7 +13,7 @@ from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob, user_k
 from argosy.engines.table import ENGINES, engine_of, state_of
 from argosy.errors import UserError
 from argosy.files import made_folder, make_folder
-from argosy.launch.run_folder import check_is_own
+from argosy.launch.run_folder import check_is_run_folder
 from argosy.launch.sites import are_there, jobs_of, printed_by
 from argosy.processes.secret import (
     SECRET_FILE,
@@ -81,8 +81,8 @@ def launch_sites(requests: Sequence[tuple[str, str, RunJob]]) -> Iterator[tuple[
 def _check(request: RunJob, on: Engine) -> None:
     """Raises: UserError if the engine cannot take it, or its job before still waits or runs."""
     on.check(request)
-    check_is_own(request.run_dir)
-    check_is_own(kept_in(request.run_dir))
+    check_is_run_folder(request.run_dir)
+    check_is_run_folder(kept_in(request.run_dir))
     if on.needs_seal:
         user_key()  # else the job could not be asked about
     before = LaunchedJob.load(request.run_dir)

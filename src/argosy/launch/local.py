@@ -136,7 +136,7 @@ def would_train(run: RunConfig, run_dir: Path, origin: Callable[[str], str]) -> 
     _check_processes(run, origin)
     check_place(run.launch)
     check_sinks(run.observe, run.extend)
-    run_folder.check_is_own(run_dir)
+    run_folder.check_is_run_folder(run_dir)
     check_data(run)
     run = with_known_sizes(run)
     if _report_if_finished(run_dir, run) is not None:

@@ -83,7 +83,7 @@ def hold(request: RunJob, job_id: str) -> int:
                 ).save(request.run_dir)
             if not os.environ.get(STOP_WAIT):
                 log.say(f"`ray job stop` kills this job after 3 s; with {STOP_WAIT} in its runtime environment, later")
-            return _held(request, log)
+            return _supervise(request, log)
         except ArgosyError as error:
             file.write(f"argosy: {error}\n".encode())
             raise
@@ -122,7 +122,7 @@ class _Stop:
             raise Interrupted("stopped by SIGTERM. The same `argosy launch` goes on.", signal.SIGTERM)
 
 
-def _held(request: RunJob, log: Log) -> int:
+def _supervise(request: RunJob, log: Log) -> int:
     """Reserve the nodes, and run the agents on them until the run has ended."""
     from ray.util.placement_group import remove_placement_group
 

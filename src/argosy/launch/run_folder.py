@@ -64,13 +64,13 @@ def refuse_others(folder: Path, names: Sequence[str], kind: str) -> None:
 
 
 @contextmanager
-def own_folder(run_dir: Path, nodes: int) -> Iterator[MadeFolder]:
+def making_folder(run_dir: Path, nodes: int) -> Iterator[MadeFolder]:
     """Make the folder of a run, if there is none. After a UserError in the block, remove what a new run has left there.
 
     nodes: with several machines, nothing is removed: others may be in the folder.
     Raises: UserError if the path is that of a file, holds files that are not a run's, or cannot be made.
     """
-    check_is_own(run_dir)
+    check_is_run_folder(run_dir)
     with ExitStack() as made:
         try:
             folder = made.enter_context(made_folder(run_dir))
@@ -82,7 +82,7 @@ def own_folder(run_dir: Path, nodes: int) -> Iterator[MadeFolder]:
             folder.is_kept = folder.is_kept or nodes > 1 or _is_begun(run_dir)
 
 
-def check_is_own(run_dir: Path) -> None:
+def check_is_run_folder(run_dir: Path) -> None:
     """Raise UserError if `run_dir` is there, and is neither empty nor the folder of a run."""
     try:
         names = {path.name for path in run_dir.iterdir()}
@@ -132,7 +132,7 @@ def locked(run_dir: Path, node: str = "", nodes: int = 1) -> Iterator[None]:
     again if the block raises UserError.
     Raises: UserError if another process holds the lock, the folder is not a run's, or the storage cannot hold a run.
     """
-    with own_folder(run_dir, nodes) as folder:
+    with making_folder(run_dir, nodes) as folder:
         check_storage(run_dir, nodes)
         with _lock_file(run_dir / (f"{RUN_LOCK}-{node}" if node else RUN_LOCK)) as file:
             if (holder := lock_or_holder(file)) is not None:

@@ -18,7 +18,7 @@ from argosy.extend.loading import approve
 from argosy.faults import RUN_DIR
 from argosy.files import make_folder
 from argosy.launch import run_folder
-from argosy.launch.children import check_codes, free_port, held, started
+from argosy.launch.children import check_codes, free_port, started, supervise
 from argosy.launch.resolve import resolve
 from argosy.observe.events import Events
 from argosy.observe.report import Report
@@ -186,7 +186,7 @@ def train_parts(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
         return _report(run_dir, run)
     names = [server_name(number) for number in range(len(run.sync.servers))]
     with started([site.name for site in run.sites], asked, run_dir, accept_changes, names) as children:
-        codes = held(children, quiet, servers=names)
+        codes = supervise(children, quiet, servers=names)
     if not is_finished(run_dir, run):  # if the servers came to the end, it does not matter what became of workers
         check_codes(codes, "the servers have saved", run_dir)
     return _report(run_dir, run)

@@ -23,7 +23,7 @@ from argosy.engines.record import JOB_RECORD, LAUNCH_FOLDER, LaunchedJob
 from argosy.engines.table import engine_of
 from argosy.errors import UserError
 from argosy.files import make_folder
-from argosy.launch.children import check_codes, free_port, held, started
+from argosy.launch.children import check_codes, free_port, started, supervise
 from argosy.launch.resolve import resolve, with_known_sizes
 from argosy.launch.servers import check, check_addresses_of_servers, settle_worker, train_parts
 from argosy.observe.report import Report
@@ -158,7 +158,7 @@ def train_sites(run: RunConfig, run_dir: Path, *, accept_changes: bool, quiet: b
     save_run(run, run_dir / RUN_FILE)
     keys_of(run, run_dir)
     with started([site.name for site in run.sites], run_dir / RUN_FILE, run_dir, accept_changes) as children:
-        codes = held(children, quiet, quorum=Sites.of(run, run_dir).quorum)
+        codes = supervise(children, quiet, quorum=Sites.of(run, run_dir).quorum)
     check_codes(codes, "all sites have saved", run_dir)
     return Report.load(site_folder(run_dir, run.sites[0].name))
 

@@ -217,7 +217,7 @@ def _tokenizer_files(file: Path, eod_id: int | None, config: ModelConfig) -> dic
         "clean_up_tokenization_spaces": False,
         **({} if eod is None else {"eos_token": eod, "pad_token": eod}),
     }
-    if (split := family_of(config.family).own_split) and not _splits_by(tokenizer, split):
+    if (split := family_of(config.family).text_split) and not _splits_by(tokenizer, split):
         warnings.warn(
             f"{file}: AutoTokenizer of transformers splits text in its own way for {config.family} models, and would "
             "give other tokens than this tokenizer. Load it with PreTrainedTokenizerFast.from_pretrained.",

@@ -159,7 +159,7 @@ DENSE_FAMILIES = {
         fixed={"qkv_bias": True, "attention_bias": False},
         constants={"attention_bias": False},
         defaults=QWEN2_DEFAULTS,
-        own_split=QWEN2_SPLIT,
+        text_split=QWEN2_SPLIT,
         windows=from_the_last,
     ),
     "qwen3": Family(

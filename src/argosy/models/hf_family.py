@@ -169,7 +169,7 @@ class Family:
     """Our weight -> their name of the copy that each module of multi-token prediction (*) has of it."""
     hidden_act: str = "silu"
     act_key: str = "hidden_act"
-    own_split: str = ""
+    text_split: str = ""
     """Pattern that `AutoTokenizer` of transformers splits text by, whatever tokenizer.json says; empty: it obeys."""
     rotary: Literal["halves", "pairs"] = "halves"
     """pairs: the two numbers that a rotation turns lie side by side."""

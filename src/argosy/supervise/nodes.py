@@ -80,7 +80,7 @@ class Cause:
     """The step it was in, if known."""
 
     @property
-    def is_own(self) -> bool:
+    def failed_by_itself(self) -> bool:
         """True if the worker itself failed, rather than was killed from outside."""
         return self.exit_code not in (-signal.SIGKILL, -signal.SIGTERM)
 
@@ -157,7 +157,7 @@ class Failures:
         is_same: it is a part of the failure that was counted last; it may still be a crash that was seen before.
         """
         crash, is_repeated = (cause.why, cause.step), generation > self._last_crash_generation
-        if cause.is_own and cause.step >= 0 and crash == self._last_crash and is_repeated:
+        if cause.failed_by_itself and cause.step >= 0 and crash == self._last_crash and is_repeated:
             return FinishRun(Poisoned.exit_code, f"the same crash twice at step {cause.step}: {cause.why}")
         self._last_crash, self._last_crash_generation = crash, generation
         self._failures += not is_same

@@ -40,7 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises: UserError if another process holds it, or the folder is not a sweep's.
     """
-    check_is_own(folder)
+    check_is_sweep_folder(folder)
     try:
         with made_folder(folder) as made, (folder / STUDY_LOCK).open("a+") as file:
             if (holder := lock_or_holder(file)) is not None:
@@ -56,7 +56,7 @@ def locked(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def check_is_own(folder: Path) -> None:
+def check_is_sweep_folder(folder: Path) -> None:
     """Raise UserError if `folder` is there, and is neither empty nor the folder of a sweep."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file, and a sweep needs a folder. Choose another with --sweep-dir.")

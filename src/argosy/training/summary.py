@@ -57,7 +57,7 @@ def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Predicti
         *_wrapped_plan(f" on {processes}: ", str(plan)),
         f" matmul peak {peak_flops / 1e9:.0f} GFLOP/s",
         f" a step that is not finite or an outlier {BAD_STEPS[run.resilience.on_bad_step]}",
-        *_own_code(run),
+        *_user_code(run),
     ]
     if plan.has_servers:
         lines.append(f" not deterministic: {ASYNCHRONOUS}; no run repeats its numbers")
@@ -66,7 +66,7 @@ def headline(run: RunConfig, plan: Plan, peak_flops: float, prediction: Predicti
     return "\n".join(lines)
 
 
-def _own_code(run: RunConfig) -> Iterator[str]:
+def _user_code(run: RunConfig) -> Iterator[str]:
     """Yield a line for each file of the user's code: what it declares."""
     for code in run.extend.code:
         counts = Counter(declaration.kind for declaration in code.declarations)

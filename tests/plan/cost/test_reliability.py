@@ -86,7 +86,7 @@ def test_one_surprise_says_little_and_two_are_believed():
     prior = FailureRates.of(Cluster.parse("laptop"), 2)
     usual, one, two = (prior.after({"software": n}, 0, 2.0).mtbf_s(2).mid / 3600 for n in (0, 1, 2))
     assert usual > 5000 and one < usual and two < 10
-    assert prior.after({"software": 2}, 0, 2.0).is_own and not prior.after({}, 0, 2.0).is_own
+    assert prior.after({"software": 2}, 0, 2.0).is_measured and not prior.after({}, 0, 2.0).is_measured
 
 
 def test_no_stop_in_a_long_time_makes_a_job_better_than_the_catalogue():

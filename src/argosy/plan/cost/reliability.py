@@ -216,7 +216,7 @@ class FailureRates:
         return Estimate(*(float(self.per_device_h.mid) * math.exp(at) for at in (low, mid, high)))
 
     @property
-    def is_own(self) -> bool:
+    def is_measured(self) -> bool:
         """True if the run's own events say another rate than any published fleet's."""
         return not self.per_device_h.low <= self.rate.mid <= self.per_device_h.high
 

@@ -204,7 +204,7 @@ def _interval(facts: RunFacts, planner: Planner) -> _Interval | None:
     restart_s = float(np.median([outage.stood_s for outage in found])) if found else float(RESTART_S.mid)
     cost = CheckpointCost(stall_s, max(write_s, stall_s))
     best, now = (float(effective_share(each, cost, restart_s, mtbf_s)) for each in (best_s, now_s))
-    return _Interval(now_s, best_s, stall_s, mtbf_s, rates.is_own, len(found), best - now)
+    return _Interval(now_s, best_s, stall_s, mtbf_s, rates.is_measured, len(found), best - now)
 
 
 def _saves(facts: RunFacts) -> list[Event]:

@@ -213,7 +213,7 @@ def _words(
     return (
         f"{rates.stops} stop{'s' * (rates.stops != 1)} in {count(rates.device_hours)} device-hours{share}; the "
         f"catalogue expects {count_of_stops(mid)} ({low:.0f} to {high:.0f}). From now on one in {within(mtbf, seconds)}"
-        + (", by the run's own stops" if rates.is_own else "")
+        + (", by the run's own stops" if rates.is_measured else "")
         + "."
         + (f" {'; '.join(odd)}." if odd else "")
     )
